@@ -8,8 +8,8 @@
         logs/rank-<N>.log              all that rank N wrote to its descriptors 1 and 2
         result                         what rank 0 sent back
 
-The state folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.local/state/taas`: never
-the project store, which only rank 0 may write.
+The state folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.local/state/taas`:
+never the project store, which only rank 0 may write.
 """
 
 import json
@@ -44,7 +44,7 @@ def event(kind: str, host: str = "", **fields: Any) -> Event:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run. Every process of a run that shares the file system uses the same ones."""
+    """The paths of one run, the same for every process that shares the file system."""
 
     path: Path
 
@@ -97,6 +97,7 @@ class Writer:
     """Appends events to a run's journal; lives in the pool's process, one a run."""
 
     def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
         self._file: IO[str] = folder.events.open("a", encoding="utf-8", buffering=1)
 
     def append(self, event: Event) -> None:

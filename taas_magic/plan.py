@@ -101,7 +101,10 @@ class Plan:
 
 
 def new_run_id(now: float | None = None) -> str:
-    """A name that sorts by time and that two kernels cannot both choose: `20260131-142501-3f9a1c`."""
+    """A name that sorts by time and that two kernels cannot both choose.
+
+    For example `20260131-142501-3f9a1c`.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     return f"{stamp}-{secrets.token_hex(3)}"
 

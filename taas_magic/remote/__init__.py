@@ -1,1 +1,1 @@
-"""What runs on a host: the agent, its ranks, and what ends them."""
+"""What runs on hosts. Nothing here imports the notebook's side: engines, display, magic."""
