@@ -156,11 +156,11 @@ class _Flow:
         for case in node.cases:
             self._loads(case.pattern)
             bound = set(_captured(case.pattern))
-            guard = [ast.Expr(case.guard)] if case.guard is not None else []
+            guard = [] if case.guard is None else [_statement_of(case.guard)]
             self._branch([*guard, *case.body], bound)
 
     def _evaluate(self, expression: ast.expr) -> None:
-        self._run(ast.copy_location(ast.Expr(expression), expression))
+        self._run(_statement_of(expression))
 
     def _run(self, node: ast.stmt) -> None:
         self._read(self._compiled(node).names)
@@ -181,6 +181,10 @@ class _Flow:
             body = self.later.pop(name, frozenset())
             self.awaited |= body
             self._read(body, why_used_by(name))
+
+
+def _statement_of(expression: ast.expr) -> ast.stmt:
+    return ast.copy_location(ast.Expr(expression), expression)
 
 
 def _assigned(node: ast.stmt) -> Iterator[str]:
