@@ -129,13 +129,11 @@ class _Flow:
             self._read({node.name})
 
     def _with(self, node: ast.With | ast.AsyncWith) -> None:
-        bound: set[str] = set()
         for item in node.items:
             self._evaluate(item.context_expr)
             if item.optional_vars is not None:
                 self._loads(item.optional_vars)
-                bound.update(_bound(item.optional_vars))
-        self.defined |= bound
+                self.defined.update(_bound(item.optional_vars))
         inside = self._branch(node.body)
         if not any(_may_swallow(item.context_expr) for item in node.items):
             self.defined |= inside
