@@ -37,7 +37,8 @@ class Flag:
         metavar: What stands for the value in the help; "" for a switch.
         read: Text -> value; raises ValueError.
         possible: Completes "possible is …".
-        help: One sentence, with an example.
+        help: What it does.
+        examples: Values that Tab offers; the first is in the help.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Flag:
     read: Callable[[str], Any]
     possible: str
     help: str
+    examples: tuple[str, ...] = ()
 
     @property
     def field(self) -> str:
@@ -53,13 +55,15 @@ class Flag:
 
     def decorator(self) -> Callable[..., Any]:
         """The flag as IPython's `@argument`."""
-        help = self.help.replace("%", "%%")
-        if not self.metavar:
-            return argument(self.name, action="store_true", help=help)  # type: ignore[no-any-return]
-        action = "append" if self.name == "--env" else "store"
-        return argument(  # type: ignore[no-any-return]
-            self.name, metavar=self.metavar, action=action, help=help
-        )
+        example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
+        settings = {"help": (self.help + example).replace("%", "%%")}
+        if self.metavar:
+            settings["metavar"] = self.metavar
+            settings["action"] = "append" if self.name == "--env" else "store"
+        else:
+            settings["action"] = "store_true"
+        decorated: Callable[..., Any] = argument(self.name, **settings)
+        return decorated
 
 
 def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
@@ -129,70 +133,80 @@ FLAGS = (
         "N",
         whole(1),
         f"a whole number from 1 to {MAX_RANKS}",
-        "Ranks in all, one a GPU; without GPUs, CPU ranks. Required. Example: --gpus 8",
+        "Ranks in all, one a GPU; without GPUs, CPU ranks. Required.",
+        ("8", "1", "2", "4", "16"),
     ),
     Flag(
         "--cpus",
         "M",
         whole(0),
         "a whole number from 0",
-        "CPU hosts that run the registered loaders; 0 (default): the ranks do. Example: --cpus 4",
+        "CPU hosts that run the registered loaders; 0 (default): the ranks do.",
+        ("4", "0", "1", "2", "8"),
     ),
     Flag(
         "--units",
         "K",
         count,
         "a whole number from 1, such as 20480000, 20_480_000, 20M or 1.5G",
-        "Bound on the units (batches) that all ranks together are given. Example: --units 20M",
+        "Bound on the units (batches) that all ranks together are given.",
+        ("20M", "10K", "1_000_000"),
     ),
     Flag(
         "--pool",
         "NAME",
         str,
         "the name of a pool",
-        "Where the ranks run; default local: this machine; see %taas pools. Example: --pool g2.8",
+        "Where the ranks run; default local: this machine; see %taas pools.",
+        ("g2.8",),
     ),
     Flag(
         "--out",
         "NAMES",
         names,
         "names of variables with commas between, such as model,history",
-        "Variables that rank 0 sends back into the notebook. Example: --out model,history",
+        "Variables that rank 0 sends back into the notebook.",
+        ("model,history",),
     ),
     Flag(
         "--name",
         "TEXT",
         str,
         "a text; in quotes where it has spaces",
-        'What the run is called in lists. Example: --name "first try"',
+        "What the run is called in lists.",
+        ('"first try"',),
     ),
     Flag(
         "--max-restarts",
         "R",
         whole(0),
         "a whole number from 0",
-        "How often all ranks may start again after one died; default 0. Example: --max-restarts 2",
+        "How often all ranks may start again after one died; default 0.",
+        ("2", "1", "5"),
     ),
     Flag(
         "--timeout",
         "T",
         duration_s,
         "a time above 0, such as 90, 90s, 5m or 2h",
-        "Ends the run after so long. Example: --timeout 2h",
+        "Ends the run after so long.",
+        ("2h", "90s", "30m"),
     ),
     Flag(
         "--env",
         "KEY=VALUE",
         variable,
         "KEY=VALUE, in quotes where it has spaces",
-        "An environment variable of the ranks; may be repeated. Example: --env OMP_NUM_THREADS=2",
+        "An environment variable of the ranks; may be repeated.",
+        ("OMP_NUM_THREADS=2", "NCCL_DEBUG=INFO"),
     ),
     Flag(
         "--logs",
         "RANKS",
         ranks,
         "all, or ranks such as 0,2-5",
-        "Whose lines the notebook shows; all (default) or some. Example: --logs 0,2-5",
+        "Whose lines the notebook shows; all (default) or some.",
+        ("0,2-5", "all", "0"),
     ),
     Flag(
         "--dry-run",
