@@ -1,4 +1,4 @@
-"""The cases that the capture promises, each run for real: captured here, loaded in a new process."""
+"""The cases that the capture promises, each for real: captured here, run in a new process."""
 
 import json
 import os
@@ -325,7 +325,9 @@ def test_streams_logger_and_shell_become_the_ranks_own(notebook: Notebook) -> No
                 self.to, self.logger = sys.stderr, logging.getLogger('mine')
         log = Log()
     """)
-    source = "import logging, sys\nout = [log.to is sys.stderr, log.logger is logging.getLogger('mine')]"
+    source = (
+        "import logging, sys\nout = [log.to is sys.stderr, log.logger is logging.getLogger('mine')]"
+    )
     assert notebook.in_rank(source) == [True, True]
 
 
