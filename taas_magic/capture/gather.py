@@ -86,8 +86,7 @@ def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
     if name in _MODULE_NAMES or name in _HISTORY:
         return True
     if name in _SHELL_NAMES:
-        owner = getattr(value, "__module__", None) or type(value).__module__
-        return str(owner).partition(".")[0] in ("IPython", "ipykernel")
+        return any(owner.partition(".")[0] in ("IPython", "ipykernel") for owner in _owners(value))
     if name in ("In", "Out"):
         return value is namespace.get("_ih" if name == "In" else "_oh")
     if _INPUT.fullmatch(name):
@@ -96,3 +95,10 @@ def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
         shown = namespace.get("_oh", {}).values()
         return any(value is item for item in shown) or (isinstance(value, str) and not value)
     return False
+
+
+def _owners(value: Any) -> list[str]:
+    """Modules that a value may come from; IPython's `open` calls itself `io`'s."""
+    scope = getattr(value, "__globals__", {})
+    names = (getattr(value, "__module__", ""), type(value).__module__, scope.get("__name__"))
+    return [name for name in names if isinstance(name, str)]

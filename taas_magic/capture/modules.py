@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.readers import FileReader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from taas_magic.errors import CaptureError
 
@@ -132,9 +132,11 @@ class _Loader(importlib.abc.ExecutionLoader):
     def get_data(self, path: str) -> bytes:
         return Path(path).read_bytes()
 
-    def get_resource_reader(self, fullname: str) -> FileReader | None:
+    def get_resource_reader(self, fullname: str) -> Any:
         if not self._module.is_package:
             return None
+        from importlib.readers import FileReader
+
         return FileReader(self)  # type: ignore[arg-type]  # it asks for nothing but the path
 
     def get_source(self, fullname: str) -> str:
