@@ -3,9 +3,10 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
+from taas_magic.capture.bytecode import code_use
 from taas_magic.capture.culprit import refusal, type_name
 from taas_magic.capture.names import THE_CELL, why_used_by
 from taas_magic.capture.pickling import ValuePickler
@@ -56,6 +57,8 @@ class Gathering:
         """Code that runs while a value is loaded (`__setstate__`, `__hash__`) finds its globals:
         where pickling shows that others are needed, those are put before it."""
         value = self._namespace[name]
+        if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
+            self.take(dict.fromkeys(sorted(code_use(value.__code__).names), why_used_by(name)))
         with self.pickler.undoing() as undo:
             size_bytes, needs = self._pickle(name, value, why)
             missing = [need for need in needs if need not in self._met and self._travels(need)]
