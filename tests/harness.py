@@ -4,19 +4,14 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 from IPython.core.interactiveshell import InteractiveShell
 
-from taas_magic import journal, launch
-from taas_magic.capture.payload import Cell
-from taas_magic.config import Config
-from taas_magic.errors import TaasError
+from taas_magic import launch
 from taas_magic.journal import Event, RunFolder
-from taas_magic.plan import Flags
 from taas_magic.run import Run
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -59,33 +54,27 @@ class Notebook:
     """Runs cells.
 
     Attributes:
-        shell: The IPython shell whose namespace cells use.
-        config: As taas.toml would say.
+        shell: The IPython shell whose namespace cells use; the extension is loaded.
+        project: The notebook's folder.
+        state_dir: Where its runs and pools are.
     """
 
     shell: InteractiveShell
-    config: Config = field(default_factory=Config)
-    cells: int = 0
-    project: Path = field(default_factory=Path.cwd)
-    state_dir: Path = field(default_factory=journal.state_dir)
+    project: Path
+    state_dir: Path
 
     def define(self, source: str) -> None:
         """Runs an ordinary cell in the notebook's own process."""
         self.shell.run_cell(source, store_history=True).raise_error()
 
-    def run(self, source: str, gpus: int = 2, **flags: Any) -> Outcome:
-        """Runs a cell on `gpus` ranks, as `%%taas` does."""
-        self.cells += 1
-        raw = f"%%taas --gpus {gpus}\n{source}"
-        cell = Cell(source, f"/tmp/ipykernel_0/{self.cells}.py", raw, 1, self.cells)
+    def run(self, source: str, flags: str = "", gpus: int = 2) -> Outcome:
+        """Runs a cell below a `%%taas` head."""
         before = launch.last_run
-        try:
-            launch.execute(Flags(gpus=gpus, **flags), cell, self.shell, self.config)
-        except (TaasError, KeyboardInterrupt) as error:
-            render = getattr(error, "_render_traceback_", lambda: [str(error)])
-            shown = ANSI.sub("", "\n".join(render()))
-            return Outcome(launch.last_run if launch.last_run is not before else None, error, shown)
-        return Outcome(launch.last_run, None)
+        result = self.shell.run_cell(f"%%taas --gpus {gpus} {flags}\n{source}", store_history=True)
+        run = launch.last_run if launch.last_run is not before else None
+        error = result.error_before_exec or result.error_in_exec
+        render = getattr(error, "_render_traceback_", lambda: [str(error)])
+        return Outcome(run, error, ANSI.sub("", "\n".join(render())) if error else "")
 
 
 def below(pid: int) -> list[psutil.Process]:

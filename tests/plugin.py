@@ -11,7 +11,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config as ShellConfig
 
-from taas_magic import launch
+from taas_magic import journal, launch
 from taas_magic.config import Config
 from tests.harness import Notebook, below, listening_ports, shared_memory
 
@@ -27,10 +27,12 @@ def warm_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook
         patch.chdir(tmp_path_factory.mktemp("project"))
         settings = ShellConfig()
         settings.HistoryManager.hist_file = ":memory:"
-        notebook = Notebook(InteractiveShell.instance(config=settings), Config())
-        launch.warm_in_background(notebook.config).join()
-        yield notebook
-        launch.down("local", notebook.config)
+        patch.setenv("TAAS_WARM", "0")
+        shell = InteractiveShell.instance(config=settings)
+        shell.run_line_magic("load_ext", "taas_magic")
+        launch.warm_in_background(Config()).join()
+        yield Notebook(shell, Path.cwd(), journal.state_dir())
+        launch.down("local", Config())
         InteractiveShell.clear_instance()
 
 

@@ -164,7 +164,7 @@ print(subprocess.Popen(["setsid", "sleep", "600"], start_new_session=True).pid)
 
 def test_a_timeout_says_where_the_ranks_stood(notebook: Notebook) -> None:
     source = "import time\ndef long_wait():\n    time.sleep(600)\nlong_wait()\n"
-    outcome = notebook.run(source, gpus=1, timeout_s=2.5)
+    outcome = notebook.run(source, gpus=1, flags="--timeout 2.5")
     assert isinstance(outcome.error, RunTimeout)
     assert "long_wait" in outcome.shown
 
@@ -178,7 +178,7 @@ if attempt < 2 and os.environ["RANK"] == "1":
     os.kill(os.getpid(), 9)
 attempt
 """
-    outcome = notebook.run(source, gpus=2, max_restarts=3)
+    outcome = notebook.run(source, gpus=2, flags="--max-restarts 3")
     assert outcome.error is None
     assert outcome.run is not None and outcome.run.result == 2
     assert [event["attempt"] for event in outcome.of_kind("restart")] == [1, 2]
@@ -186,7 +186,7 @@ attempt
 
 
 def test_restarts_end(notebook: Notebook) -> None:
-    outcome = notebook.run("import os\nos.kill(os.getpid(), 9)\n", gpus=1, max_restarts=1)
+    outcome = notebook.run("import os\nos.kill(os.getpid(), 9)\n", gpus=1, flags="--max-restarts 1")
     assert isinstance(outcome.error, RankFailed)
     assert len(outcome.of_kind("started")) == 2
 
