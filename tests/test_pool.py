@@ -118,3 +118,33 @@ def test_a_pool_without_kernels_ends_by_itself(
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert not (pool.folder / "pool.json").exists()
     pool.close()
+
+
+OTHER_KERNEL = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_line_magic("load_ext", "taas_magic")
+cell = '''%%taas --gpus 1
+import subprocess
+child = subprocess.Popen(["sleep", "600"])
+print("begun", flush=True)
+import os, time
+while not os.path.exists("go on"):
+    time.sleep(0.05)
+print("child lives:", child.poll() is None)
+'''
+sys.exit(not shell.run_cell(cell).success)
+"""
+
+
+def test_runs_of_two_kernels_do_not_touch_each_other(notebook: Notebook) -> None:
+    words = [sys.executable, "-c", OTHER_KERNEL]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        while "begun" not in other.stdout.readline():
+            assert other.poll() is None
+        assert notebook.run("print('beside it')").error is None
+        (notebook.project / "go on").touch()
+        assert "child lives: True" in other.stdout.read()
+    assert other.returncode == 0
