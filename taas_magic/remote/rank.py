@@ -78,9 +78,11 @@ def _take_environment(spec: Mapping[str, Any]) -> None:
 
 
 def _use_gloo_without_cuda(link: Link) -> None:
-    """Lets `init_process_group("nccl")` work on a host without a GPU, by gloo."""
+    """Lets `init_process_group("nccl")` and `Accelerator()` work without a GPU, by gloo."""
     if torch.cuda.is_available():
         return
+    # What `accelerate launch --cpu` sets; without it each rank's Accelerator() trains alone.
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     original = dist.init_process_group
 
     @functools.wraps(original)
