@@ -44,7 +44,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     global last_run
     pool = pool_named(flags.pool, config)
     plan = plan_of(flags, pool)
-    captured = payload.capture(cell, shell.user_ns, **_capture_settings(shell, config))
+    captured = payload.capture(cell, shell.user_ns, **_capture_settings(cell, shell, config))
     with Interrupts() as interrupts:
         open_pool(pool, interrupts)
         journal.prune(config.keep_runs, config.keep_bytes)
@@ -66,7 +66,7 @@ def plan_of(flags: Flags, pool: Pool) -> Plan:
 def dry_run(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
     """What `execute` would do: the plan, what travels and why, and what would fail."""
     plan = plan_of(flags, pool_named(flags.pool, config))
-    settings = _capture_settings(shell, config)
+    settings = _capture_settings(cell, shell, config)
     captured, problems = payload.survey(cell, shell.user_ns, **settings)
     return "\n".join([*_plan_lines(plan), *_payload_lines(captured), *_problem_lines(problems)])
 
@@ -184,21 +184,24 @@ def down(name: str, config: Config) -> None:
     pool_named(name, config).down()
 
 
-def _capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:
+def _capture_settings(cell: Cell, shell: "InteractiveShell", config: Config) -> dict[str, Any]:
     return {
         "transform": shell.transform_cell,
         "project": Path.cwd(),
         "limit_bytes": config.capture_limit_bytes,
-        "source_of": lambda filename: _source_of(shell, filename),
+        "source_of": lambda filename: _source_of(cell, shell, filename),
     }
 
 
-def _source_of(shell: "InteractiveShell", filename: str) -> CellSource | None:
+def _source_of(cell: Cell, shell: "InteractiveShell", filename: str) -> CellSource | None:
     """The cell that the kernel compiled under a name; None for files and other code."""
+    if filename == cell.filename:
+        return CellSource(cell.raw, f"Cell In[{cell.execution_count}]")
     number = shell.compile._filename_map.get(filename)
-    if number is None or number >= len(shell.user_ns["In"]):
+    cells = shell.history_manager.input_hist_raw
+    if number is None or not 0 < number < len(cells):
         return None
-    return CellSource(shell.user_ns["In"][number], f"Cell In[{number}]")
+    return CellSource(cells[number], f"Cell In[{number}]")
 
 
 def _origin(shell: "InteractiveShell") -> Origin:

@@ -111,10 +111,8 @@ def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
     """
     seen, lines = raw_cell.splitlines(), body.splitlines()
     offset = len(seen) - len(lines)
-    # The head that `pragma` shortens is followed by blank lines that the cell does not have.
-    blank = next((i for i, text in enumerate(lines) if text.strip()), len(lines))
-    tail = [text.strip() for text in lines[blank:]]
-    if offset > 0 and [text.strip() for text in seen[offset + blank :]] == tail:
+    # IPython removes a common indentation, hence the comparison without it.
+    if offset > 0 and [*map(str.strip, seen[offset:])] == [*map(str.strip, lines)]:
         return raw_cell, offset
     return f"%%taas {line}\n{body}", 1
 

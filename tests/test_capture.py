@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Cell, CellSource, Payload
@@ -357,6 +359,24 @@ def test_what_belongs_to_ipython_stays_unless_rebound(notebook: Notebook) -> Non
     assert why(notebook.capture(source)) == {}
     notebook.run("In, _, _i = [1], 5, 6")
     assert set(why(notebook.capture(source))) == {"In", "_", "_i"}
+
+
+def test_what_a_real_shell_holds(notebook: Notebook) -> None:
+    shell = InteractiveShell.instance(config=Config(HistoryManager={"hist_file": ":memory:"}))
+    try:
+        shell.run_cell("import sys; n = 3; held = [get_ipython, get_ipython()]", silent=True)
+        shell.run_cell("def f():\n    !echo {n}\n    display(n, open, exit, quit)", silent=True)
+        notebook.namespace = shell.user_ns
+        made = notebook.capture("f()\n%time held\n!echo $sys\nIn, Out, _, _i1, open")
+    finally:
+        InteractiveShell.clear_instance()
+        shell.history_manager.end_session()
+    assert why(made) == {
+        "n": "`f` uses it",
+        "f": "the cell uses it",
+        "held": "the cell uses it",
+        "sys": "the cell uses it",
+    }
 
 
 def refused(notebook: Notebook, value: Any, source: str = "thing") -> str:

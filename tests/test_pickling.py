@@ -174,13 +174,15 @@ def test_another_kind_of_file_is_named(path: Path) -> None:
 
 def test_functions_find_the_namespace_they_are_loaded_into() -> None:
     notebook: dict[str, Any] = {"__name__": "__main__", "x": 1}
-    exec("def f(): return x\nclass A:\n  def g(self): return x", notebook)
-    pickled = pickling.dump([notebook["f"], notebook["A"]()], globals_dict=notebook)
-    rank: dict[str, Any] = {"x": 5}
-    f, instance = pickling.loads(pickled.data, pickled.buffers, namespace=rank)
+    exec("def f(): return x\ndef g(): return f() + x", notebook)
+    pickled = pickling.dump([notebook["f"], notebook["g"]], globals_dict=notebook)
+    rank: dict[str, Any] = {"x": 5, "f": lambda: 5}
+    f, g = pickling.loads(pickled.data, pickled.buffers, namespace=rank)
     assert f.__globals__ is rank
-    assert [f(), instance.g()] == [5, 5]
+    assert [f(), g()] == [5, 10]
     assert rank["x"] == 5
+    rank["f"] = lambda: 100
+    assert g() == 105
 
 
 def test_a_refusal_names_the_result() -> None:

@@ -25,7 +25,7 @@ from taas_magic.remote.process import end_all, signal_name
 from taas_magic.remote.pump import Pump
 from taas_magic.remote.spec import HostSpec
 from taas_magic.remote.sweep import leftovers
-from taas_magic.remote.watch import Failure, RankState, Verdict, decide, guilty
+from taas_magic.remote.watch import Failure, RankState, Verdict, decide, first_failure, guilty
 
 POLL_S = 0.25
 """How often the system is asked about the ranks when nothing else wakes the judge."""
@@ -122,9 +122,8 @@ class HostRun:
     def _before_start(self, attempt: int) -> None:
         self._attempt = attempt
         if attempt:
-            first = self._failures[0] if self._failures else None
-            cause = report.headline(first) if first else ""
-            self._emit(event("restart", self._host, attempt=attempt, cause=cause))
+            first = first_failure(self._failures)
+            self._emit(event("restart", self._host, attempt=attempt, failure=first))
         first_rank, count = self._spec.share.first_rank, self._spec.share.ranks
         self._pump.open(attempt, [(first_rank + local, local) for local in range(count)])
 
@@ -216,7 +215,7 @@ class HostRun:
         if verdict.state == "FAILED":
             self._failures = self._report(culprits, verdict)
             for failure in self._failures:
-                self._emit(event("failure", **failure))
+                self._emit(event("failure", self._host, failure=failure))
         survivors = [process for process in self._processes.values() if _status(process)]
         below = [child for process in survivors for child in _children(process)]
         soft = verdict.state == "FAILED"

@@ -4,7 +4,7 @@ file that is read."""
 import traceback
 from pathlib import Path
 
-from taas_magic.remote.watch import STOPPED_S, Failure, RankState, Verdict, is_consequence
+from taas_magic.remote.watch import Failure, RankState, Verdict, is_consequence
 
 _ADVICE = {
     "SIGKILL": "something on the host killed it; the system's log (dmesg) may say why",
@@ -27,20 +27,19 @@ def failure(
 ) -> Failure:
     """The failure event's fields for one rank; see docs/events.md."""
     kind = _kind(state, verdict)
-    message = state.message or _message(kind, state, signal_name)
     return {
         "rank": state.rank,
         "host": host,
         "pid": state.pid,
         "how": kind,
         "etype": state.etype if kind == "raised" else "",
-        "message": message,
+        "message": state.message or state.hint,
         "traceback": state.traceback or state.stack,
         "signal": signal_name,
         "exitcode": state.exitcode,
         "consequence": kind == "raised" and is_consequence(state.etype, state.message),
         "log_path": log_path,
-        "advice": state.hint or _ADVICE.get(signal_name or kind, ""),
+        "advice": _ADVICE.get(signal_name or kind, ""),
         "tail": [] if kind == "raised" else tail,
     }
 
@@ -51,18 +50,6 @@ def _kind(state: RankState, verdict: Verdict) -> str:
     if state.ended:
         return "signal" if (state.exitcode or 0) < 0 else "exit"
     return verdict.cause if verdict.cause in ("stopped", "timeout", "left") else "left"
-
-
-def _message(kind: str, state: RankState, signal_name: str) -> str:
-    if kind == "signal":
-        by = f": {state.hint}" if state.hint else ""
-        return f"died of {signal_name}{by}"
-    return {
-        "exit": f"ended with exit code {state.exitcode} before the cell's end",
-        "left": "left by sys.exit(0) while other ranks went on",
-        "stopped": f"was stopped (SIGSTOP) for over {STOPPED_S:.0f} s",
-        "timeout": "was still running when --timeout ended the run",
-    }[kind]
 
 
 def host_failure(host: str, error: BaseException) -> Failure:
@@ -101,7 +88,9 @@ def read_stack(path: Path) -> list[str]:
         return []
 
 
-def headline(failure: Failure) -> str:
-    """One line: who and what."""
-    what = f"{failure['etype']}: {failure['message']}" if failure["etype"] else failure["message"]
-    return f"rank {failure['rank']} on {failure['host']} {what.splitlines()[0][:200]}"
+def read_stack(path: Path) -> list[str]:
+    """The Python stack that faulthandler left when a signal killed the rank."""
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []

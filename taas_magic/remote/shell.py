@@ -144,7 +144,9 @@ class RankShell(InteractiveShell):
         assert isinstance(compiler, CellCompiler)
         compiler.cell = cell
         compiler.know(sources)
-        self.ast_transformers.append(LineShift(cell.line_offset))
+        # IPython drops the empty lines that a cell begins with
+        empty_lines = cell.source[: len(cell.source) - len(cell.source.lstrip())].count("\n")
+        self.ast_transformers.append(LineShift(cell.line_offset + empty_lines))
         return self.run_cell(cell.source, store_history=False)
 
     def publish(
@@ -169,7 +171,7 @@ class RankShell(InteractiveShell):
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
         text = self.InteractiveTB.stb2text(stb) if stb else ""
-        if self.link is not None:
+        if self.link is not None and etype is not SystemExit:
             self.link.send(
                 "failure",
                 etype=etype.__name__,
