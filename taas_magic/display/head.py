@@ -222,16 +222,16 @@ def html(state: RunState, now: float) -> str:
         rows.append(_row(escape(outcome), f"color:{COLOURS['FAILED']}"))
     if summary := others_summary(state.first, state.failures):
         rows.append(_details_row(summary, others(state.first, state.failures)))
-    log = f"log: <code style='{CODE}'>{escape(state.run_dir)}</code>"
+    log = f"log: <span style='{CODE}'>{escape(state.run_dir)}</span>"
     rows.append(_row(log, "font-size:12px;opacity:0.65"))
     return f"<div style='{FRAME};border-left:3px solid {colour}'>{''.join(rows)}</div>"
 
 
 FRAME = (
     "background-color:rgba(128,128,128,0.08);padding:6px 12px 7px 12px;margin:2px 0px;"
-    "font-size:13px;line-height:1.5"
+    "font-size:13px;line-height:1.5;overflow-wrap:break-word"
 )
-CODE = "font-family:monospace;background-color:transparent;color:inherit"
+CODE = "font-family:monospace"
 LABEL = "opacity:0.6;font-size:12px"
 
 
@@ -258,12 +258,12 @@ def _facts_row(state: RunState, now: float) -> str:
 def _progress_row(progress: str) -> str:
     bar = TQDM.fullmatch(plain(progress))
     if bar is None:
-        content = f"<code style='{CODE};white-space:pre-wrap'>{escape(plain(progress))}</code>"
+        content = f"<span style='{CODE};white-space:pre-wrap'>{escape(plain(progress))}</span>"
     else:
         label, percent, rest = (escape(bar[group]) for group in ("label", "percent", "rest"))
         meter = f"<progress value='{percent}' max='100' style='width:180px'></progress>"
-        content = f"<code style='{CODE}'>{label}{percent}%</code> {meter} "
-        content += f"<code style='{CODE}'>{rest}</code>"
+        content = f"<span style='{CODE}'>{label}{percent}%</span> {meter} "
+        content += f"<span style='{CODE}'>{rest}</span>"
     return _row(f"<span style='{LABEL}'>rank 0</span> {content}")
 
 

@@ -93,7 +93,7 @@ class NotebookScreen:
 
 
 class TerminalScreen:
-    """Standard output: the head at the start and at the end; on a terminal the progress bar, too."""
+    """Standard output: the head at both ends of a run and, on a terminal, the progress bar."""
 
     def __init__(self) -> None:
         self._progress = ""
