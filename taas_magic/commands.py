@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from taas_magic import journal
@@ -79,7 +79,7 @@ def _pools(words: Sequence[str], settings: Config) -> str:
 
     _take("pools", words, 0)
     rows = [
-        (row["pool"], row["engine"], row["state"], ", ".join(map(str, row.get("hosts") or ())))
+        (row["pool"], row["engine"], row["state"], ", ".join(map(_host_text, row["hosts"])))
         for row in launch.pools(settings)
     ]
     source = settings.source or "no taas.toml: everything runs on this machine"
@@ -147,6 +147,11 @@ def _to_stop(run_id: str | None) -> RunRecord:
     if not running:
         raise UsageError("no run is running; %taas status lists the newest")
     return running[0]
+
+
+def _host_text(host: Mapping[str, Any]) -> str:
+    runs = len(host["runs"])
+    return f"{host['host']} ({runs} run{'s' * (runs != 1)})"
 
 
 def _clock(seconds: float) -> str:

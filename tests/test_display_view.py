@@ -143,6 +143,15 @@ def test_the_head_changes_ten_times_a_second_at_most_and_only_when_it_does(
     assert 9 <= len(contents(messages, "update_display_data")) <= 12
 
 
+def test_a_head_that_would_look_the_same_is_not_sent_again(execute: Execute) -> None:
+    messages = execute("""
+        stage = Stage()
+        for _ in range(4):
+            stage.play(event("note", text="the same"), seconds=0.2)
+    """)
+    assert len(contents(messages, "update_display_data")) == 1
+
+
 def test_elapsed_time_goes_on_while_nothing_happens(execute: Execute) -> None:
     messages = execute("""
         stage = Stage()

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from taas_magic.display.head import RunState, duration, html, text
+from taas_magic.display.head import duration, html, text
+from taas_magic.display.state import RunState
 
 BAR = " epoch 3:  62%|######2   | 31/50 [00:05<00:03, 5.91it/s]"
 SURVIVING_TAGS = {"div", "span", "b", "details", "summary", "progress"}

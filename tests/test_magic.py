@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config as ShellConfig
 
 import taas
 import taas_magic
@@ -39,7 +40,8 @@ class FakeLaunch(ModuleType):
         return run_id
 
     def pools(self, config: Config) -> list[dict[str, Any]]:
-        return [{"pool": "local", "engine": "local", "state": "ready", "hosts": ["here"]}]
+        hosts = [{"host": "here", "runs": ["a"]}, {"host": "there", "runs": []}]
+        return [{"pool": "local", "engine": "local", "state": "ready", "hosts": hosts}]
 
     def warm_in_background(self, config: Config, name: str = "local") -> None:
         self.asked.append(("warm", name))
@@ -64,14 +66,16 @@ def shell(
     project.mkdir()
     monkeypatch.chdir(project)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("TAAS_WARM", "0")
-    shell = InteractiveShell.instance()
+    # A new shell takes the place of the module __main__.
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    settings = ShellConfig()
+    settings.HistoryManager.hist_file = ":memory:"
+    shell = InteractiveShell(config=settings)
     taas_magic.load_ipython_extension(shell)
     yield shell
     taas_magic.unload_ipython_extension(shell)
     shell.history_manager.end_session()
-    InteractiveShell.clear_instance()
 
 
 def run(shell: InteractiveShell, cell: str) -> Exception | None:
@@ -243,7 +247,10 @@ def test_pools_warm_and_down(
     for cell in ("%taas pools", "%taas warm", "%taas down local"):
         assert run(shell, cell) is None
     assert launch.asked == [("warm", "local"), ("down", "local")]
-    assert "local  local   ready  here" in capsys.readouterr().out
+    assert (
+        "local  local   ready  here (1 run), there (0 runs)\n(no taas.toml"
+        in capsys.readouterr().out
+    )
 
 
 def test_help_shows_every_flag_and_every_command(shell: InteractiveShell) -> None:

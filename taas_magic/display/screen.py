@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from IPython.core.display_functions import clear_output, publish_display_data
 
 from taas_magic.display import head
-from taas_magic.display.head import RunState
+from taas_magic.display.state import RunState
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.getipython import get_ipython
 
 from taas_magic.display.failure import headline
-from taas_magic.display.head import RunState
 from taas_magic.display.log import LogText
 from taas_magic.display.screen import screen_for
+from taas_magic.display.state import RunState
 from taas_magic.plan import Plan
 
 if TYPE_CHECKING:
