@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from children import sights
-from rig import held
-from rig.held import Held, Raised, Setting
 
 from taas_magic.remote.divert import views
 from taas_magic.remote.guard import Means
+from tests.children import sights
+from tests.rig import held
+from tests.rig.held import Held, Raised, Setting
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import attempts
-from rig import held
-from rig.held import Held, Raised, Setting, hash_of
 
 from taas_magic.remote import guard
 from taas_magic.remote.guard import Means
+from tests.children import attempts
+from tests.rig import held
+from tests.rig.held import Held, Raised, Setting, hash_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts and Landlock are Linux's")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import saver
-from rig.held import CONTEXT
 
 from taas_magic.errors import StoreError
 from taas_magic.publish import save
+from tests.children import saver
+from tests.rig.held import CONTEXT
 
 
 @pytest.fixture(autouse=True)

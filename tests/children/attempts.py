@@ -13,7 +13,8 @@ import tempfile
 
 import numpy
 import torch
-from rig.held import INHERITED
+
+from tests.rig.held import INHERITED
 
 OUTSIDE = pathlib.Path("../outside")
 
