@@ -3,9 +3,9 @@
 from typing import Any
 
 from taas_magic import api
-from taas_magic.api import RunRecord, runs
+from taas_magic.api import RunRecord, runs, save
 
-__all__ = ["RunRecord", "last_run", "runs"]
+__all__ = ["RunRecord", "last_run", "runs", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,13 +4,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.journal import RunRecord, runs
+from taas_magic.publish import save
 
 if TYPE_CHECKING:
     from taas_magic.run import Run
 
     last_run: Run | None
 
-__all__ = ["RunRecord", "last_run", "runs"]
+__all__ = ["RunRecord", "last_run", "runs", "save"]
 
 
 def __getattr__(name: str) -> Any:

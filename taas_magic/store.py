@@ -11,7 +11,7 @@ import getpass
 import hashlib
 import json
 import os
-import socket
+import platform
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -152,7 +152,7 @@ def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
         "run_id": run_id,
         "name": name,
         "pid": os.getpid(),
-        "host": socket.gethostname(),
+        "host": platform.node(),
         "user": getpass.getuser(),
         "since": time.strftime("%H:%M:%S"),
     }

@@ -9,6 +9,11 @@ from taas_magic.remote import divert, guard
 from taas_magic.remote.guard import Means
 from taas_magic.store import StoreRule, is_below
 
+HELD_BY_PYTHON = (
+    "this host has neither mount namespaces nor Landlock: that only rank 0 writes to the project "
+    "store is held by Python alone (docs/store.md)"
+)
+
 
 def hold(
     rule: StoreRule,

@@ -18,7 +18,8 @@ import psutil
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from taas_magic.journal import Event, event
-from taas_magic.remote import memory, report
+from taas_magic.receipt import Ledger
+from taas_magic.remote import guard, memory, report
 from taas_magic.remote.elastic import HostRendezvous, RunAgent
 from taas_magic.remote.link import stack_file
 from taas_magic.remote.process import end_all, signal_name
@@ -64,6 +65,8 @@ class HostRun:
         self._failures: list[Failure] = []
         self._processes: dict[int, psutil.Process] = {}
         self._elastic: RunAgent | None = None
+        rule = spec.plan.store
+        self._ledger = Ledger(rule.path, rule.shared) if rule else None
         self._attempt = 0
 
     def run(self) -> None:
@@ -87,6 +90,9 @@ class HostRun:
             self._pump.close()
             self._sweep()
             shutil.rmtree(self._pipes, ignore_errors=True)
+        if self._ledger is not None:
+            written = self._ledger.close(has_rank_0=self._spec.share.first_rank == 0)
+            self._emit(event("receipt", self._host, **written))
         state = self._verdict.state if self._verdict else "FAILED"
         ended = {"host_rank": self._spec.host_rank, "state": state, "failures": self._failures}
         self._emit(event("host_ended", self._host, **ended))
@@ -111,7 +117,7 @@ class HostRun:
         )
         self._elastic = RunAgent(
             spec,
-            spec.for_ranks(self._pipes),
+            spec.for_ranks(self._pipes, guard.strongest().value),
             rendezvous,
             before_start=self._before_start,
             after_start=self._after_start,
@@ -140,6 +146,9 @@ class HostRun:
 
     def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
+        if kind in ("touched", "held") and self._ledger is not None:
+            self._ledger.take(rank, message)
+            return
         with self._lock:
             forward = self._note(self._ranks.get(rank), kind, message)
         if forward:
