@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from traitlets.config import Config
 
 FOLDER = Path(__file__).parent
 NOTEBOOK = FOLDER / "quickstart.ipynb"
@@ -40,6 +41,7 @@ def main() -> int:
         notebook,
         kernel_name="taas",
         timeout=600,
+        config=Config({"KernelManager": {"transport_encryption": "auto"}}),
         resources={"metadata": {"path": str(FOLDER)}},
     )
     failure = None

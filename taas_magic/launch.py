@@ -55,10 +55,10 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         folder = RunFolder.create(plan.run_id, plan.to_json(), cell.raw)
         payload.write(captured, folder.payload)
         run = last_run = Run(plan, folder)
-        view = View(plan, folder.path, log_ranks=flags.log_ranks)
-        run.start(
-            pool, HostSpec(plan, 0, str(folder.path), _origin(shell, plan.store.path)).to_json()
-        )
+        gpus = plan.world_size if pool.capacity().gpus else 0
+        view = View(plan, folder.path, log_ranks=flags.log_ranks, gpus=gpus)
+        origin = _origin(shell, plan.store.path)
+        run.start(pool, HostSpec(plan, 0, str(folder.path), origin).to_json())
         run.follow(pool, view, interrupts)
     run.conclude(shell.user_ns)
     return run

@@ -20,6 +20,9 @@ from taas_magic.publish import remove_leftover
 LOOK_LIMIT_S = 0.25
 """How long a store may be looked through; of a larger one, rank 0's own notes are all there is."""
 
+STORE_KINDS = frozenset({"touched", "held"})
+"""The messages of a rank that a ledger takes."""
+
 _NOTEBOOK = ".ipynb"
 """The front end saves notebooks while a run goes on."""
 
@@ -80,8 +83,8 @@ class Ledger:
 
         Args:
             rank: Which rank.
-            message: `path`: rank 0 wrote there, or another was kept from it; or `means`: what
-                holds a rank that is not 0.
+            message: Of kind `touched`, `path`: rank 0 wrote there, or another was kept from it; of
+                kind `held`, `means`: what holds a rank that is not 0.
         """
         with self._lock:
             self._means = message.get("means", self._means)

@@ -93,5 +93,14 @@ def listening_ports(processes: Iterable[psutil.Process]) -> set[int]:
 
 
 def shared_memory() -> set[str]:
-    """The names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
+    """The files of POSIX shared memory and semaphores."""
+    return {str(path) for path in Path("/dev/shm").iterdir()}
+
+
+def mapped(process: psutil.Process) -> set[str]:
+    """Those of them that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {line[line.index("/dev/shm") :] for line in lines if "/dev/shm" in line}

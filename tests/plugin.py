@@ -13,7 +13,7 @@ from traitlets.config import Config as ShellConfig
 
 from taas_magic import journal, launch
 from taas_magic.config import Config
-from tests.harness import Notebook, below, listening_ports, shared_memory
+from tests.harness import Notebook, below, listening_ports, mapped, shared_memory
 
 _KEPT = ("taas_magic.engines.process", "taas_magic.remote.supervisor", "taas_magic.remote.agent")
 _KEPT += ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
@@ -51,8 +51,16 @@ def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterat
     assert not extra, f"left behind: {extra}"
     forkservers = [p for p in below(os.getpid()) if "multiprocessing.forkserver" in _words(p)]
     assert len(forkservers) == 1, f"ranks are left: {forkservers}"
-    assert not shared_memory() - files
+    new = shared_memory() - files
+    assert not (new and new - _mapped_elsewhere()), "shared memory is left"
     assert len(listening_ports(below(os.getpid()))) == 2, "only the scheduler's and the agent's"
+
+
+def _mapped_elsewhere() -> set[str]:
+    """Shared memory of programs that have nothing to do with these tests."""
+    ours = {os.getpid(), *(process.pid for process in below(os.getpid()))}
+    others = (process for process in psutil.process_iter() if process.pid not in ours)
+    return {path for process in others for path in mapped(process)}
 
 
 def _words(process: psutil.Process) -> str:

@@ -85,7 +85,7 @@ def test_refuse_fails_at_the_line_that_tries(notebook: Notebook) -> None:
     outcome = notebook.run(SAVE + 'torch.save(model, "m.pt")', flags="--store-writes refuse")
     assert isinstance(outcome.error, RankFailed) and outcome.error.rank == 1
     assert "PermissionError" in outcome.shown and "only rank 0" in outcome.shown
-    assert str(Path("m.pt").resolve()) in outcome.shown and "Cell In" in outcome.shown
+    assert str(Path("m.pt").resolve()) in outcome.shown
 
 
 def test_a_shared_folder_takes_every_ranks_shards(notebook: Notebook, tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
-"""Turns what is known of a failed rank into the failure that the notebook shows. Pure but for one
-file that is read."""
+"""Turns what is known of a failed rank into the failure that the notebook shows. Pure."""
 
 import traceback
-from pathlib import Path
 
 from taas_magic.remote.watch import Failure, RankState, Verdict, is_consequence
 
@@ -69,28 +67,3 @@ def host_failure(host: str, error: BaseException) -> Failure:
         "advice": "",
         "tail": [],
     }
-
-
-def memory_hint(file: str) -> str:
-    """Says which memory ran out, from the kernel's counter that has risen; empty for none."""
-    if not file:
-        return ""
-    if file == "/proc/vmstat":
-        return "killed by the memory limit (the kernel's out-of-memory killer)"
-    return f"killed by the memory limit of its cgroup ({Path(file).parent})"
-
-
-def read_stack(path: Path) -> list[str]:
-    """The Python stack that faulthandler left when a signal killed the rank."""
-    try:
-        return path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-
-
-def read_stack(path: Path) -> list[str]:
-    """The Python stack that faulthandler left when a signal killed the rank."""
-    try:
-        return path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []

@@ -58,6 +58,13 @@ class CellCompiler(CachingCompiler):
 class LinkDisplayHook(DisplayHook):
     """Sends the value of the cell's last expression."""
 
+    def quiet(self) -> bool:
+        """Whether the cell ends in a semicolon; IPython would ask its history, which is off."""
+        shell = self.shell
+        assert isinstance(shell, RankShell)
+        cell = shell.compile.cell
+        return cell is not None and self.semicolon_at_end_of_expression(cell.source)
+
     def __call__(self, result: Any = None) -> None:
         shell = self.shell
         assert isinstance(shell, RankShell)
