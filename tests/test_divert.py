@@ -13,6 +13,12 @@ from tests.rig import held
 from tests.rig.held import Held, Raised, Setting
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forkserver_ends() -> Iterator[None]:
+    yield
+    held.end_forkserver()
+
+
 @pytest.fixture
 def base() -> Iterator[Path]:
     with held.new_store(None) as folder:

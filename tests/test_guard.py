@@ -23,6 +23,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts and Land
 User = tuple[int, int] | None
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forkserver_ends() -> Iterator[None]:
+    yield
+    held.end_forkserver()
+
+
 @pytest.fixture(scope="module")
 def ordinary_user() -> Iterator[tuple[int, int]]:
     """A user made for the tests, and removed."""

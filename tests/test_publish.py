@@ -14,7 +14,13 @@ import torch
 from taas_magic.errors import StoreError
 from taas_magic.publish import save
 from tests.children import saver
-from tests.rig.held import CONTEXT
+from tests.rig.held import CONTEXT, end_forkserver
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver_ends() -> Iterator[None]:
+    yield
+    end_forkserver()
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ from taas_magic.store import StoreRule
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "numpy", "sqlite3", "taas_magic.remote.hold"])
+
+
+def end_forkserver() -> None:
+    """Ends what starts the held processes; the next one starts it again."""
+    forkserver._forkserver._stop()
 
 
 @dataclass(frozen=True)
