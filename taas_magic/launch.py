@@ -128,9 +128,10 @@ def pool_named(name: str, config: Config) -> Pool:
     """
     settings = config.pool(name)
     with _lock:
-        if name not in _pools or _pools[name].config != settings:
-            _pools[name] = Pool(settings, Path.cwd())
-        return _pools[name]
+        known = _pools.get(settings.name)
+        if known is None or known.config != settings:
+            known = _pools[settings.name] = Pool(settings, Path.cwd())
+        return known
 
 
 def open_pool(pool: Pool, interrupts: Interrupts) -> None:
@@ -142,7 +143,8 @@ def open_pool(pool: Pool, interrupts: Interrupts) -> None:
     """
     if pool.is_ready:
         return
-    print(f"waiting for pool {pool.name!r} to warm up …", file=sys.stderr, flush=True)
+    sys.stdout.write(f"waiting for pool {pool.name!r} to warm up …\n")
+    sys.stdout.flush()
     failed: list[PoolError] = []
     opened = threading.Event()
     interrupts.wake = opened.set

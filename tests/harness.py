@@ -1,7 +1,6 @@
 """A notebook without a browser: cells run through the same door as in Jupyter, in this process."""
 
 import contextlib
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -26,7 +26,9 @@ def first(outcome: Outcome) -> dict[str, object]:
 
 
 def test_the_first_failure_is_the_one_that_raised(notebook: Notebook) -> None:
-    outcome = notebook.run(ALL_REDUCE + "if rank == 1:\n    1 / 0\ndist.all_reduce(torch.ones(1))\n")
+    outcome = notebook.run(
+        ALL_REDUCE + "if rank == 1:\n    1 / 0\ndist.all_reduce(torch.ones(1))\n"
+    )
     assert isinstance(outcome.error, RankFailed)
     assert outcome.error.rank == 1
     assert outcome.error.etype == "ZeroDivisionError"
@@ -130,7 +132,7 @@ def test_a_dead_agent_takes_its_ranks_along(notebook: Notebook, killed: str) -> 
     outcome = notebook.run(KILL_AGENT.format(killed))
     assert outcome.run is not None and outcome.run.state == "LOST"
     started = outcome.of_kind("started")[0]["pids"].values()
-    gone, alive = psutil.wait_procs([psutil.Process(p) for p in started if psutil.pid_exists(p)], 5)
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in started if psutil.pid_exists(p)], 5)
     assert not alive
     assert notebook.run("print('again')", gpus=1).error is None
 

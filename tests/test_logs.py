@@ -33,9 +33,7 @@ def test_many_lines_of_many_ranks_arrive_whole_and_in_order(notebook: Notebook) 
         assert outcome.run is not None and outcome.run.logs(rank).splitlines() == expected
 
 
-def test_equal_lines_are_shown_once(
-    notebook: Notebook, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_lines_are_shown_once(notebook: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
     notebook.run("print('the same for all')", gpus=3)
     shown = [line for line in capsys.readouterr().out.splitlines() if "the same for all" in line]
     assert len(shown) == 1
@@ -69,7 +67,9 @@ print("ValueError: kept to the end")
 
 
 def test_one_endless_line_is_cut(notebook: Notebook) -> None:
-    source = "import os\nfor _ in range(100):\n    os.write(1, b'z' * 1_000_000)\nprint()\nprint('end')"
+    source = (
+        "import os\nfor _ in range(100):\n    os.write(1, b'z' * 1_000_000)\nprint()\nprint('end')"
+    )
     outcome = notebook.run(source, gpus=1)
     long, end = outcome.lines[0]
     assert len(long) < 100_000 and "cut" in long

@@ -97,7 +97,11 @@ def test_a_timeout_names_those_that_ran() -> None:
     ("etype", "message", "expected"),
     [
         ("RuntimeError", "[gloo/pair.cc:553] Connection closed by peer [127.0.0.1]", True),
-        ("DistBackendError", "NCCL error: remote process exited or there was a network error", True),
+        (
+            "DistBackendError",
+            "NCCL error: remote process exited or there was a network error",
+            True,
+        ),
         ("RuntimeError", "The size of tensor a (2) must match", False),
         ("ValueError", "Connection closed by peer", False),
     ],

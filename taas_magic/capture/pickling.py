@@ -102,7 +102,7 @@ def load_each(
         yield value
 
 
-class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+class ValuePickler(cloudpickle.Pickler):
     """Adds values to one pickle in which what they share stays shared.
 
     Attributes:
