@@ -14,7 +14,7 @@ import torch
 from taas_magic.errors import StoreError
 from taas_magic.publish import save
 from tests.children import saver
-from tests.rig.held import CONTEXT, end_forkserver
+from tests.rig.held import CONTEXT, end_forkserver, start
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,8 +105,7 @@ def test_a_kill_at_any_point_leaves_the_old_file_or_the_new(tmp_path: Path) -> N
     path, chance = tmp_path / "m.pt", random.Random(1)
     for _ in range(12):
         theirs, ours = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=saver.saves_for_ever, args=(str(path), theirs))
-        process.start()
+        process = start(saver.saves_for_ever, str(path), theirs)
         theirs.close()
         assert ours.recv() == "saved once"
         ours.poll(chance.uniform(0, 0.03))

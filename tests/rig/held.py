@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import traceback
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from taas_magic.remote import guard
 from taas_magic.remote.guard import Means
@@ -23,6 +26,14 @@ from taas_magic.store import StoreRule
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "numpy", "sqlite3", "taas_magic.remote.hold"])
+
+
+def start(target: Any, *args: Any) -> Any:
+    """A process that begins as a rank does; it does not import what runs the tests."""
+    process = CONTEXT.Process(target=target, args=args)
+    with mock.patch.dict(sys.modules, {"__main__": types.ModuleType("__main__")}):
+        process.start()
+    return process
 
 
 def end_forkserver() -> None:
@@ -55,8 +66,7 @@ class Held:
 
     def __init__(self, setting: Setting) -> None:
         self._connection, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=_serve, args=(theirs, setting))
-        self.process.start()
+        self.process = start(_serve, theirs, setting)
         theirs.close()
         self.means = self._receive()
 
