@@ -49,22 +49,8 @@ def main() -> int:
     asked = parser.parse_args()
     print(machine(), flush=True)
     rounds = measure(asked.only, asked.rounds)
-    print(
-        "\n".join(
-            [
-                "",
-                *table(rounds),
-                "",
-                *ratios(rounds),
-                "",
-                *aims(rounds),
-                "",
-                *hold.table(),
-                "",
-                machine(),
-            ]
-        )
-    )
+    blocks = [table(rounds), ratios(rounds), aims(rounds), hold.table(), [machine()]]
+    print("\n".join(line for block in blocks for line in ["", *block]))
     return end_leftovers()
 
 
