@@ -51,6 +51,7 @@ def walks_both() -> None:
     pathlib.Path("folder/mine.txt").write_text("mine")
     assert sorted(os.listdir("folder")) == ["inner.txt", "mine.txt"]
     assert sorted(os.listdir(b"folder")) == [b"inner.txt", b"mine.txt"]
+    assert os.listdir() == os.listdir(None) == os.listdir(".")
     walked = {root: sorted(files) for root, _, files in os.walk(".")}
     assert walked == {
         ".": ["data.bin", "numbers.bin"],

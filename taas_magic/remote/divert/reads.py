@@ -56,7 +56,8 @@ def listdir(view: View, real: _Call) -> _Call:
     """listdir: the names of both."""
 
     @functools.wraps(real)
-    def call(path: Path = ".") -> list[Any]:
+    def call(path: Path = None) -> list[Any]:
+        path = "." if path is None else path
         own = own_file(view, path)
         if own is None:
             return list(real(path))
@@ -71,7 +72,8 @@ def scandir(view: View, real: _Call) -> _Call:
     """scandir: the entries of both."""
 
     @functools.wraps(real)
-    def call(path: Path = ".") -> Any:
+    def call(path: Path = None) -> Any:
+        path = "." if path is None else path
         own = own_file(view, path)
         if own is None:
             return real(path)

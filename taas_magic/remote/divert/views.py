@@ -8,6 +8,7 @@ own calls.
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import sys
@@ -45,6 +46,7 @@ class View(ABC):
     ) -> None:
         self.store, self._open_folders, self._note = store, open_folders, note
         self._noted: set[str] = set()
+        self._pid = os.getpid()
         self._busy = threading.local()
 
     @abstractmethod
@@ -99,8 +101,12 @@ class View(ABC):
         return None if any(is_below(place, shared) for shared in self._open_folders) else place
 
     def note(self, place: str) -> None:
-        """Takes down, once, that the rank wrote there or would have; bytecode is not its doing."""
-        if place not in self._noted and "/__pycache__/" not in place:
+        """Takes down, once, that the rank wrote there or would have; bytecode is not its doing.
+
+        Its children say nothing: what `note` writes to may have been in use when they were forked.
+        """
+        known = place in self._noted or "/__pycache__/" in place
+        if not known and os.getpid() == self._pid:
             self._noted.add(place)
             self._note(place)
 
@@ -112,11 +118,11 @@ class View(ABC):
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
         """Python's own calls, as they are, for the block."""
-        self._busy.flag = True
+        before, self._busy.flag = self.busy, True
         try:
             yield
         finally:
-            self._busy.flag = False
+            self._busy.flag = before
 
 
 class Watched(View):
@@ -177,7 +183,7 @@ class Discarded(View):
         self._stand_ins = os.path.join(scratch, "stand-ins")
         os.mkdir(self._tree)
         os.mkdir(self._stand_ins)
-        self._count = 0
+        self._numbers = itertools.count()
 
     def own(self, place: str) -> str | None:
         path = self._counterpart(place)
@@ -214,8 +220,7 @@ class Discarded(View):
 
     def _stand_in(self, folder: bool) -> str:
         """An empty file or folder that takes what was meant for something of rank 0's."""
-        self._count += 1
-        path = os.path.join(self._stand_ins, str(self._count))
+        path = os.path.join(self._stand_ins, str(next(self._numbers)))
         if folder:
             os.mkdir(path)
         else:
