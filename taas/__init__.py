@@ -3,7 +3,7 @@
 from typing import Any
 
 from taas_magic import api
-from taas_magic.api import RunRecord, runs, save
+from taas_magic.api import RunRecord, runs
 
 __all__ = ["RunRecord", "last_run", "runs", "save"]
 

@@ -47,7 +47,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     pool = pool_named(flags.pool, config)
     plan = plan_of(flags, pool, config)
     assert plan.store is not None
-    store.check_writable(plan.store.path)
+    store.prepare(plan.store)
     captured = payload.capture(cell, shell.user_ns, **_capture_settings(cell, shell, config))
     with Interrupts() as interrupts:
         open_pool(pool, interrupts)

@@ -58,7 +58,7 @@ def is_below(path: str, folder: str) -> bool:
 def choose(
     notebook_folder: str, path: str = "", writes: str = "discard", shared: Sequence[str] = ()
 ) -> StoreRule:
-    """Decides the store of a run, and makes its shared folders.
+    """Decides the store of a run; changes nothing.
 
     Args:
         notebook_folder: The store where nothing else is said; relative paths start here.
@@ -89,22 +89,29 @@ def choose(
 
 def _shared_folder(store: str, name: str) -> str:
     folder = os.path.realpath(os.path.join(store, name))
-    if folder == store or not is_below(folder, store):
+    if folder == store or not is_below(folder, store) or os.path.isfile(folder):
         raise StoreError(f"--shared-writes {name}: not a folder inside the project store {store}")
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"--shared-writes {name}: {error.strerror}: {folder}") from error
     return folder
 
 
-def check_writable(store: str) -> None:
+def prepare(rule: StoreRule) -> None:
+    """Makes sure, before anything starts, that the ranks can write where they may.
+
+    Raises:
+        StoreError: The store cannot be written, or a shared folder cannot be made.
+    """
+    _check_writable(rule.path)
+    for folder in rule.shared:
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"--shared-writes {folder}: {error.strerror}") from error
+
+
+def _check_writable(store: str) -> None:
     """Writes a little into the store and takes it away again, as rank 0 would.
 
     Only a write finds a quota; a file without a name leaves no trace, where the file system has it.
-
-    Raises:
-        StoreError: It is read-only, full, over quota, or another user's.
     """
     try:
         with tempfile.TemporaryFile(dir=store) as file:

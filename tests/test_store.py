@@ -13,7 +13,7 @@ import pytest
 
 from taas_magic.errors import StoreError
 from taas_magic.journal import state_dir
-from taas_magic.store import StoreRule, check_writable, choose, owned
+from taas_magic.store import StoreRule, choose, owned, prepare
 
 OWN = """
 import sys
@@ -40,6 +40,8 @@ def test_another_folder_and_its_shared_folders(folder: Path) -> None:
     (folder / "link").symlink_to("results")
     rule = choose(str(folder), "link", "refuse", ["shards/now"])
     assert rule == StoreRule(f"{folder}/results", "refuse", (f"{folder}/results/shards/now",))
+    assert not (folder / "results/shards").exists()
+    prepare(rule)
     assert (folder / "results/shards/now").is_dir()
     assert StoreRule.from_json(json.loads(json.dumps(rule.__dict__))) == rule
 
@@ -77,7 +79,7 @@ def test_an_unknown_rule_lists_the_known() -> None:
 
 def test_a_writable_store_is_left_as_it_was(folder: Path) -> None:
     before = os.stat(folder).st_mtime_ns
-    check_writable(str(folder))
+    prepare(StoreRule(str(folder)))
     assert os.listdir(folder) == []
     assert os.stat(folder).st_mtime_ns == before or not hasattr(os, "O_TMPFILE")
 
@@ -98,7 +100,7 @@ def small_disk(options: str) -> Iterator[Path]:
 )
 def test_a_store_that_takes_nothing_is_found_before_the_run(options: str, says: str) -> None:
     with small_disk(options) as store, pytest.raises(StoreError, match=says) as caught:
-        check_writable(str(store))
+        prepare(StoreRule(str(store)))
     assert str(store) in str(caught.value)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -26,7 +27,7 @@ model = torch.full((4,), float(rank))
 @pytest.fixture(autouse=True)
 def empty_store(notebook: Notebook) -> None:
     for path in notebook.project.iterdir():
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def head_of(outcome: Outcome) -> str:
@@ -86,6 +87,21 @@ def test_refuse_fails_at_the_line_that_tries(notebook: Notebook) -> None:
     assert isinstance(outcome.error, RankFailed) and outcome.error.rank == 1
     assert "PermissionError" in outcome.shown and "only rank 0" in outcome.shown
     assert str(Path("m.pt").resolve()) in outcome.shown
+
+
+def test_a_rank_with_many_threads_is_held_too(notebook: Notebook) -> None:
+    source = 'if rank == 1:\n    print(os.system("touch mine 2>/dev/null") != 0)\n'
+    outcome = notebook.run(SAVE + source, flags="--env OMP_NUM_THREADS=4")
+    assert outcome.error is None and outcome.lines == {1: ["True"]}
+    assert os.listdir() == []
+
+
+def test_a_dry_run_names_the_store(notebook: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
+    notebook.run("1", flags="--dry-run --store-writes refuse --shared-writes shards")
+    shown = capsys.readouterr().out
+    assert f"project store: {notebook.project} (other ranks' writes: refuse)" in shown
+    assert f"open to all ranks: {notebook.project}/shards" in shown
+    assert os.listdir() == [], "nothing is made"
 
 
 def test_a_shared_folder_takes_every_ranks_shards(notebook: Notebook, tmp_path: Path) -> None:

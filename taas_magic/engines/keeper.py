@@ -100,19 +100,20 @@ class Keeper(SchedulerPlugin):
             not have its project store: in one line.
         """
         first = HostSpec.from_json(spec)
-        store = contextlib.ExitStack()
-        try:
-            _own_store(store, first.plan)
-            addresses = await self._take_hosts(len(first.plan.hosts))
-        except StoreError as error:
-            return {"store_error": str(error)}
-        except PoolError as error:
-            store.close()
-            return {"error": str(error)}
-        names = {address: self._names[address] for address in addresses}
         run_id = first.plan.run_id
-        journal = Writer(first.folder)
-        self._runs[run_id] = KeptRun(run_id, first.plan.name, owner, journal, names, store)
+        with contextlib.ExitStack() as until_end:
+            try:
+                _own_store(until_end, first.plan)
+                addresses = await self._take_hosts(len(first.plan.hosts))
+            except StoreError as error:
+                return {"store_error": str(error)}
+            except PoolError as error:
+                return {"error": str(error)}
+            names = {address: self._names[address] for address in addresses}
+            journal = Writer(first.folder)
+            self._runs[run_id] = KeptRun(
+                run_id, first.plan.name, owner, journal, names, until_end.pop_all()
+            )
         self._publish(run_id, event("state", state="RUNNING"))
         starts = (
             self._call(address, CALL_START, spec={**spec, "host_rank": host_rank})

@@ -56,7 +56,12 @@ def rank_main(spec: Mapping[str, Any]) -> None:
     atexit._clear()
     faulthandler.enable(stack_file(pipes, attempt, local_rank).open("w"))
     _take_environment(spec)
-    _hold_to_store_rule(spec, link, rank, pipes / f"scratch-{attempt}-{local_rank}")
+    try:
+        _hold_to_store_rule(spec, link, rank, pipes / f"scratch-{attempt}-{local_rank}")
+    except Exception as error:  # what is not held runs nothing of the user's
+        _send_failure(link, error, traceback.format_exc())
+        os._exit(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it starts them
     _use_gloo_without_cuda(link)
     with _heartbeat(link):
         succeeded = _run(RankShell.instance(), spec, link, rank)
@@ -74,7 +79,6 @@ def _take_environment(spec: Mapping[str, Any]) -> None:
     torchrun = {key: value for key, value in os.environ.items() if key.startswith(_TORCHRUN)}
     os.environ.clear()
     os.environ.update({**spec["defaults"], **spec["environ"], **torchrun, **spec["env"]})
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     os.chdir(spec["cwd"])
     sys.path[:] = spec["sys_path"]
     sys.argv[:] = ["taas"]
