@@ -34,7 +34,7 @@ def _lead_torch_writer(view: View) -> None:
     real: Any = torch._C.PyTorchFileWriter
     target = functools.partial(writable, view)
 
-    class PyTorchFileWriter(real):  # type: ignore[misc]
+    class PyTorchFileWriter(real):
         def __init__(self, file: Any, *args: Any, **kw: Any) -> None:
             led = file
             if isinstance(file, (str, os.PathLike)):
