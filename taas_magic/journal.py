@@ -141,9 +141,13 @@ class RunRecord:
 
 def runs() -> list[RunRecord]:
     """The runs whose folders are kept, newest first."""
+    return [record(folder) for folder in _folders()]
+
+
+def _folders() -> list[RunFolder]:
     root = state_dir() / "runs"
     folders = sorted(root.iterdir(), reverse=True) if root.exists() else []
-    return [record(RunFolder(path)) for path in folders if (path / "plan.json").exists()]
+    return [RunFolder(path) for path in folders if (path / "plan.json").exists()]
 
 
 def record(folder: RunFolder) -> RunRecord:
@@ -184,10 +188,11 @@ def find(run_id: str | None) -> RunRecord:
 def prune(keep_runs: int, keep_bytes: int) -> None:
     """Removes the oldest ended runs beyond a number and a size; never one that may still run."""
     total = 0
-    for index, seen in enumerate(runs()):
-        total += _size_bytes(seen.path)
-        if seen.state in ENDED_STATES and (index >= keep_runs or total > keep_bytes):
-            shutil.rmtree(seen.path, ignore_errors=True)
+    for index, folder in enumerate(_folders()):
+        total += _size_bytes(folder.path)
+        is_beyond = index >= keep_runs or total > keep_bytes
+        if is_beyond and record(folder).state in ENDED_STATES:  # a journal takes long to read
+            shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def _size_bytes(path: Path) -> int:

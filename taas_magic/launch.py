@@ -51,7 +51,6 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     captured = payload.capture(cell, shell.user_ns, **_capture_settings(cell, shell, config))
     with Interrupts() as interrupts:
         open_pool(pool, interrupts)
-        journal.prune(config.keep_runs, config.keep_bytes)
         folder = RunFolder.create(plan.run_id, plan.to_json(), cell.raw)
         payload.write(captured, folder.payload)
         run = last_run = Run(plan, folder)
@@ -59,6 +58,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         view = View(plan, folder.path, log_ranks=flags.log_ranks, gpus=gpus)
         origin = _origin(shell, plan.store.path)
         run.start(pool, HostSpec(plan, 0, str(folder.path), origin).to_json())
+        journal.prune(config.keep_runs, config.keep_bytes)  # while the ranks start
         run.follow(pool, view, interrupts)
     run.conclude(shell.user_ns)
     return run

@@ -49,6 +49,7 @@ class Pool:
         self._opening = threading.Lock()
         self._client: Client | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_host = False
 
     @property
     def name(self) -> str:
@@ -70,7 +71,7 @@ class Pool:
     @property
     def is_ready(self) -> bool:
         """Whether a launch would start at once."""
-        return self._client is not None and self.is_alive()
+        return self._has_host and self.is_alive()
 
     def is_alive(self) -> bool:
         """Whether the pool's process lives, whoever started it."""
@@ -110,6 +111,7 @@ class Pool:
                 timeout=self.config.start_timeout_s,
             )
             self._call("taas_ready", hosts=1)
+            self._has_host = True
 
     def launch(self, spec: Mapping[str, Any], on_event: Callable[[Event], None]) -> list[str]:
         """Starts a run; returns the names of its hosts.
@@ -162,6 +164,7 @@ class Pool:
 
     def close(self) -> None:
         """Leaves the pool; its process decides what follows."""
+        self._has_host = False
         if self._client is not None:
             with _without_dasks_complaints():
                 self._client.close(timeout=2)

@@ -169,7 +169,7 @@ class Keeper(SchedulerPlugin):
         self._names.pop(worker, None)
         for run in [run for run in self._runs.values() if worker in run.hosts]:
             name = run.hosts[worker]
-            lost = PoolError(f"host {name} is gone: its agent ended or could not be reached")
+            lost = PoolError("its agent ended or could not be reached")
             failure = {**host_failure(name, lost), "traceback": []}
             self._publish(run.run_id, event("failure", name, failure=failure))
             over = {"state": "LOST", "failures": [failure], "host_rank": -1}

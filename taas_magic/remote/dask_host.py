@@ -4,6 +4,7 @@ Dask gives membership, heartbeats, TLS and the event stream. Runs do not come as
 calls of the keeper, which alone knows whether all hosts of a run are there (docs/decisions.md).
 """
 
+import gc
 import logging
 import socket
 import threading
@@ -82,6 +83,8 @@ async def serve(settings: Mapping[str, Any], warm: Callable[[], None]) -> None:
     logging.getLogger("distributed").setLevel(logging.WARNING)
     guard.strongest()  # found while the forkserver imports
     warm()
+    gc.collect()
+    gc.freeze()  # what was imported never goes, so collections after runs need not look at it
     agent = AgentWorker(
         settings["scheduler"],
         name=settings["name"],

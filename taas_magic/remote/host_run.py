@@ -5,6 +5,7 @@ agent, the pump's brings the ranks' messages, the agent's event loop asks to sto
 the judge.
 """
 
+import gc
 import shutil
 import signal
 import tempfile
@@ -83,7 +84,8 @@ class HostRun:
             self._verdict = Verdict("FAILED", "host")
             self._failures = [report.host_failure(self._host, error)]
         finally:
-            self._elastic = None  # its semaphores go with it
+            self._elastic = None
+            gc.collect()  # it lies in cycles, and the semaphores of its queues with it
             self._pump.close()
             self._sweep()
             shutil.rmtree(self._pipes, ignore_errors=True)
