@@ -218,7 +218,7 @@ def _capture_settings(cell: Cell, shell: "InteractiveShell", config: Config) -> 
 def _source_of(cell: Cell, shell: "InteractiveShell", filename: str) -> CellSource | None:
     """The cell that the kernel compiled under a name; None for files and other code."""
     if filename == cell.filename:
-        return CellSource(cell.raw, f"Cell In[{cell.execution_count}]")
+        return CellSource(cell.raw, f"Cell In[{cell.execution_count or '?'}]")
     number = shell.compile._filename_map.get(filename)
     cells = shell.history_manager.input_hist_raw
     if number is None or not 0 < number < len(cells):

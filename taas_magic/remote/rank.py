@@ -103,9 +103,11 @@ def _hold_to_store_rule(spec: Mapping[str, Any], link: Link, rank: int, scratch:
 
 
 def _use_gloo_without_cuda(link: Link) -> None:
-    """Lets `init_process_group("nccl")` work on a host without a GPU, by gloo."""
+    """Lets `init_process_group("nccl")` and `Accelerator()` work without a GPU, by gloo."""
     if torch.cuda.is_available():
         return
+    # What `accelerate launch --cpu` sets; without it each rank's Accelerator() trains alone.
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     original = dist.init_process_group
 
     @functools.wraps(original)
