@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from importlib.metadata import version
 
+import hold
 import psutil
 from contestants import CONTESTANTS, TOKEN, Figures
 
@@ -49,7 +50,8 @@ def main() -> int:
     asked = parser.parse_args()
     print(machine(), flush=True)
     rounds = measure(asked.only, asked.rounds)
-    print("\n".join(["", *table(rounds), "", *ratios(rounds), "", *aims(rounds), "", machine()]))
+    blocks = [table(rounds), ratios(rounds), aims(rounds), hold.table(), [machine()]]
+    print("\n".join(line for block in blocks for line in ["", *block]))
     return end_leftovers()
 
 

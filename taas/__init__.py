@@ -5,7 +5,7 @@ from typing import Any
 from taas_magic import api
 from taas_magic.api import RunRecord, runs
 
-__all__ = ["RunRecord", "last_run", "runs"]
+__all__ = ["RunRecord", "last_run", "runs", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import find_engine
 from taas_magic.engines.process import take_lock
-from taas_magic.errors import PoolError
+from taas_magic.errors import PoolError, StoreError
 from taas_magic.journal import Event, state_dir
 from taas_magic.plan import HostCapacity
 from taas_magic.remote.process import spawn_command
@@ -122,12 +122,15 @@ class Pool:
 
         Raises:
             PoolError: The hosts could not be had.
+            StoreError: Another run writes to the project store.
         """
         from taas_magic.remote.topics import topic
 
         client = self._connected()
         client.subscribe_topic(topic(spec["plan"]["run_id"]), lambda pair: on_event(pair[1]))
         answer = self._call("taas_launch", owner=client.id, spec=dict(spec))
+        if "store_error" in answer:
+            raise StoreError(answer["store_error"])
         if "error" in answer:
             raise PoolError(f"pool {self.name!r}: {answer['error']}")
         names: list[str] = answer["hosts"]

@@ -40,7 +40,10 @@ class FakeLaunch(ModuleType):
         return run_id
 
     def pools(self, config: Config) -> list[dict[str, Any]]:
-        hosts = [{"host": "here", "runs": ["a"]}, {"host": "there", "runs": []}]
+        hosts = [
+            {"host": "here", "runs": ["a"], "means": "Landlock"},
+            {"host": "there", "runs": [], "means": "read-only mount"},
+        ]
         return [{"pool": "local", "engine": "local", "state": "ready", "hosts": hosts}]
 
     def warm_in_background(self, config: Config, name: str = "local") -> None:
@@ -251,6 +254,14 @@ def test_pools_warm_and_down(
         "local  local   ready  here (1 run), there (0 runs)\n(no taas.toml"
         in capsys.readouterr().out
     )
+
+
+def test_pools_check_says_what_holds_the_stores_rule(
+    shell: InteractiveShell, launch: FakeLaunch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(shell, "%taas pools --check") is None
+    shown = capsys.readouterr().out
+    assert "local  here   Landlock\nlocal  there  read-only mount\n" in shown
 
 
 def test_help_shows_every_flag_and_every_command(shell: InteractiveShell) -> None:

@@ -75,3 +75,29 @@ def test_it_is_stored_with_its_outputs(name: str) -> None:
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert str(ROOT) not in texts(notebook)
     check(notebook, name)
+
+
+@pytest.mark.timeout(300)
+def test_the_store_is_rank_0s(folder: Path) -> None:
+    notebook = nbformat.read(folder / "store.ipynb", as_version=4)
+    notebook.cells.append(nbformat.v4.new_code_cell("%taas down"))
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, kernel_name="taas", timeout=240, resources=resources).execute()
+    check_store(notebook)
+    assert not list(folder.glob("*.pt")), "an example clears away what it made"
+
+
+def test_the_stores_notebook_is_stored_with_its_outputs() -> None:
+    notebook = nbformat.read(NOTEBOOKS / "store.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    assert str(ROOT) not in texts(notebook)
+    check_store(notebook)
+
+
+def check_store(notebook: NotebookNode) -> None:
+    """Whether the outputs show one writer, the others kept out, and a run that went on."""
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    text = texts(notebook)
+    assert "kept out: weights.pt of ranks 1-3" in text and "held by:" in text
+    assert "every rank reads [0.0, 0.0, 0.0]" in text
+    assert "restarts 1" in text and "from step 12" in text

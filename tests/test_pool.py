@@ -138,13 +138,13 @@ sys.exit(not shell.run_cell(cell).success)
 """
 
 
-def test_runs_of_two_kernels_do_not_touch_each_other(notebook: Notebook) -> None:
+def test_runs_of_two_kernels_do_not_touch_each_other(notebook: Notebook, tmp_path: Path) -> None:
     words = [sys.executable, "-c", OTHER_KERNEL]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         while "begun" not in other.stdout.readline():
             assert other.poll() is None
-        assert notebook.run("print('beside it')").error is None
+        assert notebook.run("print('beside it')", f"--store {tmp_path}").error is None
         (notebook.project / "go on").touch()
         assert "child lives: True" in other.stdout.read()
     assert other.returncode == 0
