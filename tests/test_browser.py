@@ -1,6 +1,5 @@
 """A run as a person sees it: JupyterLab in a real browser."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 

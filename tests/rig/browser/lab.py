@@ -56,12 +56,13 @@ class Lab:
 
 
 @contextmanager
-def open_lab(folder: Path, root: Path) -> Iterator[Lab]:
+def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
     """A JupyterLab with the checkout's kernel, for as long as the context.
 
     Args:
         folder: Gets all that it writes besides notebooks.
         root: The folder whose notebooks it shows.
+        environ: Environment variables besides those of `environment`.
     """
     settings = folder / "config" / "labconfig" / "page_config.json"
     settings.parent.mkdir(parents=True)
@@ -72,6 +73,7 @@ def open_lab(folder: Path, root: Path) -> Iterator[Lab]:
         "JUPYTER_CONFIG_DIR": str(folder / "config"),
         "JUPYTER_DATA_DIR": str(folder / "data"),
         "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
+        **environ,
     }
     port, token = free_port(), secrets.token_hex(16)
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--expose-app-in-browser"]

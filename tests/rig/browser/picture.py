@@ -11,9 +11,10 @@ from pathlib import Path
 
 from PIL import Image
 
+from taas_magic.journal import state_dir
 from tests.frontend import ROOT
 from tests.rig.browser.chromium import Page, find, open_page
-from tests.rig.browser.lab import command, open_lab, open_notebook
+from tests.rig.browser.lab import command, open_lab, open_notebook, wait_until
 
 NAME = "quickstart.ipynb"
 COLOURS = 128
@@ -48,11 +49,15 @@ def main(target: Path) -> None:
         folder = Path(name)
         shutil.copytree(ROOT / "notebooks", folder / "notebooks")
         with (
-            open_lab(folder / "jupyter", folder / "notebooks") as lab,
+            # The run folder that the picture names is the one that a person would see.
+            open_lab(folder / "jupyter", folder / "notebooks", TAAS_STATE_DIR="") as lab,
             open_page(browser, folder / "profile") as page,
         ):
+            pools = state_dir() / "pools"
+            before = set(pools.glob("*/pool.json"))
             open_notebook(page, lab, NAME)
             command(page, "notebook:clear-all-cell-outputs")
+            wait_until(lambda: set(pools.glob("*/pool.json")) - before, "no pool is warmed up")
             picture = take(page)
     Image.open(io.BytesIO(picture)).quantize(COLOURS).save(target, optimize=True)
 
