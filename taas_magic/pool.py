@@ -80,15 +80,6 @@ class Pool:
             os.close(lock)
         return lock is None
 
-    def _remove_remains(self) -> bool:
-        """Removes what a killed pool process left in the folder; False where one lives."""
-        lock = take_lock(self.folder)
-        if lock is None:
-            return False
-        (self.folder / "pool.json").unlink(missing_ok=True)
-        os.close(lock)
-        return True
-
     def open(self) -> None:
         """Returns when the pool has a host that can start ranks at once; starts it if need be.
 
@@ -99,8 +90,7 @@ class Pool:
             if self.is_ready:
                 return
             self.close()
-            if self._remove_remains():
-                self._process = self._start_process()
+            self._begin()
             from distributed import Client, Security  # takes 0.8 s, while the process starts
 
             place = self._wait_for_place()
@@ -169,8 +159,8 @@ class Pool:
             with _without_dasks_complaints():
                 self._client.close(timeout=2)
             self._client = None
-        if self._process is not None:
-            self._process.poll()
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
 
     def _connected(self) -> "Client":
         if self._client is None:
@@ -183,6 +173,14 @@ class Pool:
             return client.sync(getattr(client.scheduler, name), **arguments)
         except OSError as error:
             raise PoolError(f"pool {self.name!r} does not answer: {error}") from error
+
+    def _begin(self) -> None:
+        """Starts the pool's process, unless one lives; first removes what a killed one left."""
+        lock = take_lock(self.folder)
+        if lock is not None:
+            (self.folder / "pool.json").unlink(missing_ok=True)
+            os.close(lock)
+            self._process = self._start_process()
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         words = {
@@ -205,9 +203,15 @@ class Pool:
 
     def _wait_for_place(self) -> dict[str, Any]:
         path = self.folder / "pool.json"
-        self._wait_until(path.exists, "did not start")
+        self._wait_until(lambda: path.exists() or self._begin_again(), "did not start")
         place: dict[str, Any] = json.loads(path.read_text())
         return place
+
+    def _begin_again(self) -> bool:
+        """Starts a process if there is none: the one that lived before was about to end."""
+        if self._process is None or self._process.poll() == 0:
+            self._begin()
+        return False
 
     def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
         deadline = time.monotonic() + self.config.start_timeout_s
