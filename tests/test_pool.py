@@ -7,6 +7,7 @@ import ssl
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 from taas_magic import launch
 from taas_magic import pool as pool_module
 from taas_magic.config import Config, PoolConfig
+from taas_magic.engines.process import take_lock
 from taas_magic.errors import PoolError
 from taas_magic.pool import Pool
 from tests.harness import Notebook, below, listening_ports
@@ -148,3 +150,17 @@ def test_runs_of_two_kernels_do_not_touch_each_other(notebook: Notebook, tmp_pat
         (notebook.project / "go on").touch()
         assert "child lives: True" in other.stdout.read()
     assert other.returncode == 0
+
+
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_pool_that_is_just_ending_is_followed_by_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "LINGER_S", 0.2)
+    pool = Pool(PoolConfig("local", start_timeout_s=60), tmp_path)
+    lock = take_lock(pool.folder)
+    assert lock is not None
+    threading.Timer(0.5, os.close, [lock]).start()
+    pool.open()
+    assert pool.is_ready
+    pool.down()
