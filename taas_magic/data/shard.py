@@ -34,9 +34,17 @@ def seed_of(seed: int, *place: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def home(slot: int, streams: int | None, lanes: int) -> int:
-    """The lane that prepares a slot as long as nothing is broken."""
-    return (slot if streams is None else slot % streams) % lanes
+def home(slot: int, streams: int | None, lanes: int, stride: int = 1) -> int:
+    """The lane that prepares a slot as long as nothing is broken.
+
+    Args:
+        slot: The slot.
+        streams: How many streams there are; None for a map-style loader.
+        lanes: How many lanes there are.
+        stride: Distance of the slots that these lanes are asked for (a rank that prepares its own
+            batches asks for every world_size-th).
+    """
+    return (slot // stride if streams is None else slot % streams) % lanes
 
 
 def steps(batches: int, rank: int, world_size: int, uneven: Uneven) -> int:

@@ -133,7 +133,7 @@ class Source:
         before, torch_worker._worker_info = torch_worker._worker_info, self._info
         try:
             return work()
-        except Ended:
+        except (Ended, Failed):
             raise
         except Exception:
             where = f"in {self._where} (loader {self._name!r}, {self._at})"
