@@ -1,0 +1,38 @@
+# `make demo` and `make test` need a Python from 3.10 on and nothing else; they make .venv themselves.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+  "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$p" && break; done)
+BIN := .venv/bin
+PYTEST_ARGS ?=
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/.examples
+	$(BIN)/python notebooks/demo.py
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/.examples
+	$(BIN)/python benchmarks/launch.py
+
+clean:
+	rm -rf .venv
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "no python3 from 3.10 on, with venv and ensurepip, was found; \
+	  name one: make PYTHON=/path/to/python3 (Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# Editable, so that a change of the code needs no new install; a change of the files below does.
+.venv/.examples: pyproject.toml constraints.txt $(wildcard kernels/taas/*) | .venv/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[examples]'
+	touch $@
+
+.venv/.test: .venv/.examples
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[examples,test]'
+	touch $@

@@ -1,0 +1,35 @@
+"""A notebook cell as N torch.distributed ranks: `%load_ext taas_magic`, then `%%taas --gpus N`.
+
+Importing this package imports neither torch nor Dask.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from taas_magic import api
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "load_ipython_extension", "unload_ipython_extension", *api.__all__]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(api, name)
+
+
+def load_ipython_extension(shell: "InteractiveShell") -> None:
+    """Switches the magics, the comment form and Tab completion on; warms the local pool.
+
+    Runs in the notebook's kernel and returns at once: the warming goes on in a thread.
+    """
+    from taas_magic import magic
+
+    magic.load(shell)
+
+
+def unload_ipython_extension(shell: "InteractiveShell") -> None:
+    """Takes all of it away again; pools that are up stay up."""
+    from taas_magic import magic
+
+    magic.unload(shell)

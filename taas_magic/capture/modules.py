@@ -1,0 +1,224 @@
+"""The project's own modules travel to the ranks as source, read from disk when the cell starts.
+
+A module is local when its file lies in the project folder, or under an entry of `sys.path` that
+belongs to no Python installation. The interpreter's own modules and installed packages are
+expected on every host and do not travel.
+"""
+
+import ast
+import importlib.abc
+import importlib.util
+import linecache
+import sys
+import sysconfig
+import tokenize
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.readers import FileReader
+from pathlib import Path
+from types import ModuleType
+
+from taas_magic.errors import CaptureError
+
+_OURS = {"taas_magic", "taas"}
+_INSTALLED = {"site-packages", "dist-packages"}
+_SYSTEM = tuple(
+    Path(p).resolve()
+    for p in {sys.prefix, sys.base_prefix, sys.exec_prefix, sysconfig.get_path("stdlib")}
+)
+
+
+@dataclass(frozen=True)
+class ModuleSource:
+    """A module as text.
+
+    Attributes:
+        name: Its dotted name.
+        path: Its file on the notebook's machine; tracebacks show it.
+        source: The file's text; "" for a folder without `__init__.py`.
+        is_package: Whether it has submodules.
+    """
+
+    name: str
+    path: str
+    source: str
+    is_package: bool
+
+
+def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
+    """Finds the local modules among `names`, and those that they import, transitively.
+
+    Args:
+        names: Dotted names as imported; what is no module (`x.y` of `from x import y`) is skipped.
+        project: The notebook's folder.
+
+    Returns:
+        The sources by name, parent packages included.
+
+    Raises:
+        CaptureError: A local module's file is not Python text.
+    """
+    folders = local_folders(project)
+    found: dict[str, ModuleSource] = {}
+    met: set[str] = set()
+    waiting = deque(part for name in names for part in _with_parents(name))
+    while waiting:
+        name = waiting.popleft()
+        if name in met:
+            continue
+        met.add(name)
+        module = _find(name, folders, found)
+        if module is not None:
+            found[name] = module
+            waiting.extend(part for used in _imports(module) for part in _with_parents(used))
+    return found
+
+
+def local_folders(project: Path) -> tuple[Path, ...]:
+    """The project, and what else `sys.path` names that belongs to no Python installation."""
+    entries = (Path(entry).resolve() for entry in sys.path)
+    others = (e for e in entries if _INSTALLED.isdisjoint(e.parts) and not _within(e, _SYSTEM))
+    return tuple(dict.fromkeys([project.resolve(), *others]))
+
+
+def is_local(path: Path, folders: Sequence[Path]) -> bool:
+    """Whether a file belongs to one of the folders, and not to a Python installed inside it."""
+    if not _INSTALLED.isdisjoint(path.parts):
+        return False
+    homes = [folder for folder in folders if path.is_relative_to(folder)]
+    inside = [system for system in _SYSTEM if any(system.is_relative_to(h) for h in homes)]
+    return bool(homes) and not _within(path, inside)
+
+
+def install(modules: Mapping[str, ModuleSource]) -> None:
+    """Makes this process (a rank) import these modules from their shipped source.
+
+    They come before everything else on the import path; tracebacks show the shipped text even if
+    the file has changed since.
+    """
+    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _ShippedFinder)]
+    sys.meta_path.insert(0, _ShippedFinder(dict(modules)))
+    for module in modules.values():
+        lines = module.source.splitlines(keepends=True)
+        linecache.cache[module.path] = (len(module.source), None, lines, module.path)
+
+
+class _ShippedFinder(importlib.abc.MetaPathFinder):
+    def __init__(self, modules: Mapping[str, ModuleSource]) -> None:
+        self._modules = modules
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        module = self._modules.get(fullname)
+        if module is None:
+            return None
+        search = [str(Path(module.path).parent)] if module.is_package else None
+        return importlib.util.spec_from_file_location(
+            fullname, module.path, loader=_Loader(module), submodule_search_locations=search
+        )
+
+
+class _Loader(importlib.abc.ExecutionLoader):
+    """Compiles from the shipped text; no bytecode is read or written."""
+
+    def __init__(self, module: ModuleSource) -> None:
+        self._module = module
+        self.path = module.path
+
+    def get_data(self, path: str) -> bytes:
+        return Path(path).read_bytes()
+
+    def get_resource_reader(self, fullname: str) -> FileReader | None:
+        if not self._module.is_package:
+            return None
+        return FileReader(self)  # type: ignore[arg-type]  # it asks for nothing but the path
+
+    def get_source(self, fullname: str) -> str:
+        return self._module.source
+
+    def get_filename(self, fullname: str) -> str:
+        return self._module.path
+
+    def is_package(self, fullname: str) -> bool:
+        return self._module.is_package
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def _within(path: Path, folders: Iterable[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+def _find(
+    name: str, folders: Sequence[Path], found: Mapping[str, ModuleSource]
+) -> ModuleSource | None:
+    parent = name.rpartition(".")[0]
+    if parent:
+        package = found.get(parent)
+        if package is None or not package.is_package:
+            return None
+        return _read(name, PathFinder.find_spec(name, [str(Path(package.path).parent)]))
+    if name in _OURS or name in sys.builtin_module_names:
+        return None
+    loaded = getattr(sys.modules.get(name), "__spec__", None)
+    if loaded is not None and not _is_local_spec(loaded, folders):
+        return None
+    spec = PathFinder.find_spec(name, [*sys.path, str(folders[0])]) or loaded
+    return _read(name, spec) if _is_local_spec(spec, folders) else None
+
+
+def _is_local_spec(spec: ModuleSpec | None, folders: Sequence[Path]) -> bool:
+    if spec is None:
+        return False
+    places = [spec.origin] if spec.has_location else spec.submodule_search_locations
+    return any(is_local(Path(place).resolve(), folders) for place in places or () if place)
+
+
+def _read(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
+    if spec is None:
+        return None
+    is_package = spec.submodule_search_locations is not None
+    if not spec.has_location or spec.origin is None:
+        folder = next(iter(spec.submodule_search_locations or ()), None)
+        return ModuleSource(name, f"{folder}/__init__.py", "", True) if folder else None
+    if not spec.origin.endswith(".py"):
+        return None
+    try:
+        with tokenize.open(spec.origin) as file:
+            return ModuleSource(name, str(Path(spec.origin).resolve()), file.read(), is_package)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise CaptureError(f"module `{name}` ({spec.origin}) cannot be read: {error}") from error
+
+
+@lru_cache(maxsize=256)
+def _imports(module: ModuleSource) -> frozenset[str]:
+    """Modules that a module's text imports, anywhere in it; a broken text fails in the rank."""
+    try:
+        tree = ast.parse(module.source)
+    except SyntaxError:
+        return frozenset()
+    package = module.name if module.is_package else module.name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, package)
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+    return frozenset(found - {""})
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = package.split(".")
+    base = ".".join(parts[: len(parts) - node.level + 1])
+    return f"{base}.{node.module}" if node.module else base

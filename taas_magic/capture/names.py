@@ -1,0 +1,232 @@
+"""Which of the notebook's names a cell may read, in the order in which its statements run."""
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from taas_magic.capture.bytecode import CodeUse, code_use
+
+THE_CELL = "the cell uses it"
+_FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+_SWALLOWING = {"suppress"}
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class UsedNames:
+    """What a cell takes from outside.
+
+    Attributes:
+        why: Each name that the cell may read before it has surely set it, with the reason.
+        imports: Modules that the cell imports, in functions too.
+        attributes: Attribute names that the cell looks up on anything.
+    """
+
+    why: Mapping[str, str]
+    imports: frozenset[str] = frozenset()
+    attributes: frozenset[str] = frozenset()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.why)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.why
+
+
+def used_names(source: str, filename: str = "<cell>") -> UsedNames:
+    """Finds the notebook names that `source` may read.
+
+    A name that the cell has surely assigned before any possible read is its own and is left out.
+    What a function's body reads counts when a statement first loads the function's name.
+
+    Args:
+        source: Python, already through IPython's transformers; top-level `await` is allowed.
+        filename: What a SyntaxError shows.
+
+    Raises:
+        SyntaxError: The cell is not Python.
+    """
+    compile(source, filename, "exec", _FLAGS, dont_inherit=True)
+    flow = _Flow()
+    flow.walk(ast.parse(source, filename).body)
+    return UsedNames(dict(flow.reads), frozenset(flow.imports), frozenset(flow.attributes))
+
+
+def why_used_by(owner: str) -> str:
+    return f"`{owner}` uses it"
+
+
+@dataclass
+class _Flow:
+    """One pass over the top-level statements.
+
+    `defined` is what is surely set so far; `later` is what each definition's body will read once
+    its name is loaded; `awaited` is what loaded bodies read, so that a definition that comes
+    after its first user still counts.
+    """
+
+    defined: set[str] = field(default_factory=set)
+    later: dict[str, frozenset[str]] = field(default_factory=dict)
+    awaited: set[str] = field(default_factory=set)
+    reads: dict[str, str] = field(default_factory=dict)
+    imports: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)
+
+    def walk(self, statements: Sequence[ast.stmt]) -> None:
+        for statement in statements:
+            self._statement(statement)
+
+    def _branch(self, statements: Sequence[ast.stmt], bound: set[str] | None = None) -> set[str]:
+        """Walks statements that may not run; returns what is set where they did."""
+        outside, self.defined = self.defined, self.defined | (bound or set())
+        self.walk(statements)
+        inside, self.defined = self.defined, self.defined & outside
+        return inside
+
+    def _statement(self, node: ast.stmt) -> None:
+        match node:
+            case ast.If():
+                self._evaluate(node.test)
+                both = self._branch(node.body) & self._branch(node.orelse)
+                self.defined |= both
+            case ast.While():
+                self._evaluate(node.test)
+                self._branch(node.body)
+                self._branch(node.orelse)
+            case ast.For() | ast.AsyncFor():
+                self._evaluate(node.iter)
+                self._loads(node.target)
+                self._branch(node.body, set(_bound(node.target)))
+                self._branch(node.orelse)
+            case ast.With() | ast.AsyncWith():
+                self._with(node)
+            case ast.Match():
+                self._match(node)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                self._define(node)
+            case ast.Pass() | ast.Break() | ast.Continue() | ast.Global() | ast.Nonlocal():
+                pass
+            case _ if hasattr(node, "finalbody"):
+                self._try(node)
+            case _:
+                self._simple(node)
+
+    def _simple(self, node: ast.stmt) -> None:
+        self._run(node)
+        for name in _assigned(node):
+            self.defined.add(name)
+            self.later.pop(name, None)
+        if isinstance(node, ast.Delete):
+            self.defined.difference_update(n for target in node.targets for n in _bound(target))
+
+    def _define(self, node: _Definition) -> None:
+        use = self._compiled(node)
+        reads_at_once = use.names if node.decorator_list else use.now
+        self._read(reads_at_once)
+        self.defined.add(node.name)
+        self.later[node.name] = use.later | self.later.get(node.name, frozenset())
+        if node.name in self.awaited:
+            self._read({node.name})
+
+    def _with(self, node: ast.With | ast.AsyncWith) -> None:
+        for item in node.items:
+            self._evaluate(item.context_expr)
+            if item.optional_vars is not None:
+                self._loads(item.optional_vars)
+                self.defined.update(_bound(item.optional_vars))
+        inside = self._branch(node.body)
+        if not any(_may_swallow(item.context_expr) for item in node.items):
+            self.defined |= inside
+
+    def _try(self, node: ast.stmt) -> None:
+        assert isinstance(node, ast.Try) or type(node).__name__ == "TryStar"
+        block: ast.Try = node  # type: ignore[assignment]
+        done = self._branch(block.body)
+        for handler in block.handlers:
+            if handler.type is not None:
+                self._evaluate(handler.type)
+            self._branch(handler.body, {handler.name} if handler.name else None)
+        self._branch(block.orelse, done)
+        self.walk(block.finalbody)
+
+    def _match(self, node: ast.Match) -> None:
+        self._evaluate(node.subject)
+        for case in node.cases:
+            self._loads(case.pattern)
+            bound = set(_captured(case.pattern))
+            guard = [] if case.guard is None else [_statement_of(case.guard)]
+            self._branch([*guard, *case.body], bound)
+
+    def _evaluate(self, expression: ast.expr) -> None:
+        self._run(_statement_of(expression))
+
+    def _run(self, node: ast.stmt) -> None:
+        self._read(self._compiled(node).names)
+
+    def _loads(self, node: ast.AST) -> None:
+        self._read({n.id for n in ast.walk(node) if _is_load(n)})  # type: ignore[attr-defined]
+
+    def _compiled(self, node: ast.stmt) -> CodeUse:
+        use = code_use(compile(ast.Module([node], []), "<cell>", "exec", _FLAGS, dont_inherit=True))
+        self.imports |= use.imports
+        self.attributes |= use.attributes
+        return use
+
+    def _read(self, names: Iterable[str], why: str = THE_CELL) -> None:
+        for name in sorted(names):
+            if name not in self.defined:
+                self.reads.setdefault(name, why)
+            body = self.later.pop(name, frozenset())
+            self.awaited |= body
+            self._read(body, why_used_by(name))
+
+
+def _statement_of(expression: ast.expr) -> ast.stmt:
+    return ast.copy_location(ast.Expr(expression), expression)
+
+
+def _assigned(node: ast.stmt) -> Iterator[str]:
+    """Names that a simple statement surely sets."""
+    match node:
+        case ast.Assign():
+            for target in node.targets:
+                yield from _bound(target)
+        case ast.AugAssign():
+            yield from _bound(node.target)
+        case ast.AnnAssign() if node.value is not None:
+            yield from _bound(node.target)
+        case ast.Import():
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        case ast.ImportFrom():
+            yield from (alias.asname or alias.name for alias in node.names if alias.name != "*")
+
+
+def _bound(target: ast.expr) -> Iterator[str]:
+    match target:
+        case ast.Name():
+            yield target.id
+        case ast.Tuple() | ast.List():
+            for element in target.elts:
+                yield from _bound(element)
+        case ast.Starred():
+            yield from _bound(target.value)
+
+
+def _captured(pattern: ast.pattern) -> Iterator[str]:
+    for node in ast.walk(pattern):
+        match node:
+            case ast.MatchAs() | ast.MatchStar() if node.name is not None:
+                yield node.name
+            case ast.MatchMapping() if node.rest is not None:
+                yield node.rest
+
+
+def _is_load(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+
+
+def _may_swallow(context: ast.expr) -> bool:
+    """Whether a `with` may leave its body early and carry on after it."""
+    called = context.func if isinstance(context, ast.Call) else context
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name in _SWALLOWING

@@ -1,0 +1,1 @@
+"""How pools get hosts, and the process that keeps a pool."""

@@ -1,0 +1,64 @@
+"""The contract of an engine: where a pool's hosts come from.
+
+An engine opens a Dask `SpecCluster` whose members run `AgentWorker`; all else (which run gets which
+hosts, events, the journal, giving hosts back) is the keeper's and the same for every engine.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from taas_magic.config import PoolConfig
+from taas_magic.errors import UsageError
+from taas_magic.plan import HostCapacity
+
+
+class Engine(ABC):
+    """One pool's engine. `capacity` is asked in the kernel, the rest in the pool's process.
+
+    Args:
+        pool: The pool's settings.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, pool: PoolConfig) -> None:
+        self.pool = pool
+
+    @abstractmethod
+    def capacity(self) -> HostCapacity:
+        """What one host offers, known without taking one."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Starts what can be started before Dask is imported; returns at once."""
+
+    @abstractmethod
+    def open(self, scheduler: type, security: Mapping[str, Any], folder: str) -> Any:
+        """Makes the cluster, with a scheduler and no host yet.
+
+        Args:
+            scheduler: The class of Dask scheduler to use.
+            security: Keyword arguments of dask's `Security`: the pool's key.
+            folder: The pool's private folder on this machine.
+
+        Returns:
+            A `distributed.SpecCluster`, not yet awaited.
+        """
+
+
+def find_engine(pool: PoolConfig) -> Engine:
+    """The engine that a pool's settings name.
+
+    Raises:
+        UsageError: There is none of that name.
+    """
+    from taas_magic.engines.local import LocalEngine
+
+    engines: dict[str, type[Engine]] = {LocalEngine.name: LocalEngine}
+    if pool.engine not in engines:
+        raise UsageError(
+            f"pool {pool.name!r}: there is no engine {pool.engine!r}; "
+            f"possible is {', '.join(sorted(engines))}"
+        )
+    return engines[pool.engine](pool)

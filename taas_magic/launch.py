@@ -1,0 +1,210 @@
+"""From a cell's head and body to a finished run; and the pools that this kernel uses."""
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from taas_magic import journal
+from taas_magic.capture import payload
+from taas_magic.capture.payload import Cell, CellSource, Payload
+from taas_magic.config import Config
+from taas_magic.display.view import View
+from taas_magic.errors import PoolError, UsageError
+from taas_magic.interrupts import Interrupts
+from taas_magic.journal import RunFolder
+from taas_magic.plan import Flags, Plan, make_plan, new_run_id
+from taas_magic.pool import Pool
+from taas_magic.remote.spec import HostSpec, Origin
+from taas_magic.run import Run
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+last_run: Run | None = None
+"""The newest run of this kernel."""
+
+_pools: dict[str, Pool] = {}
+_lock = threading.Lock()
+
+
+def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> Run:
+    """Runs a cell on the ranks of a pool; blocks until it has ended and is shown.
+
+    Nothing is started before the cell, its flags and all that it uses are known to be fit.
+
+    Raises:
+        UsageError: The flags cannot be carried out.
+        CaptureError: The cell uses something that cannot travel.
+        PoolError: The pool could not be started.
+        RunError: The cell failed on a rank.
+        KeyboardInterrupt: The user interrupted it.
+    """
+    global last_run
+    pool = pool_named(flags.pool, config)
+    plan = plan_of(flags, pool)
+    captured = payload.capture(cell, shell.user_ns, **_capture_settings(shell, config))
+    with Interrupts() as interrupts:
+        open_pool(pool, interrupts)
+        journal.prune(config.keep_runs, config.keep_bytes)
+        folder = RunFolder.create(plan.run_id, plan.to_json(), cell.raw)
+        payload.write(captured, folder.payload)
+        run = last_run = Run(plan, folder)
+        view = View(plan, folder.path, log_ranks=flags.log_ranks)
+        run.start(pool, HostSpec(plan, 0, str(folder.path), _origin(shell)).to_json())
+        run.follow(pool, view, interrupts)
+    run.conclude(shell.user_ns)
+    return run
+
+
+def plan_of(flags: Flags, pool: Pool) -> Plan:
+    """Decides how the ranks lie on the pool's hosts; takes none."""
+    return make_plan(flags, pool.capacity(), new_run_id(), pool.config.max_hosts)
+
+
+def dry_run(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
+    """What `execute` would do: the plan, what travels and why, and what would fail."""
+    plan = plan_of(flags, pool_named(flags.pool, config))
+    settings = _capture_settings(shell, config)
+    captured, problems = payload.survey(cell, shell.user_ns, **settings)
+    return "\n".join([*_plan_lines(plan), *_payload_lines(captured), *_problem_lines(problems)])
+
+
+def _plan_lines(plan: Plan) -> list[str]:
+    hosts = [
+        f"  host {host.host_rank}: ranks {host.first_rank} to {host.first_rank + host.ranks - 1}, "
+        f"OMP_NUM_THREADS={host.threads_per_rank}"
+        for host in plan.hosts
+    ]
+    head = f"pool {plan.pool}: {plan.world_size} ranks on {len(plan.hosts)} host(s); none is taken"
+    return [head, *hosts, *(f"  {note}" for note in plan.notes)]
+
+
+def _payload_lines(captured: Payload | None) -> list[str]:
+    if captured is None:
+        return []
+    values = [
+        f"  {value.name}: {value.type_name}, {payload.size_text(value.size_bytes)} ({value.why})"
+        for value in captured.captured
+    ]
+    modules = [f"  {name}: {module.path}" for name, module in captured.modules.items()]
+    return [
+        f"travels, {payload.size_text(captured.size_bytes)} in all:",
+        *(values or ["  nothing"]),
+        *(["the project's modules that travel:", *modules] if modules else []),
+    ]
+
+
+def _problem_lines(problems: list[str]) -> list[str]:
+    return ["would fail:", *(f"  {problem}" for problem in problems)] if problems else []
+
+
+def pool_named(name: str, config: Config) -> Pool:
+    """This kernel's pool of that name; not opened.
+
+    Raises:
+        UsageError: There is none in taas.toml.
+    """
+    settings = config.pool(name)
+    with _lock:
+        if name not in _pools or _pools[name].config != settings:
+            _pools[name] = Pool(settings, Path.cwd())
+        return _pools[name]
+
+
+def open_pool(pool: Pool, interrupts: Interrupts) -> None:
+    """Opens a pool, or waits for the thread that does; says so if that takes a while.
+
+    Raises:
+        PoolError: It could not be opened.
+        KeyboardInterrupt: The user did not want to wait.
+    """
+    if pool.is_ready:
+        return
+    print(f"waiting for pool {pool.name!r} to warm up …", file=sys.stderr, flush=True)
+    failed: list[PoolError] = []
+    opened = threading.Event()
+    interrupts.wake = opened.set
+    threading.Thread(target=_try_open, args=(pool, failed, opened), daemon=True).start()
+    opened.wait()
+    interrupts.check()
+    if failed:
+        raise failed[0]
+
+
+def _try_open(pool: Pool, failed: list[PoolError], opened: threading.Event) -> None:
+    try:
+        pool.open()
+    except PoolError as error:
+        failed.append(error)
+    finally:
+        opened.set()
+
+
+def warm_in_background(config: Config, name: str = "local") -> threading.Thread:
+    """Opens a pool in a thread; a failure shows when a cell needs the pool."""
+    pool = pool_named(name, config)
+    thread = threading.Thread(
+        target=_try_open, args=(pool, [], threading.Event()), name="taas-warm", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def stop(run_id: str | None, config: Config) -> str:
+    """Ends a run, of this kernel or of another one of the user's; says which.
+
+    Raises:
+        UsageError: It is not running.
+    """
+    record = journal.find(run_id)
+    if record.state in journal.ENDED_STATES:
+        raise UsageError(f"run {record.run_id} is not running: {record.state}")
+    pool = pool_named(record.pool, config)
+    pool.open()
+    pool.halt(record.run_id, "interrupt")
+    return record.run_id
+
+
+def pools(config: Config) -> list[dict[str, Any]]:
+    """Every pool of taas.toml: name, engine, state, and the hosts that it has."""
+    rows = []
+    for name, settings in config.pools.items():
+        pool = pool_named(name, config)
+        alive = pool.is_alive()
+        status = pool.status() if pool.is_ready else {"hosts": []}
+        state = "ready" if pool.is_ready else "starting" if alive else "down"
+        rows.append({"pool": name, "engine": settings.engine, "state": state, **status})
+    return rows
+
+
+def down(name: str, config: Config) -> None:
+    """Ends a pool: its runs, its hosts, its process."""
+    pool_named(name, config).down()
+
+
+def _capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:
+    return {
+        "transform": shell.transform_cell,
+        "project": Path.cwd(),
+        "limit_bytes": config.capture_limit_bytes,
+        "source_of": lambda filename: _source_of(shell, filename),
+    }
+
+
+def _source_of(shell: "InteractiveShell", filename: str) -> CellSource | None:
+    """The cell that the kernel compiled under a name; None for files and other code."""
+    number = shell.compile._filename_map.get(filename)
+    if number is None or number >= len(shell.user_ns["In"]):
+        return None
+    return CellSource(shell.user_ns["In"][number], f"Cell In[{number}]")
+
+
+def _origin(shell: "InteractiveShell") -> Origin:
+    return Origin(
+        cwd=os.getcwd(),
+        environ=dict(os.environ),
+        sys_path=tuple(os.path.abspath(path) for path in sys.path),
+        colors=shell.colors,
+    )

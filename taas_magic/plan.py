@@ -1,0 +1,163 @@
+"""Flags and pools in, a plan out. Pure: no process, no socket, no torch.
+
+A plan says everything about a run before any host is taken, so that `--dry-run` can print it and a
+test can compare it.
+"""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from taas_magic.errors import UsageError
+
+MAX_RANKS_PER_CPU_HOST = 64
+"""Ranks that one host without a GPU runs at most; beyond it, memory ends before patience does."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the head of a cell asks for; the magic's flags, parsed.
+
+    Attributes:
+        gpus: Ranks in all (world size).
+        cpus: Fetcher hosts for the registered loaders; 0 runs the loaders inside the ranks.
+        units: Bound on the units that all ranks together are given; None is no bound.
+        pool: Name of the pool that runs the ranks.
+        out: Names of variables that rank 0 sends back into the notebook.
+        name: What the run is called in lists and in the head.
+        max_restarts: How often all ranks may start again after one died.
+        timeout_s: Bound on the run's time, in seconds; None is no bound.
+        env: Environment variables of the ranks, on top of the notebook's own.
+        log_ranks: Ranks whose lines the notebook shows; None shows all.
+        dry_run: Print the plan instead of carrying it out.
+    """
+
+    gpus: int
+    cpus: int = 0
+    units: int | None = None
+    pool: str = "local"
+    out: tuple[str, ...] = ()
+    name: str = ""
+    max_restarts: int = 0
+    timeout_s: float | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_ranks: frozenset[int] | None = None
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class HostCapacity:
+    """What one host of a pool offers.
+
+    Attributes:
+        gpus: CUDA devices; 0 is a CPU host, whose ranks run on the CPU.
+        cores: Logical processors that its processes may use.
+    """
+
+    gpus: int
+    cores: int
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """The share of one host: `ranks` processes from global rank `first_rank` on."""
+
+    host_rank: int
+    first_rank: int
+    ranks: int
+    threads_per_rank: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run, decided."""
+
+    run_id: str
+    name: str
+    pool: str
+    world_size: int
+    hosts: tuple[HostPlan, ...]
+    out: tuple[str, ...] = ()
+    max_restarts: int = 0
+    timeout_s: float | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    cpus: int = 0
+    units: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values, for the journal and the wire."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Plan":
+        """The inverse of `to_json`."""
+        hosts = tuple(HostPlan(**host) for host in values["hosts"])
+        tuples = {key: tuple(values[key]) for key in ("out", "notes")}
+        return cls(**{**values, **tuples, "hosts": hosts})
+
+
+def new_run_id(now: float | None = None) -> str:
+    """A name that sorts by time and that two kernels cannot both choose.
+
+    For example `20260131-142501-3f9a1c`.
+    """
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    return f"{stamp}-{secrets.token_hex(3)}"
+
+
+def make_plan(flags: Flags, host: HostCapacity, run_id: str, max_hosts: int = 1) -> Plan:
+    """Decides how the ranks lie on hosts like `host`.
+
+    Args:
+        flags: What the cell asks for.
+        host: What each host of the pool offers.
+        run_id: From `new_run_id`.
+        max_hosts: Hosts that the pool may have.
+
+    Raises:
+        UsageError: The pool cannot hold so many ranks, or not evenly.
+    """
+    per_host = host.gpus or MAX_RANKS_PER_CPU_HOST
+    n_hosts = -(-flags.gpus // per_host)
+    if n_hosts > max_hosts:
+        kind = "GPUs" if host.gpus else "CPU ranks"
+        raise UsageError(
+            f"--gpus {flags.gpus}: pool {flags.pool!r} has {per_host * max_hosts} {kind} "
+            f"({max_hosts} host{'s' * (max_hosts > 1)} with {per_host} each); "
+            f"possible is 1 to {per_host * max_hosts}"
+        )
+    if flags.gpus % n_hosts:
+        raise UsageError(
+            f"--gpus {flags.gpus} does not divide evenly over {n_hosts} hosts of {per_host}; "
+            f"possible is a multiple of {n_hosts}"
+        )
+    return Plan(
+        run_id=run_id,
+        name=flags.name,
+        pool=flags.pool,
+        world_size=flags.gpus,
+        hosts=_host_plans(flags.gpus // n_hosts, n_hosts, host.cores),
+        out=flags.out,
+        max_restarts=flags.max_restarts,
+        timeout_s=flags.timeout_s,
+        env=dict(flags.env),
+        cpus=flags.cpus,
+        units=flags.units,
+        notes=_notes(flags, host),
+    )
+
+
+def _host_plans(ranks: int, n_hosts: int, cores: int) -> tuple[HostPlan, ...]:
+    threads = max(1, cores // ranks)
+    return tuple(HostPlan(i, i * ranks, ranks, threads) for i in range(n_hosts))
+
+
+def _notes(flags: Flags, host: HostCapacity) -> tuple[str, ...]:
+    if host.gpus:
+        return ()
+    ranks = f"{flags.gpus} CPU rank{'s' * (flags.gpus > 1)}"
+    return (f"no GPU in pool {flags.pool!r}: --gpus {flags.gpus} runs {ranks}",)

@@ -1,0 +1,203 @@
+"""A pool as a kernel sees it: attach to its process or start it, launch on it, listen to it.
+
+Every method may be called from any thread of the kernel; the Dask client runs a loop of its own.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from taas_magic.config import PoolConfig
+from taas_magic.engines.base import find_engine
+from taas_magic.engines.process import take_lock
+from taas_magic.errors import PoolError
+from taas_magic.journal import Event, state_dir
+from taas_magic.plan import HostCapacity
+from taas_magic.remote.process import spawn_command
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+LINGER_S = 10.0
+"""How long a pool's process waits for a kernel after the last one has gone."""
+
+_POLL_S = 0.02
+_LOG_LINES = 15
+
+
+class Pool:
+    """One pool, for one kernel.
+
+    Args:
+        config: The pool's settings.
+        project: The notebook's folder; kernels of other projects have pools of their own.
+    """
+
+    def __init__(self, config: PoolConfig, project: Path) -> None:
+        self.config = config
+        self._project = project
+        self._opening = threading.Lock()
+        self._client: Client | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def folder(self) -> Path:
+        """The pool's private folder: its address and key, its lock, its log."""
+        mark = f"{sys.prefix}|{self._project}|{self.config}"
+        digest = hashlib.sha256(mark.encode()).hexdigest()[:8]
+        path = state_dir() / "pools" / f"{self.name}-{digest}"
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path
+
+    def capacity(self) -> HostCapacity:
+        """What one host offers; takes none."""
+        return find_engine(self.config).capacity()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a launch would start at once."""
+        return self._client is not None and self.is_alive()
+
+    def is_alive(self) -> bool:
+        """Whether the pool's process lives, whoever started it."""
+        lock = take_lock(self.folder)
+        if lock is not None:
+            os.close(lock)
+        return lock is None
+
+    def open(self) -> None:
+        """Returns when the pool has a host that can start ranks at once; starts it if need be.
+
+        Raises:
+            PoolError: It could not be started; the message ends with the last lines of its log.
+        """
+        with self._opening:
+            if self.is_ready:
+                return
+            self.close()
+            if not self.is_alive():
+                self._process = self._start_process()
+            from distributed import Client, Security  # takes 0.8 s, while the process starts
+
+            place = self._wait_for_place()
+            self._client = Client(
+                place["address"],
+                security=Security(**place["security"]),
+                set_as_default=False,
+                timeout=self.config.start_timeout_s,
+            )
+            self._call("taas_ready", hosts=1)
+
+    def launch(self, spec: Mapping[str, Any], on_event: Callable[[Event], None]) -> list[str]:
+        """Starts a run; returns the names of its hosts.
+
+        Args:
+            spec: A `HostSpec` as plain values.
+            on_event: Called with every event of the run, in the thread of the Dask client.
+
+        Raises:
+            PoolError: The hosts could not be had.
+        """
+        from taas_magic.remote.topics import topic
+
+        client = self._connected()
+        client.subscribe_topic(topic(spec["plan"]["run_id"]), lambda pair: on_event(pair[1]))
+        answer = self._call("taas_launch", owner=client.id, spec=dict(spec))
+        if "error" in answer:
+            raise PoolError(f"pool {self.name!r}: {answer['error']}")
+        names: list[str] = answer["hosts"]
+        return names
+
+    def forget(self, run_id: str) -> None:
+        """Stops listening to a run."""
+        from taas_magic.remote.topics import topic
+
+        if self._client is not None:
+            self._client.unsubscribe_topic(topic(run_id))
+
+    def halt(self, run_id: str, how: str) -> None:
+        """Interrupts (`interrupt`) or ends (`kill`) a run; does not wait for its end."""
+        self._call("taas_halt", run_id=run_id, how=how)
+
+    def status(self) -> dict[str, Any]:
+        """The pool's hosts and what each does."""
+        status: dict[str, Any] = self._call("taas_status")
+        return status
+
+    def down(self) -> None:
+        """Ends the pool: its runs, its hosts, its process."""
+        if self.is_alive():
+            self.open()
+            self._call("taas_down")
+        self.close()
+        self._wait_until(lambda: not self.is_alive(), "did not end")
+
+    def close(self) -> None:
+        """Leaves the pool; its process decides what follows."""
+        if self._client is not None:
+            self._client.close(timeout=2)
+            self._client = None
+        if self._process is not None:
+            self._process.poll()
+
+    def _connected(self) -> "Client":
+        if self._client is None:
+            raise PoolError(f"pool {self.name!r} is not open")
+        return self._client
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        client = self._connected()
+        try:
+            return client.sync(getattr(client.scheduler, name), **arguments)
+        except OSError as error:
+            raise PoolError(f"pool {self.name!r} does not answer: {error}") from error
+
+    def _start_process(self) -> subprocess.Popen[bytes]:
+        words = {
+            "folder": str(self.folder),
+            "pool": dataclasses.asdict(self.config),
+            "linger_s": LINGER_S,
+        }
+        with (self.folder / "pool.log").open("ab") as log:
+            process = subprocess.Popen(
+                spawn_command("taas_magic.engines.process"),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(words).encode() + b"\n")
+        process.stdin.close()
+        return process
+
+    def _wait_for_place(self) -> dict[str, Any]:
+        path = self.folder / "pool.json"
+        self._wait_until(path.exists, "did not start")
+        place: dict[str, Any] = json.loads(path.read_text())
+        return place
+
+    def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while not condition():
+            ended = self._process is not None and self._process.poll() not in (None, 0)
+            if ended or time.monotonic() > deadline:
+                raise PoolError(f"pool {self.name!r} {otherwise}. Its log:\n{self._log_tail()}")
+            time.sleep(_POLL_S)
+
+    def _log_tail(self) -> str:
+        path = self.folder / "pool.log"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return "\n".join([*lines[-_LOG_LINES:], f"({path})"])

@@ -1,0 +1,1 @@
+"""What runs on hosts. Nothing here imports the notebook's side: engines, display, magic."""

@@ -1,0 +1,189 @@
+"""A rank: one torch.distributed process, forked by the agent's forkserver, that runs the cell once.
+
+The forkserver has torch and IPython in memory and the shell made (preload.py). `rank_main` is the
+entry point that torch's elastic agent calls in the fork.
+"""
+
+import atexit
+import faulthandler
+import functools
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from taas_magic.capture import modules, payload, pickling
+from taas_magic.errors import CaptureError
+from taas_magic.journal import RunFolder
+from taas_magic.remote.link import Link, stack_file
+from taas_magic.remote.process import adopt_orphans, die_with_parent
+from taas_magic.remote.shell import RankShell, cut, message_of
+from taas_magic.remote.spec import VALUE
+
+BEAT_S = 1.0
+"""How often a rank says that it lives and where its main thread stands, in seconds."""
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCH")
+
+
+def rank_main(spec: Mapping[str, Any]) -> None:
+    """Runs the cell; returns when it succeeded, else ends the process with exit code 1.
+
+    Args:
+        spec: The run's share of this host, as `HostSpec.to_json` gives it.
+    """
+    parent = os.getppid()
+    os.setsid()
+    die_with_parent(parent)
+    adopt_orphans()
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    pipes = Path(spec["pipes"])
+    link = Link(pipes, attempt, local_rank)
+    link.redirect_output()
+    atexit._clear()
+    faulthandler.enable(stack_file(pipes, attempt, local_rank).open("w"))
+    _take_environment(spec)
+    _use_gloo_without_cuda(link)
+    with _heartbeat(link):
+        succeeded = _run(RankShell.instance(), spec, link, rank)
+        if succeeded:
+            _finish()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not succeeded:
+        os._exit(1)
+    link.send("done")
+
+
+def _take_environment(spec: Mapping[str, Any]) -> None:
+    """Makes the notebook's environment this rank's, under torchrun's variables."""
+    torchrun = {key: value for key, value in os.environ.items() if key.startswith(_TORCHRUN)}
+    threads = {"OMP_NUM_THREADS": str(spec["threads_per_rank"])}
+    os.environ.clear()
+    os.environ.update({**threads, **spec["environ"], **torchrun, **spec["env"]})
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    os.chdir(spec["cwd"])
+    sys.path[:] = spec["sys_path"]
+    sys.argv[:] = ["taas"]
+
+
+def _use_gloo_without_cuda(link: Link) -> None:
+    """Lets `init_process_group("nccl")` work on a host without a GPU, by gloo."""
+    if torch.cuda.is_available():
+        return
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if backend is not None and "nccl" in backend:
+            link.send("note", text="no GPU on this host: backend 'nccl' was given, gloo is used")
+            backend = "gloo"
+            kwargs.pop("device_id", None)
+        original(backend, *args, **kwargs)
+
+    dist.init_process_group = init_process_group
+    dist.distributed_c10d.init_process_group = init_process_group
+
+
+@contextmanager
+def _heartbeat(link: Link) -> Iterator[None]:
+    main, ended = threading.get_ident(), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT_S):
+            frame = sys._current_frames().get(main)
+            stack = traceback.extract_stack(frame, limit=8) if frame else []
+            where = [f"{entry.filename}:{entry.lineno} in {entry.name}" for entry in stack]
+            link.send("beat", stack=where)
+
+    thread = threading.Thread(target=beat, name="taas-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _run(shell: RankShell, spec: Mapping[str, Any], link: Link, rank: int) -> bool:
+    namespace = shell.bind(link, shows=rank == 0, colors=spec["colors"])
+    folder = RunFolder(Path(spec["run_dir"]))
+    try:
+        loaded = payload.read(folder.payload)
+        modules.install(loaded.modules)
+        loaded.load_into(namespace)
+    except Exception as error:
+        _send_failure(link, error, traceback.format_exc())
+        return False
+    result = shell.run(loaded.cell, loaded.sources)
+    raised = result.error_before_exec or result.error_in_exec
+    if isinstance(raised, SystemExit) and not raised.code:
+        _leave(link, raised)
+    elif raised is not None:
+        if isinstance(raised, SystemExit):
+            _send_failure(link, raised, _cell_frames(raised))
+        return False
+    return rank != 0 or _send_result(shell, spec["out"], folder, link)
+
+
+def _leave(link: Link, error: SystemExit) -> None:
+    """Tells the agent that this rank left by `sys.exit(0)`: fine if all do, else a failure."""
+    link.send("left", stack=_cell_frames(error).splitlines())
+
+
+def _cell_frames(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    shown = [frame for frame in frames if "/IPython/core/" not in frame.filename]
+    return "".join(traceback.format_list(shown))
+
+
+def _send_failure(link: Link, error: BaseException, text: str) -> None:
+    link.send(
+        "failure",
+        etype=type(error).__name__,
+        message=message_of(error),
+        traceback=cut(text, 65536).splitlines(),
+    )
+
+
+def _send_result(shell: RankShell, out: list[str], folder: RunFolder, link: Link) -> bool:
+    """Writes what goes back into the notebook; False, after a failure was sent, if it cannot."""
+    namespace = shell.user_ns
+    missing = [name for name in out if name not in namespace]
+    if missing:
+        have = ", ".join(sorted(n for n in namespace if not n.startswith("_"))) or "none"
+        error = NameError(f"--out {','.join(missing)}: no such variable on rank 0; it has: {have}")
+        _send_failure(link, error, "")
+        return False
+    values = {name: namespace[name] for name in out}
+    try:
+        results = pickling.dump_named({**values, VALUE: _value(shell.last_value)})
+        pickling.write(folder.result, results)
+    except CaptureError as unsendable:
+        _send_failure(link, unsendable, "")
+        return False
+    return True
+
+
+def _value(value: Any) -> Any:
+    """The last expression's value, or None where it cannot travel."""
+    try:
+        pickling.dump(value)
+    except CaptureError:
+        return None
+    return value
+
+
+def _finish() -> None:
+    """Does what Python does when a program ends; the agent may end this process without it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()

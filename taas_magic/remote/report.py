@@ -1,0 +1,107 @@
+"""Turns what is known of a failed rank into the failure that the notebook shows. Pure but for one
+file that is read."""
+
+import traceback
+from pathlib import Path
+
+from taas_magic.remote.watch import STOPPED_S, Failure, RankState, Verdict, is_consequence
+
+_ADVICE = {
+    "SIGKILL": "something on the host killed it; the system's log (dmesg) may say why",
+    "SIGSEGV": "native code crashed; the Python stack above is where it was called",
+    "SIGABRT": "native code gave up; its last words are above",
+    "left": "end a rank by letting the cell end; all ranks must take the same number of steps",
+    "exit": "os._exit ends a rank before the cell's end; raise an exception instead",
+    "stopped": "it was stopped from outside (SIGSTOP); nothing that it did can have caused that",
+    "timeout": "raise --timeout, or look where the ranks stood",
+}
+
+
+def failure(
+    state: RankState,
+    verdict: Verdict,
+    host: str,
+    log_path: str,
+    tail: list[str],
+    signal_name: str,
+) -> Failure:
+    """The failure event's fields for one rank; see docs/events.md."""
+    kind = _kind(state, verdict)
+    message = state.message or _message(kind, state, signal_name)
+    return {
+        "rank": state.rank,
+        "host": host,
+        "pid": state.pid,
+        "how": kind,
+        "etype": state.etype if kind == "raised" else "",
+        "message": message,
+        "traceback": state.traceback or state.stack,
+        "signal": signal_name,
+        "exitcode": state.exitcode,
+        "consequence": kind == "raised" and is_consequence(state.etype, state.message),
+        "log_path": log_path,
+        "advice": state.hint or _ADVICE.get(signal_name or kind, ""),
+        "tail": [] if kind == "raised" else tail,
+    }
+
+
+def _kind(state: RankState, verdict: Verdict) -> str:
+    if state.etype:
+        return "raised"
+    if state.ended:
+        return "signal" if (state.exitcode or 0) < 0 else "exit"
+    return verdict.cause if verdict.cause in ("stopped", "timeout", "left") else "left"
+
+
+def _message(kind: str, state: RankState, signal_name: str) -> str:
+    if kind == "signal":
+        by = f": {state.hint}" if state.hint else ""
+        return f"died of {signal_name}{by}"
+    return {
+        "exit": f"ended with exit code {state.exitcode} before the cell's end",
+        "left": "left by sys.exit(0) while other ranks went on",
+        "stopped": f"was stopped (SIGSTOP) for over {STOPPED_S:.0f} s",
+        "timeout": "was still running when --timeout ended the run",
+    }[kind]
+
+
+def host_failure(host: str, error: BaseException) -> Failure:
+    """The failure of a host where something other than a rank went wrong."""
+    return {
+        "rank": None,
+        "host": host,
+        "pid": None,
+        "how": "host",
+        "etype": type(error).__name__,
+        "message": str(error),
+        "traceback": traceback.format_exception(error),
+        "signal": "",
+        "exitcode": None,
+        "consequence": False,
+        "log_path": "",
+        "advice": "",
+        "tail": [],
+    }
+
+
+def memory_hint(file: str) -> str:
+    """Says which memory ran out, from the kernel's counter that has risen; empty for none."""
+    if not file:
+        return ""
+    if file == "/proc/vmstat":
+        return "killed by the memory limit (the kernel's out-of-memory killer)"
+    return f"killed by the memory limit of its cgroup ({Path(file).parent})"
+
+
+def read_stack(path: Path) -> list[str]:
+    """The Python stack that faulthandler left when a signal killed the rank."""
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def headline(failure: Failure) -> str:
+    """One line: who and what."""
+    what = f"{failure['etype']}: {failure['message']}" if failure["etype"] else failure["message"]
+    return f"rank {failure['rank']} on {failure['host']} {what.splitlines()[0][:200]}"

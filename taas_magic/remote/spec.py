@@ -1,0 +1,78 @@
+"""What a host is told of a run, as the keeper sends it to the agent and the agent to its ranks."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from taas_magic.journal import RunFolder
+from taas_magic.plan import HostPlan, Plan
+
+RUN_TOKEN = "TAAS_RUN_ID"
+"""The environment variable by which the children of a run's ranks are known."""
+
+VALUE = "<value>"
+"""The name of the last expression's value among a run's results; no variable can have it."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the ranks take over from the notebook.
+
+    Attributes:
+        cwd: The notebook's folder, a rank's working directory.
+        environ: The kernel's environment.
+        sys_path: The kernel's import path.
+        colors: IPython's colour scheme, for tracebacks.
+    """
+
+    cwd: str
+    environ: Mapping[str, str]
+    sys_path: tuple[str, ...]
+    colors: str = "neutral"
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """One host's share of a run."""
+
+    plan: Plan
+    host_rank: int
+    run_dir: str
+    origin: Origin
+    master_addr: str = "127.0.0.1"
+
+    @property
+    def share(self) -> HostPlan:
+        """The ranks of this host."""
+        return self.plan.hosts[self.host_rank]
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(Path(self.run_dir))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, for the wire."""
+        return {**dataclasses.asdict(self), "plan": self.plan.to_json()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "HostSpec":
+        """The inverse of `to_json`."""
+        origin = {**values["origin"], "sys_path": tuple(values["origin"]["sys_path"])}
+        parsed = {"plan": Plan.from_json(values["plan"]), "origin": Origin(**origin)}
+        return cls(**{**values, **parsed})
+
+    def for_ranks(self, pipes: Path) -> dict[str, Any]:
+        """What `rank_main` is called with; `pipes` is the host's folder of named pipes."""
+        return {
+            "run_dir": self.run_dir,
+            "pipes": str(pipes),
+            "cwd": self.origin.cwd,
+            "environ": {**self.origin.environ, RUN_TOKEN: self.plan.run_id},
+            "env": dict(self.plan.env),
+            "sys_path": list(self.origin.sys_path),
+            "colors": self.origin.colors,
+            "out": list(self.plan.out),
+            "threads_per_rank": self.share.threads_per_rank,
+        }

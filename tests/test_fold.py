@@ -1,0 +1,140 @@
+"""Equal lines of many ranks become one; each rank's order is kept; a lone rank does not wait."""
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taas_magic.display.fold import Folder, Shown, rank_ranges
+
+HOLD_S = 0.05
+LINES = st.sampled_from(["a", "b", "epoch 1", "epoch 2", ""])
+
+
+def lines_by_rank(shown: list[Shown]) -> dict[int, list[str]]:
+    lines: defaultdict[int, list[str]] = defaultdict(list)
+    for ranks, text in shown:
+        for rank in ranks:
+            lines[rank].append(text)
+    return dict(lines)
+
+
+def lone_folder(rank: int, world_size: int = 2) -> Folder:
+    """A folder that has seen one line of `rank` wait in vain, until second 1."""
+    folder = Folder(world_size, HOLD_S)
+    folder.push(rank, ["a first line"], 0.0)
+    assert folder.due(1.0) == [Shown((rank,), "a first line")]
+    return folder
+
+
+def test_a_line_of_all_ranks_is_shown_once_as_soon_as_the_last_prints_it() -> None:
+    folder = Folder(3, HOLD_S)
+    assert folder.push(2, ["x"], 0.0) == []
+    assert folder.push(0, ["x"], 0.01) == []
+    assert folder.next_due() == HOLD_S
+    assert folder.push(1, ["x"], 0.02) == [Shown((0, 1, 2), "x")]
+    assert folder.next_due() is None
+
+
+def test_a_line_of_some_ranks_is_shown_once_when_its_time_is_over() -> None:
+    folder = Folder(8, HOLD_S)
+    for rank in range(1, 8):
+        assert folder.push(rank, ["warning"], 0.001 * rank) == []
+    assert folder.due(0.05) == []
+    assert folder.due(0.052) == [Shown((1, 2, 3, 4, 5, 6, 7), "warning")]
+
+
+def test_a_rank_that_prints_alone_waits_once_only() -> None:
+    folder = lone_folder(rank=0)
+    assert folder.push(0, ["loss 0.5", "loss 0.4"], 2.0) == [
+        Shown((0,), "loss 0.5"),
+        Shown((0,), "loss 0.4"),
+    ]
+
+
+def test_lines_behind_a_line_that_waited_in_vain_come_with_it() -> None:
+    folder = Folder(2, HOLD_S)
+    for step in range(6):
+        shown = folder.push(0, [f"{step}"], 0.01 * step)
+    assert [line.text for line in shown] == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_kinds_of_lines_that_folded_once_are_still_held_for_a_lone_rank() -> None:
+    folder = lone_folder(rank=0)
+    folder.push(0, ["epoch 1"], 2.0)
+    assert folder.push(1, ["epoch 1"], 2.01) == [Shown((1,), "epoch 1")]
+    folder.push(0, ["lonely"], 3.0)
+    folder.due(4.0)
+    assert folder.push(0, ["epoch 2"], 5.0) == []
+    assert folder.push(1, ["epoch 2"], 5.01) == [Shown((0, 1), "epoch 2")]
+    assert folder.push(0, ["loss 0.3"], 5.02) == [Shown((0,), "loss 0.3")]
+
+
+def test_a_lone_rank_joins_a_line_that_others_wait_with() -> None:
+    folder = lone_folder(rank=0)
+    assert folder.push(1, ["done"], 2.0) == []
+    assert folder.push(0, ["done"], 2.01) == [Shown((0, 1), "done")]
+
+
+def test_an_equal_line_long_ago_is_no_reason_to_hold() -> None:
+    folder = lone_folder(rank=0)
+    folder.push(0, ["done"], 2.0)
+    assert folder.push(1, ["done"], 3.0) == []
+    assert folder.push(0, ["done"], 3.01) == [Shown((0, 1), "done")]
+
+
+def test_one_rank_never_waits() -> None:
+    assert Folder(1).push(0, ["a", "b"], 0.0) == [Shown((0,), "a"), Shown((0,), "b")]
+
+
+def test_8192_ranks_fold() -> None:
+    world_size = 8192
+    folder = Folder(world_size)
+    shown = [line for rank in range(world_size) for line in folder.push(rank, ["a", "b"], 0.0)]
+    assert shown == [Shown(tuple(range(world_size)), text) for text in "ab"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(LINES), st.sampled_from([0, 0.01, 0.06]))))
+def test_nothing_is_lost_doubled_or_reordered_and_nothing_waits_too_long(
+    pushes: list[tuple[int, list[str], float]],
+) -> None:
+    folder = Folder(4, HOLD_S)
+    printed: defaultdict[int, list[str]] = defaultdict(list)
+    shown: list[Shown] = []
+    now = 0.0
+    for rank, lines, pause_s in pushes:
+        now += pause_s
+        printed[rank] += lines
+        shown += folder.push(rank, lines, now)
+        deadline = folder.next_due()
+        assert deadline is None or now < deadline <= now + HOLD_S
+    shown += folder.flush(now)
+    assert folder.next_due() is None
+    assert lines_by_rank(shown) == {rank: lines for rank, lines in printed.items() if lines}
+    assert all(list(ranks) == sorted(set(ranks)) for ranks, _ in shown)
+
+
+@given(data=st.data(), lines=st.lists(LINES, max_size=10), world_size=st.integers(1, 5))
+def test_equal_output_folds_whatever_the_interleaving(
+    data: st.DataObject, lines: list[str], world_size: int
+) -> None:
+    folder = Folder(world_size, HOLD_S)
+    order = data.draw(st.permutations([rank for rank in range(world_size) for _ in lines]))
+    left = {rank: list(lines) for rank in range(world_size)}
+    shown = [line for rank in order for line in folder.push(rank, [left[rank].pop(0)], 0.0)]
+    assert shown == [Shown(tuple(range(world_size)), line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], ""),
+        ([3], "3"),
+        (range(8), "0-7"),
+        ([0, 1, 2, 5, 7, 8], "0-2,5,7-8"),
+        (range(0, 40, 2), "0,2,4,6,8,10,…"),
+    ],
+)
+def test_rank_ranges(ranks: list[int], text: str) -> None:
+    assert rank_ranges(ranks) == text

@@ -1,0 +1,195 @@
+"""What a rank prints becomes lines, whatever the bytes and however they are cut."""
+
+import time
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taas_magic.remote.lines import PROGRESS_LIMIT_BYTES, LineAssembler, LogBudget
+
+AWKWARD = st.lists(
+    st.sampled_from(
+        [
+            b"\n",
+            b"\r",
+            b"\r\n",
+            b"abc",
+            b"\xe2\x82\xac",
+            b"\xe2\x82",
+            b"\xff",
+            b"\0",
+            b"\x1b[31m",
+            b" ",
+        ]
+    ),
+    max_size=40,
+).map(b"".join)
+
+
+def assemble(data: bytes, sizes: list[int] | None = None, limit_bytes: int = 64) -> list[str]:
+    """Feeds `data` in chunks of `sizes` bytes (repeated), or at once."""
+    assembler = LineAssembler(limit_bytes)
+    lines: list[str] = []
+    sizes = sizes or [len(data) or 1]
+    at = step = 0
+    while at < len(data):
+        size = sizes[step % len(sizes)]
+        lines += assembler.feed(data[at : at + size])
+        at, step = at + size, step + 1
+    return lines + assembler.flush()
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"", []),
+        (b"a\nb\n", ["a", "b"]),
+        (b"\n\na", ["", "", "a"]),
+        (b"a\r\nb\r\r\n", ["a", "b"]),
+        (b" 10%\r 50%\r100%\nend\n", ["100%", "end"]),
+        (b"\r 10%\r 99%", [" 99%"]),
+        (b"\r 10%\r     \r", []),
+        (b"\r 10%\r     \rdone\n", ["done"]),
+        (b"\x1b[32mok\x1b[0m\n", ["\x1b[32mok\x1b[0m"]),
+        (b"a\0b\x0b\x0c\x1c\xc2\x85c\n", ["a\0b\x0b\x0c\x1c\x85c"]),
+        ("grün €\n".encode(), ["grün €"]),
+        (b"\xff\xe2\x82\n\x80\n", ["\ufffd\ufffd", "\ufffd"]),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_lines(data: bytes, lines: list[str], size: int) -> None:
+    assert assemble(data, [size]) == lines
+
+
+@given(data=AWKWARD, sizes=st.lists(st.integers(1, 7), min_size=1), limit=st.sampled_from([3, 64]))
+def test_lines_do_not_depend_on_how_bytes_are_chunked(
+    data: bytes, sizes: list[int], limit: int
+) -> None:
+    assert assemble(data, sizes, limit) == assemble(data, None, limit)
+
+
+@given(data=AWKWARD, cut=st.integers(0, 100))
+def test_progress_does_not_depend_on_how_bytes_are_chunked(data: bytes, cut: int) -> None:
+    whole, parts = LineAssembler(), LineAssembler()
+    whole.feed(data)
+    parts.feed(data[:cut])
+    parts.feed(data[cut:])
+    assert parts.progress == whole.progress
+
+
+@given(st.lists(st.text(st.characters(blacklist_characters="\r\n", codec="utf-8"))))
+def test_nothing_is_lost(lines: list[str]) -> None:
+    data = "".join(f"{line}\n" for line in lines).encode()
+    assert assemble(data, [5], limit_bytes=10_000) == lines
+
+
+def test_progress_is_what_a_terminal_shows() -> None:
+    assembler = LineAssembler()
+    seen = []
+    for data in (b"loss", b" 1.0\r", b" 10%", b"\r 20%\r", b" 30% \xe2\x96", b"\x88", b"\nnext"):
+        assembler.feed(data)
+        seen.append(assembler.progress)
+    assert seen == ["loss", "loss 1.0", " 10%", " 20%", " 30% ", " 30% █", "next"]
+    assembler.feed(b"x" * 5000)
+    assert len(assembler.progress) == PROGRESS_LIMIT_BYTES
+
+
+def test_a_long_line_is_cut_with_a_mark_between_whole_characters() -> None:
+    assert assemble("€€€€\nok\n".encode(), limit_bytes=10) == ["€€€… [cut: 12 bytes]", "ok"]
+    assert assemble(b"0123456789\n", limit_bytes=10) == ["0123456789"]
+
+
+def test_a_line_of_100_mb_takes_bounded_memory() -> None:
+    assembler = LineAssembler()
+    block = b"x" * 1_000_000
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            assert assembler.feed(block) == []
+        lines = assembler.feed(b"\nnext\n")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 5_000_000
+    assert lines == ["x" * 65536 + "… [cut: 100000000 bytes]", "next"]
+
+
+def test_a_progress_bar_without_end_takes_bounded_memory() -> None:
+    assembler = LineAssembler()
+    for _ in range(100):
+        assembler.feed(b"\r 50%|#####     |" * 1000)
+    assert assembler.progress == " 50%|#####     |"
+    assert assembler.feed(b"\n") == [" 50%|#####     |"]
+
+
+def test_a_usual_cell_passes_whole_and_cheaply() -> None:
+    data = b"".join(b"%079d\n" % i for i in range(10_000))
+    began_s = time.process_time()
+    for _ in range(2):
+        assembler, budget = LineAssembler(), LogBudget(Clock())
+        passed = []
+        for at in range(0, len(data), 65536):
+            passed += budget.admit(assembler.feed(data[at : at + 65536]))
+        assert [int(line) for line in (passed[0], passed[-1])] == [0, 9_999]
+        assert len(passed) == 10_000
+        assert budget.take_dropped() == (0, 0)
+    assert time.process_time() - began_s < 1.0  # measured: 0.01; only a per-byte loop takes more
+
+
+def test_a_flood_is_bounded_and_counted() -> None:
+    clock = Clock()
+    budget = LogBudget(clock, burst=(1000, 10), per_s=(1000, 10))
+    assert len(budget.admit(["x"] * 25)) == 10
+    assert budget.take_dropped() == (15, 30)
+    assert budget.take_dropped() == (0, 0)
+    clock.now_s += 0.5
+    assert len(budget.admit(["x"] * 25)) == 5
+    clock.now_s += 3600
+    assert len(budget.admit(["é" * 249] * 25)) == 2  # 499 bytes each, the line's end included
+
+
+def test_a_clock_that_goes_back_gives_nothing() -> None:
+    clock = Clock()
+    budget = LogBudget(clock, burst=(10, 10), per_s=(1, 1))
+    budget.admit(["x"] * 5)
+    clock.now_s -= 1000
+    assert budget.admit(["x"]) == []
+
+
+def test_errors_pass_when_the_rest_is_dropped() -> None:
+    budget = LogBudget(Clock(), burst=(1000, 10), per_s=(0, 0))
+    error = [
+        "Traceback (most recent call last):",
+        '  File "x.py", line 1, in <module>',
+        "    1 / 0",
+        "ZeroDivisionError: division by zero",
+    ]
+    flood = ["noise"] * 100
+    budget.admit(flood)
+    assert budget.admit([*flood, *error, *flood, "terminate called after throwing"]) == [
+        *error,
+        "terminate called after throwing",
+    ]
+
+
+def test_a_flood_of_errors_is_bounded_too() -> None:
+    budget = LogBudget(Clock(), burst=(100, 10), reserve=(1000, 20), reserve_per_s=(0, 0))
+    assert len(budget.admit(["E: Exception"] * 1000)) <= 10 + 20
+
+
+def test_the_tail_remembers_dropped_lines() -> None:
+    budget = LogBudget(Clock(), burst=(10, 1))
+    budget.admit([str(i) for i in range(100)])
+    assert budget.tail == [str(i) for i in range(80, 100)]
