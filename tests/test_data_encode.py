@@ -160,7 +160,8 @@ def test_nan_payloads_and_negative_zero():
 
 @pytest.mark.parametrize("coalesced", [True, False])
 def test_sparse_coo(coalesced):
-    sparse = torch.sparse_coo_tensor([[0, 0, 2], [1, 1, 0]], [1.0, 2.0, 3.0], (3, 2))
+    indices = [[0, 0, 2], [1, 1, 0]]
+    sparse = torch.sparse_coo_tensor(indices, [1.0, 2.0, 3.0], (3, 2), check_invariants=True)
     sparse = sparse.coalesce() if coalesced else sparse
     result = there_and_back(sparse)
     assert result.is_coalesced() == coalesced
@@ -214,6 +215,15 @@ def test_a_class_that_no_import_finds_travels_by_value():
 def test_what_cannot_be_pickled_raises():
     with pytest.raises((TypeError, pickle.PicklingError)):
         encode.encode([torch.ones(1), (n for n in range(3))])
+
+
+def test_the_parts_keep_their_memory_alive():
+    parts = encode.encode([torch.full((100_000,), 3.0)[::2], torch.full((100_000,), 4.0)]).parts()
+    torch.zeros(200_000), torch.zeros(50_000)
+    body = bytearray(b"".join(parts))
+    first, second = encode.decode(memoryview(body), len(parts[0]))
+    assert first.sum() == 150_000
+    assert second.sum() == 400_000
 
 
 def test_small_things_in_one_piece():

@@ -22,6 +22,7 @@ frames = st.builds(
     body_sum=st.integers(0, 2**64 - 1),
     flags=st.integers(0, 7),
     block=st.integers(0, 2**32 - 1),
+    order=st.integers(0, 2**32 - 1),
 )
 
 
@@ -36,8 +37,8 @@ def forged(**changes):
     fields = {"magic": wire.MAGIC, "version": 1, "kind": int(wire.Kind.GET), "epoch": 0}
     fields |= {"batch": 0, "body": 0, **changes}
     raw = struct.pack(
-        "<4sBBHIIIqqQQ",
-        *(fields["magic"], fields["version"], fields["kind"], 0, 0, 0, 0),
+        "<4sBBHIIIIqqQQ",
+        *(fields["magic"], fields["version"], fields["kind"], 0, 0, 0, 0, 0),
         *(fields["epoch"], fields["batch"], fields["body"], 0),
     )
     return raw + struct.pack("<I", zlib.crc32(raw))

@@ -29,10 +29,12 @@ _HEAR_BYTES = 64 << 10
 
 
 class Answer:
-    """What is sent for a question: a header's fields and a body."""
+    """What is sent for a question: a header's fields and a body (see `wire.Frame`)."""
 
-    def __init__(self, kind: Kind, body: encode.Encoded | bytes = b"", units: int = 1) -> None:
-        self.kind, self.body, self.units = kind, body, units
+    def __init__(
+        self, kind: Kind, body: encode.Encoded | bytes = b"", units: int = 1, order: int = 0
+    ) -> None:
+        self.kind, self.body, self.units, self.order = kind, body, units, order
         self.size = body.body_bytes if isinstance(body, encode.Encoded) else len(body)
         self._sum: int | None = None
 
@@ -171,7 +173,8 @@ class Connection:
         return Answer(Kind.PEEKED, units=units) if units != VOID else Answer(Kind.VOID, units=0)
 
     def _pack(self, asked: Frame, answer: Answer) -> tuple[bytes, list[Part], list[int]]:
-        frame = Frame(answer.kind, asked.epoch, asked.batch, units=max(answer.units, 0))
+        units = max(answer.units, 0)
+        frame = Frame(answer.kind, asked.epoch, asked.batch, units=units, order=answer.order)
         if isinstance(answer.body, bytes):
             return wire.pack(frame._replace(body_bytes=len(answer.body))), [answer.body], []
         encoded = answer.body

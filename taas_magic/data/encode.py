@@ -39,15 +39,13 @@ class Encoded:
 
     Attributes:
         head: Table of contents: sizes of the buffers, tensors, pickle.
-        buffers: The bytes themselves, in place.
+        buffers: The bytes themselves, in place; they keep their memory alive.
         body_bytes: Size of the body on the wire.
-        owners: What keeps the memory behind `buffers` alive.
     """
 
     head: bytes
     buffers: tuple[memoryview, ...]
     body_bytes: int
-    owners: tuple[object, ...] = ()
 
     def parts(self) -> list[bytes | memoryview]:
         """The body as consecutive pieces, padding included, for a vectored write."""
@@ -180,7 +178,7 @@ class _FastPickler(_Numbered, pickle.Pickler):
     dispatch_table: ClassVar[_Table] = ChainMap(_TENSOR, copyreg.dispatch_table)  # type: ignore[misc]
 
 
-class _CloudPickler(_Numbered, cloudpickle.Pickler):  # type: ignore[misc]
+class _CloudPickler(_Numbered, cloudpickle.Pickler):
     """For types that a notebook defines: pickled by value."""
 
     dispatch_table: ClassVar[_Table] = ChainMap(_TENSOR, cloudpickle.Pickler.dispatch_table)
@@ -208,13 +206,13 @@ def encode(value: object) -> Encoded:
         pickled, arrays, tensors = _pickle(value, _FastPickler)
     except (pickle.PicklingError, AttributeError, TypeError):
         pickled, arrays, tensors = _pickle(value, _CloudPickler)
-    rows, spans, owners = _lay_out(tensors, first_buffer=len(arrays))
+    rows, spans = _lay_out(tensors, first_buffer=len(arrays))
     buffers = (*(array.raw() for array in arrays), *spans)
     sizes = [len(buffer) for buffer in buffers]
     table = pickle.dumps((sizes, [tuple(row) for row in rows]), protocol=5)
     head = _PREFIX.pack(len(table), len(pickled)) + table + pickled
     _, body_bytes = wire.layout(len(head), sizes)
-    return Encoded(head, buffers, body_bytes, (value, *tensors, *owners))
+    return Encoded(head, buffers, body_bytes)
 
 
 class _Extent(NamedTuple):
@@ -245,17 +243,16 @@ def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
 
 def _lay_out(
     tensors: Sequence[torch.Tensor], first_buffer: int
-) -> tuple[list[_Row], list[memoryview], list[torch.Tensor]]:
+) -> tuple[list[_Row], list[memoryview]]:
     rows = [_Row(-1, 0, str(t.dtype)[6:], tuple(t.shape), t.stride()) for t in tensors]
     spans: list[memoryview] = []
-    owners: list[torch.Tensor] = []
 
-    def travel(start: int, end: int, members: Iterable[_Extent]) -> None:
+    def travel(start: int, end: int, members: Iterable[_Extent], owner: torch.Tensor) -> None:
         for member in members:
             rows[member.number] = rows[member.number]._replace(
                 buffer=first_buffer + len(spans), offset=member.start - start
             )
-        spans.append(_memory(start, end - start))
+        spans.append(_memory(start, end - start, owner))
 
     for group in _overlapping(_extent(k, t) for k, t in enumerate(tensors) if t.numel()):
         start, end = group[0].start, max(extent.end for extent in group)
@@ -264,20 +261,21 @@ def _lay_out(
             # Mixed dtypes: every offset stays a multiple of its element size.
             start -= (start - tensors[group[0].number].untyped_storage().data_ptr()) % _WIDEST
         if end - start <= (own_bytes if len(group) == 1 else _THIN * own_bytes + _WIDEST):
-            travel(start, end, group)
+            travel(start, end, group, tensors[group[0].number])
             continue
         for extent in group:
             dense = tensors[extent.number].contiguous()
-            owners.append(dense)
             rows[extent.number] = rows[extent.number]._replace(stride=dense.stride())
             own = _extent(extent.number, dense)
-            travel(own.start, own.end, [own])
-    return rows, spans, owners
+            travel(own.start, own.end, [own], dense)
+    return rows, spans
 
 
-def _memory(address: int, size: int) -> memoryview:
-    """A tensor's bytes; the tensor must be kept alive as long as the view."""
-    return pickle.PickleBuffer((ctypes.c_ubyte * size).from_address(address)).raw()
+def _memory(address: int, size: int, owner: torch.Tensor) -> memoryview:
+    """Bytes of a tensor, which the view keeps alive."""
+    array = (ctypes.c_ubyte * size).from_address(address)
+    array.owner = owner  # type: ignore[attr-defined]
+    return pickle.PickleBuffer(array).raw()
 
 
 def decode(body: memoryview, head_bytes: int) -> Any:

@@ -60,14 +60,18 @@ class _Packed:
         return self.flat[self.ends[batch] : self.ends[batch + 1]].tolist()
 
 
-def _pack(batches: list[Any]) -> tuple[Indices, str]:
+def _pack(batches: list[Any]) -> tuple[Indices, int]:
     """Return the batches in little memory, and the hash of their order."""
     try:
         packed = _Packed(batches)
     except TypeError:
-        return batches, hashlib.blake2b(repr(batches).encode(), digest_size=8).hexdigest()
-    digest = hashlib.blake2b(packed.flat.tobytes() + packed.ends.tobytes(), digest_size=8)
-    return packed, digest.hexdigest()
+        return batches, _hash(repr(batches).encode())
+    return packed, _hash(packed.flat.tobytes() + packed.ends.tobytes())
+
+
+def _hash(data: bytes) -> int:
+    """A hash of 32 bits, never 0."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") or 1
 
 
 class Endless:
@@ -97,17 +101,17 @@ class Epoch:
     Attributes:
         indices: The batches' indices.
         batches: How many there are; None where the sampler does not know.
-        digest: Hash of the order, "" where it has no end.
+        digest: Hash of the order, 0 where it has no end.
         seed: The base seed that a local DataLoader would have drawn.
     """
 
     def __init__(
-        self, indices: Indices | Endless, batches: int | None, digest: str, seed: int
+        self, indices: Indices | Endless, batches: int | None, digest: int, seed: int
     ) -> None:
         self.indices, self.batches, self.digest, self.seed = indices, batches, digest, seed
 
 
-class _SamplerPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _SamplerPickler(cloudpickle.Pickler):
     """Pickles samplers without the dataset that they refer to."""
 
     def __init__(self, file: io.BytesIO, dataset: object) -> None:
@@ -168,7 +172,7 @@ class Order:
         base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
         if not _has_length(sampler):
             self._starts.append(self._starts[0])
-            return Epoch(Endless(indices), None, "", base_seed)
+            return Epoch(Endless(indices), None, 0, base_seed)
         packed, digest = _pack(list(indices))
         if len(self._starts) == number + 1:
             _set_epoch(sampler, 0)

@@ -8,6 +8,7 @@ the dataset left it straight into the socket, or once into memory that the rank 
 
 import errno
 import json
+import logging
 import socket
 import ssl
 import sys
@@ -31,9 +32,13 @@ from taas_magic.data.source import Ended, Failed, Opened, Source, is_counted, un
 from taas_magic.data.wire import Kind
 from taas_magic.errors import ProtocolError
 
-STATS = ("prepared", "sent", "sent_bytes", "ready", "ready_bytes", "fetch_s", "fetch_cpu_s")
+STATS = (
+    *("prepared", "sent", "sent_bytes", "ready", "ready_bytes"),
+    *("fetch_s", "fetch_cpu_s", "refused"),
+)
 """What a lane counts, in the order of its slots in the shared array."""
 
+_log = logging.getLogger(__name__)
 _NEXT_EPOCH_BATCHES = 2
 _GREETERS = 128
 
@@ -86,6 +91,7 @@ class Lane:
             same ones to the next process if this one dies.
         tls: Context for TCP connections.
         stats: Where it counts (`STATS`), shared with the fetcher.
+        loader: The loader, where the fetcher has unpickled it for all its lanes.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class Lane:
         listeners: Sequence[socket.socket],
         tls: ssl.SSLContext | None = None,
         stats: MutableSequence[float] | None = None,
+        loader: Any = None,
     ) -> None:
         self._spec, self._listeners, self._tls = spec, listeners, tls
         self.stats = stats if stats is not None else [0.0] * len(STATS)
@@ -101,7 +108,7 @@ class Lane:
         self._source: Source | None = None
         self._broken: Answer | None = None
         try:
-            self._source = Source(spec.payload, spec.loader, spec.seed, where, spec.lane)
+            self._source = Source(spec.payload, spec.loader, spec.seed, where, spec.lane, loader)
         except Failed as failure:
             self._broken = _failed(failure)
         except Exception:
@@ -126,6 +133,8 @@ class Lane:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         self.shelf.work_ahead(self._ahead)
         while (key := self.shelf.next()) is not None:
+            if self.shelf.wants(key):
+                self._ahead.reached(key.epoch, key.slot)
             self.shelf.put(key, self._prepare(key))
             self._take_stock()
 
@@ -169,13 +178,13 @@ class Lane:
         if key.kind is Kind.SAMPLE:
             index = encode.from_bytes(key.detail)
             return Answer(Kind.VALUE, encode.as_bytes(self._source.sample(index)))
+        order = self._source.open(key.epoch).order
         if key.kind is Kind.ORDER:
-            indices = self._source.indices(key.epoch, key.slot)
-            return Answer(Kind.VALUE, encode.as_bytes(indices))
+            indices = encode.as_bytes(self._source.indices(key.epoch, key.slot))
+            return Answer(Kind.VALUE, indices, order=order)
         given = encode.from_bytes(key.detail) if key.detail else None
         batch = self._source.prepare(key.epoch, key.slot, given)
-        self._ahead.reached(key.epoch, key.slot)
-        return Answer(Kind.BATCH, encode.encode(batch), units_of(batch))
+        return Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
 
     def _is_counted(self, epoch: int) -> bool:
         assert self._source is not None
@@ -198,6 +207,7 @@ class Lane:
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
     def _serve(self, sock: Socket) -> None:
+        spec = self._spec
         try:
             try:
                 sock = self._greet(sock)
@@ -206,9 +216,12 @@ class Lane:
                 self._greeters.release()
             link.tick(sock, TICK_S)
             Connection(sock, talk, self.shelf, self._sent, self._spec.shared_bytes).run()
-        except (OSError, ProtocolError):
-            # The peer is gone, or none of ours; the rank asks again if it is one.
-            pass
+        except ProtocolError as error:
+            self.stats[STATS.index("refused")] += 1
+            _log.warning("lane %s of %r refused a peer: %s", spec.lane, spec.loader, error)
+        except OSError as error:
+            # A rank that is gone has nothing more to ask, and one that is not asks again.
+            _log.info("lane %s of %r lost a peer: %s", spec.lane, spec.loader, error)
         finally:
             sock.close()
 
@@ -232,7 +245,7 @@ class _Ahead(Iterator[Key]):
         return next(self._keys)
 
     def reached(self, epoch: int, slot: int) -> None:
-        """The lane prepared this batch; what it works ahead on lies behind it."""
+        """A rank asked for this batch; what the lane works ahead on lies behind it."""
         if epoch > self._epoch or (epoch == self._epoch and slot >= self._slot):
             self._epoch, self._slot = epoch, slot + 1
             self._keys = self._share(epoch, slot + 1)

@@ -144,6 +144,10 @@ class Shelf:
                 self._changed.wait()
             return None
 
+    def wants(self, key: Key) -> bool:
+        """Whether anyone waits for this answer."""
+        return key in self._waiting
+
     def put(self, key: Key, item: Item) -> None:
         """Lay an answer on the shelf."""
         with self._changed:

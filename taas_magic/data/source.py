@@ -27,13 +27,13 @@ class Opened(NamedTuple):
     Attributes:
         batches: How many there are; None where only the end will show.
         streams: How many streams the loader is cut into; None for a map-style loader.
-        digest: Hash of the order; "" where there is none to compare.
+        order: Hash of the order; 0 where there is none to compare.
         counted: Whether batches carry `hints["units"]`.
     """
 
     batches: int | None
     streams: int | None
-    digest: str
+    order: int
     counted: bool = False
 
 
@@ -58,13 +58,20 @@ class Source:
         seed: The run's seed.
         where: Who prepares ("fetcher 1 on host a"), for messages.
         worker_id: What `get_worker_info().id` is for a map-style dataset; None: no worker info.
+        loader: The loader, if it was unpickled before.
     """
 
     def __init__(
-        self, payload: bytes, name: str, seed: int, where: str, worker_id: int | None = None
+        self,
+        payload: bytes,
+        name: str,
+        seed: int,
+        where: str,
+        worker_id: int | None = None,
+        loader: DataLoader[Any] | None = None,
     ) -> None:
         self._payload = payload
-        self.loader: DataLoader[Any] = pickle.loads(payload)
+        self.loader: DataLoader[Any] = pickle.loads(payload) if loader is None else loader
         self._name, self._seed, self._where = name, seed, where
         self.streams = streams_of(self.loader)
         self._order = Order(self.loader, seed) if self.streams is None else None
@@ -81,7 +88,7 @@ class Source:
             Failed: The sampler raised.
         """
         if self._order is None:
-            return Opened(None, self.streams, "")
+            return Opened(None, self.streams, 0)
         self._at = f"epoch {epoch}, its order"
         order = self._guarded(lambda: self._require_order().epoch(epoch))
         return Opened(order.batches, None, order.digest)

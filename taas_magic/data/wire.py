@@ -34,7 +34,7 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_BATCH_BYTES = 16 << 30
 
-_LAYOUT = struct.Struct("<4sBBHIIIqqQQ")
+_LAYOUT = struct.Struct("<4sBBHIIIIqqQQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _LAYOUT.size + _CRC.size
 
@@ -139,6 +139,7 @@ class Frame(NamedTuple):
         body_sum: Checksum of the body, when `flags` has SUMMED.
         flags: How the body arrives.
         block: Which shared memory block holds the body, or (GET) which one is free again.
+        order: Hash of the epoch's order as the lane has it; 0 where it did not use its own.
     """
 
     kind: Kind
@@ -150,6 +151,7 @@ class Frame(NamedTuple):
     body_sum: int = 0
     flags: int = 0
     block: int = 0
+    order: int = 0
 
 
 def pack(frame: Frame) -> bytes:
@@ -162,6 +164,7 @@ def pack(frame: Frame) -> bytes:
         frame.block,
         frame.head_bytes,
         frame.units,
+        frame.order,
         frame.epoch,
         frame.batch,
         frame.body_bytes,
@@ -179,9 +182,8 @@ def unpack(header: bytes | bytearray | memoryview) -> Frame:
     Raises:
         ProtocolError: Not ours, another version, damaged, or a number out of its bounds.
     """
-    magic, version, kind, flags, block, head, units, epoch, batch, body, body_sum = (
-        _LAYOUT.unpack_from(header)
-    )
+    magic, version, kind, flags, block, head, units, order, *numbers = _LAYOUT.unpack_from(header)
+    epoch, batch, body, body_sum = numbers
     if magic != MAGIC:
         raise ProtocolError(f"the peer does not speak this protocol (it began with {magic!r})")
     if _CRC.unpack_from(header, _LAYOUT.size)[0] != zlib.crc32(header[: _LAYOUT.size]):
@@ -200,7 +202,7 @@ def unpack(header: bytes | bytearray | memoryview) -> Frame:
         raise ProtocolError(
             f"{known.name} announces {body} bytes; the limit is {_MAX_BODY_BYTES[known]}"
         )
-    return Frame(known, epoch, batch, units, head, body, body_sum, flags, block)
+    return Frame(known, epoch, batch, units, head, body, body_sum, flags, block, order)
 
 
 class Talk:
