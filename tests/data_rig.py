@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import multiprocessing
 import os
 
 import cloudpickle
@@ -14,6 +15,8 @@ from taas_magic.data.route import FolderDirectory, Timing
 from taas_magic.remote import fetcher
 
 SEED = 7
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["taas_magic.remote.fetcher", "data_rig"])
 
 
 class Rows(Dataset):
@@ -93,7 +96,7 @@ class Service:
         )
 
     def start(self, number):
-        process, control = fetcher.start(self.spec(number))
+        process, control = fetcher.start(self.spec(number), CONTEXT)
         assert control.recv()["kind"] == "fetcher"
         self.processes.append((process, control))
 
@@ -140,4 +143,4 @@ def service(folder, loaders, **arguments):
 def plain(batch):
     if isinstance(batch, torch.Tensor):
         return batch.tolist()
-    return [plain(part) for part in batch]
+    return [plain(part) for part in batch] if isinstance(batch, (list, tuple)) else batch

@@ -11,6 +11,7 @@ import socket
 import ssl
 import struct
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -168,12 +169,14 @@ class Link:
         self._header = bytearray(wire.HEADER_BYTES)
         self._sum = True
         self._socket = self._connect(tls, direct)
+        self.close = weakref.finalize(self, self._socket.close)
+        """Close the connection; memory that batches look at stays."""
         try:
             tick(self._socket, _CONNECT_S)
             self.about = self._introduce(key)
             tick(self._socket, TICK_S)
         except BaseException:
-            self._socket.close()
+            self.close()
             raise
 
     def _connect(self, tls: ssl.SSLContext | None, direct: bool) -> Socket:
@@ -250,7 +253,3 @@ class Link:
     def freed(self) -> list[int]:
         """Numbers of the shared blocks that nobody looks at any more."""
         return self._shared.freed()
-
-    def close(self) -> None:
-        """Close the connection; memory that batches look at stays."""
-        self._socket.close()

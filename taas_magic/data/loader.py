@@ -22,7 +22,7 @@ from taas_magic.data.shard import Handed, Part, Place, Uneven
 from taas_magic.data.shard import steps as steps_of
 from taas_magic.data.source import Source
 from taas_magic.data.stream import Ahead, Step, steps
-from taas_magic.data.supply import LocalSupply, Reply, Supply
+from taas_magic.data.supply import LocalSupply, Reply, Supply, own_random_state, reraised
 
 _AHEAD_FROM_BYTES = 1 << 20
 
@@ -191,7 +191,8 @@ class RemoteLoader(DataLoader[Any]):
         try:
             if isinstance(supply, Pull):
                 return supply.sample(index)
-            return self._local_source().sample(index)
+            with own_random_state(), reraised():
+                return self._local_source().sample(index)
         finally:
             supply.close()
 

@@ -169,13 +169,13 @@ class Pull:
         """Receive until the answer to `ask` is here."""
         patience, silent_s = Patience(self._timeout_s), 0.0
         while ask not in self._here:
+            patience.check()
             number = self._where[ask]
             try:
                 self._receive(number)
                 silent_s = 0.0
                 continue
             except Silent as silence:
-                patience.check()
                 silent_s += TICK_S
                 if silent_s < self._route.timing.silence_s:
                     continue

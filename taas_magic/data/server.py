@@ -158,6 +158,7 @@ class Lane:
         try:
             return self._answer(key)
         except Ended:
+            self._ahead.ended(key.epoch, key.slot)
             return Answer(Kind.VOID, units=VOID)
         except Failed as failure:
             return _failed(failure)
@@ -240,6 +241,7 @@ class _Ahead(Iterator[Key]):
     def __init__(self, lane: Lane) -> None:
         self._lane, self._epoch, self._slot = lane, 0, 0
         self._keys = self._share(0, 0)
+        self._ends: dict[int, int] = {}
 
     def __next__(self) -> Key:
         return next(self._keys)
@@ -250,6 +252,10 @@ class _Ahead(Iterator[Key]):
             self._epoch, self._slot = epoch, slot + 1
             self._keys = self._share(epoch, slot + 1)
 
+    def ended(self, epoch: int, slot: int) -> None:
+        """There is no batch in this slot: not worth going on behind it."""
+        self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
+
     def _share(self, epoch: int, first_slot: int) -> Iterator[Key]:
         spec = self._lane.spec
         for ahead in (0, 1):
@@ -258,7 +264,7 @@ class _Ahead(Iterator[Key]):
             opened = self._lane.opened(epoch + ahead)
             if opened is None:
                 return
-            slots = self._slots(opened, first_slot if not ahead else 0)
+            slots = self._slots(epoch + ahead, opened, first_slot if not ahead else 0)
             for done, slot in enumerate(slots):
                 if ahead and done >= _NEXT_EPOCH_BATCHES:
                     return
@@ -266,13 +272,17 @@ class _Ahead(Iterator[Key]):
                     return
                 yield Key(Kind.GET, epoch + ahead, slot)
 
-    def _slots(self, opened: Opened, first_slot: int) -> Iterator[int]:
-        spec = self._lane.spec
+    def _slots(self, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
+        """This lane's slots of an epoch, as long as there are any."""
+        spec, streams = self._lane.spec, opened.streams
+        if streams is not None and spec.number >= streams:
+            return
         for slot in count(first_slot):
-            if opened.batches is not None and slot >= opened.batches:
+            at_end = self._ends.get(epoch, opened.batches)
+            if at_end is not None and slot >= at_end:
                 return
-            ours = opened.streams is not None or slot % spec.stride == spec.first
-            if ours and home(slot, opened.streams, spec.lanes, spec.stride) == spec.number:
+            ours = streams is not None or slot % spec.stride == spec.first
+            if ours and home(slot, streams, spec.lanes, spec.stride) == spec.number:
                 yield slot
 
 

@@ -79,7 +79,7 @@ class LocalSupply:
 
     def open(self, epoch: int) -> Opened:
         """Say how long an epoch is."""
-        with own_random_state(), _reraised():
+        with own_random_state(), reraised():
             opened = self._source.open(epoch)
             if self._bounded:
                 opened = opened._replace(counted=self._is_counted(epoch))
@@ -114,7 +114,8 @@ class LocalSupply:
 
 
 @contextmanager
-def _reraised() -> Iterator[None]:
+def reraised() -> Iterator[None]:
+    """Raise what the user's code raised as what it was."""
     try:
         yield
     except Failed as failure:
