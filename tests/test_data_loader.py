@@ -124,7 +124,7 @@ def weigh(items):
 @pytest.mark.parametrize("at_home", [False, True])
 def test_hints_count_units(tmp_path, at_home):
     loader = DataLoader(Hinted(8), 1, collate_fn=weigh)
-    with service(tmp_path, loader, fetchers=2) as running:
+    with service(tmp_path, loader, fetchers=2, units=12) as running:
         remotes = [running.loader(rank=r, world_size=2, units=12, local=at_home) for r in range(2)]
         # Rows count 1 + 2, 3 + 4, 5 + 6: the third would make 21.
         assert [[plain(batch) for batch in remote] for remote in remotes] == [

@@ -28,6 +28,7 @@ _ZEROS = bytes(wire.ALIGN)
 _PREFIX = struct.Struct("<II")
 _MASK = (1 << 64) - 1
 _SUM_CHUNK_BYTES = 256 << 10
+_FEW_BYTES = 2048
 _WIDEST = 16
 _THIN = 2
 """Overlapping views travel together unless that costs more than so many times their own bytes."""
@@ -71,21 +72,24 @@ def checksum(data: bytes | memoryview) -> int:
     of a body one by one, and sees every flipped, lost or overwritten run of bits that TCP's own
     16-bit sum lets through. It runs without the interpreter lock.
     """
-    total, whole = 0, len(data) & ~7
+    size = len(data)
+    if size < _FEW_BYTES:
+        return sum(memoryview(bytes(data) + bytes(-size % 8)).cast("Q")) & _MASK
+    if isinstance(data, bytes) or data.readonly:
+        # frombuffer warns of memory that it may not write.
+        data = memoryview(bytearray(data))
+    total, whole = int.from_bytes(data[size & ~7 :], "little"), size & ~7
     for start in range(0, whole, _SUM_CHUNK_BYTES):
-        words = (min(_SUM_CHUNK_BYTES, whole - start)) // 8
-        total += int(_words(data, start, words).sum())
-    return (total + int.from_bytes(data[whole:], "little")) & _MASK
+        words = min(_SUM_CHUNK_BYTES, whole - start) >> 3
+        chunk = torch.frombuffer(data, dtype=torch.int64, offset=start, count=words)
+        total += int(chunk.sum().item())
+    return total & _MASK
 
 
-def _words(data: bytes | memoryview, start: int, count: int) -> torch.Tensor:
-    source = data if isinstance(data, memoryview) and not data.readonly else _writable(data)
-    return torch.frombuffer(source, dtype=torch.int64, offset=start, count=count)
-
-
-def _writable(data: bytes | memoryview) -> bytearray:
-    """frombuffer warns of memory that it may not write, and a head is small."""
-    return bytearray(data)
+_DTYPES = {
+    str(value)[6:]: value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+_NAMES = {value: name for name, value in _DTYPES.items()}
 
 
 class _Row(NamedTuple):
@@ -222,8 +226,10 @@ class _Extent(NamedTuple):
 
 
 def _extent(number: int, tensor: torch.Tensor) -> _Extent:
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return _Extent(start, start + tensor.nbytes, number)
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return _Extent(start, start + (reach + 1) * tensor.element_size(), number)
 
 
@@ -244,24 +250,26 @@ def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
 def _lay_out(
     tensors: Sequence[torch.Tensor], first_buffer: int
 ) -> tuple[list[_Row], list[memoryview]]:
-    rows = [_Row(-1, 0, str(t.dtype)[6:], tuple(t.shape), t.stride()) for t in tensors]
+    """Decide which bytes travel, and where each tensor lies in them."""
+    rows = [_Row(-1, 0, _NAMES[t.dtype], tuple(t.shape), t.stride()) for t in tensors]
     spans: list[memoryview] = []
 
     def travel(start: int, end: int, members: Iterable[_Extent], owner: torch.Tensor) -> None:
-        for member in members:
-            rows[member.number] = rows[member.number]._replace(
-                buffer=first_buffer + len(spans), offset=member.start - start
-            )
+        for at, _, number in members:
+            _, _, dtype, shape, stride = rows[number]
+            rows[number] = _Row(first_buffer + len(spans), at - start, dtype, shape, stride)
         spans.append(_memory(start, end - start, owner))
 
-    for group in _overlapping(_extent(k, t) for k, t in enumerate(tensors) if t.numel()):
-        start, end = group[0].start, max(extent.end for extent in group)
-        own_bytes = sum(tensors[extent.number].nbytes for extent in group)
+    for group in _overlapping([_extent(k, t) for k, t in enumerate(tensors) if t.numel()]):
+        owner = tensors[group[0].number]
+        start, end = group[0].start, max([extent.end for extent in group])
+        most_bytes = owner.nbytes
         if len(group) > 1:
             # Mixed dtypes: every offset stays a multiple of its element size.
-            start -= (start - tensors[group[0].number].untyped_storage().data_ptr()) % _WIDEST
-        if end - start <= (own_bytes if len(group) == 1 else _THIN * own_bytes + _WIDEST):
-            travel(start, end, group, tensors[group[0].number])
+            start -= (start - owner.untyped_storage().data_ptr()) % _WIDEST
+            most_bytes = _THIN * sum([tensors[extent.number].nbytes for extent in group]) + _WIDEST
+        if end - start <= most_bytes:
+            travel(start, end, group, owner)
             continue
         for extent in group:
             dense = tensors[extent.number].contiguous()
@@ -309,7 +317,7 @@ def _rebuild(rows: Iterable[tuple[Any, ...]], buffers: list[memoryview]) -> list
     storages: dict[int, torch.UntypedStorage] = {}
     tensors = []
     for buffer, offset, dtype_name, shape, stride in rows:
-        tensor = torch.empty(0 if buffer >= 0 else shape, dtype=getattr(torch, dtype_name))
+        tensor = torch.empty(0 if buffer >= 0 else shape, dtype=_DTYPES[dtype_name])
         if buffer >= 0:
             if buffer not in storages:
                 flat = torch.frombuffer(buffers[buffer], dtype=torch.uint8)

@@ -13,6 +13,7 @@ them.
 """
 
 import hashlib
+import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ Uneven = Literal["pad", "drop", "keep"]
 UNEVEN: tuple[str, ...] = get_args(Uneven)
 
 _FORGET_SLOTS = 1024
+_64_BITS = (1 << 64) - 1
 
 VOID = -1
 """What is learnt of a slot that holds no batch."""
@@ -30,8 +32,8 @@ VOID = -1
 
 def seed_of(seed: int, *place: int) -> int:
     """The seed of one place (epoch, or epoch and batch) under a run's seed; 63 bits."""
-    text = ",".join(map(str, (seed, *place)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    numbers = struct.pack(f"<{1 + len(place)}Q", seed & _64_BITS, *place)
+    return int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little") >> 1
 
 
 def home(slot: int, streams: int | None, lanes: int, stride: int = 1) -> int:
