@@ -13,7 +13,7 @@ from IPython.core.completer import (
     context_matcher,
 )
 
-from taas_magic import journal
+from taas_magic import commands, journal
 from taas_magic.config import Config
 from taas_magic.errors import UsageError
 from taas_magic.flags import BY_NAME, FLAGS
@@ -22,7 +22,6 @@ _HEAD = re.compile(r"\s*(?:%%taas|#\s?pragma\s+taas)\s(.*)")
 _LINE = re.compile(r"\s*%taas\s(.*)")
 _PRAGMA = re.compile(r"#\s?pragma\s+(t?a?a?)")
 _POOL = re.compile(r"#!\s*([\w.-]*)")
-_COMMANDS = ("status", "logs", "stop", "pools", "warm", "down")
 _LISTED_RUNS = 20
 
 
@@ -77,7 +76,7 @@ def _after_line(
     *before, word = text.split(" ")
     before = [known for known in before if known]
     if not before:
-        return _beginning(word, _COMMANDS)
+        return _beginning(word, commands.USAGE)
     if before[-1] == "--rank":
         return word, []
     if before[0] in ("warm", "down"):

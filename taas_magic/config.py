@@ -189,7 +189,7 @@ class _Wrong(Exception):
 
 def _size(value: Any) -> int:
     try:
-        size = parse_size(value if isinstance(value, str) else str(_whole(value)))
+        size = parse_size(str(value))
     except ValueError:
         size = 0
     if size <= 0:
@@ -233,9 +233,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 def _engine(value: Any) -> str:
     if value in ENGINES or (isinstance(value, str) and re.fullmatch(r"\w+(\.\w+)+", value)):
         return str(value)
-    raise _Wrong(
-        '"local", "ssh", or the path of a Dask cluster class: "dask_jobqueue.SLURMCluster"'
-    )
+    raise _Wrong('"local", "ssh", or a Dask cluster class such as "dask_jobqueue.SLURMCluster"')
 
 
 def _role(value: Any) -> str:

@@ -177,7 +177,8 @@ def find(run_id: str | None) -> RunRecord:
         if run_id is None or seen.run_id.startswith(run_id) or run_id == seen.name:
             return seen
     listed = ", ".join(seen.run_id for seen in known[:5]) or "none"
-    raise UsageError(f"no run {run_id or ''} is kept; the newest are: {listed}")
+    which = f"no run {run_id}" if run_id else "no run"
+    raise UsageError(f"{which} is kept; the newest are: {listed}")
 
 
 def prune(keep_runs: int, keep_bytes: int) -> None:

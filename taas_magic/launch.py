@@ -44,14 +44,15 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     global last_run
     pool = pool_named(flags.pool, config)
     plan = plan_of(flags, pool)
-    captured = payload.capture(cell, shell.user_ns, **_capture_settings(shell, config))
+    captured = payload.capture(cell, shell.user_ns, **_capture_settings(cell, shell, config))
     with Interrupts() as interrupts:
         open_pool(pool, interrupts)
         journal.prune(config.keep_runs, config.keep_bytes)
         folder = RunFolder.create(plan.run_id, plan.to_json(), cell.raw)
         payload.write(captured, folder.payload)
         run = last_run = Run(plan, folder)
-        view = View(plan, folder.path, log_ranks=flags.log_ranks)
+        gpus = plan.world_size if pool.capacity().gpus else 0
+        view = View(plan, folder.path, log_ranks=flags.log_ranks, gpus=gpus)
         run.start(pool, HostSpec(plan, 0, str(folder.path), _origin(shell)).to_json())
         run.follow(pool, view, interrupts)
     run.conclude(shell.user_ns)
@@ -66,7 +67,7 @@ def plan_of(flags: Flags, pool: Pool) -> Plan:
 def dry_run(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
     """What `execute` would do: the plan, what travels and why, and what would fail."""
     plan = plan_of(flags, pool_named(flags.pool, config))
-    settings = _capture_settings(shell, config)
+    settings = _capture_settings(cell, shell, config)
     captured, problems = payload.survey(cell, shell.user_ns, **settings)
     return "\n".join([*_plan_lines(plan), *_payload_lines(captured), *_problem_lines(problems)])
 
@@ -108,9 +109,10 @@ def pool_named(name: str, config: Config) -> Pool:
     """
     settings = config.pool(name)
     with _lock:
-        if name not in _pools or _pools[name].config != settings:
-            _pools[name] = Pool(settings, Path.cwd())
-        return _pools[name]
+        known = _pools.get(settings.name)
+        if known is None or known.config != settings:
+            known = _pools[settings.name] = Pool(settings, Path.cwd())
+        return known
 
 
 def open_pool(pool: Pool, interrupts: Interrupts) -> None:
@@ -122,7 +124,8 @@ def open_pool(pool: Pool, interrupts: Interrupts) -> None:
     """
     if pool.is_ready:
         return
-    print(f"waiting for pool {pool.name!r} to warm up …", file=sys.stderr, flush=True)
+    sys.stdout.write(f"waiting for pool {pool.name!r} to warm up …\n")
+    sys.stdout.flush()
     failed: list[PoolError] = []
     opened = threading.Event()
     interrupts.wake = opened.set
@@ -184,21 +187,24 @@ def down(name: str, config: Config) -> None:
     pool_named(name, config).down()
 
 
-def _capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:
+def _capture_settings(cell: Cell, shell: "InteractiveShell", config: Config) -> dict[str, Any]:
     return {
         "transform": shell.transform_cell,
         "project": Path.cwd(),
         "limit_bytes": config.capture_limit_bytes,
-        "source_of": lambda filename: _source_of(shell, filename),
+        "source_of": lambda filename: _source_of(cell, shell, filename),
     }
 
 
-def _source_of(shell: "InteractiveShell", filename: str) -> CellSource | None:
+def _source_of(cell: Cell, shell: "InteractiveShell", filename: str) -> CellSource | None:
     """The cell that the kernel compiled under a name; None for files and other code."""
+    if filename == cell.filename:
+        return CellSource(cell.raw, f"Cell In[{cell.execution_count}]")
     number = shell.compile._filename_map.get(filename)
-    if number is None or number >= len(shell.user_ns["In"]):
+    cells = shell.history_manager.input_hist_raw
+    if number is None or not 0 < number < len(cells):
         return None
-    return CellSource(shell.user_ns["In"][number], f"Cell In[{number}]")
+    return CellSource(cells[number], f"Cell In[{number}]")
 
 
 def _origin(shell: "InteractiveShell") -> Origin:

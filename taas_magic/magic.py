@@ -5,36 +5,23 @@ Runs in the notebook's kernel. Nothing that imports torch or Dask is imported be
 
 import contextvars
 import os
-import re
-import shlex
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from taas_magic import completion, config, flags, journal, pragma
-from taas_magic.config import Config, closest
+from taas_magic import commands, completion, config, flags, pragma
+from taas_magic.config import Config
 from taas_magic.errors import UsageError
-from taas_magic.journal import ENDED_STATES, RunRecord
+from taas_magic.plan import Flags
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from taas_magic.capture.payload import Cell
-
-_PREFIX = "%taas"
-COMMANDS = {
-    "status": ("status", "the newest runs of yours, from any kernel"),
-    "logs": ("logs [RUN] [--rank R]", "all that a rank of a run wrote; the newest run's rank 0"),
-    "stop": ("stop [RUN]", "ends a run; without RUN the newest that runs"),
-    "pools": ("pools", "the pools, and the hosts that they have"),
-    "warm": ("warm [POOL]", "makes a pool ready, so that the next cell starts at once"),
-    "down": ("down [POOL]", "ends a pool: its runs, its hosts, its process"),
-}
-_SHOWN_RUNS = 10
 
 
 @magics_class
@@ -66,80 +53,30 @@ class TaasMagics(Magics):
 
     @cell_magic("taas")
     def run_cell(self, line: str, body: str) -> None:
-        from taas_magic import launch
-
         settings = self.settings()
         asked = flags.parse(line, settings)
-        cell = self._cell(line, body)
-        if not any(text.strip() for text in body.splitlines()):
+        if not body.strip():
             raise UsageError("the cell has no lines below its head; nothing to run")
-        if asked.dry_run:
-            _say(launch.dry_run(asked, cell, self.shell, settings))
-        else:
-            launch.execute(asked, cell, self.shell, settings)
+        self._run(asked, self._cell(line, body), settings)
 
     run_cell.__doc__ = flags.HELP
 
     @line_magic("taas")
     def run_line(self, line: str) -> None:
-        try:
-            command, *words = shlex.split(line) or ["status"]
-        except ValueError:
-            raise UsageError(f"{_PREFIX} {line}: a quote is left open") from None
-        if command not in COMMANDS:
-            raise UsageError(_no_command(command))
-        getattr(self, f"_{command}")(words)
+        _say(commands.run(line, self.settings()))
 
-    run_line.__doc__ = "Runs and pools.\n\n" + "\n".join(
-        f"    %taas {usage:22} {text}" for usage, text in COMMANDS.values()
-    )
+    run_line.__doc__ = commands.HELP
 
-    def _status(self, words: Sequence[str]) -> None:
-        _take("status", words, 0)
-        known = journal.runs()[:_SHOWN_RUNS]
-        rows = [
-            (r.run_id, r.state, r.world_size, r.pool, _clock(r.elapsed_s), r.name) for r in known
-        ]
-        _say(table(("run", "state", "ranks", "pool", "elapsed", "name"), rows) or "no runs yet")
-
-    def _logs(self, words: Sequence[str]) -> None:
-        words, rank = _take_rank(words)
-        record = journal.find(_take("logs", words, 1))
-        _say(record.logs(rank).rstrip("\n") or f"rank {rank} of {record.run_id} wrote nothing")
-
-    def _stop(self, words: Sequence[str]) -> None:
+    def _run(self, asked: Flags, cell: "Cell", settings: Config) -> None:
         from taas_magic import launch
 
-        record = _to_stop(_take("stop", words, 1))
-        _say(f"stopping run {launch.stop(record.run_id, self.settings())}")
-
-    def _pools(self, words: Sequence[str]) -> None:
-        from taas_magic import launch
-
-        _take("pools", words, 0)
-        settings = self.settings()
-        rows = [
-            (row["pool"], row["engine"], row["state"], ", ".join(map(str, row.get("hosts") or [])))
-            for row in launch.pools(settings)
-        ]
-        _say(table(("pool", "engine", "state", "hosts"), rows))
-        _say(f"from {settings.source or 'no taas.toml: everything runs on this machine'}")
-
-    def _warm(self, words: Sequence[str]) -> None:
-        from taas_magic import launch
-
-        settings = self.settings()
-        pool = settings.pool(_take("warm", words, 1) or config.LOCAL)
-        launch.warm_in_background(settings, pool.name)
-        _say(f"pool {pool.name!r} warms up in the background; %taas pools tells when it is ready")
-
-    def _down(self, words: Sequence[str]) -> None:
-        from taas_magic import launch
-
-        settings = self.settings()
-        pool = settings.pool(_take("down", words, 1) or config.LOCAL)
-        launch.down(pool.name, settings)
-        _say(f"pool {pool.name!r} is down")
+        note = settings.pool_note(asked.pool)
+        if note:
+            _say(note)
+        if asked.dry_run:
+            _say(launch.dry_run(asked, cell, self.shell, settings))
+        else:
+            launch.execute(asked, cell, self.shell, settings)
 
     def _cell(self, line: str, body: str) -> "Cell":
         from taas_magic.capture.payload import Cell
@@ -174,21 +111,10 @@ def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
     """
     seen, lines = raw_cell.splitlines(), body.splitlines()
     offset = len(seen) - len(lines)
-    # The head that `pragma` shortens is followed by blank lines that the cell does not have.
-    blank = next((i for i, text in enumerate(lines) if text.strip()), len(lines))
-    tail = [text.strip() for text in lines[blank:]]
-    if offset > 0 and [text.strip() for text in seen[offset + blank :]] == tail:
+    # IPython removes a common indentation, hence the comparison without it.
+    if offset > 0 and [*map(str.strip, seen[offset:])] == [*map(str.strip, lines)]:
         return raw_cell, offset
     return f"%%taas {line}\n{body}", 1
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns of equal width; nothing where there are no rows."""
-    if not rows:
-        return ""
-    texts = [[str(value) for value in row] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
 
 
 def load(shell: "InteractiveShell") -> None:
@@ -239,52 +165,3 @@ def _warm_local(magics: TaasMagics) -> None:
 
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
-
-
-def _take(command: str, words: Sequence[str], most: int) -> str | None:
-    """The word after a command, if there is one.
-
-    Raises:
-        UsageError: There are more than the command takes.
-    """
-    if len(words) > most:
-        raise UsageError(
-            f"{_PREFIX} {command}: {words[most]!r} is too much; possible is "
-            f"{_PREFIX} {COMMANDS[command][0]}"
-        )
-    return words[0] if words else None
-
-
-def _take_rank(words: Sequence[str]) -> tuple[list[str], int]:
-    rest = list(words)
-    given = [i for i, word in enumerate(rest) if re.match(r"--rank(=|$)", word)]
-    if not given:
-        return rest, 0
-    _, equals, text = rest.pop(given[0]).partition("=")
-    if not equals:
-        text = rest.pop(given[0]) if given[0] < len(rest) else ""
-    try:
-        return rest, flags.whole(0)(text)
-    except ValueError:
-        raise UsageError(f"--rank {text or 'R'}: possible is a whole number from 0") from None
-
-
-def _to_stop(run_id: str | None) -> RunRecord:
-    if run_id is not None:
-        return journal.find(run_id)
-    running = [record for record in journal.runs() if record.state not in ENDED_STATES]
-    if not running:
-        raise UsageError("no run is running; %taas status lists the newest")
-    return running[0]
-
-
-def _no_command(word: str) -> str:
-    if word.startswith("-"):
-        return f"{_PREFIX} {word}: to run a cell, begin it with %%taas (two percent signs)"
-    return f"{_PREFIX} has no {word!r}{closest(word, COMMANDS)}; possible: {', '.join(COMMANDS)}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

@@ -143,6 +143,8 @@ class Pool:
             self._call("taas_down")
         self.close()
         self._wait_until(lambda: not self.is_alive(), "did not end")
+        if self._process is not None:
+            self._process.wait(self.config.start_timeout_s)
 
     def close(self) -> None:
         """Leaves the pool; its process decides what follows."""

@@ -1,8 +1,8 @@
 """The comment form: `#!g2.8` and `#pragma taas …` at the top of a cell -> `%%taas …`.
 
-The cell stays plain Python for editors, and its lines keep their numbers: the head becomes one
-line, blank lines take the place of the rest of it. A pure function of the text, because IPython
-also asks it whether a half-typed cell is complete; what is wrong is said when the cell runs.
+The cell stays plain Python for editors; `magic.locate` finds the body's lines in it again. A pure
+function of the text, because IPython also asks it whether a half-typed cell is complete; what is
+wrong is said when the cell runs.
 """
 
 import re
@@ -37,7 +37,7 @@ def transform(lines: list[str]) -> list[str]:
     if found is None:
         return lines
     flags, used = found
-    return [f"%%taas {flags}\n", *["\n"] * (used - 1), *(lines[used:] or ["\n"])]
+    return [f"%%taas {flags}\n", *(lines[used:] or ["\n"])]
 
 
 def _is_comment_or_blank(line: str) -> bool:

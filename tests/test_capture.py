@@ -1,4 +1,4 @@
-"""The cases that the capture promises, each run for real: captured here, loaded in a new process."""
+"""The cases that the capture promises, each for real: captured here, run in a new process."""
 
 import json
 import os
@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Cell, CellSource, Payload
@@ -325,7 +327,9 @@ def test_streams_logger_and_shell_become_the_ranks_own(notebook: Notebook) -> No
                 self.to, self.logger = sys.stderr, logging.getLogger('mine')
         log = Log()
     """)
-    source = "import logging, sys\nout = [log.to is sys.stderr, log.logger is logging.getLogger('mine')]"
+    source = (
+        "import logging, sys\nout = [log.to is sys.stderr, log.logger is logging.getLogger('mine')]"
+    )
     assert notebook.in_rank(source) == [True, True]
 
 
@@ -355,6 +359,24 @@ def test_what_belongs_to_ipython_stays_unless_rebound(notebook: Notebook) -> Non
     assert why(notebook.capture(source)) == {}
     notebook.run("In, _, _i = [1], 5, 6")
     assert set(why(notebook.capture(source))) == {"In", "_", "_i"}
+
+
+def test_what_a_real_shell_holds(notebook: Notebook) -> None:
+    shell = InteractiveShell.instance(config=Config(HistoryManager={"hist_file": ":memory:"}))
+    try:
+        shell.run_cell("import sys; n = 3; held = [get_ipython, get_ipython()]", silent=True)
+        shell.run_cell("def f():\n    !echo {n}\n    display(n, open, exit, quit)", silent=True)
+        notebook.namespace = shell.user_ns
+        made = notebook.capture("f()\n%time held\n!echo $sys\nIn, Out, _, _i1, open")
+    finally:
+        InteractiveShell.clear_instance()
+        shell.history_manager.end_session()
+    assert why(made) == {
+        "n": "`f` uses it",
+        "f": "the cell uses it",
+        "held": "the cell uses it",
+        "sys": "the cell uses it",
+    }
 
 
 def refused(notebook: Notebook, value: Any, source: str = "thing") -> str:

@@ -8,15 +8,15 @@ from taas_magic.display.failure import details, headline, others, others_summary
 from taas_magic.errors import RankFailed, RunLost, RunTimeout
 
 
-def failure(rank: int | None = 3, kind: str = "raised", **values: Any) -> dict[str, Any]:
+def failure(rank: int | None = 3, how: str = "raised", **values: Any) -> dict[str, Any]:
     event = {
-        "kind": kind,
+        "how": how,
         "rank": rank,
         "host": "gpu1",
         "pid": 812 if rank is not None else None,
-        "etype": "ZeroDivisionError" if kind == "raised" else "",
-        "message": "division by zero" if kind == "raised" else "",
-        "traceback": ["Traceback", "Cell In[3], line 1\n----> 1 1 / 0"] if kind == "raised" else [],
+        "etype": "ZeroDivisionError" if how == "raised" else "",
+        "message": "division by zero" if how == "raised" else "",
+        "traceback": ["Traceback", "Cell In[3], line 1\n----> 1 1 / 0"] if how == "raised" else [],
         "signal": None,
         "exitcode": None,
         "consequence": False,
@@ -37,13 +37,13 @@ def ended(first: dict[str, Any] | None, *rest: dict[str, Any], state: str = "FAI
     [
         (failure(), "rank 3 on host gpu1 (pid 812): ZeroDivisionError: division by zero"),
         (
-            failure(kind="signal", signal="SIGSEGV"),
+            failure(how="signal", signal="SIGSEGV"),
             "rank 3 on host gpu1 (pid 812): killed by SIGSEGV",
         ),
-        (failure(kind="exit", exitcode=3), "rank 3 on host gpu1 (pid 812): exited with code 3"),
+        (failure(how="exit", exitcode=3), "rank 3 on host gpu1 (pid 812): exited with code 3"),
         (failure(None, "host", message="no heartbeat"), "host gpu1: lost: no heartbeat"),
         (
-            failure(kind="timeout", pid=None),
+            failure(how="timeout", pid=None),
             "rank 3 on host gpu1: still running when --timeout was over",
         ),
         (failure(message=""), "rank 3 on host gpu1 (pid 812): ZeroDivisionError"),
@@ -54,9 +54,9 @@ def test_headline(event: dict[str, Any], text: str) -> None:
     assert headline(event) == text
 
 
-@pytest.mark.parametrize("kind", ["left", "stopped", "of a later version"])
-def test_every_kind_has_a_headline(kind: str) -> None:
-    assert headline(failure(kind=kind)).startswith("rank 3 on host gpu1 (pid 812): ")
+@pytest.mark.parametrize("how", ["left", "stopped", "of a later version"])
+def test_every_how_has_a_headline(how: str) -> None:
+    assert headline(failure(how=how)).startswith("rank 3 on host gpu1 (pid 812): ")
 
 
 def test_an_exception_shows_its_traceback_and_where_the_log_is() -> None:
@@ -70,7 +70,7 @@ def test_an_exception_shows_its_traceback_and_where_the_log_is() -> None:
 
 
 def test_a_death_by_signal_shows_the_last_lines() -> None:
-    lines = details(failure(kind="signal", signal="SIGKILL"))
+    lines = details(failure(how="signal", signal="SIGKILL"))
     assert lines[:3] == ["last lines of rank 3:", "    loading", "    bad"]
     assert "memory" in lines[-1]
 
@@ -124,7 +124,7 @@ def test_the_exception_carries_rank_and_type_and_renders_itself() -> None:
 
 
 def test_timeout_loss_and_a_run_that_only_ended() -> None:
-    assert type(to_exception(ended(failure(kind="timeout")))) is RunTimeout
+    assert type(to_exception(ended(failure(how="timeout")))) is RunTimeout
     lost = to_exception(ended(failure(None, "host", message="no heartbeat"), state="LOST"))
     assert type(lost) is RunLost
     assert "host gpu1: lost: no heartbeat" in str(lost)

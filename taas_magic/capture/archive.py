@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import struct
-import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,8 @@ def write(path: Path, pickled: Pickled, meta: dict[str, Any] | None = None) -> N
     """
     described = json.dumps(meta or {}).encode()
     raws = [buffer.raw() for buffer in pickled.buffers]
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:
             file.write(_MAGIC + _SIZES.pack(len(described), len(pickled.data), len(raws)))
@@ -70,9 +71,9 @@ def write(path: Path, pickled: Pickled, meta: dict[str, Any] | None = None) -> N
             for raw in raws:
                 file.write(bytes(-file.tell() % _ALIGNMENT))
                 file.write(raw)
-        os.replace(name, path)
+        os.replace(unfinished, path)
     except BaseException:
-        os.unlink(name)
+        os.unlink(unfinished)
         raise
 
 

@@ -1,5 +1,6 @@
 """The path from a variable to the innermost thing in it that cannot be pickled."""
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -112,6 +113,14 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"[{index}]", element) for index, element in enumerate(value))
         case set() | frozenset():
             yield from ((".<element>", element) for element in value)
+        case tuple() if hasattr(value, "_fields"):
+            yield from (
+                (f".{name}", field) for name, field in zip(value._fields, value, strict=True)
+            )
+        case functools.partial():
+            yield ".func", value.func
+            yield from ((f".args[{index}]", arg) for index, arg in enumerate(value.args))
+            yield from ((f".keywords['{key}']", arg) for key, arg in value.keywords.items())
         case FunctionType():
             yield from _function_parts(value)
         case MethodType():
@@ -162,9 +171,11 @@ def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
     _, args, state, listitems, dictitems, *_ = (*reduced, None, None, None, None)
     for attributes in state if isinstance(state, tuple) else (state,):
         yield from _attributes(attributes)
-    yield from ((f"[{index}]", entry) for index, entry in enumerate(listitems or ()))
+    entries: list[Any] = list(listitems or ())
+    yield from ((f"[{index}]", entry) for index, entry in enumerate(entries))
     yield from _items(dict(dictitems or ()))
-    yield from ((f".<part {index}>", part) for index, part in enumerate(args or ()))
+    for part in args or ():
+        yield f".<{part.__name__ if isinstance(part, type) else 'made from'}>", part
 
 
 def _attributes(state: Any) -> Iterator[tuple[str, Any]]:

@@ -3,9 +3,10 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
+from taas_magic.capture.bytecode import code_use
 from taas_magic.capture.culprit import refusal, type_name
 from taas_magic.capture.names import THE_CELL, why_used_by
 from taas_magic.capture.pickling import ValuePickler
@@ -56,6 +57,8 @@ class Gathering:
         """Code that runs while a value is loaded (`__setstate__`, `__hash__`) finds its globals:
         where pickling shows that others are needed, those are put before it."""
         value = self._namespace[name]
+        if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
+            self.take(dict.fromkeys(sorted(code_use(value.__code__).names), why_used_by(name)))
         with self.pickler.undoing() as undo:
             size_bytes, needs = self._pickle(name, value, why)
             missing = [need for need in needs if need not in self._met and self._travels(need)]
@@ -86,8 +89,7 @@ def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
     if name in _MODULE_NAMES or name in _HISTORY:
         return True
     if name in _SHELL_NAMES:
-        owner = getattr(value, "__module__", None) or type(value).__module__
-        return str(owner).partition(".")[0] in ("IPython", "ipykernel")
+        return any(owner.partition(".")[0] in ("IPython", "ipykernel") for owner in _owners(value))
     if name in ("In", "Out"):
         return value is namespace.get("_ih" if name == "In" else "_oh")
     if _INPUT.fullmatch(name):
@@ -96,3 +98,10 @@ def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
         shown = namespace.get("_oh", {}).values()
         return any(value is item for item in shown) or (isinstance(value, str) and not value)
     return False
+
+
+def _owners(value: Any) -> list[str]:
+    """Modules that a value may come from; IPython's `open` calls itself `io`'s."""
+    scope = getattr(value, "__globals__", {})
+    names = (getattr(value, "__module__", ""), type(value).__module__, scope.get("__name__"))
+    return [name for name in names if isinstance(name, str)]

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.readers import FileReader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from taas_magic.errors import CaptureError
 
@@ -79,9 +79,14 @@ def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
 
 def local_folders(project: Path) -> tuple[Path, ...]:
     """The project, and what else `sys.path` names that belongs to no Python installation."""
-    entries = (Path(entry).resolve() for entry in sys.path)
+    return _local_folders(project.resolve(), Path.cwd(), tuple(sys.path))
+
+
+@lru_cache(maxsize=8)
+def _local_folders(project: Path, current: Path, path: tuple[str, ...]) -> tuple[Path, ...]:
+    entries = ((current / entry).resolve() for entry in path)
     others = (e for e in entries if _INSTALLED.isdisjoint(e.parts) and not _within(e, _SYSTEM))
-    return tuple(dict.fromkeys([project.resolve(), *others]))
+    return tuple(dict.fromkeys([project, *others]))
 
 
 def is_local(path: Path, folders: Sequence[Path]) -> bool:
@@ -132,9 +137,11 @@ class _Loader(importlib.abc.ExecutionLoader):
     def get_data(self, path: str) -> bytes:
         return Path(path).read_bytes()
 
-    def get_resource_reader(self, fullname: str) -> FileReader | None:
+    def get_resource_reader(self, fullname: str) -> Any:
         if not self._module.is_package:
             return None
+        from importlib.readers import FileReader
+
         return FileReader(self)  # type: ignore[arg-type]  # it asks for nothing but the path
 
     def get_source(self, fullname: str) -> str:

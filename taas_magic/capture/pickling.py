@@ -8,14 +8,11 @@ In a rank, `sys.modules["__main__"]` must be a module whose `__dict__` is the na
 values are loaded into: a DataLoader's own processes find the notebook's classes there by name.
 """
 
-import builtins
 import io
 import pickle
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pickle import PickleBuffer
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
@@ -23,19 +20,16 @@ from typing import Any, Protocol
 import cloudpickle
 from cloudpickle import cloudpickle as internals
 
-from taas_magic.capture import tensors
+from taas_magic.capture import classes, tensors
 from taas_magic.capture.archive import Archive, Pickled, read, write
 from taas_magic.capture.bytecode import code_use
 from taas_magic.capture.culprit import refusal
-from taas_magic.errors import CaptureError
+from taas_magic.capture.standins import NotebookNamespace, loading_into, reduce_file, this_shell
 
 __all__ = ["Archive", "Pickled", "ValuePickler", "dump", "dump_named", "load_each", "loads"]
 __all__ += ["read", "write"]
 
 Handler = Callable[[Any], Any]
-_target: ContextVar[dict[str, Any] | None] = ContextVar("_target", default=None)
-_unfilled: set[str] = set()
-_from_the_notebook: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
 class Stream(Protocol):
@@ -103,12 +97,12 @@ def load_each(
     """Yields the values of one `ValuePickler` in the order they were added, without end."""
     unpickler = pickle.Unpickler(stream, buffers=iter(buffers))
     while True:
-        with _loading_into(namespace):
+        with loading_into(namespace):
             value = unpickler.load()
         yield value
 
 
-class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+class ValuePickler(cloudpickle.Pickler):
     """Adds values to one pickle in which what they share stays shared.
 
     Attributes:
@@ -129,7 +123,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.filenames: set[str] = set()
         self._namespace = namespace
         if namespace is not None:
-            self.globals_ref[id(namespace)] = _RankNamespace()
+            self.globals_ref[id(namespace)] = NotebookNamespace()
         self._storages: tensors.Storages = {}
         self._rules = self._make_rules()
         self._handlers: dict[type, Handler | None] = {}
@@ -182,14 +176,14 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             ModuleType: self._reduce_module,
             io.BytesIO: None,
             io.StringIO: None,
-            io.IOBase: _reduce_file,
+            io.IOBase: reduce_file,
         }
         if "torch" in sys.modules:
             rules |= tensors.reducers(self._storages)
         if "IPython" in sys.modules:
             from IPython.core.interactiveshell import InteractiveShell
 
-            rules[InteractiveShell] = lambda shell: (_this_shell, ())
+            rules[InteractiveShell] = lambda shell: (this_shell, ())
         return rules
 
     def _reduce_class(self, cls: type) -> Any:
@@ -197,15 +191,8 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is NotImplemented:
             self.modules.add(cls.__module__)
             return reduced
-        make, args = reduced[:2]
-        if make not in (internals._make_skeleton_class, internals._make_skeleton_enum):
-            return reduced
         self._need_by_name(cls)
-        tracker_id = internals._get_or_create_tracker_id(cls)
-        if self._namespace is None and cls in _from_the_notebook:
-            return _known_class, (tracker_id, cls.__qualname__)
-        state = (tracker_id, reduced[2])
-        return _make_class, (tracker_id, make, args), state, None, None, _fill_class
+        return classes.reduce_by_value(cls, reduced, coming_home=self._namespace is None)
 
     def _reduce_function(self, function: FunctionType) -> Any:
         reduced = self._function_reduce(function)
@@ -232,77 +219,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.needs[name] = None
 
 
-class _RankNamespace(dict[str, Any]):
-    """Stands for the notebook's namespace in a pickle; loads as the loading side's."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _current_namespace, ()
-
-
 def _finds(top: Any, definition: Any) -> bool:
     for part in definition.__qualname__.split(".")[1:]:
         top = getattr(top, "__dict__", {}).get(part)
     return top is definition
-
-
-@contextmanager
-def _loading_into(namespace: dict[str, Any]) -> Iterator[None]:
-    token = _target.set(namespace)
-    try:
-        yield
-    finally:
-        _target.reset(token)
-        if namespace:  # cloudpickle leaves a dict where a namespace has the module
-            namespace["__builtins__"] = builtins
-
-
-def _current_namespace() -> dict[str, Any]:
-    namespace = _target.get()
-    assert namespace is not None, "only loads() and load_each() unpickle what dump() made"
-    return namespace
-
-
-def _make_class(tracker_id: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
-    """The class of that id if this process has it: a result that comes home finds its own."""
-    known: type | None = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
-    if known is not None:
-        return known
-    _unfilled.add(tracker_id)
-    return make(*args)
-
-
-def _fill_class(cls: type, state: tuple[str, Any]) -> None:
-    tracker_id, class_state = state
-    if tracker_id in _unfilled:
-        _unfilled.discard(tracker_id)
-        internals._class_setstate(cls, class_state)
-        _from_the_notebook.add(cls)
-
-
-def _known_class(tracker_id: str, name: str) -> type:
-    known: type | None = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
-    if known is None:
-        raise CaptureError(
-            f"the result holds `{name}`, a class of the notebook that started the run and of which "
-            "this kernel knows nothing; load the run's payload first, or return a state_dict()"
-        )
-    return known
-
-
-def _reduce_file(file: Any) -> Any:
-    for stream in ("stdout", "stderr"):
-        if file in (getattr(sys, stream), getattr(sys, f"__{stream}__")):
-            return _this_stream, (stream,)
-        if type(file).__name__ == "OutStream" and file.name == stream:
-            return _this_stream, (stream,)
-    raise TypeError(f"cannot pickle {type(file).__name__!r} object: it is an open file")
-
-
-def _this_stream(name: str) -> Any:
-    return getattr(sys, name)
-
-
-def _this_shell() -> Any:
-    from IPython import get_ipython
-
-    return get_ipython()

@@ -40,6 +40,19 @@ def reduce_typed(storage: "torch.TypedStorage", seen: Storages) -> Reduced:
     return rebuild_typed, (seen.setdefault(untyped._cdata, untyped), storage.dtype)
 
 
+def reduce_tensor(tensor: "torch.Tensor") -> Any:
+    """Torch rebuilds its newer dtypes (uint16 …) only from a typed storage but pickles an untyped
+    one; all other tensors are reduced as torch does it."""
+    import torch
+
+    if tensor.dtype not in torch.storage._new_dtypes():
+        return NotImplemented
+    rebuild, args = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    if rebuild is torch._utils._rebuild_tensor_v3:
+        args = (rebuild_typed(args[0], torch.uint8), *args[1:])
+    return rebuild, args
+
+
 def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":
     """Wraps a buffer as a storage without copying it; moves it to this rank's own GPU if it was
     on one and this process is a rank with CUDA, and leaves it on the CPU otherwise."""
@@ -97,6 +110,7 @@ def reducers(seen: Storages) -> dict[type, Callable[[Any], Any] | None]:
     import torch.utils.data
 
     return {
+        torch.Tensor: reduce_tensor,
         torch.UntypedStorage: lambda storage: reduce_untyped(storage, seen),
         torch.TypedStorage: lambda storage: reduce_typed(storage, seen),
         torch.Generator: reduce_generator,

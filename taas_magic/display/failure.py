@@ -67,8 +67,8 @@ def cause(failure: Event) -> str:
             words = "still running when --timeout was over"
         case "host":
             words = "lost"
-        case kind:
-            words = str(kind)
+        case how:
+            words = str(how)
     return cut(f"{words}: {first_line}" if first_line else words, HEADLINE_CHARS)
 
 
@@ -138,17 +138,22 @@ def same(first: Event | None, failure: Event) -> bool:
     return first is not None and all(first.get(key) == failure.get(key) for key in keys)
 
 
+def _without_failure(ended: Event) -> str:
+    why = cut(str(ended.get("why") or ""), HEADLINE_CHARS)
+    return f"the run ended as {ended.get('state')}" + (f": {why}" if why else "")
+
+
 def to_exception(ended: Event) -> RankFailed | RunTimeout | RunLost:
     """The exception for an `ended` event whose state is not SUCCEEDED."""
     first, failures = ended.get("first"), ended.get("failures") or []
-    words = headline(first) if first else f"the run ended as {ended.get('state')}"
-    lines = [f"{words}", *details(first)] if first else []
+    words = headline(first) if first else _without_failure(ended)
+    lines = [words, *details(first)] if first else []
     if summary := others_summary(first, failures):
         lines += [f"{summary}:", *(f"    {line}" for line in others(first, failures))]
     if ended.get("state") == "LOST" or (first and first.get("how") == "host"):
         return RunLost("\n".join([words, *lines[1:]]))
-    kind = RunTimeout if first and first.get("how") == "timeout" else RankFailed
-    return kind(
+    error = RunTimeout if first and first.get("how") == "timeout" else RankFailed
+    return error(
         words,
         lines,
         rank=first.get("rank") if first else None,

@@ -6,6 +6,7 @@ here first.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from taas_magic.remote.report import host_failure
 from taas_magic.remote.spec import HostSpec
 from taas_magic.remote.topics import CALL_HELLO, CALL_START, CALL_STOP, topic
 from taas_magic.remote.watch import Failure, first_failure
+
+ASK_AGAIN_S = 0.5
+"""How often the engine is asked for hosts that have not joined."""
 
 _WORST_LAST = ("SUCCEEDED", "INTERRUPTED", "FAILED", "LOST")
 
@@ -154,7 +158,7 @@ class Keeper(SchedulerPlugin):
             name = run.hosts[worker]
             lost = PoolError(f"host {name} is gone: its agent ended or could not be reached")
             failure = {**host_failure(name, lost), "traceback": []}
-            self._publish(run.run_id, event("failure", **failure))
+            self._publish(run.run_id, event("failure", name, failure=failure))
             over = {"state": "LOST", "failures": [failure], "host_rank": -1}
             self._publish(run.run_id, event("host_ended", name, **over))
 
@@ -176,7 +180,6 @@ class Keeper(SchedulerPlugin):
             self._linger()
 
     async def _take_hosts(self, count: int) -> list[str]:
-        await self._ensure_hosts(count)
         try:
             await asyncio.wait_for(self._have_joined(count), self._start_timeout_s)
         except asyncio.TimeoutError:
@@ -195,8 +198,15 @@ class Keeper(SchedulerPlugin):
             self._names[address] = await self._call(address, CALL_HELLO)
 
     async def _have_joined(self, count: int) -> None:
+        """Waits for hosts; asks again now and then, since one that is coming may die."""
+        while len(self._scheduler.workers) < count:
+            await self._ensure_hosts(count)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._next_join(), ASK_AGAIN_S)
+
+    async def _next_join(self) -> None:
         async with self._joined:
-            await self._joined.wait_for(lambda: len(self._scheduler.workers) >= count)
+            await self._joined.wait()
 
     async def _call(self, address: str, name: str, **arguments: Any) -> Any:
         return await getattr(self._scheduler.rpc(address), name)(**arguments)

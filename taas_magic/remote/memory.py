@@ -32,6 +32,15 @@ def has_risen(before: dict[str, int]) -> str:
     return ""
 
 
+def explain(file: str) -> str:
+    """Says which memory ran out, from the file that `has_risen` named; empty for none."""
+    if not file:
+        return ""
+    if file == "/proc/vmstat":
+        return "killed by the memory limit (the kernel's out-of-memory killer)"
+    return f"killed by the memory limit of its cgroup ({Path(file).parent})"
+
+
 def _cgroup_files(pid: int) -> list[Path]:
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()

@@ -2,14 +2,24 @@
 
 Imported for its effects, by multiprocessing's forkserver only. No CUDA context and no Python thread
 may come of it: forks would inherit the one broken and the other not at all.
+
+The server ends with the agent by a signal: the end of its pipe, for which it waits, is also held by
+every rank.
 """
 
-import numpy
+import gc
+
 import torch
 
 import taas_magic.remote.rank
+from taas_magic.remote.process import die_with_parent
 from taas_magic.remote.shell import RankShell
 
-RankShell.prepare()
+die_with_parent()
 
-PRELOADED = (numpy, torch, taas_magic.remote.rank)
+RankShell.prepare()
+PRELOADED = (torch, taas_magic.remote.rank)
+
+# a collection in a fork would write to, and so copy, every page that holds an object
+gc.collect()
+gc.freeze()

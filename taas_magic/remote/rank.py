@@ -7,6 +7,7 @@ entry point that torch's elastic agent calls in the fork.
 import atexit
 import faulthandler
 import functools
+import multiprocessing
 import os
 import sys
 import threading
@@ -39,9 +40,11 @@ def rank_main(spec: Mapping[str, Any]) -> None:
     Args:
         spec: The run's share of this host, as `HostSpec.to_json` gives it.
     """
-    parent = os.getppid()
     os.setsid()
-    die_with_parent(parent)
+    die_with_parent()
+    agent = multiprocessing.parent_process()
+    if agent is None or not agent.is_alive():
+        os._exit(1)  # it, and so the forkserver, ended before this process asked to end with it
     adopt_orphans()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -66,9 +69,8 @@ def rank_main(spec: Mapping[str, Any]) -> None:
 def _take_environment(spec: Mapping[str, Any]) -> None:
     """Makes the notebook's environment this rank's, under torchrun's variables."""
     torchrun = {key: value for key, value in os.environ.items() if key.startswith(_TORCHRUN)}
-    threads = {"OMP_NUM_THREADS": str(spec["threads_per_rank"])}
     os.environ.clear()
-    os.environ.update({**threads, **spec["environ"], **torchrun, **spec["env"]})
+    os.environ.update({**spec["defaults"], **spec["environ"], **torchrun, **spec["env"]})
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     os.chdir(spec["cwd"])
     sys.path[:] = spec["sys_path"]

@@ -1,10 +1,8 @@
-"""Turns what is known of a failed rank into the failure that the notebook shows. Pure but for one
-file that is read."""
+"""Turns what is known of a failed rank into the failure that the notebook shows. Pure."""
 
 import traceback
-from pathlib import Path
 
-from taas_magic.remote.watch import STOPPED_S, Failure, RankState, Verdict, is_consequence
+from taas_magic.remote.watch import Failure, RankState, Verdict, is_consequence
 
 _ADVICE = {
     "SIGKILL": "something on the host killed it; the system's log (dmesg) may say why",
@@ -27,20 +25,19 @@ def failure(
 ) -> Failure:
     """The failure event's fields for one rank; see docs/events.md."""
     kind = _kind(state, verdict)
-    message = state.message or _message(kind, state, signal_name)
     return {
         "rank": state.rank,
         "host": host,
         "pid": state.pid,
         "how": kind,
         "etype": state.etype if kind == "raised" else "",
-        "message": message,
+        "message": state.message or state.hint,
         "traceback": state.traceback or state.stack,
         "signal": signal_name,
         "exitcode": state.exitcode,
         "consequence": kind == "raised" and is_consequence(state.etype, state.message),
         "log_path": log_path,
-        "advice": state.hint or _ADVICE.get(signal_name or kind, ""),
+        "advice": _ADVICE.get(signal_name or kind, ""),
         "tail": [] if kind == "raised" else tail,
     }
 
@@ -51,18 +48,6 @@ def _kind(state: RankState, verdict: Verdict) -> str:
     if state.ended:
         return "signal" if (state.exitcode or 0) < 0 else "exit"
     return verdict.cause if verdict.cause in ("stopped", "timeout", "left") else "left"
-
-
-def _message(kind: str, state: RankState, signal_name: str) -> str:
-    if kind == "signal":
-        by = f": {state.hint}" if state.hint else ""
-        return f"died of {signal_name}{by}"
-    return {
-        "exit": f"ended with exit code {state.exitcode} before the cell's end",
-        "left": "left by sys.exit(0) while other ranks went on",
-        "stopped": f"was stopped (SIGSTOP) for over {STOPPED_S:.0f} s",
-        "timeout": "was still running when --timeout ended the run",
-    }[kind]
 
 
 def host_failure(host: str, error: BaseException) -> Failure:
@@ -82,26 +67,3 @@ def host_failure(host: str, error: BaseException) -> Failure:
         "advice": "",
         "tail": [],
     }
-
-
-def memory_hint(file: str) -> str:
-    """Says which memory ran out, from the kernel's counter that has risen; empty for none."""
-    if not file:
-        return ""
-    if file == "/proc/vmstat":
-        return "killed by the memory limit (the kernel's out-of-memory killer)"
-    return f"killed by the memory limit of its cgroup ({Path(file).parent})"
-
-
-def read_stack(path: Path) -> list[str]:
-    """The Python stack that faulthandler left when a signal killed the rank."""
-    try:
-        return path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-
-
-def headline(failure: Failure) -> str:
-    """One line: who and what."""
-    what = f"{failure['etype']}: {failure['message']}" if failure["etype"] else failure["message"]
-    return f"rank {failure['rank']} on {failure['host']} {what.splitlines()[0][:200]}"

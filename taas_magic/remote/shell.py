@@ -58,6 +58,13 @@ class CellCompiler(CachingCompiler):
 class LinkDisplayHook(DisplayHook):
     """Sends the value of the cell's last expression."""
 
+    def quiet(self) -> bool:
+        """Whether the cell ends in a semicolon; IPython would ask its history, which is off."""
+        shell = self.shell
+        assert isinstance(shell, RankShell)
+        cell = shell.compile.cell
+        return cell is not None and self.semicolon_at_end_of_expression(cell.source)
+
     def __call__(self, result: Any = None) -> None:
         shell = self.shell
         assert isinstance(shell, RankShell)
@@ -144,7 +151,9 @@ class RankShell(InteractiveShell):
         assert isinstance(compiler, CellCompiler)
         compiler.cell = cell
         compiler.know(sources)
-        self.ast_transformers.append(LineShift(cell.line_offset))
+        # IPython drops the empty lines that a cell begins with
+        empty_lines = cell.source[: len(cell.source) - len(cell.source.lstrip())].count("\n")
+        self.ast_transformers.append(LineShift(cell.line_offset + empty_lines))
         return self.run_cell(cell.source, store_history=False)
 
     def publish(
@@ -169,7 +178,7 @@ class RankShell(InteractiveShell):
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
         text = self.InteractiveTB.stb2text(stb) if stb else ""
-        if self.link is not None:
+        if self.link is not None and etype is not SystemExit:
             self.link.send(
                 "failure",
                 etype=etype.__name__,

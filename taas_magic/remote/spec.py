@@ -1,6 +1,7 @@
 """What a host is told of a run, as the keeper sends it to the agent and the agent to its ranks."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,17 @@ class HostSpec:
         parsed = {"plan": Plan.from_json(values["plan"]), "origin": Origin(**origin)}
         return cls(**{**values, **parsed})
 
+    def _defaults(self) -> dict[str, str]:
+        """Environment variables that the notebook's own ones override."""
+        defaults = {
+            "OMP_NUM_THREADS": str(self.share.threads_per_rank),
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        }
+        if len(self.plan.hosts) == 1 and sys.platform == "linux":
+            # gloo listens on what the host's name resolves to, which may be any interface or none
+            defaults["GLOO_SOCKET_IFNAME"] = "lo"
+        return defaults
+
     def for_ranks(self, pipes: Path) -> dict[str, Any]:
         """What `rank_main` is called with; `pipes` is the host's folder of named pipes."""
         return {
@@ -74,5 +86,5 @@ class HostSpec:
             "sys_path": list(self.origin.sys_path),
             "colors": self.origin.colors,
             "out": list(self.plan.out),
-            "threads_per_rank": self.share.threads_per_rank,
+            "defaults": self._defaults(),
         }

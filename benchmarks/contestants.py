@@ -1,0 +1,118 @@
+"""Who is measured: how each is given a program in a notebook, and what one round of it is."""
+
+import os
+import socket
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kernel_client import Notebook
+from programs import CLOCK, FIRST_LINE, FLOOD, RANKS, Flood, delay_s, first_line_s, flood
+
+Figures = dict[str, float]
+"""What one round measured, in seconds (`glued` and `lost` are lines)."""
+
+POLL_S = 0.2
+HERE = Path(__file__).parent
+TOKEN = "TAAS_BENCHMARK"
+"""In the environment of every process that a benchmark starts."""
+
+
+@contextmanager
+def notebook() -> Iterator[Notebook]:
+    """A fresh kernel in an empty folder, with pools of its own."""
+    with TemporaryDirectory(prefix="taas-benchmark-") as folder:
+        environ = {
+            "PYTHONPATH": os.pathsep.join((str(HERE.parent), str(HERE))),
+            "TAAS_STATE_DIR": f"{folder}/state",
+            TOKEN: str(os.getpid()),
+        }
+        with Notebook(environ, folder) as fresh:
+            yield fresh
+
+
+def taas() -> Figures:
+    """Two kernels: in the one all is sent at once; in the other the pool is warm before."""
+
+    def cell(program: str) -> str:
+        return f"%%taas --gpus {RANKS}\n{program}"
+
+    with notebook() as cold:
+        figures = {"cold": first_line_s(cold.run("%load_ext taas_magic", cell(FIRST_LINE)))}
+        cold.run("%taas down")
+    with notebook() as warm:
+        warm.run("%load_ext taas_magic")
+        while "(0 runs)" not in warm.run("%taas pools").text:
+            time.sleep(POLL_S)
+        figures["after warming"] = first_line_s(warm.run(cell(FIRST_LINE)))
+        figures |= _warm_figures(warm, cell)
+        warm.run("%taas down")
+    return figures
+
+
+def torchrun() -> Figures:
+    """Every launch is the same."""
+
+    def cell(program: str) -> str:
+        Path(file).write_text(program)
+        return f"!{launcher} --standalone --nproc-per-node {RANKS} {file}"
+
+    launcher = Path(sys.executable).with_name("torchrun")
+    with TemporaryDirectory() as folder, notebook() as any_kernel:
+        file = f"{folder}/script.py"
+        figures = {"cold": first_line_s(any_kernel.run(cell(FIRST_LINE)))}
+        return figures | _warm_figures(any_kernel, cell)
+
+
+def accelerate() -> Figures:
+    """notebook_launcher forks the kernel."""
+
+    def cell(program: str) -> str:
+        function = "def train():" + textwrap.indent(program, "    ")
+        call = f'notebook_launcher(train, num_processes={RANKS}, use_port="{free_port()}")'
+        return f"from accelerate import notebook_launcher\n{function}\n{call}"
+
+    with notebook() as kernel:
+        figures = {"cold": first_line_s(kernel.run(cell(FIRST_LINE)))}
+        return figures | _warm_figures(kernel, cell)
+
+
+def floor() -> Figures:
+    """A bare fork server."""
+
+    def cell(program: str) -> str:
+        return f"floor.launch({program!r}, {RANKS})"
+
+    with notebook() as kernel:
+        kernel.run("import torch.distributed, floor; floor.warm()")
+        kernel.run(cell(FIRST_LINE))
+        return _warm_figures(kernel, cell)
+
+
+def _warm_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
+    figures = {
+        "warm": first_line_s(kernel.run(cell(FIRST_LINE))),
+        "delay": delay_s(kernel.run(cell(CLOCK))),
+    }
+    seen: Flood = flood(kernel.run(cell(FLOOD)))
+    return figures | {"flood": seen.seconds, "glued": seen.glued, "lost": seen.lost}
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+CONTESTANTS: dict[str, Callable[[], Figures]] = {
+    "taas-magic": taas,
+    "torchrun": torchrun,
+    "accelerate": accelerate,
+    "floor": floor,
+}

@@ -1,0 +1,163 @@
+"""How fast a cell becomes ranks and its lines come back, beside torchrun and accelerate.
+
+    python benchmarks/launch.py --rounds 7
+
+Every figure is taken where the user is: in the client of a real Jupyter kernel, from sending a cell
+to the arrival of its text. A round measures every contestant once, each round in another order, so
+that a machine whose load drifts is the same machine for all. Takes about a minute a round, nearly
+half of it accelerate's flood.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import psutil
+from contestants import CONTESTANTS, TOKEN, Figures
+
+NAMES = {
+    "taas-magic": "`%%taas`",
+    "torchrun": "torchrun from a cell",
+    "accelerate": "accelerate's notebook_launcher (forks the kernel)",
+    "floor": "floor: a fork server with torch preloaded",
+}
+COLUMNS = {
+    "cold": "cold, imports counted",
+    "after warming": "first cell after the warming",
+    "warm": "warm",
+    "delay": "a flushed line arrives after",
+    "flood": "2 x 10,000 lines of 80 characters",
+}
+AIMS = {"warm": 0.1, "after warming": 0.1, "delay": 0.01, "flood": 0.3}
+"""What `%%taas` is to reach, in seconds; cold, it is to be no slower than torchrun."""
+
+Rounds = dict[str, list[Figures]]
+"""Each contestant's rounds."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7, help="how often to measure each")
+    parser.add_argument("--only", choices=CONTESTANTS, nargs="+", default=list(CONTESTANTS))
+    asked = parser.parse_args()
+    print(machine(), flush=True)
+    rounds = measure(asked.only, asked.rounds)
+    print("\n".join(["", *table(rounds), "", *ratios(rounds), "", *aims(rounds), "", machine()]))
+    return end_leftovers()
+
+
+def measure(names: Sequence[str], n_rounds: int) -> Rounds:
+    """Measures the contestants in turns; each round begins with another one."""
+    rounds: Rounds = defaultdict(list)
+    for number in range(n_rounds):
+        first = number % len(names)
+        for name in [*names[first:], *names[:first]]:
+            figures = CONTESTANTS[name]()
+            rounds[name].append(figures)
+            shown = "  ".join(f"{key} {value:.3f}" for key, value in figures.items())
+            print(f"round {number + 1}/{n_rounds}  {name}: {shown}", file=sys.stderr, flush=True)
+    return rounds
+
+
+def median(rounds: Rounds, name: str, column: str) -> float | None:
+    values = [figures[column] for figures in rounds.get(name, ()) if column in figures]
+    return statistics.median(values) if values else None
+
+
+def table(rounds: Rounds) -> list[str]:
+    """A Markdown table: medians, and the fastest and slowest round."""
+    lines = [f"| | {' | '.join(COLUMNS.values())} |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for name in NAMES:
+        if name in rounds:
+            cells = [cell(rounds[name], column) for column in COLUMNS]
+            lines.append(f"| {NAMES[name]} | {' | '.join(cells)} |")
+    return lines
+
+
+def cell(figures: Sequence[Figures], column: str) -> str:
+    values = sorted(seen[column] for seen in figures if column in seen)
+    if not values:
+        return ""
+    spread = f"{seconds(statistics.median(values))} ({seconds(values[0])}-{seconds(values[-1])})"
+    return f"{spread}; {completeness(figures)}" if column == "flood" else spread
+
+
+def completeness(figures: Sequence[Figures]) -> str:
+    """What became of the lines, in the worst round."""
+    counts = {what: int(max(seen[what] for seen in figures)) for what in ("glued", "lost")}
+    bad = [f"{count:,} {what}" for what, count in counts.items() if count]
+    return ", ".join(bad) or "all whole"
+
+
+def seconds(value: float) -> str:
+    """`3.1 s`, `85 ms`, `1.4 ms`."""
+    if value >= 1:
+        return f"{value:.1f} s"
+    return f"{1000 * value:.0f} ms" if value >= 0.01 else f"{1000 * value:.1f} ms"
+
+
+def ratios(rounds: Rounds) -> list[str]:
+    """How many times as long as `%%taas` the others take, of medians of the same rounds."""
+    lines = []
+    for column in COLUMNS:
+        ours = median(rounds, "taas-magic", column)
+        for name in NAMES:
+            theirs = median(rounds, name, column)
+            if ours and theirs and name != "taas-magic":
+                lines.append(f"{column}: {name} takes {theirs / ours:.2f} times as long")
+    return lines
+
+
+def aims(rounds: Rounds) -> list[str]:
+    """What `%%taas` was to reach, and whether it did."""
+    lines = []
+    for column, aim in {**AIMS, "cold": median(rounds, "torchrun", "cold")}.items():
+        ours = median(rounds, "taas-magic", column)
+        if ours is not None and aim is not None:
+            verdict = "reached" if ours <= aim else "MISSED"
+            lines.append(f"{column}: {seconds(ours)}, aim {seconds(aim)}: {verdict}")
+    return lines
+
+
+def machine() -> str:
+    """What the figures were taken on, and how busy it was."""
+    packages = ("torch", "distributed", "ipykernel", "accelerate")
+    return ", ".join(
+        [
+            f"{os.cpu_count()} cores",
+            f"load {os.getloadavg()[0]:.1f}",
+            f"Python {platform.python_version()}",
+            *(f"{package} {version(package)}" for package in packages),
+        ]
+    )
+
+
+def end_leftovers() -> int:
+    """Ends what a contestant left running, and names it; the exit code."""
+    left = []
+    deadline = time.monotonic() + 5
+    while (left := [p for p in psutil.process_iter() if _is_ours(p)]) and (
+        time.monotonic() < deadline
+    ):
+        psutil.wait_procs(left, timeout=0.5)
+    for process in left:
+        print(f"left running, ended now: {process}", file=sys.stderr)
+        process.kill()
+    return int(bool(left))
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get(TOKEN) == str(os.getpid())
+    except psutil.Error:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What the ranks run, the same text for every contestant, and what is read from its output."""
+
+import re
+import statistics
+from collections import Counter
+from typing import NamedTuple
+
+from kernel_client import Output
+
+RANKS = 2
+LINES = 10_000
+LINE_CHARS = 80
+
+FIRST_LINE = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()} summed {total.item():.0f}", flush=True)
+dist.destroy_process_group()
+"""
+FIRST_LINE_MARK = f"summed {RANKS}"
+
+CLOCK = """
+import os
+import time
+
+if os.environ["RANK"] == "0":
+    for _ in range(21):
+        print(f"printed at {time.time()!r}", flush=True)
+        time.sleep(0.05)
+"""
+
+FLOOD = f"""
+import os
+
+rank = os.environ["RANK"]
+for number in range({LINES}):
+    print(f"rank {{rank}} line {{number}} ".ljust({LINE_CHARS}, "."))
+"""
+
+_PREFIX = re.compile(r"^\[\S+\] ", re.MULTILINE)
+
+
+class Flood(NamedTuple):
+    """How a flood of lines arrived: how long it took, and how many lines came not as printed."""
+
+    seconds: float
+    glued: int
+    lost: int
+
+
+def first_line_s(output: Output) -> float:
+    """Seconds from "run" to the first line after the all_reduce."""
+    return output.seconds_to(FIRST_LINE_MARK)
+
+
+def delay_s(output: Output) -> float:
+    """The median time from a rank's print to the line's arrival."""
+    return statistics.median(
+        piece.arrived - float(printed)
+        for piece in output.pieces
+        for printed in re.findall(r"printed at ([\d.]+)", piece.text)
+    )
+
+
+def flood(output: Output) -> Flood:
+    """Looks for every line that was printed: whole, inside of another, or not at all."""
+    arrivals = [piece.arrived for piece in output.pieces if " line " in piece.text]
+    text = _PREFIX.sub("", output.text)
+    whole = Counter(line.rstrip("\r") for line in text.split("\n"))
+    broken = [line for line in _printed() if whole[line] != 1]
+    glued = sum(line in text for line in broken)
+    return Flood(arrivals[-1] - arrivals[0], glued, len(broken) - glued)
+
+
+def _printed() -> list[str]:
+    return [
+        f"rank {rank} line {number} ".ljust(LINE_CHARS, ".")
+        for rank in range(RANKS)
+        for number in range(LINES)
+    ]

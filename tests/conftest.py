@@ -1,0 +1,109 @@
+"""What all tests share: a state folder of their own, and proof that nothing is left behind."""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+TOKEN = "TAAS_TEST_TOKEN"
+GONE_WITHIN_S = 10.0
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for runs and pools of this test; never the user's."""
+    path = tmp_path / "state"
+    monkeypatch.setenv("TAAS_STATE_DIR", str(path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return path
+
+
+@pytest.fixture
+def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """After the test no process of it lives, and no port or shared-memory file of it is left.
+
+    Every process that the test starts carries a token in its environment, however it detached
+    itself. Leftovers are ended, so that the tests after this one do not meet them.
+    """
+    token = secrets.token_hex(8)
+    monkeypatch.setenv(TOKEN, token)
+    ports, files = listening(), set(SHARED_MEMORY.iterdir())
+    yield token
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (left := carriers(token)) and time.monotonic() < deadline:
+        psutil.wait_procs(left, timeout=0.2)
+    found = [f"process {describe(process)}" for process in left]
+    for process in left:
+        end(process)
+    found += [f"port {port}" for port in listening() - ports]
+    found += [f"file {path}" for path in abandoned(set(SHARED_MEMORY.iterdir()) - files)]
+    assert not found, "left behind: " + "; ".join(sorted(found))
+
+
+def carriers(token: str) -> list[psutil.Process]:
+    """The processes with the token, but for the tests' own and its multiprocessing helper."""
+    return [
+        process
+        for process in psutil.process_iter()
+        if process.pid != os.getpid() and carries(process, token) and not is_tracker(process)
+    ]
+
+
+def carries(process: psutil.Process, token: str) -> bool:
+    try:
+        return process.environ().get(TOKEN) == token
+    except (psutil.Error, OSError):
+        return False
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """multiprocessing's resource tracker of this process lives as long as it does."""
+    try:
+        is_child = process.ppid() == os.getpid()
+        return is_child and "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return f"{process.pid} (gone meanwhile)"
+
+
+def end(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.Error:
+        return
+    psutil.wait_procs([process], timeout=5)
+
+
+def listening() -> set[int]:
+    """Ports on which this process itself listens; those of others are gone with them."""
+    connections = psutil.Process().net_connections(kind="inet")
+    return {seen.laddr.port for seen in connections if seen.status == psutil.CONN_LISTEN}
+
+
+def abandoned(files: set[Path]) -> set[Path]:
+    """Those of new shared-memory files that no process uses: other programs make some, too."""
+    if not files:
+        return files
+    used = {path for process in psutil.process_iter() for path in mapped(process)}
+    return {path for path in files if path.exists() and str(path) not in used}
+
+
+def mapped(process: psutil.Process) -> set[str]:
+    """The shared-memory files that a process has mapped or open."""
+    try:
+        open_files = {os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()}
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return open_files | {line[line.index("/") :] for line in lines if str(SHARED_MEMORY) in line}

@@ -1,0 +1,87 @@
+"""Fixtures for tests that run cells: one notebook and one warm pool for all of them."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config as ShellConfig
+
+from taas_magic import journal, launch
+from taas_magic.config import Config
+from tests.harness import Notebook, below, listening_ports, mapped, shared_memory
+
+_KEPT = ("taas_magic.engines.process", "taas_magic.remote.supervisor", "taas_magic.remote.agent")
+_KEPT += ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+
+
+@pytest.fixture(scope="session")
+def warm_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook whose pool `local` stays warm for the session."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAAS_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        patch.chdir(tmp_path_factory.mktemp("project"))
+        settings = ShellConfig()
+        settings.HistoryManager.hist_file = ":memory:"
+        patch.setenv("TAAS_WARM", "0")
+        shell = InteractiveShell.instance(config=settings)
+        shell.run_line_magic("load_ext", "taas_magic")
+        launch.warm_in_background(Config()).join()
+        yield Notebook(shell, Path.cwd(), journal.state_dir())
+        launch.down("local", Config())
+        InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+    """A notebook with an empty namespace, on the warm pool; checks that its runs leave nothing.
+
+    What may stay is the pool itself: no process besides its own, no port, no shared memory.
+    """
+    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
+    monkeypatch.chdir(warm_notebook.project)
+    warm_notebook.shell.reset(new_session=True)
+    files = shared_memory()
+    yield warm_notebook
+    extra = [process for process in below(os.getpid()) if not _is_kept(process)]
+    assert not extra, f"left behind: {extra}"
+    forkservers = [p for p in below(os.getpid()) if "multiprocessing.forkserver" in _words(p)]
+    assert len(forkservers) == 1, f"ranks are left: {forkservers}"
+    new = shared_memory() - files
+    assert not (new and new - _mapped_elsewhere()), "shared memory is left"
+    assert len(listening_ports(below(os.getpid()))) == 2, "only the scheduler's and the agent's"
+
+
+def _mapped_elsewhere() -> set[str]:
+    """Shared memory of programs that have nothing to do with these tests."""
+    ours = {os.getpid(), *(process.pid for process in below(os.getpid()))}
+    others = (process for process in psutil.process_iter() if process.pid not in ours)
+    return {path for process in others for path in mapped(process)}
+
+
+def _words(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def _is_kept(process: psutil.Process) -> bool:
+    words = _words(process)
+    return not words or any(kept in words for kept in _KEPT)
+
+
+@pytest.fixture
+def memory_limit() -> Iterator[Path]:
+    """A memory cgroup of 600 MiB that a process may enter; cgroup v1 or v2."""
+    name = f"taas-{secrets.token_hex(4)}"
+    version_1 = Path("/sys/fs/cgroup/memory")
+    folder = (version_1 if version_1.is_dir() else Path("/sys/fs/cgroup")) / name
+    limit = "memory.limit_in_bytes" if version_1.is_dir() else "memory.max"
+    folder.mkdir()
+    (folder / limit).write_text(str(600 << 20))
+    yield folder
+    folder.rmdir()

@@ -1,0 +1,144 @@
+"""The path to what cannot be pickled."""
+
+import collections
+import functools
+import pickle
+import threading
+from typing import Any, NamedTuple
+
+import cloudpickle
+import pytest
+
+from taas_magic.capture import culprit as culprit_module
+from taas_magic.capture.culprit import culprit, refusal
+from taas_magic.capture.pickling import ValuePickler
+
+LOCK = threading.Lock()
+probe = ValuePickler().probe
+
+
+class Box:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class Slots:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Stateful:
+    """Pickles neither its lock nor its `__dict__` as it is."""
+
+    def __init__(self, kept: Any) -> None:
+        self.dropped, self.kept = LOCK, kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+
+def closing_over(held: Any) -> Any:
+    def inner() -> Any:
+        return held
+
+    return inner
+
+
+def with_default(a: Any, held: Any = LOCK) -> Any:
+    return held
+
+
+def local_class() -> type:
+    class Local:
+        held = LOCK
+
+    return Local
+
+
+def using_a_global() -> Any:
+    scope: dict[str, Any] = {"held": LOCK, "__name__": "__main__"}
+    exec("def f(): return held", scope)
+    return scope["f"]
+
+
+def locally(function: Any) -> Any:
+    """As if the notebook had defined it: by value."""
+    function.__module__ = "__main__"
+    return function
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (LOCK, "v"),
+        ([1, {"a": (2, LOCK)}], "v[1]['a'][1]"),
+        ({3: LOCK}, "v[3]"),
+        ({LOCK: 3}, "v.<key>"),
+        ({LOCK}, "v.<element>"),
+        (Box(logger=Box(_lock=LOCK)), "v.logger._lock"),
+        (Slots(LOCK), "v.held"),
+        (Pair(1, [LOCK]), "v.right[0]"),
+        (Stateful(Box(deep=LOCK)), "v.kept.deep"),
+        (collections.deque([1, LOCK]), "v[1]"),
+        (collections.OrderedDict(a=LOCK), "v['a']"),
+        (collections.defaultdict(list, a=[LOCK]), "v['a'][0]"),
+        (functools.partial(print, LOCK, end=LOCK), "v.args[0]"),
+        (Box(x=LOCK).__init__, "v.__self__.x"),
+        (closing_over(LOCK), "v.<closure held>"),
+        (closing_over(Box(db=LOCK)), "v.<closure held>.db"),
+        (locally(with_default), "v.<default held>"),
+        (using_a_global(), "v.<global held>"),
+        (local_class(), "v.held"),
+        (local_class()(), "v.<Local>.held"),
+    ],
+)
+def test_path(value: Any, path: str) -> None:
+    assert culprit("v", value, probe)[0] == path
+
+
+def test_torch_modules_are_written_as_the_user_writes_them() -> None:
+    import torch
+
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    net[0].lock = LOCK  # type: ignore[assignment]
+    assert culprit("net", net, probe)[0] == "net.0.lock"
+
+
+def test_cycles_end() -> None:
+    value = Box()
+    value.me, value.lock = value, LOCK
+    assert culprit("v", value, probe) == ("v.lock", LOCK)
+
+
+def test_depth_is_bounded() -> None:
+    value: Any = LOCK
+    for _ in range(100):
+        value = [value]
+    path, _ = culprit("v", value, probe)
+    assert path == "v" + "[0]" * culprit_module._DEPTH
+
+
+def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(culprit_module, "_BUDGET_S", -1.0)
+    value = [LOCK]
+    assert culprit("v", value, probe) == ("v", value)
+
+
+def test_the_users_own_refusal_is_told() -> None:
+    class Refuses:
+        def __reduce__(self) -> Any:
+            raise pickle.PicklingError("use .state()")
+
+    value = {"model": Refuses()}
+    with pytest.raises(pickle.PicklingError) as caught:
+        cloudpickle.dumps(value)
+    message = str(refusal("v", value, probe, caught.value))
+    assert message.startswith("`v['model']` is a ")
+    assert "PicklingError: use .state()" in message

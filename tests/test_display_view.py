@@ -1,0 +1,281 @@
+"""The view in a real kernel, in a terminal IPython, and without any IPython."""
+
+import os
+import pty
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.manager import start_new_kernel
+
+Message = dict[str, Any]
+Execute = Callable[[str], list[Message]]
+
+PRELUDE = """
+import time
+from taas_magic.display.view import View
+from taas_magic.plan import Flags, HostCapacity, make_plan
+
+def event(kind, host="gpu1", **values):
+    return {"kind": kind, "time": 0.0, "host": host, **values}
+
+def lines(rank, *texts):
+    return event("lines", rank=rank, lines=list(texts))
+
+def ended(state="SUCCEEDED", first=None, failures=()):
+    return event("ended", state=state, first=first, failures=list(failures), elapsed_s=1.5)
+
+def png(**values):
+    data = {"text/plain": "a figure", "image/png": "iVBORw0KGgo="}
+    values = {"display_id": None, "update": False, **values}
+    return event("display", rank=0, data=data, metadata={}, **values)
+
+class Stage:
+    def __init__(self, ranks=2, name="digits", **values):
+        self.now = 100.0
+        plan = make_plan(Flags(gpus=ranks, name=name), HostCapacity(0, ranks), "run-1")
+        self.view = View(plan, "/runs/run-1", clock=lambda: self.now, **values)
+
+    def play(self, *events, seconds=0.0):
+        for seen in events:
+            self.view.feed(seen)
+        self.now += seconds
+        self.view.tick(self.now)
+
+    def end(self, *events):
+        self.play(*events)
+        self.view.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[BlockingKernelClient]:
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        yield client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def execute(client: BlockingKernelClient) -> Execute:
+    """Runs code in the kernel; returns what a front end would get, status and input left out."""
+
+    def run(code: str) -> list[Message]:
+        messages: list[Message] = []
+        reply = client.execute_interactive(
+            PRELUDE + textwrap.dedent(code), timeout=60, output_hook=messages.append
+        )
+        assert reply["content"]["status"] == "ok", reply["content"].get("traceback")
+        kinds = ("status", "execute_input")
+        return [message for message in messages if message["msg_type"] not in kinds]
+
+    return run
+
+
+def contents(messages: list[Message], kind: str) -> list[dict[str, Any]]:
+    return [message["content"] for message in messages if message["msg_type"] == kind]
+
+
+def kinds(messages: list[Message]) -> list[str]:
+    return [message["msg_type"] for message in messages]
+
+
+def test_a_run_in_a_kernel(execute: Execute) -> None:
+    messages = execute("""
+        stage = Stage()
+        stage.play(event("state", state="RUNNING"))
+        stage.play(event("started", attempt=0, pids={"0": 1, "1": 2}))
+        stage.play(lines(0, "a", "b"), lines(1, "a", "b"), lines(0, "<i>"), seconds=1.0)
+        stage.end(ended())
+    """)
+    assert kinds(messages) == [
+        "display_data",
+        "stream",
+        "update_display_data",
+        "update_display_data",
+    ]
+    (stream,) = contents(messages, "stream")
+    assert stream == {"name": "stdout", "text": "[0-1 ×2] a\n[0-1 ×2] b\n[0] <i>\n"}  # noqa: RUF001
+    (first,) = contents(messages, "display_data")
+    last = contents(messages, "update_display_data")[-1]
+    assert first["transient"] == last["transient"] == {"display_id": "run-1:head"}
+    assert "STARTING" in first["data"]["text/html"]
+    assert "SUCCEEDED" in last["data"]["text/html"]
+    assert last["data"]["text/plain"].startswith("SUCCEEDED digits · ranks 2")
+
+
+def test_ten_thousand_lines_are_one_message(execute: Execute) -> None:
+    messages = execute("""
+        stage = Stage(ranks=1)
+        stage.play(lines(0, *(f"{i:079}" for i in range(10_000))))
+        stage.end(ended())
+    """)
+    (stream,) = contents(messages, "stream")
+    assert [int(line[4:]) for line in stream["text"].splitlines()] == list(range(10_000))
+
+
+def test_what_hosts_send_is_escaped_in_the_head(execute: Execute) -> None:
+    messages = execute("""
+        stage = Stage(name="<img src=x onerror=y>")
+        stage.end(event("note", text="<script>"), ended())
+    """)
+    shown = contents(messages, "update_display_data")[-1]["data"]["text/html"]
+    assert "&lt;script&gt;" in shown and "&lt;img" in shown
+    assert "<script" not in shown and "<img" not in shown
+
+
+def test_the_head_changes_ten_times_a_second_at_most_and_only_when_it_does(
+    execute: Execute,
+) -> None:
+    messages = execute("""
+        stage = Stage()
+        for step in range(100):
+            stage.play(event("progress", rank=0, text=f"{step}"), seconds=0.01)
+        for _ in range(100):
+            stage.play(event("note", text="the same"), lines(1, "x"), seconds=0.001)
+    """)
+    assert 9 <= len(contents(messages, "update_display_data")) <= 12
+
+
+def test_a_head_that_would_look_the_same_is_not_sent_again(execute: Execute) -> None:
+    messages = execute("""
+        stage = Stage()
+        for _ in range(4):
+            stage.play(event("note", text="the same"), seconds=0.2)
+    """)
+    assert len(contents(messages, "update_display_data")) == 1
+
+
+def test_elapsed_time_goes_on_while_nothing_happens(execute: Execute) -> None:
+    messages = execute("""
+        stage = Stage()
+        for _ in range(3):
+            stage.now = stage.view.next_due()
+            stage.view.tick(stage.now)
+        stage.end(ended())
+        assert stage.view.next_due() is None or stage.view.next_due() <= stage.now + 0.1
+    """)
+    heads = [head["data"]["text/plain"] for head in contents(messages, "update_display_data")]
+    assert [f"elapsed {second} s" in heads[second - 1] for second in (1, 2, 3)] == [True] * 3
+
+
+def test_displays_come_after_the_lines_before_them(execute: Execute) -> None:
+    messages = execute("""
+        stage = Stage()
+        stage.play(lines(0, "before"), png(), lines(0, "after"), seconds=1.0)
+        stage.play(event("display", rank=1, data={"text/plain": "no"}, metadata={}))
+    """)
+    assert kinds(messages)[:4] == ["display_data", "stream", "display_data", "stream"]
+    assert contents(messages, "display_data")[1]["data"]["image/png"] == "iVBORw0KGgo="
+    assert len(contents(messages, "display_data")) == 2
+
+
+def test_displays_are_updated_under_ids_of_their_own_run(execute: Execute) -> None:
+    messages = execute("""
+        stage = Stage()
+        stage.play(png(display_id="fig"), png(display_id="fig", update=True))
+    """)
+    shown = contents(messages, "display_data")[1]
+    (updated,) = contents(messages, "update_display_data")
+    assert shown["transient"] == updated["transient"] == {"display_id": "run-1:fig"}
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_clearing_leaves_the_head(execute: Execute, wait: bool) -> None:
+    messages = execute(f"""
+        stage = Stage()
+        stage.play(lines(0, "old"), event("clear", rank=0, wait={wait}))
+        print("mark", flush=True)
+        stage.play(png())
+    """)
+    order = kinds(messages)
+    cleared = order.index("clear_output")
+    mark = next(
+        i for i, message in enumerate(messages) if message["content"].get("text") == "mark\n"
+    )
+    assert (cleared > mark) == wait
+    assert order[cleared + 1] == "display_data"
+    assert messages[cleared + 1]["content"]["transient"] == {"display_id": "run-1:head"}
+    assert order.count("clear_output") == 1
+
+
+def test_many_small_batches_stay_below_the_servers_message_limit(execute: Execute) -> None:
+    messages = execute("""
+        stage = Stage(ranks=1)
+        for step in range(1000):
+            stage.play(lines(0, f"{step}"), seconds=0.001)
+        stage.end(ended())
+    """)
+    streams = contents(messages, "stream")
+    text = "".join(stream["text"] for stream in streams)
+    assert text.splitlines() == [f"[0] {step}" for step in range(1000)]
+    assert len(streams) <= 400
+    assert all(stream["text"].endswith("\n") for stream in streams)
+
+
+def test_a_restart_is_a_line_of_the_log(execute: Execute) -> None:
+    messages = execute("""
+        failure = {"rank": 1, "host": "gpu1", "pid": 7, "how": "signal", "signal": "SIGKILL"}
+        stage = Stage()
+        stage.play(lines(0, "one"))
+        stage.play(event("restart", attempt=1, failure=failure), seconds=1.0)
+    """)
+    text = "".join(stream["text"] for stream in contents(messages, "stream"))
+    assert text == (
+        "[0] one\n── restart 1 of all ranks after rank 1 on host gpu1 (pid 7): "
+        "killed by SIGKILL ──\n"
+    )
+
+
+TERMINAL_RUN = (
+    PRELUDE
+    + """
+stage = Stage()
+stage.play(event("progress", rank=0, text="50%"), seconds=0.2)
+stage.play(lines(0, "a"), lines(1, "a"), seconds=0.2)
+stage.play(png(), seconds=0.2)
+stage.end(ended())
+"""
+)
+START = "STARTING digits · ranks 0 of 2 up"
+END = "SUCCEEDED digits · ranks 2"
+
+
+@pytest.mark.parametrize("command", [["-m", "IPython", "--quick", "-c"], ["-c"]])
+def test_without_a_front_end(command: list[str], tmp_path: Any) -> None:
+    done = subprocess.run(
+        [sys.executable, *command, TERMINAL_RUN],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "IPYTHONDIR": str(tmp_path)},
+        check=True,
+    )
+    shown = done.stdout.splitlines()
+    log = [line for line in shown if not line.startswith(("log: ", "note: ", "rank 0: "))]
+    assert log[0].startswith(START)
+    assert log[1:3] == ["[0-1 ×2] a", "a figure"]  # noqa: RUF001
+    assert log[3].startswith(END)
+    assert "\r" not in done.stdout and "\x1b" not in done.stdout
+
+
+def test_a_terminal_redraws_the_progress_bar(tmp_path: Any) -> None:
+    primary, secondary = pty.openpty()
+    subprocess.run([sys.executable, "-c", TERMINAL_RUN], stdout=secondary, timeout=60, check=True)
+    os.close(secondary)
+    shown = b""
+    try:
+        while block := os.read(primary, 65536):
+            shown += block
+    except OSError:  # Linux says so when the other end is closed.
+        pass
+    os.close(primary)
+    text = shown.decode().replace("\r\n", "\n")
+    assert "\r\x1b[K50%\r\x1b[K[0-1 ×2] a\n50%" in text  # noqa: RUF001
+    assert END in text.rpartition("\r\x1b[K")[2]

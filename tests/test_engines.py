@@ -1,0 +1,78 @@
+"""One suite for every engine: what the keeper may count on."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from distributed import Scheduler
+
+from taas_magic.config import PoolConfig
+from taas_magic.engines.base import find_engine
+from taas_magic.engines.head import HeadScheduler
+from taas_magic.engines.keys import make_security
+from taas_magic.engines.local import count_gpus
+from taas_magic.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("no_leftovers")
+
+
+@pytest.fixture(params=["local"])
+def pool(request: pytest.FixtureRequest) -> PoolConfig:
+    """A pool of each engine."""
+    return PoolConfig(request.param, engine=request.param)
+
+
+def test_capacity_takes_no_host(pool: PoolConfig) -> None:
+    capacity = find_engine(pool).capacity()
+    assert capacity.cores >= 1
+    assert capacity.gpus >= 0
+
+
+def test_settings_override_what_is_found(pool: PoolConfig) -> None:
+    told = PoolConfig(pool.name, engine=pool.engine, gpus=3, cores=5)
+    capacity = find_engine(told).capacity()
+    assert (capacity.gpus, capacity.cores) == (3, 5)
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_hosts_come_die_come_again_and_go(pool: PoolConfig, tmp_path: Path, prepared: bool) -> None:
+    async def live() -> None:
+        engine = find_engine(pool)
+        if prepared:
+            engine.prepare()
+        async with engine.open(HeadScheduler, make_security(), str(tmp_path)) as cluster:
+            cluster.scale(1)
+            await cluster
+            address = await joined(cluster.scheduler)
+            host = await cluster.scheduler.rpc(address).taas_hello()
+            assert host
+            assert cluster.scheduler.workers[address].name in cluster.workers
+            await cluster.workers[0].close()
+            await left(cluster.scheduler)
+
+    asyncio.run(live())
+
+
+async def joined(scheduler: Scheduler) -> str:
+    """The address of the first host, once it is there."""
+    while not scheduler.workers:
+        await asyncio.sleep(0.05)
+    return str(next(iter(scheduler.workers)))
+
+
+async def left(scheduler: Scheduler) -> None:
+    while scheduler.workers:
+        await asyncio.sleep(0.05)
+
+
+def test_an_unknown_engine_is_refused_with_those_that_are() -> None:
+    with pytest.raises(UsageError, match="no engine 'x'; possible is local"):
+        find_engine(PoolConfig("p", engine="x"))
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("GPU-5a", 1)])
+def test_gpus_are_counted_without_cuda(
+    monkeypatch: pytest.MonkeyPatch, visible: str, count: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == count

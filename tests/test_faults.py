@@ -1,0 +1,219 @@
+"""FAULTS.md on the local engine: what goes wrong in a run is named, and nothing of it is left."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from taas_magic.errors import RankFailed, RunTimeout
+from tests.harness import Notebook, Outcome
+
+ALL_REDUCE = """
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def first(outcome: Outcome) -> dict[str, object]:
+    assert outcome.run is not None
+    failure: dict[str, object] = outcome.of_kind("ended")[0]["first"]
+    return failure
+
+
+def test_the_first_failure_is_the_one_that_raised(notebook: Notebook) -> None:
+    outcome = notebook.run(
+        ALL_REDUCE + "if rank == 1:\n    1 / 0\ndist.all_reduce(torch.ones(1))\n"
+    )
+    assert isinstance(outcome.error, RankFailed)
+    assert outcome.error.rank == 1
+    assert outcome.error.etype == "ZeroDivisionError"
+    assert re.search(r"Cell In\[\d+\], line 8\b", outcome.shown)
+    assert re.search(r"-> 8 +1 / 0", outcome.shown)
+    assert outcome.run is not None and outcome.run.state == "FAILED"
+    others = [failure for failure in outcome.run.failures if failure["rank"] == 0]
+    assert all(failure["consequence"] for failure in others)
+
+
+def test_a_killed_rank_is_named_with_its_signal(notebook: Notebook) -> None:
+    source = "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(1))\n"
+    outcome = notebook.run(ALL_REDUCE + source)
+    assert first(outcome)["rank"] == 1
+    assert first(outcome)["signal"] == "SIGKILL"
+
+
+def test_a_segfault_says_so_and_where(notebook: Notebook) -> None:
+    outcome = notebook.run(ALL_REDUCE + "if rank == 0:\n    import ctypes; ctypes.string_at(0)\n")
+    assert first(outcome)["rank"] == 0
+    assert first(outcome)["signal"] == "SIGSEGV"
+    assert "string_at" in outcome.shown
+
+
+def test_an_abort_in_native_code_shows_its_last_words(notebook: Notebook) -> None:
+    source = "os.write(2, b'terminate called: bad thing\\n')\nos.abort()\n"
+    outcome = notebook.run("import os\n" + source, gpus=1)
+    assert first(outcome)["signal"] == "SIGABRT"
+    assert "terminate called: bad thing" in outcome.shown
+
+
+def test_a_stopped_rank_is_named_with_its_stack(notebook: Notebook) -> None:
+    source = """
+def stuck_here():
+    if rank == 1:
+        os.kill(os.getpid(), 19)
+time.sleep(1.5)
+stuck_here()
+dist.all_reduce(torch.ones(1))
+"""
+    outcome = notebook.run(ALL_REDUCE + source)
+    assert first(outcome)["rank"] == 1
+    assert first(outcome)["how"] == "stopped"
+    assert first(outcome)["traceback"]
+
+
+def test_a_slow_rank_is_left_alone(notebook: Notebook) -> None:
+    source = "if rank == 1:\n    time.sleep(7)\ndist.all_reduce(torch.ones(1))\nprint('through')\n"
+    outcome = notebook.run(ALL_REDUCE + source)
+    assert outcome.error is None
+    assert outcome.lines == {0: ["through"], 1: ["through"]}
+
+
+def test_leaving_early_is_no_success(notebook: Notebook) -> None:
+    source = "if rank == 1:\n    sys.exit(0)\ntime.sleep(60)\n"
+    outcome = notebook.run(ALL_REDUCE + source)
+    assert first(outcome)["rank"] == 1
+    assert first(outcome)["how"] == "left"
+
+
+def test_all_ranks_may_leave_by_exit(notebook: Notebook) -> None:
+    assert notebook.run("import sys\nprint('bye')\nsys.exit(0)\n").error is None
+
+
+def test_os_exit_is_no_success(notebook: Notebook) -> None:
+    outcome = notebook.run("import os\nos._exit(0)\n", gpus=1)
+    assert first(outcome)["how"] == "exit"
+
+
+def test_sys_exit_with_a_code_fails(notebook: Notebook) -> None:
+    outcome = notebook.run("import sys\nsys.exit(3)\n", gpus=1)
+    assert isinstance(outcome.error, RankFailed)
+    assert outcome.error.etype == "SystemExit"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a memory limit takes root")
+def test_out_of_memory_is_told_from_a_kill(notebook: Notebook, memory_limit: Path) -> None:
+    source = f"""
+import os
+open({str(memory_limit / "cgroup.procs")!r}, "w").write(str(os.getpid()))
+grown = [bytearray(1 << 20) for _ in range(2000)]
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert first(outcome)["signal"] == "SIGKILL"
+    assert "killed by the memory limit" in outcome.shown
+
+
+KILL_AGENT = """
+import os, psutil, time
+agent = psutil.Process(os.getppid()).parent()
+supervisor = agent.parent()
+if os.environ["RANK"] == "0":
+    for process in [{}]:
+        process.kill()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("killed", ["agent", "supervisor", "supervisor, agent"])
+def test_a_dead_agent_takes_its_ranks_along(notebook: Notebook, killed: str) -> None:
+    outcome = notebook.run(KILL_AGENT.format(killed))
+    assert outcome.run is not None and outcome.run.state == "LOST"
+    started = outcome.of_kind("started")[0]["pids"].values()
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in started if psutil.pid_exists(p)], 5)
+    assert not alive
+    assert notebook.run("print('again')", gpus=1).error is None
+
+
+@pytest.mark.parametrize("daemon", ["fork twice", "setsid program"])
+def test_a_daemon_of_the_cell_ends_with_the_run(notebook: Notebook, daemon: str) -> None:
+    sources = {
+        "fork twice": """
+import os, time
+reading, writing = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if (pid := os.fork()) == 0:
+        for fd in (0, 1, 2):
+            os.close(fd)
+        time.sleep(600)
+    os.write(writing, str(pid).encode())
+    os._exit(0)
+print(int(os.read(reading, 100)))
+""",
+        "setsid program": """
+import subprocess
+print(subprocess.Popen(["setsid", "sleep", "600"], start_new_session=True).pid)
+""",
+    }
+    outcome = notebook.run(sources[daemon], gpus=1)
+    assert outcome.error is None
+    pid = int(outcome.lines[0][0])
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_timeout_says_where_the_ranks_stood(notebook: Notebook) -> None:
+    source = "import time\ndef long_wait():\n    time.sleep(600)\nlong_wait()\n"
+    outcome = notebook.run(source, gpus=1, flags="--timeout 2.5")
+    assert isinstance(outcome.error, RunTimeout)
+    assert "long_wait" in outcome.shown
+
+
+def test_restarts_until_it_works(notebook: Notebook) -> None:
+    source = """
+import os
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print("attempt", attempt)
+if attempt < 2 and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), 9)
+attempt
+"""
+    outcome = notebook.run(source, gpus=2, flags="--max-restarts 3")
+    assert outcome.error is None
+    assert outcome.run is not None and outcome.run.result == 2
+    assert [event["attempt"] for event in outcome.of_kind("restart")] == [1, 2]
+    assert outcome.of_kind("restart")[0]["failure"]["signal"] == "SIGKILL"
+
+
+def test_restarts_end(notebook: Notebook) -> None:
+    outcome = notebook.run("import os\nos.kill(os.getpid(), 9)\n", gpus=1, flags="--max-restarts 1")
+    assert isinstance(outcome.error, RankFailed)
+    assert len(outcome.of_kind("started")) == 2
+
+
+def test_an_interrupt_ends_the_ranks(notebook: Notebook) -> None:
+    source = "import os, time\nif os.environ['RANK'] == '0':\n    os.kill(%d, 2)\ntime.sleep(600)\n"
+    outcome = notebook.run(source % os.getpid())
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert outcome.run is not None and outcome.run.state == "INTERRUPTED"
+    assert notebook.run("print('usable')", gpus=1).error is None
+
+
+def test_three_interrupts_leave_nothing(notebook: Notebook) -> None:
+    source = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["RANK"] == "0":
+    for _ in range(3):
+        os.kill(%d, 2)
+        time.sleep(0.2)
+time.sleep(600)
+"""
+    outcome = notebook.run(source % os.getpid())
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    for pid in outcome.of_kind("started")[0]["pids"].values():
+        assert not psutil.pid_exists(pid)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

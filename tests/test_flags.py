@@ -1,0 +1,144 @@
+"""Flags: what they read, and the one line that each mistake gets."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taas_magic import flags
+from taas_magic.config import Config, PoolConfig
+from taas_magic.errors import UsageError
+from taas_magic.flags import FLAGS, HELP, parse
+from taas_magic.plan import Flags
+
+NO_FILE = Config()
+TWO_POOLS = Config(
+    pools={"local": PoolConfig("local"), "c1.4": PoolConfig("c1.4")}, source=Path("taas.toml")
+)
+
+
+def test_all_flags() -> None:
+    line = (
+        "--gpus 8 --cpus 4 --units 20M --pool g2.8 --out model,history --name 'first try' "
+        "--max-restarts 2 --timeout 2h --env A=1 --env B='x y' --logs 0,2-4 --dry-run"
+    )
+    assert parse(line, NO_FILE) == Flags(
+        gpus=8,
+        cpus=4,
+        units=20_000_000,
+        pool="g2.8",
+        out=("model", "history"),
+        name="first try",
+        max_restarts=2,
+        timeout_s=7200,
+        env={"A": "1", "B": "x y"},
+        log_ranks=frozenset({0, 2, 3, 4}),
+        dry_run=True,
+    )
+
+
+def test_defaults_are_the_plans() -> None:
+    assert parse("--gpus 2", NO_FILE) == Flags(gpus=2)
+
+
+@pytest.mark.parametrize("line", ["--gpus=2", " --gpus  2 ", "--gpus 2 # two of them"])
+def test_spellings(line: str) -> None:
+    assert parse(line, NO_FILE) == Flags(gpus=2)
+
+
+def test_each_field_of_flags_has_a_flag() -> None:
+    named = {flag.field for flag in FLAGS}
+    fields = {field.name for field in dataclasses.fields(Flags)}
+    assert named - {"timeout", "logs"} == fields - {"timeout_s", "log_ranks"}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "--gpus N is missing"),
+        ("--pool g2.8", "--gpus N is missing"),
+        ("--gpus 0", "--gpus 0: possible is a whole number from 1"),
+        ("--gpus -1", "--gpus -1: possible is a whole number from 1"),
+        ("--gpus NaN", "--gpus NaN: possible is a whole number from 1"),
+        ("--gpus 1e9", "--gpus 1e9: possible is a whole number from 1"),
+        ("--gpus 99999999999", "possible is a whole number from 1 to 1000000"),
+        ("--gpus", "--gpus needs a value: possible is a whole number"),
+        ("--gpus --cpus 2", "--gpus needs a value"),
+        ("--gpus {n}", "the notebook has no such name to fill in"),
+        ("--gpu 2", "no flag --gpu (did you mean --gpus?); the flags are: --gpus --cpus"),
+        ("--gpus 2 -x", "no flag -x; the flags are: --gpus --cpus"),
+        ("8", "'8' is not a flag and follows none; the flags are: --gpus"),
+        ("--gpus 2 --gpus 3", "--gpus is given twice"),
+        ("--gpus 2 --units 0", "--units 0: possible is a whole number from 1, such as 20480000"),
+        ("--gpus 2 --units 1.5", "--units 1.5: possible is"),
+        ("--gpus 2 --units -5", "--units -5: possible is"),
+        ("--gpus 2 --cpus -1", "--cpus -1: possible is a whole number from 0"),
+        ("--gpus 2 --max-restarts x", "--max-restarts x: possible is a whole number from 0"),
+        ("--gpus 2 --timeout 0", "--timeout 0: possible is a time above 0, such as 90, 90s"),
+        ("--gpus 2 --timeout soon", "--timeout soon: possible is a time above 0"),
+        ("--gpus 2 --env A", "--env A: possible is KEY=VALUE"),
+        ("--gpus 2 --env 1A=2", "--env 1A=2: possible is KEY=VALUE"),
+        ("--gpus 2 --out a-b", "--out a-b: possible is names of variables"),
+        ("--gpus 2 --out class", "--out class: possible is names of variables"),
+        ("--gpus 2 --logs 5-2", "--logs 5-2: possible is all, or ranks such as 0,2-5"),
+        ("--gpus 2 --logs 2", "--logs 2: with --gpus 2 possible is all, or ranks from 0 to 1"),
+        ("--gpus 2 --dry-run=1", "--dry-run takes no value"),
+        ("--gpus 2 --name 'x", "a quote is left open"),
+        ("--gpus 2 --pool nowhere", "no pool 'nowhere'; possible without a taas.toml: local"),
+    ],
+)
+def test_a_mistake_gets_one_line(line: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(line, NO_FILE)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_pool_lists_the_pools() -> None:
+    with pytest.raises(UsageError, match=r"no pool 'c1.5'.*did you mean 'c1.4'.*: c1.4, local"):
+        parse("--gpus 2 --pool c1.5", TWO_POOLS)
+
+
+def test_with_a_taas_toml_a_pool_must_be_in_it() -> None:
+    with pytest.raises(UsageError, match=r"no pool 'g2.8' in taas.toml"):
+        parse("--gpus 2 --pool g2.8", TWO_POOLS)
+
+
+@given(st.integers(1, 10**15))
+def test_any_spelling_of_a_count_is_exact(number: int) -> None:
+    assert flags.count(str(number)) == flags.count(f"{number:_}") == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("20M", 20_000_000), ("1.5G", 1_500_000_000), ("1k", 1000), ("0.5K", 500)]
+)
+def test_counts_with_units(text: str, number: int) -> None:
+    assert flags.count(text) == number
+
+
+@given(st.sets(st.integers(0, 50), min_size=1))
+def test_ranks_are_read_back(ranks: set[int]) -> None:
+    assert flags.ranks(",".join(map(str, ranks))) == ranks
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_flags_or_a_usage_error(line: str) -> None:
+    try:
+        assert isinstance(parse(line, NO_FILE), Flags)
+    except UsageError as error:
+        assert str(error)
+
+
+def test_the_help_has_every_flag_with_an_example() -> None:
+    words = " ".join(HELP.split())
+    for flag in FLAGS:
+        assert flag.name in words
+        assert not flag.metavar or f"Example: {flag.name} {flag.examples[0]}" in words
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/magic.md"])
+def test_the_docs_have_every_flag(page: str) -> None:
+    text = (Path(__file__).parent.parent / page).read_text()
+    assert [flag.name for flag in FLAGS if f"| `{flag.name}" not in text] == []

@@ -1,0 +1,220 @@
+"""The head: events fold into a state; text and HTML say the same, whatever the hosts send."""
+
+import re
+from html import unescape
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from taas_magic.display.head import duration, html, text
+from taas_magic.display.state import RunState
+
+BAR = " epoch 3:  62%|######2   | 31/50 [00:05<00:03, 5.91it/s]"
+SURVIVING_TAGS = {"div", "span", "b", "details", "summary", "progress"}
+SURVIVING_ATTRIBUTES = {"style", "value", "max"}
+
+
+def event(kind: str, host: str = "gpu1", **values: Any) -> dict[str, Any]:
+    return {"kind": kind, "host": host, "time": 0.0, **values}
+
+
+def failure(rank: int, message: str = "division by zero", **values: Any) -> dict[str, Any]:
+    how = {"how": "raised", "etype": "ZeroDivisionError", "consequence": False}
+    return {"rank": rank, "host": "gpu1", "pid": 800 + rank, "message": message, **how, **values}
+
+
+def run_state(*events: dict[str, Any], **values: Any) -> RunState:
+    settings: dict[str, Any] = {"run_id": "r1", "name": "digits", "world_size": 4, "gpus": 4}
+    state = RunState(**{**settings, "run_dir": "/runs/r1", "began": 10.0, **values})
+    for number, seen in enumerate(events):
+        state.apply(seen, 11.0 + number)
+    return state
+
+
+STARTED = event("started", attempt=0, pids={"0": 1, "1": 2, "2": 3, "3": 4})
+RUNNING = event("state", state="RUNNING")
+
+
+class Words(HTMLParser):
+    """The text of HTML, and the tags and attributes that it uses."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+
+    def handle_data(self, data: str) -> None:
+        self.words += data.split()
+
+
+def words_of_text(source: str) -> set[str]:
+    """The words of the text form that the HTML must have, too; a drawn bar is a progress there."""
+    return {word.rstrip(":") for word in re.sub(r"\|[^|]*\|| · ", " ", source).split()}
+
+
+STATES = {
+    "starting": run_state(event("started", attempt=0, pids={"0": 1})),
+    "running": run_state(STARTED, RUNNING, event("progress", rank=0, text=BAR)),
+    "noted": run_state(STARTED, event("note", text="no GPU <here>"), event("note", text="again")),
+    "restarted": run_state(STARTED, event("restart", attempt=1, failure=failure(3))),
+    "succeeded": run_state(
+        STARTED, RUNNING, event("ended", state="SUCCEEDED", failures=[], first=None, elapsed_s=2.5)
+    ),
+    "failed": run_state(
+        STARTED,
+        event(
+            "ended",
+            state="FAILED",
+            first=failure(3),
+            failures=[failure(3), *(failure(rank, "peer", consequence=True) for rank in range(3))],
+            elapsed_s=2.5,
+        ),
+    ),
+    "lost": run_state(
+        event("ended", state="LOST", first=None, failures=[], elapsed_s=2.5, why="the pool is gone")
+    ),
+    "hosts": run_state(*(event("started", f"h{i}", pids={}) for i in range(6)), n_hosts=6),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_html_says_what_the_text_says(name: str) -> None:
+    state = STATES[name]
+    shown = Words(html(state, 12.0)).words
+    missing = words_of_text(text(state, 12.0)) - {word.rstrip(":") for word in shown}
+    assert not missing
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_html_uses_only_what_an_untrusted_notebook_keeps(name: str) -> None:
+    seen = Words(html(STATES[name], 12.0))
+    assert seen.tags <= SURVIVING_TAGS
+    assert seen.attributes <= SURVIVING_ATTRIBUTES
+
+
+def test_whatever_a_host_sends_is_escaped() -> None:
+    evil = "<script>alert('1')</script>\"><img src=x onerror=y>"
+    state = run_state(
+        event("started", evil, pids={"0": 1}),
+        event("note", text=evil),
+        event("progress", rank=0, text=f"{evil} 5%|{evil}| {evil}"),
+        event("failure", failure=failure(1, evil, etype=evil, host=evil)),
+        event("failure", failure=failure(2, evil, consequence=True)),
+        run_id=evil,
+        name=evil,
+        pool=evil,
+        run_dir=evil,
+    )
+    shown = html(state, 12.0)
+    assert "<script" not in shown
+    assert "<img" not in shown
+    assert evil in unescape(shown)
+    assert Words(shown).tags <= SURVIVING_TAGS
+
+
+def test_a_running_head() -> None:
+    assert text(STATES["running"], 16.4).split("\n") == [
+        "RUNNING digits · ranks 4 · pool local · host gpu1 · elapsed 6 s · GPU-seconds 21 · run r1",
+        f"rank 0: {BAR.strip()}",
+        "log: /runs/r1",
+    ]
+
+
+def test_a_failed_head_collapses_consequences() -> None:
+    lines = text(STATES["failed"], 99.0).split("\n")
+    assert lines[0].startswith("FAILED digits · ranks 4 · pool local · host gpu1 · elapsed 2.5 s")
+    assert lines[1:4] == [
+        "rank 3 on host gpu1 (pid 803): ZeroDivisionError: division by zero",
+        "3 more ranks failed as a consequence:",
+        "    ranks 0-2: ZeroDivisionError: peer (a consequence)",
+    ]
+    assert "<details><summary>3 more ranks failed as a consequence</summary>" in html(
+        STATES["failed"], 99.0
+    )
+
+
+def test_a_lost_run_says_why() -> None:
+    assert "the pool is gone" in text(STATES["lost"], 12.0)
+
+
+def test_ranks_come_up_and_restart() -> None:
+    state = run_state(event("started", pids={"0": 1, "1": 2}))
+    assert "ranks 2 of 4 up" in text(state, 12.0)
+    state.apply(event("started", "gpu2", pids={"2": 1, "3": 2}), 12.0)
+    assert "ranks 4 ·" in text(state, 12.0)
+    state.apply(event("failure", failure=failure(3)), 12.5)
+    assert "ranks 3 of 4 up" in text(state, 12.0)
+    state.apply(event("restart", attempt=1, failure=failure(3)), 13.0)
+    shown = text(state, 13.0)
+    assert "ranks 0 of 4 up" in shown
+    assert "restarts 1 (rank 3 on host gpu1 (pid 803): ZeroDivisionError" in shown
+
+
+def test_time_stands_still_after_the_end() -> None:
+    assert text(STATES["succeeded"], 20.0) == text(STATES["succeeded"], 9999.0)
+    assert "elapsed 2.5 s · GPU-seconds 8" in text(STATES["succeeded"], 20.0)
+
+
+def test_a_hosts_clock_does_not_matter() -> None:
+    state = run_state(STARTED | {"time": 1e9}, RUNNING | {"time": -1e9})
+    assert "elapsed 2 s · GPU-seconds 4" in text(state, 12.0)
+
+
+def test_the_journal_alone_gives_times() -> None:
+    state = RunState("r1", began=100.0, gpus=2)
+    for seen in (STARTED | {"time": 101.0}, event("state", state="INTERRUPTED") | {"time": 105.0}):
+        state.apply(seen)
+    assert (state.elapsed(1e9), state.gpu_seconds(1e9)) == (5.0, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("events", "progress"),
+    [
+        ([("progress", "loss"), ("progress", "loss 0.1"), ("progress", "")], ""),
+        ([("progress", " 50%|# | 1/2"), ("progress", "")], "50%|# | 1/2"),
+        ([("progress", " 50%|# | 1/2"), ("lines", ["100%|##| 2/2", "end"])], "100%|##| 2/2"),
+        ([("lines", ["100%|##| 2/2"])], ""),
+    ],
+)
+def test_the_last_progress_bar_of_rank_0(
+    events: list[tuple[str, str | list[str]]], progress: str
+) -> None:
+    fields = {"progress": "text", "lines": "lines"}
+    state = run_state(*(event(kind, rank=0, **{fields[kind]: value}) for kind, value in events))
+    assert state.progress == progress
+
+
+def test_only_rank_0_has_a_progress_bar_here() -> None:
+    assert run_state(event("progress", rank=1, text=BAR)).progress == ""
+
+
+def test_notes_are_said_once_and_bounded() -> None:
+    many = [event("note", text=f"note {i % 15}") for i in range(100)]
+    shown = text(run_state(*many), 12.0)
+    assert shown.count("note: note 3\n") == 1
+    assert "… and 5 more notes" in shown
+
+
+def test_kinds_of_a_later_version_are_ignored() -> None:
+    assert text(run_state(event("host_ended"), event("new")), 12.0) == text(run_state(), 12.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "decimals", "words"),
+    [
+        (0.0, 0, "0 s"),
+        (9.99, 0, "9 s"),
+        (9.99, 1, "9.9 s"),
+        (65.0, 1, "1 min 05 s"),
+        (7380.0, 0, "2 h 03 min"),
+    ],
+)
+def test_duration(seconds: float, decimals: int, words: str) -> None:
+    assert duration(seconds, decimals) == words

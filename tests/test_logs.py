@@ -1,0 +1,110 @@
+"""What the ranks print, live and on disk: FAULTS.md 44 to 46 among it."""
+
+import resource
+
+import pytest
+
+from tests.harness import Notebook
+
+
+def test_output_below_python_is_caught(notebook: Notebook) -> None:
+    source = """
+import ctypes, os, subprocess
+print("python", flush=True)
+os.write(1, b"descriptor\\n")
+subprocess.run(["echo", "program"])
+ctypes.CDLL(None).puts(b"c library")
+ctypes.CDLL(None).fflush(None)
+os.write(2, b"error\\n")
+"""
+    expected = ["python", "descriptor", "program", "c library", "error"]
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.lines[0] == expected
+    assert outcome.run is not None
+    assert outcome.run.logs(0).splitlines() == expected
+
+
+def test_many_lines_of_many_ranks_arrive_whole_and_in_order(notebook: Notebook) -> None:
+    source = "import os\nfor i in range(10_000):\n    print(os.environ['RANK'], i, 'x' * 70)"
+    outcome = notebook.run(source)
+    for rank in range(2):
+        expected = [f"{rank} {i} {'x' * 70}" for i in range(10_000)]
+        assert outcome.lines[rank] == expected
+        assert outcome.run is not None and outcome.run.logs(rank).splitlines() == expected
+
+
+def test_equal_lines_are_shown_once(notebook: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
+    notebook.run("print('the same for all')", gpus=3)
+    shown = [line for line in capsys.readouterr().out.splitlines() if "the same for all" in line]
+    assert len(shown) == 1
+    assert "0-2" in shown[0]
+
+
+def test_chosen_ranks_only(notebook: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = notebook.run("import os\nprint('rank is', os.environ['RANK'])", "--logs 1")
+    shown = capsys.readouterr().out
+    assert "rank is 1" in shown and "rank is 0" not in shown
+    assert outcome.run is not None and outcome.run.logs(0) == "rank is 0\n"
+
+
+def test_a_flood_is_bounded_and_complete_on_disk(notebook: Notebook) -> None:
+    source = """
+import os, sys
+line = b"y" * 99 + b"\\n"
+for _ in range(300):
+    os.write(1, line * 1000)
+print("ValueError: kept to the end")
+"""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    outcome = notebook.run(source, gpus=1)
+    grown_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    dropped = sum(event["lines"] for event in outcome.of_kind("dropped"))
+    assert len(outcome.lines[0]) + dropped == 300_001
+    assert dropped > 100_000
+    assert outcome.lines[0][-1] == "ValueError: kept to the end"
+    assert outcome.run is not None and len(outcome.run.logs(0)) == 30_000_000 + 28
+    assert grown_bytes < 200e6
+
+
+def test_one_endless_line_is_cut(notebook: Notebook) -> None:
+    source = (
+        "import os\nfor _ in range(100):\n    os.write(1, b'z' * 1_000_000)\nprint()\nprint('end')"
+    )
+    outcome = notebook.run(source, gpus=1)
+    long, end = outcome.lines[0]
+    assert len(long) < 100_000 and "cut" in long
+    assert end == "end"
+
+
+def test_broken_bytes_do_no_harm(notebook: Notebook) -> None:
+    source = r"""
+import os, time
+for byte in "grün\n".encode() + b"\xff\xfe bad\n" + b"50%\r100%\n" + b"\x1b[31mred\x1b[0m\n":
+    os.write(1, bytes([byte]))
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.lines[0] == ["grün", "\ufffd\ufffd bad", "100%", "\x1b[31mred\x1b[0m"]
+
+
+def test_progress_redraws_in_place(notebook: Notebook) -> None:
+    source = """
+import sys, time
+for step in range(5):
+    sys.stderr.write(f"\\rstep {step}")
+    sys.stderr.flush()
+    time.sleep(0.15)
+print()
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.lines[0] == ["step 4"]
+    assert any(event["text"].startswith("step") for event in outcome.of_kind("progress"))
+
+
+def test_a_full_log_disk_does_not_stop_the_run(notebook: Notebook) -> None:
+    source = """
+import glob, os
+path = max(glob.glob(os.environ["TAAS_STATE_DIR"] + "/runs/*/logs/rank-0.log"))
+os.remove(path); os.symlink("/dev/full", path)
+print("goes on")
+"""
+    assert notebook.run(source, gpus=1).lines[0] == ["goes on"]

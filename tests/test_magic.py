@@ -1,0 +1,303 @@
+"""The magics in a shell of their own; only `taas_magic.launch`, which starts runs, is replaced."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config as ShellConfig
+
+import taas
+import taas_magic
+from taas_magic import journal
+from taas_magic.capture.payload import Cell
+from taas_magic.config import Config
+from taas_magic.errors import UsageError
+from taas_magic.journal import RunFolder
+from taas_magic.plan import Flags
+
+
+class FakeLaunch(ModuleType):
+    """Remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("taas_magic.launch")
+        self.last_run: Any = None
+        self.asked: list[tuple[Any, ...]] = []
+
+    def execute(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> None:
+        self.asked.append(("execute", flags, cell))
+
+    def dry_run(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> str:
+        self.asked.append(("dry_run", flags, cell))
+        return "the plan"
+
+    def stop(self, run_id: str, config: Config) -> str:
+        self.asked.append(("stop", run_id))
+        return run_id
+
+    def pools(self, config: Config) -> list[dict[str, Any]]:
+        hosts = [{"host": "here", "runs": ["a"]}, {"host": "there", "runs": []}]
+        return [{"pool": "local", "engine": "local", "state": "ready", "hosts": hosts}]
+
+    def warm_in_background(self, config: Config, name: str = "local") -> None:
+        self.asked.append(("warm", name))
+
+    def down(self, name: str, config: Config) -> None:
+        self.asked.append(("down", name))
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> FakeLaunch:
+    fake = FakeLaunch()
+    monkeypatch.setitem(sys.modules, "taas_magic.launch", fake)
+    monkeypatch.setattr(taas_magic, "launch", fake, raising=False)
+    return fake
+
+
+@pytest.fixture
+def shell(
+    launch: FakeLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[InteractiveShell]:
+    project = tmp_path / "project"
+    project.mkdir()
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TAAS_WARM", "0")
+    # A new shell takes the place of the module __main__.
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    settings = ShellConfig()
+    settings.HistoryManager.hist_file = ":memory:"
+    shell = InteractiveShell(config=settings)
+    taas_magic.load_ipython_extension(shell)
+    yield shell
+    taas_magic.unload_ipython_extension(shell)
+    shell.history_manager.end_session()
+
+
+def run(shell: InteractiveShell, cell: str) -> Exception | None:
+    """Runs a cell as a frontend does; returns what it raised."""
+    result = shell.run_cell(cell, store_history=True)
+    error = result.error_before_exec or result.error_in_exec
+    assert error is None or isinstance(error, Exception)
+    return error
+
+
+def asked_cell(launch: FakeLaunch) -> Cell:
+    cell = launch.asked[-1][2]
+    assert isinstance(cell, Cell)
+    return cell
+
+
+def a_run(run_id: str, state: str, log: str = "") -> RunFolder:
+    folder = RunFolder.create(run_id, {"name": "", "pool": "local", "world_size": 2}, "")
+    writer = journal.Writer(folder)
+    writer.append(journal.event("state", state=state))
+    writer.close()
+    folder.log(1).write_text(log)
+    return folder
+
+
+def test_a_cell_reaches_launch_as_the_notebook_has_it(
+    shell: InteractiveShell, launch: FakeLaunch
+) -> None:
+    raw = "%%taas --gpus 2\nx = 1\ny = 2\n"
+    assert run(shell, raw) is None
+    name, flags, cell = launch.asked[0]
+    assert (name, flags) == ("execute", Flags(gpus=2))
+    assert (cell.source, cell.raw, cell.line_offset) == ("x = 1\ny = 2\n", raw, 1)
+
+
+def test_the_cells_name_is_the_one_the_kernel_compiled_it_under(
+    shell: InteractiveShell, launch: FakeLaunch
+) -> None:
+    run(shell, "x = 1")
+    run(shell, "%%taas --gpus 2\nx = 1")
+    cell = asked_cell(launch)
+    assert cell.execution_count == 2
+    assert shell.compile.format_code_name(cell.filename) == ("Cell", "In[2]")
+
+
+def test_the_comment_form_keeps_the_notebooks_lines(
+    shell: InteractiveShell, launch: FakeLaunch
+) -> None:
+    raw = "# Trains.\n#!g2.8\n\n#pragma taas --gpus 2\n\nx = 1\n"
+    assert run(shell, raw) is None
+    cell = asked_cell(launch)
+    assert launch.asked[0][1] == Flags(gpus=2, pool="g2.8")
+    assert (cell.raw, cell.source, cell.line_offset) == (raw, "\nx = 1\n", 4)
+    assert raw.splitlines()[cell.line_offset :] == cell.source.splitlines()
+
+
+def test_a_cell_that_is_indented_as_a_whole(shell: InteractiveShell, launch: FakeLaunch) -> None:
+    raw = "    #pragma taas --gpus 2\n    x = 1\n"
+    assert run(shell, raw) is None
+    cell = asked_cell(launch)
+    assert (cell.raw, cell.line_offset) == (raw, 1)
+
+
+def test_code_may_call_the_magic(shell: InteractiveShell, launch: FakeLaunch) -> None:
+    assert run(shell, "get_ipython().run_cell_magic('taas', '--gpus 2', 'x = 1')") is None
+    cell = asked_cell(launch)
+    assert (cell.source, cell.raw, cell.line_offset) == ("x = 1", "%%taas --gpus 2\nx = 1", 1)
+    assert cell.execution_count is None
+
+
+def test_names_of_the_notebook_are_filled_in(shell: InteractiveShell, launch: FakeLaunch) -> None:
+    run(shell, "n, label = 3, 'probe'")
+    assert run(shell, "%%taas --gpus {n + 1} --name $label\nx = 1") is None
+    assert launch.asked[0][1] == Flags(gpus=4, name="probe")
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("%%taas --gpus 0\nx = 1", "--gpus 0: possible is"),
+        ("%%taas --gpus -1\nx = 1", "--gpus -1: possible is"),
+        ("%%taas --gpus NaN\nx = 1", "--gpus NaN: possible is"),
+        ("%%taas --gpus 1e9\nx = 1", "--gpus 1e9: possible is"),
+        ("%%taas --gpus {nothing}\nx = 1", "no such name"),
+        ("%%taas --gpus\nx = 1", "--gpus needs a value"),
+        ("%%taas --gpus 2 --units 0\nx = 1", "--units 0: possible is"),
+        ("%%taas --gpus 2 --pool nowhere\nx = 1", "no pool 'nowhere'; possible"),
+        ("#!g2.8\nx = 1", "`#pragma taas --gpus 2`"),
+        ("#!g2.8", "`#pragma taas --gpus 2`"),
+        ("#!nowhere\nx = 1", "no pool 'nowhere'; possible"),
+        ("#pragma taas --gpus 2\n\n", "nothing to run"),
+        ("%taas --gpus 2", "begin it with %%taas"),
+        ("%taas statsu", "did you mean 'status'"),
+        ("%taas nothing", "possible: status, logs, stop, pools, warm, down"),
+        ("%taas pools x", "does not take 'x'; possible is %taas pools"),
+        ("%taas logs --rank x", "--rank x: possible is a whole number from 0"),
+        ("%taas logs --rank", "--rank R: possible is a whole number from 0"),
+        ("%taas stop", "no run is running"),
+        ("%taas logs 'x", "a quote is left open"),
+        ("%taas warm nowhere", "no pool 'nowhere'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_starts_nothing(
+    shell: InteractiveShell,
+    launch: FakeLaunch,
+    capsys: pytest.CaptureFixture[str],
+    cell: str,
+    said: str,
+) -> None:
+    error = run(shell, cell)
+    assert isinstance(error, UsageError)
+    assert said in str(error)
+    assert launch.asked == []
+    assert len(capsys.readouterr().out.strip().splitlines()) == 1
+
+
+def test_a_broken_taas_toml_is_said_and_mended_without_a_restart(
+    shell: InteractiveShell, launch: FakeLaunch
+) -> None:
+    Path("taas.toml").write_text("[pools.x]\nengin = 'ssh'\n")
+    error = run(shell, "%%taas --gpus 2\nx = 1")
+    assert "did you mean 'engine'" in str(error)
+    Path("taas.toml").write_text("[pools.x]\n")
+    assert run(shell, "%%taas --gpus 2 --pool x\nx = 1") is None
+
+
+def test_an_alias_of_local_says_so(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, "#!g2.8\n#pragma taas --gpus 2\nx = 1")
+    assert "pool 'g2.8' means this machine" in capsys.readouterr().out
+
+
+def test_dry_run_prints_the_plan(
+    shell: InteractiveShell, launch: FakeLaunch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, "%%taas --gpus 2 --dry-run\nx = 1")
+    assert launch.asked[0][0] == "dry_run"
+    assert capsys.readouterr().out == "the plan\n"
+
+
+def test_status_and_logs_read_the_journal(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, "%taas")
+    assert "no runs" in capsys.readouterr().out
+    a_run("20260101-000000-aaaaaa", "SUCCEEDED", log="hello\n")
+    run(shell, "%taas status")
+    assert "20260101-000000-aaaaaa  SUCCEEDED  2" in capsys.readouterr().out
+    run(shell, "%taas logs --rank 1")
+    assert capsys.readouterr().out == "hello\n"
+    run(shell, "%taas logs --rank=0 20260101")
+    assert "wrote nothing" in capsys.readouterr().out
+
+
+def test_stop_takes_the_newest_run_that_runs(shell: InteractiveShell, launch: FakeLaunch) -> None:
+    a_run("20260101-000000-aaaaaa", "RUNNING")
+    a_run("20260102-000000-bbbbbb", "RUNNING")
+    a_run("20260103-000000-cccccc", "SUCCEEDED")
+    assert run(shell, "%taas stop") is None
+    assert run(shell, "%taas stop 20260101") is None
+    stopped = [("stop", "20260102-000000-bbbbbb"), ("stop", "20260101-000000-aaaaaa")]
+    assert launch.asked == stopped
+
+
+def test_pools_warm_and_down(
+    shell: InteractiveShell, launch: FakeLaunch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for cell in ("%taas pools", "%taas warm", "%taas down local"):
+        assert run(shell, cell) is None
+    assert launch.asked == [("warm", "local"), ("down", "local")]
+    assert (
+        "local  local   ready  here (1 run), there (0 runs)\n(no taas.toml"
+        in capsys.readouterr().out
+    )
+
+
+def test_help_shows_every_flag_and_every_command(shell: InteractiveShell) -> None:
+    cell_help = shell.object_inspect("%%taas")["docstring"]
+    assert "--max-restarts R" in cell_help and "#pragma taas" in cell_help
+    assert "%taas logs [RUN] [--rank R]" in shell.object_inspect("%taas")["docstring"]
+
+
+def test_unloading_takes_everything_away(shell: InteractiveShell) -> None:
+    taas_magic.unload_ipython_extension(shell)
+    assert shell.find_cell_magic("taas") is None and shell.find_line_magic("taas") is None
+    assert run(shell, "#pragma taas --gpus 0\nx = 1") is None
+    assert shell.Completer.custom_matchers == []
+
+
+def test_loading_warms_the_local_pool_in_a_thread(
+    shell: InteractiveShell, launch: FakeLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taas_magic.unload_ipython_extension(shell)
+    threads: list[Any] = []
+
+    def thread(**arguments: Any) -> Any:
+        threads.append(arguments)
+        return SimpleNamespace(start=lambda: None)
+
+    monkeypatch.delenv("TAAS_WARM")
+    monkeypatch.setattr("taas_magic.magic.threading.Thread", thread)
+    taas_magic.load_ipython_extension(shell)
+    assert launch.asked == []
+    threads[0]["target"](*threads[0]["args"])
+    assert launch.asked == [("warm", "local")]
+
+
+def test_loading_with_a_broken_taas_toml_says_so_and_loads(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taas_magic.unload_ipython_extension(shell)
+    monkeypatch.delenv("TAAS_WARM")
+    Path("taas.toml").write_text("nothing = 1")
+    taas_magic.load_ipython_extension(shell)
+    assert "nothing is warmed up" in capsys.readouterr().err
+    assert shell.find_cell_magic("taas") is not None
+
+
+def test_the_public_names_tell_of_the_last_run(launch: FakeLaunch) -> None:
+    assert taas.last_run is None
+    launch.last_run = object()
+    assert taas.last_run is taas_magic.last_run is launch.last_run
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'; it has: .*runs"):
+        _ = taas.nothing

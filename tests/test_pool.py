@@ -1,0 +1,120 @@
+"""The pool's own process: who reaches it, how kernels share it, and when it ends."""
+
+import contextlib
+import os
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from taas_magic import launch
+from taas_magic import pool as pool_module
+from taas_magic.config import Config, PoolConfig
+from taas_magic.errors import PoolError
+from taas_magic.pool import Pool
+from tests.harness import Notebook, below, listening_ports
+
+
+def the_pool(notebook: Notebook) -> Pool:
+    return launch.pool_named("local", Config())
+
+
+def test_its_files_are_the_users_alone(notebook: Notebook) -> None:
+    folder = the_pool(notebook).folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "pool.json").stat().st_mode) == 0o600
+
+
+def test_the_key_is_in_no_command_line_or_environment(notebook: Notebook) -> None:
+    for process in below(os.getpid()):
+        words = " ".join([*process.cmdline(), *process.environ().values()])
+        assert "PRIVATE KEY" not in words
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(200)])
+def test_who_has_no_key_is_dropped_and_the_run_goes_on(notebook: Notebook, words: bytes) -> None:
+    for port in listening_ports(below(os.getpid())):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+            stranger.sendall(words)
+            stranger.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while data := stranger.recv(4096):
+                    assert b"HTTP" not in data
+    assert notebook.run("print('unaffected')", gpus=1).error is None
+
+
+def test_another_certificate_is_refused(notebook: Notebook) -> None:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    for port in listening_ports(below(os.getpid())):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+            assert not answers(context, plain)
+    assert notebook.run("print('unaffected')", gpus=1).error is None
+
+
+def answers(context: ssl.SSLContext, plain: socket.socket) -> bool:
+    """Whether a peer answers a client; TLS 1.3 refuses one only at its first read."""
+    try:
+        with context.wrap_socket(plain) as stranger:
+            stranger.sendall(b"hello")
+            return bool(stranger.recv(100))
+    except (ssl.SSLError, ConnectionError):
+        return False
+
+
+def test_ports_are_bound_to_one_address(notebook: Notebook) -> None:
+    source = """
+import psutil, torch.distributed as dist
+dist.init_process_group("gloo")
+tree = psutil.Process().parents()[3].children(recursive=True)
+found = [c for process in tree for c in process.net_connections("tcp") if c.status == "LISTEN"]
+print(sorted({c.laddr.ip for c in found}))
+dist.barrier()
+"""
+    assert notebook.run(source).lines[0] == ["['127.0.0.1']"]
+
+
+def test_a_second_kernel_attaches_to_the_same_pool(notebook: Notebook) -> None:
+    source = """
+from pathlib import Path
+from taas_magic.config import Config
+from taas_magic.launch import pool_named
+pool = pool_named("local", Config())
+assert pool.is_alive() and not pool.is_ready
+pool.open()
+print(len(pool.status()["hosts"]), pool.status()["kernels"])
+pool.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["1", "2"]
+
+
+def test_a_pool_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
+    pool = Pool(PoolConfig("broken", engine="nonesuch", start_timeout_s=30), tmp_path)
+    with pytest.raises(PoolError, match="there is no engine 'nonesuch'"):
+        pool.open()
+
+
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_pool_without_kernels_ends_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "LINGER_S", 0.2)
+    pool = Pool(PoolConfig("local"), tmp_path)
+    before = psutil.Process().children()
+    pool.open()
+    [process] = [child for child in psutil.Process().children() if child not in before]
+    tree = [process, *below(process.pid)]
+    assert len(tree) >= 4
+    pool.close()
+    _, alive = psutil.wait_procs(tree, timeout=30)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert not (pool.folder / "pool.json").exists()
+    pool.close()

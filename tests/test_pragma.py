@@ -1,0 +1,79 @@
+"""The comment form: which cells it takes, and what they become."""
+
+import ast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from IPython.core.inputtransformer2 import TransformerManager
+
+from taas_magic.pragma import transform
+
+
+def changed(cell: str) -> str:
+    return "".join(transform(cell.splitlines(keepends=True)))
+
+
+@pytest.mark.parametrize(
+    ("cell", "head"),
+    [
+        ("#!g2.8\n#pragma taas --gpus 8\nx = 1\n", "%%taas --pool g2.8 --gpus 8\n"),
+        ("#pragma taas --gpus 8\nx = 1\n", "%%taas --gpus 8\n"),
+        ("# pragma taas --gpus 8\nx = 1\n", "%%taas --gpus 8\n"),
+        ("#!g2.8\nx = 1\n", "%%taas --pool g2.8\n"),
+        ("#! my-pool\nx = 1\n", "%%taas --pool my-pool\n"),
+        ("\n\n#!g2.8\n\n#pragma taas --gpus 8\nx = 1\n", "%%taas --pool g2.8 --gpus 8\n"),
+        ("# Trains it.\n#!g2.8\n#pragma taas --gpus 8\nx = 1\n", "%%taas --pool g2.8 --gpus 8\n"),
+        ("#pragma taas --gpus 8\n#pragma taas --units 5\nx = 1\n", "%%taas --gpus 8 --units 5\n"),
+        ("#pragma taas --gpus 8\n#!g2.8\nx = 1\n", "%%taas --pool g2.8 --gpus 8\n"),
+    ],
+)
+def test_becomes_a_cell_magic(cell: str, head: str) -> None:
+    assert changed(cell) == head + "x = 1\n"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "x = 1\n",
+        "",
+        "#!/usr/bin/env python\nx = 1\n",
+        "#!python3\nx = 1\n",
+        "#!bash\nx = 1\n",
+        "# to do\n#!important\nx = 1\n",
+        "x = 1\n#!g2.8\n#pragma taas --gpus 8\n",
+        "#pragma once\nx = 1\n",
+        "#pragma taaset --gpus 2\nx = 1\n",
+        "#!two words\nx = 1\n",
+        "%%taas --gpus 2\nx = 1\n",
+    ],
+)
+def test_other_cells_stay_as_they_are(cell: str) -> None:
+    assert changed(cell) == cell
+
+
+def test_a_head_without_a_body_still_reaches_the_magic() -> None:
+    assert changed("#!g2.8") == "%%taas --pool g2.8\n\n"
+
+
+def test_the_cell_is_plain_python() -> None:
+    ast.parse("#!g2.8\n#pragma taas --gpus 8\nx = 1\n")
+
+
+@given(st.text(alphabet="#! pragmtsg2.8-\nx=1", max_size=80))
+def test_any_text_keeps_its_lines_below_the_head(cell: str) -> None:
+    lines = cell.splitlines(keepends=True)
+    new = transform(list(lines))
+    if new != lines:
+        assert new[0].startswith("%%taas ")
+        assert new[1:] == ["\n"] or lines[-len(new[1:]) :] == new[1:]
+
+
+def test_asking_whether_a_cell_is_complete_neither_warns_nor_fails(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    manager = TransformerManager()
+    manager.cleanup_transforms.insert(0, transform)
+    assert manager.check_complete("#!nowhere\n#pragma taas --gpus NaN\nfor i in x:")[0] != "invalid"
+    assert manager.check_complete("#!g2.8\n#pragma taas --gpus 2\nx = 1\n\n")[0] == "complete"
+    assert capsys.readouterr() == ("", "")

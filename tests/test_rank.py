@@ -1,0 +1,197 @@
+"""What a cell finds in a rank: an IPython shell, torchrun's environment, and its notebook."""
+
+import os
+
+import pytest
+
+from taas_magic.errors import CaptureError, RankFailed
+from tests.harness import Notebook
+
+
+def test_the_environment_is_torchruns(notebook: Notebook) -> None:
+    source = """
+import os
+names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+names += ["GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"]
+print({name: os.environ[name] for name in names})
+"""
+    outcome = notebook.run(source, "--max-restarts 2")
+    for rank in range(2):
+        assert eval(outcome.lines[rank][0]) == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "ROLE_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_WORLD_SIZE": "1",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "2",
+        }
+
+
+def test_threads_are_shared_out_and_can_be_set(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import os, torch\nprint(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())"
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert notebook.run(source).lines[1] == [f"{share} {share}"]
+    assert notebook.run(source, "--env OMP_NUM_THREADS=3").lines[1] == ["3 3"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert notebook.run(source).lines[1] == ["4 4"]
+
+
+def test_the_notebooks_environment_and_flags_reach_the_ranks(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROM_NOTEBOOK", "yes")
+    source = "import os\nprint(os.environ['FROM_NOTEBOOK'], os.environ['A'], os.getcwd())"
+    lines = notebook.run(source, "--env A=1=2", gpus=1).lines[0]
+    assert lines == [f"yes 1=2 {notebook.project}"]
+
+
+def test_nccl_is_gloo_without_a_gpu_and_said_once(notebook: Notebook) -> None:
+    source = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(dist.get_backend(), total.item())
+"""
+    outcome = notebook.run(source)
+    assert outcome.lines == {0: ["gloo 2.0"], 1: ["gloo 2.0"]}
+
+
+def test_an_open_process_group_is_closed(
+    notebook: Notebook, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = "import torch.distributed as dist\ndist.init_process_group('gloo')\nprint('open')"
+    outcome = notebook.run(source)
+    assert outcome.error is None
+    assert "destroy_process_group" not in outcome.run.logs(0) if outcome.run else False
+
+
+def test_each_run_has_a_clean_namespace(notebook: Notebook) -> None:
+    notebook.run("left_behind = 1", gpus=1)
+    assert notebook.run("print('left_behind' in globals())", gpus=1).lines[0] == ["False"]
+
+
+def test_main_is_the_cells_own_module(notebook: Notebook) -> None:
+    source = "import sys\nclass Thing: pass\nprint(sys.modules['__main__'].Thing is Thing)"
+    assert notebook.run(source, gpus=1).lines[0] == ["True"]
+
+
+def test_ipython_works_as_in_the_kernel(notebook: Notebook) -> None:
+    source = """
+import asyncio
+name = "world"
+!echo hello {name}
+%env TAAS_PROBE=5
+listed = !echo one two
+print(listed[0].split())
+await asyncio.sleep(0)
+print("awaited")
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.error is None
+    assert "hello world" in outcome.lines[0]
+    assert outcome.lines[0][-2:] == ["['one', 'two']", "awaited"]
+
+
+def test_lightning_would_not_take_it_for_interactive(notebook: Notebook) -> None:
+    assert notebook.run("import sys\nprint(hasattr(sys, 'ps1'))", gpus=1).lines[0] == ["False"]
+
+
+def test_the_last_value_is_shown_and_kept(notebook: Notebook) -> None:
+    outcome = notebook.run("import os\nint(os.environ['RANK']) + 40")
+    assert [event["data"]["text/plain"] for event in outcome.of_kind("display")] == ["40"]
+    assert outcome.run is not None and outcome.run.result == 40
+
+
+def test_only_rank_0_displays(notebook: Notebook) -> None:
+    source = "from IPython.display import HTML, display\nimport os\n"
+    source += "display(HTML('<b>' + os.environ['RANK'] + '</b>'))\n'a value';"
+    displays = notebook.run(source).of_kind("display")
+    assert [event["data"]["text/html"] for event in displays] == ["<b>0</b>"]
+
+
+def test_out_brings_variables_back(notebook: Notebook) -> None:
+    notebook.define("class Point:\n    def __init__(self, x): self.x = x")
+    source = "import torch\nmodel = torch.nn.Linear(3, 2)\nwhere = Point(7)\nfn = lambda: where.x"
+    outcome = notebook.run(source, "--out model,where,fn")
+    assert outcome.error is None
+    space = notebook.shell.user_ns
+    assert tuple(space["model"].weight.shape) == (2, 3)
+    assert isinstance(space["where"], space["Point"])
+    assert space["fn"]() == 7
+    assert outcome.run is not None and set(outcome.run.out) == {"model", "where", "fn"}
+
+
+def test_a_missing_out_name_is_explained(notebook: Notebook) -> None:
+    outcome = notebook.run("history = [1]", "--out histroy", gpus=1)
+    assert isinstance(outcome.error, RankFailed)
+    assert "histroy" in outcome.shown and "history" in outcome.shown
+
+
+def test_an_out_value_that_cannot_travel_is_named(notebook: Notebook) -> None:
+    source = "import threading\nstate = {'lock': threading.Lock()}"
+    outcome = notebook.run(source, "--out state", gpus=1)
+    assert isinstance(outcome.error, RankFailed)
+    assert "state['lock']" in outcome.shown
+
+
+def test_what_cannot_travel_stops_the_cell_before_a_run(notebook: Notebook) -> None:
+    notebook.define("import threading\nclass Box: pass\nbox = Box()\nbox.lock = threading.Lock()")
+    outcome = notebook.run("print(box)")
+    assert outcome.run is None
+    assert isinstance(outcome.error, CaptureError)
+    assert "box.lock" in outcome.shown
+
+
+def test_a_cells_assignment_reaches_functions_of_earlier_cells(notebook: Notebook) -> None:
+    notebook.define("rate = 1\ndef report():\n    return rate")
+    assert notebook.run("rate = 2\nprint(report())", gpus=1).lines[0] == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("source", "etype", "words"),
+    [
+        ("raise KeyboardInterrupt", "KeyboardInterrupt", ""),
+        ("import sys\nsys.exit('no data')", "SystemExit", "no data"),
+        ("import torch\ntorch.ones(2) @ torch.ones(3)", "RuntimeError", "size"),
+        ("class E(Exception):\n    def __reduce__(self): 1 / 0\nraise E('odd')", "E", "odd"),
+        ("class E(Exception):\n    def __str__(self): 1 / 0\nraise E", "E", ""),
+        ("raise ValueError('x' * 1_000_000)", "ValueError", "xxx"),
+    ],
+)
+def test_every_kind_of_exception_is_reported(
+    notebook: Notebook, source: str, etype: str, words: str
+) -> None:
+    outcome = notebook.run(source, gpus=1)
+    assert isinstance(outcome.error, RankFailed)
+    assert outcome.error.etype == etype
+    assert words in outcome.shown
+    assert len(outcome.shown) < 100_000
+
+
+def test_atexit_handlers_of_the_cell_run(notebook: Notebook) -> None:
+    source = "import atexit\natexit.register(print, 'at exit')\nprint('cell')"
+    assert notebook.run(source, gpus=1).lines[0] == ["cell", "at exit"]
+
+
+def test_threads_of_the_cell_are_waited_for(notebook: Notebook) -> None:
+    source = """
+import threading, time
+def late():
+    time.sleep(0.3)
+    print("late")
+threading.Thread(target=late).start()
+"""
+    assert notebook.run(source, gpus=1).lines[0] == ["late"]
+
+
+def test_more_ranks_than_cores(notebook: Notebook) -> None:
+    ranks = 2 * len(os.sched_getaffinity(0)) + 1
+    outcome = notebook.run("import os\nprint(os.environ['RANK'])", gpus=ranks)
+    assert outcome.lines == {rank: [str(rank)] for rank in range(ranks)}

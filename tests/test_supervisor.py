@@ -1,0 +1,49 @@
+"""The first process of a host: whatever happens to its lease, nothing outlives it."""
+
+import subprocess
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from taas_magic.remote.process import spawn_command
+
+pytestmark = pytest.mark.usefixtures("no_leftovers")
+
+
+@pytest.fixture
+def supervisor() -> Iterator[subprocess.Popen[bytes]]:
+    """A supervisor whose agent waits for its settings."""
+    command = spawn_command("taas_magic.remote.supervisor")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        seen = psutil.Process(process.pid)
+        while not seen.children():
+            assert process.poll() is None
+        yield process
+
+
+def test_the_end_of_its_lease_ends_all(supervisor: subprocess.Popen[bytes]) -> None:
+    assert supervisor.stdin is not None
+    supervisor.stdin.close()
+    supervisor.wait(30)
+
+
+def test_the_end_of_the_agent_ends_it(supervisor: subprocess.Popen[bytes]) -> None:
+    psutil.Process(supervisor.pid).children()[0].kill()
+    assert supervisor.wait(30) != 0
+
+
+def test_its_own_end_ends_the_agent(supervisor: subprocess.Popen[bytes]) -> None:
+    below = psutil.Process(supervisor.pid).children(recursive=True)
+    supervisor.kill()
+    supervisor.wait()
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert not alive
+
+
+def test_an_interrupt_does_not_reach_it(supervisor: subprocess.Popen[bytes]) -> None:
+    supervisor.send_signal(2)
+    assert supervisor.stdin is not None
+    supervisor.stdin.write(b"not JSON\n")
+    supervisor.stdin.flush()
+    assert supervisor.wait(60) != 0

@@ -1,0 +1,117 @@
+"""The judgement of a host's ranks, situation by situation."""
+
+import pytest
+
+from taas_magic.remote.watch import (
+    INTERRUPT_GRACE_S,
+    LEFT_GRACE_S,
+    SETTLE_S,
+    STOPPED_S,
+    RankState,
+    Verdict,
+    decide,
+    first_failure,
+    guilty,
+    is_consequence,
+)
+
+
+def ranks(**of_rank_1: object) -> list[RankState]:
+    """Two ranks; the second one as given."""
+    return [RankState(0, 10), RankState(1, 11, **of_rank_1)]  # type: ignore[arg-type]
+
+
+def test_running_ranks_give_no_verdict() -> None:
+    assert decide(ranks(), now=1000.0) is None
+
+
+def test_success_takes_all_ranks() -> None:
+    assert decide(ranks(done=True), now=1.0) is None
+    done = [RankState(0, 10, done=True), RankState(1, 11, done=True)]
+    assert decide(done, now=1.0) == Verdict("SUCCEEDED")
+
+
+def test_a_failure_waits_for_others_to_settle() -> None:
+    failed = ranks(failed_at=5.0)
+    assert decide(failed, now=5.0 + SETTLE_S / 2) is None
+    assert decide(failed, now=5.0 + SETTLE_S) == Verdict("FAILED", "rank")
+
+
+def test_a_failure_need_not_wait_when_all_are_gone() -> None:
+    gone = [RankState(0, 10, done=True), RankState(1, 11, failed_at=5.0, exitcode=1)]
+    assert decide(gone, now=5.0) == Verdict("FAILED", "rank")
+
+
+@pytest.mark.parametrize(
+    ("field", "grace_s", "cause"),
+    [("left_at", LEFT_GRACE_S, "left"), ("stopped_at", STOPPED_S, "stopped")],
+)
+def test_leaving_and_stopping_have_a_grace(field: str, grace_s: float, cause: str) -> None:
+    state = ranks(**{field: 10.0})
+    assert decide(state, now=10.0 + grace_s - 0.1) is None
+    assert decide(state, now=10.0 + grace_s) == Verdict("FAILED", cause)
+
+
+def test_the_deadline_ends_a_run() -> None:
+    assert decide(ranks(), now=9.9, deadline=10.0) is None
+    assert decide(ranks(), now=10.0, deadline=10.0) == Verdict("FAILED", "timeout")
+
+
+def test_an_interrupt_waits_for_the_ranks_then_no_longer() -> None:
+    assert decide(ranks(failed_at=1.0), now=2.0, interrupted_at=1.0) is None
+    over = 1.0 + INTERRUPT_GRACE_S
+    assert decide(ranks(), now=over, interrupted_at=1.0) == Verdict("INTERRUPTED", "interrupt")
+    gone = [RankState(0, 10, exitcode=1), RankState(1, 11, exitcode=-2)]
+    assert decide(gone, now=1.1, interrupted_at=1.0) == Verdict("INTERRUPTED", "interrupt")
+
+
+def test_a_cause_that_comes_second_is_first() -> None:
+    states = [
+        RankState(0, 10, failed_at=1.0, etype="RuntimeError", message="Connection closed by peer"),
+        RankState(1, 11, failed_at=1.2, exitcode=-9),
+    ]
+    assert [state.rank for state in guilty(states, "rank")] == [1, 0]
+
+
+def test_of_several_own_failures_the_earliest_is_first() -> None:
+    states = [
+        RankState(0, 10, failed_at=2.0, etype="ValueError"),
+        RankState(1, 11, failed_at=1.0, etype="KeyError"),
+    ]
+    assert [state.rank for state in guilty(states, "rank")] == [1, 0]
+
+
+def test_who_left_is_to_blame_for_broken_connections() -> None:
+    states = [
+        RankState(0, 10, failed_at=1.5, etype="RuntimeError", message="Connection reset by peer"),
+        RankState(1, 11, left_at=1.0, done=True),
+    ]
+    assert [state.rank for state in guilty(states, "rank")] == [1, 0]
+
+
+def test_a_timeout_names_those_that_ran() -> None:
+    assert [state.rank for state in guilty(ranks(done=True), "timeout")] == [0]
+
+
+@pytest.mark.parametrize(
+    ("etype", "message", "expected"),
+    [
+        ("RuntimeError", "[gloo/pair.cc:553] Connection closed by peer [127.0.0.1]", True),
+        (
+            "DistBackendError",
+            "NCCL error: remote process exited or there was a network error",
+            True,
+        ),
+        ("RuntimeError", "The size of tensor a (2) must match", False),
+        ("ValueError", "Connection closed by peer", False),
+    ],
+)
+def test_what_reads_like_a_consequence(etype: str, message: str, expected: bool) -> None:
+    assert is_consequence(etype, message) is expected
+
+
+def test_the_first_failure_of_all_hosts() -> None:
+    echo, own = {"rank": 0, "consequence": True}, {"rank": 5, "consequence": False}
+    assert first_failure([echo, own]) == own
+    assert first_failure([echo]) == echo
+    assert first_failure([]) is None
