@@ -6,12 +6,14 @@ Every method may be called from any thread of the kernel; the Dask client runs a
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +79,15 @@ class Pool:
             os.close(lock)
         return lock is None
 
+    def _remove_remains(self) -> bool:
+        """Removes what a killed pool process left in the folder; False where one lives."""
+        lock = take_lock(self.folder)
+        if lock is None:
+            return False
+        (self.folder / "pool.json").unlink(missing_ok=True)
+        os.close(lock)
+        return True
+
     def open(self) -> None:
         """Returns when the pool has a host that can start ranks at once; starts it if need be.
 
@@ -87,7 +98,7 @@ class Pool:
             if self.is_ready:
                 return
             self.close()
-            if not self.is_alive():
+            if self._remove_remains():
                 self._process = self._start_process()
             from distributed import Client, Security  # takes 0.8 s, while the process starts
 
@@ -149,7 +160,8 @@ class Pool:
     def close(self) -> None:
         """Leaves the pool; its process decides what follows."""
         if self._client is not None:
-            self._client.close(timeout=2)
+            with _without_dasks_complaints():
+                self._client.close(timeout=2)
             self._client = None
         if self._process is not None:
             self._process.poll()
@@ -203,3 +215,14 @@ class Pool:
         path = self.folder / "pool.log"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         return "\n".join([*lines[-_LOG_LINES:], f"({path})"])
+
+
+@contextmanager
+def _without_dasks_complaints() -> Iterator[None]:
+    """A client whose scheduler was killed logs its attempts to reconnect when it is closed."""
+    logger = logging.getLogger("distributed.client")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from taas_magic.errors import RankFailed, RunTimeout
+from taas_magic.errors import RankFailed, RunLost, RunTimeout
 from tests.harness import Notebook, Outcome
 
 ALL_REDUCE = """
@@ -217,3 +217,17 @@ time.sleep(600)
     for pid in outcome.of_kind("started")[0]["pids"].values():
         assert not psutil.pid_exists(pid)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_dead_pool_is_told_and_replaced(notebook: Notebook) -> None:
+    source = """
+import os, psutil, time
+pool = psutil.Process(os.getppid()).parent().parent().parent()
+assert "taas_magic.engines.process" in str(pool.cmdline())
+pool.kill()
+time.sleep(60)
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert isinstance(outcome.error, RunLost)
+    assert "the pool's process is gone" in outcome.shown
+    assert notebook.run("print('again')", gpus=1).error is None

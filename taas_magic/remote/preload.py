@@ -8,8 +8,11 @@ every rank.
 """
 
 import gc
+import multiprocessing.popen_forkserver
+import multiprocessing.queues
 
 import torch
+import torch.distributed.elastic.multiprocessing
 
 import taas_magic.remote.rank
 from taas_magic.remote.process import die_with_parent
@@ -18,7 +21,13 @@ from taas_magic.remote.shell import RankShell
 die_with_parent()
 
 RankShell.prepare()
-PRELOADED = (torch, taas_magic.remote.rank)
+# what a rank unpickles when it begins: its entry point, and through what torch calls it
+PRELOADED = (
+    taas_magic.remote.rank,
+    torch.distributed.elastic.multiprocessing,
+    multiprocessing.popen_forkserver,
+    multiprocessing.queues,
+)
 
 # a collection in a fork would write to, and so copy, every page that holds an object
 gc.collect()
