@@ -7,14 +7,16 @@ ranks get under its name is a `RemoteLoader`, and the loader itself goes to the 
 import gc
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
 from taas_magic.capture.culprit import refusal
+from taas_magic.data import service
 from taas_magic.data.shard import UNEVEN, Uneven
 
 if TYPE_CHECKING:
@@ -34,12 +36,14 @@ class Registered:
         loader: The loader itself.
         seed: The seed of its randomness; None: the run's.
         uneven: What happens when its batches do not divide by the ranks: `pad`, `drop`, `keep`.
+        is_named: Whether the user named it; else it goes by its variable, once it has one.
     """
 
     name: str
     loader: Any
     seed: int | None = None
     uneven: Uneven = "pad"
+    is_named: bool = True
 
     def payload(self) -> bytes:
         """The loader, pickled for the fetchers."""
@@ -102,6 +106,7 @@ def register(
         raise ValueError(f"register: uneven={uneven!r}; possible is {', '.join(UNEVEN)}")
     if is_registered(loader):
         raise ValueError(f"register: this loader is registered already, as {_of(loader).name!r}")
+    is_named = name is not None
     name = name or _variable_of(loader) or f"loader{len(_registered)}"
     if name in registered():
         raise ValueError(f"register: the name {name!r} is taken; unregister that loader first")
@@ -110,7 +115,7 @@ def register(
             f"register: {name!r} has an iterator that is still alive; delete it and register again"
         )
     _check_travels(name, loader)
-    _registered[id(loader)] = Registered(name, loader, seed, uneven)
+    _registered[id(loader)] = Registered(name, loader, seed, uneven, is_named)
     _teach_capture()
     return loader
 
@@ -135,6 +140,10 @@ def is_registered(loader: Any) -> bool:
 
 def registered() -> dict[str, Registered]:
     """The registered loaders by name."""
+    for entry in [entry for entry in _registered.values() if not entry.is_named]:
+        variable = _variable_of(entry.loader)
+        if variable and all(variable != other.name for other in _registered.values()):
+            _registered[id(entry.loader)] = replace(entry, name=variable)
     return {entry.name: entry for entry in _registered.values()}
 
 
@@ -153,11 +162,41 @@ def noting() -> Iterator[dict[str, Registered]]:
         _listeners.remove(note)
 
 
+def serve(
+    loaders: Mapping[str, Registered], run_dir: Path, fetchers: int, units: int | None
+) -> None:
+    """Write what a run's ranks and fetchers need of the loaders that its cell uses.
+
+    Args:
+        loaders: Those loaders, by name.
+        run_dir: The run's folder.
+        fetchers: How many fetchers run them; 0: the ranks do it themselves.
+        units: The bound of `--units`.
+    """
+    if not loaders:
+        return
+    import torch
+
+    seed = torch.initial_seed() & (1 << 63) - 1
+    served = tuple(
+        service.Served(
+            entry.name,
+            getattr(entry.loader, "num_workers", 0),
+            _start_method(entry.loader),
+            seed if entry.seed is None else entry.seed,
+        )
+        for entry in loaders.values()
+    )
+    described = service.Service(service.new_key(), seed, fetchers, units, served)
+    payloads = {name: entry.payload() for name, entry in loaders.items()}
+    service.write(run_dir, described, payloads)
+
+
 def reduce_loader(loader: Any) -> Any:
     """A pickler's rule: a registered loader travels as its shape, every other as what it is."""
-    entry = _registered.get(id(loader))
-    if entry is None:
+    if id(loader) not in _registered:
         return NotImplemented
+    entry = next(entry for entry in registered().values() if entry.loader is loader)
     from taas_magic.data.loader import arrive
 
     for note in _listeners:
@@ -171,6 +210,12 @@ def _teach_capture() -> None:
 
     for kind in {type(entry.loader) for entry in _registered.values()}:
         pickling.STAND_INS[kind] = reduce_loader
+
+
+def _start_method(loader: Any) -> str:
+    """The start method that the loader asks for its processes, "" for none."""
+    context = getattr(loader, "multiprocessing_context", None)
+    return context.get_start_method() if context is not None else ""
 
 
 def _of(loader: Any) -> Registered:

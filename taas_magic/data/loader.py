@@ -7,7 +7,7 @@ about a loader when it travels; `RemoteLoader` is what the cell finds under the 
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -93,6 +93,11 @@ class Feed:
     window_bytes: int = 128 << 20
     timing: Timing = Timing()  # noqa: RUF009
     direct: bool = True
+    loaders: "list[RemoteLoader]" = field(default_factory=list)
+
+    def counts(self) -> dict[str, dict[str, float]]:
+        """What this rank was handed so far, for each loader."""
+        return {loader.name: asdict(loader.counts) for loader in self.loaders}
 
 
 @dataclass
@@ -132,6 +137,11 @@ class RemoteLoader(DataLoader[Any]):
         self.counts = Counts()
         super().__init__(**_arguments(self, shape))
         self.num_workers = shape.num_workers
+
+    @property
+    def name(self) -> str:
+        """The loader's name in the run."""
+        return self._shape.name
 
     def __len__(self) -> int:
         """How many batches this rank gets of an epoch.
@@ -408,4 +418,6 @@ def arrive(shape: LoaderShape) -> RemoteLoader:
     """
     if _feed is None:
         raise RuntimeError(f"loader {shape.name!r} arrived in process {os.getpid()}, no rank")
-    return RemoteLoader(shape, _feed)
+    loader = RemoteLoader(shape, _feed)
+    _feed.loaders.append(loader)
+    return loader

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -46,6 +47,39 @@ class Fetched:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What a fetcher takes over from the notebook, so that its loaders unpickle.
+
+    Attributes:
+        cwd: The notebook's folder.
+        environ: The kernel's environment.
+        sys_path: The kernel's import path.
+        payload: The run's payload, which has the project's own modules.
+        log: File for what the dataset's code prints.
+    """
+
+    cwd: str
+    environ: dict[str, str]
+    sys_path: tuple[str, ...]
+    payload: Path
+    log: Path
+
+    def take(self) -> None:
+        """Make it this process's."""
+        from taas_magic.capture import modules, payload
+
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(self.environ)
+        os.chdir(self.cwd)
+        sys.path[:] = self.sys_path
+        modules.install(payload.read(self.payload).modules)
+
+
+@dataclass(frozen=True)
 class FetcherSpec:
     """What a fetcher is to do.
 
@@ -62,6 +96,7 @@ class FetcherSpec:
         units: The bound of `--units`.
         spill: Folder for what is prepared beyond that; None: the lanes wait instead.
         tls: Certificate files; None for plain TCP.
+        setting: What it takes over from the notebook; None: nothing.
     """
 
     number: int
@@ -76,6 +111,7 @@ class FetcherSpec:
     units: int | None = None
     spill: Path | None = None
     tls: Tls | None = None
+    setting: Setting | None = None
 
 
 class Fetcher:
@@ -180,6 +216,8 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
+    if spec.setting is not None:
+        spec.setting.take()
     with running(spec) as fetcher, suppress(BrokenPipeError):
         control.send({"kind": "fetcher", "number": spec.number, "pid": os.getpid()})
         reported = time.monotonic()

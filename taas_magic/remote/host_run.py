@@ -18,7 +18,7 @@ import psutil
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from taas_magic.journal import Event, event
-from taas_magic.remote import link, report
+from taas_magic.remote import feeding, link, report
 from taas_magic.remote.elastic import HostRendezvous, RunAgent
 from taas_magic.remote.process import end_all, signal_name
 from taas_magic.remote.pump import Pump
@@ -75,7 +75,8 @@ class HostRun:
             self._changed.set,
         )
         try:
-            self._run_elastic()
+            with feeding.fetchers(self._spec, self._host, self._emit):
+                self._run_elastic()
         except Exception as error:
             self._verdict = Verdict("FAILED", "host")
             self._failures = [report.host_failure(self._host, error)]

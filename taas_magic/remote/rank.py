@@ -23,6 +23,7 @@ import torch.distributed as dist
 from taas_magic.capture import modules, payload, pickling
 from taas_magic.errors import CaptureError
 from taas_magic.journal import RunFolder
+from taas_magic.remote import feeding
 from taas_magic.remote.link import Link, stack_file
 from taas_magic.remote.process import adopt_orphans, die_with_parent
 from taas_magic.remote.shell import RankShell, cut, message_of
@@ -55,7 +56,7 @@ def rank_main(spec: Mapping[str, Any]) -> None:
     faulthandler.enable(stack_file(pipes, attempt, local_rank).open("w"))
     _take_environment(spec)
     _use_gloo_without_cuda(link)
-    with _heartbeat(link):
+    with _heartbeat(link), feeding.feed(Path(spec["run_dir"]), rank, attempt, link):
         succeeded = _run(RankShell.instance(), spec, link, rank)
         if succeeded:
             _finish()
