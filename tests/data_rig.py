@@ -16,7 +16,7 @@ from taas_magic.remote import fetcher
 
 SEED = 7
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["taas_magic.remote.fetcher", "data_rig"])
+CONTEXT.set_forkserver_preload(["taas_magic.remote.fetcher", "tests.data_rig"])
 
 
 class Rows(Dataset):

@@ -6,12 +6,12 @@ import time
 import accelerate.data_loader
 import pytest
 import torch
-from data_rig import SEED, Lines, Noise, Rows, plain, service
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import SequentialSampler as Sequential
 
 from taas_magic.data import shard
 from taas_magic.data.shard import seed_of
+from tests.data_rig import SEED, Lines, Noise, Rows, plain, service
 
 
 def local(loader, epoch=0):

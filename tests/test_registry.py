@@ -4,13 +4,13 @@ import gc
 import threading
 
 import pytest
-from data_rig import Lines, Rows
 from torch.utils.data import DataLoader
 
 import taas
 from taas_magic import registry
 from taas_magic.capture import pickling
 from taas_magic.data.loader import Feed, RemoteLoader, use_feed
+from tests.data_rig import Lines, Rows
 
 
 @pytest.fixture(autouse=True)

@@ -161,6 +161,7 @@ class Connection:
         if not parts and patience_s:
             parts = [wire.pack(Frame(Kind.ALIVE))]
         link.send(self._socket, parts)
+        self._shelf.sent(self)
 
     def _look_up(self, frame: Frame, key: Key, patience_s: float) -> Answer | None:
         if frame.kind is not Kind.PEEK:

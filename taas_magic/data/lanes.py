@@ -15,7 +15,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
@@ -112,6 +112,7 @@ class Lanes:
                 f"(loader {self._specs[at].loader!r}, pid {process.pid}) "
                 f"{_how(process.exitcode)}; it was started again"
             )
+            self._specs[at] = replace(self._specs[at], follows_a_death=True)
             self._processes[at] = self._start(at)
         return said
 

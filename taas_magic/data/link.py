@@ -182,15 +182,10 @@ class Link:
     def _connect(self, tls: ssl.SSLContext | None, direct: bool) -> Socket:
         address = self.address
         if direct and address.unix and address.machine == machine():
-            sock = socket.socket(socket.AF_UNIX)
-            sock.settimeout(_CONNECT_S)
-            sock.connect("\0" + address.unix)
-            return sock
+            return _connect_unix(address.unix)
         sock = socket.create_connection((address.host, address.port), _CONNECT_S)
         keep_watch(sock)
-        if tls is None:
-            return sock
-        return tls.wrap_socket(sock, server_hostname=address.host)
+        return sock if tls is None else tls.wrap_socket(sock, server_hostname=address.host)
 
     def _introduce(self, key: bytes) -> dict[str, object]:
         """The handshake: each side shows that it knows the run's key."""
@@ -253,3 +248,14 @@ class Link:
     def freed(self) -> list[int]:
         """Numbers of the shared blocks that nobody looks at any more."""
         return self._shared.freed()
+
+
+def _connect_unix(name: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(_CONNECT_S)
+        sock.connect("\0" + name)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

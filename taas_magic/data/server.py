@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,13 @@ class LaneSpec:
         units: The bound of `--units`, None for none.
         spill: Folder for prepared batches over the budget; None: the lane waits instead.
         host: Name of the host, for messages.
+        follows_a_death: Whether it takes the place of a lane that died, perhaps of a batch.
     """
 
-    payload: bytes
+    payload: bytes = field(repr=False)
     loader: str
     seed: int
-    key: bytes
+    key: bytes = field(repr=False)
     fetcher: int = 0
     lane: int = 0
     number: int = 0
@@ -81,6 +82,7 @@ class LaneSpec:
     units: int | None = None
     spill: Path | None = None
     host: str = ""
+    follows_a_death: bool = False
 
 
 class Lane:
@@ -114,7 +116,7 @@ class Lane:
             self._broken = _failed(failure)
         except Exception:
             self._broken = _caught(f"in {where} (loader {spec.loader!r}, when it was unpickled)")
-        self.shelf = Shelf(spec.buffer_bytes, self._follows)
+        self.shelf = Shelf(spec.buffer_bytes, self._follows, spec.follows_a_death)
         self._ahead = _Ahead(self)
         self._sent = Sent(self.stats, STATS.index("sent"), STATS.index("sent_bytes"))
         about = {"loader": spec.loader, "fetcher": spec.fetcher, "lane": spec.lane}

@@ -46,18 +46,24 @@ class Shelf:
     Args:
         budget_bytes: How much prepared data may wait in memory.
         follows: Whether a batch can be prepared without going back in its stream.
+        is_careful: Whether everything that is wanted and ready is sent before the next is
+            prepared: if that one ends the process, nothing else is lost with it.
     """
 
     def __init__(
-        self, budget_bytes: int, follows: Callable[[int, int], bool] = lambda epoch, slot: True
+        self,
+        budget_bytes: int,
+        follows: Callable[[int, int], bool] = lambda epoch, slot: True,
+        is_careful: bool = False,
     ) -> None:
-        self._budget_bytes, self._follows = budget_bytes, follows
+        self._budget_bytes, self._follows, self._is_careful = budget_bytes, follows, is_careful
         self._changed = threading.Condition()
         self._waiting: dict[Key, set[Hashable]] = {}
         self._open: OrderedDict[Key, None] = OrderedDict()
         self._ready: dict[Key, Item] = {}
         self._unasked: dict[Key, None] = {}
         self._to_send: Counter[Hashable] = Counter()
+        self._taken: Counter[Hashable] = Counter()
         self._counts: OrderedDict[Key, int] = OrderedDict()
         self._ahead: Iterator[Key] = iter(())
         self._doing: Key | None = None
@@ -90,11 +96,13 @@ class Shelf:
         with self._changed:
             for key in [key for key, waiting in self._waiting.items() if who in waiting]:
                 self._leave(who, key)
-            del self._to_send[who]
+            del self._to_send[who], self._taken[who]
             self._changed.notify_all()
 
     def take(self, who: Hashable, key: Key, timeout_s: float) -> Item | None:
         """Return the answer, and take it from the shelf unless another connection waits for it.
+
+        Whoever takes it says `sent` when it has gone.
 
         Returns:
             None when it is not there within `timeout_s`.
@@ -105,10 +113,18 @@ class Shelf:
             item = self._ready.get(key)
             if item is not None:
                 self._leave(who, key)
+                self._taken[who] += 1
                 if key in self._unasked:
                     self._remove(key)
                     self._changed.notify_all()
             return item
+
+    def sent(self, who: Hashable) -> None:
+        """Everything that a connection has taken has gone."""
+        self._taken[who] = 0
+        if self._is_careful:
+            with self._changed:
+                self._changed.notify_all()
 
     def count(self, who: Hashable, key: Key, timeout_s: float) -> int | None:
         """What a batch counts (VOID: there is none), without taking it.
@@ -137,7 +153,7 @@ class Shelf:
         """
         with self._changed:
             while not self._closed:
-                key = self._choose()
+                key = None if self._has_to_wait() else self._choose()
                 if key is not None:
                     self._doing = key
                     return key
@@ -170,6 +186,9 @@ class Shelf:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def _has_to_wait(self) -> bool:
+        return self._is_careful and any((*self._to_send.values(), *self._taken.values()))
 
     def _leave(self, who: Hashable, key: Key) -> None:
         """`who` waits for `key` no more."""
