@@ -19,7 +19,7 @@ class Proxy:
 
     def __init__(self, directory, harm):
         self._directory, self.harm = directory, harm
-        self._servers = {}
+        self._servers, self._addresses = {}, {}
         self.connections = 0
 
     def __call__(self, loader):
@@ -28,23 +28,28 @@ class Proxy:
         return Found(found.lanes, found.stride, through)
 
     def _through(self, number, address):
+        self._addresses[number] = address
         if number not in self._servers:
             server = socket.create_server(("127.0.0.1", 0))
             self._servers[number] = server
-            threading.Thread(target=self._accept, args=(server, address), daemon=True).start()
+            threading.Thread(target=self._accept, args=(server, number), daemon=True).start()
         port = self._servers[number].getsockname()[1]
         return address._replace(port=port, unix="")
 
-    def _accept(self, server, address):
+    def _accept(self, server, number):
         with contextlib.suppress(OSError):
             while True:
                 rank, _ = server.accept()
-                lane = socket.create_connection((address.host, address.port))
+                address = self._addresses[number]
+                try:
+                    lane = socket.create_connection((address.host, address.port))
+                except OSError:
+                    rank.close()
+                    continue
                 self.connections += 1
-                number = self.connections
-                back = threading.Thread(target=self._back, args=(number, lane, rank), daemon=True)
-                forth = threading.Thread(target=self._forth, args=(rank, lane), daemon=True)
-                back.start(), forth.start()
+                back = (self.connections, lane, rank)
+                threading.Thread(target=self._back, args=back, daemon=True).start()
+                threading.Thread(target=self._forth, args=(rank, lane), daemon=True).start()
 
     def _forth(self, rank, lane):
         # Never blocked in a read: the kernel resets a connection only when nobody is.

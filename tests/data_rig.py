@@ -96,9 +96,15 @@ class Service:
         )
 
     def start(self, number):
-        process, control = fetcher.start(self.spec(number), CONTEXT)
-        assert control.recv()["kind"] == "fetcher"
-        self.processes.append((process, control))
+        self.processes.append(self.restart(number))
+
+    def restart(self, number):
+        """Start a fetcher, perhaps in the place of one that is gone."""
+        started = fetcher.start(self.spec(number), CONTEXT)
+        assert started[1].recv()["kind"] == "fetcher"
+        if number < len(self.processes):
+            self.processes[number] = started
+        return started
 
     def feed(self, rank=0, world_size=1, local=False, **changes):
         arguments = {

@@ -90,8 +90,14 @@ def test_18_a_lane_that_died_is_started_again(tmp_path):
             assert handed + [plain(batch) for batch in batches] == want
 
 
+class Slowish(Noise):
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
 def test_19_a_fetcher_stops_and_goes_on(tmp_path):
-    with service(tmp_path, DataLoader(Noise(60), 2), fetchers=2) as running:
+    with service(tmp_path, DataLoader(Slowish(100), 2), fetchers=2) as running:
         want = stream(running, local=True)
         batches = iter(running.loader())
         handed = [plain(next(batches)) for _ in range(3)]
