@@ -17,7 +17,7 @@ from taas_magic.data.shard import home
 from taas_magic.errors import ProtocolError, RunLost
 
 _FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
+_LONGEST_PAUSE_S = 1.0
 
 
 class Found(NamedTuple):
@@ -133,9 +133,11 @@ class Route:
             return self._idle[number].pop()
         try:
             address = self._found.addresses[number]
-            return Link(address, self._key, self._tls, self._direct)
         except KeyError:
             raise ConnectionError(f"lane {number} has not started yet") from None
+        link = Link(address, self._key, self._tls, self._direct)
+        self._lost_at = None
+        return link
 
     def give_back(self, number: int, link: Link) -> None:
         """Keep a link on which nothing is under way."""

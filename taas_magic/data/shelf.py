@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from taas_magic.data.wire import Kind
 
 _KEEP_COUNTS = 100_000
+_MOMENT_S = 0.05
 
 
 class Key(NamedTuple):
@@ -46,7 +47,7 @@ class Shelf:
     Args:
         budget_bytes: How much prepared data may wait in memory.
         follows: Whether a batch can be prepared without going back in its stream.
-        is_careful: Whether everything that is wanted and ready is sent before the next is
+        is_careful: Whether what is wanted and ready has a moment to be sent before the next is
             prepared: if that one ends the process, nothing else is lost with it.
     """
 
@@ -153,7 +154,10 @@ class Shelf:
         """
         with self._changed:
             while not self._closed:
-                key = None if self._has_to_wait() else self._choose()
+                if self._is_careful:
+                    # Not for long: what is ready may have to go behind what is not.
+                    self._changed.wait_for(self._has_gone, _MOMENT_S)
+                key = self._choose()
                 if key is not None:
                     self._doing = key
                     return key
@@ -187,8 +191,8 @@ class Shelf:
             self._closed = True
             self._changed.notify_all()
 
-    def _has_to_wait(self) -> bool:
-        return self._is_careful and any((*self._to_send.values(), *self._taken.values()))
+    def _has_gone(self) -> bool:
+        return not any((*self._to_send.values(), *self._taken.values()))
 
     def _leave(self, who: Hashable, key: Key) -> None:
         """`who` waits for `key` no more."""
