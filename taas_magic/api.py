@@ -4,6 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.journal import RunRecord, runs
+from taas_magic.registry import is_registered, register, registered, unregister
 
 if TYPE_CHECKING:
     from taas_magic.publish import save
@@ -11,7 +12,34 @@ if TYPE_CHECKING:
 
     last_run: Run | None
 
-__all__ = ["RunRecord", "last_run", "runs", "save"]
+__all__ = [
+    "RunRecord",
+    "get_registered_data_loaders_names",
+    "get_worker_info",
+    "is_registered",
+    "last_run",
+    "register",
+    "registered",
+    "runs",
+    "save",
+    "unregister",
+    "unregistered",
+]
+
+unregistered = unregister
+"""The old client's name of `unregister`."""
+
+
+def get_registered_data_loaders_names() -> list[str]:
+    """Names of the registered loaders; the old client's form of `registered`."""
+    return sorted(registered())
+
+
+def get_worker_info() -> Any:
+    """torch's `get_worker_info`; the old client had one of its own."""
+    from torch.utils.data import get_worker_info
+
+    return get_worker_info()
 
 
 def __getattr__(name: str) -> Any:

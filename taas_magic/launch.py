@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taas_magic import journal, store
+from taas_magic import journal, registry, store
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.config import Config
@@ -48,11 +48,13 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     plan = plan_of(flags, pool, config)
     assert plan.store is not None
     store.prepare(plan.store)
-    captured = payload.capture(cell, shell.user_ns, **_capture_settings(cell, shell, config))
+    with registry.noting() as loaders:
+        captured = payload.capture(cell, shell.user_ns, **_capture_settings(cell, shell, config))
     with Interrupts() as interrupts:
         open_pool(pool, interrupts)
         folder = RunFolder.create(plan.run_id, plan.to_json(), cell.raw)
         payload.write(captured, folder.payload)
+        registry.serve(loaders, folder.path, plan.cpus, plan.units)
         run = last_run = Run(plan, folder)
         gpus = plan.world_size if pool.capacity().gpus else 0
         view = View(plan, folder.path, log_ranks=flags.log_ranks, gpus=gpus)

@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 
 from taas_magic.journal import Event, event
 from taas_magic.receipt import STORE_KINDS, Ledger
-from taas_magic.remote import guard, link, report
+from taas_magic.remote import feeding, guard, link, report
 from taas_magic.remote.elastic import HostRendezvous, RunAgent
 from taas_magic.remote.process import end_all, signal_name
 from taas_magic.remote.pump import Pump
@@ -79,7 +79,8 @@ class HostRun:
             self._changed.set,
         )
         try:
-            self._run_elastic()
+            with feeding.fetchers(self._spec, self._host, self._emit):
+                self._run_elastic()
         except Exception as error:
             self._verdict = Verdict("FAILED", "host")
             self._failures = [report.host_failure(self._host, error)]

@@ -14,6 +14,7 @@ import multiprocessing.queues
 import torch
 import torch.distributed.elastic.multiprocessing
 
+import taas_magic.remote.fetcher
 import taas_magic.remote.rank
 from taas_magic.remote.process import die_with_parent
 from taas_magic.remote.shell import RankShell

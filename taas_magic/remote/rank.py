@@ -23,6 +23,7 @@ import torch.distributed as dist
 from taas_magic.capture import modules, payload, pickling
 from taas_magic.errors import CaptureError
 from taas_magic.journal import RunFolder
+from taas_magic.remote import feeding
 from taas_magic.remote.guard import Means
 from taas_magic.remote.hold import HELD_BY_PYTHON, hold
 from taas_magic.remote.link import Link, stack_file
@@ -63,7 +64,7 @@ def rank_main(spec: Mapping[str, Any]) -> None:
         os._exit(1)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it starts them
     _use_gloo_without_cuda(link)
-    with _heartbeat(link):
+    with _heartbeat(link), feeding.feed(Path(spec["run_dir"]), rank, attempt, link):
         succeeded = _run(RankShell.instance(), spec, link, rank)
         if succeeded:
             _finish()

@@ -1,0 +1,1 @@
+"""The data service: fetchers prepare the batches of registered loaders, ranks pull them."""

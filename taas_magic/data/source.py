@@ -1,0 +1,296 @@
+"""What a loader yields, prepared slot by slot: the one place where the user's dataset runs.
+
+A fetcher's lane uses it, and a rank itself when there are no fetchers, so that the stream is the
+same. A slot's batch depends on (seed, epoch, slot) and on nothing that was prepared before: map-
+style loaders by indexing, iterable-style ones by replaying their stream (or from the dataset's own
+`state_dict`, where it has one).
+"""
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+
+from taas_magic.data.order import Order, seed_all
+from taas_magic.data.shard import seed_of
+
+_SNAPSHOT_EVERY = 64
+
+
+class Opened(NamedTuple):
+    """What is known of an epoch before its first batch.
+
+    Attributes:
+        batches: How many there are; None where only the end will show.
+        streams: How many streams the loader is cut into; None for a map-style loader.
+        order: Hash of the order; 0 where there is none to compare.
+        counted: Whether batches carry `hints["units"]`.
+    """
+
+    batches: int | None
+    streams: int | None
+    order: int
+    counted: bool = False
+
+
+class Ended(Exception):
+    """There is no batch in this slot."""
+
+
+class Failed(Exception):
+    """The user's code raised; `wrapped` raises it again wherever it is sent."""
+
+    def __init__(self, wrapped: ExceptionWrapper) -> None:
+        super().__init__(wrapped.exc_msg)
+        self.wrapped = wrapped
+
+
+class Source:
+    """Prepares the batches of one loader.
+
+    Args:
+        payload: The pickled loader.
+        name: Its name, for messages.
+        seed: The run's seed.
+        where: Who prepares ("fetcher 1 on host a"), for messages.
+        worker_id: What `get_worker_info().id` is for a map-style dataset; None: no worker info.
+        loader: The loader, if it was unpickled before.
+    """
+
+    def __init__(
+        self,
+        payload: bytes,
+        name: str,
+        seed: int,
+        where: str,
+        worker_id: int | None = None,
+        loader: DataLoader[Any] | None = None,
+    ) -> None:
+        self._payload = payload
+        self.loader: DataLoader[Any] = pickle.loads(payload) if loader is None else loader
+        self._name, self._seed, self._where = name, seed, where
+        self.streams = streams_of(self.loader)
+        self._order = Order(self.loader, seed) if self.streams is None else None
+        self._cursors: dict[int, _Cursor] = {}
+        self._at = ""
+        self._info: Any = None
+        if self._order and worker_id is not None:
+            self._info = self._start_worker(self.loader, worker_id, seed_of(seed))
+
+    def open(self, epoch: int) -> Opened:
+        """Say how long an epoch is. Enumerates its order.
+
+        Raises:
+            Failed: The sampler raised.
+        """
+        if self._order is None:
+            return Opened(None, self.streams, 0)
+        self._at = f"epoch {epoch}, its order"
+        order = self._guarded(lambda: self._require_order().epoch(epoch))
+        return Opened(order.batches, None, order.digest)
+
+    def indices(self, epoch: int, slot: int) -> Any:
+        """The indices of a batch of a map-style loader."""
+        return self._require_order().epoch(epoch).indices[slot]
+
+    def prepare(self, epoch: int, slot: int, indices: Any = None) -> Any:
+        """Return the batch in a slot.
+
+        Args:
+            epoch: The epoch.
+            slot: The slot.
+            indices: What to use instead of this process's own order.
+
+        Raises:
+            Ended: There is none.
+            Failed: The dataset, its sampler or collate_fn raised.
+        """
+        self._at = f"epoch {epoch}, batch {slot}"
+        if self.streams is not None:
+            return self._guarded(lambda: self._next_of(epoch, slot))
+        return self._guarded(lambda: self._fetch(epoch, slot, indices))
+
+    def sample(self, index: Any) -> Any:
+        """Return `dataset[index]`.
+
+        Raises:
+            Failed: It raised.
+        """
+        self._at = f"dataset[{index!r}]"
+        dataset: Any = self.loader.dataset
+        return self._guarded(lambda: dataset[index])
+
+    def follows(self, epoch: int, slot: int) -> bool:
+        """Whether a slot is not behind what its stream has already given."""
+        if self.streams is None:
+            return True
+        cursor = self._cursors.get(slot % self.streams)
+        return cursor is None or cursor.epoch != epoch or slot // self.streams >= cursor.item
+
+    def _require_order(self) -> Order:
+        if self._order is None:
+            raise TypeError(f"loader {self._name!r} is iterable-style: its batches have no indices")
+        return self._order
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        before, torch_worker._worker_info = torch_worker._worker_info, self._info
+        try:
+            return work()
+        except (Ended, Failed):
+            raise
+        except Exception:
+            where = f"in {self._where} (loader {self._name!r}, {self._at})"
+            raise Failed(ExceptionWrapper(where=where)) from None  # type: ignore[no-untyped-call]
+        finally:
+            torch_worker._worker_info = before
+
+    def _fetch(self, epoch: int, slot: int, indices: Any) -> Any:
+        if indices is None:
+            try:
+                indices = self.indices(epoch, slot)
+            except IndexError:
+                raise Ended from None
+        seed_all(seed_of(self._seed, epoch, slot))
+        dataset: Any = self.loader.dataset
+        if self.loader.batch_sampler is None:
+            return self.loader.collate_fn(self._item(dataset, indices))
+        if getattr(dataset, "__getitems__", None):
+            self._at += f", indices {indices}"
+            return self.loader.collate_fn(dataset.__getitems__(indices))
+        before = self._at
+        items = [self._item(dataset, index) for index in indices]
+        self._at = before
+        return self.loader.collate_fn(items)
+
+    def _item(self, dataset: Any, index: Any) -> Any:
+        try:
+            return dataset[index]
+        except Exception:
+            self._at += f", index {index}"
+            raise
+
+    def _next_of(self, epoch: int, slot: int) -> Any:
+        assert self.streams is not None
+        item, stream = divmod(slot, self.streams)
+        cursor = self._cursors.get(stream)
+        if cursor is None or cursor.epoch != epoch or cursor.item > item:
+            cursor = self._cursors[stream] = self._new_cursor(epoch, stream, item, cursor)
+        while cursor.item < item:
+            self._advance(cursor)
+        return self._advance(cursor)
+
+    def _advance(self, cursor: "_Cursor") -> Any:
+        assert self.streams is not None
+        slot = cursor.item * self.streams + cursor.stream
+        torch_worker._worker_info = cursor.info
+        seed_all(seed_of(self._seed, cursor.epoch, slot))
+        return cursor.next_batch()
+
+    def _new_cursor(self, epoch: int, stream: int, item: int, old: "_Cursor | None") -> "_Cursor":
+        loader: DataLoader[Any] = pickle.loads(self._payload)
+        with suppress(AttributeError):
+            loader.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
+        seed = seed_of(self._seed, epoch)
+        info = self._start_worker(loader, stream, seed) if loader.num_workers else None
+        seed_all(seed + stream)
+        start = 0
+        if old is not None and old.epoch == epoch:
+            start = old.restore(loader.dataset, item)
+        return _Cursor(loader, epoch, stream, start, info)
+
+    def _start_worker(self, loader: DataLoader[Any], worker_id: int, seed: int) -> Any:
+        """What a local worker does first; returns what `get_worker_info()` shall answer."""
+        workers = max(1, loader.num_workers)
+        info = torch_worker.WorkerInfo(
+            id=worker_id % workers,
+            num_workers=workers,
+            seed=seed + worker_id % workers,
+            dataset=loader.dataset,
+        )
+        init = loader.worker_init_fn
+        if init is not None:
+            self._info, self._at = info, "worker_init_fn"
+            seed_all(info.seed)
+            self._guarded(lambda: init(info.id))
+            self._info = None
+        return info
+
+
+class _Cursor:
+    """How far one stream of one epoch has come."""
+
+    def __init__(
+        self, loader: DataLoader[Any], epoch: int, stream: int, item: int, info: Any
+    ) -> None:
+        self.epoch, self.stream, self.item, self.info = epoch, stream, item, info
+        self._loader, self._dataset = loader, loader.dataset
+        self._samples: Iterator[Any] | None = None
+        self._snapshots: dict[int, Any] = {}
+        self._ended = False
+
+    def next_batch(self) -> Any:
+        """The stream's next batch.
+
+        Raises:
+            Ended: It has none.
+        """
+        if self._ended:
+            raise Ended
+        if self._samples is None:
+            self._samples = iter(self._dataset)
+        if self.item % _SNAPSHOT_EVERY == 0 and hasattr(self._dataset, "state_dict"):
+            self._snapshots[self.item] = pickle.dumps(self._dataset.state_dict())
+        batch = self._loader.collate_fn(self._gather(self._samples))
+        self.item += 1
+        return batch
+
+    def _gather(self, samples: Iterator[Any]) -> Any:
+        if self._loader.batch_size is None:
+            return self._take(samples, 1)[0]
+        items = self._take(samples, self._loader.batch_size)
+        if self._loader.drop_last and len(items) < self._loader.batch_size:
+            raise Ended
+        return items
+
+    def _take(self, samples: Iterator[Any], count: int) -> list[Any]:
+        items: list[Any] = []
+        for _ in range(count):
+            try:
+                items.append(next(samples))
+            except StopIteration:
+                self._ended = True
+                break
+        if not items:
+            raise Ended
+        return items
+
+    def restore(self, dataset: Any, item: int) -> int:
+        """Bring a fresh dataset as near to `item` as snapshots allow; returns where it stands."""
+        usable = [at for at in self._snapshots if at <= item]
+        if not usable or not hasattr(dataset, "load_state_dict"):
+            return 0
+        dataset.load_state_dict(pickle.loads(self._snapshots[max(usable)]))
+        return max(usable)
+
+
+def streams_of(loader: DataLoader[Any]) -> int | None:
+    """How many streams an iterable-style loader is cut into; None for a map-style one."""
+    if isinstance(loader.dataset, IterableDataset):
+        return max(1, loader.num_workers)
+    return None
+
+
+def units_of(batch: object) -> int:
+    """What a batch counts in `--units`: its `hints["units"]`, or 1."""
+    hints = getattr(batch, "hints", None)
+    return int(hints.get("units", 1)) if isinstance(hints, dict) else 1
+
+
+def is_counted(batch: object) -> bool:
+    """Whether a batch says itself how many units it counts."""
+    hints = getattr(batch, "hints", None)
+    return isinstance(hints, dict) and "units" in hints

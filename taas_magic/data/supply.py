@@ -1,0 +1,134 @@
+"""Where a rank's batches come from: the questions it asks, and the answers.
+
+A `Supply` answers questions about one loader in one epoch at a time. There are two: `Pull`, which
+asks the lanes of fetchers, and `LocalSupply` here, which prepares in the rank itself. The stream of
+batches is the same, because both answer from a `Source` and a `Course` decides what to ask.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from taas_magic.data.shard import VOID, Ask
+from taas_magic.data.source import Ended, Failed, Opened, Source, is_counted, units_of
+
+
+class Reply(NamedTuple):
+    """What a rank gets for an `Ask`.
+
+    Attributes:
+        units: What the batch counts; VOID: there is none.
+        batch: The batch; None where only the count was asked for.
+        size: Its bytes on the wire, 0 if it was on none.
+        failure: What the user's code raised instead; `reraise()` raises it here.
+    """
+
+    units: int
+    batch: Any = None
+    size: int = 0
+    failure: Any = None
+
+
+class Supply(Protocol):
+    """Answers a rank's questions about one loader."""
+
+    @property
+    def lanes(self) -> int:
+        """How many processes share the work."""
+
+    def open(self, epoch: int) -> Opened:
+        """Say how long an epoch is; blocks until it is known."""
+
+    def ask(self, epoch: int, asks: Sequence[Ask]) -> None:
+        """Send questions ahead; does not wait for answers."""
+
+    def reply(self, epoch: int, ask: Ask) -> Reply:
+        """Return the answer to a question that was asked; blocks until it is there."""
+
+    def close(self) -> None:
+        """The pass is over; questions without an answer are forgotten."""
+
+
+@contextmanager
+def own_random_state() -> Iterator[None]:
+    """Keep the rank's own random numbers as they are while a dataset draws its."""
+    torch_state, python_state = torch.default_generator.get_state(), random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python_state)
+        if numpy and numpy_state is not None:
+            numpy.random.set_state(numpy_state)
+
+
+class LocalSupply:
+    """Prepares batches in the rank, when they are wanted."""
+
+    lanes = 1
+
+    def __init__(self, source: Source, bounded: bool) -> None:
+        self._source, self._bounded = source, bounded
+
+    def open(self, epoch: int) -> Opened:
+        """Say how long an epoch is."""
+        with own_random_state(), reraised():
+            opened = self._source.open(epoch)
+            if self._bounded:
+                opened = opened._replace(counted=self._is_counted(epoch))
+            return opened
+
+    def ask(self, epoch: int, asks: Sequence[Ask]) -> None:
+        """Nothing is prepared ahead here."""
+
+    def reply(self, epoch: int, ask: Ask) -> Reply:
+        """Prepare a batch."""
+        with own_random_state():
+            reply = self._prepare(epoch, ask.slot)
+        return reply if ask.mine else reply._replace(batch=None)
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+    def _prepare(self, epoch: int, slot: int) -> Reply:
+        try:
+            batch = self._source.prepare(epoch, slot)
+        except Ended:
+            return Reply(VOID)
+        except Failed as failure:
+            return Reply(1, failure=failure.wrapped)
+        return Reply(units_of(batch), batch)
+
+    def _is_counted(self, epoch: int) -> bool:
+        try:
+            return is_counted(self._source.prepare(epoch, 0))
+        except (Ended, Failed):
+            return False
+
+
+@contextmanager
+def reraised() -> Iterator[None]:
+    """Raise what the user's code raised as what it was."""
+    try:
+        yield
+    except Failed as failure:
+        failure.wrapped.reraise()  # type: ignore[no-untyped-call]
+
+
+class Patience:
+    """`DataLoader(timeout=…)`: how long a rank waits for a batch; 0 means forever."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._since = timeout_s, time.monotonic()
+
+    def check(self) -> None:
+        """Raise RuntimeError, as a local DataLoader does, once the time is over."""
+        if self._timeout_s and time.monotonic() - self._since > self._timeout_s:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout_s:g} seconds")

@@ -1,0 +1,284 @@
+"""Frames between a rank and a fetcher's lane: what may be said, when, and how large it may be.
+
+No socket, no pickle and no torch in here: bytes in, `Frame` out, and the other way round. The
+protocol is a transition table and a frame that the table does not list is a `ProtocolError`
+(the idea is h11's). Every frame is one fixed header, checked by a CRC of its own before any field
+is believed, and a body whose size is limited by the kind of the frame.
+
+    lane                               rank
+    CHALLENGE nonce            ─────►
+                               ◄─────  PROOF nonce + MAC        (the run's key; HMAC-SHA256)
+    WELCOME MAC + about        ─────►                           (now both know: same run)
+                               ◄─────  OPEN epoch               how long is it, in which order
+    OPENED                     ─────►
+                               ◄─────  GET epoch, batch         a pure question, may be repeated
+    ALIVE … BATCH | VOID | ERROR ───►
+                               ◄─────  PEEK epoch, batch        what does it count, is it there
+    PEEKED | VOID | ERROR      ─────►
+"""
+
+import enum
+import hashlib
+import hmac
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from taas_magic.errors import ProtocolError
+
+MAGIC = b"TaaS"
+VERSION = 1
+ALIGN = 64
+NONCE_BYTES = 32
+MAC_BYTES = 32
+MAX_BATCH_BYTES = 16 << 30
+
+_LAYOUT = struct.Struct("<4sBBHIIIIqqQQ")
+_CRC = struct.Struct("<I")
+HEADER_BYTES = _LAYOUT.size + _CRC.size
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    CHALLENGE = 1
+    PROOF = 2
+    WELCOME = 3
+    REFUSED = 4
+    OPEN = 10
+    OPENED = 11
+    GET = 12
+    BATCH = 13
+    PEEK = 14
+    PEEKED = 15
+    VOID = 16
+    ERROR = 17
+    ALIVE = 18
+    SAMPLE = 19
+    ORDER = 20
+    VALUE = 21
+
+
+class Flag(enum.IntFlag):
+    """How the body of a BATCH arrives."""
+
+    NONE = 0
+    SUMMED = 1
+    """`body_sum` holds the checksum of the body."""
+    SHARED = 2
+    """The body is in shared memory block `block`; no byte of it follows."""
+    NEW_BLOCK = 4
+    """The descriptor of that block comes with the header."""
+
+
+class State(enum.Enum):
+    """Where one side of a connection stands."""
+
+    GREETING = "greeting"
+    PROVING = "proving"
+    READY = "ready"
+
+
+class Role(enum.Enum):
+    """Who listens."""
+
+    LANE = "lane"
+    RANK = "rank"
+
+
+_ASKED = (Kind.OPEN, Kind.GET, Kind.PEEK, Kind.SAMPLE, Kind.ORDER)
+_ANSWERED = (
+    *(Kind.OPENED, Kind.BATCH, Kind.PEEKED, Kind.VOID),
+    *(Kind.ERROR, Kind.ALIVE, Kind.VALUE),
+)
+
+_MAY_HEAR: dict[Role, dict[tuple[State, Kind], State]] = {
+    Role.LANE: {
+        (State.PROVING, Kind.PROOF): State.READY,
+        **{(State.READY, kind): State.READY for kind in _ASKED},
+    },
+    Role.RANK: {
+        (State.GREETING, Kind.CHALLENGE): State.PROVING,
+        (State.PROVING, Kind.WELCOME): State.READY,
+        (State.PROVING, Kind.REFUSED): State.GREETING,
+        **{(State.READY, kind): State.READY for kind in _ANSWERED},
+    },
+}
+
+_MAX_BODY_BYTES: dict[Kind, int] = {
+    Kind.CHALLENGE: NONCE_BYTES,
+    Kind.PROOF: NONCE_BYTES + MAC_BYTES,
+    Kind.WELCOME: MAC_BYTES + (1 << 16),
+    Kind.REFUSED: 1 << 12,
+    Kind.OPEN: 0,
+    Kind.OPENED: 1 << 12,
+    Kind.GET: 1 << 24,
+    Kind.BATCH: MAX_BATCH_BYTES,
+    Kind.PEEK: 0,
+    Kind.PEEKED: 0,
+    Kind.VOID: 0,
+    Kind.ERROR: 1 << 24,
+    Kind.ALIVE: 0,
+    Kind.SAMPLE: 1 << 16,
+    Kind.ORDER: 0,
+    Kind.VALUE: MAX_BATCH_BYTES,
+}
+
+
+class Frame(NamedTuple):
+    """The header of one message.
+
+    Attributes:
+        kind: What it is.
+        epoch: The epoch it is about.
+        batch: The batch (its place in the epoch's order) it is about; for PEEKED, see `units`.
+        units: What the batch counts in `--units` (BATCH, PEEKED).
+        head_bytes: How many bytes at the body's start are its table of contents (BATCH).
+        body_bytes: Size of the body.
+        body_sum: Checksum of the body, when `flags` has SUMMED.
+        flags: How the body arrives.
+        block: Which shared memory block holds the body, or (GET) which one is free again.
+        order: Hash of the epoch's order as the lane has it; 0 where it did not use its own.
+    """
+
+    kind: Kind
+    epoch: int = 0
+    batch: int = 0
+    units: int = 0
+    head_bytes: int = 0
+    body_bytes: int = 0
+    body_sum: int = 0
+    flags: int = 0
+    block: int = 0
+    order: int = 0
+
+
+def pack(frame: Frame) -> bytes:
+    """Return the header's bytes."""
+    fields = _LAYOUT.pack(
+        MAGIC,
+        VERSION,
+        frame.kind,
+        frame.flags,
+        frame.block,
+        frame.head_bytes,
+        frame.units,
+        frame.order,
+        frame.epoch,
+        frame.batch,
+        frame.body_bytes,
+        frame.body_sum,
+    )
+    return fields + _CRC.pack(zlib.crc32(fields))
+
+
+def unpack(header: bytes | bytearray | memoryview) -> Frame:
+    """Return the frame that a header announces.
+
+    Args:
+        header: Exactly `HEADER_BYTES` bytes.
+
+    Raises:
+        ProtocolError: Not ours, another version, damaged, or a number out of its bounds.
+    """
+    magic, version, kind, flags, block, head, units, order, *numbers = _LAYOUT.unpack_from(header)
+    epoch, batch, body, body_sum = numbers
+    if magic != MAGIC:
+        raise ProtocolError(f"the peer does not speak this protocol (it began with {magic!r})")
+    if _CRC.unpack_from(header, _LAYOUT.size)[0] != zlib.crc32(header[: _LAYOUT.size]):
+        raise ProtocolError("a frame's header is damaged: its checksum does not match")
+    if version != VERSION:
+        raise ProtocolError(
+            f"the peer speaks version {version} of the data protocol, not {VERSION}"
+        )
+    try:
+        known = Kind(kind)
+    except ValueError:
+        raise ProtocolError(f"there is no frame of kind {kind}") from None
+    if epoch < 0 or batch < 0:
+        raise ProtocolError(f"{known.name} asks for epoch {epoch}, batch {batch}")
+    if body > _MAX_BODY_BYTES[known] or head > body:
+        raise ProtocolError(
+            f"{known.name} announces {body} bytes; the limit is {_MAX_BODY_BYTES[known]}"
+        )
+    return Frame(known, epoch, batch, units, head, body, body_sum, flags, block, order)
+
+
+class Talk:
+    """One side's view of a connection: raises when it hears what may not be said now."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self.state = State.PROVING if role is Role.LANE else State.GREETING
+
+    def hear(self, kind: Kind) -> None:
+        """Take note of a frame that came in.
+
+        Raises:
+            ProtocolError: The table does not allow it in this state.
+        """
+        try:
+            self.state = _MAY_HEAR[self._role][self.state, kind]
+        except KeyError:
+            raise ProtocolError(
+                f"a {self._role.value} that is {self.state.value} may not hear {kind.name}"
+            ) from None
+
+
+class Assembler:
+    """Turns a stream of bytes, cut anywhere, into whole frames (what a lane hears: small ones)."""
+
+    def __init__(self, talk: Talk) -> None:
+        self._talk = talk
+        self._bytes = bytearray()
+        self._frame: Frame | None = None
+
+    def feed(self, data: bytes) -> Iterable[tuple[Frame, bytes]]:
+        """Yield every frame that `data` completes, with its body.
+
+        Raises:
+            ProtocolError: Something that may not be said; the connection is of no use any more.
+        """
+        self._bytes += data
+        while True:
+            if self._frame is None:
+                if len(self._bytes) < HEADER_BYTES:
+                    return
+                self._frame = unpack(self._bytes[:HEADER_BYTES])
+                self._talk.hear(self._frame.kind)
+                del self._bytes[:HEADER_BYTES]
+            if len(self._bytes) < self._frame.body_bytes:
+                return
+            frame, self._frame = self._frame, None
+            body = bytes(self._bytes[: frame.body_bytes])
+            del self._bytes[: frame.body_bytes]
+            yield frame, body
+
+
+def prove(key: bytes, role: Role, nonce: bytes) -> bytes:
+    """Return the MAC by which `role` shows that it knows the run's key, for the peer's nonce."""
+    return hmac.new(key, role.value.encode() + b"\0" + nonce, hashlib.sha256).digest()
+
+
+def proven(key: bytes, role: Role, nonce: bytes, mac: bytes) -> bool:
+    """Whether `mac` is what `role` would have answered (compared in constant time)."""
+    return hmac.compare_digest(prove(key, role, nonce), mac)
+
+
+def aligned(size: int) -> int:
+    """Round a size up to the alignment of buffers in a body."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def layout(head_bytes: int, sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where the buffers of a body lie.
+
+    Returns:
+        The offset of each buffer, every one aligned, and the size of the whole body.
+    """
+    offsets, at = [], aligned(head_bytes)
+    for size in sizes:
+        offsets.append(at)
+        at += aligned(size)
+    return offsets, at

@@ -1,0 +1,131 @@
+"""Random harm to a data service, from a seed, so that a run of it can be played again."""
+
+import contextlib
+import hashlib
+import random
+import threading
+import time
+
+import psutil
+import torch
+from torch.utils.data import DataLoader
+
+from taas_magic.data import shard
+from tests.data_proxy import Proxy
+from tests.data_rig import Noise, service
+
+WORLD_SIZE = 2
+
+
+class Chaos:
+    """Harms a service until it has done so many times.
+
+    Args:
+        running: The service.
+        seed: Decides what happens, in which order, to whom; the moments are the machine's.
+        faults: How many.
+        pause_s: Mean time between two.
+    """
+
+    def __init__(self, running, seed, faults, pause_s):
+        self._running, self._random = running, random.Random(seed)
+        self._faults, self._pause_s = faults, pause_s
+        self.done = []
+        self.proxy = Proxy(running.feed().directory, self._harm)
+        self._cuts = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self._faults = 0
+        self._thread.join()
+        self.proxy.close()
+
+    def _run(self):
+        while len(self.done) < self._faults:
+            time.sleep(self._random.expovariate(1 / self._pause_s))
+            kind = self._random.choice(["kill lane", "stop lane", "cut", "kill fetcher"])
+            with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+                getattr(self, "_" + kind.replace(" ", "_"))()
+                self.done.append(kind)
+
+    def _lane(self):
+        number = self._random.randrange(len(self._running.processes))
+        process = self._running.processes[number][0]
+        return self._random.choice(psutil.Process(process.pid).children())
+
+    def _kill_lane(self):
+        self._lane().kill()
+
+    def _stop_lane(self):
+        lane = self._lane()
+        lane.suspend()
+        time.sleep(self._random.uniform(0.05, 0.3))
+        lane.resume()
+
+    def _kill_fetcher(self):
+        number = self._random.randrange(len(self._running.processes))
+        process, control = self._running.processes[number]
+        process.kill()
+        process.join()
+        control.close()
+        self._running.restart(number)
+
+    def _cut(self):
+        self._cuts.set()
+
+    def _harm(self, number, data):
+        if self._cuts.is_set():
+            self._cuts.clear()
+            return None
+        return data
+
+
+def train(running, epochs, directory, generation=0):
+    """Train on all ranks' streams; returns the streams' hash and the weights."""
+    torch.manual_seed(0)
+    weights = torch.zeros(8)
+    digest = hashlib.sha256()
+    ledgers = [running.ledger(rank, generation) for rank in range(WORLD_SIZE)]
+    arguments = {"world_size": WORLD_SIZE, "directory": directory, "generation": generation}
+    remotes = [
+        running.loader(rank=rank, ledger=ledgers[rank], direct=rank == 0, **arguments)
+        for rank in range(WORLD_SIZE)
+    ]
+    for _ in range(epochs):
+        for rows in zip(*remotes, strict=True):
+            for features, indices in rows:
+                digest.update(features.numpy().tobytes() + bytes(indices.tolist()))
+                weights += 0.1 * (features.mean(0) - weights)
+    for ledger in ledgers:
+        ledger.close()
+    return digest.hexdigest(), weights
+
+
+def play(folder, seed, faults, pause_s=0.05, rows=200):
+    """Train undisturbed, then under harm until so much was done; returns what was done.
+
+    Raises:
+        AssertionError: A stream, the weights or the ledger differ.
+    """
+    loader = DataLoader(Noise(rows), 4, shuffle=True)
+    done, generation = [], 0
+    with service(folder, loader, fetchers=2, lanes=2) as running:
+        digest, weights = train(running, 2, running.feed().directory)
+        while len(done) < faults:
+            generation += 1
+            with Chaos(running, seed + generation, faults - len(done), pause_s) as chaos:
+                got = train(running, 2, chaos.proxy, generation)
+            done += chaos.done
+            assert got[0] == digest
+            assert torch.equal(got[1], weights)
+        lines = running.handed()
+        assert shard.audit(lines) == []
+        for generation in {line.generation for line in lines}:
+            for turn in range(2):
+                one = [n for n in lines if (n.generation, n.turn) == (generation, turn)]
+                assert shard.missing(one, rows // 4) == []
+    return done

@@ -1,0 +1,15 @@
+"""Fifty faults at random: the stream, the weights and the ledger are the undisturbed ones."""
+
+import os
+
+import pytest
+
+from tests.chaos.harm import play
+
+FAULTS = int(os.environ.get("TAAS_CHAOS_FAULTS", "50"))
+SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))
+
+
+@pytest.mark.timeout(600)
+def test_the_result_is_that_of_an_undisturbed_run(tmp_path):
+    assert len(play(tmp_path, SEED, FAULTS)) >= FAULTS

@@ -1,0 +1,81 @@
+"""A TCP proxy between a rank and its lanes that does what a bad network does."""
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+
+from taas_magic.data.route import Found
+
+
+class Proxy:
+    """Forwards connections to lanes and harms what comes back.
+
+    Attributes:
+        harm: Called with the number of the connection and the bytes from the lane; returns what
+            goes on to the rank, or None to reset the connection.
+    """
+
+    def __init__(self, directory, harm):
+        self._directory, self.harm = directory, harm
+        self._servers, self._addresses = {}, {}
+        self.connections = 0
+
+    def __call__(self, loader):
+        found = self._directory(loader)
+        through = {n: self._through(n, address) for n, address in found.addresses.items()}
+        return Found(found.lanes, found.stride, through)
+
+    def _through(self, number, address):
+        self._addresses[number] = address
+        if number not in self._servers:
+            server = socket.create_server(("127.0.0.1", 0))
+            self._servers[number] = server
+            threading.Thread(target=self._accept, args=(server, number), daemon=True).start()
+        port = self._servers[number].getsockname()[1]
+        return address._replace(port=port, unix="")
+
+    def _accept(self, server, number):
+        with contextlib.suppress(OSError):
+            while True:
+                rank, _ = server.accept()
+                address = self._addresses[number]
+                try:
+                    lane = socket.create_connection((address.host, address.port))
+                except OSError:
+                    rank.close()
+                    continue
+                self.connections += 1
+                back = (self.connections, lane, rank)
+                threading.Thread(target=self._back, args=back, daemon=True).start()
+                threading.Thread(target=self._forth, args=(rank, lane), daemon=True).start()
+
+    def _forth(self, rank, lane):
+        # Never blocked in a read: the kernel resets a connection only when nobody is.
+        with contextlib.suppress(OSError, ValueError), rank, lane:
+            while True:
+                if not select.select([rank], [], [], 0.05)[0]:
+                    continue
+                data = rank.recv(1 << 16)
+                if not data:
+                    lane.shutdown(socket.SHUT_RDWR)
+                    return
+                lane.sendall(data)
+
+    def _back(self, number, lane, rank):
+        with contextlib.suppress(OSError), lane:
+            while data := lane.recv(1 << 16):
+                data = self.harm(number, data)
+                if data is None:
+                    rank.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    rank.close()
+                    return
+                rank.sendall(data)
+            rank.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        for server in self._servers.values():
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)
+            server.close()

@@ -1,0 +1,152 @@
+"""Real fetchers and remote loaders for the tests of the data service."""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+
+import cloudpickle
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from taas_magic.data import ledger
+from taas_magic.data.loader import Feed, LoaderShape, RemoteLoader
+from taas_magic.data.route import FolderDirectory, Timing
+from taas_magic.remote import fetcher
+
+SEED = 7
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["taas_magic.remote.fetcher", "tests.data_rig"])
+
+
+class Rows(Dataset):
+    """Row n is [n, n + 0.5, …]; deterministic."""
+
+    def __init__(self, size, width=8):
+        self.size, self.width = size, width
+        self.classes = ["a", "b"]
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.full((self.width,), float(index)), index
+
+
+class Noise(Rows):
+    """Random augmentation, by torch."""
+
+    def __getitem__(self, index):
+        return torch.rand(self.width), index
+
+
+class Lines(IterableDataset):
+    """Numbers, split over workers."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        for number in range(first, self.size, step):
+            yield torch.tensor([number])
+
+
+def shape_of(loader, name="train", **changes):
+    iterable = isinstance(loader.dataset, IterableDataset)
+    shape = LoaderShape(
+        name=name,
+        batches=None if iterable else len(loader),
+        samples=None if iterable else len(loader.dataset),
+        iterable=iterable,
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        num_workers=loader.num_workers,
+    )
+    return dataclasses.replace(shape, **changes)
+
+
+class Service:
+    """Fetchers for some loaders, in processes of their own; and ranks' loaders."""
+
+    def __init__(self, folder, loaders, fetchers=1, lanes=1, **changes):
+        self.folder, self.loaders, self.key = folder, loaders, os.urandom(32)
+        self.processes = []
+        folder.mkdir(parents=True, exist_ok=True)
+        self.payloads = {name: cloudpickle.dumps(loader) for name, loader in loaders.items()}
+        for name, payload in self.payloads.items():
+            (folder / f"{name}.pkl").write_bytes(payload)
+        self.fetchers, self.lanes, self.changes = fetchers, lanes, changes
+        for number in range(fetchers):
+            self.start(number)
+
+    def spec(self, number):
+        fetched = tuple(
+            fetcher.Fetched(
+                name,
+                self.folder / f"{name}.pkl",
+                num_workers=loader.num_workers or self.lanes,
+                seed=SEED,
+            )
+            for name, loader in self.loaders.items()
+        )
+        return fetcher.FetcherSpec(
+            number, self.fetchers, fetched, self.key, self.folder / "fetchers", 1, **self.changes
+        )
+
+    def start(self, number):
+        self.processes.append(self.restart(number))
+
+    def restart(self, number):
+        """Start a fetcher, perhaps in the place of one that is gone."""
+        started = fetcher.start(self.spec(number), CONTEXT)
+        assert started[1].recv()["kind"] == "fetcher"
+        if number < len(self.processes):
+            self.processes[number] = started
+        return started
+
+    def feed(self, rank=0, world_size=1, local=False, **changes):
+        arguments = {
+            "payload": self.payloads.__getitem__,
+            "directory": None if local else FolderDirectory(self.folder / "fetchers"),
+            "key": self.key,
+            "seed": SEED,
+            "timing": Timing(start_s=30.0, silence_s=3.0, give_up_s=2.0),
+        }
+        return Feed(rank, world_size, **arguments | changes)
+
+    def loader(self, name="train", rank=0, world_size=1, shape=None, **changes):
+        shape = shape_of(self.loaders[name], name, **(shape or {}))
+        return RemoteLoader(shape, self.feed(rank, world_size, **changes))
+
+    def ledger(self, rank=0, generation=0):
+        return ledger.Ledger(self.folder / "ledger", generation, rank)
+
+    def handed(self):
+        return ledger.read(self.folder / "ledger")
+
+    def close(self):
+        for process, control in self.processes:
+            control.close()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def service(folder, loaders, **arguments):
+    if isinstance(loaders, DataLoader):
+        loaders = {"train": loaders}
+    running = Service(folder, loaders, **arguments)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def plain(batch):
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    return [plain(part) for part in batch] if isinstance(batch, (list, tuple)) else batch
