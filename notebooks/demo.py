@@ -13,7 +13,7 @@ from traitlets.config import Config
 FOLDER = Path(__file__).parent
 NOTEBOOK = FOLDER / "quickstart.ipynb"
 EXECUTED = FOLDER.parent / "build" / "quickstart.executed.ipynb"
-ACCURACY = re.compile(r"accuracy\D*\d[\d.]*\s*%?", re.IGNORECASE)
+ACCURACY = re.compile(r"accuracy\D*\d[\d.]*%?", re.IGNORECASE)
 
 
 class Demo(NotebookClient):
@@ -55,7 +55,7 @@ def main() -> int:
         print(failure, file=sys.stderr)
     else:
         found = [hit for text in texts(notebook) for hit in ACCURACY.findall(text)]
-        print(found[-1] if found else "the notebook printed no accuracy")
+        print(f"result: {found[-1]}" if found else "the notebook printed no accuracy")
     print(f"executed notebook: {EXECUTED} ({time.monotonic() - started:.0f} s)")
     return failure is not None
 

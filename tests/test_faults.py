@@ -202,6 +202,21 @@ def test_an_interrupt_ends_the_ranks(notebook: Notebook) -> None:
     assert notebook.run("print('usable')", gpus=1).error is None
 
 
+def test_an_interrupted_cell_may_clean_up(notebook: Notebook) -> None:
+    source = """
+try:
+    dist.barrier()
+    if rank == 0:
+        os.kill(%d, 2)
+    time.sleep(600)
+finally:
+    print("saved")
+"""
+    outcome = notebook.run(ALL_REDUCE + source % os.getpid())
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert outcome.lines == {0: ["saved"], 1: ["saved"]}
+
+
 def test_three_interrupts_leave_nothing(notebook: Notebook) -> None:
     source = """
 import os, signal, time

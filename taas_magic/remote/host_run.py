@@ -7,7 +7,6 @@ the judge.
 
 import gc
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -105,7 +104,7 @@ class HostRun:
         """
         if self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
-            self._ranks.send_signal(signal.SIGINT)
+            self._ranks.interrupt()
         self._killed = self._killed or how == "kill"
         self._changed.set()
 
@@ -134,13 +133,13 @@ class HostRun:
         share = self._spec.share
         ranks = range(share.first_rank, share.first_rank + share.ranks)
         self._attempt, self._ranks = attempt, Ranks(ranks)
+        if self._interrupted_at is not None:
+            self._ranks.interrupt()
         self._failures, self._verdict = [], None
         self._pump.open(attempt, [(rank, self._local(rank)) for rank in ranks])
 
     def _after_start(self, attempt: int, pids: dict[int, int]) -> None:
         self._ranks.started(pids)
-        if self._interrupted_at is not None:
-            self._ranks.send_signal(signal.SIGINT)
         named = {str(rank): pid for rank, pid in pids.items()}
         self._emit(event("started", self._host, attempt=attempt, pids=named))
 

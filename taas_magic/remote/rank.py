@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -49,10 +50,13 @@ def rank_main(spec: Mapping[str, Any]) -> None:
     if agent is None or not agent.is_alive():
         os._exit(1)  # it, and so the forkserver, ended before this process asked to end with it
     adopt_orphans()
+    # the supervisor ignores interrupts, and what is ignored stays so in all that it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     pipes = Path(spec["pipes"])
     link = Link(pipes, attempt, local_rank)
+    link.send("up", pid=os.getpid())
     link.redirect_output()
     atexit._clear()
     faulthandler.enable(stack_file(pipes, attempt, local_rank).open("w"))

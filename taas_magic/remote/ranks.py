@@ -4,6 +4,7 @@ The pump's thread brings messages, the run's thread asks the system; one lock is
 `watch` judges what is gathered here.
 """
 
+import os
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ import psutil
 from taas_magic.remote import memory
 from taas_magic.remote.watch import RankState
 
-OWN_KINDS = frozenset({"beat", "raising", "failure", "left", "done"})
+OWN_KINDS = frozenset({"up", "beat", "raising", "failure", "left", "done"})
 """The messages of a rank that are about its state; all others are for the notebook."""
 
 ExitcodeOf = Callable[[int], int | None]
@@ -34,6 +35,8 @@ class Ranks:
         self._states = {rank: RankState(rank, pid=0) for rank in ranks}
         self._processes: dict[int, psutil.Process] = {}
         self._kills: dict[int, dict[str, int]] = {}
+        self._up: set[int] = set()
+        self._interrupted = False
 
     def started(self, pids: dict[int, int]) -> None:
         """Takes down the process of each rank; one may have ended already."""
@@ -54,7 +57,12 @@ class Ranks:
         now = time.monotonic()
         with self._lock:
             state = self._states[rank]
-            if kind in ("raising", "failure"):
+            if kind == "up":
+                self._up.add(rank)
+                state.pid = message["pid"]
+                if self._interrupted:
+                    _send(message["pid"], signal.SIGINT)
+            elif kind in ("raising", "failure"):
                 state.failed_at = state.failed_at or now
                 state.etype, state.message = message["etype"], message["message"]
                 state.traceback = message.get("traceback", state.traceback)
@@ -104,20 +112,24 @@ class Ranks:
         if state.exitcode == -signal.SIGKILL:
             state.hint = memory.explain(memory.has_risen(self._kills[state.rank]))
 
-    def send_signal(self, number: int) -> None:
-        """Sends every rank a signal."""
+    def interrupt(self) -> None:
+        """Sends SIGINT to every rank, as soon as it has said that it would hear it."""
         with self._lock:
-            processes = list(self._processes.values())
-        for process in processes:
-            try:
-                process.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
+            self._interrupted = True
+            for rank in self._up:
+                _send(self._states[rank].pid, signal.SIGINT)
 
     def alive(self) -> list[psutil.Process]:
         """The ranks' processes that are still there."""
         with self._lock:
             return [process for process in self._processes.values() if status_of(process)]
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return  # it has just ended, which is what is wanted
 
 
 def status_of(process: psutil.Process | None) -> str:
