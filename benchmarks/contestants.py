@@ -11,7 +11,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kernel_client import Notebook
-from programs import CLOCK, FIRST_LINE, FLOOD, RANKS, Flood, delay_s, first_line_s, flood
+from programs import (
+    ALL_PRINT,
+    CLOCK,
+    FLOOD,
+    ONE_PRINTS,
+    RANKS,
+    Flood,
+    delay_s,
+    first_line_s,
+    flood,
+)
 
 Figures = dict[str, float]
 """What one round measured, in seconds (`glued` and `lost` are lines)."""
@@ -42,13 +52,13 @@ def taas() -> Figures:
         return f"%%taas --gpus {RANKS}\n{program}"
 
     with notebook() as cold:
-        figures = {"cold": first_line_s(cold.run("%load_ext taas_magic", cell(FIRST_LINE)))}
+        figures = {"cold": first_line_s(cold.run("%load_ext taas_magic", cell(ALL_PRINT)))}
         cold.run("%taas down")
     with notebook() as warm:
         warm.run("%load_ext taas_magic")
         while "(0 runs)" not in warm.run("%taas pools").text:
             time.sleep(POLL_S)
-        figures["after warming"] = first_line_s(warm.run(cell(FIRST_LINE)))
+        figures["after warming"] = first_line_s(warm.run(cell(ALL_PRINT)))
         figures |= _warm_figures(warm, cell)
         warm.run("%taas down")
     return figures
@@ -64,7 +74,7 @@ def torchrun() -> Figures:
     launcher = Path(sys.executable).with_name("torchrun")
     with TemporaryDirectory() as folder, notebook() as any_kernel:
         file = f"{folder}/script.py"
-        figures = {"cold": first_line_s(any_kernel.run(cell(FIRST_LINE)))}
+        figures = {"cold": first_line_s(any_kernel.run(cell(ALL_PRINT)))}
         return figures | _warm_figures(any_kernel, cell)
 
 
@@ -77,7 +87,7 @@ def accelerate() -> Figures:
         return f"from accelerate import notebook_launcher\n{function}\n{call}"
 
     with notebook() as kernel:
-        figures = {"cold": first_line_s(kernel.run(cell(FIRST_LINE)))}
+        figures = {"cold": first_line_s(kernel.run(cell(ALL_PRINT)))}
         return figures | _warm_figures(kernel, cell)
 
 
@@ -89,13 +99,14 @@ def floor() -> Figures:
 
     with notebook() as kernel:
         kernel.run("import torch.distributed, floor; floor.warm()")
-        kernel.run(cell(FIRST_LINE))
+        kernel.run(cell(ALL_PRINT))
         return _warm_figures(kernel, cell)
 
 
 def _warm_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
     figures = {
-        "warm": first_line_s(kernel.run(cell(FIRST_LINE))),
+        "warm": first_line_s(kernel.run(cell(ALL_PRINT))),
+        "warm, one prints": first_line_s(kernel.run(cell(ONE_PRINTS))),
         "delay": delay_s(kernel.run(cell(CLOCK))),
     }
     seen: Flood = flood(kernel.run(cell(FLOOD)))

@@ -11,7 +11,7 @@ RANKS = 2
 LINES = 10_000
 LINE_CHARS = 80
 
-FIRST_LINE = """
+ALL_PRINT = """
 import torch
 import torch.distributed as dist
 
@@ -21,6 +21,7 @@ dist.all_reduce(total)
 print(f"rank {dist.get_rank()} summed {total.item():.0f}", flush=True)
 dist.destroy_process_group()
 """
+ONE_PRINTS = ALL_PRINT.replace("print(", "if dist.get_rank() == 0:\n    print(")
 FIRST_LINE_MARK = f"summed {RANKS}"
 
 CLOCK = """

@@ -24,6 +24,7 @@ __all__ = [
     "register",
     "registered",
     "runs",
+    "save",
     "unregister",
     "unregistered",
 ]

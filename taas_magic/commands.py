@@ -15,7 +15,7 @@ USAGE = {
     "status": ("status", "your newest runs, of any kernel"),
     "logs": ("logs [RUN] [--rank R]", "all that a rank wrote; the newest run, rank 0"),
     "stop": ("stop [RUN]", "end a run; without RUN the newest that runs"),
-    "pools": ("pools", "the pools, and the hosts that they have"),
+    "pools": ("pools [--check]", "the pools and their hosts; what holds the store's rule there"),
     "warm": ("warm [POOL]", "make a pool ready, so that the next cell starts at once"),
     "down": ("down [POOL]", "end a pool: its runs, its hosts, its process"),
 }
@@ -77,6 +77,8 @@ def _stop(words: Sequence[str], settings: Config) -> str:
 def _pools(words: Sequence[str], settings: Config) -> str:
     from taas_magic import launch
 
+    if list(words) == ["--check"]:
+        return _check(settings)
     _take("pools", words, 0)
     rows = [
         (row["pool"], row["engine"], row["state"], ", ".join(map(_host_text, row["hosts"])))
@@ -84,6 +86,20 @@ def _pools(words: Sequence[str], settings: Config) -> str:
     ]
     source = settings.source or "no taas.toml: everything runs on this machine"
     return f"{table(('pool', 'engine', 'state', 'hosts'), rows)}\n({source})"
+
+
+def _check(settings: Config) -> str:
+    """What holds the rule that only rank 0 writes to the store, on each host that is up."""
+    from taas_magic import launch
+
+    rows = [
+        (row["pool"], host["host"], host["means"])
+        for row in launch.pools(settings)
+        for host in row["hosts"]
+    ]
+    if not rows:
+        return "no host is up; %taas warm makes a pool ready"
+    return table(("pool", "host", "only rank 0 writes to the store: held by"), rows)
 
 
 def _warm(words: Sequence[str], settings: Config) -> str:

@@ -16,7 +16,7 @@ from IPython.core.completer import (
 from taas_magic import commands, journal
 from taas_magic.config import Config
 from taas_magic.errors import UsageError
-from taas_magic.flags import BY_NAME, FLAGS
+from taas_magic.flags import BY_NAME, FLAGS, REPEATED
 
 _HEAD = re.compile(r"\s*(?:%%taas|#\s?pragma\s+taas)\s(.*)")
 _LINE = re.compile(r"\s*%taas\s(.*)")
@@ -67,7 +67,7 @@ def _after_head(
         return _beginning(word.rpartition(",")[2], variables())
     if flag in BY_NAME and BY_NAME[flag].metavar:
         return _beginning(word, BY_NAME[flag].examples)
-    return _beginning(word, [f.name for f in FLAGS if f.name not in words or f.name == "--env"])
+    return _beginning(word, [f.name for f in FLAGS if f.name not in words or f.name in REPEATED])
 
 
 def _after_line(

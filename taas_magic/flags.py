@@ -18,6 +18,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from taas_magic.config import Config
 from taas_magic.errors import UsageError
 from taas_magic.plan import Flags
+from taas_magic.store import WRITES
 
 MAX_RANKS = 1_000_000
 """More than any pool has; the bound of the pool itself is the plan's to check."""
@@ -59,7 +60,7 @@ class Flag:
         settings = {"help": (self.help + example).replace("%", "%%")}
         if self.metavar:
             settings["metavar"] = self.metavar
-            settings["action"] = "append" if self.name == "--env" else "store"
+            settings["action"] = "append" if self.name in REPEATED else "store"
         else:
             settings["action"] = "store_true"
         decorated: Callable[..., Any] = argument(self.name, **settings)
@@ -126,6 +127,20 @@ def variable(text: str) -> tuple[str, str]:
         raise ValueError(text)
     return key, value
 
+
+def one_of(*possible: str) -> Callable[[str], str]:
+    """A reader of one of a few words."""
+
+    def read(text: str) -> str:
+        if text not in possible:
+            raise ValueError(text)
+        return text
+
+    return read
+
+
+REPEATED = ("--env", "--shared-writes")
+"""Flags that may be given more than once."""
 
 FLAGS = (
     Flag(
@@ -207,6 +222,30 @@ FLAGS = (
         "all, or ranks such as 0,2-5",
         "Whose lines the notebook shows; all (default) or some.",
         ("0,2-5", "all", "0"),
+    ),
+    Flag(
+        "--store",
+        "PATH",
+        str,
+        "a folder",
+        "The project store, where rank 0 writes; default: taas.toml's, else the notebook's folder.",
+        ("results",),
+    ),
+    Flag(
+        "--store-writes",
+        "RULE",
+        one_of(*WRITES),
+        " or ".join(WRITES),
+        "Other ranks' writes to the store: kept from it in silence (discard, default) or an error.",
+        WRITES[::-1],
+    ),
+    Flag(
+        "--shared-writes",
+        "PATH",
+        str,
+        "a folder in the project store",
+        "A folder of the store that all ranks write, for sharded checkpoints; may be repeated.",
+        ("checkpoints",),
     ),
     Flag(
         "--dry-run",
@@ -297,7 +336,7 @@ def _parse_words(words: list[str]) -> dict[str, Any]:
     for name in given:
         if name not in BY_NAME:
             raise UsageError(_unknown(name))
-        if given.count(name) > 1 and name != "--env":
+        if given.count(name) > 1 and name not in REPEATED:
             raise UsageError(f"{name} is given twice; give it once")
     try:
         answer, rest = _PARSER.parse_known_args(words)
@@ -315,6 +354,8 @@ def _read(flag: Flag, text: Any) -> Any:
         return text
     if flag.name == "--env":
         return dict(_read_one(flag, item) for item in text)
+    if flag.name in REPEATED:
+        return tuple(_read_one(flag, item) for item in text)
     return _read_one(flag, text)
 
 

@@ -12,6 +12,8 @@ The state folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.loc
 never the project store, which only rank 0 may write.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -94,11 +96,17 @@ class RunFolder:
 
 
 class Writer:
-    """Appends events to a run's journal; lives in the pool's process, one a run."""
+    """Appends events to a run's journal; lives in the pool's process, one a run.
+
+    It holds the file's lock, which the system releases with the process, however that ends: so a
+    reader can tell a run that goes on from one that nobody will ever report the end of.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self._file: IO[str] = folder.events.open("a", encoding="utf-8", buffering=1)
+        with contextlib.suppress(BlockingIOError):  # a run given up while its pool hangs
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def append(self, event: Event) -> None:
         self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
@@ -141,19 +149,27 @@ class RunRecord:
 
 def runs() -> list[RunRecord]:
     """The runs whose folders are kept, newest first."""
+    return [record(folder) for folder in _folders()]
+
+
+def _folders() -> list[RunFolder]:
     root = state_dir() / "runs"
     folders = sorted(root.iterdir(), reverse=True) if root.exists() else []
-    return [record(RunFolder(path)) for path in folders if (path / "plan.json").exists()]
+    return [RunFolder(path) for path in folders if (path / "plan.json").exists()]
 
 
 def record(folder: RunFolder) -> RunRecord:
     """Reads one run's folder."""
     plan = folder.plan()
-    state, started, ended = "STARTING", (folder.path / "plan.json").stat().st_mtime, None
+    started = changed = (folder.path / "plan.json").stat().st_mtime
+    state, ended = "STARTING", None
     for seen in folder.read_events():
         if seen["kind"] in ("state", "ended"):
-            state = seen["state"]
-            ended = seen["time"] if state in ENDED_STATES else None
+            state, changed = seen["state"], seen["time"]
+    if state == "RUNNING" and not _has_writer(folder):
+        state = "LOST"
+    if state in ENDED_STATES:
+        ended = changed
     return RunRecord(
         run_id=folder.run_id,
         name=plan["name"],
@@ -164,6 +180,15 @@ def record(folder: RunFolder) -> RunRecord:
         ended=ended,
         path=folder.path,
     )
+
+
+def _has_writer(folder: RunFolder) -> bool:
+    with folder.events.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def find(run_id: str | None) -> RunRecord:
@@ -184,10 +209,11 @@ def find(run_id: str | None) -> RunRecord:
 def prune(keep_runs: int, keep_bytes: int) -> None:
     """Removes the oldest ended runs beyond a number and a size; never one that may still run."""
     total = 0
-    for index, seen in enumerate(runs()):
-        total += _size_bytes(seen.path)
-        if seen.state in ENDED_STATES and (index >= keep_runs or total > keep_bytes):
-            shutil.rmtree(seen.path, ignore_errors=True)
+    for index, folder in enumerate(_folders()):
+        total += _size_bytes(folder.path)
+        is_beyond = index >= keep_runs or total > keep_bytes
+        if is_beyond and record(folder).state in ENDED_STATES:  # a journal takes long to read
+            shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def _size_bytes(path: Path) -> int:

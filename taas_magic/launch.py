@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taas_magic import journal, registry
+from taas_magic import journal, registry, store
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.config import Config
@@ -18,6 +18,7 @@ from taas_magic.plan import Flags, Plan, make_plan, new_run_id
 from taas_magic.pool import Pool
 from taas_magic.remote.spec import HostSpec, Origin
 from taas_magic.run import Run
+from taas_magic.store import StoreRule
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -36,6 +37,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
 
     Raises:
         UsageError: The flags cannot be carried out.
+        StoreError: The project store cannot be used, or another run writes to it.
         CaptureError: The cell uses something that cannot travel.
         PoolError: The pool could not be started.
         RunError: The cell failed on a rank.
@@ -43,32 +45,42 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     """
     global last_run
     pool = pool_named(flags.pool, config)
-    plan = plan_of(flags, pool)
+    plan = plan_of(flags, pool, config)
+    assert plan.store is not None
+    store.prepare(plan.store)
     with registry.noting() as loaders:
         captured = payload.capture(cell, shell.user_ns, **_capture_settings(cell, shell, config))
     with Interrupts() as interrupts:
         open_pool(pool, interrupts)
-        journal.prune(config.keep_runs, config.keep_bytes)
         folder = RunFolder.create(plan.run_id, plan.to_json(), cell.raw)
         payload.write(captured, folder.payload)
         registry.serve(loaders, folder.path, plan.cpus, plan.units)
         run = last_run = Run(plan, folder)
         gpus = plan.world_size if pool.capacity().gpus else 0
         view = View(plan, folder.path, log_ranks=flags.log_ranks, gpus=gpus)
-        run.start(pool, HostSpec(plan, 0, str(folder.path), _origin(shell)).to_json())
+        origin = _origin(shell, plan.store.path)
+        run.start(pool, HostSpec(plan, 0, str(folder.path), origin).to_json())
+        journal.prune(config.keep_runs, config.keep_bytes)  # while the ranks start
         run.follow(pool, view, interrupts)
     run.conclude(shell.user_ns)
     return run
 
 
-def plan_of(flags: Flags, pool: Pool) -> Plan:
-    """Decides how the ranks lie on the pool's hosts; takes none."""
-    return make_plan(flags, pool.capacity(), new_run_id(), pool.config.max_hosts)
+def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
+    """Decides how the ranks lie on the pool's hosts, and where they write; takes none.
+
+    Raises:
+        UsageError: The pool cannot hold so many ranks.
+        StoreError: The project store cannot be used as asked.
+    """
+    path = flags.store or str(config.store_path or "")
+    rule = store.choose(os.getcwd(), path, flags.store_writes, flags.shared_writes)
+    return make_plan(flags, pool.capacity(), new_run_id(), pool.config.max_hosts, rule)
 
 
 def dry_run(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
     """What `execute` would do: the plan, what travels and why, and what would fail."""
-    plan = plan_of(flags, pool_named(flags.pool, config))
+    plan = plan_of(flags, pool_named(flags.pool, config), config)
     settings = _capture_settings(cell, shell, config)
     captured, problems = payload.survey(cell, shell.user_ns, **settings)
     return "\n".join([*_plan_lines(plan), *_payload_lines(captured), *_problem_lines(problems)])
@@ -81,7 +93,14 @@ def _plan_lines(plan: Plan) -> list[str]:
         for host in plan.hosts
     ]
     head = f"pool {plan.pool}: {plan.world_size} ranks on {len(plan.hosts)} host(s); none is taken"
-    return [head, *hosts, *(f"  {note}" for note in plan.notes)]
+    return [head, *hosts, *(f"  {note}" for note in plan.notes), *_store_lines(plan.store)]
+
+
+def _store_lines(rule: StoreRule | None) -> list[str]:
+    if rule is None:
+        return []
+    shared = [f"  open to all ranks: {folder}" for folder in rule.shared]
+    return [f"project store: {rule.path} (other ranks' writes: {rule.writes})", *shared]
 
 
 def _payload_lines(captured: Payload | None) -> list[str]:
@@ -201,7 +220,7 @@ def _capture_settings(cell: Cell, shell: "InteractiveShell", config: Config) -> 
 def _source_of(cell: Cell, shell: "InteractiveShell", filename: str) -> CellSource | None:
     """The cell that the kernel compiled under a name; None for files and other code."""
     if filename == cell.filename:
-        return CellSource(cell.raw, f"Cell In[{cell.execution_count}]")
+        return CellSource(cell.raw, f"Cell In[{cell.execution_count or '?'}]")
     number = shell.compile._filename_map.get(filename)
     cells = shell.history_manager.input_hist_raw
     if number is None or not 0 < number < len(cells):
@@ -209,9 +228,9 @@ def _source_of(cell: Cell, shell: "InteractiveShell", filename: str) -> CellSour
     return CellSource(cells[number], f"Cell In[{number}]")
 
 
-def _origin(shell: "InteractiveShell") -> Origin:
+def _origin(shell: "InteractiveShell", folder: str) -> Origin:
     return Origin(
-        cwd=os.getcwd(),
+        cwd=folder,
         environ=dict(os.environ),
         sys_path=tuple(os.path.abspath(path) for path in sys.path),
         colors=shell.colors,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from taas_magic.errors import UsageError
+from taas_magic.store import StoreRule
 
 MAX_RANKS_PER_CPU_HOST = 64
 """Ranks that one host without a GPU runs at most; beyond it, memory ends before patience does."""
@@ -32,6 +33,9 @@ class Flags:
         timeout_s: Bound on the run's time, in seconds; None is no bound.
         env: Environment variables of the ranks, on top of the notebook's own.
         log_ranks: Ranks whose lines the notebook shows; None shows all.
+        store: The project store; "" is the one of taas.toml, else the notebook's folder.
+        store_writes: What becomes of writes to it by ranks that are not 0: discard or refuse.
+        shared_writes: Folders in it that every rank may write.
         dry_run: Print the plan instead of carrying it out.
     """
 
@@ -45,6 +49,9 @@ class Flags:
     timeout_s: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     log_ranks: frozenset[int] | None = None
+    store: str = ""
+    store_writes: str = "discard"
+    shared_writes: tuple[str, ...] = ()
     dry_run: bool = False
 
 
@@ -87,6 +94,7 @@ class Plan:
     cpus: int = 0
     units: int | None = None
     notes: tuple[str, ...] = ()
+    store: StoreRule | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values, for the journal and the wire."""
@@ -96,8 +104,10 @@ class Plan:
     def from_json(cls, values: Mapping[str, Any]) -> "Plan":
         """The inverse of `to_json`."""
         hosts = tuple(HostPlan(**host) for host in values["hosts"])
+        rule = values.get("store")
+        store = StoreRule.from_json(rule) if rule else None
         tuples = {key: tuple(values[key]) for key in ("out", "notes")}
-        return cls(**{**values, **tuples, "hosts": hosts})
+        return cls(**{**values, **tuples, "hosts": hosts, "store": store})
 
 
 def new_run_id(now: float | None = None) -> str:
@@ -109,7 +119,13 @@ def new_run_id(now: float | None = None) -> str:
     return f"{stamp}-{secrets.token_hex(3)}"
 
 
-def make_plan(flags: Flags, host: HostCapacity, run_id: str, max_hosts: int = 1) -> Plan:
+def make_plan(
+    flags: Flags,
+    host: HostCapacity,
+    run_id: str,
+    max_hosts: int = 1,
+    store: StoreRule | None = None,
+) -> Plan:
     """Decides how the ranks lie on hosts like `host`.
 
     Args:
@@ -117,6 +133,7 @@ def make_plan(flags: Flags, host: HostCapacity, run_id: str, max_hosts: int = 1)
         host: What each host of the pool offers.
         run_id: From `new_run_id`.
         max_hosts: Hosts that the pool may have.
+        store: The project store, and who may write to it; None holds no rank to anything.
 
     Raises:
         UsageError: The pool cannot hold so many ranks, or not evenly.
@@ -148,6 +165,7 @@ def make_plan(flags: Flags, host: HostCapacity, run_id: str, max_hosts: int = 1)
         cpus=flags.cpus,
         units=flags.units,
         notes=_notes(flags, host),
+        store=store,
     )
 
 

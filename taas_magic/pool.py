@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import find_engine
 from taas_magic.engines.process import take_lock
-from taas_magic.errors import PoolError
+from taas_magic.errors import PoolError, StoreError
 from taas_magic.journal import Event, state_dir
 from taas_magic.plan import HostCapacity
 from taas_magic.remote.process import spawn_command
@@ -49,6 +49,7 @@ class Pool:
         self._opening = threading.Lock()
         self._client: Client | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_host = False
 
     @property
     def name(self) -> str:
@@ -70,7 +71,7 @@ class Pool:
     @property
     def is_ready(self) -> bool:
         """Whether a launch would start at once."""
-        return self._client is not None and self.is_alive()
+        return self._has_host and self.is_alive()
 
     def is_alive(self) -> bool:
         """Whether the pool's process lives, whoever started it."""
@@ -78,15 +79,6 @@ class Pool:
         if lock is not None:
             os.close(lock)
         return lock is None
-
-    def _remove_remains(self) -> bool:
-        """Removes what a killed pool process left in the folder; False where one lives."""
-        lock = take_lock(self.folder)
-        if lock is None:
-            return False
-        (self.folder / "pool.json").unlink(missing_ok=True)
-        os.close(lock)
-        return True
 
     def open(self) -> None:
         """Returns when the pool has a host that can start ranks at once; starts it if need be.
@@ -98,8 +90,7 @@ class Pool:
             if self.is_ready:
                 return
             self.close()
-            if self._remove_remains():
-                self._process = self._start_process()
+            self._begin()
             from distributed import Client, Security  # takes 0.8 s, while the process starts
 
             place = self._wait_for_place()
@@ -110,6 +101,7 @@ class Pool:
                 timeout=self.config.start_timeout_s,
             )
             self._call("taas_ready", hosts=1)
+            self._has_host = True
 
     def launch(self, spec: Mapping[str, Any], on_event: Callable[[Event], None]) -> list[str]:
         """Starts a run; returns the names of its hosts.
@@ -120,12 +112,15 @@ class Pool:
 
         Raises:
             PoolError: The hosts could not be had.
+            StoreError: Another run writes to the project store.
         """
         from taas_magic.remote.topics import topic
 
         client = self._connected()
         client.subscribe_topic(topic(spec["plan"]["run_id"]), lambda pair: on_event(pair[1]))
         answer = self._call("taas_launch", owner=client.id, spec=dict(spec))
+        if "store_error" in answer:
+            raise StoreError(answer["store_error"])
         if "error" in answer:
             raise PoolError(f"pool {self.name!r}: {answer['error']}")
         names: list[str] = answer["hosts"]
@@ -159,12 +154,13 @@ class Pool:
 
     def close(self) -> None:
         """Leaves the pool; its process decides what follows."""
+        self._has_host = False
         if self._client is not None:
             with _without_dasks_complaints():
                 self._client.close(timeout=2)
             self._client = None
-        if self._process is not None:
-            self._process.poll()
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
 
     def _connected(self) -> "Client":
         if self._client is None:
@@ -177,6 +173,14 @@ class Pool:
             return client.sync(getattr(client.scheduler, name), **arguments)
         except OSError as error:
             raise PoolError(f"pool {self.name!r} does not answer: {error}") from error
+
+    def _begin(self) -> None:
+        """Starts the pool's process, unless one lives; first removes what a killed one left."""
+        lock = take_lock(self.folder)
+        if lock is not None:
+            (self.folder / "pool.json").unlink(missing_ok=True)
+            os.close(lock)
+            self._process = self._start_process()
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         words = {
@@ -199,9 +203,15 @@ class Pool:
 
     def _wait_for_place(self) -> dict[str, Any]:
         path = self.folder / "pool.json"
-        self._wait_until(path.exists, "did not start")
+        self._wait_until(lambda: path.exists() or self._begin_again(), "did not start")
         place: dict[str, Any] = json.loads(path.read_text())
         return place
+
+    def _begin_again(self) -> bool:
+        """Starts a process if there is none: the one that lived before was about to end."""
+        if self._process is None or self._process.poll() == 0:
+            self._begin()
+        return False
 
     def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
         deadline = time.monotonic() + self.config.start_timeout_s

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 from taas_magic import journal
 from taas_magic.capture import pickling
 from taas_magic.display.failure import to_exception
-from taas_magic.errors import PoolError, RunError, RunLost, TaasError
+from taas_magic.errors import PoolError, RunError, RunLost, StoreError, TaasError
 from taas_magic.interrupts import Interrupts
 from taas_magic.journal import ENDED_STATES, Event, RunFolder, event
 from taas_magic.plan import Plan
 from taas_magic.pool import Pool
+from taas_magic.receipt import Receipt
 from taas_magic.remote.spec import VALUE
 
 CHECK_S = 1.0
@@ -44,6 +45,7 @@ class Run:
         result: The value of the cell's last expression on rank 0, if it could travel.
         out: The variables that `--out` brought back.
         elapsed_s: Seconds that it took.
+        receipt: What rank 0 wrote to the project store, and what was kept out of it.
     """
 
     def __init__(self, plan: Plan, folder: RunFolder) -> None:
@@ -54,6 +56,7 @@ class Run:
         self.result: Any = None
         self.out: dict[str, Any] = {}
         self.elapsed_s = 0.0
+        self.receipt = Receipt()
         self._folder = folder
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._ended: Event | None = None
@@ -74,10 +77,11 @@ class Run:
 
         Raises:
             PoolError: It has no hosts for them.
+            StoreError: Another run writes to the project store.
         """
         try:
             self.hosts = pool.launch(spec, self.put)
-        except PoolError:
+        except (PoolError, StoreError):
             self.state = "FAILED"
             self._journal_end("FAILED")
             raise
@@ -152,6 +156,9 @@ class Run:
                 self.state = seen["state"]
             if seen["kind"] == "ended":
                 self._ended, self.elapsed_s = seen, seen["elapsed_s"]
+            elif seen["kind"] == "receipt":
+                self.receipt = self.receipt.with_event(seen)
+                view.feed(seen)
             else:
                 view.feed(seen)
         view.tick(time.monotonic())

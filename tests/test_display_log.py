@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from taas_magic.display import log
+from taas_magic.display.fold import HOLD_S
 from taas_magic.display.log import LogText, harmless, size_text
 
 
@@ -115,7 +116,7 @@ def test_next_due() -> None:
     text = log_text(2)
     assert text.next_due() is None
     text.lines(lines(0, "held"), 5.0)
-    assert text.next_due() == pytest.approx(5.05)
+    assert text.next_due() == pytest.approx(5.0 + HOLD_S)
     text.dropped(dropped(0, 1, 1))
     assert text.next_due() == float("-inf")
 

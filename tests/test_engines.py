@@ -2,9 +2,10 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
-from distributed import Scheduler
+from distributed import Scheduler, SchedulerPlugin
 
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import find_engine
@@ -14,6 +15,29 @@ from taas_magic.engines.local import count_gpus
 from taas_magic.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
+
+
+class Watching(SchedulerPlugin):
+    """Waits for hosts to come and go."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._changed = asyncio.Condition()
+
+    async def reached(self, count: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._count == count)
+
+    async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        await self._change(scheduler)
+
+    async def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        await self._change(scheduler)
+
+    async def _change(self, scheduler: Scheduler) -> None:
+        async with self._changed:
+            self._count = len(scheduler.workers)
+            self._changed.notify_all()
 
 
 @pytest.fixture(params=["local"])
@@ -41,28 +65,19 @@ def test_hosts_come_die_come_again_and_go(pool: PoolConfig, tmp_path: Path, prep
         if prepared:
             engine.prepare()
         async with engine.open(HeadScheduler, make_security(), str(tmp_path)) as cluster:
+            watching = Watching()
+            cluster.scheduler.add_plugin(watching)
             cluster.scale(1)
             await cluster
-            address = await joined(cluster.scheduler)
+            await watching.reached(1)
+            address = next(iter(cluster.scheduler.workers))
             host = await cluster.scheduler.rpc(address).taas_hello()
             assert host
             assert cluster.scheduler.workers[address].name in cluster.workers
             await cluster.workers[0].close()
-            await left(cluster.scheduler)
+            await watching.reached(0)
 
     asyncio.run(live())
-
-
-async def joined(scheduler: Scheduler) -> str:
-    """The address of the first host, once it is there."""
-    while not scheduler.workers:
-        await asyncio.sleep(0.05)
-    return str(next(iter(scheduler.workers)))
-
-
-async def left(scheduler: Scheduler) -> None:
-    while scheduler.workers:
-        await asyncio.sleep(0.05)
 
 
 def test_an_unknown_engine_is_refused_with_those_that_are() -> None:

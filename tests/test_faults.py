@@ -120,6 +120,7 @@ KILL_AGENT = """
 import os, psutil, time
 agent = psutil.Process(os.getppid()).parent()
 supervisor = agent.parent()
+time.sleep(0.5)
 if os.environ["RANK"] == "0":
     for process in [{}]:
         process.kill()

@@ -45,6 +45,30 @@ def test_a_line_of_some_ranks_is_shown_once_when_its_time_is_over() -> None:
     assert folder.due(0.052) == [Shown((1, 2, 3, 4, 5, 6, 7), "warning")]
 
 
+def test_no_line_waits_when_each_rank_has_printed_another() -> None:
+    folder = Folder(2, HOLD_S)
+    assert folder.push(1, ["I am 1"], 0.0) == []
+    assert folder.push(0, ["I am 0"], 0.001) == [Shown((0,), "I am 0")]
+    assert folder.due(HOLD_S) == [Shown((1,), "I am 1")]
+
+
+def test_a_line_before_a_common_one_does_not_part_it() -> None:
+    folder = Folder(2, HOLD_S)
+    assert folder.push(1, ["start"], 0.0) == []
+    assert folder.push(0, ["config"], 0.001) == [Shown((0,), "config")]
+    assert folder.push(0, ["start"], 0.002) == [Shown((0, 1), "start")]
+
+
+def test_a_common_line_behind_others_is_waited_for() -> None:
+    folder = Folder(2, HOLD_S)
+    assert folder.push(0, ["I am 0", "start"], 0.0) == []
+    assert folder.push(1, ["I am 1", "start"], 0.0) == [
+        Shown((0,), "I am 0"),
+        Shown((1,), "I am 1"),
+        Shown((0, 1), "start"),
+    ]
+
+
 def test_a_rank_that_prints_alone_waits_once_only() -> None:
     folder = lone_folder(rank=0)
     assert folder.push(0, ["loss 0.5", "loss 0.4"], 2.0) == [

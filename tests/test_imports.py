@@ -18,7 +18,7 @@ FLOORS = (
     ("magic", "completion", "commands", "api"),
     ("launch", "run", "interrupts"),
     ("display", "pool", "engines", "remote", "plan", "registry", "flags"),
-    ("journal", "data", "config", "store", "capture"),
+    ("journal", "data", "config", "store", "publish", "receipt", "capture"),
     ("pragma", "errors"),
 )
 

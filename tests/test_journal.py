@@ -14,12 +14,17 @@ PLAN = {"name": "first", "pool": "local", "world_size": 2}
 
 
 def make_run(run_id: str, *events: journal.Event, name: str = "first") -> RunFolder:
+    """A run whose keeper is gone."""
     folder = RunFolder.create(run_id, {**PLAN, "name": name}, "print(1)")
+    write(folder, *events).close()
+    return folder
+
+
+def write(folder: RunFolder, *events: journal.Event) -> Writer:
     writer = Writer(folder)
     for seen in events:
         writer.append(seen)
-    writer.close()
-    return folder
+    return writer
 
 
 def test_a_run_folder_is_the_users_alone() -> None:
@@ -37,11 +42,19 @@ def test_state_dir_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
 
 def test_records_tell_how_runs_stand() -> None:
     make_run("r1", event("state", state="RUNNING"), event("ended", state="FAILED"))
-    make_run("r2", event("state", state="RUNNING"), name="second")
+    writer = write(make_run("r2", name="second"), event("state", state="RUNNING"))
     newest, oldest = journal.runs()
     assert (newest.run_id, newest.state, newest.ended) == ("r2", "RUNNING", None)
     assert (oldest.state, oldest.world_size) == ("FAILED", 2)
     assert oldest.ended is not None
+    writer.close()
+
+
+def test_a_run_that_nobody_keeps_any_more_is_lost() -> None:
+    make_run("r1", event("state", state="RUNNING"))
+    [lost] = journal.runs()
+    assert lost.state == "LOST"
+    assert lost.ended is not None
 
 
 def test_a_line_that_is_being_written_is_left_out() -> None:
@@ -73,11 +86,12 @@ def test_logs_are_read_by_rank() -> None:
 
 def test_pruning_keeps_the_newest_and_what_runs() -> None:
     ended = event("ended", state="SUCCEEDED")
-    make_run("r1", event("state", state="RUNNING"))
+    writer = write(make_run("r1"), event("state", state="RUNNING"))
     for run_id in ("r2", "r3", "r4"):
         make_run(run_id, ended)
     journal.prune(keep_runs=2, keep_bytes=1 << 30)
     assert [seen.run_id for seen in journal.runs()] == ["r4", "r3", "r1"]
+    writer.close()
 
 
 def test_pruning_bounds_the_size() -> None:

@@ -40,7 +40,10 @@ class FakeLaunch(ModuleType):
         return run_id
 
     def pools(self, config: Config) -> list[dict[str, Any]]:
-        hosts = [{"host": "here", "runs": ["a"]}, {"host": "there", "runs": []}]
+        hosts = [
+            {"host": "here", "runs": ["a"], "means": "Landlock"},
+            {"host": "there", "runs": [], "means": "read-only mount"},
+        ]
         return [{"pool": "local", "engine": "local", "state": "ready", "hosts": hosts}]
 
     def warm_in_background(self, config: Config, name: str = "local") -> None:
@@ -92,13 +95,13 @@ def asked_cell(launch: FakeLaunch) -> Cell:
     return cell
 
 
-def a_run(run_id: str, state: str, log: str = "") -> RunFolder:
+def a_run(run_id: str, state: str, log: str = "") -> journal.Writer:
+    """A run whose keeper lives until the writer is closed."""
     folder = RunFolder.create(run_id, {"name": "", "pool": "local", "world_size": 2}, "")
     writer = journal.Writer(folder)
     writer.append(journal.event("state", state=state))
-    writer.close()
     folder.log(1).write_text(log)
-    return folder
+    return writer
 
 
 def test_a_cell_reaches_launch_as_the_notebook_has_it(
@@ -222,7 +225,7 @@ def test_status_and_logs_read_the_journal(
 ) -> None:
     run(shell, "%taas")
     assert "no runs" in capsys.readouterr().out
-    a_run("20260101-000000-aaaaaa", "SUCCEEDED", log="hello\n")
+    a_run("20260101-000000-aaaaaa", "SUCCEEDED", log="hello\n").close()
     run(shell, "%taas status")
     assert "20260101-000000-aaaaaa  SUCCEEDED  2" in capsys.readouterr().out
     run(shell, "%taas logs --rank 1")
@@ -232,11 +235,15 @@ def test_status_and_logs_read_the_journal(
 
 
 def test_stop_takes_the_newest_run_that_runs(shell: InteractiveShell, launch: FakeLaunch) -> None:
-    a_run("20260101-000000-aaaaaa", "RUNNING")
-    a_run("20260102-000000-bbbbbb", "RUNNING")
-    a_run("20260103-000000-cccccc", "SUCCEEDED")
+    writers = [
+        a_run("20260101-000000-aaaaaa", "RUNNING"),
+        a_run("20260102-000000-bbbbbb", "RUNNING"),
+        a_run("20260103-000000-cccccc", "SUCCEEDED"),
+    ]
     assert run(shell, "%taas stop") is None
     assert run(shell, "%taas stop 20260101") is None
+    for writer in writers:
+        writer.close()
     stopped = [("stop", "20260102-000000-bbbbbb"), ("stop", "20260101-000000-aaaaaa")]
     assert launch.asked == stopped
 
@@ -251,6 +258,14 @@ def test_pools_warm_and_down(
         "local  local   ready  here (1 run), there (0 runs)\n(no taas.toml"
         in capsys.readouterr().out
     )
+
+
+def test_pools_check_says_what_holds_the_stores_rule(
+    shell: InteractiveShell, launch: FakeLaunch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(shell, "%taas pools --check") is None
+    shown = capsys.readouterr().out
+    assert "local  here   Landlock\nlocal  there  read-only mount\n" in shown
 
 
 def test_help_shows_every_flag_and_every_command(shell: InteractiveShell) -> None:

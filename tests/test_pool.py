@@ -7,6 +7,7 @@ import ssl
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 from taas_magic import launch
 from taas_magic import pool as pool_module
 from taas_magic.config import Config, PoolConfig
+from taas_magic.engines.process import take_lock
 from taas_magic.errors import PoolError
 from taas_magic.pool import Pool
 from tests.harness import Notebook, below, listening_ports
@@ -36,15 +38,15 @@ def test_the_key_is_in_no_command_line_or_environment(notebook: Notebook) -> Non
         assert "PRIVATE KEY" not in words
 
 
-@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(200)])
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n\r\n", bytes(range(200))])
 def test_who_has_no_key_is_dropped_and_the_run_goes_on(notebook: Notebook, words: bytes) -> None:
     for port in listening_ports(below(os.getpid())):
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+        stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
+        with stranger, contextlib.suppress(OSError):  # the other end may be gone at any moment
             stranger.sendall(words)
             stranger.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionResetError):
-                while data := stranger.recv(4096):
-                    assert b"HTTP" not in data
+            while data := stranger.recv(4096):
+                assert b"HTTP" not in data
     assert notebook.run("print('unaffected')", gpus=1).error is None
 
 
@@ -118,3 +120,47 @@ def test_a_pool_without_kernels_ends_by_itself(
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert not (pool.folder / "pool.json").exists()
     pool.close()
+
+
+OTHER_KERNEL = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_line_magic("load_ext", "taas_magic")
+cell = '''%%taas --gpus 1
+import subprocess
+child = subprocess.Popen(["sleep", "600"])
+print("begun", flush=True)
+import os, time
+while not os.path.exists("go on"):
+    time.sleep(0.05)
+print("child lives:", child.poll() is None)
+'''
+sys.exit(not shell.run_cell(cell).success)
+"""
+
+
+def test_runs_of_two_kernels_do_not_touch_each_other(notebook: Notebook, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", OTHER_KERNEL]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        while "begun" not in other.stdout.readline():
+            assert other.poll() is None
+        assert notebook.run("print('beside it')", f"--store {tmp_path}").error is None
+        (notebook.project / "go on").touch()
+        assert "child lives: True" in other.stdout.read()
+    assert other.returncode == 0
+
+
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_pool_that_is_just_ending_is_followed_by_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "LINGER_S", 0.2)
+    pool = Pool(PoolConfig("local", start_timeout_s=60), tmp_path)
+    lock = take_lock(pool.folder)
+    assert lock is not None
+    threading.Timer(0.5, os.close, [lock]).start()
+    pool.open()
+    assert pool.is_ready
+    pool.down()

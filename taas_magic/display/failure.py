@@ -147,11 +147,11 @@ def to_exception(ended: Event) -> RankFailed | RunTimeout | RunLost:
     """The exception for an `ended` event whose state is not SUCCEEDED."""
     first, failures = ended.get("first"), ended.get("failures") or []
     words = headline(first) if first else _without_failure(ended)
-    lines = [words, *details(first)] if first else []
+    lines = details(first) if first else []
     if summary := others_summary(first, failures):
         lines += [f"{summary}:", *(f"    {line}" for line in others(first, failures))]
     if ended.get("state") == "LOST" or (first and first.get("how") == "host"):
-        return RunLost("\n".join([words, *lines[1:]]))
+        return RunLost("\n".join([words, *lines]))
     error = RunTimeout if first and first.get("how") == "timeout" else RankFailed
     return error(
         words,

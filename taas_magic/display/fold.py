@@ -1,16 +1,20 @@
 """Equal lines of many ranks become one. Pure: the caller gives the time.
 
-A line waits at most `hold_s` for the other ranks to print it too. A rank that prints alone does not
-wait at all: once a line of it has waited in vain, its lines pass at once, but for the kinds of line
-that ranks have printed alike before (`epoch 3` is of the kind of `epoch 2`). So a loss that only
-rank 0 prints appears immediately, and the epochs that all print are still shown once.
+A line waits at most `hold_s` for the other ranks to print it too, and no longer when each of them
+has printed something else. A rank that prints alone does not wait at all: once a line of it has
+waited in vain, its lines pass at once, but for the kinds of line that ranks have printed alike
+before (`epoch 3` is of the kind of `epoch 2`). So a loss that only rank 0 prints appears
+immediately, and the epochs that all print are still shown once.
 """
 
 import re
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby, takewhile
 from typing import NamedTuple
+
+HOLD_S = 0.03
+"""Ranks that a collective has just let go print within a few milliseconds of one another."""
 
 DIGITS = re.compile(r"\d+")
 KIND_CHARS = 200
@@ -48,12 +52,14 @@ class Folder:
         hold_s: How long a line may wait for the other ranks, in seconds.
     """
 
-    def __init__(self, world_size: int, hold_s: float = 0.05) -> None:
+    def __init__(self, world_size: int, hold_s: float = HOLD_S) -> None:
         self._world_size = world_size
         self._hold_s = hold_s
         self._all: tuple[int, ...] = ()
         self._waiting: defaultdict[int, deque[str]] = defaultdict(deque)
         self._groups: dict[str, set[int]] = {}
+        self._n_waiting = 0
+        self._n_alike: Counter[str] = Counter()
         self._deadlines: deque[tuple[float, int, int]] = deque()
         self._n_held: defaultdict[int, int] = defaultdict(int)
         self._n_released: defaultdict[int, int] = defaultdict(int)
@@ -75,22 +81,20 @@ class Folder:
             return shown
         comes_first = not queue
         queue.extend(lines)
+        self._n_waiting += comes_first
+        self._n_alike.update(lines)
         self._n_held[rank] += len(lines)
         self._deadlines.append((now + self._hold_s, rank, self._n_held[rank]))
         if comes_first and self._join(rank, lines[0], now):
             shown += self._release(lines[0], now)
-        return shown
+        return shown + self._release_unmatched(now)
 
     def due(self, now: float) -> list[Shown]:
         """Returns the lines that have waited long enough."""
         shown: list[Shown] = []
         while (deadline := self.next_due()) is not None and deadline <= now:
             _, rank, _ = self._deadlines[0]
-            text = self._waiting[rank][0]
-            if len(self._groups[text]) == 1:
-                self._loners.add(rank)
-                self._kinds_alike.discard(line_kind(text))
-            shown += self._release(text, now)
+            shown += self._give_up(self._waiting[rank][0], now)
         return shown
 
     def next_due(self) -> float | None:
@@ -109,6 +113,29 @@ class Folder:
             shown += self._release(next(iter(self._groups)), now)
         self._deadlines.clear()
         return shown
+
+    def _release_unmatched(self, now: float) -> list[Shown]:
+        """Shows lines that wait for nobody: every rank has lines waiting, and not this one.
+
+        The lowest rank's goes first: rank 0 is the one that says more than the others.
+        """
+        shown: list[Shown] = []
+        while self._n_waiting == self._world_size:
+            unmatched = [
+                text for text, group in self._groups.items() if self._n_alike[text] == len(group)
+            ]
+            if not unmatched:
+                break
+            shown += self._give_up(min(unmatched, key=lambda text: min(self._groups[text])), now)
+        return shown
+
+    def _give_up(self, text: str, now: float) -> list[Shown]:
+        """Shows a group although ranks are missing; a rank that is all of it prints alone."""
+        group = self._groups[text]
+        if len(group) == 1:
+            self._loners |= group
+            self._kinds_alike.discard(line_kind(text))
+        return self._release(text, now)
 
     def _join(self, rank: int, line: str, now: float) -> bool:
         """Puts a rank whose first line is `line` into its group; says whether nobody is missing."""
@@ -137,12 +164,19 @@ class Folder:
                 queue = self._waiting[rank]
                 queue.popleft()
                 self._n_released[rank] += 1
+                self._n_waiting -= not queue
+                self._forget(text)
                 if queue and (
                     self._join(rank, queue[0], now)
                     or (rank in self._loners and self._passes(rank, queue[0], now))
                 ):
                     ready.append(queue[0])
         return shown
+
+    def _forget(self, text: str) -> None:
+        self._n_alike[text] -= 1
+        if not self._n_alike[text]:
+            del self._n_alike[text]
 
     def _ascending(self, group: set[int]) -> tuple[int, ...]:
         if len(group) < self._world_size:
@@ -154,8 +188,9 @@ class Folder:
         """Whether a line of a rank that prints alone need not wait; remembers it if so."""
         if self._passed.lookup(line, now) not in (None, rank):
             return False
-        if not self._groups.get(line, set()) <= {rank}:
-            return False
+        queue = self._waiting[rank]
+        if self._n_alike[line] > (bool(queue) and queue[0] == line):
+            return False  # another rank waits with it
         if self._kinds_alike and line_kind(line) in self._kinds_alike:
             return False
         self._passed.add(line, rank, now)

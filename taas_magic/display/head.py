@@ -9,6 +9,7 @@ import re
 from html import escape
 
 from taas_magic.display.failure import cut, headline, others, others_summary
+from taas_magic.display.receipt import lines as receipt_lines
 from taas_magic.display.state import TQDM, RunState
 
 COLOURS = {
@@ -73,6 +74,7 @@ def text(state: RunState, now: float) -> str:
         lines.append(outcome)
     if summary := others_summary(state.first, state.failures):
         lines += [f"{summary}:", *(f"    {line}" for line in others(state.first, state.failures))]
+    lines += [f"{label}: {value}" for label, value in receipt_lines(state.receipt)]
     return "\n".join([*lines, f"log: {state.run_dir}"])
 
 
@@ -87,6 +89,7 @@ def html(state: RunState, now: float) -> str:
         rows.append(_row(escape(outcome), f"color:{COLOURS['FAILED']}"))
     if summary := others_summary(state.first, state.failures):
         rows.append(_details_row(summary, others(state.first, state.failures)))
+    rows += [_labelled_row(label, value) for label, value in receipt_lines(state.receipt)]
     log = f"log: <span style='{CODE}'>{escape(state.run_dir)}</span>"
     rows.append(_row(log, "font-size:12px;opacity:0.65"))
     return f"<div style='{FRAME};border-left:3px solid {colour}'>{''.join(rows)}</div>"
@@ -118,6 +121,10 @@ def _facts_row(state: RunState, now: float) -> str:
             for label, value in facts(state, now)
         )
     )
+
+
+def _labelled_row(label: str, value: str) -> str:
+    return _row(f"<span style='{LABEL}'>{label}</span> {escape(cut(value, WORDS_CHARS))}")
 
 
 def _progress_row(progress: str) -> str:

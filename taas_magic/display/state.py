@@ -7,6 +7,7 @@ from typing import Any
 
 from taas_magic.display.failure import headline
 from taas_magic.journal import ENDED_STATES
+from taas_magic.receipt import Receipt
 
 TQDM = re.compile(r"(?P<label>.*?)(?P<percent>\d{1,3})%\|[^|]*\|(?P<rest>.*)", re.DOTALL)
 
@@ -47,6 +48,7 @@ class RunState:
     failures: list[Mapping[str, Any]] = field(default_factory=list)
     first: Mapping[str, Any] | None = None
     why: str = ""
+    receipt: Receipt | None = None
 
     def apply(self, event: Mapping[str, Any], now: float | None = None) -> None:
         """Takes the next event; kinds that say nothing about the head are ignored.
@@ -72,6 +74,8 @@ class RunState:
                 self._failed(event["failure"])
             case "restart":
                 self._restarted(event)
+            case "receipt":
+                self.receipt = (self.receipt or Receipt()).with_event(event)
             case "ended":
                 self._ended(event, now)
 

@@ -14,12 +14,14 @@ from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 
-from taas_magic.errors import PoolError
+from taas_magic.errors import PoolError, StoreError
 from taas_magic.journal import Event, Writer, event
+from taas_magic.plan import Plan
 from taas_magic.remote.report import host_failure
 from taas_magic.remote.spec import HostSpec
 from taas_magic.remote.topics import CALL_HELLO, CALL_START, CALL_STOP, topic
 from taas_magic.remote.watch import Failure, first_failure
+from taas_magic.store import owned
 
 ASK_AGAIN_S = 0.5
 """How often the engine is asked for hosts that have not joined."""
@@ -37,6 +39,8 @@ class KeptRun:
     journal: Writer
     hosts: dict[str, str]
     """Name by address, of the hosts that have not ended their share."""
+    store: contextlib.ExitStack
+    """Keeps the project store this run's while it is open."""
     started: float = field(default_factory=time.time)
     states: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -64,6 +68,7 @@ class Keeper(SchedulerPlugin):
         self._runs: dict[str, KeptRun] = {}
         self._kernels: set[str] = set()
         self._names: dict[str, str] = {}
+        self._means: dict[str, str] = {}
         self._joined = asyncio.Condition()
         self._lingering: asyncio.TimerHandle | None = None
         self._background: set[asyncio.Future[Any]] = set()
@@ -91,17 +96,24 @@ class Keeper(SchedulerPlugin):
             spec: A `HostSpec` as plain values, of the first host.
 
         Returns:
-            `hosts`: their names. Or `error`: why there are none, in one line.
+            `hosts`: their names. Or `error`, why there are none, or `store_error`, why the run may
+            not have its project store: in one line.
         """
         first = HostSpec.from_json(spec)
-        try:
-            addresses = await self._take_hosts(len(first.plan.hosts))
-        except PoolError as error:
-            return {"error": str(error)}
-        names = {address: self._names[address] for address in addresses}
         run_id = first.plan.run_id
-        journal = Writer(first.folder)
-        self._runs[run_id] = KeptRun(run_id, first.plan.name, owner, journal, names)
+        with contextlib.ExitStack() as until_end:
+            try:
+                _own_store(until_end, first.plan)
+                addresses = await self._take_hosts(len(first.plan.hosts))
+            except StoreError as error:
+                return {"store_error": str(error)}
+            except PoolError as error:
+                return {"error": str(error)}
+            names = {address: self._names[address] for address in addresses}
+            journal = Writer(first.folder)
+            self._runs[run_id] = KeptRun(
+                run_id, first.plan.name, owner, journal, names, until_end.pop_all()
+            )
         self._publish(run_id, event("state", state="RUNNING"))
         starts = (
             self._call(address, CALL_START, spec={**spec, "host_rank": host_rank})
@@ -125,6 +137,7 @@ class Keeper(SchedulerPlugin):
             {
                 "host": self._names.get(worker.address, ""),
                 "address": worker.address,
+                "means": self._means.get(worker.address, ""),
                 "runs": [run.run_id for run in self._runs.values() if worker.address in run.hosts],
             }
             for worker in self._scheduler.workers.values()
@@ -156,7 +169,7 @@ class Keeper(SchedulerPlugin):
         self._names.pop(worker, None)
         for run in [run for run in self._runs.values() if worker in run.hosts]:
             name = run.hosts[worker]
-            lost = PoolError(f"host {name} is gone: its agent ended or could not be reached")
+            lost = PoolError("its agent ended or could not be reached")
             failure = {**host_failure(name, lost), "traceback": []}
             self._publish(run.run_id, event("failure", name, failure=failure))
             over = {"state": "LOST", "failures": [failure], "host_rank": -1}
@@ -195,7 +208,8 @@ class Keeper(SchedulerPlugin):
     async def _learn_name(self, address: str) -> None:
         """Asks a new host what it is called; so the way to it is open before the first run."""
         if address not in self._names:
-            self._names[address] = await self._call(address, CALL_HELLO)
+            said = await self._call(address, CALL_HELLO)
+            self._names[address], self._means[address] = said["host"], said["means"]
 
     async def _have_joined(self, count: int) -> None:
         """Waits for hosts; asks again now and then, since one that is coming may die."""
@@ -233,6 +247,7 @@ class Keeper(SchedulerPlugin):
             first=first_failure(run.failures),
             elapsed_s=time.time() - run.started,
         )
+        run.store.close()
         self._publish(run.run_id, over)
         del self._runs[run.run_id]
         run.journal.close()
@@ -252,6 +267,12 @@ class Keeper(SchedulerPlugin):
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _own_store(until_end: contextlib.ExitStack, plan: Plan) -> None:
+    """Makes the project store the run's until `until_end` is closed."""
+    if plan.store is not None:
+        until_end.enter_context(owned(plan.store.path, plan.run_id, plan.name))
 
 
 def worst(states: Iterable[str]) -> str:

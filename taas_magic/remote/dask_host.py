@@ -4,6 +4,7 @@ Dask gives membership, heartbeats, TLS and the event stream. Runs do not come as
 calls of the keeper, which alone knows whether all hosts of a run are there (docs/decisions.md).
 """
 
+import gc
 import logging
 import socket
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 from distributed import Security, Worker
 
 from taas_magic.journal import Event
+from taas_magic.remote import guard
 from taas_magic.remote.host_run import HostRun
 from taas_magic.remote.spec import HostSpec
 from taas_magic.remote.topics import CALL_HELLO, CALL_START, CALL_STOP, topic
@@ -32,9 +34,9 @@ class AgentWorker(Worker):
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Opens no port for Dask's web pages: they would ask nobody for a key."""
 
-    async def hello(self) -> str:
-        """The host's name, as the notebook shows it."""
-        return self._host_name
+    async def hello(self) -> dict[str, str]:
+        """The host's name, as the notebook shows it, and what holds its ranks off the store."""
+        return {"host": self._host_name, "means": guard.strongest().value}
 
     async def start_run(self, spec: dict[str, Any]) -> str:
         """Starts this host's share of a run, in a thread of its own.
@@ -79,7 +81,10 @@ async def serve(settings: Mapping[str, Any], warm: Callable[[], None]) -> None:
         warm: Blocks until ranks can start.
     """
     logging.getLogger("distributed").setLevel(logging.WARNING)
+    guard.strongest()  # found while the forkserver imports
     warm()
+    gc.collect()
+    gc.freeze()  # what was imported never goes, so collections after runs need not look at it
     agent = AgentWorker(
         settings["scheduler"],
         name=settings["name"],

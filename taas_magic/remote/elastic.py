@@ -50,16 +50,8 @@ class HostRendezvous(RendezvousHandler):
     ) -> None:
         self._run_id, self._host_rank, self._n_hosts = run_id, host_rank, n_hosts
         self._address, self._round = address, 0
-        listener = socket.create_server((address, 0), backlog=1024) if host_rank == 0 else None
-        self.port: int = listener.getsockname()[1] if listener else port
-        self._store = TCPStore(
-            address,
-            self.port,
-            is_master=listener is not None,
-            timeout=timedelta(seconds=STORE_TIMEOUT_S),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach() if listener else None,
-        )
+        self._store = _open_store(address, port, serves=host_rank == 0)
+        self.port: int = self._store.port
 
     def get_backend(self) -> str:
         return "taas"
@@ -70,10 +62,21 @@ class HostRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Enters the next round; a restarted attempt must not read the last one's keys."""
+        """Enters the next round, with a store of its own.
+
+        The ranks of an attempt use the agents' store as it is, so that those of the next one would
+        read the last one's keys: where ranks listened that are gone.
+        """
         self._round += 1
-        store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
-        place = RendezvousStoreInfo(self._address, self.port)
+        key, serves = f"{self._run_id}/{self._round}", self._host_rank == 0
+        if serves:
+            self._ranks_store = _open_store(self._address, 0, serves=True)
+            self._store.set(key, str(self._ranks_store.port))
+        else:
+            port = int(self._store.get(key))
+            self._ranks_store = _open_store(self._address, port, serves=False)
+        store = PrefixStore(key, self._ranks_store)
+        place = RendezvousStoreInfo(self._address, self._ranks_store.port)
         return RendezvousInfo(store, self._host_rank, self._n_hosts, place)
 
     def is_closed(self) -> bool:
@@ -90,6 +93,19 @@ class HostRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+def _open_store(address: str, port: int, *, serves: bool) -> TCPStore:
+    """A store on one address: its server, on a port that the system chooses, or a client of it."""
+    listener = socket.create_server((address, 0), backlog=1024) if serves else None
+    return TCPStore(
+        address,
+        listener.getsockname()[1] if listener else port,
+        is_master=serves,
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener else None,
+    )
 
 
 class RunAgent(LocalElasticAgent):

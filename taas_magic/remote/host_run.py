@@ -5,6 +5,7 @@ agent, the pump's brings the ranks' messages, the agent's event loop asks to sto
 the judge.
 """
 
+import gc
 import shutil
 import signal
 import tempfile
@@ -18,7 +19,8 @@ import psutil
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from taas_magic.journal import Event, event
-from taas_magic.remote import feeding, link, report
+from taas_magic.receipt import STORE_KINDS, Ledger
+from taas_magic.remote import feeding, guard, link, report
 from taas_magic.remote.elastic import HostRendezvous, RunAgent
 from taas_magic.remote.process import end_all, signal_name
 from taas_magic.remote.pump import Pump
@@ -62,6 +64,8 @@ class HostRun:
         self._verdict: Verdict | None = None
         self._failures: list[Failure] = []
         self._elastic: RunAgent | None = None
+        rule = spec.plan.store
+        self._ledger = Ledger(rule.path, rule.shared) if rule else None
 
     def run(self) -> None:
         """Runs to the end, and emits `host_ended` when nothing of the run is left here."""
@@ -81,10 +85,14 @@ class HostRun:
             self._verdict = Verdict("FAILED", "host")
             self._failures = [report.host_failure(self._host, error)]
         finally:
-            self._elastic = None  # its semaphores go with it
+            self._elastic = None
+            gc.collect()  # it lies in cycles, and the semaphores of its queues with it
             self._pump.close()
             self._sweep()
             shutil.rmtree(self._pipes, ignore_errors=True)
+        if self._ledger is not None:
+            written = self._ledger.close(has_rank_0=self._spec.share.first_rank == 0)
+            self._emit(event("receipt", self._host, **written))
         state = self._verdict.state if self._verdict else "FAILED"
         ended = {"host_rank": self._spec.host_rank, "state": state, "failures": self._failures}
         self._emit(event("host_ended", self._host, **ended))
@@ -108,7 +116,7 @@ class HostRun:
         )
         self._elastic = RunAgent(
             spec,
-            spec.for_ranks(self._pipes),
+            spec.for_ranks(self._pipes, guard.strongest().value),
             rendezvous,
             before_start=self._before_start,
             after_start=self._after_start,
@@ -138,7 +146,9 @@ class HostRun:
 
     def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
-        if kind in OWN_KINDS:
+        if self._ledger is not None and kind in STORE_KINDS:
+            self._ledger.take(rank, message)
+        elif kind in OWN_KINDS:
             self._ranks.note(rank, kind, message)
             self._changed.set()
         else:

@@ -24,6 +24,8 @@ from taas_magic.capture import modules, payload, pickling
 from taas_magic.errors import CaptureError
 from taas_magic.journal import RunFolder
 from taas_magic.remote import feeding
+from taas_magic.remote.guard import Means
+from taas_magic.remote.hold import HELD_BY_PYTHON, hold
 from taas_magic.remote.link import Link, stack_file
 from taas_magic.remote.process import adopt_orphans, die_with_parent
 from taas_magic.remote.shell import RankShell, cut, message_of
@@ -55,6 +57,12 @@ def rank_main(spec: Mapping[str, Any]) -> None:
     atexit._clear()
     faulthandler.enable(stack_file(pipes, attempt, local_rank).open("w"))
     _take_environment(spec)
+    try:
+        _hold_to_store_rule(spec, link, rank, pipes / f"scratch-{attempt}-{local_rank}")
+    except Exception as error:  # what is not held runs nothing of the user's
+        _send_failure(link, error, traceback.format_exc())
+        os._exit(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it starts them
     _use_gloo_without_cuda(link)
     with _heartbeat(link), feeding.feed(Path(spec["run_dir"]), rank, attempt, link):
         succeeded = _run(RankShell.instance(), spec, link, rank)
@@ -72,16 +80,35 @@ def _take_environment(spec: Mapping[str, Any]) -> None:
     torchrun = {key: value for key, value in os.environ.items() if key.startswith(_TORCHRUN)}
     os.environ.clear()
     os.environ.update({**spec["defaults"], **spec["environ"], **torchrun, **spec["env"]})
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     os.chdir(spec["cwd"])
     sys.path[:] = spec["sys_path"]
     sys.argv[:] = ["taas"]
 
 
+def _hold_to_store_rule(spec: Mapping[str, Any], link: Link, rank: int, scratch: Path) -> None:
+    """Before any thread and any of the user's code: the store is rank 0's to write."""
+    if spec["store"] is None:
+        return
+    means = hold(
+        spec["store"],
+        rank,
+        means=Means(spec["means"]),
+        scratch=scratch,
+        run_folder=spec["run_dir"],
+        note=lambda path: link.send("touched", path=path),
+    )
+    if rank != 0:
+        link.send("held", means=means.value)
+        if means is Means.PYTHON:
+            link.send("note", text=HELD_BY_PYTHON)
+
+
 def _use_gloo_without_cuda(link: Link) -> None:
-    """Lets `init_process_group("nccl")` work on a host without a GPU, by gloo."""
+    """Lets `init_process_group("nccl")` and `Accelerator()` work without a GPU, by gloo."""
     if torch.cuda.is_available():
         return
+    # What `accelerate launch --cpu` sets; without it each rank's Accelerator() trains alone.
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     original = dist.init_process_group
 
     @functools.wraps(original)

@@ -22,7 +22,7 @@ class Origin:
     """What the ranks take over from the notebook.
 
     Attributes:
-        cwd: The notebook's folder, a rank's working directory.
+        cwd: The project store, a rank's working directory.
         environ: The kernel's environment.
         sys_path: The kernel's import path.
         colors: IPython's colour scheme, for tracebacks.
@@ -75,8 +75,13 @@ class HostSpec:
             defaults["GLOO_SOCKET_IFNAME"] = "lo"
         return defaults
 
-    def for_ranks(self, pipes: Path) -> dict[str, Any]:
-        """What `rank_main` is called with; `pipes` is the host's folder of named pipes."""
+    def for_ranks(self, pipes: Path, means: str) -> dict[str, Any]:
+        """What `rank_main` is called with.
+
+        Args:
+            pipes: The host's folder of named pipes.
+            means: What this host has to hold ranks to the rule of the store.
+        """
         return {
             "run_dir": self.run_dir,
             "pipes": str(pipes),
@@ -86,5 +91,7 @@ class HostSpec:
             "sys_path": list(self.origin.sys_path),
             "colors": self.origin.colors,
             "out": list(self.plan.out),
+            "store": self.plan.store,
+            "means": means,
             "defaults": self._defaults(),
         }

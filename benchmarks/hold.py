@@ -1,0 +1,75 @@
+"""What it costs a rank to be held to the project store's rule, before any of the user's code.
+
+    python benchmarks/hold.py
+
+Each figure is the median over fresh ranks: processes forked with torch in memory, as the agent's
+are. `launch.py` prints the same table.
+"""
+
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from taas_magic.remote import guard
+from taas_magic.remote.guard import Means
+from taas_magic.remote.hold import hold
+from taas_magic.store import StoreRule
+
+RANKS = 15
+AIM_MS = 10.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "numpy", "hold"])
+
+
+def table() -> list[str]:
+    """Markdown: the means that work here, and what each costs a rank."""
+    head = ["| what holds a rank | set-up per rank |", "|---|---|"]
+    possible = guard.candidates(os.geteuid())
+    rows = [_row(f"{means.value}, and Python", means, rank=1) for means in possible[:-1]]
+    rows += [_row(Means.PYTHON.value, Means.PYTHON, rank=1)]
+    rows += [_row("rank 0: nothing, it is watched", Means.PYTHON, rank=0)]
+    return [*head, *rows, f"Aim: under {AIM_MS:.0f} ms."]
+
+
+def _row(label: str, means: Means, rank: int) -> str:
+    measured = [_measure(means, rank) for _ in range(RANKS)]
+    if any(used != means.value for used, _ in measured):
+        return f"| {label} | not offered here |"
+    return f"| {label} | {statistics.median(ms for _, ms in measured):.1f} ms |"
+
+
+def _measure(means: Means, rank: int) -> tuple[str, float]:
+    """The means that was used in the end, and the milliseconds that it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        reading, writing = _context.Pipe(duplex=False)
+        process = _context.Process(target=_be_held, args=(writing, folder, means.value, rank))
+        process.start()
+        used, ms = reading.recv()
+        process.join()
+    return used, ms
+
+
+def _be_held(writing: Connection, folder: str, means: str, rank: int) -> None:
+    store = Path(folder, "store")
+    store.mkdir()
+    os.chdir(store)
+    began = time.perf_counter()
+    used = hold(
+        StoreRule(str(store)),
+        rank,
+        means=Means(means),
+        scratch=Path(folder, "scratch"),
+        run_folder=folder,
+        note=lambda path: None,
+    )
+    writing.send((used.value, 1000 * (time.perf_counter() - began)))
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join([*table(), ""]))

@@ -1,0 +1,17 @@
+"""Saves one file again and again, each time another value throughout, until it is killed."""
+
+import itertools
+from multiprocessing.connection import Connection
+
+import torch
+
+from taas_magic.publish import save
+
+COUNT = 50_000
+
+
+def saves_for_ever(path: str, ready: Connection) -> None:
+    for value in itertools.count():
+        save(torch.full((COUNT,), float(value)), path)
+        if value == 0:
+            ready.send("saved once")

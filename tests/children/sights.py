@@ -1,0 +1,73 @@
+"""What a rank does in the project store, its working directory, when all ranks do the same."""
+
+import glob
+import os
+import pathlib
+import shutil
+
+import numpy
+import torch
+
+
+def saves(path: str, value: float) -> None:
+    torch.save({"weight": torch.full((4,), value)}, path)
+
+
+def loads(path: str) -> float:
+    return float(torch.load(path, weights_only=True)["weight"][0])
+
+
+def changes(path: str) -> None:
+    with open(path, "r+b") as file:
+        file.write(b"mine")
+
+
+def writes_by_torch(path: str) -> None:
+    torch._C.PyTorchFileWriter(path)
+
+
+def saves_and_finds() -> None:
+    for path in ("m.pt", "out/deep/m.pt", os.path.abspath("out/n.pt")):
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        saves(path, 3.0)
+        assert os.path.exists(path) and os.path.isfile(path) and os.path.getsize(path) > 100
+        assert pathlib.Path(path).exists() and os.access(path, os.R_OK | os.W_OK)
+        assert loads(path) == 3.0
+    numpy.save("out/array.npy", numpy.arange(3))
+    assert numpy.load("out/array.npy").tolist() == [0, 1, 2]
+    assert numpy.load("out/array.npy", mmap_mode="r")[1] == 1
+    assert sorted(os.listdir("out")) == ["array.npy", "deep", "n.pt"]
+    assert sorted(glob.glob("**/*.pt", recursive=True)) == ["m.pt", "out/deep/m.pt", "out/n.pt"]
+    found = sorted(map(str, pathlib.Path(".").rglob("*.pt")))
+    assert found == ["m.pt", "out/deep/m.pt", "out/n.pt"]
+    with open("log.txt", "a") as log:
+        log.write("one\n")
+    with open("log.txt", "a") as log:
+        log.write("two\n")
+    assert pathlib.Path("log.txt").read_text() == "one\ntwo\n"
+
+
+def walks_both() -> None:
+    pathlib.Path("folder/mine.txt").write_text("mine")
+    assert sorted(os.listdir("folder")) == ["inner.txt", "mine.txt"]
+    assert sorted(os.listdir(b"folder")) == [b"inner.txt", b"mine.txt"]
+    assert os.listdir() == os.listdir(None) == os.listdir(".")
+    walked = {root: sorted(files) for root, _, files in os.walk(".")}
+    assert walked == {
+        ".": ["data.bin", "numbers.bin"],
+        "./folder": ["inner.txt", "mine.txt"],
+    }
+    shutil.copytree("folder", "copied")
+    assert sorted(os.listdir("copied")) == ["inner.txt", "mine.txt"]
+    assert pathlib.Path("copied/inner.txt").read_text() == "rank 0's"
+
+
+def rotates_checkpoints() -> None:
+    for step in range(3):
+        os.makedirs("tmp", exist_ok=False)
+        saves("tmp/m.pt", step)
+        os.rename("tmp", f"step-{step}")
+        if step:
+            shutil.rmtree(f"step-{step - 1}")
+    assert loads("step-2/m.pt") == 2.0
+    assert not os.path.exists("step-1") and not os.path.exists("tmp")

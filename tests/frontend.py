@@ -1,0 +1,140 @@
+"""A real kernel "Python (TaaS)", and what a frontend sees of it."""
+
+import os
+import queue
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager, start_new_kernel
+
+ROOT = Path(__file__).parent.parent
+WAIT_S = 100.0
+
+Message = dict[str, Any]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Environment variables under which the checkout's kernel is found; its files go to a folder.
+
+    Args:
+        folder: Gets the kernelspec, IPython's profile, and the state of runs and pools.
+    """
+    kernels = folder / "jupyter" / "kernels"
+    shutil.copytree(ROOT / "kernels" / "taas", kernels / "taas", dirs_exist_ok=True)
+    return {
+        "JUPYTER_PATH": str(kernels.parent),
+        "JUPYTER_PREFER_ENV_PATH": "0",
+        "IPYTHONDIR": str(folder / "ipython"),
+        "PYTHONPATH": str(ROOT),
+        "TAAS_STATE_DIR": str(folder / "state"),
+        "XDG_CONFIG_HOME": str(folder / "config"),
+    }
+
+
+class Frontend:
+    """Sends cells to a kernel and keeps every output under the cell that it belongs to.
+
+    Attributes:
+        manager: Starts, interrupts and ends the kernel.
+        outputs: The messages of the iopub channel, by the id of the request.
+        replies: The content of the reply to each request that was answered.
+    """
+
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
+        self.manager = manager
+        self.client = client
+        self.outputs: defaultdict[str, list[Message]] = defaultdict(list)
+        self.replies: dict[str, dict[str, Any]] = {}
+
+    def send(self, code: str, subshell_id: str | None = None) -> str:
+        """Asks for a cell to be run; returns the request's id at once."""
+        content = {"code": code, "silent": False, "store_history": True, "stop_on_error": True}
+        message = self.client.session.msg("execute_request", content)
+        if subshell_id is not None:
+            message["header"]["subshell_id"] = subshell_id
+        self.client.shell_channel.send(message)
+        found: str = message["header"]["msg_id"]
+        return found
+
+    def new_subshell(self) -> str:
+        """Makes a thread in the kernel that runs cells while the main one is busy."""
+        message = self.client.session.msg("create_subshell_request")
+        self.client.control_channel.send(message)
+        found: str = self.client.get_control_msg(timeout=WAIT_S)["content"]["subshell_id"]
+        return found
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Takes messages until a condition holds."""
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"nothing came in time; seen: {dict(self.outputs)}"
+            self._take(self.client.get_shell_msg, 0.01, self._replied)
+            self._take(self.client.get_iopub_msg, 0.1, self._shown)
+
+    def finish(self, request: str) -> dict[str, Any]:
+        """Waits until a cell is answered and all its output is there; returns the reply."""
+        self.wait(lambda: request in self.replies and self._is_idle(request))
+        return self.replies[request]
+
+    def run(self, code: str) -> str:
+        """Runs a cell that is to succeed; returns the request's id."""
+        request = self.send(code)
+        reply = self.finish(request)
+        assert reply["status"] == "ok", reply
+        return request
+
+    def fail(self, code: str) -> dict[str, Any]:
+        """Runs a cell that is to fail; returns the reply."""
+        reply = self.finish(self.send(code))
+        assert reply["status"] == "error", reply
+        return reply
+
+    def contents(self, request: str, kind: str) -> list[dict[str, Any]]:
+        """The messages of one kind that belong to a request."""
+        return [m["content"] for m in self.outputs[request] if m["msg_type"] == kind]
+
+    def text(self, request: str) -> str:
+        """What a request printed."""
+        return "".join(content["text"] for content in self.contents(request, "stream"))
+
+    def _is_idle(self, request: str) -> bool:
+        states = [content["execution_state"] for content in self.contents(request, "status")]
+        return "idle" in states
+
+    def _take(
+        self, get: Callable[..., Message], timeout_s: float, put: Callable[[Message], None]
+    ) -> None:
+        try:
+            put(get(timeout=timeout_s))
+        except queue.Empty:
+            return
+
+    def _replied(self, message: Message) -> None:
+        self.replies[message["parent_header"]["msg_id"]] = message["content"]
+
+    def _shown(self, message: Message) -> None:
+        self.outputs[message["parent_header"].get("msg_id", "")].append(message)
+
+
+@contextmanager
+def kernel(project: Path, **environ: str) -> Iterator[Frontend]:
+    """A kernel in a folder, for as long as the context; its pool `local` is ended with it."""
+    project.mkdir(exist_ok=True)
+    manager, client = start_new_kernel(
+        kernel_name="taas", cwd=str(project), env={**os.environ, **environ}
+    )
+    frontend = Frontend(manager, client)
+    try:
+        yield frontend
+        if manager.is_alive():
+            frontend.run("%taas down")
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        manager.cleanup_resources()

@@ -1,0 +1,153 @@
+"""A page of a headless chromium, driven over its DevTools protocol.
+
+Needs no browser driver: chromium speaks the protocol on a websocket, and Jupyter's server already
+brings a client for websockets.
+"""
+
+import base64
+import itertools
+import json
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import websocket
+
+WAIT_S = 90.0
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35}
+OPTIONS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--remote-debugging-port=0",
+)
+
+
+def find() -> str | None:
+    """The browser's path; None where there is none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Page:
+    """One page.
+
+    Args:
+        url: Where its DevTools listen.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._socket = websocket.create_connection(url, timeout=WAIT_S, suppress_origin=True)
+        self._numbers = itertools.count(1)
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Calls a method of the protocol; returns its result."""
+        number = next(self._numbers)
+        self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
+        while True:
+            answer = json.loads(self._socket.recv())
+            if answer.get("id") == number:
+                assert "error" not in answer, (method, answer["error"])
+                result: dict[str, Any] = answer["result"]
+                return result
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression, awaited if it is a promise."""
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in answer, (expression, answer["exceptionDetails"])
+        return answer["result"].get("value")
+
+    def wait_for(self, expression: str) -> Any:
+        """Waits until an expression is true; returns its value."""
+        deadline = time.monotonic() + WAIT_S
+        while not (value := self.evaluate(expression)):
+            assert time.monotonic() < deadline, f"never true: {expression}; {self.text()[-3000:]}"
+            time.sleep(0.05)
+        return value
+
+    def text(self) -> str:
+        """All that the page shows as text."""
+        found: str = self.evaluate("document.body ? document.body.innerText : ''")
+        return found
+
+    def go(self, url: str) -> None:
+        self.call("Page.navigate", url=url)
+
+    def type(self, text: str) -> None:
+        """Types text where the cursor is."""
+        self.call("Input.insertText", text=text)
+
+    def press(self, key: str) -> None:
+        """Presses and releases a key."""
+        values = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
+        self.call("Input.dispatchKeyEvent", type="rawKeyDown", **values)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **values)
+
+    def resize(self, width: int, height: int, scale: float = 1.0) -> None:
+        """Sets the size of the window in CSS pixels, and how many pixels each has."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=False,
+        )
+
+    def picture(self, clip: dict[str, float] | None = None) -> bytes:
+        """A PNG of the window, or of a part of it (x, y, width, height)."""
+        part = {} if clip is None else {"clip": {**clip, "scale": 1}}
+        return base64.b64decode(self.call("Page.captureScreenshot", **part)["data"])
+
+
+@contextmanager
+def open_page(executable: str, profile: Path) -> Iterator[Page]:
+    """A page of a browser of its own, for as long as the context.
+
+    Args:
+        executable: The browser.
+        profile: A folder for its profile, new for each browser.
+    """
+    profile.mkdir(parents=True)
+    command = [executable, *OPTIONS, f"--user-data-dir={profile}", "about:blank"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        page = Page(_page_url(process, profile / "DevToolsActivePort"))
+        page.resize(1200, 1100)
+        try:
+            yield page
+        finally:
+            page._socket.close()
+    finally:
+        process.terminate()
+        process.wait(timeout=WAIT_S)
+
+
+def _page_url(process: "subprocess.Popen[bytes]", port_file: Path) -> str:
+    deadline = time.monotonic() + WAIT_S
+    while not (port_file.exists() and port_file.read_text().count("\n")):
+        assert process.poll() is None, f"the browser ended with code {process.returncode}"
+        assert time.monotonic() < deadline, "the browser does not listen"
+        time.sleep(0.05)
+    port = port_file.read_text().splitlines()[0]
+    while True:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=WAIT_S) as answer:
+            pages = [page for page in json.load(answer) if page["type"] == "page"]
+        if pages:
+            found: str = pages[0]["webSocketDebuggerUrl"]
+            return found
+        assert time.monotonic() < deadline, "the browser opens no page"
+        time.sleep(0.05)

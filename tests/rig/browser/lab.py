@@ -1,0 +1,117 @@
+"""A JupyterLab, and a notebook in a page of it."""
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.frontend import environment
+from tests.rig.browser.chromium import WAIT_S, Page
+
+NO_NEWS = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
+
+
+@dataclass
+class Lab:
+    """A running server.
+
+    Attributes:
+        url: Where it listens.
+        token: Opens it.
+        process: Its process.
+    """
+
+    url: str
+    token: str
+    process: "subprocess.Popen[bytes]"
+
+    def get(self, path: str) -> Any:
+        """What its API answers."""
+        request = urllib.request.Request(
+            f"{self.url}{path}", headers={"Authorization": f"token {self.token}"}
+        )
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            return json.load(answer)
+
+    def is_up(self) -> bool:
+        try:
+            return bool(self.get("/api/status"))
+        except (urllib.error.URLError, ConnectionError):
+            return False
+
+    def is_ready(self, notebook: str) -> bool:
+        """Whether a notebook has an idle kernel that a page is connected to."""
+        kernels = [s["kernel"] for s in self.get("/api/sessions") if s["path"] == notebook]
+        return any(k["execution_state"] == "idle" and k["connections"] for k in kernels)
+
+
+@contextmanager
+def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
+    """A JupyterLab with the checkout's kernel, for as long as the context.
+
+    Args:
+        folder: Gets all that it writes besides notebooks.
+        root: The folder whose notebooks it shows.
+        environ: Environment variables besides those of `environment`.
+    """
+    settings = folder / "config" / "labconfig" / "page_config.json"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(json.dumps(NO_NEWS))
+    environ = {
+        **os.environ,
+        **environment(folder),
+        "JUPYTER_CONFIG_DIR": str(folder / "config"),
+        "JUPYTER_DATA_DIR": str(folder / "data"),
+        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
+        **environ,
+    }
+    port, token = free_port(), secrets.token_hex(16)
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--expose-app-in-browser"]
+    command += [f"--port={port}", "--ServerApp.port_retries=0", "--allow-root"]
+    command += [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}"]
+    with (folder / "lab.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environ, cwd=root, stdout=log, stderr=log)
+    lab = Lab(f"http://127.0.0.1:{port}", token, process)
+    try:
+        wait_until(lab.is_up, "JupyterLab does not answer")
+        yield lab
+    finally:
+        process.terminate()
+        process.wait(timeout=WAIT_S)
+
+
+def open_notebook(page: Page, lab: Lab, name: str) -> None:
+    """Shows a notebook, and waits until its kernel is there."""
+    page.go(f"{lab.url}/lab/tree/{name}?token={lab.token}")
+    page.wait_for("!!document.querySelector('.jp-Notebook .jp-Cell') && !!window.jupyterapp")
+    # The page itself says "idle" before it is connected.
+    wait_until(lambda: lab.is_ready(name), "the notebook gets no kernel")
+
+
+def command(page: Page, name: str) -> None:
+    """Carries out a command of JupyterLab, as its menus do; does not wait for its end."""
+    page.evaluate(f"void window.jupyterapp.commands.execute({json.dumps(name)})")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def wait_until(condition: Any, otherwise: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.1)

@@ -1,0 +1,107 @@
+"""A run as a person sees it: JupyterLab in a real browser."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+chromium = pytest.importorskip("tests.rig.browser.chromium", reason="websocket-client is missing")
+pytest.importorskip("jupyterlab")
+
+from tests.rig.browser.lab import Lab, command, open_lab, open_notebook  # noqa: E402
+
+BROWSER = chromium.find()
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium is installed"),
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+OUTPUT = "document.querySelectorAll('.jp-CodeCell')[{}].querySelector('.jp-OutputArea').innerText"
+CELLS = (
+    "from pathlib import Path\ngo = Path('go')",
+    "%%taas --gpus 2 --out total --name seen\n"
+    "import os, time\n"
+    "from tqdm import trange\n"
+    "rank = int(os.environ['RANK'])\n"
+    "print(f'rank {rank} waits')\n"
+    "if rank == 0:\n"
+    "    bar = trange(2, desc='steps')\n"
+    "    bar.update(1)\n"
+    "    bar.refresh()\n"
+    "while not go.exists():\n"
+    "    time.sleep(0.05)\n"
+    "if rank == 0:\n"
+    "    bar.close()\n"
+    "print(f'rank {rank} goes on')\n"
+    "total = 42\n",
+    "print('total', total)",
+    "%taas down",
+    "",
+)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lab") / "project"
+    folder.mkdir()
+    kernel = {"name": "taas", "display_name": "Python (TaaS)", "language": "python"}
+    notebook = new_notebook(
+        cells=[new_code_cell(cell) for cell in CELLS], metadata={"kernelspec": kernel}
+    )
+    nbformat.write(notebook, folder / "seen.ipynb")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lab(project: Path) -> Iterator[Lab]:
+    with open_lab(project.parent / "jupyter", project) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def page(lab: Lab, project: Path) -> Iterator["chromium.Page"]:
+    assert BROWSER is not None
+    with chromium.open_page(BROWSER, project.parent / "profile") as opened:
+        open_notebook(opened, lab, "seen.ipynb")
+        yield opened
+
+
+def output(number: int) -> str:
+    """JavaScript for what a cell's output shows."""
+    return OUTPUT.format(number)
+
+
+def test_a_run_shows_its_head_its_log_and_its_result(
+    page: "chromium.Page", project: Path, tmp_path: Path
+) -> None:
+    command(page, "notebook:run-all-cells")
+    page.wait_for(f"/rank 0 waits/.test({output(1)}) && /rank 1 waits/.test({output(1)})")
+    page.wait_for(f"/RUNNING/.test({output(1)}) && /steps: 50%/.test({output(1)})")
+    assert page.evaluate("!!document.querySelector('.jp-OutputArea progress')")
+    (tmp_path / "running.png").write_bytes(page.picture())
+    (project / "go").touch()
+    page.wait_for(f"/total 42/.test({output(2)})")
+    page.wait_for(f"/SUCCEEDED/.test({output(1)})")
+    shown = page.evaluate(output(1))
+    assert "RUNNING" not in shown
+    assert shown.count("seen") == 1
+    assert shown.count("waits") == shown.count("goes on") == 2
+    assert (tmp_path / "running.png").read_bytes().startswith(b"\x89PNG")
+    page.wait_for(f"/is down/.test({output(3)})")
+
+
+def test_tab_completes_a_flag(page: "chromium.Page") -> None:
+    last = "[...document.querySelectorAll('.jp-CodeCell .cm-content')].at(-1)"
+    page.wait_for(f"({last}.focus(), document.activeElement === {last})")
+    page.type("%%taas --g")
+    page.press("Tab")
+    offered = "document.querySelector('.jp-Completer:not(.lm-mod-hidden)')?.innerText"
+    page.wait_for(f"/--gpus/.test({offered})")
+    assert "--max-restarts" not in page.evaluate(offered)
+    page.press("Enter")
+    page.wait_for(f"{last}.innerText.trim() === '%%taas --gpus'")

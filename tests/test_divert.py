@@ -1,0 +1,112 @@
+"""What a rank sees of the store while its own writes are discarded; what rank 0's are noted as."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from taas_magic.remote.divert import views
+from taas_magic.remote.guard import Means
+from tests.children import sights
+from tests.rig import held
+from tests.rig.held import Held, Raised, Setting
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver_ends() -> Iterator[None]:
+    yield
+    held.end_forkserver()
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    with held.new_store(None) as folder:
+        yield folder
+
+
+@pytest.fixture
+def rank(base: Path) -> Iterator[Held]:
+    with held.held(Setting(str(base / "store"), str(base / "scratch"), Means.PYTHON)) as process:
+        yield process
+
+
+def test_save_exists_list_load(rank: Held) -> None:
+    rank.call(sights.saves_and_finds)
+
+
+def test_rank_0s_file_is_the_one_that_is_read(base: Path, rank: Held) -> None:
+    rank.call(sights.saves, "m.pt", 1.0)
+    assert rank.call(sights.loads, "m.pt") == 1.0
+    sights.saves(base / "store" / "m.pt", 0.0)
+    assert rank.call(sights.loads, "m.pt") == 0.0
+    rank.call(sights.saves, "m.pt", 1.0)
+    assert rank.call(sights.loads, "m.pt") == 0.0
+
+
+def test_what_every_rank_does_fails_on_none(base: Path, rank: Held) -> None:
+    """Rank 0 was faster: the folder is there, the files are gone."""
+    rank.call(os.mkdir, "folder")
+    rank.call(os.remove, "gone.pt")
+    rank.call(os.rename, "gone.pt", "renamed.pt")
+    with pytest.raises(Raised, match="FileExistsError"):
+        rank.call(os.mkdir, "folder")
+    assert sorted(os.listdir(base / "store")) == ["data.bin", "folder", "numbers.bin"]
+
+
+def test_folders_of_both_are_walked_as_one(rank: Held) -> None:
+    rank.call(sights.walks_both)
+
+
+def test_a_checkpoint_folder_of_its_own_is_made_moved_and_removed(rank: Held) -> None:
+    rank.call(sights.rotates_checkpoints)
+
+
+def test_an_error_names_the_path_that_was_asked_for(rank: Held) -> None:
+    with pytest.raises(Raised) as caught:
+        rank.call(sights.saves, "missing/m.pt", 1.0)
+    assert caught.value.etype == "FileNotFoundError" and "store/missing/m.pt" in caught.value.text
+    with pytest.raises(Raised) as caught:
+        rank.call(sights.changes, "missing.bin")
+    assert caught.value.etype == "FileNotFoundError" and "'missing.bin'" in caught.value.text
+    with pytest.raises(Raised) as caught:
+        rank.call(sights.changes, "folder")
+    assert caught.value.etype == "IsADirectoryError"
+
+
+def test_writing_elsewhere_is_not_led_anywhere(base: Path, rank: Held) -> None:
+    rank.call(sights.saves, base / "outside" / "m.pt", 1.0)
+    assert (base / "outside" / "m.pt").exists()
+    assert rank.call(held.kept_out) == []
+
+
+def test_a_path_is_noted_once(base: Path, rank: Held) -> None:
+    for value in range(3):
+        rank.call(sights.saves, "m.pt", value)
+    assert rank.call(held.kept_out) == [str(base / "store" / "m.pt")]
+
+
+def test_a_huge_file_is_not_copied_to_be_changed(base: Path, rank: Held) -> None:
+    with (base / "store" / "huge.bin").open("wb") as file:
+        file.truncate(views.COPY_LIMIT_BYTES + 1)
+    with pytest.raises(Raised, match="open it for reading") as caught:
+        rank.call(sights.changes, "huge.bin")
+    assert caught.value.etype == "PermissionError" and "huge.bin" in caught.value.text
+
+
+def test_rank_0_writes_and_is_noted(base: Path) -> None:
+    setting = Setting(str(base / "store"), str(base / "scratch"), Means.PYTHON, rank=0)
+    with held.held(setting) as rank:
+        rank.call(sights.saves, "m.pt", 2.0)
+        rank.call(os.rename, "data.bin", "renamed.bin")
+        noted = rank.call(held.kept_out)
+    assert sights.loads(base / "store" / "m.pt") == 2.0
+    written = [path for path in noted if os.path.exists(path)]
+    assert written == [str(base / "store" / name) for name in ("m.pt", "renamed.bin")]
+
+
+def test_torchs_pathless_error_gets_its_path(base: Path) -> None:
+    setting = Setting(str(base / "store"), str(base / "scratch"), Means.PYTHON, rank=0)
+    with held.held(setting) as rank, pytest.raises(Raised) as caught:
+        rank.call(sights.writes_by_torch, str(base / "outside" / "missing" / "m.pt"))
+    assert str(base / "outside" / "missing" / "m.pt") in caught.value.text

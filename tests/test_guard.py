@@ -1,0 +1,205 @@
+"""The project store does not change, whatever a rank that is not 0 tries."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from taas_magic.remote import guard
+from taas_magic.remote.guard import Means
+from tests.children import attempts
+from tests.rig import held
+from tests.rig.held import Held, Raised, Setting, hash_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts and Landlock are Linux's")
+
+User = tuple[int, int] | None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver_ends() -> Iterator[None]:
+    yield
+    held.end_forkserver()
+
+
+@pytest.fixture(scope="module")
+def ordinary_user() -> Iterator[tuple[int, int]]:
+    """A user made for the tests, and removed."""
+    name = f"taas-test-{os.getpid()}"
+    subprocess.run(["useradd", "--no-create-home", name], check=True)
+    try:
+        ids = [int(subprocess.check_output(["id", flag, name])) for flag in ("-u", "-g")]
+        yield ids[0], ids[1]
+    finally:
+        subprocess.run(["userdel", name], check=True)
+
+
+@pytest.fixture(params=["root", "ordinary user"])
+def user(request: pytest.FixtureRequest) -> User:
+    if os.geteuid() != 0:
+        if request.param == "root":
+            pytest.skip("needs root")
+        return None
+    return None if request.param == "root" else request.getfixturevalue("ordinary_user")
+
+
+@pytest.fixture
+def base(user: User) -> Iterator[Path]:
+    with held.new_store(user) as folder:
+        yield folder
+
+
+def means_of(user: User, which: str) -> Means:
+    root = user is None and os.geteuid() == 0
+    return guard.candidates(0 if root else 1)[0 if which == "mount" else 1]
+
+
+@contextmanager
+def hold(base: Path, user: User, means: Means, **more: Any) -> Iterator[Held]:
+    setting = Setting(str(base / "store"), str(base / "scratch"), means, user=user, **more)
+    with held.held(setting) as rank:
+        if rank.means is not means:
+            pytest.skip(f"this system offers no {means.value}")
+        yield rank
+
+
+def refused_of(rank: Held, tried: list[Callable[[], None]], store: Path) -> list[str]:
+    """The names of the attempts that failed; none may have changed the store."""
+    before, refused = hash_of(store), []
+    for attempt in tried:
+        try:
+            rank.call(attempt)
+        except Raised:
+            refused.append(attempt.__name__)
+        assert hash_of(store) == before, attempt.__name__
+    return refused
+
+
+def names(tried: list[Callable[[], None]]) -> list[str]:
+    return [attempt.__name__ for attempt in tried]
+
+
+@pytest.mark.parametrize("which", ["mount", "landlock"])
+def test_discard_lets_python_go_on_and_the_system_refuses_the_rest(
+    base: Path, user: User, which: str
+) -> None:
+    tried = [*attempts.PYTHON, *attempts.SYSTEM]
+    with hold(base, user, means_of(user, which)) as rank:
+        assert refused_of(rank, tried, base / "store") == names(attempts.SYSTEM)
+
+
+@pytest.mark.parametrize("which", ["mount", "landlock"])
+def test_refuse_refuses_all(base: Path, user: User, which: str) -> None:
+    tried = [*attempts.PYTHON, *attempts.SYSTEM]
+    with hold(base, user, means_of(user, which), writes="refuse") as rank:
+        assert refused_of(rank, tried, base / "store") == names(tried)
+
+
+@pytest.mark.parametrize("which", ["mount", "landlock"])
+def test_the_system_alone_refuses_all(base: Path, user: User, which: str) -> None:
+    """What Python does not catch, the system does: the two do not lean on each other."""
+    exempt = [attempts.chmod, attempts.utime] if which == "landlock" else []
+    tried = [it for it in [*attempts.PYTHON, *attempts.SYSTEM] if it not in exempt]
+    with hold(base, user, means_of(user, which), writes="none") as rank:
+        assert refused_of(rank, tried, base / "store") == names(tried)
+
+
+@pytest.mark.parametrize("writes", ["discard", "refuse"])
+def test_python_alone_holds_what_is_python(base: Path, user: User, writes: str) -> None:
+    with hold(base, user, Means.PYTHON, writes=writes) as rank:
+        refused = refused_of(rank, attempts.PYTHON, base / "store")
+    assert refused == (names(attempts.PYTHON) if writes == "refuse" else [])
+
+
+def test_a_mount_holds_attributes_too(base: Path, user: User) -> None:
+    with hold(base, user, means_of(user, "mount")) as rank:
+        refused = refused_of(rank, attempts.ATTRIBUTES, base / "store")
+    assert refused == names(attempts.ATTRIBUTES)
+
+
+@pytest.mark.parametrize("which", ["mount", "landlock"])
+def test_caches_stay_writable_when_the_store_is_the_home_folder(
+    base: Path, user: User, which: str
+) -> None:
+    home = base / "store"
+    shared = (str(home / "hf/cache"),)
+    with hold(base, user, means_of(user, which), home=str(home), shared=shared) as rank:
+        rank.call(attempts.writes_caches, str(home))
+        with pytest.raises(Raised):
+            rank.call(attempts.by_libc)
+    assert (home / ".cache/probe").exists() and (home / "hf/cache/probe").exists()
+
+
+@pytest.mark.parametrize("which", ["mount", "landlock"])
+def test_a_shared_folder_is_open_to_all(base: Path, user: User, which: str) -> None:
+    shared = (str(base / "store" / "folder"),)
+    with hold(base, user, means_of(user, which), shared=shared) as rank:
+        rank.call(attempts.pathlib_write)
+        assert rank.call(held.kept_out) == []
+        with pytest.raises(Raised):
+            rank.call(attempts.by_libc)
+    assert (base / "store/folder/inner.txt").read_text() == "mine"
+
+
+def test_a_shard_of_a_checkpoint_is_never_lost_in_silence(base: Path, user: User) -> None:
+    with hold(base, user, Means.PYTHON) as rank, pytest.raises(Raised) as caught:
+        rank.call(attempts.writes_a_shard)
+    assert caught.value.etype == "PermissionError"
+    assert "rank 1" in caught.value.text and "--shared-writes folder" in caught.value.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_what_is_mounted_in_the_store_is_read_only_too(base: Path) -> None:
+    inner = base / "store" / "with space"
+    inner.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "nosuid", "none", inner], check=True)
+    try:
+        with hold(base, None, Means.MOUNT, writes="none") as rank, pytest.raises(Raised) as caught:
+            rank.call(Path(inner, "new").write_text, "mine")
+    finally:
+        subprocess.run(["umount", inner], check=True)
+    assert "Read-only file system" in caught.value.text
+
+
+def test_the_guard_leaves_no_mount_and_keeps_the_tie_to_the_parent(base: Path, user: User) -> None:
+    before = Path("/proc/self/mountinfo").read_text()
+    with hold(base, user, means_of(user, "mount")) as rank:
+        assert rank.call(attempts.parent_death_signal) == signal.SIGKILL
+        assert rank.call(os.getuid) == (user[0] if user else os.getuid())
+        assert Path("/proc/self/mountinfo").read_text() == before
+
+
+def test_the_strongest_means_is_found_by_trying() -> None:
+    found = guard.strongest()
+    assert found in guard.candidates(os.geteuid())
+    assert guard.strongest() is found
+
+
+def test_a_second_thread_would_not_be_held(tmp_path: Path) -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match="second thread"):
+            guard.protect(str(tmp_path), [], Means.LANDLOCK)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_refusal_names_rank_path_and_rule(base: Path, user: User) -> None:
+    with (
+        hold(base, user, means_of(user, "mount"), writes="refuse", rank=3) as rank,
+        pytest.raises(Raised) as caught,
+    ):
+        rank.call(attempts.torch_save_zip)
+    assert caught.value.etype == "PermissionError"
+    for part in ("rank 3", "only rank 0", "--store-writes refuse", str(base / "store" / "zip.pt")):
+        assert part in caught.value.text

@@ -1,0 +1,117 @@
+"""A file appears whole or not at all: killed at any point, on a full disk, by any rank."""
+
+import os
+import random
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from taas_magic.errors import StoreError
+from taas_magic.publish import save
+from tests.children import saver
+from tests.rig.held import CONTEXT, end_forkserver, start
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver_ends() -> Iterator[None]:
+    yield
+    end_forkserver()
+
+
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def test_the_file_is_the_one_that_torch_makes(tmp_path: Path) -> None:
+    value = {"weight": torch.arange(10.0)}
+    save(value, tmp_path / "m.pt")
+    (tmp_path / "torch").mkdir()
+    torch.save(value, tmp_path / "torch" / "m.pt")
+    assert (tmp_path / "m.pt").read_bytes() == (tmp_path / "torch" / "m.pt").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["m.pt", "torch"]
+
+
+def test_only_rank_0s_call_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        save(int(rank), tmp_path / "m.pt")
+        assert (tmp_path / "m.pt").exists() == (rank == "0")
+    assert torch.load(tmp_path / "m.pt") == 0
+
+
+def test_an_open_file_is_written_by_any_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with (tmp_path / "m.pt").open("wb") as file:
+        save(1, file)
+    assert torch.load(tmp_path / "m.pt") == 1
+
+
+def test_links_are_followed_and_permissions_kept(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    target = tmp_path / "real" / "m.pt"
+    target.touch(mode=0o640)
+    target.chmod(0o640)
+    (tmp_path / "m.pt").symlink_to(target)
+    save(1, tmp_path / "m.pt")
+    assert (tmp_path / "m.pt").is_symlink() and torch.load(target) == 1
+    assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_what_cannot_be_pickled_leaves_the_old_file(tmp_path: Path) -> None:
+    save(1, tmp_path / "m.pt")
+    with pytest.raises(AttributeError):
+        save(lambda: None, tmp_path / "m.pt")
+    assert torch.load(tmp_path / "m.pt") == 1 and os.listdir(tmp_path) == ["m.pt"]
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"missing/m\.pt"):
+        save(1, tmp_path / "missing" / "m.pt")
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount")
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True)
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_a_full_disk_leaves_the_old_file(small_disk: Path, as_zip: bool) -> None:
+    old = torch.zeros(100_000)
+    save(old, small_disk / "m.pt")
+    with pytest.raises(StoreError) as caught:
+        save(torch.ones(200_000), small_disk / "m.pt", _use_new_zipfile_serialization=as_zip)
+    for part in (str(small_disk / "m.pt"), "bytes were written", "the old file is unchanged"):
+        assert part in str(caught.value)
+    assert torch.equal(torch.load(small_disk / "m.pt"), old)
+    assert os.listdir(small_disk) == ["m.pt"]
+
+
+def test_a_kill_at_any_point_leaves_the_old_file_or_the_new(tmp_path: Path) -> None:
+    path, chance = tmp_path / "m.pt", random.Random(1)
+    for _ in range(12):
+        theirs, ours = CONTEXT.Pipe()
+        process = start(saver.saves_for_ever, str(path), theirs)
+        theirs.close()
+        assert ours.recv() == "saved once"
+        ours.poll(chance.uniform(0, 0.03))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        values = torch.load(path, weights_only=True)
+        assert values.eq(values[0]).all() and len(values) == saver.COUNT
+    save(torch.zeros(1), path)
+    assert os.listdir(tmp_path) == ["m.pt"], "what the killed have left is cleared by the next"
