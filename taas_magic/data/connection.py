@@ -184,7 +184,7 @@ class Connection:
         if self._on_this_host and encoded.body_bytes >= _SHARE_FROM_BYTES:
             block = self._blocks.write(encoded.parts(), encoded.body_bytes)
             if block is not None:
-                flags = Flag.SHARED | (Flag.NEW_BLOCK if block.new else Flag.NONE)
+                flags = Flag.SHARED | (Flag.NEW_BLOCK if block.new else 0)
                 frame = frame._replace(flags=flags, block=block.number)
                 return wire.pack(frame), [], [block.descriptor] if block.new else []
         if self._sums:

@@ -125,8 +125,8 @@ def receive_into(sock: Socket, memory: memoryview, patience_s: float) -> None:
         ConnectionError: The peer closed, or sent nothing for `patience_s`.
     """
     flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
-    done, heard = 0, time.monotonic()
-    while done < len(memory):
+    done, heard, size = 0, time.monotonic(), len(memory)
+    while done < size:
         try:
             got = sock.recv_into(memory[done:], flags=flags)
         except (BlockingIOError, TimeoutError):

@@ -167,9 +167,11 @@ class Pull:
 
     def _until(self, ask: Question) -> Answered:
         """Receive until the answer to `ask` is here."""
-        patience, silent_s = Patience(self._timeout_s), 0.0
+        silent_s = 0.0
+        patience = Patience(self._timeout_s) if self._timeout_s else None
         while ask not in self._here:
-            patience.check()
+            if patience is not None:
+                patience.check()
             number = self._where[ask]
             try:
                 self._receive(number)

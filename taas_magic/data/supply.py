@@ -123,12 +123,12 @@ def reraised() -> Iterator[None]:
 
 
 class Patience:
-    """`DataLoader(timeout=…)`: how long a rank waits for a batch; 0 means forever."""
+    """`DataLoader(timeout=…)`: how long a rank waits for a batch."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._since = timeout_s, time.monotonic()
 
     def check(self) -> None:
         """Raise RuntimeError, as a local DataLoader does, once the time is over."""
-        if self._timeout_s and time.monotonic() - self._since > self._timeout_s:
+        if time.monotonic() - self._since > self._timeout_s:
             raise RuntimeError(f"DataLoader timed out after {self._timeout_s:g} seconds")

@@ -60,10 +60,12 @@ class Kind(enum.IntEnum):
     VALUE = 21
 
 
-class Flag(enum.IntFlag):
-    """How the body of a BATCH arrives."""
+_KINDS = {kind.value: kind for kind in Kind}
 
-    NONE = 0
+
+class Flag:
+    """How the body of a BATCH arrives; plain bits, tested for every batch."""
+
     SUMMED = 1
     """`body_sum` holds the checksum of the body."""
     SHARED = 2
@@ -192,10 +194,9 @@ def unpack(header: bytes | bytearray | memoryview) -> Frame:
         raise ProtocolError(
             f"the peer speaks version {version} of the data protocol, not {VERSION}"
         )
-    try:
-        known = Kind(kind)
-    except ValueError:
-        raise ProtocolError(f"there is no frame of kind {kind}") from None
+    known = _KINDS.get(kind)
+    if known is None:
+        raise ProtocolError(f"there is no frame of kind {kind}")
     if epoch < 0 or batch < 0:
         raise ProtocolError(f"{known.name} asks for epoch {epoch}, batch {batch}")
     if body > _MAX_BODY_BYTES[known] or head > body:

@@ -1,0 +1,72 @@
+"""Lightning and accelerate take a registered loader as it is: sharded once, not twice."""
+
+import pytest
+
+from taas_magic import registry
+from taas_magic.capture import pickling
+from tests.harness import Notebook
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered():
+    yield
+    registry._registered.clear()
+    pickling.STAND_INS.clear()
+
+
+LOADER = """
+import taas, torch
+from torch.utils.data import DataLoader, TensorDataset
+
+loader = taas.register(DataLoader(TensorDataset(torch.arange(16.0)[:, None]), 2, shuffle=True))
+"""
+LIGHTNING = """
+import lightning as L, torch, warnings, logging
+warnings.simplefilter("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, _):
+        print("saw", self.current_epoch, *(int(value) for value in batch[0]))
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+trainer = L.Trainer(
+    max_epochs=2, accelerator="cpu", devices=2, strategy="ddp", logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Model(), loader)
+"""
+ACCELERATE = """
+from accelerate import Accelerator
+import torch
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(1, 1)
+model, prepared = accelerator.prepare(model, loader)
+for epoch in range(2):
+    for (batch,) in prepared:
+        print("saw", epoch, *(int(value) for value in batch))
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("source", [LIGHTNING, ACCELERATE], ids=["lightning", "accelerate"])
+def test_every_sample_is_seen_once_an_epoch(notebook: Notebook, source: str) -> None:
+    notebook.define(LOADER)
+    outcome = notebook.run(source, "--cpus 1")
+    assert outcome.error is None, outcome.shown
+    for epoch in "01":
+        seen = [
+            int(index)
+            for lines in outcome.lines.values()
+            for line in lines
+            if line.startswith(f"saw {epoch}")
+            for index in line.split()[2:]
+        ]
+        assert sorted(seen) == list(range(16))
