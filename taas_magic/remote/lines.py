@@ -38,8 +38,8 @@ class LineAssembler:
 
     The result does not depend on how the bytes were cut into chunks. Lines end at `\\n` only. A
     carriage return overwrites what stood before it in its line, as in a terminal and for tqdm;
-    one before `\\n` is part of the line's end. A line that ends with the cursor going up is about to
-    be drawn again (the inner bar of nested tqdm) and is progress, no line. ANSI sequences pass,
+    one before `\\n` is part of the line's end. A line that ends with the cursor going up is about
+    to be drawn again (the inner bar of nested tqdm) and is progress, no line. ANSI sequences pass,
     bytes that are no UTF-8 become U+FFFD. Memory is bounded by `limit_bytes`, however long a line
     gets.
 
