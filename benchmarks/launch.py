@@ -50,8 +50,9 @@ def main() -> int:
     asked = parser.parse_args()
     print(machine(), flush=True)
     rounds = measure(asked.only, asked.rounds)
-    blocks = [table(rounds), ratios(rounds), aims(rounds), hold.table(), [machine()]]
-    print("\n".join(line for block in blocks for line in ["", *block]))
+    for block in (table(rounds), ratios(rounds), aims(rounds)):
+        print("", *block, sep="\n", flush=True)
+    print("", *hold.table(), "", machine(), sep="\n")
     return end_leftovers()
 
 

@@ -48,13 +48,20 @@ def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """
     monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
     monkeypatch.chdir(warm_notebook.project)
-    warm_notebook.shell.reset(new_session=True)
+    _empty(warm_notebook.shell)
     files = shared_memory()
     yield warm_notebook
     deadline = time.monotonic() + GONE_WITHIN_S
     while (left := _left_behind(files)) and time.monotonic() < deadline:
         threading.Event().wait(0.1)
     assert not left
+
+
+def _empty(shell: InteractiveShell) -> None:
+    """Resets a shell; its namespace is that of pytest's own main module, which stays one."""
+    own = {name: value for name, value in shell.user_ns.items() if name.startswith("__")}
+    shell.reset(new_session=True)
+    shell.user_ns.update(own)
 
 
 def _left_behind(files_before: set[str]) -> list[str]:

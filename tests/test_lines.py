@@ -193,3 +193,13 @@ def test_the_tail_remembers_dropped_lines() -> None:
     budget = LogBudget(Clock(), burst=(10, 1))
     budget.admit([str(i) for i in range(100)])
     assert budget.tail == [str(i) for i in range(80, 100)]
+
+
+def test_a_nested_bar_is_progress_until_it_stays() -> None:
+    assembler = LineAssembler()
+    lines = assembler.feed(b"outer 0%\n")
+    for step in range(3):
+        lines += assembler.feed(f"\n\rinner {step}\x1b[A".encode()[1 if step == 0 else 0 :])
+        assert assembler.progress.startswith(f"inner {step}")
+    lines += assembler.feed(b"\router 50%\ndone\n")
+    assert lines == ["outer 0%", "outer 50%", "done"]

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 LINE_LIMIT_BYTES = 64 * 1024
 PROGRESS_LIMIT_BYTES = 1024
+CURSOR_UP = "\x1b[A"
 TAIL_LINES = 20
 
 ERROR_WORDS = (
@@ -37,8 +38,10 @@ class LineAssembler:
 
     The result does not depend on how the bytes were cut into chunks. Lines end at `\\n` only. A
     carriage return overwrites what stood before it in its line, as in a terminal and for tqdm;
-    one before `\\n` is part of the line's end. ANSI sequences pass, bytes that are no UTF-8 become
-    U+FFFD. Memory is bounded by `limit_bytes`, however long a line gets.
+    one before `\\n` is part of the line's end. A line that ends with the cursor going up is about
+    to be drawn again (the inner bar of nested tqdm) and is progress, no line. ANSI sequences pass,
+    bytes that are no UTF-8 become U+FFFD. Memory is bounded by `limit_bytes`, however long a line
+    gets.
 
     Args:
         limit_bytes: A longer line is cut there and marked with its length.
@@ -61,7 +64,7 @@ class LineAssembler:
         if ended:
             lines += self._whole_lines(body)
         self._extend(tail)
-        return lines
+        return [line for line in lines if not line.endswith(CURSOR_UP)]
 
     @property
     def progress(self) -> str:
