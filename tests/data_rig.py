@@ -4,8 +4,13 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import sys
+import types
+from multiprocessing import forkserver
+from unittest import mock
 
 import cloudpickle
+import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -17,6 +22,13 @@ from taas_magic.remote import fetcher
 SEED = 7
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["taas_magic.remote.fetcher", "tests.data_rig"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver_for_this_module():
+    """The fetchers' forkserver ends with the module: other tests count the processes they see."""
+    yield
+    forkserver._forkserver._stop()
 
 
 class Rows(Dataset):
@@ -100,7 +112,9 @@ class Service:
 
     def restart(self, number):
         """Start a fetcher, perhaps in the place of one that is gone."""
-        started = fetcher.start(self.spec(number), CONTEXT)
+        # A shell of another test may stand for the main module, and spawning looks at that.
+        with mock.patch.dict(sys.modules, {"__main__": types.ModuleType("__main__")}):
+            started = fetcher.start(self.spec(number), CONTEXT)
         assert started[1].recv()["kind"] == "fetcher"
         if number < len(self.processes):
             self.processes[number] = started

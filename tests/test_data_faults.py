@@ -17,7 +17,13 @@ from taas_magic.data.link import Link
 from taas_magic.data.server import LaneSpec
 from taas_magic.errors import ProtocolError, RunLost
 from tests.data_proxy import Proxy
-from tests.data_rig import Noise, Rows, plain, service
+from tests.data_rig import (
+    Noise,
+    Rows,
+    forkserver_for_this_module,  # noqa: F401
+    plain,
+    service,
+)
 
 
 def stream(running, **arguments):

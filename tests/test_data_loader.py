@@ -1,9 +1,11 @@
 """A remote loader against a local one: real fetcher processes, real sockets."""
 
 import contextlib
+import gc
 import time
 
 import accelerate.data_loader
+import psutil
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
@@ -11,7 +13,15 @@ from torch.utils.data import SequentialSampler as Sequential
 
 from taas_magic.data import shard
 from taas_magic.data.shard import seed_of
-from tests.data_rig import SEED, Lines, Noise, Rows, plain, service
+from tests.data_rig import (
+    SEED,
+    Lines,
+    Noise,
+    Rows,
+    forkserver_for_this_module,  # noqa: F401
+    plain,
+    service,
+)
 
 
 def local(loader, epoch=0):
@@ -83,6 +93,7 @@ def test_the_stream_is_the_same_for_every_number_of_fetchers_and_none(tmp_path):
             streams.append(seen(running, 2))
     before = torch.random.get_rng_state()
     streams.append(seen(running, 2, local=True))
+    streams.append(seen(running, 2, local=True, shape={"num_workers": 2}))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(stream == streams[0] for stream in streams)
 
@@ -96,6 +107,18 @@ def test_iterable_style(tmp_path, workers, uneven):
         assert seen(running, 1)[0] == want
         assert seen(running, 3, shape={"uneven": uneven}) == dealt(want, 3, uneven)
         assert seen(running, 3, shape={"uneven": uneven}, local=True) == dealt(want, 3, uneven)
+
+
+def test_a_rank_prepares_its_own_share_in_lanes_of_its_own(tmp_path):
+    with service(tmp_path, DataLoader(Rows(30), 2, shuffle=True)) as running:
+        children = psutil.Process().children()
+        remote = running.loader(rank=1, world_size=2, local=True, shape={"num_workers": 2})
+        assert [plain(batch) for batch in remote] == dealt(local(running.loaders["train"]), 2)[1]
+        lanes = [child for child in psutil.Process().children() if child not in children]
+        assert len(lanes) == 2
+        del remote
+        gc.collect()
+        assert psutil.wait_procs(lanes, 5)[1] == []
 
 
 def test_units_bound_all_ranks_over_epochs(tmp_path):

@@ -5,7 +5,9 @@ about a loader when it travels; `RemoteLoader` is what the cell finds under the 
 """
 
 import os
+import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -15,9 +17,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from taas_magic.data.blocks import Blocks
+from taas_magic.data.lanes import Lanes
 from taas_magic.data.ledger import Ledger
 from taas_magic.data.pull import Pull
-from taas_magic.data.route import Directory, Route, Timing
+from taas_magic.data.route import Directory, Found, Route, Timing
+from taas_magic.data.server import LaneSpec
 from taas_magic.data.shard import Handed, Part, Place, Uneven
 from taas_magic.data.shard import steps as steps_of
 from taas_magic.data.source import Source
@@ -217,13 +221,46 @@ class RemoteLoader(DataLoader[Any]):
 
     def _supply(self) -> Supply:
         feed, name = self._feed, self._shape.name
-        if feed.directory is None:
+        if feed.directory is None and not self._shape.num_workers:
             return LocalSupply(self._local_source(), feed.units is not None)
         if self._route is None:
+            directory, key = feed.directory, feed.key
+            if directory is None:
+                key = os.urandom(32)
+                directory = self._own_lanes(key)
             tls = feed.tls() if feed.tls else None
-            self._route = Route(name, feed.directory, feed.key, tls, feed.direct, feed.timing)
+            self._route = Route(name, directory, key, tls, feed.direct, feed.timing)
         blocks = self._blocks.pop() if self._blocks else Blocks(2 * feed.window_bytes)
         return Pull(self._route, blocks, self._shape.timeout_s)
+
+    def _own_lanes(self, key: bytes) -> Directory:
+        """Lanes of this rank's own, as many as the loader has workers: no fetchers are there."""
+        feed, name, count = self._feed, self._shape.name, self._shape.num_workers
+        payload = feed.payload(name)
+        specs = [
+            LaneSpec(
+                payload,
+                name,
+                self._seed,
+                key,
+                lane=lane,
+                number=lane,
+                lanes=count,
+                stride=feed.world_size,
+                first=feed.rank,
+                units=feed.units,
+                host=f"{socket.gethostname()}, rank {feed.rank}",
+            )
+            for lane in range(count)
+        ]
+        lanes = Lanes(specs)
+        weakref.finalize(self, lanes.close)
+
+        def directory(loader: str) -> Found:
+            lanes.mend()
+            return Found(count, feed.world_size, lanes.addresses)
+
+        return directory
 
     def _local_source(self) -> Source:
         if self._source is None:

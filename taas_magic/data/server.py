@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +61,6 @@ class LaneSpec:
         buffer_bytes: How much prepared data may wait in memory.
         shared_bytes: How much memory may be shared with the ranks of this host.
         units: The bound of `--units`, None for none.
-        spill: Folder for prepared batches over the budget; None: the lane waits instead.
         host: Name of the host, for messages.
         follows_a_death: Whether it takes the place of a lane that died, perhaps of a batch.
     """
@@ -80,7 +78,6 @@ class LaneSpec:
     buffer_bytes: int = 256 << 20
     shared_bytes: int = 512 << 20
     units: int | None = None
-    spill: Path | None = None
     host: str = ""
     follows_a_death: bool = False
 

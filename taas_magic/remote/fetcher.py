@@ -94,7 +94,6 @@ class FetcherSpec:
         listen: Address to listen at for TCP; "" for this host's ranks only.
         buffer_bytes: How much prepared data may wait in memory, over all loaders and lanes.
         units: The bound of `--units`.
-        spill: Folder for what is prepared beyond that; None: the lanes wait instead.
         tls: Certificate files; None for plain TCP.
         setting: What it takes over from the notebook; None: nothing.
     """
@@ -109,7 +108,6 @@ class FetcherSpec:
     listen: str = "127.0.0.1"
     buffer_bytes: int = 1 << 30
     units: int | None = None
-    spill: Path | None = None
     tls: Tls | None = None
     setting: Setting | None = None
 
@@ -182,7 +180,6 @@ class Fetcher:
                 lanes=spec.fetchers * count,
                 buffer_bytes=self._budget_bytes,
                 units=spec.units,
-                spill=spec.spill,
                 host=spec.host,
             )
             for lane in range(count)
