@@ -195,3 +195,20 @@ def test_more_ranks_than_cores(notebook: Notebook) -> None:
     ranks = 2 * len(os.sched_getaffinity(0)) + 1
     outcome = notebook.run("import os\nprint(os.environ['RANK'])", gpus=ranks)
     assert outcome.lines == {rank: [str(rank)] for rank in range(ranks)}
+
+
+def test_a_fast_rank_does_not_break_a_slow_ones_collective(notebook: Notebook) -> None:
+    source = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+word = torch.full((4,), 7.0)
+if dist.get_rank() == 0:
+    dist.send(word, dst=1)
+else:
+    time.sleep(1)
+    dist.recv(word.zero_(), src=0)
+    print(word.tolist())
+"""
+    outcome = notebook.run(source)
+    assert outcome.error is None
+    assert outcome.lines[1] == ["[7.0, 7.0, 7.0, 7.0]"]

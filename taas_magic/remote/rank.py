@@ -216,8 +216,10 @@ def _value(value: Any) -> Any:
 
 
 def _finish() -> None:
-    """Does what Python does when a program ends; the agent may end this process without it."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Does what Python does when a program ends; the agent ends this process without it.
+
+    A process group that the cell left open stays so until all ranks are done, and is closed with
+    their processes: closed here, it would break a collective that a slower rank has just begun.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
