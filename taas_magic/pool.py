@@ -28,7 +28,7 @@ from taas_magic.remote.process import spawn_command
 if TYPE_CHECKING:
     from distributed import Client
 
-LINGER_S = 10.0
+LINGER_S = 5.0
 """How long a pool's process waits for a kernel after the last one has gone."""
 
 _POLL_S = 0.02

@@ -200,3 +200,21 @@ def test_a_disk_that_is_full_or_read_only(notebook: Notebook, options: str) -> N
         assert isinstance(outcome.error, StoreError) and "read-only" in outcome.shown
     else:
         assert f"{folder}/m.pt" in outcome.shown and "bytes were written" in outcome.shown
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk takes root")
+def test_a_plain_write_that_fills_the_disk_says_which_and_how_full(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True)
+    try:
+        (folder / "old").write_text("kept")
+        source = "with open('new', 'wb') as file:\n    file.write(bytes(2 << 20))"
+        outcome = notebook.run(source, f"--store {folder}", gpus=1)
+        assert isinstance(outcome.error, RankFailed)
+        assert re.search(rf"the disk of {folder} has \d+ bytes free", outcome.shown)
+        assert (folder / "old").read_text() == "kept"
+    finally:
+        subprocess.run(["umount", folder], check=True)

@@ -6,7 +6,10 @@ the notebook's own cells and lines.
 """
 
 import ast
+import errno
 import linecache
+import os
+import shutil
 import sys
 import types
 from collections.abc import Mapping
@@ -190,9 +193,17 @@ class RankShell(InteractiveShell):
 def message_of(error: BaseException) -> str:
     """An exception's text, bounded; an exception whose `__str__` fails has one too."""
     try:
-        return cut(str(error), _MESSAGE_LIMIT)
+        return cut(str(error), _MESSAGE_LIMIT) + _room_left(error)
     except Exception as broken:
         return f"<the exception's __str__ raised {type(broken).__name__}>"
+
+
+def _room_left(error: BaseException) -> str:
+    """What Python leaves out when a write finds the disk full: which one, and how full."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    store = os.getcwd()
+    return f" (the disk of {store} has {shutil.disk_usage(store).free} bytes free)"
 
 
 def cut(text: str, limit: int) -> str:
