@@ -3,19 +3,23 @@
 Importing this package imports neither torch nor Dask.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from taas_magic import api
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_ipython_extension", "unload_ipython_extension", *api.__all__]
+__all__ = ["__version__", "load_ipython_extension", "unload_ipython_extension"]
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(api, name)
+    """The public names, the same as those of `taas`.
+
+    They are imported when asked for: this package is imported before `taas_magic.kernel` can take
+    the notebook's folder, which may hold a random.py, off the import path.
+    """
+    return getattr(importlib.import_module("taas_magic.api"), name)
 
 
 def load_ipython_extension(shell: "InteractiveShell") -> None:
