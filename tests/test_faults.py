@@ -228,11 +228,12 @@ if os.environ["RANK"] == "0":
         time.sleep(0.2)
 time.sleep(600)
 """
+    before = signal.getsignal(signal.SIGINT)
     outcome = notebook.run(source % os.getpid())
     assert isinstance(outcome.error, KeyboardInterrupt)
     for pid in outcome.of_kind("started")[0]["pids"].values():
         assert not psutil.pid_exists(pid)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_dead_pool_is_told_and_replaced(notebook: Notebook) -> None:

@@ -9,6 +9,7 @@ scheduler's address and the pool's key (never in argv, where `ps` shows it).
 """
 
 import asyncio
+import gc
 import json
 import logging
 import multiprocessing
@@ -28,8 +29,11 @@ def main() -> int:
     multiprocessing.set_start_method("forkserver")
     multiprocessing.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()  # its imports run while ours do
+    gc.disable()  # what is imported stays; to look through it again and again takes 0.2 s
     from taas_magic.remote.dask_host import serve
 
+    gc.freeze()
+    gc.enable()
     asyncio.run(serve(json.loads(sys.stdin.readline()), warm_forkserver))
     return 0
 
