@@ -8,7 +8,7 @@ from typing import Any
 from taas_magic import journal
 from taas_magic.config import LOCAL, Config, closest
 from taas_magic.errors import UsageError
-from taas_magic.flags import whole
+from taas_magic.flag_table import whole
 from taas_magic.journal import ENDED_STATES, RunRecord
 
 USAGE = {

@@ -16,7 +16,7 @@ from IPython.core.completer import (
 from taas_magic import commands, journal
 from taas_magic.config import Config
 from taas_magic.errors import UsageError
-from taas_magic.flags import BY_NAME, FLAGS, REPEATED
+from taas_magic.flag_table import BY_NAME, FLAGS, REPEATED
 
 _HEAD = re.compile(r"\s*(?:%%taas|#\s?pragma\s+taas)\s(.*)")
 _LINE = re.compile(r"\s*%taas\s(.*)")

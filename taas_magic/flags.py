@@ -4,259 +4,19 @@ One table, `FLAGS`, is the source of the parser, of `%%taas?`, of Tab completion
 """
 
 import difflib
-import keyword
-import math
 import re
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.error import UsageError as IPythonUsageError
-from IPython.core.magic_arguments import argument, magic_arguments
+from IPython.core.magic_arguments import magic_arguments
 
 from taas_magic.config import Config
 from taas_magic.errors import UsageError
+from taas_magic.flag_table import BY_NAME, FLAGS, REPEATED, Flag
 from taas_magic.plan import Flags
-from taas_magic.store import WRITES
 
-MAX_RANKS = 1_000_000
-"""More than any pool has; the bound of the pool itself is the plan's to check."""
-
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)", re.IGNORECASE | re.ASCII)
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _NOT_EXPANDED = re.compile(r"\$\w+|\{.+\}")
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One flag.
-
-    Attributes:
-        name: With its dashes.
-        metavar: What stands for the value in the help; "" for a switch.
-        read: Text -> value; raises ValueError.
-        possible: Completes "possible is …".
-        help: What it does.
-        examples: Values that Tab offers; the first is in the help.
-    """
-
-    name: str
-    metavar: str
-    read: Callable[[str], Any]
-    possible: str
-    help: str
-    examples: tuple[str, ...] = ()
-
-    @property
-    def field(self) -> str:
-        """The name in the parser's answer."""
-        return self.name.removeprefix("--").replace("-", "_")
-
-    def decorator(self) -> Callable[..., Any]:
-        """The flag as IPython's `@argument`."""
-        example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
-        settings = {"help": (self.help + example).replace("%", "%%")}
-        if self.metavar:
-            settings["metavar"] = self.metavar
-            settings["action"] = "append" if self.name in REPEATED else "store"
-        else:
-            settings["action"] = "store_true"
-        decorated: Callable[..., Any] = argument(self.name, **settings)
-        return decorated
-
-
-def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
-    """A reader of whole numbers between two bounds."""
-
-    def read(text: str) -> int:
-        if not re.fullmatch(r"\d+", text, re.ASCII) or not least <= int(text) <= most:
-            raise ValueError(text)
-        return int(text)
-
-    return read
-
-
-def count(text: str) -> int:
-    """`20480000`, `20_480_000`, `20M` or `1.5G` (K, M, G, T are powers of 1000)."""
-    match = _COUNT.fullmatch(re.sub(r"(?<=\d)_(?=\d)", "", text))
-    if match is None:
-        raise ValueError(text)
-    number = float(match[1]) * 1000.0 ** " KMGT".index(match[2].upper() or " ")
-    if number != int(number) or number < 1:
-        raise ValueError(text)
-    return int(match[1]) if not match[2] and match[1].isdigit() else int(number)
-
-
-def duration_s(text: str) -> float:
-    """`90`, `90s`, `5m`, `2h` or `1d` in seconds."""
-    match = _DURATION.fullmatch(text)
-    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-    if not 0 < seconds < math.inf:
-        raise ValueError(text)
-    return seconds
-
-
-def names(text: str) -> tuple[str, ...]:
-    """`a,b` as names of variables, each once."""
-    listed = [name.strip() for name in text.split(",")]
-    if not all(name.isidentifier() and not keyword.iskeyword(name) for name in listed):
-        raise ValueError(text)
-    return tuple(dict.fromkeys(listed))
-
-
-def ranks(text: str) -> frozenset[int] | None:
-    """`0,2-5` as ranks; `all` as None."""
-    if text == "all":
-        return None
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        bounds = whole(0)(first), whole(0)(last if dash else first)
-        if bounds[0] > bounds[1]:
-            raise ValueError(text)
-        found.update(range(bounds[0], bounds[1] + 1))
-    return frozenset(found)
-
-
-def variable(text: str) -> tuple[str, str]:
-    """`KEY=VALUE`."""
-    key, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) or "\0" in value:
-        raise ValueError(text)
-    return key, value
-
-
-def one_of(*possible: str) -> Callable[[str], str]:
-    """A reader of one of a few words."""
-
-    def read(text: str) -> str:
-        if text not in possible:
-            raise ValueError(text)
-        return text
-
-    return read
-
-
-REPEATED = ("--env", "--shared-writes")
-"""Flags that may be given more than once."""
-
-FLAGS = (
-    Flag(
-        "--gpus",
-        "N",
-        whole(1),
-        f"a whole number from 1 to {MAX_RANKS}",
-        "Ranks in all, one a GPU; without GPUs, CPU ranks. Required.",
-        ("8", "1", "2", "4", "16"),
-    ),
-    Flag(
-        "--cpus",
-        "M",
-        whole(0),
-        "a whole number from 0",
-        "CPU hosts that run the registered loaders; 0 (default): the ranks do.",
-        ("4", "0", "1", "2", "8"),
-    ),
-    Flag(
-        "--units",
-        "K",
-        count,
-        "a whole number from 1, such as 20480000, 20_480_000, 20M or 1.5G",
-        "Bound on the units (batches) that all ranks together are given.",
-        ("20M", "10K", "1_000_000"),
-    ),
-    Flag(
-        "--pool",
-        "NAME",
-        str,
-        "the name of a pool",
-        "Where the ranks run; default local: this machine; see %taas pools.",
-        ("g2.8",),
-    ),
-    Flag(
-        "--out",
-        "NAMES",
-        names,
-        "names of variables with commas between, such as model,history",
-        "Variables that rank 0 sends back into the notebook.",
-        ("model,history",),
-    ),
-    Flag(
-        "--name",
-        "TEXT",
-        str,
-        "a text; in quotes where it has spaces",
-        "What the run is called in lists.",
-        ('"first try"',),
-    ),
-    Flag(
-        "--max-restarts",
-        "R",
-        whole(0),
-        "a whole number from 0",
-        "How often all ranks may start again after one died; default 0.",
-        ("2", "1", "5"),
-    ),
-    Flag(
-        "--timeout",
-        "T",
-        duration_s,
-        "a time above 0, such as 90, 90s, 5m or 2h",
-        "Ends the run after so long.",
-        ("2h", "90s", "30m"),
-    ),
-    Flag(
-        "--env",
-        "KEY=VALUE",
-        variable,
-        "KEY=VALUE, in quotes where it has spaces",
-        "An environment variable of the ranks; may be repeated.",
-        ("OMP_NUM_THREADS=2", "NCCL_DEBUG=INFO"),
-    ),
-    Flag(
-        "--logs",
-        "RANKS",
-        ranks,
-        "all, or ranks such as 0,2-5",
-        "Whose lines the notebook shows; all (default) or some.",
-        ("0,2-5", "all", "0"),
-    ),
-    Flag(
-        "--store",
-        "PATH",
-        str,
-        "a folder",
-        "The project store, where rank 0 writes; default: taas.toml's, else the notebook's folder.",
-        ("results",),
-    ),
-    Flag(
-        "--store-writes",
-        "RULE",
-        one_of(*WRITES),
-        " or ".join(WRITES),
-        "Other ranks' writes to the store: kept from it in silence (discard, default) or an error.",
-        WRITES[::-1],
-    ),
-    Flag(
-        "--shared-writes",
-        "PATH",
-        str,
-        "a folder in the project store",
-        "A folder of the store that all ranks write, for sharded checkpoints; may be repeated.",
-        ("checkpoints",),
-    ),
-    Flag(
-        "--dry-run",
-        "",
-        bool,
-        "",
-        "Print what would run and what would travel, and start nothing.",
-    ),
-)
-
-BY_NAME = {flag.name: flag for flag in FLAGS}
 
 
 def _cell_flags() -> None:
@@ -305,17 +65,21 @@ def parse(line: str, config: Config) -> Flags:
     """
     found = _parse_words(_words(line))
     config.pool(found.get("pool", Flags.pool))
+    if "data_pool" in found:
+        config.pool(found["data_pool"])
     if "gpus" not in found:
         raise UsageError(
             "--gpus N is missing: say how many ranks the cell runs as, "
             "such as `%%taas --gpus 2` or, in the comment form, `#pragma taas --gpus 2`"
         )
-    flags = Flags(**found)
-    beyond = sorted(rank for rank in flags.log_ranks or () if rank >= flags.gpus)
+    least, most = found.pop("gpus")
+    flags = Flags(gpus=least, max_gpus=most if most > least else 0, **found)
+    if flags.prefill is not None and flags.prefill.unit == "all" and flags.units is None:
+        raise UsageError("--prefill all needs --units K: without it there is no end to prefill to")
+    beyond = sorted(rank for rank in flags.log_ranks or () if rank >= most)
     if beyond:
         raise UsageError(
-            f"--logs {beyond[0]}: with --gpus {flags.gpus} possible is all, or ranks from 0 "
-            f"to {flags.gpus - 1}"
+            f"--logs {beyond[0]}: with --gpus {most} possible is all, or ranks from 0 to {most - 1}"
         )
     return flags
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from taas_magic import commands, completion, config, flags, pragma
+from taas_magic import commands, completion, flags, pragma, taas_toml
 from taas_magic.config import Config
 from taas_magic.errors import UsageError
 from taas_magic.plan import Flags
@@ -40,7 +40,7 @@ class TaasMagics(Magics):
 
     def settings(self) -> Config:
         """taas.toml as it is now, so that an edit holds from the next cell on."""
-        return config.load(self._folder)
+        return taas_toml.load(self._folder)
 
     def remember(self, info: Any) -> None:
         """IPython's `pre_run_cell` event: the cell as the user sees it, head and all."""

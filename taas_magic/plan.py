@@ -19,14 +19,31 @@ MAX_RANKS_PER_CPU_HOST = 64
 
 
 @dataclass(frozen=True)
+class Prefill:
+    """How much must be prepared before ranks start.
+
+    Attributes:
+        amount: How many `unit`s; 0 for all.
+        unit: "bytes", "batches" (over all fetchers and loaders), or "all" that `--units` bounds.
+    """
+
+    amount: int
+    unit: str
+
+
+@dataclass(frozen=True)
 class Flags:
     """What the head of a cell asks for; the magic's flags, parsed.
 
     Attributes:
         gpus: Ranks in all (world size).
+        max_gpus: Ranks that the run may grow to, once there are hosts for them; 0: it does not.
         cpus: Fetcher hosts for the registered loaders; 0 runs the loaders inside the ranks.
         units: Bound on the units that all ranks together are given; None is no bound.
         pool: Name of the pool that runs the ranks.
+        data_pool: Name of the pool that runs the fetchers; "" finds one.
+        prefill: What fetchers must have ready before ranks start; None starts both together.
+        uneven_hosts: Whether hosts may have different numbers of ranks.
         out: Names of variables that rank 0 sends back into the notebook.
         name: What the run is called in lists and in the head.
         max_restarts: How often all ranks may start again after one died.
@@ -40,9 +57,13 @@ class Flags:
     """
 
     gpus: int
+    max_gpus: int = 0
     cpus: int = 0
     units: int | None = None
     pool: str = "local"
+    data_pool: str = ""
+    prefill: Prefill | None = None
+    uneven_hosts: bool = False
     out: tuple[str, ...] = ()
     name: str = ""
     max_restarts: int = 0

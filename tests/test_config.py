@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic import config
-from taas_magic.config import Config, PoolConfig
+from taas_magic import taas_toml
+from taas_magic.config import Config, DataConfig, PoolConfig
 from taas_magic.errors import UsageError
 
 
@@ -19,37 +19,43 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def loaded(home: Path, text: str) -> Config:
     (home / "taas.toml").write_text(text)
-    return config.load(home / "project")
+    return taas_toml.load(home / "project")
 
 
 def test_without_a_file_everything_is_local(home: Path) -> None:
-    assert config.load(home / "project") == Config()
+    assert taas_toml.load(home / "project") == Config()
     assert set(Config().pools) == {"local"}
 
 
 def test_the_nearest_file_holds(home: Path) -> None:
     for folder in (home, home / "project"):
         (folder / "taas.toml").write_text("")
-    assert config.find(home / "project" / "deep") == home / "project" / "taas.toml"
-    assert config.find(home) == home / "taas.toml"
+    assert taas_toml.find(home / "project" / "deep") == home / "project" / "taas.toml"
+    assert taas_toml.find(home) == home / "taas.toml"
 
 
 def test_above_the_home_folder_nothing_is_looked_for(home: Path) -> None:
     (home.parent / "taas.toml").write_text("")
-    assert config.find(home / "project") is None
+    assert taas_toml.find(home / "project") is None
 
 
 def test_the_users_own_file_is_the_last_resort(home: Path, tmp_path: Path) -> None:
     user = tmp_path / "config" / "taas" / "taas.toml"
     user.parent.mkdir(parents=True)
     user.write_text("")
-    assert config.find(home / "project") == user
+    assert taas_toml.find(home / "project") == user
 
 
 def test_all_keys(home: Path) -> None:
     text = """
     [store]
     path = "data"
+    limit = "2GB"
+    [data]
+    buffer = "2GiB"
+    rank_buffer = "64MiB"
+    over = "spill"
+    spill = "100GB"
     [capture]
     limit = "500MB"
     [runs]
@@ -60,7 +66,9 @@ def test_all_keys(home: Path) -> None:
     hosts = ["a", "b"]
     gpus = 8
     cores = 64
-    role = "gpu"
+    role = "data"
+    interface = "ib0"
+    network = "private"
     python = "/opt/bin/python"
     idle_timeout_s = 60
     lease_s = 5
@@ -73,6 +81,8 @@ def test_all_keys(home: Path) -> None:
     """
     found = loaded(home, text)
     assert (found.store_path, found.source) == (home / "data", home / "taas.toml")
+    assert found.store_limit_bytes == 2_000_000_000
+    assert found.data == DataConfig(2 << 30, 64 << 20, "spill", 100_000_000_000)
     assert found.capture_limit_bytes == 500_000_000
     assert (found.keep_runs, found.keep_bytes) == (3, 2 * 1024**3)
     assert found.pools["g2.8"] == PoolConfig(
@@ -81,14 +91,18 @@ def test_all_keys(home: Path) -> None:
         hosts=("a", "b"),
         gpus=8,
         cores=64,
+        role="data",
         python="/opt/bin/python",
+        interface="ib0",
+        network="private",
         max_hosts=2,
         idle_timeout_s=60,
         lease_s=5,
         start_timeout_s=30.5,
         options={"user": "me"},
     )
-    assert found.pools["batch"].max_hosts == 4
+    batch = found.pools["batch"]
+    assert (batch.max_hosts, batch.role, batch.idle_timeout_s) == (4, "ranks", 600)
     assert found.pools["local"] == PoolConfig("local")
 
 
@@ -109,7 +123,8 @@ def test_local_may_be_set_otherwise(home: Path) -> None:
         ("[pools.x]\ngpus = -1", "gpus = -1: possible is a whole number from 0"),
         ("[pools.x]\ngpus = true", "gpus = True: possible is a whole number from 0"),
         ("[pools.x]\nlease_s = nan", "a number of seconds above 0"),
-        ("[pools.x]\nrole = 'tpu'", '"gpu" or "cpu"'),
+        ("[data]\nover = 'burst'", '"wait" or "spill"'),
+        ("[pools.x]\nrole = 'tpu'", '"ranks" or "data"'),
         ("[pools.'x y']\n", "a pool's name is"),
         ("[pools.local]\nengine = 'a.B'", "pool 'local' is this machine"),
         ("[capture]\nlimit = '4 apples'", 'a size such as "4GiB"'),
@@ -131,7 +146,7 @@ def test_a_mistake_gets_one_line_with_the_file(home: Path, text: str, said: str)
     [("4GiB", 4 * 1024**3), ("500MB", 500_000_000), ("1.5G", 1_500_000_000), ("4096", 4096)],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert config.parse_size(text) == size
+    assert taas_toml.parse_size(text) == size
 
 
 def test_a_gpu_pools_name_is_local_only_without_a_file(home: Path) -> None:

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taas_magic import flags
+from taas_magic import flag_table
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import UsageError
-from taas_magic.flags import FLAGS, HELP, parse
-from taas_magic.plan import Flags
+from taas_magic.flag_table import FLAGS
+from taas_magic.flags import HELP, parse
+from taas_magic.plan import Flags, Prefill
 
 NO_FILE = Config()
 TWO_POOLS = Config(
@@ -39,6 +40,26 @@ def test_all_flags() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("500MB", Prefill(500_000_000, "bytes")),
+        ("2GiB", Prefill(2 << 30, "bytes")),
+        ("200", Prefill(200, "batches")),
+        ("2K", Prefill(2000, "batches")),
+        ("all", Prefill(0, "all")),
+    ],
+)
+def test_prefill_is_bytes_batches_or_all(text: str, wanted: Prefill) -> None:
+    assert parse(f"--gpus 2 --units 5 --prefill {text}", NO_FILE).prefill == wanted
+
+
+def test_a_run_may_grow() -> None:
+    assert parse("--gpus 8:16 --logs 15", NO_FILE) == Flags(
+        gpus=8, max_gpus=16, log_ranks=frozenset({15})
+    )
+
+
 def test_defaults_are_the_plans() -> None:
     assert parse("--gpus 2", NO_FILE) == Flags(gpus=2)
 
@@ -51,7 +72,7 @@ def test_spellings(line: str) -> None:
 def test_each_field_of_flags_has_a_flag() -> None:
     named = {flag.field for flag in FLAGS}
     fields = {field.name for field in dataclasses.fields(Flags)}
-    assert named - {"timeout", "logs"} == fields - {"timeout_s", "log_ranks"}
+    assert named - {"timeout", "logs"} == fields - {"timeout_s", "log_ranks", "max_gpus"}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +107,10 @@ def test_each_field_of_flags_has_a_flag() -> None:
         ("--gpus 2 --logs 2", "--logs 2: with --gpus 2 possible is all, or ranks from 0 to 1"),
         ("--gpus 2 --dry-run=1", "--dry-run takes no value"),
         ("--gpus 2 --name 'x", "a quote is left open"),
+        ("--gpus 8:4", "--gpus 8:4: possible is a whole number from 1 to 1000000, or two such as"),
+        ("--gpus 2 --prefill all", "--prefill all needs --units"),
+        ("--gpus 2 --prefill lots", "--prefill lots: possible is a size such as 500MB"),
+        ("--gpus 2 --data-pool nowhere", "no pool 'nowhere'"),
         ("--gpus 2 --pool nowhere", "no pool 'nowhere'; possible without a taas.toml: local"),
     ],
 )
@@ -108,19 +133,19 @@ def test_with_a_taas_toml_a_pool_must_be_in_it() -> None:
 
 @given(st.integers(1, 10**15))
 def test_any_spelling_of_a_count_is_exact(number: int) -> None:
-    assert flags.count(str(number)) == flags.count(f"{number:_}") == number
+    assert flag_table.count(str(number)) == flag_table.count(f"{number:_}") == number
 
 
 @pytest.mark.parametrize(
     ("text", "number"), [("20M", 20_000_000), ("1.5G", 1_500_000_000), ("1k", 1000), ("0.5K", 500)]
 )
 def test_counts_with_units(text: str, number: int) -> None:
-    assert flags.count(text) == number
+    assert flag_table.count(text) == number
 
 
 @given(st.sets(st.integers(0, 50), min_size=1))
 def test_ranks_are_read_back(ranks: set[int]) -> None:
-    assert flags.ranks(",".join(map(str, ranks))) == ranks
+    assert flag_table.ranks(",".join(map(str, ranks))) == ranks
 
 
 @given(st.text(max_size=40))

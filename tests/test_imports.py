@@ -17,8 +17,8 @@ FLOORS = (
     ("kernel", "__init__"),
     ("magic", "completion", "commands", "api"),
     ("launch", "run", "interrupts"),
-    ("display", "pool", "engines", "remote", "plan", "registry", "flags"),
-    ("journal", "data", "config", "store", "publish", "receipt", "capture"),
+    ("display", "pool", "engines", "remote", "plan", "registry", "flags", "flag_table"),
+    ("journal", "data", "taas_toml", "config", "store", "publish", "receipt", "capture"),
     ("pragma", "errors"),
 )
 
