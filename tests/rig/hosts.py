@@ -1,0 +1,188 @@
+"""Several hosts on one machine: each with its own network, files, processes and sshd (hosts.sh)."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+SCRIPT = Path(__file__).parent / "hosts.sh"
+ROOT = Path(__file__).parents[2]
+NEEDS = ("ip", "tc", "iptables", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
+
+
+def missing() -> str:
+    """Why no hosts can be made here; "" when they can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "making hosts needs Linux and root"
+    lacking = [name for name in NEEDS if shutil.which(name) is None]
+    if lacking:
+        return f"missing: {', '.join(lacking)} (Debian: openssh-server iproute2 iptables)"
+    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
+    return "" if probe.returncode == 0 else "network namespaces cannot be made here"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts that are up, numbered from 1.
+
+    Attributes:
+        prefix: Their names begin with it.
+        subnet: Their addresses begin with it; the caller's own is `.254`.
+        state: Folder with their keys: `ssh_config`, `known_hosts`, `id_ed25519`.
+        count: How many.
+        environ: What the script is told.
+    """
+
+    prefix: str
+    subnet: str
+    state: Path
+    count: int
+    environ: dict[str, str] = field(repr=False)
+
+    @property
+    def names(self) -> list[str]:
+        return [self.name(number) for number in range(1, self.count + 1)]
+
+    @property
+    def ssh_config(self) -> Path:
+        """For `ssh -F`, and for what a pool is told to read instead of ~/.ssh/config."""
+        return self.state / "ssh_config"
+
+    @property
+    def caller(self) -> str:
+        """The address of this machine, as the hosts see it."""
+        return f"{self.subnet}.254"
+
+    def name(self, number: int) -> str:
+        return f"{self.prefix}{number}"
+
+    def address(self, number: int) -> str:
+        return f"{self.subnet}.{number}"
+
+    def exec(self, number: int, *command: str) -> str:
+        """Runs a command in a host; returns its output.
+
+        Raises:
+            subprocess.CalledProcessError: It failed.
+        """
+        return self._script("exec", number, *command)
+
+    def processes(self, number: int) -> list[psutil.Process]:
+        """All processes of a host but sshd's listener and the one that keeps the host."""
+        pid = int((self.state / str(number) / "pid").read_text())
+        keeper = psutil.Process(pid)
+        kept = {pid} | {child.pid for child in keeper.children() if _is_listener(child)}
+        return [p for p in keeper.children(recursive=True) if p.pid not in kept and _is_real(p)]
+
+    def cut(self, number: int) -> None:
+        self._script("cut", number)
+
+    def heal(self, number: int) -> None:
+        self._script("heal", number)
+
+    def hole(self, number: int) -> None:
+        self._script("hole", number)
+
+    def unhole(self, number: int) -> None:
+        self._script("unhole", number)
+
+    def limit(self, number: int, rate: str) -> None:
+        """Bandwidth both ways, such as "1mbit"; "none" lifts it."""
+        self._script("limit", number, rate)
+
+    def lose(self, number: int, percent: str) -> None:
+        """How much of what arrives is lost; "none" heals it."""
+        self._script("lose", number, percent)
+
+    def deafen(self, number: int) -> None:
+        """Nothing arrives at the host any more; what it sends does."""
+        self._script("deaf", number)
+
+    def undeafen(self, number: int) -> None:
+        self._script("deaf", number, "none")
+
+    def kill(self, number: int) -> None:
+        """Power off."""
+        self._script("kill", number)
+
+    def _script(self, command: str, *words: object) -> str:
+        done = subprocess.run(
+            [str(SCRIPT), command, *map(str, words)],
+            env={**os.environ, **self.environ},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise subprocess.CalledProcessError(
+                done.returncode, done.args, done.stdout, done.stderr
+            )
+        return done.stdout
+
+
+@contextmanager
+def hosts_up(
+    count: int,
+    *,
+    keep: Sequence[Path] = (),
+    share: Sequence[Path] = (),
+    debian: bool = False,
+) -> Iterator[Hosts]:
+    """Hosts for the time of the block; skips the test where they cannot be made.
+
+    Args:
+        count: How many.
+        keep: Folders that they see read-only, besides this Python, its packages and the project.
+        share: Folders that they share with this machine, writable.
+        debian: Whether a host's own name is 127.0.1.1 to it, as Debian has it.
+    """
+    if why := missing():
+        pytest.skip(why)
+    prefix, subnet = _free_place()
+    seen = dict.fromkeys([sys.base_prefix, sys.prefix, str(ROOT), *map(str, keep)])
+    environ = {
+        "TAAS_HOSTS_PREFIX": prefix,
+        "TAAS_HOSTS_SUBNET": subnet,
+        "TAAS_HOSTS_STATE": f"/run/taas-rig-{prefix}",
+        "TAAS_HOSTS_HIDE": f"/{ROOT.parts[1]}",
+        "TAAS_HOSTS_KEEP": " ".join(seen),
+        "TAAS_HOSTS_SHARE": " ".join(map(str, share)),
+        "TAAS_HOSTS_DEBIAN": str(int(debian)),
+    }
+    made = Hosts(prefix, subnet, Path(environ["TAAS_HOSTS_STATE"]), count, environ)
+    try:
+        made._script("up", count)
+        yield made
+    finally:
+        made._script("down")
+
+
+def _free_place() -> tuple[str, str]:
+    """A prefix and a subnet that nothing on this machine uses."""
+    used = {
+        address.address.rsplit(".", 1)[0]
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+    }
+    numbers = (1 + (os.getpid() + step) % 250 for step in range(250))
+    number = next(n for n in numbers if f"10.77.{n}" not in used)
+    return f"t{number}h", f"10.77.{number}"
+
+
+def _is_listener(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "/run/rig/sshd_config" in process.cmdline() or process.name() == "sleep"
+    return True
+
+
+def _is_real(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE and process.name() != "sleep"
+    return False
