@@ -23,8 +23,9 @@ import cloudpickle
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from taas_magic.data.feed import Feed, LoaderShape
 from taas_magic.data.lanes import Tls
-from taas_magic.data.loader import Feed, LoaderShape, RemoteLoader
+from taas_magic.data.loader import RemoteLoader
 from taas_magic.data.route import FolderDirectory
 from taas_magic.remote import fetcher
 

@@ -20,7 +20,7 @@ from taas_magic.data import service
 from taas_magic.data.shard import UNEVEN, Uneven
 
 if TYPE_CHECKING:
-    from taas_magic.data.loader import LoaderShape
+    from taas_magic.data.feed import LoaderShape
 
 _Loader = TypeVar("_Loader")
 
@@ -53,7 +53,7 @@ class Registered:
         """What travels to the ranks in its place; none of its data."""
         from torch.utils.data import IterableDataset
 
-        from taas_magic.data.loader import LoaderShape
+        from taas_magic.data.feed import LoaderShape
 
         loader = _as_data_loader(self.loader)
         iterable = isinstance(loader.dataset, IterableDataset)

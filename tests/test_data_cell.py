@@ -4,7 +4,7 @@ import pytest
 
 from taas_magic import registry
 from taas_magic.capture import pickling
-from taas_magic.data import ledger, shard
+from taas_magic.data import audit, ledger
 from tests.harness import Notebook
 
 
@@ -64,7 +64,7 @@ def test_a_cell_gets_the_same_stream_for_every_number_of_hosts(
         assert sorted(int(index) for pair in handed for index in pair) == list(range(20))
     assert lines[0][-1] == "type DataLoader 5 20"
     handed = ledger.read(outcome.run.path / "data" / "ledger")
-    assert shard.audit(handed) == []
+    assert audit.audit(handed) == []
     assert sum(line.batches for line in handed) == 20
     counted = outcome.of_kind("data")[-1]["loaders"]["loader"]
     assert counted["batches"] == 10

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from taas_magic.data import link, shard, wire
+from taas_magic.data import audit, link, wire
+from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.link import Link
-from taas_magic.data.server import LaneSpec
 from taas_magic.errors import ProtocolError, RunLost
 from tests.data_proxy import Proxy
 from tests.data_rig import (
@@ -65,8 +65,8 @@ def test_17_a_reset_in_the_middle_of_a_batch(tmp_path):
         handed = [plain(batch) for batch in remote]
         assert handed == stream(running, local=True)
         assert remote.counts.retried > 0
-        assert shard.audit(running.handed()) == []
-        assert shard.missing(running.handed(), 12) == []
+        assert audit.audit(running.handed()) == []
+        assert audit.missing(running.handed(), 12) == []
         proxy.close()
         ledger.close()
 
@@ -161,7 +161,7 @@ def test_22_a_rank_dies_after_it_received_a_batch(tmp_path):
         second = running.ledger(generation=1)
         assert len(list(running.loader(ledger=second, generation=1))) == 10
         lines = running.handed()
-        assert shard.audit(lines) == []
+        assert audit.audit(lines) == []
         assert [(line.generation, line.batches) for line in lines] == [(0, 4), (1, 10)]
         first.close(), second.close()
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import SequentialSampler as Sequential
 
-from taas_magic.data import shard
+from taas_magic.data import audit, shard
 from taas_magic.data.shard import seed_of
 from tests.data_rig import (
     SEED,
@@ -279,9 +279,9 @@ def test_the_ledger_has_every_batch_once(tmp_path):
             for _ in range(2):
                 assert len(list(remote)) == 6
         lines = running.handed()
-        assert shard.audit(lines) == []
+        assert audit.audit(lines) == []
         first = [line for line in lines if line.turn == 0]
-        assert shard.missing(first, 11) == []
+        assert audit.missing(first, 11) == []
         assert sum(line.batches for line in lines) == 24
         for ledger in ledgers:
             ledger.close()

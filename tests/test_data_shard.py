@@ -5,7 +5,8 @@ import hypothesis.strategies as st
 import pytest
 
 from taas_magic.data import shard
-from taas_magic.data.shard import VOID, Course, Part, Place, ScoutedCourse, Verdict
+from taas_magic.data.scout import ScoutedCourse
+from taas_magic.data.shard import VOID, Course, Part, Place, Verdict
 
 worlds = st.integers(1, 5)
 rules = st.sampled_from(shard.UNEVEN)
@@ -164,26 +165,6 @@ def test_seeds_stay_what_they_are():
 def test_streams_keep_to_their_lane(slot, lanes):
     assert shard.home(slot, None, lanes) == slot % lanes
     assert shard.home(slot, 3, lanes) == shard.home(slot + 3, 3, lanes)
-
-
-def line(**changes):
-    fields = {"generation": 0, "loader": "train", "turn": 0, "epoch": 0, "rank": 0}
-    return shard.Handed(**fields | {"world_size": 2, "first_step": 0, "batches": 3} | changes)
-
-
-def test_the_ledger_proves_that_nothing_was_handed_out_twice():
-    assert shard.audit([line(), line(rank=1)]) == []
-    assert shard.audit([line(), line(rank=1), line(turn=1)]) == []
-    assert shard.audit([line(), line(generation=1)]) == []
-
-
-def test_the_ledger_names_what_was_handed_out_twice():
-    assert "positions [2, 4] were" in shard.audit([line(), line(first_step=1, batches=2)])[0]
-    assert "different epochs" in shard.audit([line(), line(rank=1, epoch=1)])[0]
-
-
-def test_the_ledger_knows_what_is_missing():
-    assert shard.missing([line(), line(rank=1, batches=2)], 6) == [5]
 
 
 def test_place_is_plain_data():

@@ -18,8 +18,9 @@ from torch.utils.data import (
 )
 
 from taas_magic.data.order import Order
+from taas_magic.data.outcome import Ended, Failed
 from taas_magic.data.shard import seed_of
-from taas_magic.data.source import Ended, Failed, Source
+from taas_magic.data.source import Source
 
 SEED = 11
 

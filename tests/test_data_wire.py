@@ -1,6 +1,5 @@
 """Frames: what fits comes back, what does not is refused before it costs anything."""
 
-import os
 import struct
 import zlib
 
@@ -24,12 +23,6 @@ frames = st.builds(
     block=st.integers(0, 2**32 - 1),
     order=st.integers(0, 2**32 - 1),
 )
-
-
-def ready_lane():
-    talk = wire.Talk(wire.Role.LANE)
-    talk.hear(wire.Kind.PROOF)
-    return wire.Assembler(talk)
 
 
 def forged(**changes):
@@ -74,57 +67,3 @@ def test_a_flipped_bit_is_seen(frame, bit):
 def test_numbers_out_of_bounds_are_refused(changes, says):
     with pytest.raises(ProtocolError, match=says):
         wire.unpack(forged(**changes))
-
-
-@hypothesis.settings(deadline=None)
-@hypothesis.given(st.lists(st.binary(max_size=300), max_size=5), st.data())
-def test_a_stream_cut_anywhere_gives_the_same_frames(bodies, data):
-    sent = [
-        (wire.Frame(wire.Kind.GET, batch=n, body_bytes=len(body)), body)
-        for n, body in enumerate(bodies)
-    ]
-    stream = b"".join(wire.pack(frame) + body for frame, body in sent)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    assembler, heard = ready_lane(), []
-    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        heard += assembler.feed(stream[start:end])
-    assert heard == sent
-
-
-@hypothesis.given(st.binary(min_size=wire.HEADER_BYTES, max_size=200))
-def test_noise_is_refused(noise):
-    with pytest.raises(ProtocolError):
-        list(ready_lane().feed(noise))
-
-
-def test_a_cut_header_waits_for_the_rest():
-    assert list(ready_lane().feed(wire.pack(wire.Frame(wire.Kind.OPEN))[:-1])) == []
-
-
-@pytest.mark.parametrize("kind", [kind for kind in wire.Kind if kind is not wire.Kind.PROOF])
-def test_nothing_is_heard_before_the_proof(kind):
-    with pytest.raises(ProtocolError, match="may not hear"):
-        wire.Talk(wire.Role.LANE).hear(kind)
-
-
-def test_the_whole_conversation():
-    lane, rank = wire.Talk(wire.Role.LANE), wire.Talk(wire.Role.RANK)
-    for talk, kinds in [
-        (rank, [wire.Kind.CHALLENGE, wire.Kind.WELCOME, wire.Kind.OPENED, wire.Kind.BATCH]),
-        (lane, [wire.Kind.PROOF, wire.Kind.OPEN, wire.Kind.GET, wire.Kind.PEEK]),
-    ]:
-        for kind in kinds:
-            talk.hear(kind)
-    with pytest.raises(ProtocolError):
-        rank.hear(wire.Kind.CHALLENGE)
-    with pytest.raises(ProtocolError):
-        lane.hear(wire.Kind.PROOF)
-
-
-def test_a_proof_holds_for_one_key_one_nonce_and_one_side():
-    key, nonce = os.urandom(32), os.urandom(32)
-    mac = wire.prove(key, wire.Role.RANK, nonce)
-    assert wire.proven(key, wire.Role.RANK, nonce, mac)
-    assert not wire.proven(os.urandom(32), wire.Role.RANK, nonce, mac)
-    assert not wire.proven(key, wire.Role.LANE, nonce, mac)
-    assert not wire.proven(key, wire.Role.RANK, os.urandom(32), mac)

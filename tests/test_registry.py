@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader
 import taas
 from taas_magic import registry
 from taas_magic.capture import pickling
-from taas_magic.data.loader import Feed, RemoteLoader, use_feed
+from taas_magic.data.feed import Feed
+from taas_magic.data.loader import RemoteLoader, use_feed
 from tests.data_rig import Lines, Rows
 
 

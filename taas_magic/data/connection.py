@@ -5,7 +5,6 @@ because every call gives the interpreter lock away and has to win it back from t
 the dataset.
 """
 
-import os
 import socket
 import ssl
 from collections import deque
@@ -16,11 +15,8 @@ from taas_magic.data.blocks import WrittenBlocks
 from taas_magic.data.link import TICK_S, Part, Socket
 from taas_magic.data.shard import VOID
 from taas_magic.data.shelf import Key, Shelf
-from taas_magic.data.wire import Assembler, Flag, Frame, Kind, Role, Talk
-from taas_magic.errors import ProtocolError
-
-PROOF_S = 2.0
-"""How long a peer may take to show that it belongs to the run."""
+from taas_magic.data.talk import Assembler, Talk
+from taas_magic.data.wire import Flag, Frame, Kind
 
 _SHARE_FROM_BYTES = 32 << 10
 _GATHER_BYTES = 1 << 20
@@ -56,31 +52,6 @@ class Sent:
         """One batch of `size` bytes more."""
         self._stats[self._batches_at] += 1
         self._stats[self._bytes_at] += size
-
-
-def introduce(sock: Socket, key: bytes, about: bytes) -> Talk:
-    """A lane's side of the handshake; blocks for at most `PROOF_S` a step.
-
-    Raises:
-        ProtocolError: The peer does not know the run's key, or speaks something else.
-        OSError: It is gone, or too slow.
-    """
-    talk, nonce = Talk(Role.LANE), os.urandom(wire.NONCE_BYTES)
-    link.send(sock, [wire.pack(Frame(Kind.CHALLENGE, body_bytes=len(nonce))), nonce])
-    header = memoryview(bytearray(wire.HEADER_BYTES))
-    link.receive_into(sock, header, PROOF_S)
-    frame = wire.unpack(header)
-    talk.hear(frame.kind)
-    body = memoryview(bytearray(frame.body_bytes))
-    link.receive_into(sock, body, PROOF_S)
-    theirs, mac = bytes(body[: wire.NONCE_BYTES]), bytes(body[wire.NONCE_BYTES :])
-    if not wire.proven(key, Role.RANK, nonce, mac):
-        why = b"this peer does not know the run's key"
-        link.send(sock, [wire.pack(Frame(Kind.REFUSED, body_bytes=len(why))), why])
-        raise ProtocolError(why.decode())
-    welcome = wire.prove(key, Role.LANE, theirs) + about
-    link.send(sock, [wire.pack(Frame(Kind.WELCOME, body_bytes=len(welcome))), welcome])
-    return talk
 
 
 class Connection:

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.link import Address, machine
-from taas_magic.data.server import STATS, Lane, LaneSpec
+from taas_magic.data.server import STATS, Lane
 
 _PRELOAD_FROM_BYTES = 8 << 20
 _BACKLOG = 512

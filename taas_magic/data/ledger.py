@@ -11,7 +11,7 @@ import os
 import struct
 from pathlib import Path
 
-from taas_magic.data.shard import Handed
+from taas_magic.data.audit import Handed
 
 _LINE_BYTES = 512
 _COUNT = struct.Struct("<QI")
@@ -62,7 +62,7 @@ class Ledger:
 
 
 def read(folder: Path) -> list[Handed]:
-    """Return the lines of all ranks and generations of a run, for `shard.audit`."""
+    """Return the lines of all ranks and generations of a run, for `audit.audit`."""
     handed = []
     for file in sorted(folder.glob("ledger-*")):
         data = file.read_bytes()

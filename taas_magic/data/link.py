@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from taas_magic.data import wire
 from taas_magic.data.blocks import Blocks, SharedBlocks
-from taas_magic.data.encode import checksum
-from taas_magic.data.wire import Flag, Frame, Kind, Role, Talk
+from taas_magic.data.checksum import checksum
+from taas_magic.data.talk import Role, Talk, prove, proven
+from taas_magic.data.wire import Flag, Frame, Kind
 from taas_magic.errors import ProtocolError
 
 Part = bytes | memoryview
@@ -191,12 +192,12 @@ class Link:
         """The handshake: each side shows that it knows the run's key."""
         nonce = os.urandom(wire.NONCE_BYTES)
         challenge = bytes(self.receive(Blocks(0))[1])
-        body = nonce + wire.prove(key, Role.RANK, challenge)
+        body = nonce + prove(key, Role.RANK, challenge)
         self.send([(Frame(Kind.PROOF, body_bytes=len(body)), body)])
         frame, welcome = self.receive(Blocks(0))
         if frame.kind is Kind.REFUSED:
             raise ProtocolError(f"{self.address} refused: {bytes(welcome).decode()}")
-        if not wire.proven(key, Role.LANE, nonce, bytes(welcome[: wire.MAC_BYTES])):
+        if not proven(key, Role.LANE, nonce, bytes(welcome[: wire.MAC_BYTES])):
             raise ProtocolError(f"{self.address} does not know this run's key")
         about: dict[str, object] = json.loads(bytes(welcome[wire.MAC_BYTES :]))
         return about

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from taas_magic.data import encode
 from taas_magic.data.blocks import Blocks
 from taas_magic.data.link import TICK_S, Link, Silent
+from taas_magic.data.outcome import Opened
 from taas_magic.data.route import Route, refused
 from taas_magic.data.shard import VOID, Ask
-from taas_magic.data.source import Opened
 from taas_magic.data.supply import Patience, Reply
 from taas_magic.data.wire import Frame, Kind
 from taas_magic.errors import ProtocolError, RunLost

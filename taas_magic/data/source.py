@@ -7,46 +7,18 @@ style loaders by indexing, iterable-style ones by replaying their stream (or fro
 """
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
+from taas_magic.data.cursor import Cursor
 from taas_magic.data.order import Order, seed_all
+from taas_magic.data.outcome import Ended, Failed, Opened
 from taas_magic.data.shard import seed_of
-
-_SNAPSHOT_EVERY = 64
-
-
-class Opened(NamedTuple):
-    """What is known of an epoch before its first batch.
-
-    Attributes:
-        batches: How many there are; None where only the end will show.
-        streams: How many streams the loader is cut into; None for a map-style loader.
-        order: Hash of the order; 0 where there is none to compare.
-        counted: Whether batches carry `hints["units"]`.
-    """
-
-    batches: int | None
-    streams: int | None
-    order: int
-    counted: bool = False
-
-
-class Ended(Exception):
-    """There is no batch in this slot."""
-
-
-class Failed(Exception):
-    """The user's code raised; `wrapped` raises it again wherever it is sent."""
-
-    def __init__(self, wrapped: ExceptionWrapper) -> None:
-        super().__init__(wrapped.exc_msg)
-        self.wrapped = wrapped
 
 
 class Source:
@@ -75,7 +47,7 @@ class Source:
         self._name, self._seed, self._where = name, seed, where
         self.streams = streams_of(self.loader)
         self._order = Order(self.loader, seed) if self.streams is None else None
-        self._cursors: dict[int, _Cursor] = {}
+        self._cursors: dict[int, Cursor] = {}
         self._at = ""
         self._info: Any = None
         if self._order and worker_id is not None:
@@ -183,14 +155,14 @@ class Source:
             self._advance(cursor)
         return self._advance(cursor)
 
-    def _advance(self, cursor: "_Cursor") -> Any:
+    def _advance(self, cursor: "Cursor") -> Any:
         assert self.streams is not None
         slot = cursor.item * self.streams + cursor.stream
         torch_worker._worker_info = cursor.info
         seed_all(seed_of(self._seed, cursor.epoch, slot))
         return cursor.next_batch()
 
-    def _new_cursor(self, epoch: int, stream: int, item: int, old: "_Cursor | None") -> "_Cursor":
+    def _new_cursor(self, epoch: int, stream: int, item: int, old: "Cursor | None") -> "Cursor":
         loader: DataLoader[Any] = pickle.loads(self._payload)
         with suppress(AttributeError):
             loader.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
@@ -200,7 +172,7 @@ class Source:
         start = 0
         if old is not None and old.epoch == epoch:
             start = old.restore(loader.dataset, item)
-        return _Cursor(loader, epoch, stream, start, info)
+        return Cursor(loader, epoch, stream, start, info)
 
     def _start_worker(self, loader: DataLoader[Any], worker_id: int, seed: int) -> Any:
         """What a local worker does first; returns what `get_worker_info()` shall answer."""
@@ -220,77 +192,8 @@ class Source:
         return info
 
 
-class _Cursor:
-    """How far one stream of one epoch has come."""
-
-    def __init__(
-        self, loader: DataLoader[Any], epoch: int, stream: int, item: int, info: Any
-    ) -> None:
-        self.epoch, self.stream, self.item, self.info = epoch, stream, item, info
-        self._loader, self._dataset = loader, loader.dataset
-        self._samples: Iterator[Any] | None = None
-        self._snapshots: dict[int, Any] = {}
-        self._ended = False
-
-    def next_batch(self) -> Any:
-        """The stream's next batch.
-
-        Raises:
-            Ended: It has none.
-        """
-        if self._ended:
-            raise Ended
-        if self._samples is None:
-            self._samples = iter(self._dataset)
-        if self.item % _SNAPSHOT_EVERY == 0 and hasattr(self._dataset, "state_dict"):
-            self._snapshots[self.item] = pickle.dumps(self._dataset.state_dict())
-        batch = self._loader.collate_fn(self._gather(self._samples))
-        self.item += 1
-        return batch
-
-    def _gather(self, samples: Iterator[Any]) -> Any:
-        if self._loader.batch_size is None:
-            return self._take(samples, 1)[0]
-        items = self._take(samples, self._loader.batch_size)
-        if self._loader.drop_last and len(items) < self._loader.batch_size:
-            raise Ended
-        return items
-
-    def _take(self, samples: Iterator[Any], count: int) -> list[Any]:
-        items: list[Any] = []
-        for _ in range(count):
-            try:
-                items.append(next(samples))
-            except StopIteration:
-                self._ended = True
-                break
-        if not items:
-            raise Ended
-        return items
-
-    def restore(self, dataset: Any, item: int) -> int:
-        """Bring a fresh dataset as near to `item` as snapshots allow; returns where it stands."""
-        usable = [at for at in self._snapshots if at <= item]
-        if not usable or not hasattr(dataset, "load_state_dict"):
-            return 0
-        dataset.load_state_dict(pickle.loads(self._snapshots[max(usable)]))
-        return max(usable)
-
-
 def streams_of(loader: DataLoader[Any]) -> int | None:
     """How many streams an iterable-style loader is cut into; None for a map-style one."""
     if isinstance(loader.dataset, IterableDataset):
         return max(1, loader.num_workers)
     return None
-
-
-def units_of(batch: object) -> int:
-    """What a batch counts in `--units`: its `hints["units"]`, or 1."""
-    hints = getattr(batch, "hints", None)
-    return int(hints.get("units", 1)) if isinstance(hints, dict) else 1
-
-
-def is_counted(batch: object) -> bool:
-    """Whether a batch says itself how many units it counts."""
-    hints = getattr(batch, "hints", None)
-    return isinstance(hints, dict) and "units" in hints

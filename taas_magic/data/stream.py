@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from taas_magic.data.shard import Ask, Course, Part, Place, ScoutedCourse, Verdict
-from taas_magic.data.source import Opened
+from taas_magic.data.outcome import Opened
+from taas_magic.data.scout import ScoutedCourse
+from taas_magic.data.shard import Ask, Course, Part, Place, Verdict
 from taas_magic.data.supply import Reply, Supply
 from taas_magic.errors import ProtocolError
 

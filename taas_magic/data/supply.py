@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from taas_magic.data.outcome import Ended, Failed, Opened, is_counted, units_of
 from taas_magic.data.shard import VOID, Ask
-from taas_magic.data.source import Ended, Failed, Opened, Source, is_counted, units_of
+from taas_magic.data.source import Source
 
 
 class Reply(NamedTuple):

@@ -1,25 +1,11 @@
-"""Frames between a rank and a fetcher's lane: what may be said, when, and how large it may be.
+"""Frames between a rank and a fetcher's lane: what they look like and how large they may be.
 
-No socket, no pickle and no torch in here: bytes in, `Frame` out, and the other way round. The
-protocol is a transition table and a frame that the table does not list is a `ProtocolError`
-(the idea is h11's). Every frame is one fixed header, checked by a CRC of its own before any field
-is believed, and a body whose size is limited by the kind of the frame.
-
-    lane                               rank
-    CHALLENGE nonce            ─────►
-                               ◄─────  PROOF nonce + MAC        (the run's key; HMAC-SHA256)
-    WELCOME MAC + about        ─────►                           (now both know: same run)
-                               ◄─────  OPEN epoch               how long is it, in which order
-    OPENED                     ─────►
-                               ◄─────  GET epoch, batch         a pure question, may be repeated
-    ALIVE … BATCH | VOID | ERROR ───►
-                               ◄─────  PEEK epoch, batch        what does it count, is it there
-    PEEKED | VOID | ERROR      ─────►
+No socket, no pickle and no torch in here: bytes in, `Frame` out, and the other way round. Every
+frame is one fixed header, checked by a CRC of its own before any field is believed, and a body
+whose size is limited by the kind of the frame. `talk` says who may send which frame when.
 """
 
 import enum
-import hashlib
-import hmac
 import struct
 import zlib
 from collections.abc import Iterable
@@ -73,40 +59,6 @@ class Flag:
     NEW_BLOCK = 4
     """The descriptor of that block comes with the header."""
 
-
-class State(enum.Enum):
-    """Where one side of a connection stands."""
-
-    GREETING = "greeting"
-    PROVING = "proving"
-    READY = "ready"
-
-
-class Role(enum.Enum):
-    """Who listens."""
-
-    LANE = "lane"
-    RANK = "rank"
-
-
-_ASKED = (Kind.OPEN, Kind.GET, Kind.PEEK, Kind.SAMPLE, Kind.ORDER)
-_ANSWERED = (
-    *(Kind.OPENED, Kind.BATCH, Kind.PEEKED, Kind.VOID),
-    *(Kind.ERROR, Kind.ALIVE, Kind.VALUE),
-)
-
-_MAY_HEAR: dict[Role, dict[tuple[State, Kind], State]] = {
-    Role.LANE: {
-        (State.PROVING, Kind.PROOF): State.READY,
-        **{(State.READY, kind): State.READY for kind in _ASKED},
-    },
-    Role.RANK: {
-        (State.GREETING, Kind.CHALLENGE): State.PROVING,
-        (State.PROVING, Kind.WELCOME): State.READY,
-        (State.PROVING, Kind.REFUSED): State.GREETING,
-        **{(State.READY, kind): State.READY for kind in _ANSWERED},
-    },
-}
 
 _MAX_BODY_BYTES: dict[Kind, int] = {
     Kind.CHALLENGE: NONCE_BYTES,
@@ -204,67 +156,6 @@ def unpack(header: bytes | bytearray | memoryview) -> Frame:
             f"{known.name} announces {body} bytes; the limit is {_MAX_BODY_BYTES[known]}"
         )
     return Frame(known, epoch, batch, units, head, body, body_sum, flags, block, order)
-
-
-class Talk:
-    """One side's view of a connection: raises when it hears what may not be said now."""
-
-    def __init__(self, role: Role) -> None:
-        self._role = role
-        self.state = State.PROVING if role is Role.LANE else State.GREETING
-
-    def hear(self, kind: Kind) -> None:
-        """Take note of a frame that came in.
-
-        Raises:
-            ProtocolError: The table does not allow it in this state.
-        """
-        try:
-            self.state = _MAY_HEAR[self._role][self.state, kind]
-        except KeyError:
-            raise ProtocolError(
-                f"a {self._role.value} that is {self.state.value} may not hear {kind.name}"
-            ) from None
-
-
-class Assembler:
-    """Turns a stream of bytes, cut anywhere, into whole frames (what a lane hears: small ones)."""
-
-    def __init__(self, talk: Talk) -> None:
-        self._talk = talk
-        self._bytes = bytearray()
-        self._frame: Frame | None = None
-
-    def feed(self, data: bytes) -> Iterable[tuple[Frame, bytes]]:
-        """Yield every frame that `data` completes, with its body.
-
-        Raises:
-            ProtocolError: Something that may not be said; the connection is of no use any more.
-        """
-        self._bytes += data
-        while True:
-            if self._frame is None:
-                if len(self._bytes) < HEADER_BYTES:
-                    return
-                self._frame = unpack(self._bytes[:HEADER_BYTES])
-                self._talk.hear(self._frame.kind)
-                del self._bytes[:HEADER_BYTES]
-            if len(self._bytes) < self._frame.body_bytes:
-                return
-            frame, self._frame = self._frame, None
-            body = bytes(self._bytes[: frame.body_bytes])
-            del self._bytes[: frame.body_bytes]
-            yield frame, body
-
-
-def prove(key: bytes, role: Role, nonce: bytes) -> bytes:
-    """Return the MAC by which `role` shows that it knows the run's key, for the peer's nonce."""
-    return hmac.new(key, role.value.encode() + b"\0" + nonce, hashlib.sha256).digest()
-
-
-def proven(key: bytes, role: Role, nonce: bytes, mac: bytes) -> bool:
-    """Whether `mac` is what `role` would have answered (compared in constant time)."""
-    return hmac.compare_digest(prove(key, role, nonce), mac)
 
 
 def aligned(size: int) -> int:

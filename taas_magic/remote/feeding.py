@@ -114,8 +114,9 @@ def feed(run_dir: Path, rank: int, attempt: int, link: Link) -> Iterator[None]:
     if served is None:
         yield
         return
+    from taas_magic.data.feed import Feed
     from taas_magic.data.ledger import Ledger
-    from taas_magic.data.loader import Feed, use_feed
+    from taas_magic.data.loader import use_feed
     from taas_magic.data.route import FolderDirectory
 
     folder = service.folder_of(run_dir)

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.lanes import Lanes, Tls
-from taas_magic.data.server import LaneSpec
 from taas_magic.remote.process import die_with_parent
 
 REPORT_S = 0.5

@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from taas_magic.data import shard
+from taas_magic.data import audit
 from tests.data_proxy import Proxy
 from tests.data_rig import Noise, service
 
@@ -123,9 +123,9 @@ def play(folder, seed, faults, pause_s=0.05, rows=200):
             assert got[0] == digest
             assert torch.equal(got[1], weights)
         lines = running.handed()
-        assert shard.audit(lines) == []
+        assert audit.audit(lines) == []
         for generation in {line.generation for line in lines}:
             for turn in range(2):
                 one = [n for n in lines if (n.generation, n.turn) == (generation, turn)]
-                assert shard.missing(one, rows // 4) == []
+                assert audit.missing(one, rows // 4) == []
     return done

@@ -1,0 +1,69 @@
+"""What a lane prepares when nobody waits: its own share, from where the ranks are."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+from taas_magic.data.lane_spec import LaneSpec
+from taas_magic.data.outcome import Opened
+from taas_magic.data.shard import home
+from taas_magic.data.shelf import Key
+from taas_magic.data.wire import Kind
+
+_NEXT_EPOCH_BATCHES = 2
+
+
+class Share(Iterator[Key]):
+    """The keys of that share.
+
+    Args:
+        spec: Which share.
+        opened: Says what is known of an epoch; None when its sampler raised.
+    """
+
+    def __init__(self, spec: LaneSpec, opened: Callable[[int], Opened | None]) -> None:
+        self._spec, self._opened = spec, opened
+        self._epoch = self._slot = 0
+        self._keys = self._share(0, 0)
+        self._ends: dict[int, int] = {}
+
+    def __next__(self) -> Key:
+        return next(self._keys)
+
+    def reached(self, epoch: int, slot: int) -> None:
+        """A rank asked for this batch; what the lane works ahead on lies behind it."""
+        if epoch > self._epoch or (epoch == self._epoch and slot >= self._slot):
+            self._epoch, self._slot = epoch, slot + 1
+            self._keys = self._share(epoch, slot + 1)
+
+    def ended(self, epoch: int, slot: int) -> None:
+        """There is no batch in this slot: not worth going on behind it."""
+        self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
+
+    def _share(self, epoch: int, first_slot: int) -> Iterator[Key]:
+        spec = self._spec
+        for ahead in (0, 1):
+            # Enumerating the order takes time: it is work like any other.
+            yield Key(Kind.OPEN, epoch + ahead, 0)
+            opened = self._opened(epoch + ahead)
+            if opened is None:
+                return
+            slots = self._slots(epoch + ahead, opened, first_slot if not ahead else 0)
+            for done, slot in enumerate(slots):
+                if ahead and done >= _NEXT_EPOCH_BATCHES:
+                    return
+                if spec.units is not None and slot >= spec.units:
+                    return
+                yield Key(Kind.GET, epoch + ahead, slot)
+
+    def _slots(self, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
+        """This lane's slots of an epoch, as long as there are any."""
+        spec, streams = self._spec, opened.streams
+        if streams is not None and spec.number >= streams:
+            return
+        for slot in count(first_slot):
+            at_end = self._ends.get(epoch, opened.batches)
+            if at_end is not None and slot >= at_end:
+                return
+            ours = streams is not None or slot % spec.stride == spec.first
+            if ours and home(slot, streams, spec.lanes, spec.stride) == spec.number:
+                yield slot
