@@ -20,7 +20,7 @@ from tests.harness import Notebook, below, listening_ports, mapped, shared_memor
 GONE_WITHIN_S = 10.0
 
 _KEPT = ("taas_magic.engines.process", "taas_magic.remote.supervisor", "taas_magic.remote.agent")
-_KEPT += ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+_KEPT += ("multiprocessing.resource_tracker",)
 
 
 @pytest.fixture(scope="session")
@@ -68,8 +68,8 @@ def _left_behind(files_before: set[str]) -> list[str]:
     """What is there besides the pool itself: processes, ports, shared memory."""
     tree = below(os.getpid())
     left = [f"process {process}" for process in tree if not _is_kept(process)]
-    forks = [process for process in tree if "multiprocessing.forkserver" in _words(process)]
-    left += [f"rank {process}" for process in forks[1:]]
+    agents = [process for process in tree if "taas_magic.remote.agent" in _words(process)]
+    left += [f"rank {process}" for process in agents[2:]]  # the agent, its forkserver, their forks
     ports = listening_ports(tree)
     left += [f"ports {ports}"] if len(ports) > 2 else []  # the scheduler's and the agent's
     new = shared_memory() - files_before
