@@ -81,7 +81,7 @@ def test_hosts_come_die_come_again_and_go(pool: PoolConfig, tmp_path: Path, prep
 
 
 def test_an_unknown_engine_is_refused_with_those_that_are() -> None:
-    with pytest.raises(UsageError, match="no engine 'x'; possible is local"):
+    with pytest.raises(UsageError, match="no engine 'x'; possible is local, ssh"):
         find_engine(PoolConfig("p", engine="x"))
 
 

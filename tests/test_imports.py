@@ -17,7 +17,7 @@ FLOORS = (
     ("kernel", "__init__"),
     ("magic", "completion", "commands", "api"),
     ("launch", "run", "interrupts"),
-    ("display", "pool", "engines", "remote", "plan", "registry", "flags", "flag_table"),
+    ("display", "pool", "engines", "ssh", "remote", "plan", "registry", "flags", "flag_table"),
     ("journal", "data", "taas_toml", "config", "store", "publish", "receipt", "capture"),
     ("pragma", "errors"),
 )

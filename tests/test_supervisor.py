@@ -1,6 +1,7 @@
 """The first process of a host: whatever happens to its lease, nothing outlives it."""
 
 import subprocess
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -47,3 +48,27 @@ def test_an_interrupt_does_not_reach_it(supervisor: subprocess.Popen[bytes]) -> 
     supervisor.stdin.write(b"not JSON\n")
     supervisor.stdin.flush()
     assert supervisor.wait(60) != 0
+
+
+def test_silence_of_the_network_ends_all_and_bytes_prolong_it() -> None:
+    command = [*spawn_command("taas_magic.remote.supervisor"), "2"]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as supervisor:
+        assert supervisor.stdin is not None and supervisor.stderr is not None
+        began = time.monotonic()
+        while time.monotonic() < began + 4:
+            supervisor.stdin.write(b" ")
+            supervisor.stdin.flush()
+            with pytest.raises(subprocess.TimeoutExpired):
+                supervisor.wait(0.25)
+        supervisor.wait(30)
+        assert "nothing heard from the pool for 2.0 s" in supervisor.stderr.read().decode()
+
+
+def test_only_the_first_line_reaches_the_agent(supervisor: subprocess.Popen[bytes]) -> None:
+    assert supervisor.stdin is not None
+    agent = psutil.Process(supervisor.pid).children()[0]
+    for data in (b"not ", b"JSON\n\n", b"\n"):
+        supervisor.stdin.write(data)
+        supervisor.stdin.flush()
+    assert agent.wait(60) != 0

@@ -4,6 +4,7 @@ An engine opens a Dask `SpecCluster` whose members run `AgentWorker`; all else (
 hosts, events, the journal, giving hosts back) is the keeper's and the same for every engine.
 """
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -11,6 +12,12 @@ from typing import Any, ClassVar
 from taas_magic.config import PoolConfig
 from taas_magic.errors import UsageError
 from taas_magic.plan import HostCapacity
+
+_ENGINES = {
+    "local": "taas_magic.engines.local:LocalEngine",
+    "ssh": "taas_magic.engines.ssh:SshEngine",
+}
+"""Where each engine is; only the one that a pool names is imported."""
 
 
 class Engine(ABC):
@@ -53,12 +60,11 @@ def find_engine(pool: PoolConfig) -> Engine:
     Raises:
         UsageError: There is none of that name.
     """
-    from taas_magic.engines.local import LocalEngine
-
-    engines: dict[str, type[Engine]] = {LocalEngine.name: LocalEngine}
-    if pool.engine not in engines:
+    if pool.engine not in _ENGINES:
         raise UsageError(
             f"pool {pool.name!r}: there is no engine {pool.engine!r}; "
-            f"possible is {', '.join(sorted(engines))}"
+            f"possible is {', '.join(sorted(_ENGINES))}"
         )
-    return engines[pool.engine](pool)
+    module, _, name = _ENGINES[pool.engine].partition(":")
+    engine: type[Engine] = getattr(importlib.import_module(module), name)
+    return engine(pool)

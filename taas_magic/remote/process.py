@@ -18,7 +18,12 @@ def spawn_command(module: str) -> list[str]:
     Not `-m`: a forkserver's children import their parent's main module again, and with `-c` there
     is none (`-m` costs every rank 0.35 s).
     """
-    return [sys.executable, "-c", f"import sys; from {module} import main; sys.exit(main())"]
+    return [sys.executable, "-c", entry_code(module)]
+
+
+def entry_code(module: str) -> str:
+    """The program, for `python -c`, that runs `module.main()`."""
+    return f"import sys; from {module} import main; sys.exit(main())"
 
 
 def _prctl(option: int, value: int) -> None:

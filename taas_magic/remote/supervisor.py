@@ -1,19 +1,23 @@
 """The first process on a host: starts the agent, and ends whatever the agent leaves behind.
 
-Run as `python -m taas_magic.remote.supervisor`, by an engine. Its standard input is its lease: what
-the engine writes there goes to the agent, and when it closes, because the pool's process ended in
-whatever way, everything on the host ends. It imports neither torch nor Dask, so that it can neither
-run out of memory with them nor hang with them.
+Run by an engine (`spawn_command`). Its standard input is its lease: the first line that the engine
+writes there goes to the agent, and when it closes, because the pool's process ended in whatever
+way, everything on the host ends. On the far side of a network nothing closes it when the cable is
+cut; there the engine goes on to write a byte now and then, and names, as the only argument, the
+seconds after which silence means the same. It imports neither torch nor Dask, so that it can
+neither run out of memory with them nor hang with them.
 
 A subreaper inherits every orphan below it (prctl(2)), so a cell's daemon that forked twice or
 called setsid is still found.
 """
 
+import contextlib
 import os
 import selectors
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 
@@ -24,7 +28,8 @@ GRACE_S = 3.0
 
 
 def main() -> int:
-    """Runs until the agent ends or standard input closes; returns the agent's exit code."""
+    """Runs until the agent or the lease ends; returns the agent's exit code."""
+    lease_s = float(sys.argv[1]) if len(sys.argv) > 1 else None
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wakeups = _wakeups_of_sigchld()
@@ -32,7 +37,7 @@ def main() -> int:
         spawn_command("taas_magic.remote.agent"), stdin=subprocess.PIPE, start_new_session=True
     )
     try:
-        _relay_until_end(agent, wakeups)
+        _stay_until_end(agent, wakeups, lease_s)
     finally:
         _end_agent(agent)
         end_host(psutil.Process().children(recursive=True))
@@ -48,28 +53,41 @@ def _wakeups_of_sigchld() -> int:
     return reading
 
 
-def _relay_until_end(agent: subprocess.Popen[bytes], wakeups: int) -> None:
+def _stay_until_end(agent: subprocess.Popen[bytes], wakeups: int, lease_s: float | None) -> None:
+    """Returns when the agent has ended, or nobody holds the lease any more."""
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)
     selector.register(wakeups, selectors.EVENT_READ)
+    heard = time.monotonic()
+    line: bytes | None = b""
     while agent.poll() is None:
-        for key, _ in selector.select():
-            data = os.read(key.fd, 65536)
-            if key.fd == wakeups:
-                _reap_orphans(agent)
-            elif not data:
+        left_s = None if lease_s is None else heard + lease_s - time.monotonic()
+        ready = [key.fd for key, _ in selector.select(left_s)]
+        if not ready:
+            sys.stderr.write(f"nothing heard from the pool for {lease_s} s: this host ends\n")
+            return
+        if wakeups in ready:
+            os.read(wakeups, 65536)
+            _reap_orphans(agent)
+        if 0 in ready:
+            data = os.read(0, 65536)
+            if not data:
                 return
-            else:
-                _forward(agent, data)
+            heard = time.monotonic()
+            if line is not None:
+                line = _tell(agent, line + data)
 
 
-def _forward(agent: subprocess.Popen[bytes], data: bytes) -> None:
+def _tell(agent: subprocess.Popen[bytes], heard: bytes) -> bytes | None:
+    """Passes the first line on; returns what there is of it so far, None once it is passed on."""
+    line, end, _ = heard.partition(b"\n")
+    if not end:
+        return heard
     assert agent.stdin is not None
-    try:
-        agent.stdin.write(data)
+    with contextlib.suppress(BrokenPipeError):  # it has just ended; the loop sees that next
+        agent.stdin.write(line + end)
         agent.stdin.flush()
-    except BrokenPipeError:
-        return  # the agent has just ended; the loop sees it next
+    return None
 
 
 def _reap_orphans(agent: subprocess.Popen[bytes]) -> None:

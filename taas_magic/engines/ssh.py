@@ -1,0 +1,133 @@
+"""The engine of SSH pools: hosts that are there already and let the user in."""
+
+import inspect
+import json
+import threading
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+from taas_magic.config import PoolConfig
+from taas_magic.engines.base import Engine
+from taas_magic.engines.local import LOOPBACK, count_gpus
+from taas_magic.errors import PoolError
+from taas_magic.plan import HostCapacity
+
+if TYPE_CHECKING:
+    from distributed import SpecCluster
+
+    from taas_magic.ssh.target import Target
+
+PYTHON = "python3"
+"""What runs on a host whose pool names no `python`."""
+
+_CAPACITY_SOURCE = f"""
+import json, os, re
+from pathlib import Path
+{inspect.getsource(count_gpus)}
+print(json.dumps({{"gpus": count_gpus(), "cores": len(os.sched_getaffinity(0))}}))
+"""
+
+_asked: dict[str, HostCapacity] = {}
+
+
+class SshEngine(Engine):
+    """Starts a supervisor, and through it the agent, on each host over SSH."""
+
+    name = "ssh"
+
+    def capacity(self) -> HostCapacity:
+        """What taas.toml says; what it leaves out is asked of the hosts, once in a process.
+
+        Raises:
+            PoolError: None of the hosts answers.
+        """
+        if self.pool.gpus is not None and self.pool.cores:
+            return HostCapacity(self.pool.gpus, self.pool.cores)
+        key = repr((self.pool.hosts, self.pool.python, self.pool.options))
+        if key not in _asked:
+            _asked[key] = ask_capacity(self.pool)
+        found = _asked[key]
+        gpus = found.gpus if self.pool.gpus is None else self.pool.gpus
+        return HostCapacity(gpus, self.pool.cores or found.cores)
+
+    def prepare(self) -> None:
+        """Nothing: whether, and where, hosts are wanted is not known yet."""
+
+    def open(self, scheduler: type, security: Mapping[str, Any], folder: str) -> "SpecCluster":
+        from distributed import Security
+
+        from taas_magic.engines.ssh_host import Roster, SshCluster, SshHost
+
+        secure = Security(**security)
+        roster = Roster(self.pool, targets(self.pool), dict(security))
+        return SshCluster(
+            roster,
+            scheduler={
+                "cls": scheduler,
+                "options": {"host": LOOPBACK, "protocol": "tls://", "security": secure},
+            },
+            worker={"cls": SshHost, "options": {"roster": roster}},
+            security=secure,
+            asynchronous=True,
+            name=self.pool.name,
+        )
+
+
+def targets(pool: PoolConfig) -> list["Target"]:
+    """The hosts of a pool, as ssh's configuration has them.
+
+    Raises:
+        UsageError: A name, or the configuration, cannot be understood.
+    """
+    from taas_magic.ssh.target import find_target, read_config
+
+    config = read_config(pool.options.get("ssh_config"))
+    return [find_target(host, config) for host in pool.hosts]
+
+
+def ask_capacity(pool: PoolConfig) -> HostCapacity:
+    """What the first host that answers offers; the hosts of a pool are alike.
+
+    It may be interrupted at any time: nothing blocks in the caller's own thread.
+
+    Raises:
+        PoolError: None of the hosts answers.
+    """
+    stop = threading.Event()
+    executor = ThreadPoolExecutor(len(pool.hosts), "taas-ask")
+    try:
+        asked = {executor.submit(_ask_host, target, pool, stop) for target in targets(pool)}
+        return _first(asked)
+    finally:
+        stop.set()
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _first(asked: set[Future[HostCapacity]]) -> HostCapacity:
+    failures = []
+    while asked:
+        done, asked = wait(asked, return_when=FIRST_COMPLETED)
+        for future in done:
+            error = future.exception()
+            if error is None:
+                return future.result()
+            failures.append(str(error))
+    raise PoolError("\n".join(failures))
+
+
+def _ask_host(target: "Target", pool: PoolConfig, stop: threading.Event) -> HostCapacity:
+    from taas_magic.ssh.command import shell_words
+    from taas_magic.ssh.connect import connect
+
+    connection = connect(target, stop)
+    try:
+        done = connection.run(shell_words(pool.python or PYTHON, ["-"]), _CAPACITY_SOURCE.encode())
+    finally:
+        connection.close()
+    if done.returncode:
+        raise PoolError(
+            f"host {target.label}: {pool.python or PYTHON} does not run there:\n"
+            f"{done.stderr.decode(errors='replace').strip()}"
+        )
+    return HostCapacity(**json.loads(done.stdout))
