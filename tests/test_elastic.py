@@ -3,29 +3,54 @@
 import threading
 
 import psutil
+import pytest
 
-from taas_magic.remote.elastic import HostRendezvous
+from taas_magic.errors import PoolError
+from taas_magic.plan import Flags, HostCapacity, make_plan
+from taas_magic.remote import elastic
+from taas_magic.remote.elastic import HostRendezvous, serve_store
+from taas_magic.remote.spec import HostSpec, Origin
+
+
+def spec(host_rank: int, port: int = 0) -> HostSpec:
+    plan = make_plan(Flags(gpus=2), HostCapacity(gpus=1, cores=1), "run", max_hosts=2)
+    origin = Origin("/", {}, ())
+    return HostSpec(plan, host_rank, "/nowhere", origin, "127.0.0.1", port)
 
 
 def test_hosts_meet_and_get_their_places() -> None:
-    first = HostRendezvous("run", 0, 2, "127.0.0.1")
-    second = HostRendezvous("run", 1, 2, "127.0.0.1", first.port)
+    store = serve_store(spec(0))
+    assert store is not None
+    first = HostRendezvous(spec(0), store)
+    second = HostRendezvous(spec(1, store.port), serve_store(spec(1)))
     met = [first.next_rendezvous(), second.next_rendezvous()]
     assert [(info.rank, info.world_size) for info in met] == [(0, 2), (1, 2)]
+    assert {info.bootstrap_store_info.master_port for info in met} == {store.port}
     thread = threading.Thread(target=lambda: met[0].store.set("word", "yes"))
     thread.start()
     assert met[1].store.get("word") == b"yes"
     thread.join()
 
 
-def test_a_new_round_does_not_see_the_last_ones_keys() -> None:
-    rendezvous = HostRendezvous("run", 0, 1, "127.0.0.1")
+def test_another_attempt_does_not_see_the_last_ones_keys() -> None:
+    rendezvous = HostRendezvous(spec(0), serve_store(spec(0)))
     rendezvous.next_rendezvous().store.set("word", "old")
+    assert rendezvous.num_nodes_waiting() == 0
+    rendezvous.call_again(spec(0), serve_store(spec(0)))
+    assert rendezvous.num_nodes_waiting() == 1
     assert not rendezvous.next_rendezvous().store.check(["word"])
+    assert rendezvous.num_nodes_waiting() == 0
 
 
 def test_the_store_listens_on_its_address_only() -> None:
-    rendezvous = HostRendezvous("run", 0, 1, "127.0.0.1")
+    store = serve_store(spec(0))
+    assert store is not None
     connections = psutil.Process().net_connections("tcp")
     listening = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
-    assert [place.ip for place in listening if place.port == rendezvous.port] == ["127.0.0.1"]
+    assert [place.ip for place in listening if place.port == store.port] == ["127.0.0.1"]
+
+
+def test_a_first_host_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "REACH_TIMEOUT_S", 0.1)
+    with pytest.raises(PoolError, match=r"127\.0\.0\.1, port 1: .*`interface`"):
+        HostRendezvous(spec(1, port=1), None).next_rendezvous()

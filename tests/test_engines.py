@@ -12,6 +12,7 @@ from taas_magic.engines.base import find_engine
 from taas_magic.engines.head import HeadScheduler
 from taas_magic.engines.keys import make_security
 from taas_magic.engines.local import count_gpus
+from taas_magic.engines.members import Members
 from taas_magic.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -67,17 +68,22 @@ def test_hosts_come_die_come_again_and_go(pool: PoolConfig, tmp_path: Path, prep
         async with engine.open(HeadScheduler, make_security(), str(tmp_path)) as cluster:
             watching = Watching()
             cluster.scheduler.add_plugin(watching)
+            members = Members(cluster.scheduler, ensure_hosts, pool.start_timeout_s, pool.lease_s)
             cluster.scale(1)
             await cluster
             await watching.reached(1)
             address = next(iter(cluster.scheduler.workers))
-            host = await cluster.scheduler.rpc(address).taas_hello()
-            assert host
+            [member] = await members.take(1)
+            assert (member.address, bool(member.name), bool(member.place)) == (address, True, True)
             assert cluster.scheduler.workers[address].name in cluster.workers
             await cluster.workers[0].close()
             await watching.reached(0)
 
     asyncio.run(live())
+
+
+async def ensure_hosts(count: int) -> None:
+    """The tests ask for hosts themselves."""
 
 
 def test_an_unknown_engine_is_refused_with_those_that_are() -> None:

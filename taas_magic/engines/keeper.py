@@ -1,4 +1,4 @@
-"""Keeps a pool's runs: which hosts they have, whose they are, how they end; and their journals.
+"""Keeps a pool's runs: whose they are, which hosts they have, how they end; and their journals.
 
 A Dask scheduler plugin in the pool's own process. The kernel asks (`taas_launch`, `taas_halt`, …
 are calls of the scheduler), agents report (events), and clients or hosts that are gone are seen
@@ -7,51 +7,29 @@ here first.
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 
+from taas_magic.engines.kept_run import KeptRun
+from taas_magic.engines.members import Member, Members
 from taas_magic.errors import PoolError, StoreError
 from taas_magic.journal import Event, Writer, event
 from taas_magic.plan import Plan
-from taas_magic.remote.report import host_failure
 from taas_magic.remote.spec import HostSpec
-from taas_magic.remote.topics import CALL_HELLO, CALL_START, CALL_STOP, topic
-from taas_magic.remote.watch import Failure, first_failure
+from taas_magic.remote.topics import EVENT, topic
 from taas_magic.store import owned
-
-ASK_AGAIN_S = 0.5
-"""How often the engine is asked for hosts that have not joined."""
-
-_WORST_LAST = ("SUCCEEDED", "INTERRUPTED", "FAILED", "LOST")
-
-
-@dataclass
-class KeptRun:
-    """A run that has not ended."""
-
-    run_id: str
-    name: str
-    owner: str
-    journal: Writer
-    hosts: dict[str, str]
-    """Name by address, of the hosts that have not ended their share."""
-    store: contextlib.ExitStack
-    """Keeps the project store this run's while it is open."""
-    started: float = field(default_factory=time.time)
-    states: list[str] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
 
 
 class Keeper(SchedulerPlugin):
     """The pool's keeper.
 
     Args:
+        scheduler: The pool's.
         ensure_hosts: Brings the cluster to so many hosts; returns when they were asked for.
         start_timeout_s: How long hosts may take to join.
+        lease_s: How long a host lives without hearing this process.
         linger_s: How long the pool goes on without a kernel.
     """
 
@@ -59,34 +37,32 @@ class Keeper(SchedulerPlugin):
 
     def __init__(
         self,
+        scheduler: Scheduler,
         ensure_hosts: Callable[[int], Awaitable[None]],
         start_timeout_s: float,
+        lease_s: float,
         linger_s: float,
     ) -> None:
-        self._ensure_hosts = ensure_hosts
-        self._start_timeout_s, self._linger_s = start_timeout_s, linger_s
+        self._scheduler, self._linger_s = scheduler, linger_s
         self._runs: dict[str, KeptRun] = {}
         self._kernels: set[str] = set()
-        self._names: dict[str, str] = {}
-        self._means: dict[str, str] = {}
-        self._joined = asyncio.Condition()
         self._lingering: asyncio.TimerHandle | None = None
         self._background: set[asyncio.Future[Any]] = set()
         self.over = asyncio.Event()
-
-    async def start(self, scheduler: Scheduler) -> None:
-        """Called by Dask; makes the keeper's calls known."""
-        self._scheduler = scheduler
+        self.members = Members(scheduler, ensure_hosts, start_timeout_s, lease_s, self._on_lost)
+        scheduler.add_plugin(self)
+        scheduler.stream_handlers[EVENT] = self._on_event
         scheduler.handlers["taas_ready"] = self.ready
         scheduler.handlers["taas_launch"] = self.launch
         scheduler.handlers["taas_halt"] = self.halt
         scheduler.handlers["taas_status"] = self.status
         scheduler.handlers["taas_down"] = self.down
+        self._in_background(self.members.watch())
         self._linger()
 
     async def ready(self, hosts: int = 1) -> list[str]:
         """Returns the names of the hosts when so many are there and can start ranks at once."""
-        return [self._names[address] for address in await self._take_hosts(hosts)]
+        return [member.name for member in await self.members.take(hosts)]
 
     async def launch(self, owner: str, spec: dict[str, Any]) -> dict[str, Any]:
         """Starts a run on as many hosts as its plan has.
@@ -100,80 +76,50 @@ class Keeper(SchedulerPlugin):
             not have its project store: in one line.
         """
         first = HostSpec.from_json(spec)
-        run_id = first.plan.run_id
         with contextlib.ExitStack() as until_end:
             try:
                 _own_store(until_end, first.plan)
-                addresses = await self._take_hosts(len(first.plan.hosts))
+                journal = Writer(first.folder)
+                until_end.callback(journal.close)
+                run = KeptRun(spec, owner, self.members, self._publisher(journal))
+                self._runs[run.run_id] = run
+                until_end.callback(self._runs.pop, run.run_id)
+                hosts = await run.start()
             except StoreError as error:
                 return {"store_error": str(error)}
             except PoolError as error:
                 return {"error": str(error)}
-            names = {address: self._names[address] for address in addresses}
-            journal = Writer(first.folder)
-            self._runs[run_id] = KeptRun(
-                run_id, first.plan.name, owner, journal, names, until_end.pop_all()
-            )
-        self._publish(run_id, event("state", state="RUNNING"))
-        starts = (
-            self._call(address, CALL_START, spec={**spec, "host_rank": host_rank})
-            for host_rank, address in enumerate(addresses)
-        )
-        await asyncio.gather(*starts)
-        return {"hosts": list(names.values())}
+            self._in_background(_carry_out(run, journal, until_end.pop_all()))
+        return {"hosts": hosts}
 
     async def halt(self, run_id: str, how: str) -> str:
         """Interrupts or kills a run on all its hosts; says whether it is running."""
         run = self._runs.get(run_id)
         if run is None:
             return "ended"
-        calls = (self._call(a, CALL_STOP, run_id=run_id, how=how) for a in list(run.hosts))
-        await asyncio.gather(*calls, return_exceptions=True)
+        await run.halt(how)
         return "stopping"
 
     async def status(self) -> dict[str, Any]:
         """The pool's hosts and what each does, and the pool's kernels."""
         hosts = [
             {
-                "host": self._names.get(worker.address, ""),
-                "address": worker.address,
-                "means": self._means.get(worker.address, ""),
-                "runs": [run.run_id for run in self._runs.values() if worker.address in run.hosts],
+                "host": member.name,
+                "address": member.place,
+                "means": member.means,
+                "since": member.joined,
+                "runs": sorted(member.runs),
             }
-            for worker in self._scheduler.workers.values()
+            for member in self.members.all()
         ]
-        return {"hosts": hosts, "kernels": len(self._kernels)}
+        refused = self.members.refused
+        return {"hosts": hosts, "kernels": len(self._kernels), "refused": refused}
 
     async def down(self) -> str:
         """Ends every run and then the pool's process."""
-        await asyncio.gather(*(self.halt(run_id, "kill") for run_id in list(self._runs)))
+        await asyncio.gather(*(run.halt("kill") for run in list(self._runs.values())))
         asyncio.get_running_loop().call_later(0.1, self.over.set)
         return "going"
-
-    def log_event(self, topic: str, msg: Any) -> None:
-        """Called by Dask for every event of every topic."""
-        run = self._runs.get(topic.removeprefix("taas-"))
-        if run is None or not isinstance(msg, dict) or "kind" not in msg:
-            return
-        run.journal.append(msg)
-        if msg["kind"] == "host_ended":
-            self._end_host(run, msg)
-
-    async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Called by Dask when a host has joined."""
-        async with self._joined:
-            self._joined.notify_all()
-
-    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Called by Dask when a host is gone, in whatever way."""
-        self._names.pop(worker, None)
-        for run in [run for run in self._runs.values() if worker in run.hosts]:
-            name = run.hosts[worker]
-            lost = PoolError("its agent ended or could not be reached")
-            failure = {**host_failure(name, lost), "traceback": []}
-            self._publish(run.run_id, event("failure", name, failure=failure))
-            over = {"state": "LOST", "failures": [failure], "host_rank": -1}
-            self._publish(run.run_id, event("host_ended", name, **over))
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
         """Called by Dask when a kernel has connected."""
@@ -187,71 +133,30 @@ class Keeper(SchedulerPlugin):
         for run in self._runs.values():
             if run.owner == client:
                 note = event("note", text="the notebook's kernel is gone: the run is ended")
-                self._publish(run.run_id, note)
-                self._in_background(self.halt(run.run_id, "interrupt"))
+                run.publish(note)
+                self._in_background(run.halt("interrupt"))
         if not self._kernels:
             self._linger()
 
-    async def _take_hosts(self, count: int) -> list[str]:
-        try:
-            await asyncio.wait_for(self._have_joined(count), self._start_timeout_s)
-        except asyncio.TimeoutError:
-            have = len(self._scheduler.workers)
-            raise PoolError(
-                f"{have} of {count} hosts joined within {self._start_timeout_s:.0f} s; "
-                "see the pool's log"
-            ) from None
-        addresses = list(self._scheduler.workers)[:count]
-        await asyncio.gather(*(self._learn_name(address) for address in addresses))
-        return addresses
+    def _publisher(self, journal: Writer) -> Callable[[Event], None]:
+        """Takes a run's events: into its journal, and to the kernels that listen."""
+        name = topic(journal.folder.run_id)
 
-    async def _learn_name(self, address: str) -> None:
-        """Asks a new host what it is called; so the way to it is open before the first run."""
-        if address not in self._names:
-            said = await self._call(address, CALL_HELLO)
-            self._names[address], self._means[address] = said["host"], said["means"]
+        def publish(event: Event) -> None:
+            journal.append(event)
+            self._scheduler.log_event(name, event)
 
-    async def _have_joined(self, count: int) -> None:
-        """Waits for hosts; asks again now and then, since one that is coming may die."""
-        while len(self._scheduler.workers) < count:
-            await self._ensure_hosts(count)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._next_join(), ASK_AGAIN_S)
+        return publish
 
-    async def _next_join(self) -> None:
-        async with self._joined:
-            await self._joined.wait()
+    def _on_event(self, worker: str, run_id: str, event: Event) -> None:
+        """Takes an event from a host; what is not (any more) a member's is refused."""
+        run = self._runs.get(run_id)
+        if run is None or not run.take(worker, event):
+            self.members.refused += 1
 
-    async def _call(self, address: str, name: str, **arguments: Any) -> Any:
-        return await getattr(self._scheduler.rpc(address), name)(**arguments)
-
-    def _publish(self, run_id: str, event: Event) -> None:
-        self._scheduler.log_event(topic(run_id), event)
-
-    def _end_host(self, run: KeptRun, msg: Event) -> None:
-        run.states.append(msg["state"])
-        run.failures += msg["failures"]
-        ended = [address for address, name in run.hosts.items() if name == msg["host"]]
-        for address in ended:
-            del run.hosts[address]
-        if not run.hosts:
-            self._end_run(run)
-        elif msg["state"] != "SUCCEEDED":
-            self._in_background(self.halt(run.run_id, "kill"))
-
-    def _end_run(self, run: KeptRun) -> None:
-        over = event(
-            "ended",
-            state=worst(run.states),
-            failures=run.failures,
-            first=first_failure(run.failures),
-            elapsed_s=time.time() - run.started,
-        )
-        run.store.close()
-        self._publish(run.run_id, over)
-        del self._runs[run.run_id]
-        run.journal.close()
-        run.journal.folder.payload.unlink(missing_ok=True)
+    def _on_lost(self, member: Member, why: str) -> None:
+        for run in list(self._runs.values()):
+            run.lose(member, why)
 
     def _linger(self) -> None:
         loop = asyncio.get_running_loop()
@@ -269,12 +174,13 @@ class Keeper(SchedulerPlugin):
         task.add_done_callback(self._background.discard)
 
 
+async def _carry_out(run: KeptRun, journal: Writer, until_end: contextlib.ExitStack) -> None:
+    with until_end:
+        await run.carry_out()
+    journal.folder.payload.unlink(missing_ok=True)
+
+
 def _own_store(until_end: contextlib.ExitStack, plan: Plan) -> None:
     """Makes the project store the run's until `until_end` is closed."""
     if plan.store is not None:
         until_end.enter_context(owned(plan.store.path, plan.run_id, plan.name))
-
-
-def worst(states: Iterable[str]) -> str:
-    """The state of a run whose hosts ended in these."""
-    return max(states, key=_WORST_LAST.index)

@@ -1,4 +1,4 @@
-"""The engine of pool `local`: one host, this machine."""
+"""The engine of pool `local`: this machine, as one host or, to try things out, as several."""
 
 import asyncio
 import json
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.plan import HostCapacity
+from taas_magic.remote.interface import LOOPBACK
 from taas_magic.remote.process import spawn_command
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
 
-LOOPBACK = "127.0.0.1"
 CLOSE_S = 10.0
 """How long a supervisor may take to end all of its host, in seconds."""
 
@@ -45,7 +45,12 @@ class LocalEngine(Engine):
         from taas_magic.engines.local_host import LocalHost
 
         secure = Security(**security)
-        settings = {"security": dict(security), "local_directory": folder}
+        settings = {
+            "security": dict(security),
+            "local_directory": folder,
+            "lease_s": self.pool.lease_s,
+            "several": self.pool.max_hosts > 1,
+        }
         return SpecCluster(
             scheduler={
                 "cls": scheduler,

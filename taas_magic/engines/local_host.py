@@ -1,12 +1,14 @@
 """This machine as a member of a Dask SpecCluster."""
 
+import socket
 import subprocess
 from collections.abc import Mapping
 from typing import Any
 
 from distributed.deploy.spec import ProcessInterface
 
-from taas_magic.engines.local import LOOPBACK, end_supervisor, start_supervisor, tell_agent
+from taas_magic.engines.local import end_supervisor, start_supervisor, tell_agent
+from taas_magic.remote.interface import LOOPBACK
 
 
 class LocalHost(ProcessInterface):
@@ -30,7 +32,8 @@ class LocalHost(ProcessInterface):
         self._settings = {
             **settings,
             "scheduler": scheduler,
-            "interface_address": LOOPBACK,
+            "interface": LOOPBACK,
+            "host_name": f"{socket.gethostname()}-{name}" if settings["several"] else "",
             "name": name,  # as Dask knows it: its type counts
         }
         self._started = started

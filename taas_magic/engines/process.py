@@ -28,6 +28,7 @@ _DASK_SETTINGS = {
     "distributed.deploy.lost-worker-timeout": "100ms",
     "distributed.scheduler.active-memory-manager.start": False,
     "distributed.scheduler.work-stealing": False,
+    "distributed.scheduler.worker-ttl": None,  # it goes by the system's clock; see members.watch
 }
 
 
@@ -62,15 +63,20 @@ async def _keep(engine: Engine, folder: Path, linger_s: float) -> None:
     from taas_magic.engines.head import HeadScheduler
     from taas_magic.engines.keeper import Keeper
     from taas_magic.engines.keys import make_security
+    from taas_magic.remote.clock import use_steady_clock
 
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    lease = {"distributed.scheduler.worker-ttl": f"{engine.pool.lease_s}s"}
-    dask.config.set({**_DASK_SETTINGS, **lease})
+    dask.config.set(_DASK_SETTINGS)
+    use_steady_clock()
     security = make_security()
     async with engine.open(HeadScheduler, security, str(folder)) as cluster:
-        keeper = Keeper(_host_getter(cluster), engine.pool.start_timeout_s, linger_s)
-        cluster.scheduler.add_plugin(keeper)
-        await keeper.start(cluster.scheduler)
+        keeper = Keeper(
+            cluster.scheduler,
+            _host_getter(cluster),
+            engine.pool.start_timeout_s,
+            engine.pool.lease_s,
+            linger_s,
+        )
         place = folder / "pool.json"
         try:
             _write_private(

@@ -1,72 +1,105 @@
-"""The agent as a member of a Dask cluster: what it answers to, and how its events leave.
+"""The agent as a member of a Dask cluster: what it answers to, and how it joins and leaves.
 
-Dask gives membership, heartbeats, TLS and the event stream. Runs do not come as Dask tasks but as
-calls of the keeper, which alone knows whether all hosts of a run are there (docs/decisions.md).
+Dask gives membership, TLS and the stream. Runs do not come as Dask tasks but as calls of the
+keeper, which alone knows whether all hosts of a run are there (docs/decisions.md).
 """
 
+import asyncio
+import contextlib
+import functools
 import gc
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed import Security, Worker
+from distributed.comm import get_address_host
 
-from taas_magic.journal import Event
-from taas_magic.remote import guard
+from taas_magic.remote import guard, interface
+from taas_magic.remote.clock import use_steady_clock
+from taas_magic.remote.head import Handler, Head
 from taas_magic.remote.host_run import HostRun
-from taas_magic.remote.spec import HostSpec
-from taas_magic.remote.topics import CALL_HELLO, CALL_START, CALL_STOP, topic
+from taas_magic.remote.lease import Lease, end_agent
+from taas_magic.remote.spec import HostSpec, Place
+from taas_magic.remote.topics import CALL_AGAIN, CALL_END, CALL_HELLO, CALL_START, CALL_STOP
 
 
 class AgentWorker(Worker):
-    """The agent; one a host. It takes no Dask tasks."""
+    """The agent; one a host. It takes no Dask tasks.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, nthreads=1, memory_limit=0, **kwargs)
-        self.handlers[CALL_HELLO] = self.hello
-        self.handlers[CALL_START] = self.start_run
-        self.handlers[CALL_STOP] = self.stop_run
-        self._host_name: str = socket.gethostname()
+    Args:
+        place: This host.
+        lease: Its lease.
+    """
+
+    def __init__(self, *args: Any, place: Place, lease: Lease, **kwargs: Any) -> None:
+        super().__init__(*args, nthreads=1, memory_limit=0, host=place.address, **kwargs)
+        self._place = place
         self._runs: dict[str, HostRun] = {}
+        calls: dict[str, Handler] = {
+            CALL_HELLO: self.hello,
+            CALL_START: self.start_run,
+            CALL_AGAIN: self.start_again,
+            CALL_STOP: self.stop_run,
+            CALL_END: self.end_run,
+        }
+        self.head = Head(self, lease, calls)
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Opens no port for Dask's web pages: they would ask nobody for a key."""
 
     async def hello(self) -> dict[str, str]:
-        """The host's name, as the notebook shows it, and what holds its ranks off the store."""
-        return {"host": self._host_name, "means": guard.strongest().value}
+        """Who this host is, and what holds its ranks off the store."""
+        means = guard.strongest().value
+        return {"host": self._place.host, "address": self._place.address, "means": means}
 
-    async def start_run(self, spec: dict[str, Any]) -> str:
+    async def start_run(self, spec: dict[str, Any]) -> dict[str, int]:
         """Starts this host's share of a run, in a thread of its own.
 
         Args:
             spec: A `HostSpec` as plain values.
+
+        Returns:
+            `port`: on the run's first host, where its ranks meet.
         """
         parsed = HostSpec.from_json(spec)
         run_id = parsed.plan.run_id
-        run = HostRun(parsed, self._host_name, self._sender(run_id), self._is_alone)
+        emit = functools.partial(self.head.emit, run_id)
+        run = await asyncio.to_thread(HostRun, parsed, self._place, emit, self._is_alone)
         self._runs[run_id] = run
         thread = threading.Thread(target=self._carry_out, args=(run_id, run), name=f"run-{run_id}")
         thread.start()
-        return "started"
+        return {"port": run.port}
 
-    async def stop_run(self, run_id: str, how: str) -> str:
+    async def start_again(self, run_id: str, spec: dict[str, Any]) -> dict[str, int]:
+        """Ends this host's ranks of a run and starts those of its next attempt.
+
+        Returns:
+            As `start_run`.
+
+        Raises:
+            KeyError: The run has ended here.
+        """
+        return {"port": await asyncio.to_thread(self._runs[run_id].again, HostSpec.from_json(spec))}
+
+    async def stop_run(self, run_id: str, how: str) -> None:
         """Interrupts or kills a run; one that is not here has ended already."""
-        run = self._runs.get(run_id)
-        if run is not None:
-            run.stop(how)
-        return "stopping" if run else "not here"
+        if run_id in self._runs:
+            self._runs[run_id].stop(how)
+
+    async def end_run(self, run_id: str) -> None:
+        """Ends a run that has settled on all hosts."""
+        if run_id in self._runs:
+            self._runs[run_id].end()
 
     def _carry_out(self, run_id: str, run: HostRun) -> None:
         try:
             run.run()
         finally:
             del self._runs[run_id]
-
-    def _sender(self, run_id: str) -> Callable[[Event], None]:
-        return lambda event: self.log_event(topic(run_id), event)
 
     def _is_alone(self) -> bool:
         return len(self._runs) == 1
@@ -76,22 +109,40 @@ async def serve(settings: Mapping[str, Any], warm: Callable[[], None]) -> None:
     """Joins the pool when this host is warm; returns when the pool has closed or lost it.
 
     Args:
-        settings: `scheduler` (address), `security` (keyword arguments of dask's Security), `name`,
-            `interface_address` (what to listen on), `local_directory`.
+        settings: `scheduler` (address), `security` (keyword arguments of dask's Security), `name`
+            (as the engine knows the host), `host_name` (as the user does), `interface` (of the
+            ranks; "" finds it), `local_directory`, `lease_s`.
         warm: Blocks until ranks can start.
     """
     logging.getLogger("distributed").setLevel(logging.WARNING)
+    use_steady_clock()
+    place = _find_place(settings)
     guard.strongest()  # found while the forkserver imports
     warm()
     gc.collect()
     gc.freeze()  # what was imported never goes, so collections after runs need not look at it
+    lease_s = settings["lease_s"]
+    lease = Lease(lease_s, functools.partial(end_agent, lease_s))
     agent = AgentWorker(
         settings["scheduler"],
+        place=place,
+        lease=lease,
         name=settings["name"],
         security=Security(**settings["security"]),
-        host=settings["interface_address"],
         local_directory=settings["local_directory"],
         death_timeout=30,
     )
     async with agent:
+        lease.start()
+        beating = asyncio.ensure_future(agent.head.beat())
         await agent.finished()
+        beating.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await beating
+
+
+def _find_place(settings: Mapping[str, Any]) -> Place:
+    scheduler = get_address_host(settings["scheduler"])
+    address = interface.choose(settings.get("interface", ""), os.environ, scheduler)
+    host = settings.get("host_name") or socket.gethostname()
+    return Place(host, address, interface.name_of(address))

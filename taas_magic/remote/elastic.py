@@ -1,7 +1,8 @@
 """torch's elastic agent and rendezvous, as a run uses them.
 
-Starting, ranks, restarts and environment variables are torch's own (torchrun's). Ours are the
-verdict, which sees more than exit codes, and the store's socket, which is bound to one address.
+Starting, ending, and environment variables are torch's own (torchrun's). Ours are the verdict,
+which sees more than exit codes; the store's socket, which is bound to one address; and that the
+keeper, which sees all hosts, says when all ranks start again.
 """
 
 import socket
@@ -9,9 +10,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
+    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
@@ -25,33 +27,31 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from taas_magic.errors import PoolError
 from taas_magic.remote.rank import rank_main
 from taas_magic.remote.spec import HostSpec
 
 STORE_TIMEOUT_S = 300.0
+REACH_TIMEOUT_S = 30.0
+"""How long a host may take to reach the first one."""
 
 
 class HostRendezvous(RendezvousHandler):
-    """Hosts meet at the TCPStore of the first one, whose place each of them was told.
+    """Hosts meet at a TCPStore on the first one; the keeper tells the others where it is.
 
     torch's static rendezvous does the same, but its store listens on all addresses and needs a port
-    that is known to be free; here the first host binds one address and lets the system choose.
+    that is known to be free; here the first host binds one address and the system chooses the port.
+    Every attempt has a store of its own: its ranks use it too, and would find in an old one where
+    the ranks of the last attempt listened.
 
     Args:
-        run_id: The run's id.
-        host_rank: This host's place among the run's hosts; 0 holds the store.
-        n_hosts: Hosts of the run.
-        address: The first host's address.
-        port: The store's port; ignored on the first host.
+        spec: This host's share of the run.
+        store: From `serve_store`; None on the other hosts.
     """
 
-    def __init__(
-        self, run_id: str, host_rank: int, n_hosts: int, address: str, port: int = 0
-    ) -> None:
-        self._run_id, self._host_rank, self._n_hosts = run_id, host_rank, n_hosts
-        self._address, self._round = address, 0
-        self._store = _open_store(address, port, serves=host_rank == 0)
-        self.port: int = self._store.port
+    def __init__(self, spec: HostSpec, store: TCPStore | None) -> None:
+        self._spec, self._store = spec, store
+        self._waiting = 0
 
     def get_backend(self) -> str:
         return "taas"
@@ -62,22 +62,21 @@ class HostRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Enters the next round, with a store of its own.
+        """Enters the attempt.
 
-        The ranks of an attempt use the agents' store as it is, so that those of the next one would
-        read the last one's keys: where ranks listened that are gone.
+        Raises:
+            PoolError: The first host cannot be reached.
         """
-        self._round += 1
-        key, serves = f"{self._run_id}/{self._round}", self._host_rank == 0
-        if serves:
-            self._ranks_store = _open_store(self._address, 0, serves=True)
-            self._store.set(key, str(self._ranks_store.port))
-        else:
-            port = int(self._store.get(key))
-            self._ranks_store = _open_store(self._address, port, serves=False)
-        store = PrefixStore(key, self._ranks_store)
-        place = RendezvousStoreInfo(self._address, self._ranks_store.port)
-        return RendezvousInfo(store, self._host_rank, self._n_hosts, place)
+        self._waiting = 0
+        spec = self._spec
+        store = self._store or _reach_store(spec.master_addr, spec.master_port)
+        place = RendezvousStoreInfo(spec.master_addr, store.port)
+        return RendezvousInfo(store, spec.host_rank, len(spec.plan.hosts), place)
+
+    def call_again(self, spec: HostSpec, store: TCPStore | None) -> None:
+        """Makes torch's agent end its ranks and enter the next attempt."""
+        self._spec, self._store = spec, store
+        self._waiting = 1
 
     def is_closed(self) -> bool:
         return False
@@ -86,30 +85,54 @@ class HostRendezvous(RendezvousHandler):
         """Nothing waits at this rendezvous: the hosts of a run are fixed."""
 
     def num_nodes_waiting(self) -> int:
-        return 0
+        """Hosts that wait for the others to come: what torch's agent asks between its polls."""
+        return self._waiting
 
     def get_run_id(self) -> str:
-        return self._run_id
+        return self._spec.plan.run_id
 
     def shutdown(self) -> bool:
         return True
 
 
-def _open_store(address: str, port: int, *, serves: bool) -> TCPStore:
-    """A store on one address: its server, on a port that the system chooses, or a client of it."""
-    listener = socket.create_server((address, 0), backlog=1024) if serves else None
+def serve_store(spec: HostSpec) -> TCPStore | None:
+    """On the first host of a run, the store of an attempt; the system chooses its port."""
+    if spec.host_rank:
+        return None
+    address = spec.master_addr
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=1024)
     return TCPStore(
         address,
-        listener.getsockname()[1] if listener else port,
-        is_master=serves,
+        listener.getsockname()[1],
+        is_master=True,
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
         wait_for_workers=False,
-        master_listen_fd=listener.detach() if listener else None,
+        master_listen_fd=listener.detach(),
     )
 
 
+def _reach_store(address: str, port: int) -> TCPStore:
+    try:
+        store = TCPStore(
+            address,
+            port,
+            is_master=False,
+            timeout=timedelta(seconds=REACH_TIMEOUT_S),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise PoolError(
+            f"the run's first host cannot be reached from here at {address}, port {port}: ranks of "
+            f"several hosts must reach each other; name the network that they share with "
+            f"`interface` in taas.toml ({error})"
+        ) from error
+    store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+    return store
+
+
 class RunAgent(LocalElasticAgent):
-    """torch's agent with our verdict in its poll loop.
+    """torch's agent with our verdict in its poll loop, and ranks where the plan has them.
 
     Args:
         spec: This host's share of the run.
@@ -117,8 +140,8 @@ class RunAgent(LocalElasticAgent):
         rendezvous: Where the hosts meet.
         before_start: Called with the attempt's number before its ranks start.
         after_start: Called with the attempt's number and {rank: pid}.
-        judge: Blocks for a short while; returns the state of the ranks, HEALTHY while they run. On
-            FAILED it has ended them all.
+        judge: Blocks for a short while; returns HEALTHY while the run goes on here, else how it
+            ended.
     """
 
     def __init__(
@@ -134,23 +157,28 @@ class RunAgent(LocalElasticAgent):
             role="default",
             local_world_size=spec.share.ranks,
             entrypoint=rank_main,
-            args=(rank_spec,),
             rdzv_handler=rendezvous,
             max_restarts=spec.plan.max_restarts,
             monitor_interval=1e-6,  # `judge` waits
         )
-        super().__init__(
-            worker_spec,
-            DefaultLogsSpecs(),
-            "forkserver",
-            exit_barrier_timeout=60,
-            shutdown_timeout=1,
-        )
+        super().__init__(worker_spec, DefaultLogsSpecs(), "forkserver", shutdown_timeout=1)
+        self._rendezvous_handler = rendezvous
         self._before_start, self._after_start, self._judge = before_start, after_start, judge
+        self._take(spec, rank_spec)
 
-    def forbid_restarts(self) -> None:
-        """Makes the next failure final: the user, or the time limit, ended the run."""
-        self._remaining_restarts = 0
+    def start_again(
+        self, spec: HostSpec, rank_spec: dict[str, Any], store: TCPStore | None
+    ) -> None:
+        """Has torch's loop, after this poll, end the ranks and start those of another attempt."""
+        self._take(spec, rank_spec)
+        self._rendezvous_handler.call_again(spec, store)
+
+    def _take(self, spec: HostSpec, rank_spec: dict[str, Any]) -> None:
+        self._spec = spec
+        worker_spec = self._worker_group.spec
+        worker_spec.local_world_size, worker_spec.args = spec.share.ranks, (rank_spec,)
+        # torch counts attempts by what remains; it gives the ranks the difference
+        self._remaining_restarts = worker_spec.max_restarts - spec.attempt
 
     def exitcode(self, local_rank: int) -> int | None:
         """A rank's exit code, negative for a signal; None while it runs.
@@ -163,15 +191,35 @@ class RunAgent(LocalElasticAgent):
         code: int | None = context._pc.processes[local_rank].exitcode
         return code
 
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Ranks as the plan has them; torch would have the hosts ask each other, and wait."""
+        share, world_size = self._spec.share, self._spec.plan.world_size
+        return [
+            Worker(
+                local_rank=local_rank,
+                global_rank=share.first_rank + local_rank,
+                role_rank=share.first_rank + local_rank,
+                world_size=world_size,
+                role_world_size=world_size,
+            )
+            for local_rank in range(share.ranks)
+        ]
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        attempt = worker_group.spec.max_restarts - self._remaining_restarts
-        self._before_start(attempt)
+        self._before_start(self._spec.attempt)
         pids: dict[int, int] = super()._start_workers(worker_group)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        self._after_start(attempt, {ranks[local]: pid for local, pid in pids.items()})
+        self._after_start(self._spec.attempt, {ranks[local]: pid for local, pid in pids.items()})
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         state = self._judge()
+        if state == WorkerState.FAILED:
+            self._remaining_restarts = 0  # whether all start again was the keeper's to say
         done = worker_group.workers if state == WorkerState.SUCCEEDED else []
         return RunResult(state, return_values={worker.global_rank: None for worker in done})
+
+    def _exit_barrier(self) -> None:
+        """The keeper was the barrier: it says when all hosts have ended."""

@@ -1,4 +1,4 @@
-"""One run on one host: starts its ranks, lets `watch` judge them, and does what follows.
+"""One run on one host: starts its ranks, lets `watch` judge them, and does what the keeper says.
 
 Lives in the agent, in a thread of its own. Three threads meet here: this one runs torch's elastic
 agent, the pump's brings the ranks' messages, the agent's event loop asks to stop. `_changed` wakes
@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 from taas_magic.journal import Event, event
 from taas_magic.receipt import STORE_KINDS, Ledger
 from taas_magic.remote import feeding, guard, link, report
-from taas_magic.remote.elastic import HostRendezvous, RunAgent
+from taas_magic.remote.elastic import HostRendezvous, RunAgent, serve_store
 from taas_magic.remote.process import end_all, signal_name
 from taas_magic.remote.pump import Pump
 from taas_magic.remote.ranks import OWN_KINDS, Ranks
-from taas_magic.remote.spec import HostSpec
+from taas_magic.remote.spec import HostSpec, Place
 from taas_magic.remote.sweep import leftovers
-from taas_magic.remote.watch import Failure, Verdict, decide, first_failure, guilty
+from taas_magic.remote.watch import Failure, Verdict, decide, guilty
 
 POLL_S = 0.25
 """How often the system is asked about the ranks when nothing else wakes the judge."""
@@ -35,12 +36,20 @@ FAILED_GRACE_S = 1.0
 """How long the other ranks may take to end after SIGTERM, once one has failed."""
 
 
+@dataclass(frozen=True)
+class _Order:
+    """What the keeper said follows: another attempt, or, without a spec, the end."""
+
+    spec: HostSpec | None = None
+    store: Any = None
+
+
 class HostRun:
     """One run on this host.
 
     Args:
         spec: What is to run here.
-        host: This host's name, as the notebook shows it.
+        place: This host.
         emit: Sends an event to the pool's process; any thread may call it.
         alone: Says whether no other run is on this host.
     """
@@ -48,18 +57,21 @@ class HostRun:
     def __init__(
         self,
         spec: HostSpec,
-        host: str,
+        place: Place,
         emit: Callable[[Event], None],
         alone: Callable[[], bool],
     ) -> None:
-        self._spec, self._host, self._emit, self._alone = spec, host, emit, alone
+        self._spec, self._emit, self._alone = spec, emit, alone
+        self._host, self._interface = place.host, place.interface
+        self._store = serve_store(spec)
+        self.port: int = self._store.port if self._store else 0
         timeout_s = spec.plan.timeout_s
         self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         self._changed = threading.Event()
         self._ranks = Ranks()
-        self._attempt = 0
         self._interrupted_at: float | None = None
         self._killed = False
+        self._order: _Order | None = None
         self._verdict: Verdict | None = None
         self._failures: list[Failure] = []
         self._elastic: RunAgent | None = None
@@ -84,7 +96,7 @@ class HostRun:
             self._verdict = Verdict("FAILED", "host")
             self._failures = [report.host_failure(self._host, error)]
         finally:
-            self._elastic = None
+            self._elastic = self._store = self._order = None
             gc.collect()  # it lies in cycles, and the semaphores of its queues with it
             self._pump.close()
             self._sweep()
@@ -92,7 +104,7 @@ class HostRun:
         if self._ledger is not None:
             written = self._ledger.close(has_rank_0=self._spec.share.first_rank == 0)
             self._emit(event("receipt", self._host, **written))
-        state = self._verdict.state if self._verdict else "FAILED"
+        state = self._verdict.state if self._verdict else "INTERRUPTED"
         ended = {"host_rank": self._spec.host_rank, "state": state, "failures": self._failures}
         self._emit(event("host_ended", self._host, **ended))
 
@@ -108,31 +120,45 @@ class HostRun:
         self._killed = self._killed or how == "kill"
         self._changed.set()
 
+    def again(self, spec: HostSpec) -> int:
+        """Starts all ranks again; called by another thread.
+
+        Returns:
+            The port of the attempt's store, on the first host.
+        """
+        store = serve_store(spec)
+        self._command(_Order(spec, store))
+        return store.port if store else 0
+
+    def end(self) -> None:
+        """All hosts have settled, and this was the last attempt; called by another thread."""
+        self._command(_Order())
+
+    def _command(self, order: _Order) -> None:
+        self._order = order
+        self._changed.set()
+
     def _run_elastic(self) -> None:
-        spec = self._spec
-        rendezvous = HostRendezvous(
-            spec.plan.run_id, spec.host_rank, len(spec.plan.hosts), spec.master_addr
-        )
         self._elastic = RunAgent(
-            spec,
-            spec.for_ranks(self._pipes, guard.strongest().value),
-            rendezvous,
+            self._spec,
+            self._rank_spec(self._spec),
+            HostRendezvous(self._spec, self._store),
             before_start=self._before_start,
             after_start=self._after_start,
             judge=self._judge,
         )
         self._elastic.run()
 
+    def _rank_spec(self, spec: HostSpec) -> dict[str, Any]:
+        return spec.for_ranks(self._pipes, guard.strongest().value, self._interface)
+
     def _local(self, rank: int) -> int:
         return rank - self._spec.share.first_rank
 
     def _before_start(self, attempt: int) -> None:
-        if attempt:
-            first = first_failure(self._failures)
-            self._emit(event("restart", self._host, attempt=attempt, failure=first))
         share = self._spec.share
         ranks = range(share.first_rank, share.first_rank + share.ranks)
-        self._attempt, self._ranks = attempt, Ranks(ranks)
+        self._ranks = Ranks(ranks)
         if self._interrupted_at is not None:
             self._ranks.interrupt()
         self._failures, self._verdict = [], None
@@ -157,37 +183,61 @@ class HostRun:
         """Waits until something changed; returns how the ranks stand, after acting on it."""
         self._changed.wait(POLL_S)
         self._changed.clear()
+        order, self._order = self._order, None
+        if order is not None:
+            return self._obey(order)
+        if self._verdict is None:
+            self._look()
+        return WorkerState.HEALTHY
+
+    def _look(self) -> None:
         now = time.monotonic()
         self._ranks.poll(now, self._exitcode, self._stack_file)
         verdict = decide(self._ranks.states(), now, self._deadline, self._interrupted_at)
         if verdict is None and self._killed:
             verdict = Verdict("INTERRUPTED", "interrupt")
-        if verdict is None:
-            return WorkerState.HEALTHY
-        self._verdict = verdict
-        self._conclude(verdict)
-        return WorkerState.SUCCEEDED if verdict.state == "SUCCEEDED" else WorkerState.FAILED
+        if verdict is not None:
+            self._verdict = verdict
+            self._settle(verdict)
 
     def _exitcode(self, rank: int) -> int | None:
         return self._elastic.exitcode(self._local(rank)) if self._elastic else None
 
     def _stack_file(self, rank: int) -> Path:
-        return link.stack_file(self._pipes, self._attempt, self._local(rank))
+        return link.stack_file(self._pipes, self._spec.attempt, self._local(rank))
 
-    def _conclude(self, verdict: Verdict) -> None:
-        """Says what went wrong, before anything that takes time, and ends the ranks."""
-        if verdict.cause in ("timeout", "interrupt") and self._elastic is not None:
-            self._elastic.forbid_restarts()
+    def _settle(self, verdict: Verdict) -> None:
+        """Says how the ranks stand, before anything that takes time; ends them if they failed.
+
+        Those that succeeded stay until all hosts' have: a rank elsewhere may need them.
+        """
+        failures = self._report(verdict)
         if verdict.state == "FAILED":
-            self._failures = self._report(verdict)
-            for failure in self._failures:
+            self._failures = failures
+            for failure in failures:
                 self._emit(event("failure", self._host, failure=failure))
+        said = {"attempt": self._spec.attempt, "state": verdict.state, "cause": verdict.cause}
+        self._emit(event("settled", self._host, failures=failures, **said))
+        if verdict.state != "SUCCEEDED":
+            self._end_ranks(FAILED_GRACE_S if verdict.state == "FAILED" else 0.0)
+
+    def _obey(self, order: _Order) -> WorkerState:
+        self._end_ranks(0.0)
+        if order.spec is not None and self._elastic is not None:
+            self._spec = order.spec
+            self._elastic.start_again(order.spec, self._rank_spec(order.spec), order.store)
+            return WorkerState.HEALTHY
+        succeeded = self._verdict is not None and self._verdict.state == "SUCCEEDED"
+        return WorkerState.SUCCEEDED if succeeded else WorkerState.FAILED
+
+    def _end_ranks(self, grace_s: float) -> None:
         alive = self._ranks.alive()
         below = [child for process in alive for child in _children(process)]
-        end_all(alive, grace_s=FAILED_GRACE_S if verdict.state == "FAILED" else 0.0)
+        end_all(alive, grace_s=grace_s)
         end_all(below, grace_s=0.0)
 
     def _report(self, verdict: Verdict) -> list[Failure]:
+        """The failures of this host; of ranks that succeeded, those that left by themselves."""
         return [
             report.failure(
                 state,

@@ -1,7 +1,6 @@
 """What a host is told of a run, as the keeper sends it to the agent and the agent to its ranks."""
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +8,28 @@ from typing import Any
 
 from taas_magic.journal import RunFolder
 from taas_magic.plan import HostPlan, Plan
+from taas_magic.remote.interface import LOOPBACK, name_of
 
 RUN_TOKEN = "TAAS_RUN_ID"
 """The environment variable by which the children of a run's ranks are known."""
 
 VALUE = "<value>"
 """The name of the last expression's value among a run's results; no variable can have it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A host, as its agent found it.
+
+    Attributes:
+        host: Its name, as the user calls it.
+        address: Where its ranks and fetchers are reached by those of other hosts.
+        interface: Name of the network interface that has this address.
+    """
+
+    host: str
+    address: str
+    interface: str
 
 
 @dataclass(frozen=True)
@@ -36,13 +51,25 @@ class Origin:
 
 @dataclass(frozen=True)
 class HostSpec:
-    """One host's share of a run."""
+    """One host's share of a run.
+
+    Attributes:
+        plan: The run's.
+        host_rank: This host's place among the run's hosts.
+        run_dir: The run's folder.
+        origin: What the ranks take over from the notebook.
+        master_addr: Where the first host has the ranks' store.
+        master_port: Its port; 0 on the first host, which makes it.
+        attempt: Which start of the ranks this is, from 0.
+    """
 
     plan: Plan
     host_rank: int
     run_dir: str
     origin: Origin
-    master_addr: str = "127.0.0.1"
+    master_addr: str = LOOPBACK
+    master_port: int = 0
+    attempt: int = 0
 
     @property
     def share(self) -> HostPlan:
@@ -64,23 +91,27 @@ class HostSpec:
         parsed = {"plan": Plan.from_json(values["plan"]), "origin": Origin(**origin)}
         return cls(**{**values, **parsed})
 
-    def _defaults(self) -> dict[str, str]:
+    def _defaults(self, interface: str) -> dict[str, str]:
         """Environment variables that the notebook's own ones override."""
         defaults = {
             "OMP_NUM_THREADS": str(self.share.threads_per_rank),
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         }
-        if len(self.plan.hosts) == 1 and sys.platform == "linux":
-            # gloo listens on what the host's name resolves to, which may be any interface or none
-            defaults["GLOO_SOCKET_IFNAME"] = "lo"
+        if len(self.plan.hosts) == 1:
+            interface = name_of(LOOPBACK)
+        # gloo listens on what the host's name resolves to, which may be any interface or none
+        defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
+        if len(self.plan.hosts) > 1:
+            defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"
         return defaults
 
-    def for_ranks(self, pipes: Path, means: str) -> dict[str, Any]:
+    def for_ranks(self, pipes: Path, means: str, interface: str) -> dict[str, Any]:
         """What `rank_main` is called with.
 
         Args:
             pipes: The host's folder of named pipes.
             means: What this host has to hold ranks to the rule of the store.
+            interface: Name of the network interface that ranks of several hosts use.
         """
         return {
             "run_dir": self.run_dir,
@@ -93,5 +124,5 @@ class HostSpec:
             "out": list(self.plan.out),
             "store": self.plan.store,
             "means": means,
-            "defaults": self._defaults(),
+            "defaults": self._defaults(interface),
         }

@@ -1,8 +1,20 @@
-"""How the events of a run are addressed, and what an agent answers to."""
+"""What the keeper and the agents say to each other, by name.
+
+Calls of the keeper and their answers, events and beats are messages in the one stream that an agent
+opened when it joined; so nobody ever connects to a host, and messages keep their order.
+"""
+
+CALL = "taas_call"
+ANSWER = "taas_answer"
+EVENT = "taas_event"
+BEAT = "taas_beat"
+HEARD = "taas_heard"
 
 CALL_HELLO = "taas_hello"
 CALL_START = "taas_start"
+CALL_AGAIN = "taas_again"
 CALL_STOP = "taas_stop"
+CALL_END = "taas_end"
 
 
 def topic(run_id: str) -> str:

@@ -1,0 +1,211 @@
+"""The pool's hosts as its process knows them: who joined, who is heard, and how to call one.
+
+Nobody connects to a host: calls, answers and beats go through the stream that its agent opened.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed import Scheduler, SchedulerPlugin
+from distributed.comm import CommClosedError
+
+from taas_magic.errors import PoolError
+from taas_magic.remote.topics import ANSWER, BEAT, CALL, CALL_HELLO, HEARD
+
+ASK_AGAIN_S = 0.5
+"""How often the engine is asked for hosts that have not joined."""
+
+LOST_AFTER_S = 1.0
+"""How much longer than its lease a host may be silent: it has ended itself by then."""
+
+_CHECKS_PER_LEASE = 32
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Member:
+    """A host that has joined.
+
+    Attributes:
+        address: Its agent's, by which Dask knows it.
+        joined: When, in seconds since 1970.
+        heard_at: When it was last heard, by this process's monotonic clock.
+        name: What the notebook calls it; "" until it has said so.
+        means: What holds its ranks off the project store.
+        place: Where its ranks and fetchers are reached by those of other hosts.
+        runs: What it runs.
+    """
+
+    address: str
+    joined: float = field(default_factory=time.time)
+    heard_at: float = field(default_factory=time.monotonic)
+    name: str = ""
+    means: str = ""
+    place: str = ""
+    runs: set[str] = field(default_factory=set)
+    pending: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+
+
+class Members(SchedulerPlugin):
+    """The hosts of a pool.
+
+    Args:
+        scheduler: The pool's.
+        ensure_hosts: Brings the cluster to so many hosts; returns when they were asked for.
+        start_timeout_s: How long hosts may take to join.
+        lease_s: How long a host lives without hearing this process.
+        on_lost: Called with a host that is gone, in whatever way, and why.
+    """
+
+    name = "taas-members"
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        ensure_hosts: Callable[[int], Awaitable[None]],
+        start_timeout_s: float,
+        lease_s: float,
+        on_lost: Callable[[Member, str], None] = lambda member, why: None,
+    ) -> None:
+        self._scheduler, self._ensure_hosts = scheduler, ensure_hosts
+        self._start_timeout_s, self._lease_s = start_timeout_s, lease_s
+        self._on_lost = on_lost
+        self._members: dict[str, Member] = {}
+        self._silent: dict[str, str] = {}
+        self._numbers = itertools.count(1)
+        self._changed = asyncio.Condition()
+        self._greeting: set[asyncio.Task[None]] = set()
+        self.refused = 0
+        """Messages of hosts that had nothing (any more) to say."""
+        scheduler.stream_handlers[ANSWER] = self._on_answer
+        scheduler.stream_handlers[BEAT] = self._on_beat
+        scheduler.add_plugin(self)
+
+    def all(self) -> list[Member]:
+        """The hosts that have joined and can start ranks, in the order in which they came."""
+        return [member for member in self._members.values() if member.name]
+
+    def get(self, address: str) -> Member | None:
+        """The host of that address, if it is (still) one."""
+        return self._members.get(address)
+
+    async def take(self, count: int, keep: Collection[str] = ()) -> list[Member]:
+        """Returns so many hosts when they are there: those to keep, then those that run least.
+
+        Args:
+            count: How many.
+            keep: Addresses of hosts that must be among them.
+
+        Raises:
+            PoolError: They did not join in time.
+        """
+        try:
+            await asyncio.wait_for(self._have_joined(count), self._start_timeout_s)
+        except asyncio.TimeoutError:
+            raise PoolError(
+                f"{len(self.all())} of {count} hosts joined within {self._start_timeout_s:.0f} s; "
+                "see the pool's log"
+            ) from None
+        kept = [member for member in self.all() if member.address in keep]
+        others = [member for member in self.all() if member.address not in keep]
+        return (kept + sorted(others, key=lambda member: len(member.runs)))[:count]
+
+    async def call(self, address: str, name: str, **arguments: Any) -> Any:
+        """Calls a host's agent and returns what it answers.
+
+        Raises:
+            PoolError: It is gone, or the call failed there.
+        """
+        member = self._members.get(address)
+        if member is None:
+            raise PoolError(f"the host at {address} is gone")
+        number = next(self._numbers)
+        answer = member.pending[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(address, op=CALL, id=number, name=name, arguments=arguments)
+            return await answer
+        finally:
+            member.pending.pop(number, None)
+
+    async def watch(self) -> None:
+        """Takes hosts that are not heard any more for lost; runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._lease_s / _CHECKS_PER_LEASE)
+            limit_s = self._lease_s + LOST_AFTER_S
+            now = time.monotonic()
+            for member in list(self._members.values()):
+                if now - member.heard_at > limit_s:
+                    why = f"nothing was heard of it for {limit_s:g} s: it, or its network, failed"
+                    self._silent[member.address] = why
+                    await self._scheduler.remove_worker(member.address, stimulus_id="taas-lease")
+
+    async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Called by Dask when a host has joined; its stream opens when this has returned."""
+        member = self._members[worker] = Member(worker)
+        greeting = asyncio.ensure_future(self._greet(member))
+        self._greeting.add(greeting)
+        greeting.add_done_callback(self._greeting.discard)
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        """Called by Dask when a host is gone, in whatever way."""
+        member = self._members.pop(worker, None)
+        why = self._silent.pop(worker, "its agent ended, or its connection broke")
+        if member is None:
+            return
+        for answer in member.pending.values():
+            if not answer.done():
+                answer.set_exception(PoolError(f"host {member.name or worker} is gone: {why}"))
+        self._on_lost(member, why)
+
+    async def _greet(self, member: Member) -> None:
+        """Asks a new host who it is; only then is it one of the pool's."""
+        try:
+            said = await self.call(member.address, CALL_HELLO)
+        except PoolError as error:
+            logger.warning("a new host did not answer: %s", error)
+            return
+        member.name, member.means, member.place = said["host"], said["means"], said["address"]
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _have_joined(self, count: int) -> None:
+        """Waits for hosts; asks again now and then, since one that is coming may die."""
+        while len(self.all()) < count:
+            await self._ensure_hosts(count)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._next_change(len(self.all())), ASK_AGAIN_S)
+
+    async def _next_change(self, known: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.all()) != known)
+
+    def _send(self, address: str, **message: Any) -> None:
+        stream = self._scheduler.stream_comms.get(address)
+        with contextlib.suppress(CommClosedError):  # Dask says soon that the host is gone
+            if stream is not None:
+                stream.send(message)
+
+    def _on_answer(self, worker: str, id: int, answer: Any = None, error: str = "") -> None:
+        member = self._members.get(worker)
+        waiting = member.pending.get(id) if member else None
+        if member is None or waiting is None or waiting.done():
+            self.refused += 1
+        elif error:
+            waiting.set_exception(PoolError(f"host {member.name or worker}: {error}"))
+        else:
+            waiting.set_result(answer)
+
+    def _on_beat(self, worker: str, beat: int) -> None:
+        member = self._members.get(worker)
+        if member is None:
+            self.refused += 1
+            return
+        member.heard_at = time.monotonic()
+        self._send(worker, op=HEARD, beat=beat)
