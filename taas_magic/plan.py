@@ -168,17 +168,17 @@ def make_plan(
             f"({max_hosts} host{'s' * (max_hosts > 1)} with {per_host} each); "
             f"possible is 1 to {per_host * max_hosts}"
         )
-    if flags.gpus % n_hosts:
+    if flags.gpus % n_hosts and not flags.uneven_hosts:
         raise UsageError(
             f"--gpus {flags.gpus} does not divide evenly over {n_hosts} hosts of {per_host}; "
-            f"possible is a multiple of {n_hosts}"
+            f"possible is a multiple of {n_hosts}, or --uneven-hosts"
         )
     return Plan(
         run_id=run_id,
         name=flags.name,
         pool=flags.pool,
         world_size=flags.gpus,
-        hosts=_host_plans(flags.gpus // n_hosts, n_hosts, host.cores),
+        hosts=_host_plans(flags.gpus, n_hosts, host.cores),
         out=flags.out,
         max_restarts=flags.max_restarts,
         timeout_s=flags.timeout_s,
@@ -190,9 +190,15 @@ def make_plan(
     )
 
 
-def _host_plans(ranks: int, n_hosts: int, cores: int) -> tuple[HostPlan, ...]:
-    threads = max(1, cores // ranks)
-    return tuple(HostPlan(i, i * ranks, ranks, threads) for i in range(n_hosts))
+def _host_plans(world_size: int, n_hosts: int, cores: int) -> tuple[HostPlan, ...]:
+    """Shares that differ by one rank at most, the larger ones first."""
+    base, larger = divmod(world_size, n_hosts)
+    plans: list[HostPlan] = []
+    for number in range(n_hosts):
+        ranks = base + (number < larger)
+        first = plans[-1].first_rank + plans[-1].ranks if plans else 0
+        plans.append(HostPlan(number, first, ranks, max(1, cores // ranks)))
+    return tuple(plans)
 
 
 def _notes(flags: Flags, host: HostCapacity) -> tuple[str, ...]:

@@ -1,0 +1,219 @@
+"""Ranks over several hosts: agents on this machine that share nothing but the pool."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from taas_magic import launch, taas_toml
+from taas_magic.errors import RankFailed, RunLost
+from tests.harness import Notebook, Outcome, below
+
+SETTINGS = """
+[pools.many]
+engine = "local"
+gpus = 2
+max_hosts = 3
+"""
+
+ALL_REDUCE = """
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration folder with a pool of three hosts."""
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "taas").mkdir()
+    (folder / "taas" / "taas.toml").write_text(SETTINGS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def no_hosts_left(warm_notebook: Notebook, settings: Path) -> Iterator[None]:
+    """The pool goes on from test to test; it is given back in the end, and leaves nothing."""
+    before = set(below(psutil.Process().pid))
+    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
+        patch.setenv("XDG_CONFIG_HOME", str(settings))
+        patch.chdir(warm_notebook.project)
+        config = taas_toml.load(warm_notebook.project)
+        launch.down("many", config)
+    _, left = psutil.wait_procs(set(below(psutil.Process().pid)) - before, timeout=30)
+    assert not left
+
+
+@pytest.fixture
+def several(
+    warm_notebook: Notebook,
+    settings: Path,
+    no_hosts_left: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Notebook:
+    """A notebook whose pool `many` has three hosts with two ranks each."""
+    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(settings))
+    monkeypatch.chdir(warm_notebook.project)
+    return warm_notebook
+
+
+def run(notebook: Notebook, source: str, flags: str = "", gpus: int = 6) -> Outcome:
+    return notebook.run(source, f"--pool many {flags}", gpus=gpus)
+
+
+def first(outcome: Outcome) -> dict[str, object]:
+    failure: dict[str, object] = outcome.of_kind("ended")[0]["first"]
+    return failure
+
+
+def test_ranks_lie_on_hosts_in_order_and_meet(several: Notebook) -> None:
+    source = """
+total = torch.tensor([float(rank)])
+dist.all_reduce(total)
+print(rank, os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
+int(total)
+"""
+    outcome = run(several, ALL_REDUCE + source)
+    assert outcome.error is None
+    assert outcome.lines == {r: [f"{r} {r // 2} {r % 2} 2"] for r in range(6)}
+    assert outcome.run is not None and outcome.run.result == 15
+    hosts = [event["host"] for event in outcome.of_kind("started")]
+    assert len(set(hosts)) == 3
+    assert sorted(outcome.run.hosts) == sorted(hosts)
+
+
+def test_ranks_of_a_fast_host_stay_until_all_are_done(several: Notebook) -> None:
+    source = """
+word = torch.full((4,), 7.0)
+if rank == 0:
+    dist.send(word, dst=5)
+elif rank == 5:
+    time.sleep(1)
+    dist.recv(word.zero_(), src=0)
+    print(word.tolist())
+"""
+    outcome = run(several, ALL_REDUCE + source)
+    assert outcome.error is None
+    assert outcome.lines == {5: ["[7.0, 7.0, 7.0, 7.0]"]}
+
+
+def test_the_cause_is_first_although_its_consequence_is_reported_first(several: Notebook) -> None:
+    source = """
+if rank == 5:
+    time.sleep(0.5)
+    os.kill(os.getpid(), 9)
+if rank == 0:
+    raise RuntimeError("Connection closed by peer")
+dist.all_reduce(torch.ones(1))
+"""
+    outcome = run(several, ALL_REDUCE + source)
+    assert isinstance(outcome.error, RankFailed)
+    assert (first(outcome)["rank"], first(outcome)["signal"]) == (5, "SIGKILL")
+    failed = [event["failure"]["rank"] for event in outcome.of_kind("failure")]
+    assert failed[0] == 0
+
+
+def test_all_hosts_start_again_together(several: Notebook) -> None:
+    source = """
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if rank == 3 and attempt < 2:
+    os.kill(os.getpid(), 9)
+dist.all_reduce(torch.ones(1))
+print("attempt", attempt)
+"""
+    outcome = run(several, ALL_REDUCE + source, "--max-restarts 2")
+    assert outcome.error is None
+    assert outcome.lines == {rank: ["attempt 2"] for rank in range(6)}
+    restarts = outcome.of_kind("restart")
+    assert [event["attempt"] for event in restarts] == [1, 2]
+    assert all(event["failure"]["rank"] == 3 for event in restarts)
+    assert len(outcome.of_kind("started")) == 9
+
+
+def test_a_host_that_had_succeeded_starts_again_too(several: Notebook) -> None:
+    source = """
+import os
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+if rank == 5 and attempt == 0:
+    import time
+    time.sleep(1)
+    raise ValueError("once")
+print(attempt)
+"""
+    outcome = run(several, source, "--max-restarts 1")
+    assert outcome.error is None
+    assert outcome.lines[0] == ["0", "1"] and outcome.lines[5] == ["1"]
+
+
+def test_one_host_whose_ranks_leave_early_is_named(several: Notebook) -> None:
+    source = "if rank >= 4:\n    sys.exit(0)\ndist.all_reduce(torch.ones(1))\n"
+    outcome = run(several, ALL_REDUCE + source)
+    assert isinstance(outcome.error, RankFailed)
+    assert first(outcome)["how"] == "left" and first(outcome)["rank"] in (4, 5)
+
+
+def test_an_agent_that_is_killed_is_named_and_its_ranks_are_gone(several: Notebook) -> None:
+    source = """
+import psutil
+if rank == 2:
+    psutil.Process().parent().parent().kill()
+dist.barrier()
+time.sleep(600)
+"""
+    outcome = run(several, ALL_REDUCE + source)
+    assert isinstance(outcome.error, RunLost)
+    started = {event["host"]: event["pids"] for event in outcome.of_kind("started")}
+    lost = first(outcome)["host"]
+    assert set(started[lost]) == {"2", "3"}
+    pids = [pid for pids in started.values() for pid in pids.values()]
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_a_lost_host_is_replaced_when_restarts_are_left(several: Notebook) -> None:
+    source = """
+import psutil
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if rank == 0 and attempt == 0:
+    psutil.Process().parent().parent().send_signal(9)
+dist.barrier()
+print("attempt", attempt)
+"""
+    outcome = run(several, ALL_REDUCE + source, "--max-restarts 1")
+    assert outcome.error is None
+    assert outcome.lines == {rank: ["attempt 1"] for rank in range(6)}
+    [restart] = outcome.of_kind("restart")
+    assert restart["failure"]["how"] == "host"
+
+
+def test_hosts_may_have_different_numbers_of_ranks(several: Notebook) -> None:
+    source = 'print(os.environ["LOCAL_WORLD_SIZE"])'
+    assert run(several, "", gpus=5).run is None
+    outcome = run(several, ALL_REDUCE + source, "--uneven-hosts", gpus=5)
+    assert outcome.error is None
+    assert outcome.lines == {0: ["2"], 1: ["2"], 2: ["2"], 3: ["2"], 4: ["1"]}
+
+
+def test_an_interrupt_reaches_the_ranks_of_all_hosts(several: Notebook) -> None:
+    source = """
+print("caught", flush=True) if rank < 0 else None
+try:
+    if rank == 0:
+        import psutil, signal
+        os.kill(int(os.environ["NOTEBOOK"]), signal.SIGINT)
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    raise
+"""
+    outcome = run(several, ALL_REDUCE + source, f"--env NOTEBOOK={psutil.Process().pid}")
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert outcome.run is not None and outcome.run.state == "INTERRUPTED"
+    assert {rank for rank, lines in outcome.lines.items() if "interrupted" in lines} == set(
+        range(6)
+    )

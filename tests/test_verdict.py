@@ -1,0 +1,88 @@
+"""How the reports of a run's hosts add up, situation by situation."""
+
+import pytest
+
+from taas_magic.engines.verdict import LATE_S, SETTLE_S, Outcome, Report, Standing, decide
+from taas_magic.remote.watch import LEFT_GRACE_S
+
+
+def failure(rank: int, consequence: bool = False) -> dict[str, object]:
+    return {"rank": rank, "consequence": consequence}
+
+
+def good(at: float = 0.0, *left: dict[str, object]) -> Standing:
+    return Standing(Report("SUCCEEDED", "", at, left), heard_at=at)
+
+
+def bad(
+    at: float, *failures: dict[str, object], state: str = "FAILED", cause: str = "rank"
+) -> Standing:
+    return Standing(Report(state, cause, at, failures), heard_at=at)
+
+
+def running(heard_at: float) -> Standing:
+    return Standing(None, heard_at)
+
+
+def test_success_takes_all_hosts() -> None:
+    assert decide([good(), running(9.0)], now=10.0) is None
+    assert decide([good(), good()], now=10.0) == Outcome("SUCCEEDED")
+
+
+def test_a_failure_of_its_own_waits_a_moment_for_others() -> None:
+    hosts = [bad(5.0, failure(0)), running(5.0)]
+    assert decide(hosts, now=5.0 + SETTLE_S / 2) is None
+    assert decide(hosts, now=5.0 + SETTLE_S) == Outcome("FAILED", (failure(0),), curable=True)
+
+
+def test_all_reports_are_enough() -> None:
+    assert decide([bad(5.0, failure(0)), good()], now=5.0) is not None
+
+
+def test_a_consequence_waits_until_all_others_were_heard() -> None:
+    follows = bad(5.0, failure(0, consequence=True))
+    assert decide([follows, running(5.0 + LATE_S - 0.1)], now=100.0) is None
+    outcome = decide([follows, running(5.0 + LATE_S)], now=7.0)
+    assert outcome == Outcome("FAILED", (failure(0, consequence=True),), curable=True)
+
+
+def test_the_cause_comes_before_what_followed_from_it_and_was_reported_first() -> None:
+    hosts = [bad(5.0, failure(0, consequence=True)), bad(6.0, failure(3)), running(5.0)]
+    outcome = decide(hosts, now=6.0 + SETTLE_S)
+    assert outcome is not None
+    assert [seen["rank"] for seen in outcome.failures] == [3, 0]
+
+
+def test_of_two_causes_the_one_reported_first_is_first() -> None:
+    outcome = decide([bad(6.0, failure(0)), bad(5.0, failure(3))], now=6.0)
+    assert outcome is not None
+    assert [seen["rank"] for seen in outcome.failures] == [3, 0]
+
+
+def test_a_lost_host_is_lost() -> None:
+    lost = bad(5.0, failure(2), state="LOST", cause="lost")
+    outcome = decide([bad(4.0, failure(0, consequence=True)), lost], now=5.0)
+    assert outcome is not None
+    assert (outcome.state, outcome.failures[0]["rank"], outcome.curable) == ("LOST", 2, True)
+
+
+@pytest.mark.parametrize("cause", ["timeout", "host", "interrupt"])
+def test_what_another_attempt_would_not_cure(cause: str) -> None:
+    outcome = decide([bad(5.0, failure(0), cause=cause)], now=5.0)
+    assert outcome is not None and not outcome.curable
+
+
+def test_an_interrupt_waits_for_all_hosts_and_blames_none() -> None:
+    stopped = bad(5.0, failure(0), state="INTERRUPTED", cause="interrupt")
+    assert decide([stopped, running(50.0)], now=60.0) is None
+    assert decide([stopped, good(6.0)], now=6.0) == Outcome("INTERRUPTED")
+
+
+def test_ranks_that_left_are_to_blame_when_others_go_on_or_fail_for_it() -> None:
+    left = good(5.0, failure(1))
+    assert decide([left, running(5.0)], now=5.0 + LEFT_GRACE_S - 0.1) is None
+    over = decide([left, running(5.0)], now=5.0 + LEFT_GRACE_S)
+    assert over == Outcome("FAILED", (failure(1),), curable=True)
+    follows = decide([left, bad(6.0, failure(0, consequence=True))], now=6.0)
+    assert follows is not None and follows.failures[0]["rank"] == 1
+    assert decide([left, good(6.0, failure(0))], now=60.0) == Outcome("SUCCEEDED")
