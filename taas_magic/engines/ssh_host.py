@@ -154,7 +154,6 @@ class SshHost(ProcessInterface):
             "name": self._name,  # as Dask knows it: its type counts
             "host_name": target.label,
             "interface": pool.interface or "",
-            "interface_address": target.hostname,
             "local_directory": None,
             "lease_s": pool.lease_s,
         }
