@@ -19,6 +19,8 @@ _ENGINES = {
 }
 """Where each engine is; only the one that a pool names is imported."""
 
+_DASK_CLASS = "taas_magic.engines.dask_class:DaskClassEngine"
+
 
 class Engine(ABC):
     """One pool's engine. `capacity` is asked in the kernel, the rest in the pool's process.
@@ -60,11 +62,12 @@ def find_engine(pool: PoolConfig) -> Engine:
     Raises:
         UsageError: There is none of that name.
     """
-    if pool.engine not in _ENGINES:
+    place = _DASK_CLASS if "." in pool.engine else _ENGINES.get(pool.engine)
+    if place is None:
         raise UsageError(
             f"pool {pool.name!r}: there is no engine {pool.engine!r}; "
-            f"possible is {', '.join(sorted(_ENGINES))}"
+            f"possible is {', '.join(sorted(_ENGINES))}, or the import path of a Dask cluster class"
         )
-    module, _, name = _ENGINES[pool.engine].partition(":")
+    module, _, name = place.partition(":")
     engine: type[Engine] = getattr(importlib.import_module(module), name)
     return engine(pool)
