@@ -6,7 +6,7 @@ hosts, events, the journal, giving hosts back) is the keeper's and the same for 
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from taas_magic.config import PoolConfig
@@ -54,6 +54,28 @@ class Engine(ABC):
         Returns:
             A `distributed.SpecCluster`, not yet awaited.
         """
+
+    async def ensure(self, cluster: Any, count: int) -> list[str]:
+        """Asks for hosts until `count` were asked for; called again and again while they come.
+
+        Returns:
+            What is known of those that have not joined, a line each; for the user.
+
+        Raises:
+            PoolError: One of them will not come.
+        """
+        if len(cluster.worker_spec) < count:
+            cluster.scale(count)
+        await cluster
+        return []
+
+    async def release(self, cluster: Any, keep: Collection[str]) -> None:
+        """Gives back all hosts, come or to come, but those whose agents are named."""
+        await cluster.scale_down([n for n in list(cluster.worker_spec) if str(n) not in keep])
+
+    async def why_lost(self, agent: str) -> str:
+        """What is known of a host that was lost, in one line; "" when nothing is."""
+        return ""
 
 
 def find_engine(pool: PoolConfig) -> Engine:

@@ -9,21 +9,24 @@ import importlib
 import importlib.util
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
-from taas_magic.errors import UsageError
+from taas_magic.engines.batch import find_system
+from taas_magic.engines.waiting import Vehicles
+from taas_magic.errors import PoolError, UsageError
 from taas_magic.plan import HostCapacity
+from taas_magic.remote.naming import vehicle_of
 
 if TYPE_CHECKING:
-    from distributed import Security, SpecCluster
+    from distributed import SpecCluster
 
 _BATCH_PACKAGE = "dask_jobqueue"
 _NO_REQUEUE = {"slurm": "--no-requeue", "pbs": "-r n"}
-"""Directives that keep a batch system from starting a job a second time, by dask-jobqueue's name."""
+"""What keeps a batch system from starting a job a second time, by dask-jobqueue's name of it."""
 
 
 class DaskClassEngine(Engine):
@@ -33,6 +36,7 @@ class DaskClassEngine(Engine):
 
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
+        self._vehicles = Vehicles(None, None)
         package = pool.engine.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             extra = "taas-magic[jobqueue]" if package == _BATCH_PACKAGE else package
@@ -53,7 +57,14 @@ class DaskClassEngine(Engine):
         from distributed import Security
 
         secure = Security(**security)
-        cluster = _make_cluster(self.pool, secure, Path(folder))
+        cluster_class, options = _find_class(self.pool), {**self.pool.options, "asynchronous": True}
+        ours = {"security": secure, "protocol": "tls://", "name": self.pool.name}
+        options |= _accepted(cluster_class, ours)
+        if _is_batch(cluster_class):
+            system = str(cluster_class.job_cls.config_name)
+            options = batch_options(self.pool, options, system, Path(folder))
+            self._vehicles = Vehicles(find_system(system), Path(options["log_directory"]))
+        cluster = _make_cluster(self.pool, cluster_class, options)
         place = _scheduler_place(cluster)
         cluster.worker_spec.clear()  # hosts are taken when a run needs them
 
@@ -66,37 +77,74 @@ class DaskClassEngine(Engine):
         }
         return cluster
 
+    async def ensure(self, cluster: Any, count: int) -> list[str]:
+        names = [str(worker.name) for worker in cluster.scheduler.workers.values()]
+        agents = {vehicle_of(name) for name in names} - {""}
+        lines = await self._vehicles.look([*map(str, cluster.worker_spec)], names, agents)
+        for _ in range(count - len(cluster.worker_spec)):
+            cluster.worker_spec.update(cluster.new_worker_spec())
+        try:
+            await cluster
+        except RuntimeError as error:
+            await cluster.scale_down([n for n, w in cluster.workers.items() if not _is_up(w)])
+            raise PoolError(f"{self.pool.engine} could not start a host: {_gist(error)}") from error
+        self._vehicles.note(cluster.workers.items())
+        return lines
 
-def _make_cluster(pool: PoolConfig, security: "Security", folder: Path) -> "SpecCluster":
-    """The cluster as its class makes it, not started.
+    async def release(self, cluster: Any, keep: Collection[str]) -> None:
+        await super().release(cluster, {vehicle_of(name) for name in keep})
 
-    Raises:
-        UsageError: There is no such class, it is none, or it refuses the options.
-    """
-    from distributed import SpecCluster
+    async def why_lost(self, agent: str) -> str:
+        return await self._vehicles.why_lost(vehicle_of(agent))
 
-    cluster_class = _find_class(pool)
-    if not (isinstance(cluster_class, type) and issubclass(cluster_class, SpecCluster)):
-        raise UsageError(f"pool {pool.name!r}: {pool.engine!r} is not a Dask SpecCluster")
-    ours = {"security": security, "protocol": "tls://", "name": pool.name}
-    options = {**pool.options, **_accepted(cluster_class, ours), "asynchronous": True}
-    if _is_batch(cluster_class):
-        options = batch_options(pool, options, _config_name(cluster_class), folder)
-    try:
-        cluster = cluster_class(**options)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"pool {pool.name!r}: {pool.engine} refuses its options: {error}") from error
-    if cluster.new_spec is None:
-        raise UsageError(f"pool {pool.name!r}: {pool.engine} says not how to start one more worker")
-    return cluster
+
+def _is_up(worker: Any) -> bool:
+    from distributed import Status
+
+    return bool(worker.status == Status.running)
+
+
+def _gist(error: RuntimeError) -> str:
+    """What a batch system's command wrote, of all that dask-jobqueue says of it."""
+    text = str(error)
+    return text.partition("stderr:\n")[2].strip() or text
 
 
 def _find_class(pool: PoolConfig) -> Any:
+    """The class that a pool names.
+
+    Raises:
+        UsageError: There is none, or it is no Dask cluster.
+    """
+    from distributed import SpecCluster
+
     module, _, name = pool.engine.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"pool {pool.name!r}: there is no {pool.engine!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, SpecCluster)):
+        raise UsageError(f"pool {pool.name!r}: {pool.engine!r} is not a Dask SpecCluster")
+    return found
+
+
+def _make_cluster(
+    pool: PoolConfig, cluster_class: Any, options: Mapping[str, Any]
+) -> "SpecCluster":
+    """The cluster as its class makes it, not started.
+
+    Raises:
+        UsageError: The class refuses its options, or cannot say how to start a worker.
+    """
+    try:
+        cluster = cluster_class(**options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"pool {pool.name!r}: {pool.engine} refuses its options: {error}"
+        ) from error
+    if cluster.new_spec is None:
+        raise UsageError(f"pool {pool.name!r}: {pool.engine} says not how to start one more worker")
+    return cluster
 
 
 def _accepted(cluster_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,10 +157,6 @@ def _accepted(cluster_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_batch(cluster_class: type) -> bool:
     return any(base.__module__.startswith(f"{_BATCH_PACKAGE}.") for base in cluster_class.__mro__)
-
-
-def _config_name(cluster_class: Any) -> str:
-    return str(cluster_class.job_cls.config_name)
 
 
 def batch_options(
@@ -157,7 +201,9 @@ def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
 
     spec = cluster.scheduler_spec or {}
     made = spec.get("cls")
-    options = spec.get("options", {}) if isinstance(made, type) and issubclass(made, Scheduler) else {}
+    options = (
+        spec.get("options", {}) if isinstance(made, type) and issubclass(made, Scheduler) else {}
+    )
     place = {key: options[key] for key in ("host", "interface", "port") if options.get(key)}
     return place if place.keys() & {"host", "interface"} else {**place, "host": get_ip()}
 

@@ -10,13 +10,13 @@ everything on the host ends.
 import asyncio
 import contextlib
 import json
-import secrets
 import socket
 from collections.abc import Mapping
 from typing import Any
 
 from distributed import Worker, WorkerPlugin
 
+from taas_magic.remote.naming import agent_name, vehicle_of
 from taas_magic.remote.process import spawn_command
 
 BEATS_PER_LEASE = 4
@@ -24,22 +24,6 @@ BEATS_PER_LEASE = 4
 
 CLOSE_S = 10.0
 """How long a supervisor may take to end all of its host."""
-
-_MARK = "@"
-
-
-def agent_name(vehicle: object) -> str:
-    """A name for the agent that a vehicle brings.
-
-    Another one each time: a job that the batch system has started again has the name of the old
-    one, whose agent may still be known.
-    """
-    return f"{vehicle}{_MARK}{secrets.token_hex(4)}"
-
-
-def vehicle_of(agent: object) -> str:
-    """The name of the vehicle that brought an agent; "" for what is no such agent."""
-    return str(agent).rpartition(_MARK)[0]
 
 
 class Vehicle(WorkerPlugin):
