@@ -15,6 +15,8 @@ ASK_S = 10.0
 
 TAIL_LINES = 15
 
+_HISTORY_HINT = "use -x"  # OpenPBS's; Torque takes -x for something else
+
 _SLURM_LIVES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT")
 _PBS_STATES = {
     "Q": "QUEUED",
@@ -84,13 +86,15 @@ class BatchSystem:
 
     Attributes:
         title: What users call it.
-        command: Asks about jobs, given their ids.
+        command: Asks about jobs; their ids follow.
         parse: Reads the answer.
+        history: Asks about jobs that have ended, where `command` does not tell of them.
     """
 
     title: str
     command: Callable[[Collection[str]], list[str]]
     parse: Callable[[str], dict[str, Job]]
+    history: Callable[[Collection[str]], list[str]] | None = None
 
     async def look(self, job_ids: Collection[str]) -> dict[str, Job]:
         """The jobs that the system knows, by id; one that it does not know has ended.
@@ -100,10 +104,18 @@ class BatchSystem:
         """
         if not job_ids:
             return {}
+        found, complaint = await self._ask(self.command(job_ids))
+        if self.history and _HISTORY_HINT in complaint:
+            ended, _ = await self._ask(self.history(job_ids))
+            found = {**ended, **found}
+        if complaint and not found and not _is_about_jobs(complaint):
+            raise OSError(complaint)
+        return found
+
+    async def _ask(self, command: list[str]) -> tuple[dict[str, Job], str]:
+        """What a command says, and what it complains of if it fails."""
         process = await asyncio.create_subprocess_exec(
-            *self.command(job_ids),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
         try:
             out, err = await asyncio.wait_for(process.communicate(), ASK_S)
@@ -111,10 +123,8 @@ class BatchSystem:
             process.kill()
             await process.wait()
             raise OSError(f"{self.title} did not answer within {ASK_S:.0f} s") from None
-        found = self.parse(out.decode(errors="replace"))
-        if process.returncode and not found and not _is_about_jobs(err.decode(errors="replace")):
-            raise OSError(err.decode(errors="replace").strip())
-        return found
+        complaint = err.decode(errors="replace").strip() if process.returncode else ""
+        return self.parse(out.decode(errors="replace")), complaint
 
 
 def _is_about_jobs(complaint: str) -> bool:
@@ -137,9 +147,13 @@ def _qstat(job_ids: Collection[str]) -> list[str]:
     return ["qstat", "-f", *job_ids]
 
 
+def _qstat_history(job_ids: Collection[str]) -> list[str]:
+    return ["qstat", "-x", "-f", *job_ids]
+
+
 SYSTEMS: Mapping[str, BatchSystem] = {
     "slurm": BatchSystem("Slurm", _squeue, parse_squeue),
-    "pbs": BatchSystem("PBS", _qstat, parse_qstat),
+    "pbs": BatchSystem("PBS", _qstat, parse_qstat, _qstat_history),
 }
 """By the name that dask-jobqueue has for each."""
 
