@@ -4,9 +4,11 @@ An engine opens a Dask `SpecCluster` whose members run `AgentWorker`; all else (
 hosts, events, the journal, giving hosts back) is the keeper's and the same for every engine.
 """
 
+import asyncio
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from taas_magic.config import PoolConfig
@@ -76,6 +78,29 @@ class Engine(ABC):
     async def why_lost(self, agent: str) -> str:
         """What is known of a host that was lost, in one line; "" when nothing is."""
         return ""
+
+
+@dataclass(frozen=True)
+class HostSource:
+    """An engine and the cluster that it has opened: where the pool's process gets hosts."""
+
+    engine: Engine
+    cluster: Any
+
+    async def ensure(self, count: int) -> list[str]:
+        """See `Engine.ensure`. Who gives up waiting does not undo half of it.
+
+        A host that was asked for at that moment would otherwise be known to nobody.
+        """
+        return await asyncio.shield(self.engine.ensure(self.cluster, count))
+
+    async def release(self, keep: Collection[str]) -> None:
+        """See `Engine.release`."""
+        await self.engine.release(self.cluster, keep)
+
+    async def why_lost(self, agent: str) -> str:
+        """See `Engine.why_lost`."""
+        return await self.engine.why_lost(agent)
 
 
 def find_engine(pool: PoolConfig) -> Engine:

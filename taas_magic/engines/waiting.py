@@ -15,7 +15,7 @@ from taas_magic.errors import PoolError
 LOOK_S = 2.0
 """How often a batch system is asked at most."""
 
-SETTLE_S = 5.0
+SETTLE_S = 2.0
 """How long a batch system may take to see what became of a job whose host is lost."""
 
 
