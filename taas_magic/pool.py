@@ -103,7 +103,7 @@ class Pool:
             raise PoolError(f"pool {self.name!r}: nobody waits for its hosts any more")
         client = self._connected()
         if on_wait is not None:
-            client.subscribe_topic(POOL_TOPIC, lambda pair: on_wait(pair[1]["awaited"]))
+            client.subscribe_topic(POOL_TOPIC, lambda pair: on_wait(list(pair[1]["awaited"])))
         try:
             answer = self._call("taas_ready", owner=client.id, hosts=hosts)
         finally:

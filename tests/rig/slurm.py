@@ -93,6 +93,10 @@ class Slurm:
         """Ends every job and waits until none is left."""
         if jobs := self.jobs():
             self.run("scancel", *jobs)
+        self.wait_until_empty()
+
+    def wait_until_empty(self) -> None:
+        """Waits until no job waits or runs."""
         _wait(lambda: not self.jobs(), "jobs did not end")
 
 
