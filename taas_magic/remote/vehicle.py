@@ -85,7 +85,6 @@ class Vehicle(WorkerPlugin):
             "security": self._security,
             "name": agent_name(worker.name),
             "interface": self._interface,
-            "interface_address": worker.ip,
             "local_directory": worker.local_directory,
             "lease_s": self._lease_s,
             "host_name": socket.gethostname(),
