@@ -35,16 +35,20 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Ready(Dataset):
-    """Hands out batches that are ready: what is measured is delivery."""
+    """Hands out batches that are ready: what is measured is delivery.
+
+    Each is a tensor of its own over the same memory: a local worker would move one and the same
+    tensor into shared memory once, and then deliver nothing but its name.
+    """
 
     def __init__(self, size: int) -> None:
-        self.batch = torch.zeros(size, dtype=torch.uint8)
+        self.memory = bytearray(size)
 
     def __len__(self) -> int:
         return 100_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return self.batch
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
 class Samples(Dataset):

@@ -21,11 +21,11 @@ from taas_magic.data import encode
 from taas_magic.data.connection import Answer, Connection, Sent
 from taas_magic.data.door import Door
 from taas_magic.data.lane_spec import LaneSpec
-from taas_magic.data.link import Socket
 from taas_magic.data.outcome import Ended, Failed, Opened, is_counted, units_of
 from taas_magic.data.shard import VOID
 from taas_magic.data.share import Share
 from taas_magic.data.shelf import Key, Shelf
+from taas_magic.data.sockets import Socket
 from taas_magic.data.source import Source
 from taas_magic.data.talk import Talk
 from taas_magic.data.wire import Kind
@@ -37,6 +37,8 @@ STATS = (
 """What a lane counts, in the order of its slots in the shared array."""
 
 _STOCK_S = 0.1
+_SUM_NOW_BYTES = 1 << 20
+"""Up to here a checksum costs less than the interpreter lock that a connection needs for it."""
 
 
 class Lane:
@@ -75,6 +77,7 @@ class Lane:
         self._sent = Sent(self.stats, STATS.index("sent"), STATS.index("sent_bytes"))
         self._door = Door(spec, tls, self._serve, self._refused)
         self._stock_taken = 0.0
+        self._summing = 0
 
     def run(self) -> None:
         """Serve until the process ends. Blocks; call it in the main thread."""
@@ -105,7 +108,12 @@ class Lane:
             self._stock_taken, self.stats[6] = now, time.thread_time()
 
     def _serve(self, sock: Socket, talk: Talk) -> None:
-        Connection(sock, talk, self.shelf, self._sent, self._spec.shared_bytes).run()
+        connection = Connection(sock, talk, self.shelf, self._sent, self._spec.shared_bytes)
+        self._summing += connection.sums
+        try:
+            connection.run()
+        finally:
+            self._summing -= connection.sums
 
     def _refused(self) -> None:
         self.stats[STATS.index("refused")] += 1
@@ -137,13 +145,16 @@ class Lane:
         if key.kind is Kind.SAMPLE:
             index = encode.from_bytes(key.detail)
             return Answer(Kind.VALUE, encode.as_bytes(self._source.sample(index)))
-        order = self._source.open(key.epoch).order
+        order = self._source.digest(key.epoch)
         if key.kind is Kind.ORDER:
             indices = encode.as_bytes(self._source.indices(key.epoch, key.slot))
             return Answer(Kind.VALUE, indices, order=order)
         given = encode.from_bytes(key.detail) if key.detail else None
         batch = self._source.prepare(key.epoch, key.slot, given)
-        return Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
+        answer = Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
+        if self._summing and answer.size <= _SUM_NOW_BYTES:
+            answer.checksum()
+        return answer
 
     def _is_counted(self, epoch: int) -> bool:
         assert self._source is not None
