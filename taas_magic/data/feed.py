@@ -86,13 +86,6 @@ class Feed:
 
 
 @dataclass
-class Spent:
-    """What was handed out of `--units`, over all ranks."""
-
-    units: int = 0
-
-
-@dataclass
 class Counts:
     """What a rank was handed of one loader, and how long it waited for it."""
 

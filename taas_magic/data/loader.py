@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from taas_magic.data import standins
 from taas_magic.data.blocks import Blocks
-from taas_magic.data.feed import Counts, Feed, LoaderShape, Spent
+from taas_magic.data.feed import Counts, Feed, LoaderShape
 from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.lanes import Lanes
 from taas_magic.data.one_pass import Pass
@@ -41,7 +41,7 @@ class RemoteLoader(DataLoader[Any]):
     def __init__(self, shape: LoaderShape, feed: Feed) -> None:
         self.shape, self.feed = shape, feed
         self._seed = feed.seed if shape.seed is None else shape.seed
-        self._next_epoch, self._turn, self.spent = 0, 0, Spent()
+        self._next_epoch, self._turn, self.spent = 0, 0, 0
         self._resume = Place()
         self._current: Pass | None = None
         self._route: Route | None = None
@@ -83,7 +83,7 @@ class RemoteLoader(DataLoader[Any]):
         epoch, place = self._next_epoch, self._resume
         if self._current is not None and not self._current.ended:
             epoch, place = self._current.epoch, self._current.after
-        return {"epoch": epoch, "place": list(place), "units": self.spent.units, "seed": self._seed}
+        return {"epoch": epoch, "place": list(place), "units": self.spent, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, with any number of fetchers.
@@ -97,7 +97,7 @@ class RemoteLoader(DataLoader[Any]):
                 f"the state stands at batch {position} of epoch {state['epoch']}, which is in the "
                 f"middle of a step of {self.feed.world_size} ranks"
             )
-        self._next_epoch, self.spent = state["epoch"], Spent(state["units"])
+        self._next_epoch, self.spent = state["epoch"], state["units"]
         self._resume = Place(position, slot, tuple(first_slots))
         self._seed, self._current = state["seed"], None
 
@@ -124,7 +124,7 @@ class RemoteLoader(DataLoader[Any]):
     def part(self) -> Part:
         """What is this rank's, and how much of it is left."""
         feed, units = self.feed, self.feed.units
-        left = None if units is None else units - self.spent.units
+        left = None if units is None else units - self.spent
         return Part(feed.rank, feed.world_size, self.shape.uneven, left)
 
     def supply(self) -> Supply:

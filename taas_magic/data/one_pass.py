@@ -80,7 +80,7 @@ class Pass(Iterator[Any]):
     def _hand_out(self, step: Step) -> Any:
         loader, reply = self._loader, step.reply
         bound = loader.feed.units
-        if bound is not None and loader.spent.units + step.row_units > bound:
+        if bound is not None and loader.spent + step.row_units > bound:
             self.close()
             raise StopIteration
         if not isinstance(self._steps, Ahead):
@@ -91,7 +91,7 @@ class Pass(Iterator[Any]):
         if self._line >= 0 and loader.feed.ledger is not None:
             loader.feed.ledger.hand(self._line)
         self.after = step.after
-        loader.spent.units += step.row_units
+        loader.spent += step.row_units
         counts = loader.counts
         counts.batches += 1
         counts.units += max(reply.units, 0)
