@@ -246,6 +246,11 @@ class Link:
             os.close(descriptor)
         return frame
 
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of the lane's that this process maps."""
+        return self._shared.held_bytes
+
     def freed(self) -> list[int]:
         """Numbers of the shared blocks that nobody looks at any more."""
         return self._shared.freed()

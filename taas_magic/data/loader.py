@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from taas_magic.data import standins
 from taas_magic.data.blocks import Blocks
-from taas_magic.data.feed import Counts, Feed, LoaderShape
+from taas_magic.data.feed import Feed, LoaderShape
+from taas_magic.data.gauge import Counts
 from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.lanes import Lanes
 from taas_magic.data.one_pass import Pass
@@ -74,6 +75,10 @@ class RemoteLoader(DataLoader[Any]):
         self._current = Pass(self, epoch, place, self._turn - 1)
         return self._current
 
+    def counted(self) -> dict[str, float]:
+        """What this rank was handed so far. Any thread may ask."""
+        return self.counts.now(self._current.watch if self._current is not None else None)
+
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iterator gives."""
         self._next_epoch, self._resume = epoch, Place()
@@ -98,6 +103,7 @@ class RemoteLoader(DataLoader[Any]):
                 f"middle of a step of {self.feed.world_size} ranks"
             )
         self._next_epoch, self.spent = state["epoch"], state["units"]
+        self.counts.resumed = self.spent
         self._resume = Place(position, slot, tuple(first_slots))
         self._seed, self._current = state["seed"], None
 

@@ -32,10 +32,11 @@ from taas_magic.data.wire import Kind
 
 STATS = (
     *("prepared", "sent", "sent_bytes", "ready", "ready_bytes"),
-    *("fetch_s", "fetch_cpu_s", "refused"),
+    *("fetch_s", "fetch_cpu_s", "refused", "idle"),
 )
 """What a lane counts, in the order of its slots in the shared array."""
 
+_IDLE = STATS.index("idle")
 _STOCK_S = 0.1
 
 
@@ -70,7 +71,9 @@ class Lane:
             self._broken = _failed(failure)
         except Exception:
             self._broken = _caught(f"in {where} (loader {spec.loader!r}, when it was unpickled)")
-        self.shelf = Shelf(spec.buffer_bytes, self._follows, spec.follows_a_death)
+        self.shelf = Shelf(
+            spec.buffer_bytes, self._follows, spec.follows_a_death, on_idle=self._rest
+        )
         self._ahead = Share(spec, self._opened)
         self._sent = Sent(self.stats, STATS.index("sent"), STATS.index("sent_bytes"))
         self._door = Door(spec, tls, self._serve, self._refused)
@@ -84,6 +87,7 @@ class Lane:
             self._door.open(listener)
         self.shelf.work_ahead(self._ahead)
         while (key := self.shelf.next()) is not None:
+            self.stats[_IDLE] = 0.0
             if self.shelf.wants(key):
                 self._ahead.reached(key.epoch, key.slot)
             self.shelf.put(key, self._prepare(key))
@@ -97,6 +101,11 @@ class Lane:
 
     def _follows(self, epoch: int, slot: int) -> bool:
         return self._source is None or self._source.follows(epoch, slot)
+
+    def _rest(self) -> None:
+        """There is nothing to prepare, or no room for it."""
+        self.stats[_IDLE] = 1.0
+        self._take_stock()
 
     def _take_stock(self) -> None:
         self.stats[3], self.stats[4] = self.shelf.ready_batches, self.shelf.ready_bytes

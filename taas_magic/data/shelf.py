@@ -49,6 +49,7 @@ class Shelf:
         follows: Whether a batch can be prepared without going back in its stream.
         is_careful: Whether what is wanted and ready has a moment to be sent before the next is
             prepared: if that one ends the process, nothing else is lost with it.
+        on_idle: Called before `next` waits.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Shelf:
         budget_bytes: int,
         follows: Callable[[int, int], bool] = lambda epoch, slot: True,
         is_careful: bool = False,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self._budget_bytes, self._follows, self._is_careful = budget_bytes, follows, is_careful
+        self._on_idle = on_idle
         self._changed = threading.Condition()
         self._waiting: dict[Key, set[Hashable]] = {}
         self._open: OrderedDict[Key, None] = OrderedDict()
@@ -161,6 +164,7 @@ class Shelf:
                 if key is not None:
                     self._doing = key
                     return key
+                self._on_idle()
                 self._changed.wait()
             return None
 

@@ -117,7 +117,7 @@ class Fetcher:
 
     def __init__(self, spec: FetcherSpec) -> None:
         self._spec = spec
-        self._mends = 0
+        self._mends, self._began = 0, time.monotonic()
         lanes = sum(loader.num_workers or spec.cores for loader in spec.loaders)
         self._budget_bytes = spec.buffer_bytes // max(1, lanes)
         self.lanes = {loader.name: self._start(loader) for loader in spec.loaders}
@@ -157,8 +157,22 @@ class Fetcher:
         return said
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """What the lanes counted, for each loader (`server.STATS`)."""
-        return {name: lanes.stats() for name, lanes in self.lanes.items()}
+        """What the lanes counted, for each loader (`Lanes.stats`), and what they may hold."""
+        up_s = time.monotonic() - self._began
+        return {
+            name: {
+                **lanes.stats(),
+                "budget_bytes": len(lanes.addresses) * self._budget_bytes,
+                "up_s": up_s,
+            }
+            for name, lanes in self.lanes.items()
+        }
+
+    def about(self) -> dict[str, Any]:
+        """What an agent wants to know of it once."""
+        lanes = {name: len(lanes.addresses) for name, lanes in self.lanes.items()}
+        cores = len(os.sched_getaffinity(0))
+        return {"number": self._spec.number, "pid": os.getpid(), "cores": cores, "lanes": lanes}
 
     def close(self) -> None:
         """End all lanes."""
@@ -216,14 +230,20 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     if spec.setting is not None:
         spec.setting.take()
     with running(spec) as fetcher, suppress(BrokenPipeError):
-        control.send({"kind": "fetcher", "number": spec.number, "pid": os.getpid()})
+        control.send({"kind": "fetcher", **fetcher.about()})
         reported = time.monotonic()
         while fetcher.wait(control, REPORT_S):
             for sentence in fetcher.mend():
                 control.send({"kind": "note", "text": sentence})
             if time.monotonic() - reported >= REPORT_S:
                 reported = time.monotonic()
-                control.send({"kind": "fetched", "number": spec.number, "loaders": fetcher.stats()})
+                control.send(fetched(spec.number, fetcher))
+        control.send(fetched(spec.number, fetcher))
+
+
+def fetched(number: int, fetcher: Fetcher) -> dict[str, Any]:
+    """How a fetcher's lanes stand."""
+    return {"kind": "fetched", "number": number, "loaders": fetcher.stats()}
 
 
 def start(spec: FetcherSpec, context: Any = None) -> tuple[Any, Connection]:
