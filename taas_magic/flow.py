@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 
 Counts = Mapping[str, float]
 
+POINT_GAP_S = 0.9
+"""Ranks report once a second; between two points each of them has."""
+
 RATE_POINTS = 6
-"""A rate is taken over so many of the ranks' reports, which come once a second."""
+"""A rate is taken over so many points."""
 
 
 class Point(NamedTuple):
@@ -107,19 +110,25 @@ class LoaderFlow:
         return self.sums(max(spans, default=0.0))
 
     def take_rank(self, rank: int, counts: Counts, now: float) -> None:
-        """A rank's report. Rank 0's are the clock: the others' come as often."""
-        is_more = counts.get("batches", 0) > self.ranks.get(rank, {}).get("batches", 0)
+        """A rank's report."""
         self.ranks[rank] = counts
-        if rank == 0:
-            self.points.append(self.sums(now))
-            if is_more:
-                self.began = self.began or dict(self.fetchers)
-                self.until = dict(self.fetchers)
+        if not self.points:
+            self.points.append(Point(now - counts.get("span_s", 0.0)))
+        if now - self.points[-1].time >= POINT_GAP_S:
+            self._add_point(self.sums(now))
 
-    def restart(self) -> None:
+    def restart(self, now: float) -> None:
         """All ranks begin again."""
         self.ranks.clear()
-        self.points.clear()
+        if self.points.maxlen:
+            self.points.clear()
+        self.points.append(Point(now))
+
+    def _add_point(self, point: Point) -> None:
+        if point.batches > self.points[-1].batches:
+            self.began = self.began or dict(self.fetchers)
+            self.until = dict(self.fetchers)
+        self.points.append(point)
 
 
 class Flow:
@@ -155,7 +164,7 @@ class Flow:
                 self.filling = None
             case "restart":
                 for loader in self.loaders.values():
-                    loader.restart()
+                    loader.restart(now)
 
     def _loader(self, name: str) -> LoaderFlow:
         if name not in self.loaders:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.errors import UsageError
@@ -9,6 +10,8 @@ from taas_magic.flow import Flow, Point
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_CLOCKS_DIFFER_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,9 @@ class Curve:
 def curves(events: Iterable[Mapping[str, Any]]) -> list[Curve]:
     """How the loaders of a run went, from the events of its journal."""
     flow, clock = Flow(keep_points=None), _Clock()
-    steps: dict[str, list[tuple[float, Point]]] = {}
     for event in events:
-        now = clock.read(event)
-        flow.apply(event, now)
-        if event["kind"] == "data" and event["rank"] == 0:
-            for name in event["loaders"]:
-                steps.setdefault(name, []).extend(_last_step(flow, name))
-    return [_curve(name, found) for name, found in steps.items()]
+        flow.apply(event, clock.read(event))
+    return [_curve(loader.name, loader.points) for loader in flow.loaders.values()]
 
 
 def draw(events: Iterable[Mapping[str, Any]], title: str) -> "Figure":
@@ -58,11 +56,12 @@ def draw(events: Iterable[Mapping[str, Any]], title: str) -> "Figure":
         raise UsageError(f"{title}: nothing to plot; no registered loader was used for a second")
     figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(7, 4.2), layout="tight")
     for curve in found:
-        above.plot(curve.seconds, [100 * share for share in curve.waited], label=curve.name)
-        below.plot(curve.seconds, curve.batches_per_s, label=_label(curve))
+        above.plot(curve.seconds, [100 * share for share in curve.waited], marker=".")
+        below.plot(curve.seconds, curve.batches_per_s, marker=".", label=_label(curve))
     above.set(title=title, ylabel="ranks waited (%)", ylim=(-2, 102))
     below.set(xlabel="seconds since the run began", ylabel="batches/s")
-    below.set_ylim(bottom=0)
+    below.set_ylim(bottom=0, top=1.1 * max(max(curve.batches_per_s) for curve in found) or 1)
+    below.set_xlim(left=0)
     below.legend(loc="best", fontsize="small")
     pyplot.close(figure)  # else a notebook would show it twice: as a value, and at the cell's end
     return figure
@@ -71,34 +70,32 @@ def draw(events: Iterable[Mapping[str, Any]], title: str) -> "Figure":
 class _Clock:
     """One time for all hosts, whose clocks may be days apart.
 
-    A host's first event is as late as the event before it in the journal; from there on its own
-    clock counts.
+    A host's first event comes right after the one before it in the journal; where the two times
+    say something else, the host's clock is put right by that.
     """
 
     def __init__(self) -> None:
         self._ahead: dict[str, float] = {}
+        self._began: float | None = None
         self._latest = 0.0
 
     def read(self, event: Mapping[str, Any]) -> float:
         """Seconds since the journal's first event."""
-        time = float(event["time"])
-        now = time - self._ahead.setdefault(str(event["host"]), time - self._latest)
+        time, host = float(event["time"]), str(event["host"])
+        self._began = time if self._began is None else self._began
+        ahead_s = time - self._began - self._latest
+        self._ahead.setdefault(host, ahead_s if abs(ahead_s) > _CLOCKS_DIFFER_S else 0.0)
+        now = time - self._began - self._ahead[host]
         self._latest = max(self._latest, now)
         return now
 
 
-def _last_step(flow: Flow, name: str) -> Iterable[tuple[float, Point]]:
-    points = flow.loaders[name].points
-    if len(points) > 1:
-        step = points[-1].since(points[-2])
-        if step.time > 0:
-            yield points[-1].time - step.time / 2, step
-
-
-def _curve(name: str, steps: list[tuple[float, Point]]) -> Curve:
+def _curve(name: str, points: Iterable[Point]) -> Curve:
+    steps = [(first.time, later.since(first)) for first, later in pairwise(points)]
+    steps = [(time, step) for time, step in steps if step.time > 0 and step.span_s >= 0]
     return Curve(
         name,
-        tuple(middle for middle, _ in steps),
+        tuple(time + step.time / 2 for time, step in steps),
         tuple(step.share for _, step in steps),
         tuple(step.rate(step.batches) for _, step in steps),
         tuple(step.rate(step.bytes) / 1e6 for _, step in steps),
