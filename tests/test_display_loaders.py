@@ -34,7 +34,7 @@ def test_while_it_runs() -> None:
     flow = flow_of(fetched(), data(0, batches=0, bytes=0), data(1), data(0, waited_s=5.0))
     assert facts(flow, units=20_000) == {
         "batches": "1,200 of 20,000",
-        "per second": "92 · 9.2 MB/s",
+        "per second": "100 · 10 MB/s",
         "ready": "12 (1.2 MB of 1.0 GB)",
         "waited": "40% (rank 0 50%, rank 1 30%)",
     }
