@@ -51,7 +51,7 @@ def test_all_flags() -> None:
     ],
 )
 def test_prefill_is_bytes_batches_or_all(text: str, wanted: Prefill) -> None:
-    assert parse(f"--gpus 2 --cpus 1 --units 5 --prefill {text}", NO_FILE).prefill == wanted
+    assert parse(f"--gpus 2 --cpus 2 --units 5 --prefill {text}", NO_FILE).prefill == wanted
 
 
 def test_a_run_may_grow() -> None:
