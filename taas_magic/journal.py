@@ -155,10 +155,12 @@ class RunRecord:
     @property
     def advice(self) -> str:
         """What to change when ranks waited for data; "" where there is nothing to say."""
-        flow = Flow()
-        for seen in RunFolder(self.path).read_events():
-            flow.apply(seen, seen["time"])
-        return advice(flow)
+        return advice(self._flow())
+
+    @property
+    def waited(self) -> dict[str, float]:
+        """The share of their time with each loader that ranks waited for it, from 0 to 1."""
+        return {loader.name: loader.mean.share for loader in self._flow().loaders.values()}
 
     def plot(self) -> "Figure":
         """Draws how long ranks waited for data, and how fast it came, over time.
@@ -167,6 +169,12 @@ class RunRecord:
             UsageError: matplotlib is missing, or the run used no registered loader.
         """
         return draw(RunFolder(self.path).read_events(), f"{self.run_id} {self.name}".rstrip())
+
+    def _flow(self) -> Flow:
+        flow = Flow()
+        for seen in RunFolder(self.path).read_events():
+            flow.apply(seen, seen["time"])
+        return flow
 
 
 def runs() -> list[RunRecord]:

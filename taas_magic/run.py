@@ -76,6 +76,11 @@ class Run:
         """What to change when ranks waited for data; "" where there is nothing to say."""
         return journal.record(self._folder).advice
 
+    @property
+    def waited(self) -> dict[str, float]:
+        """The share of their time with each loader that ranks waited for it, from 0 to 1."""
+        return journal.record(self._folder).waited
+
     def plot(self) -> "Figure":
         """Draws how long ranks waited for data, and how fast it came, over time.
 

@@ -75,6 +75,7 @@ def test_slow_storage_is_seen_and_advice_given(notebook: Notebook) -> None:
     assert isinstance(outcome.run.plot(), Figure)
     old = journal.find(outcome.run.run_id)
     assert old.advice == outcome.run.advice
+    assert 0.1 < outcome.run.waited["loader"] == old.waited["loader"] <= 1.0
     assert isinstance(old.plot(), Figure)
     counted = outcome.of_kind("data")[-1]["loaders"]["loader"]
     assert counted["batches"] == 40
