@@ -11,8 +11,6 @@ from taas_magic.flow import Flow, Point
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_CLOCKS_DIFFER_S = 60.0
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -35,9 +33,10 @@ class Curve:
 
 def curves(events: Iterable[Mapping[str, Any]]) -> list[Curve]:
     """How the loaders of a run went, from the events of its journal."""
-    flow, clock = Flow(keep_points=None), _Clock()
+    flow, began = Flow(keep_points=None), None
     for event in events:
-        flow.apply(event, clock.read(event))
+        began = began or float(event["time"])
+        flow.apply(event, event["time"] - began)
     return [_curve(loader.name, loader.points) for loader in flow.loaders.values()]
 
 
@@ -65,29 +64,6 @@ def draw(events: Iterable[Mapping[str, Any]], title: str) -> "Figure":
     below.legend(loc="best", fontsize="small")
     pyplot.close(figure)  # else a notebook would show it twice: as a value, and at the cell's end
     return figure
-
-
-class _Clock:
-    """One time for all hosts, whose clocks may be days apart.
-
-    A host's first event comes right after the one before it in the journal; where the two times
-    say something else, the host's clock is put right by that.
-    """
-
-    def __init__(self) -> None:
-        self._ahead: dict[str, float] = {}
-        self._began: float | None = None
-        self._latest = 0.0
-
-    def read(self, event: Mapping[str, Any]) -> float:
-        """Seconds since the journal's first event."""
-        time, host = float(event["time"]), str(event["host"])
-        self._began = time if self._began is None else self._began
-        ahead_s = time - self._began - self._latest
-        self._ahead.setdefault(host, ahead_s if abs(ahead_s) > _CLOCKS_DIFFER_S else 0.0)
-        now = time - self._began - self._ahead[host]
-        self._latest = max(self._latest, now)
-        return now
 
 
 def _curve(name: str, points: Iterable[Point]) -> Curve:
