@@ -114,6 +114,7 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     cpus: int = 0
     units: int | None = None
+    prefill: Prefill | None = None
     notes: tuple[str, ...] = ()
     store: StoreRule | None = None
 
@@ -127,8 +128,10 @@ class Plan:
         hosts = tuple(HostPlan(**host) for host in values["hosts"])
         rule = values.get("store")
         store = StoreRule.from_json(rule) if rule else None
+        fill = values.get("prefill")
+        prefill = Prefill(**fill) if fill else None
         tuples = {key: tuple(values[key]) for key in ("out", "notes")}
-        return cls(**{**values, **tuples, "hosts": hosts, "store": store})
+        return cls(**{**values, **tuples, "hosts": hosts, "store": store, "prefill": prefill})
 
 
 def new_run_id(now: float | None = None) -> str:
@@ -185,6 +188,7 @@ def make_plan(
         env=dict(flags.env),
         cpus=flags.cpus,
         units=flags.units,
+        prefill=flags.prefill,
         notes=_notes(flags, host),
         store=store,
     )

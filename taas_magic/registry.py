@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import cloudpickle
 
 from taas_magic.capture.culprit import refusal
+from taas_magic.config import DataConfig
 from taas_magic.data import service
 from taas_magic.data.shard import UNEVEN, Uneven
 
@@ -163,7 +164,11 @@ def noting() -> Iterator[dict[str, Registered]]:
 
 
 def serve(
-    loaders: Mapping[str, Registered], run_dir: Path, fetchers: int, units: int | None
+    loaders: Mapping[str, Registered],
+    run_dir: Path,
+    fetchers: int,
+    units: int | None,
+    memory: DataConfig,
 ) -> None:
     """Write what a run's ranks and fetchers need of the loaders that its cell uses.
 
@@ -172,6 +177,7 @@ def serve(
         run_dir: The run's folder.
         fetchers: How many fetchers run them; 0: the ranks do it themselves.
         units: The bound of `--units`.
+        memory: What fetchers and ranks may hold.
     """
     if not loaders:
         return
@@ -187,7 +193,7 @@ def serve(
         )
         for entry in loaders.values()
     )
-    described = service.Service(service.new_key(), seed, fetchers, units, served)
+    described = service.Service(service.new_key(), seed, fetchers, units, served, memory)
     payloads = {name: entry.payload() for name, entry in loaders.items()}
     service.write(run_dir, described, payloads)
 

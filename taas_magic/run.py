@@ -3,7 +3,7 @@
 import queue
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from taas_magic import journal
 from taas_magic.capture import pickling
@@ -15,6 +15,9 @@ from taas_magic.plan import Plan
 from taas_magic.pool import Pool
 from taas_magic.receipt import Receipt
 from taas_magic.remote.spec import VALUE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CHECK_S = 1.0
 """How often a run's pool is asked whether it lives, while nothing is heard."""
@@ -67,6 +70,24 @@ class Run:
     def logs(self, rank: int = 0) -> str:
         """All that a rank wrote to its standard output and error."""
         return journal.record(self._folder).logs(rank)
+
+    @property
+    def advice(self) -> str:
+        """What to change when ranks waited for data; "" where there is nothing to say."""
+        return journal.record(self._folder).advice
+
+    @property
+    def waited(self) -> dict[str, float]:
+        """The share of their time with each loader that ranks waited for it, from 0 to 1."""
+        return journal.record(self._folder).waited
+
+    def plot(self) -> "Figure":
+        """Draws how long ranks waited for data, and how fast it came, over time.
+
+        Raises:
+            UsageError: matplotlib is missing, or the run used no registered loader.
+        """
+        return journal.record(self._folder).plot()
 
     def put(self, event: Event) -> None:
         """Takes an event; called by any thread."""

@@ -19,6 +19,7 @@ FLOORS = (
     ("launch", "run", "interrupts"),
     ("display", "pool", "engines", "ssh", "remote", "plan", "registry", "flags", "flag_table"),
     ("journal", "data", "taas_toml", "config", "store", "publish", "receipt", "capture"),
+    ("advice", "plot", "flow"),
     ("pragma", "errors"),
 )
 

@@ -1,7 +1,7 @@
 """What a rank knows of the run's data service, and of each loader."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.data.ledger import Ledger
@@ -82,15 +82,4 @@ class Feed:
 
     def counts(self) -> dict[str, dict[str, float]]:
         """What this rank was handed so far, for each loader."""
-        return {loader.name: asdict(loader.counts) for loader in self.loaders}
-
-
-@dataclass
-class Counts:
-    """What a rank was handed of one loader, and how long it waited for it."""
-
-    batches: int = 0
-    units: int = 0
-    bytes: int = 0
-    waited_s: float = 0.0
-    retried: int = 0
+        return {loader.name: loader.counted() for loader in self.loaders}

@@ -98,8 +98,13 @@ class Lanes:
         return [process.sentinel for process in self._processes]
 
     def stats(self) -> dict[str, float]:
-        """What all lanes counted together (`server.STATS`)."""
-        return {name: sum(lane[at] for lane in self._stats) for at, name in enumerate(STATS)}
+        """What all lanes counted together (`server.STATS`), and how many they are.
+
+        `fetch_most_s` is how long the busiest of them prepared.
+        """
+        counted = {name: sum(lane[at] for lane in self._stats) for at, name in enumerate(STATS)}
+        most_s = max(lane[STATS.index("fetch_s")] for lane in self._stats)
+        return {**counted, "fetch_most_s": most_s, "lanes": len(self._stats)}
 
     def mend(self) -> list[str]:
         """Start dead lanes again; returns a sentence for each."""

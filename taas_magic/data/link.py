@@ -141,6 +141,11 @@ class Link:
             return frame, self._shared.look(frame.block, frame.body_bytes)
         return frame, body
 
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of the lane's that this process maps."""
+        return self._shared.held_bytes
+
     def freed(self) -> list[int]:
         """Numbers of the shared blocks that nobody looks at any more."""
         return self._shared.freed()

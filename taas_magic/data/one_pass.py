@@ -1,6 +1,5 @@
 """One iterator of a registered loader: one rank's share of one epoch."""
 
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +7,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from taas_magic.data.audit import Handed
+from taas_magic.data.gauge import Watch, sampled
 from taas_magic.data.pull import Pull
 from taas_magic.data.shard import Place
 from taas_magic.data.stream import Ahead, Step, steps
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from taas_magic.data.loader import RemoteLoader
 
 _AHEAD_FROM_BYTES = 1 << 20
+_LOOK_EVERY = 16
 
 
 class Pass(Iterator[Any]):
@@ -28,21 +29,22 @@ class Pass(Iterator[Any]):
         self._steps: Iterator[Step] | Ahead | None = None
         self._line = -1
         self._pins = loader.shape.pin_memory and torch.cuda.is_available()
+        self.watch = Watch(loader.counts)
         self.ended = False
 
     def __next__(self) -> Any:
         if self.ended:
             raise StopIteration
-        started = time.perf_counter()
+        self.watch.start()
         try:
             if self._steps is None:
-                self._steps = self._begin()
+                self._steps = sampled(self._begin(), self._loader.counts)
             step = next(self._steps)
         except BaseException:
+            self.watch.stop()
             self.close()
             raise
-        finally:
-            self._loader.counts.waited_s += time.perf_counter() - started
+        self.watch.stop()
         return self._hand_out(step)
 
     def __len__(self) -> int:
@@ -53,6 +55,7 @@ class Pass(Iterator[Any]):
         if self.ended:
             return
         self.ended = True
+        self.watch.end()
         if isinstance(self._steps, Ahead):
             self._steps.close()
         if self._supply is not None:
@@ -96,6 +99,8 @@ class Pass(Iterator[Any]):
         counts.batches += 1
         counts.units += max(reply.units, 0)
         counts.bytes += reply.size
+        if counts.batches % _LOOK_EVERY == 1 and isinstance(self._supply, Pull):
+            counts.held_bytes = self._supply.held_bytes
         if reply.failure is not None:
             reply.failure.reraise()
         return reply.batch

@@ -87,6 +87,12 @@ class Pull:
         """How many lanes share the work."""
         return self._route.lanes
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that batches lie in, in use or kept for the next ones."""
+        links = list(self._open.values())
+        return self.blocks.held_bytes + sum(open_.link.shared_bytes for open_ in links)
+
     def open(self, epoch: int) -> Opened:
         """Say how long an epoch is; the first lane that answers says it for all.
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from taas_magic.config import DataConfig
+
 
 @dataclass(frozen=True)
 class Served:
@@ -43,6 +45,7 @@ class Service:
         fetchers: How many hosts run the loaders; 0: the ranks do it themselves.
         units: The bound of `--units`.
         loaders: What is served.
+        memory: What fetchers and ranks may hold.
     """
 
     key: bytes
@@ -50,6 +53,7 @@ class Service:
     fetchers: int
     units: int | None
     loaders: tuple[Served, ...]
+    memory: DataConfig = DataConfig()  # noqa: RUF009
 
 
 def new_key() -> bytes:
@@ -86,4 +90,6 @@ def read(run_dir: Path) -> Service | None:
         return None
     values = json.loads(file.read_text())
     loaders = tuple(Served(**loader) for loader in values["loaders"])
-    return Service(**{**values, "key": bytes.fromhex(values["key"]), "loaders": loaders})
+    memory = DataConfig(**values["memory"])
+    parsed = {"key": bytes.fromhex(values["key"]), "loaders": loaders, "memory": memory}
+    return Service(**{**values, **parsed})

@@ -13,6 +13,7 @@ from taas_magic.data.service import Service
 from taas_magic.journal import Event, event
 from taas_magic.remote import fetcher
 from taas_magic.remote.fetcher import Fetched, FetcherSpec, Setting
+from taas_magic.remote.filling import Filling, lanes_fill
 from taas_magic.remote.link import Link
 from taas_magic.remote.spec import HostSpec
 
@@ -23,19 +24,22 @@ _END_S = 5.0
 
 
 @contextmanager
-def fetchers(spec: HostSpec, host: str, emit: Callable[[Event], None]) -> Iterator[None]:
+def fetchers(
+    spec: HostSpec, host: str, scratch: Path, emit: Callable[[Event], None]
+) -> Iterator[None]:
     """Fetchers of a run beside its ranks, as long as the block runs; none if it needs none.
 
     Args:
         spec: The run's share of this host; the first host has the fetchers.
         host: This host's name.
+        scratch: The run's own folder on this host, which goes with it.
         emit: Sends an event to the pool's process; any thread may call it.
     """
     served = service.read(spec.folder.path)
     if served is None or not served.fetchers or spec.host_rank:
         yield
         return
-    running = [fetcher.start(one) for one in _specs(served, spec, host)]
+    running = [fetcher.start(one) for one in _specs(served, spec, host, scratch)]
     controls = [control for _, control in running]
     listener = threading.Thread(target=_listen, args=(controls, host, emit), daemon=True)
     listener.start()
@@ -51,10 +55,20 @@ def fetchers(spec: HostSpec, host: str, emit: Callable[[Event], None]) -> Iterat
         listener.join()
 
 
-def _specs(served: Service, spec: HostSpec, host: str) -> Iterator[FetcherSpec]:
+def filling(spec: HostSpec) -> Filling | None:
+    """What is to be prepared before this host starts its ranks; None: nothing."""
+    served, prefill = service.read(spec.folder.path), spec.plan.prefill
+    if served is None or not served.fetchers or prefill is None or spec.host_rank:
+        return None
+    return Filling(prefill, served.fetchers, len(served.loaders), served.units)
+
+
+def _specs(served: Service, spec: HostSpec, host: str, scratch: Path) -> Iterator[FetcherSpec]:
     run_dir = spec.folder.path
     origin = spec.origin
     cores = max(1, len(os.sched_getaffinity(0)) // served.fetchers)
+    memory = served.memory
+    fill_batches, fill_bytes = lanes_fill(spec.plan.prefill)
     loaders = tuple(
         Fetched(
             one.name,
@@ -78,6 +92,11 @@ def _specs(served: Service, spec: HostSpec, host: str) -> Iterator[FetcherSpec]:
             folder=service.folder_of(run_dir) / "fetchers",
             cores=cores,
             host=host,
+            buffer_bytes=memory.buffer_bytes,
+            spill=scratch / f"spill-{number}" if memory.over == "spill" else None,
+            spill_bytes=memory.spill_bytes,
+            fill_batches=fill_batches,
+            fill_bytes=fill_bytes,
             units=served.units,
             setting=setting,
         )
@@ -130,6 +149,7 @@ def feed(run_dir: Path, rank: int, attempt: int, link: Link) -> Iterator[None]:
         seed=served.seed,
         ledger=Ledger(folder / "ledger", attempt, rank),
         generation=attempt,
+        window_bytes=served.memory.rank_buffer_bytes // 2,
     )
     use_feed(here)
     ended = threading.Event()

@@ -7,6 +7,7 @@ how they stand, starts lanes again that died, and ends with the agent or when it
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -93,6 +94,10 @@ class FetcherSpec:
         host: Its host's name, for messages.
         listen: Address to listen at for TCP; "" for this host's ranks only.
         buffer_bytes: How much prepared data may wait in memory, over all loaders and lanes.
+        spill: Folder for what memory has no room for; None: the lanes wait instead.
+        spill_bytes: How much may lie there.
+        fill_batches: What all fetchers of the run are to have ready before ranks ask.
+        fill_bytes: The same in bytes.
         units: The bound of `--units`.
         tls: Certificate files; None for plain TCP.
         setting: What it takes over from the notebook; None: nothing.
@@ -107,6 +112,10 @@ class FetcherSpec:
     host: str = ""
     listen: str = "127.0.0.1"
     buffer_bytes: int = 1 << 30
+    spill: Path | None = None
+    spill_bytes: int = 16 << 30
+    fill_batches: int = 0
+    fill_bytes: int = 0
     units: int | None = None
     tls: Tls | None = None
     setting: Setting | None = None
@@ -117,9 +126,10 @@ class Fetcher:
 
     def __init__(self, spec: FetcherSpec) -> None:
         self._spec = spec
-        self._mends = 0
-        lanes = sum(loader.num_workers or spec.cores for loader in spec.loaders)
-        self._budget_bytes = spec.buffer_bytes // max(1, lanes)
+        self._mends, self._began = 0, time.monotonic()
+        self._has_warned = False
+        self._lanes = max(1, sum(loader.num_workers or spec.cores for loader in spec.loaders))
+        self._budget_bytes = spec.buffer_bytes // self._lanes
         self.lanes = {loader.name: self._start(loader) for loader in spec.loaders}
 
     def publish(self) -> Path:
@@ -157,17 +167,50 @@ class Fetcher:
         return said
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """What the lanes counted, for each loader (`server.STATS`)."""
-        return {name: lanes.stats() for name, lanes in self.lanes.items()}
+        """What the lanes counted, for each loader (`Lanes.stats`), and what they may hold."""
+        up_s = time.monotonic() - self._began
+        return {
+            name: {
+                **lanes.stats(),
+                "budget_bytes": len(lanes.addresses) * self._budget_bytes,
+                "up_s": up_s,
+            }
+            for name, lanes in self.lanes.items()
+        }
+
+    def about(self) -> dict[str, Any]:
+        """What an agent wants to know of it once."""
+        lanes = {name: len(lanes.addresses) for name, lanes in self.lanes.items()}
+        cores = len(os.sched_getaffinity(0))
+        return {"number": self._spec.number, "pid": os.getpid(), "cores": cores, "lanes": lanes}
+
+    def warnings(self) -> list[str]:
+        """What the user should know; each is said once."""
+        spill = self._spec.spill
+        if spill is None or self._has_warned:
+            return []
+        if not any(stats["spill_refused"] for stats in self.stats().values()):
+            return []
+        self._has_warned = True
+        free_mb = shutil.disk_usage(spill).free / 1e6
+        return [
+            f"fetcher {self._spec.number} on host {self._spec.host}: the disk at {spill} takes "
+            f"no more batches ({free_mb:,.0f} MB free): lanes wait for the ranks instead; TMPDIR "
+            "names another disk, spill in taas.toml's [data] bounds what is written"
+        ]
 
     def close(self) -> None:
         """End all lanes."""
         for lanes in self.lanes.values():
             lanes.close()
+        if self._spec.spill is not None:
+            shutil.rmtree(self._spec.spill, ignore_errors=True)
 
     def _start(self, loader: Fetched) -> Lanes:
         spec, payload = self._spec, loader.payload.read_bytes()
         count = loader.num_workers or spec.cores
+        all_lanes = spec.fetchers * self._lanes
+        place = spec.loaders.index(loader)
         specs = [
             LaneSpec(
                 payload,
@@ -179,6 +222,10 @@ class Fetcher:
                 number=spec.number * count + lane,
                 lanes=spec.fetchers * count,
                 buffer_bytes=self._budget_bytes,
+                spill=spec.spill / f"{place}-{lane}" if spec.spill is not None else None,
+                spill_bytes=spec.spill_bytes // self._lanes,
+                fill_batches=-(-spec.fill_batches // all_lanes),
+                fill_bytes=-(-spec.fill_bytes // all_lanes),
                 units=spec.units,
                 host=spec.host,
             )
@@ -216,14 +263,20 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     if spec.setting is not None:
         spec.setting.take()
     with running(spec) as fetcher, suppress(BrokenPipeError):
-        control.send({"kind": "fetcher", "number": spec.number, "pid": os.getpid()})
+        control.send({"kind": "fetcher", **fetcher.about()})
         reported = time.monotonic()
         while fetcher.wait(control, REPORT_S):
-            for sentence in fetcher.mend():
+            for sentence in (*fetcher.mend(), *fetcher.warnings()):
                 control.send({"kind": "note", "text": sentence})
             if time.monotonic() - reported >= REPORT_S:
                 reported = time.monotonic()
-                control.send({"kind": "fetched", "number": spec.number, "loaders": fetcher.stats()})
+                control.send(fetched(spec.number, fetcher))
+        control.send(fetched(spec.number, fetcher))
+
+
+def fetched(number: int, fetcher: Fetcher) -> dict[str, Any]:
+    """How a fetcher's lanes stand."""
+    return {"kind": "fetched", "number": number, "loaders": fetcher.stats()}
 
 
 def start(spec: FetcherSpec, context: Any = None) -> tuple[Any, Connection]:

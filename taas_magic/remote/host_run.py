@@ -75,6 +75,7 @@ class HostRun:
         self._verdict: Verdict | None = None
         self._failures: list[Failure] = []
         self._elastic: RunAgent | None = None
+        self._filling = feeding.filling(spec)
         rule = spec.plan.store
         self._ledger = Ledger(rule.path, rule.shared) if rule else None
 
@@ -90,8 +91,10 @@ class HostRun:
             self._changed.set,
         )
         try:
-            with feeding.fetchers(self._spec, self._host, self._emit):
-                self._run_elastic()
+            fed = feeding.fetchers(self._spec, self._host, self._pipes, self._take_from_fetcher)
+            with fed:
+                if self._has_data():
+                    self._run_elastic()
         except Exception as error:
             self._verdict = Verdict("FAILED", "host")
             self._failures = [report.host_failure(self._host, error)]
@@ -137,6 +140,26 @@ class HostRun:
     def _command(self, order: _Order) -> None:
         self._order = order
         self._changed.set()
+
+    def _take_from_fetcher(self, event: Event) -> None:
+        self._emit(event)
+        if self._filling is not None and self._filling.take(event):
+            self._changed.set()
+
+    def _has_data(self) -> bool:
+        """Waits for what `--prefill` asks for; False when the run ends before it is there."""
+        filling = self._filling
+        while filling is not None and not filling.is_enough:
+            if self._interrupted_at is not None:
+                self._verdict = Verdict("INTERRUPTED", "interrupt")
+                return False
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                raise TimeoutError(f"--timeout came while data was prepared: {filling.fields}")
+            self._emit(event("filling", self._host, **filling.fields))
+            self._changed.wait(feeding.REPORT_S)
+            self._changed.clear()
+        self._filling = None
+        return True
 
     def _run_elastic(self) -> None:
         self._elastic = RunAgent(

@@ -1,0 +1,77 @@
+"""A registered loader as `Accelerator.prepare` gives it back: not sharded again, but placed.
+
+Imported only when accelerate itself has been.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate.accelerator import Accelerator
+from accelerate.data_loader import DataLoaderShard
+
+from taas_magic.data.loader import RemoteLoader
+
+
+class Prepared(DataLoaderShard):
+    """What accelerate's own prepared loaders are, over a loader that deals its batches itself.
+
+    Batches come on the accelerator's device; the accelerator knows when an epoch ends, which
+    gradient accumulation and `gather_for_metrics` need.
+
+    Args:
+        loader: The registered loader.
+        device: Where batches are moved; None leaves them.
+        non_blocking: Whether moving them may overlap with what the rank computes.
+    """
+
+    def __init__(self, loader: RemoteLoader, device: Any, non_blocking: bool) -> None:
+        super().__init__(loader.dataset, device=device, _non_blocking=non_blocking)
+        self.base_dataloader = loader
+        self.dl_state_dict = loader.state_dict()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.iteration = self.base_dataloader.next_epoch
+        yield from super().__iter__()
+
+    def begin(self) -> None:
+        """An epoch begins; asks nothing of the dataset, which is with the fetchers."""
+        self.reset()
+        loader = self.base_dataloader
+        if loader.batch_size and not loader.drop_last and not loader.shape.iterable:
+            self.remainder = self.total_dataset_length % self.total_batch_size
+        self.gradient_state._add_dataloader(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iterator gives."""
+        self.iteration = epoch
+        self.base_dataloader.set_epoch(epoch)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of one step, over all ranks."""
+        loader = self.base_dataloader
+        return (loader.batch_size or 1) * int(loader.feed.world_size)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of an epoch, over all ranks."""
+        return self.base_dataloader.shape.samples or 0
+
+
+def teach_accelerate() -> None:
+    """Has `Accelerator.prepare` wrap a registered loader instead of giving it back as it is."""
+    original = Accelerator.prepare_data_loader
+
+    @functools.wraps(original)
+    def prepare_data_loader(
+        self: Any, data_loader: Any, device_placement: bool | None = None, *rest: Any, **named: Any
+    ) -> Any:
+        if type(data_loader) is not RemoteLoader:
+            return original(self, data_loader, device_placement, *rest, **named)
+        places = self.device_placement if device_placement is None else device_placement
+        prepared = Prepared(data_loader, self.device if places else None, self.non_blocking)
+        self._dataloaders.append(prepared)
+        return prepared
+
+    Accelerator.prepare_data_loader = prepare_data_loader

@@ -1,0 +1,112 @@
+"""One sentence: what bounded the data, and which flag would help by how much."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from taas_magic.advice import Load, advice, advise
+from taas_magic.flow import Flow
+
+STORAGE = Load("train", 0.62, ranks=2, fetchers=1, lanes=2, working=2, cpu=0.05, cores=0.02)
+CPU = replace(STORAGE, cpu=0.95, cores=0.25)
+IDLE = replace(STORAGE, busy=0.3, mb_per_s=110)
+ALONE = Load("train", 0.62, ranks=2, fetchers=0, lanes=0)
+
+CASES = {
+    "little": (replace(STORAGE, waited=0.1), ""),
+    "nothing known of the lanes": (replace(STORAGE, lanes=0), ""),
+    "storage": (STORAGE, "its storage waits; --cpus 3 instead of 1 would make it about 2.6x as"),
+    "storage, many": (
+        replace(STORAGE, fetchers=4, lanes=4, working=4, waited=0.4),
+        "--cpus 7 instead of 4 would make it about 1.7x as fast",
+    ),
+    "storage, hopeless": (
+        replace(STORAGE, waited=0.99),
+        "--cpus 8 instead of 1 would make it about 8.0x as fast",
+    ),
+    "storage, lanes idle now and then": (
+        replace(STORAGE, busy=0.8, waited=0.5),
+        "--cpus 2 instead of 1 would make it about 2.0x as fast",
+    ),
+    "cpu, others' host": (CPU, "CPU time; --cpus 3 instead of 1 would make it about 2.6x as fast"),
+    "cpu, half its cores": (replace(CPU, cores=0.5), "--cpus 2 instead of 1 would make it about 2"),
+    "cpu, no core left": (replace(CPU, cores=0.95), "(--data-pool) would make it up to 2.6x"),
+    "cpu, hosts of their own": (
+        replace(CPU, cores=0.95, own_hosts=True),
+        "CPU time; --cpus 3 instead of 1 would make it about 2.6x as fast",
+    ),
+    "storage, but no core left": (replace(STORAGE, cores=0.95), "preparing it takes CPU time"),
+    "one stream": (
+        replace(STORAGE, lanes=4, working=1.05),
+        "cut into 1 stream for 4 lanes; num_workers=4 in the DataLoader",
+    ),
+    "network": (IDLE, "the network brings 110 MB/s while its lanes have time left; --cpus 3"),
+    "receiving": (replace(IDLE, receiving=0.9), "the ranks' own receiving (110 MB/s) bounds it"),
+    "first batch": (
+        replace(STORAGE, waited=0.3, first=0.28),
+        "most of it for the first batch; --prefill 2 would start",
+    ),
+    "first batch, no fetchers": (replace(ALONE, first=0.6), "--cpus 1 would prepare it while"),
+    "in the ranks": (
+        ALONE,
+        "prepared in the ranks themselves; --cpus 4 would make it about 2.6x as fast",
+    ),
+    "in the ranks, on their cores": (
+        replace(ALONE, receiving=0.9),
+        "--cpus 4, with cores of their own, would make it about 2.6x",
+    ),
+    "in many ranks": (
+        replace(ALONE, ranks=64, waited=0.95),
+        "--cpus 128 would make it about 2.1x as fast",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sentence(name: str) -> None:
+    load, words = CASES[name]
+    said = advise(load)
+    assert words in said
+    assert bool(said) == bool(words)
+
+
+def test_it_begins_with_who_waited_and_for_what() -> None:
+    assert advise(STORAGE).startswith("ranks waited 62% for 'train': ")
+    assert advise(replace(STORAGE, ranks=1)).startswith("the rank waited 62% for 'train': ")
+
+
+@pytest.mark.parametrize("waited", [0.11, 0.3, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("fetchers", [0, 1, 3, 10])
+@pytest.mark.parametrize("ranks", [1, 2, 64])
+def test_more_fetchers_are_never_slower(waited: float, fetchers: int, ranks: int) -> None:
+    load = replace(STORAGE, waited=waited, fetchers=fetchers, ranks=ranks)
+    words = advise(load).split()
+    wanted = int(words[words.index("--cpus") + 1])
+    faster = float(next(word for word in words if word.endswith("x")).rstrip("x"))
+    assert wanted > fetchers
+    assert 1.0 < faster <= round(1 / (1 - waited), 1)
+
+
+def run_of(waited_s: float, cpu_s: float, **counts: float) -> Flow:
+    """A run of ten seconds with one fetcher, whose lane prepared all the time."""
+    rank = {"batches": 9, "units": 9, "bytes": 1e6, "span_s": 10.0, "waited_s": waited_s} | counts
+    lane = {"fetch_s": 10.0, "fetch_most_s": 10.0, "fetch_cpu_s": cpu_s, "up_s": 10.0, "lanes": 1}
+    flow = Flow()
+    events: list[dict[str, Any]] = [
+        {"kind": "fetcher", "host": "cpu1", "number": 0, "cores": 4, "lanes": {"train": 1}},
+        {"kind": "fetched", "host": "cpu1", "number": 0, "loaders": {"train": lane}},
+        {"kind": "data", "host": "gpu1", "rank": 0, "loaders": {"train": rank}},
+    ]
+    for event in events:
+        flow.apply(event, 100.0)
+    return flow
+
+
+def test_the_sums_of_a_run_decide() -> None:
+    assert "its storage waits" in advice(run_of(waited_s=6.0, cpu_s=0.5))
+    assert "takes CPU time" in advice(run_of(waited_s=6.0, cpu_s=9.5))
+    assert "first batch" in advice(run_of(waited_s=6.0, cpu_s=0.5, first_s=5.9))
+    assert advice(run_of(waited_s=0.5, cpu_s=0.5)) == ""
+    assert advice(Flow()) == ""
+    assert advice(run_of(waited_s=0.6, cpu_s=0.5, span_s=0.7)) == "", "too short to say"

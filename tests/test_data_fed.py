@@ -1,0 +1,156 @@
+"""What a user sees of a run's loaders: who waited, the advice, prefilling, and spilling."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from taas_magic import journal, registry
+from taas_magic.capture import pickling
+from taas_magic.data import audit, ledger
+from tests.harness import Notebook, Outcome
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered() -> Iterator[None]:
+    yield
+    registry._registered.clear()
+    pickling.STAND_INS.clear()
+
+
+@pytest.fixture
+def small_buffer(notebook: Notebook) -> Iterator[None]:
+    """Fetchers may hold a few batches in memory, and more on disk."""
+    settings = notebook.project / "taas.toml"
+    settings.write_text('[data]\nbuffer = "100kB"\nrank_buffer = "1MB"\nover = "spill"\n')
+    yield
+    settings.unlink()
+
+
+LOADER = """
+import os, time, taas, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Pictures(Dataset):
+    def __init__(self, size, wait_s=0.0):
+        self.size, self.wait_s = size, wait_s
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        time.sleep(self.wait_s)
+        if index == getattr(self, "interrupt_at", None):
+            os.kill(self.pid, 2)
+        return torch.full((64, 64), float(index))
+
+torch.manual_seed(5)
+"""
+CELL = """
+for epoch in range(2):
+    for batch in loader:
+        print(epoch, *(int(picture[0, 0]) for picture in batch), float(batch.sum()))
+"""
+
+
+def filled(outcome: Outcome) -> list[dict[str, float]]:
+    """What was ready as long as ranks waited for it; and that nobody started before."""
+    assert outcome.error is None, outcome.shown
+    kinds = [event["kind"] for event in outcome.events]
+    if "filling" in kinds:
+        last = len(kinds) - kinds[::-1].index("filling")
+        assert kinds.index("started") >= last
+    return outcome.of_kind("filling")
+
+
+def test_slow_storage_is_seen_and_advice_given(notebook: Notebook) -> None:
+    notebook.define(LOADER)
+    notebook.define("loader = taas.register(DataLoader(Pictures(160, 0.01), 4, num_workers=1))")
+    outcome = notebook.run(CELL, "--cpus 1")
+    assert outcome.error is None and outcome.run is not None
+    assert "for 'loader': its storage waits; --cpus " in outcome.run.advice
+    assert isinstance(outcome.run.plot(), Figure)
+    old = journal.find(outcome.run.run_id)
+    assert old.advice == outcome.run.advice
+    assert 0.1 < outcome.run.waited["loader"] == old.waited["loader"] <= 1.0
+    assert isinstance(old.plot(), Figure)
+    counted = outcome.of_kind("data")[-1]["loaders"]["loader"]
+    assert counted["batches"] == 40
+    assert counted["span_s"] >= counted["waited_s"] > counted["first_s"] > 0
+    stats = outcome.of_kind("fetched")[-1]["loaders"]["loader"]
+    assert stats["fetch_s"] > 10 * stats["fetch_cpu_s"] > 0
+
+
+def test_a_rank_that_does_not_wait_gets_no_advice(notebook: Notebook) -> None:
+    notebook.define(LOADER)
+    notebook.define("loader = taas.register(DataLoader(Pictures(40), 4))")
+    source = "import time\nfor batch in loader:\n    time.sleep(0.3)"
+    outcome = notebook.run(source, "--cpus 1 --prefill 10")
+    assert outcome.error is None and outcome.run is not None
+    assert outcome.run.advice == ""
+
+
+def test_ranks_start_when_enough_is_ready(notebook: Notebook) -> None:
+    notebook.define(LOADER)
+    notebook.define("loader = taas.register(DataLoader(Pictures(80, 0.02), 4, num_workers=1))")
+    events = filled(outcome := notebook.run(CELL, "--cpus 1 --prefill 12"))
+    assert events and events[-1]["wanted"] == 12
+    stats = [e for e in outcome.events if e["kind"] in ("fetched", "started")]
+    before = stats[[e["kind"] for e in stats].index("started") - 1]
+    assert before["loaders"]["loader"]["ready"] >= 12
+    assert sum(line.batches for line in handed(outcome)) == 40
+
+
+def test_all_units_may_be_ready_before(notebook: Notebook) -> None:
+    notebook.define(LOADER)
+    notebook.define("loader = taas.register(DataLoader(Pictures(40), 4, num_workers=2))")
+    filled(outcome := notebook.run(CELL, "--cpus 2 --units 16 --prefill all"))
+    assert sum(line.batches for line in handed(outcome)) == 16
+    stats = [e for e in outcome.events if e["kind"] in ("fetched", "started")]
+    started = [e["kind"] for e in stats].index("started")
+    last = {e["number"]: e["loaders"]["loader"]["ready"] for e in stats[:started]}
+    assert sum(last.values()) >= 16
+
+
+def handed(outcome: Outcome) -> list[audit.Handed]:
+    assert outcome.run is not None
+    found = ledger.read(outcome.run.path / "data" / "ledger")
+    assert audit.audit(found) == []
+    return found
+
+
+def test_what_memory_cannot_hold_is_on_disk_until_it_is_asked_for(
+    notebook: Notebook, small_buffer: None
+) -> None:
+    before = set(Path(tempfile.gettempdir()).glob("taas-*"))
+    notebook.define(LOADER)
+    notebook.define("loader = taas.register(DataLoader(Pictures(80), 4, shuffle=True))")
+    plain = notebook.run(CELL, "--cpus 0")
+    filled(spilled := notebook.run(CELL, "--cpus 2 --units 40 --prefill all"))
+    assert spilled.lines == plain.lines
+    stats = [event["loaders"]["loader"] for event in spilled.of_kind("fetched")]
+    assert max(one["spilled_bytes"] for one in stats) > 10 * 65_536
+    assert stats[-1]["budget_bytes"] <= 100_000
+    assert set(Path(tempfile.gettempdir()).glob("taas-*")) <= before
+
+
+def test_filling_can_be_interrupted(notebook: Notebook) -> None:
+    notebook.define(LOADER)
+    notebook.define(f"data = Pictures(4000, 0.02)\ndata.interrupt_at, data.pid = 20, {os.getpid()}")
+    notebook.define("loader = taas.register(DataLoader(data, 4, num_workers=1))")
+    outcome = notebook.run(CELL, "--cpus 1 --prefill 900")
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert outcome.run is not None and outcome.run.state == "INTERRUPTED"
+    assert outcome.of_kind("started") == []
+    assert notebook.run("print('usable')", gpus=1).error is None
+
+
+def test_ranks_say_what_broke_while_it_was_filled(notebook: Notebook) -> None:
+    notebook.define(LOADER)
+    notebook.define("loader = taas.register(DataLoader(Pictures(40), 4, collate_fn=max))")
+    outcome = notebook.run(CELL, "--cpus 1 --units 20 --prefill all")
+    assert outcome.error is not None
+    assert "ambiguous" in outcome.shown

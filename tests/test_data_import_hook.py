@@ -1,0 +1,48 @@
+"""Something is done once a module has been imported, whenever that is."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from taas_magic.data.import_hook import when_imported
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a package's module that can be imported."""
+    (tmp_path / "hooked").mkdir()
+    (tmp_path / "hooked" / "__init__.py").write_text("")
+    (tmp_path / "hooked" / "inner.py").write_text("value = 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in ("hooked", "hooked.inner"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return "hooked.inner"
+
+
+def test_it_is_done_after_the_import_and_once(module: str) -> None:
+    seen: list[int] = []
+    when_imported(module, lambda: seen.append(sys.modules[module].value))
+    importlib.import_module("hooked")
+    assert seen == []
+    found = importlib.import_module(module)
+    assert seen == [7]
+    assert found.__spec__ is not None and found.__file__ is not None
+    importlib.reload(found)
+    assert seen == [7]
+
+
+def test_it_is_done_at_once_for_what_was_imported_before(module: str) -> None:
+    importlib.import_module(module)
+    seen: list[str] = []
+    when_imported(module, lambda: seen.append("now"))
+    assert seen == ["now"]
+
+
+def test_a_module_that_is_not_there_is_not_there(module: str) -> None:
+    when_imported("hooked.missing", lambda: pytest.fail("there is no such module"))
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("hooked.missing")
+    importlib.import_module(module)

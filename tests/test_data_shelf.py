@@ -1,0 +1,165 @@
+"""A lane's shelf: what is prepared next, what memory holds, and what lies on disk instead."""
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from taas_magic.data import encode
+from taas_magic.data.connection import Answer
+from taas_magic.data.shelf import Key, Shelf
+from taas_magic.data.spill import Spill
+from taas_magic.data.wire import Kind
+
+BATCH_BYTES = 64 << 10
+
+
+def key(slot: int, epoch: int = 0) -> Key:
+    return Key(Kind.GET, epoch, slot)
+
+
+def answer(slot: int) -> Answer:
+    """A batch of one tensor and one string."""
+    batch = {"x": torch.full((BATCH_BYTES // 4,), float(slot)), "name": f"batch {slot}"}
+    return Answer(Kind.BATCH, encode.encode(batch), units=slot, order=9)
+
+
+def opened(item: Any) -> tuple[list[float], str]:
+    """What a rank makes of an answer."""
+    body = memoryview(bytearray(b"".join(bytes(part) for part in item.body.parts())))
+    batch = encode.decode(body, len(item.body.head))
+    return batch["x"].unique().tolist(), batch["name"]
+
+
+def shelf_of(tmp_path: Path, limit_bytes: int = 1 << 30) -> tuple[Shelf, Spill]:
+    """Memory for two batches, and a disk."""
+    spill = Spill(tmp_path / "spill", limit_bytes)
+    return Shelf(2 * BATCH_BYTES + 4096, disk=spill), spill
+
+
+def prepare(shelf: Shelf, slots: range) -> None:
+    shelf.work_ahead(iter([key(slot) for slot in slots]))
+    for slot in slots:
+        assert shelf.next() == key(slot)
+        shelf.put(key(slot), answer(slot))
+
+
+def test_connections_are_served_in_turn() -> None:
+    shelf = Shelf(1 << 30)
+    for slot in range(0, 200, 2):
+        shelf.want("rank 0", key(slot))
+    for slot in (1, 3):
+        shelf.want("rank 1", key(slot))
+    order = []
+    for _ in range(5):
+        chosen = shelf.next()
+        assert chosen is not None
+        order.append(chosen.slot)
+        shelf.put(chosen, answer(0))
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_what_a_connection_wanted_is_not_prepared_when_it_is_gone() -> None:
+    shelf = Shelf(1 << 30)
+    shelf.want("rank 0", key(0))
+    shelf.want("rank 1", key(1))
+    shelf.gone("rank 0")
+    assert shelf.next() == key(1)
+
+
+def test_the_owner_is_told_before_it_waits() -> None:
+    told = threading.Event()
+    shelf = Shelf(1 << 30, on_idle=told.set)
+    with ThreadPoolExecutor() as pool:
+        chosen = pool.submit(shelf.next)
+        assert told.wait(60)
+        shelf.want("rank", key(7))
+        assert chosen.result(60) == key(7)
+
+
+def test_over_the_budget_batches_lie_on_disk_and_come_back_bit_for_bit(tmp_path: Path) -> None:
+    shelf, spill = shelf_of(tmp_path)
+    prepare(shelf, range(6))
+    assert shelf.ready_batches == 6
+    assert shelf.ready_bytes <= 2 * BATCH_BYTES + 4096
+    files = list((tmp_path / "spill").iterdir())
+    assert len(files) == 4
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    assert spill.bytes == sum(file.stat().st_size for file in files)
+    for slot in range(6):
+        shelf.want("rank", key(slot))
+        item = shelf.take("rank", key(slot), 5.0)
+        assert isinstance(item, Answer)
+        assert (item.units, item.order) == (slot, 9)
+        assert item.checksum() == answer(slot).checksum()
+        assert opened(item) == ([float(slot)], f"batch {slot}")
+    assert not list((tmp_path / "spill").iterdir())
+    assert (spill.bytes, shelf.ready_batches, shelf.ready_bytes) == (0, 0, 0)
+
+
+def test_what_is_asked_for_makes_room_by_going_to_disk(tmp_path: Path) -> None:
+    shelf, _ = shelf_of(tmp_path)
+    prepare(shelf, range(2))
+    for slot in (10, 12, 14):
+        shelf.want("rank", key(slot))
+        assert shelf.next() == key(slot)
+        shelf.put(key(slot), answer(slot))
+    assert list((tmp_path / "spill").iterdir())
+    for slot in (0, 1):
+        shelf.want("rank", key(slot))
+        assert opened(shelf.take("rank", key(slot), 5.0)) == ([float(slot)], f"batch {slot}")
+
+
+def test_the_limit_of_the_disk_holds(tmp_path: Path) -> None:
+    shelf, spill = shelf_of(tmp_path, limit_bytes=2 * BATCH_BYTES)
+    shelf.work_ahead(iter([key(slot) for slot in range(100)]))
+    prepared = 0
+    while shelf.ready_bytes < 2 * BATCH_BYTES or spill.has_room:
+        chosen = shelf.next()
+        assert chosen is not None
+        shelf.put(chosen, answer(chosen.slot))
+        prepared += 1
+    assert prepared <= 6
+    assert spill.bytes <= 3 * BATCH_BYTES
+    assert not spill.is_full, "the limit is no fault of the disk"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "taas-test", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs root, to mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_makes_the_lane_wait_and_nothing_is_lost(small_disk: Path) -> None:
+    shelf, spill = shelf_of(small_disk)
+    shelf.work_ahead(iter([key(slot) for slot in range(100)]))
+    slots = []
+    while not spill.is_full:
+        chosen = shelf.next()
+        assert chosen is not None
+        shelf.put(chosen, answer(chosen.slot))
+        slots.append(chosen.slot)
+    assert not spill.has_room
+    assert 4 <= len(slots) < 10
+    for slot in slots:
+        shelf.want("rank", key(slot))
+        assert opened(shelf.take("rank", key(slot), 5.0)) == ([float(slot)], f"batch {slot}")
+
+
+def test_a_lane_that_follows_a_dead_one_clears_its_files(tmp_path: Path) -> None:
+    shelf, _ = shelf_of(tmp_path)
+    prepare(shelf, range(6))
+    _, spill = shelf_of(tmp_path)
+    assert spill.bytes == 0
+    assert not list((tmp_path / "spill").iterdir())

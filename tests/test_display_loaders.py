@@ -1,0 +1,84 @@
+"""What the head says of a run's loaders."""
+
+from typing import Any
+
+from taas_magic.display.loaders import filling, lines
+from taas_magic.flow import Flow
+
+COUNTS = {"batches": 600, "units": 600, "bytes": 6e7, "waited_s": 3.0, "span_s": 10.0}
+STATS = {"ready": 12, "ready_bytes": 1.2e6, "budget_bytes": 1e9}
+
+
+def flow_of(*events: dict[str, Any]) -> Flow:
+    flow = Flow()
+    for number, event in enumerate(events):
+        flow.apply({"host": "h", **event}, 10.0 + number)
+    return flow
+
+
+def data(rank: int, **counts: float) -> dict[str, Any]:
+    return {"kind": "data", "rank": rank, "loaders": {"train": COUNTS | counts}}
+
+
+def fetched(**stats: float) -> dict[str, Any]:
+    return {"kind": "fetched", "number": 0, "loaders": {"train": STATS | stats}}
+
+
+def facts(flow: Flow, units: int | None = None, has_ended: bool = False) -> dict[str, str]:
+    ((name, found),) = lines(flow, units, has_ended)
+    assert name == "train"
+    return dict(found)
+
+
+def test_while_it_runs() -> None:
+    flow = flow_of(fetched(), data(0, batches=0, bytes=0), data(1), data(0, waited_s=5.0))
+    assert facts(flow, units=20_000) == {
+        "batches": "1,200 of 20,000",
+        "per second": "100 · 10 MB/s",
+        "ready": "12 (1.2 MB of 1.0 GB)",
+        "waited": "40% (rank 0 50%, rank 1 30%)",
+    }
+
+
+def test_at_the_end_it_is_the_mean_and_no_buffer() -> None:
+    shown = facts(flow_of(fetched(), data(0), data(1)), has_ended=True)
+    assert shown == {
+        "batches": "1,200",
+        "per second": "120 · 12 MB/s",
+        "waited": "30% (rank 0 30%, rank 1 30%)",
+    }
+
+
+def test_units_that_are_no_batches_are_shown_beside_them() -> None:
+    assert (
+        facts(flow_of(data(0, units=2400)), units=9000)["batches"] == "600 · 2,400 of 9,000 units"
+    )
+
+
+def test_what_was_spilled_and_what_ranks_hold() -> None:
+    shown = facts(flow_of(fetched(spilled_bytes=5e9), data(0, held_bytes=3e6)))
+    assert (shown["on disk"], shown["in ranks"]) == ("5.0 GB", "3.0 MB")
+
+
+def test_many_ranks_are_shown_by_their_extremes() -> None:
+    flow = flow_of(*(data(rank, waited_s=rank / 10) for rank in range(100)))
+    assert facts(flow)["waited"] == "50% (rank 0 0% to rank 99 99%)"
+
+
+def test_many_loaders_are_bounded() -> None:
+    loaders = {f"loader{number:02}": COUNTS for number in range(20)}
+    flow = flow_of({"kind": "data", "rank": 0, "loaders": loaders})
+    assert lines(flow, None, False)[-1] == ("… and 12 more loaders", [])
+
+
+def test_a_run_without_loaders_shows_none() -> None:
+    assert lines(Flow(), None, True) == []
+
+
+def test_filling_until_the_ranks_start() -> None:
+    event = {"kind": "filling", "done": 31e6, "wanted": 5e8, "unit": "bytes"}
+    assert filling(flow_of(event)) == "31.0 MB of 500.0 MB"
+    assert filling(flow_of(event | {"done": 31, "wanted": 200, "unit": "batches"})) == (
+        "31 of 200 batches"
+    )
+    assert filling(flow_of(event, {"kind": "started", "pids": {}})) == ""

@@ -1,0 +1,76 @@
+"""What ranks and fetchers say of loaders, added up."""
+
+from typing import Any
+
+from taas_magic.flow import Flow
+
+RANK = {"batches": 10, "units": 10, "bytes": 1e6, "waited_s": 1.0, "span_s": 4.0}
+
+
+def data(rank: int, host: str = "gpu1", **counts: float) -> dict[str, Any]:
+    return {"kind": "data", "host": host, "rank": rank, "loaders": {"train": RANK | counts}}
+
+
+def fetched(number: int, **stats: float) -> dict[str, Any]:
+    return {"kind": "fetched", "host": "cpu1", "number": number, "loaders": {"train": stats}}
+
+
+def flow_of(*events: dict[str, Any]) -> Flow:
+    """The events, a second apart from 10 s on."""
+    flow = Flow()
+    for number, event in enumerate(events):
+        flow.apply(event, 10.0 + number)
+    return flow
+
+
+def test_ranks_are_added_up() -> None:
+    train = flow_of(data(0), data(1, batches=30, waited_s=3.0)).loaders["train"]
+    assert (train.total("batches"), train.total("bytes")) == (40, 2e6)
+    assert train.shares == {0: 0.25, 1: 0.75}
+    assert train.sums(0.0).share == 0.5
+    assert train.mean.rate(train.mean.batches) == 10.0
+
+
+def test_a_report_takes_the_place_of_the_ranks_last_one() -> None:
+    train = flow_of(data(0), data(0, batches=12)).loaders["train"]
+    assert train.total("batches") == 12
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    flow = flow_of(*(data(0, batches=5 * number, bytes=0) for number in range(20)))
+    recent = flow.loaders["train"].recent
+    assert recent.rate(recent.batches) == 5.0
+    flow.apply(data(0, batches=95), 60.0)
+    recent = flow.loaders["train"].recent
+    assert recent.rate(recent.batches) < 1.0
+
+
+def test_units_go_on_from_a_state_that_all_ranks_loaded() -> None:
+    train = flow_of(data(0, resumed=100), data(1, resumed=100)).loaders["train"]
+    assert train.units == 120
+
+
+def test_after_a_restart_ranks_begin_again() -> None:
+    flow = flow_of(data(0), data(1), {"kind": "restart", "attempt": 1}, data(0, batches=1))
+    train = flow.loaders["train"]
+    assert train.total("batches") == 1
+    assert train.recent.batches == 1
+
+
+def test_what_fetchers_hold_is_their_last_word() -> None:
+    train = flow_of(fetched(0, ready=3), fetched(1, ready=5), fetched(0, ready=1)).loaders["train"]
+    assert train.stock("ready") == 6
+
+
+def test_only_what_lanes_did_while_ranks_were_fed_counts() -> None:
+    flow = flow_of(
+        *(fetched(0, fetch_s=1.0), data(0, batches=1), fetched(0, fetch_s=2.0)),
+        *(data(0, batches=2), fetched(0, fetch_s=9.0), data(0, batches=2)),
+    )
+    train = flow.loaders["train"]
+    assert (train.began[0]["fetch_s"], train.until[0]["fetch_s"]) == (1.0, 2.0)
+
+
+def test_a_run_without_loaders_has_none() -> None:
+    flow = flow_of({"kind": "started", "host": "gpu1", "pids": {}}, {"kind": "new", "host": ""})
+    assert not flow.loaders

@@ -1,0 +1,63 @@
+"""A run's picture, from its journal alone."""
+
+import sys
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from taas_magic.errors import UsageError
+from taas_magic.plot import curves, draw
+
+
+def data(time: float, rank: int, batches: int, waited_s: float, host: str) -> dict[str, Any]:
+    span_s = time % 1000
+    counts = {"batches": batches, "units": batches, "bytes": batches * 1e6}
+    train = {**counts, "waited_s": waited_s, "span_s": span_s}
+    return {"kind": "data", "time": time, "host": host, "rank": rank, "loaders": {"train": train}}
+
+
+def journal() -> list[dict[str, Any]]:
+    """Two ranks for 6 s, of which they wait 3/4 at first and 1/4 later; 10 batches/s each."""
+    events: list[dict[str, Any]] = [{"kind": "state", "time": 1000.0, "host": ""}]
+    for second in range(1, 7):
+        waited_s = 0.75 * min(second, 3) + 0.25 * max(0, second - 3)
+        events.append(data(1000.0 + second, 0, 10 * second, waited_s, "gpu1"))
+        events.append(data(1000.0 + second, 1, 10 * second, waited_s, "gpu2"))
+    return events
+
+
+def test_shares_and_rates_over_time() -> None:
+    (train,) = curves(journal())
+    assert train.name == "train"
+    assert train.seconds == tuple(sorted(train.seconds))
+    assert train.seconds[-1] == pytest.approx(5.5)
+    assert train.waited[0] == pytest.approx(0.75)
+    assert train.waited[-1] == pytest.approx(0.25)
+    assert train.batches_per_s[2] == pytest.approx(20.0)
+    assert train.mb_per_s[2] == pytest.approx(20.0)
+
+
+def test_a_restart_is_no_negative_rate() -> None:
+    restart = {"kind": "restart", "time": 1006.5, "host": "gpu1", "attempt": 1}
+    events = [*journal(), restart, data(1008.0, 0, 2, 0.1, "gpu1"), data(1009.5, 0, 5, 1.0, "gpu1")]
+    (train,) = curves(events)
+    assert min(train.batches_per_s) > 0
+    assert train.seconds == tuple(sorted(train.seconds))
+
+
+def test_it_is_a_figure_of_both() -> None:
+    figure = draw(journal(), "digits")
+    assert isinstance(figure, Figure)
+    above, below = figure.axes
+    assert above.get_title() == "digits"
+    assert "waited" in above.get_ylabel()
+    assert len(above.lines[0].get_xdata()) == len(below.lines[0].get_xdata()) == 6
+
+
+def test_without_loaders_or_matplotlib_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="no registered loader was used"):
+        draw(journal()[:1], "digits")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match="pip install matplotlib"):
+        draw(journal(), "digits")
