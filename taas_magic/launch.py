@@ -55,7 +55,8 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         open_pool(pool, interrupts, len(plan.hosts))
         folder = RunFolder.create(plan.run_id, plan.to_json(), cell.raw)
         payload.write(captured, folder.payload)
-        registry.serve(loaders, folder.path, plan.cpus, plan.units, config.data)
+        tls = len(plan.hosts) > 1 and pool.config.network != "private"
+        registry.serve(loaders, folder.path, plan.cpus, plan.units, config.data, tls)
         run = last_run = Run(plan, folder)
         gpus = plan.world_size if pool.capacity().gpus else 0
         view = View(plan, folder.path, log_ranks=flags.log_ranks, gpus=gpus)

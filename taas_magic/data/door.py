@@ -93,7 +93,12 @@ class Door:
         if self._tls is None or sock.family == socket.AF_UNIX:
             sockets.tick(sock, _PROOF_S)
             return sock
-        return self._tls.wrap_socket(sock, server_side=True)
+        try:
+            return self._tls.wrap_socket(sock, server_side=True)
+        except ssl.SSLError as error:
+            raise ProtocolError(
+                f"it does not have the run's certificate ({error.reason})"
+            ) from error
 
 
 def _introduce(sock: Socket, key: bytes, about: bytes) -> Talk:

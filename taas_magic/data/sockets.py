@@ -14,6 +14,7 @@ TICK_S = 1.0
 
 _MAX_PARTS = 500
 _PEER_GONE_S = 10
+_RECORD_BYTES = 16 << 10
 
 
 def keep_watch(sock: socket.socket) -> None:
@@ -42,8 +43,8 @@ def tick(sock: Socket, seconds: float) -> None:
 def send(sock: Socket, parts: Sequence[Part], descriptors: Sequence[int] = ()) -> None:
     """Send all parts, gathered by the kernel; `descriptors` go along with the first byte."""
     if isinstance(sock, ssl.SSLSocket):
-        for part in parts:
-            sock.sendall(part)
+        for piece in _joined(parts):
+            sock.sendall(piece)
         return
     ancillary = [
         (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))
@@ -54,6 +55,24 @@ def send(sock: Socket, parts: Sequence[Part], descriptors: Sequence[int] = ()) -
         descriptors = ()
         for part in unsent(group, sent):
             sock.sendall(part)
+
+
+def _joined(parts: Iterable[Part]) -> Iterable[Part]:
+    """The same bytes, small parts put together: TLS makes a record of each piece at least."""
+    small = bytearray()
+    for part in parts:
+        if len(small) + len(part) <= _RECORD_BYTES:
+            small += part
+            continue
+        if small:
+            yield bytes(small)
+            small = bytearray()
+        if len(part) <= _RECORD_BYTES:
+            small += part
+        else:
+            yield part
+    if small:
+        yield bytes(small)
 
 
 def unsent(parts: Iterable[Part], sent: int) -> Iterable[Part]:
