@@ -1,255 +1,185 @@
 """Delivery and preparation of batches: the data service against a raw socket and local loaders.
 
-    python benchmarks/data.py [--rounds 3] [--seconds 2] [--only delivery|collate|slow|cpu]
+    python benchmarks/data.py [--rounds 5] [--seconds 2] [--only delivery|first|collate|slow|cpu]
 
 Every row is measured in rounds that take turns, so that a slow moment of the machine hits all of
-them; printed are medians and the spread. One consumer touches every batch (reads one value of each
-4 KiB page). Figures move from machine to machine: compare rows of one run only.
+them, and each time in a fresh process; printed are medians and the spread. The consumer touches
+every batch (reads one value of each 4 KiB page). "memory" is the peak of the consumer's resident
+memory, shared memory that it looks at included, over what it had before the first batch. Ratios are
+taken within a round. Figures move from machine to machine: compare rows of one run only.
 """
 
 import argparse
-import contextlib
 import multiprocessing
-import os
 import resource
-import socket
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import NamedTuple
 
-import cloudpickle
+import psutil
 import torch
+from deliverers import Ready, Samples, local, ours, raw, service
 from torch.utils.data import DataLoader, Dataset
 
-from taas_magic.data import service
-from taas_magic.data.feed import Feed, LoaderShape
-from taas_magic.data.loader import RemoteLoader
-from taas_magic.data.route import FolderDirectory
-from taas_magic.data.tls import Tls
-from taas_magic.remote import fetcher
+from taas_magic.data.service import new_certificate
 
 SIZES = {"196 KiB": 196 << 10, "36.75 MiB": 37632 << 10}
-ENDLESS = 1 << 30
+FIRST_BATCHES = 9
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-class Ready(Dataset):
-    """Hands out batches that are ready: what is measured is delivery.
+class Figures(NamedTuple):
+    """What one measurement of one row gives."""
 
-    Each is a tensor of its own over the same memory: a local worker would move one and the same
-    tensor into shared memory once, and then deliver nothing but its name.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.memory = bytearray(size)
-
-    def __len__(self) -> int:
-        return 100_000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.frombuffer(self.memory, dtype=torch.uint8)
+    batches_s: float
+    bytes_s: float
+    cpu_s_per_gb: float
+    memory_mib: float
 
 
-class Samples(Dataset):
-    """64 of these make a batch of 196 KiB; each costs so much waiting and computing."""
-
-    def __init__(self, wait_s: float = 0.0, compute_s: float = 0.0) -> None:
-        self.wait_s, self.compute_s = wait_s, compute_s
-
-    def __len__(self) -> int:
-        return 64 * 20_000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if self.wait_s:
-            time.sleep(self.wait_s)
-        end = time.thread_time() + self.compute_s
-        while time.thread_time() < end:
-            pass
-        return torch.full((3, 32, 32), float(index % 7))[:, :16, :16]
+def touch(batch: object) -> torch.Tensor:
+    tensor = batch if isinstance(batch, torch.Tensor) else batch[0]  # type: ignore[index]
+    assert tensor.reshape(-1).view(torch.uint8)[::4096].sum() >= 0
+    return tensor
 
 
-def touch(batch: torch.Tensor) -> float:
-    return float(batch.reshape(-1).view(torch.uint8)[::4096].sum())
+def consume(make: Callable, seconds: float, results: Connection) -> None:
+    """The consumer's process."""
+    torch.set_num_threads(1)
+    before = psutil.Process().memory_info().rss
+    with make() as take:
+        for _ in range(3):
+            touch(take())
+        batches = size = 0
+        started, cpu = time.perf_counter(), time.process_time()
+        while (elapsed := time.perf_counter() - started) < seconds:
+            size += touch(take()).nbytes
+            batches += 1
+        cpu = time.process_time() - cpu
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    memory = (peak - before) / 2**20
+    results.send(Figures(batches / elapsed, size / elapsed, cpu / (size / 1e9), memory))
 
 
-def raw_sender(port: int, size: int) -> None:
-    data = memoryview(bytearray(size))
-    with socket.create_connection(("127.0.0.1", port)) as sock, contextlib.suppress(OSError):
-        while True:
-            sock.sendall(data)
+def first_batches(make: Callable, results: Connection) -> None:
+    """Milliseconds from the question to the first batch, each time by a rank that is new."""
+    with make() as running:
+        running.wait_until_filled()
+        times = []
+        for _ in range(FIRST_BATCHES):
+            remote = running.remote()
+            started = time.perf_counter()
+            touch(next(batches := iter(remote)))
+            times.append((time.perf_counter() - started) * 1e3)
+            batches.close()
+            remote.close()
+    results.send(times)
 
 
-@contextlib.contextmanager
-def raw(size: int) -> Iterator[Callable[[], torch.Tensor]]:
-    """A plain TCP socket into one reused buffer: the ceiling."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = CONTEXT.Process(target=raw_sender, args=(server.getsockname()[1], size))
-        sender.start()
-        sock, _ = server.accept()
-    memory = bytearray(size)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-
-    def receive() -> torch.Tensor:
-        done = sock.recv_into(memory, flags=socket.MSG_WAITALL)
-        assert done == size
-        return tensor
-
-    try:
-        yield receive
-    finally:
-        sock.close()
-        sender.join()
-
-
-@contextlib.contextmanager
-def ours(
-    loader: DataLoader,
-    fetchers: int = 1,
-    lanes: int = 1,
-    direct: bool = False,
-    tls: Tls | None = None,
-) -> Iterator[Callable[[], object]]:
-    """The data service, fetchers in processes of their own."""
-    folder = Path(tempfile.mkdtemp())
-    key, payload = os.urandom(32), cloudpickle.dumps(loader)
-    (folder / "train.pkl").write_bytes(payload)
-    running = []
-    for number in range(fetchers):
-        fetched = (fetcher.Fetched("train", folder / "train.pkl", lanes),)
-        spec = fetcher.FetcherSpec(
-            number,
-            fetchers,
-            fetched,
-            key,
-            folder / "fetchers",
-            lanes,
-            tls=tls,
-            buffer_bytes=256 << 20,
-        )
-        running.append(fetcher.start(spec, CONTEXT))
-    for _, control in running:
-        control.recv()
-    feed = Feed(
-        0,
-        1,
-        lambda name: payload,
-        FolderDirectory(folder / "fetchers"),
-        key,
-        tls=tls.client if tls else None,
-        direct=direct,
-    )
-    shape = LoaderShape("train", len(loader), None, False, loader.batch_size, False, 0)
-    remote = RemoteLoader(shape, feed)
-    batches = iter(remote)
-    try:
-        yield lambda: next(batches)
-    finally:
-        batches.close()
-        remote.close()
-        for process, control in running:
-            control.close()
-            process.join()
-
-
-@contextlib.contextmanager
-def local(loader: DataLoader) -> Iterator[Callable[[], object]]:
-    batches = iter(loader)
-    yield lambda: next(batches)
-
-
-def measure(take: Callable[[], object], seconds: float) -> tuple[float, float, float]:
-    """Batches/s, bytes/s and CPU seconds of this process per GB."""
-    for _ in range(3):
-        touch(first(take()))
-    batches = size = 0
-    started, cpu = time.perf_counter(), time.process_time()
-    while (elapsed := time.perf_counter() - started) < seconds:
-        batch = first(take())
-        touch(batch)
-        batches, size = batches + 1, size + batch.nbytes
-    return batches / elapsed, size / elapsed, (time.process_time() - cpu) / (size / 1e9)
-
-
-def first(batch: object) -> torch.Tensor:
-    return batch if isinstance(batch, torch.Tensor) else batch[0]  # type: ignore[index]
+def in_a_process(target: Callable, *arguments: object) -> object:
+    """What a target sends from a process of its own."""
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=target, args=(*arguments, theirs))
+    process.start()
+    theirs.close()
+    result = ours.recv()
+    process.join()
+    return result
 
 
 def compare(title: str, rows: dict[str, Callable], rounds: int, seconds: float) -> None:
-    figures: dict[str, list[tuple[float, float, float]]] = {name: [] for name in rows}
+    """Measure rows in turn; the first is what the others are compared with."""
+    figures: dict[str, list[Figures]] = {name: [] for name in rows}
     for _ in range(rounds):
         for name, make in rows.items():
-            with make() as take:
-                figures[name].append(measure(take, seconds))
-    print(f"\n{title}")
-    print(f"{'':34}{'batches/s':>12}{'spread':>10}{'MB/s':>10}{'CPU s/GB':>10}{'of raw':>8}")
-    ceiling = None
+            figures[name].append(in_a_process(consume, make, seconds))
+    head = f"{'batches/s':>12}{'spread':>8}{'MB/s':>8}{'CPU s/GB':>10}{'memory':>10}"
+    print(f"\n{title}\n{'':30}{head}{'rate x':>9}{'CPU x':>8}")
+    first = next(iter(figures.values()))
     for name, results in figures.items():
-        rates = [result[0] for result in results]
+        rates, sizes, cpus, memory = zip(*results, strict=True)
         rate = statistics.median(rates)
-        ceiling = ceiling or rate
-        spread = (max(rates) - min(rates)) / rate
-        mega = statistics.median(result[1] for result in results) / 1e6
-        cpu = statistics.median(result[2] for result in results)
-        print(f"{name:34}{rate:12.1f}{spread:10.0%}{mega:10.0f}{cpu:10.2f}{rate / ceiling:8.0%}")
+        pairs = list(zip(results, first, strict=True))
+        ratio = statistics.median(one.batches_s / other.batches_s for one, other in pairs)
+        cpu_ratio = statistics.median(one.cpu_s_per_gb / other.cpu_s_per_gb for one, other in pairs)
+        print(
+            f"{name:30}{rate:12.1f}{(max(rates) - min(rates)) / rate:8.0%}"
+            f"{statistics.median(sizes) / 1e6:8.0f}{statistics.median(cpus):10.2f}"
+            f"{statistics.median(memory):6.0f} MiB{ratio:9.2f}{cpu_ratio:8.2f}",
+            flush=True,
+        )
 
 
 def delivery(rounds: int, seconds: float) -> None:
-    tls = service.new_certificate()
+    tls = new_certificate()
     for name, size in SIZES.items():
         loader = DataLoader(Ready(size), batch_size=None)
         rows = {
-            "raw TCP socket, reused buffer": lambda size=size: raw(size),
-            "ours, TCP": lambda loader=loader: ours(loader),
-            "ours, TCP + TLS": lambda loader=loader: ours(loader, tls=tls),
-            "ours, shared memory": lambda loader=loader: ours(loader, direct=True),
+            "raw TCP socket, reused buffer": partial(raw, size),
+            "ours, TCP": partial(ours, loader),
+            "ours, TCP + TLS": partial(ours, loader, tls=tls),
+            "ours, shared memory": partial(ours, loader, direct=True),
         }
         for workers in (0, 1, 2):
             made = DataLoader(Ready(size), batch_size=None, num_workers=workers)
-            rows[f"local DataLoader, {workers} workers"] = lambda made=made: local(made)
+            rows[f"local DataLoader, {workers} workers"] = partial(local, made)
         compare(f"Delivery of ready batches of {name}", rows, rounds, seconds)
 
 
-def prepared(title: str, dataset: Dataset, rounds: int, seconds: float) -> None:
-    def loader(workers: int) -> DataLoader:
-        return DataLoader(dataset, 64, num_workers=workers)
+def first(rounds: int) -> None:
+    tls = new_certificate()
+    print("\nTime to a rank's first batch of 196 KiB, the fetcher's buffer filled, in ms")
+    loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None)
+    rows = {"TCP": {}, "TCP + TLS": {"tls": tls}, "shared memory": {"direct": True}}
+    for name, arguments in rows.items():
+        make = partial(service, loader, **arguments)
+        times = [ms for _ in range(rounds) for ms in in_a_process(first_batches, make)]
+        print(f"{'ours, ' + name:30}{statistics.median(times):8.1f}, at most {max(times):.1f}")
 
-    rows = {}
+
+def prepared(title: str, dataset: Dataset, rounds: int, seconds: float) -> None:
     for workers in (1, 2):
-        made = loader(workers)
-        rows[f"local DataLoader, {workers} workers"] = lambda made=made: local(made)
-        rows[f"ours, {workers} lanes"] = lambda n=workers: ours(loader(0), lanes=n, direct=True)
-    compare(title, rows, rounds, seconds)
+        rows = {
+            f"local DataLoader, {workers} workers": partial(
+                local, DataLoader(dataset, 64, num_workers=workers)
+            ),
+            f"ours, {workers} lanes": partial(
+                ours, DataLoader(dataset, 64), lanes=workers, direct=True
+            ),
+        }
+        compare(title, rows, rounds, seconds)
 
 
 def storage(rounds: int, seconds: float) -> None:
-    dataset = Samples(wait_s=0.005)
+    loader = DataLoader(Samples(wait_s=0.005), 64)
     rows = {
-        f"ours, M = {m}": lambda m=m: ours(DataLoader(dataset, 64), fetchers=m, direct=True)
-        for m in (1, 2, 4, 8)
+        f"ours, M = {hosts}": partial(ours, loader, fetchers=hosts, direct=True)
+        for hosts in (1, 2, 4, 8)
     }
-    compare("Slow storage, 5 ms wait a sample (last column: times M = 1)", rows, rounds, seconds)
+    compare("Slow storage, 5 ms wait a sample", rows, rounds, seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--only", choices=["delivery", "collate", "slow", "cpu"])
+    parser.add_argument("--only", choices=["delivery", "first", "collate", "slow", "cpu"])
     asked = parser.parse_args()
-    CONTEXT.set_forkserver_preload(["taas_magic.remote.fetcher", "benchmarks.data"])
+    CONTEXT.set_forkserver_preload(["torch", "taas_magic.remote.fetcher", "deliverers"])
     rounds, seconds = asked.rounds, asked.seconds
     if asked.only in (None, "delivery"):
         delivery(rounds, seconds)
+    if asked.only in (None, "first"):
+        first(rounds)
     if asked.only in (None, "collate"):
         prepared("Collation of 64 samples", Samples(), rounds, seconds)
     if asked.only in (None, "slow"):
-        storage(rounds, 2 * seconds)
+        storage(rounds, 3 * seconds)
     if asked.only in (None, "cpu"):
         prepared("2 ms of CPU a sample", Samples(compute_s=0.002), rounds, 2 * seconds)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"\npeak memory of the consumer: {peak:.0f} MiB")
 
 
 if __name__ == "__main__":

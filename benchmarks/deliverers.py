@@ -1,0 +1,167 @@
+"""Who delivers batches in benchmarks/data.py, and what they deliver."""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import cloudpickle
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from taas_magic.data.feed import Feed, LoaderShape
+from taas_magic.data.loader import RemoteLoader
+from taas_magic.data.route import FolderDirectory
+from taas_magic.data.tls import Tls
+from taas_magic.remote import fetcher
+
+Take = Callable[[], object]
+"""Returns the next batch."""
+
+# Everybody begins as a fork of a process that has torch and nothing else in memory.
+FORK = multiprocessing.get_context("fork")
+BUFFER_BYTES = 256 << 20
+
+
+class Ready(Dataset):
+    """Hands out batches that are ready: what is measured is delivery.
+
+    Each is a tensor of its own over the same memory: a local worker would move one and the same
+    tensor into shared memory once, and then deliver nothing but its name.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.memory = bytearray(size)
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
+
+
+class Samples(Dataset):
+    """64 of these make a batch of 196 KiB; each costs so much waiting and computing."""
+
+    def __init__(self, wait_s: float = 0.0, compute_s: float = 0.0) -> None:
+        self.wait_s, self.compute_s = wait_s, compute_s
+
+    def __len__(self) -> int:
+        return 64 * 20_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.wait_s:
+            time.sleep(self.wait_s)
+        end = time.thread_time() + self.compute_s
+        while time.thread_time() < end:
+            pass
+        return torch.full((3, 32, 32), float(index % 7))[:, :16, :16]
+
+
+def _send(port: int, size: int) -> None:
+    data = memoryview(bytearray(size))
+    with socket.create_connection(("127.0.0.1", port)) as sock, contextlib.suppress(OSError):
+        while True:
+            sock.sendall(data)
+
+
+@contextlib.contextmanager
+def raw(size: int) -> Iterator[Take]:
+    """A plain TCP socket into one reused buffer: the ceiling."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = FORK.Process(target=_send, args=(server.getsockname()[1], size))
+        sender.start()
+        sock, _ = server.accept()
+    memory = bytearray(size)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def receive() -> torch.Tensor:
+        done = sock.recv_into(memory, flags=socket.MSG_WAITALL)
+        assert done == size
+        return tensor
+
+    try:
+        yield receive
+    finally:
+        sock.close()
+        sender.join()
+
+
+@contextlib.contextmanager
+def local(loader: DataLoader) -> Iterator[Take]:
+    """A DataLoader in the consumer."""
+    batches = iter(loader)
+    yield lambda: next(batches)
+
+
+@dataclasses.dataclass
+class Service:
+    """Fetchers in processes of their own, and what a rank has to know of them."""
+
+    loader: DataLoader
+    feed: Feed
+    controls: list
+
+    def remote(self) -> RemoteLoader:
+        loader = self.loader
+        shape = LoaderShape("train", len(loader), None, False, loader.batch_size, False, 0)
+        return RemoteLoader(shape, self.feed)
+
+    def wait_until_filled(self) -> None:
+        """Wait until each fetcher's buffer grows no more."""
+        for control in self.controls:
+            before, ready = -1, 0
+            while before != ready or not ready:
+                said = control.recv()
+                if said["kind"] == "fetched":
+                    before, ready = ready, said["loaders"]["train"]["ready"]
+
+
+@contextlib.contextmanager
+def service(
+    loader: DataLoader,
+    fetchers: int = 1,
+    lanes: int = 1,
+    direct: bool = False,
+    tls: Tls | None = None,
+) -> Iterator[Service]:
+    """The data service."""
+    folder = Path(tempfile.mkdtemp())
+    key, payload = os.urandom(32), cloudpickle.dumps(loader)
+    (folder / "train.pkl").write_bytes(payload)
+    addresses, running = folder / "fetchers", []
+    for number in range(fetchers):
+        fetched = (fetcher.Fetched("train", folder / "train.pkl", lanes),)
+        spec = fetcher.FetcherSpec(number, fetchers, fetched, key, addresses, lanes)
+        spec = dataclasses.replace(spec, tls=tls, buffer_bytes=BUFFER_BYTES)
+        running.append(fetcher.start(spec, FORK))
+    for _, control in running:
+        control.recv()
+    client = tls.client if tls else None
+    directory = FolderDirectory(addresses)
+    feed = Feed(0, 1, lambda name: payload, directory, key, tls=client, direct=direct)
+    try:
+        yield Service(loader, feed, [control for _, control in running])
+    finally:
+        for process, control in running:
+            control.send("end")
+            process.join()
+            control.close()
+
+
+@contextlib.contextmanager
+def ours(loader: DataLoader, **arguments: object) -> Iterator[Take]:
+    """The data service, as `service` makes it."""
+    with service(loader, **arguments) as running:  # type: ignore[arg-type]
+        remote = running.remote()
+        batches = iter(remote)
+        try:
+            yield lambda: next(batches)
+        finally:
+            batches.close()
+            remote.close()

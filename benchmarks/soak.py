@@ -1,0 +1,82 @@
+"""A million small batches: memory, threads and descriptors stay what they were.
+
+    python benchmarks/soak.py [--batches 1000000] [--tcp]
+
+Counts the rank, its fetcher and the fetcher's lane, at twenty moments, and prints the slope of each
+figure over the last three quarters of the way, per million batches. Ends with exit code 1 when one
+of them grows.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import torch
+from deliverers import service
+from torch.utils.data import DataLoader, Dataset
+
+MOMENTS = 20
+EPOCH = 50_000
+MOST_MIB = 10.0
+MOST_HANDLES = 0.5
+
+
+class Small(Dataset):
+    """Batches of 64 bytes, each of its own."""
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), index)
+
+
+def counts() -> dict[str, float]:
+    """What this process and all below it hold together."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return {
+        "MiB": sum(process.memory_full_info().uss for process in processes) / 2**20,
+        "threads": sum(process.num_threads() for process in processes),
+        "descriptors": sum(process.num_fds() for process in processes),
+    }
+
+
+def seen(batches: int, tcp: bool) -> Iterator[tuple[int, dict[str, float]]]:
+    """Take so many batches; yield the counts on the way."""
+    every = batches // MOMENTS
+    with service(DataLoader(Small(), batch_size=None), direct=not tcp) as running:
+        remote = running.remote()
+        stream = itertools.chain.from_iterable(itertools.repeat(remote))
+        for number, batch in enumerate(itertools.islice(stream, batches), 1):
+            assert int(batch[0]) == (number - 1) % EPOCH
+            if number % every == 0:
+                yield number, counts()
+        remote.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, default=1_000_000)
+    parser.add_argument("--tcp", action="store_true", help="not through a Unix socket")
+    asked = parser.parse_args()
+    started, moments = time.perf_counter(), []
+    for number, held in seen(asked.batches, asked.tcp):
+        moments.append((number, held))
+        text = ", ".join(f"{value:.0f} {name}" for name, value in held.items())
+        print(f"{number:>9} batches, {time.perf_counter() - started:6.0f} s: {text}", flush=True)
+    late = moments[MOMENTS // 4 :]
+    grows = False
+    for name in late[0][1]:
+        x, y = [number / 1e6 for number, _ in late], [held[name] for _, held in late]
+        slope = statistics.linear_regression(x, y).slope
+        grows |= slope > (MOST_MIB if name == "MiB" else MOST_HANDLES)
+        print(f"slope: {slope:+.2f} {name} per million batches")
+    sys.exit(grows)
+
+
+if __name__ == "__main__":
+    main()
