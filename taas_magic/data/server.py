@@ -163,6 +163,8 @@ class Lane:
         if key.kind is Kind.SAMPLE:
             index = encode.from_bytes(key.detail)
             return Answer(Kind.VALUE, encode.as_bytes(self._source.sample(index)))
+        if key.kind is Kind.STATE:
+            return Answer(Kind.VALUE, encode.as_bytes(self._state(key)))
         order = self._source.open(key.epoch).order
         if key.kind is Kind.ORDER:
             indices = encode.as_bytes(self._source.indices(key.epoch, key.slot))
@@ -170,6 +172,14 @@ class Lane:
         given = encode.from_bytes(key.detail) if key.detail else None
         batch = self._source.prepare(key.epoch, key.slot, given)
         return Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
+
+    def _state(self, key: Key) -> Any:
+        """What a stream's dataset says of itself; or, where a rank has it, what it is to be."""
+        assert self._source is not None
+        if not key.detail:
+            return self._source.state(key.epoch, key.slot)
+        self._source.restore(key.epoch, key.slot, encode.from_bytes(key.detail))
+        return None
 
     def _is_counted(self, epoch: int) -> bool:
         assert self._source is not None
