@@ -169,12 +169,8 @@ class Source:
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
         cursor = self._cursors.get(stream)
-        start = cursor.item if cursor is not None and cursor.epoch == epoch else -1
-        if (
-            cursor is None
-            or not 0 <= start <= item
-            or start < self._given_item(epoch, slot) <= item
-        ):
+        goes_on = cursor is not None and cursor.epoch == epoch and cursor.item <= item
+        if not goes_on or cursor is None or cursor.item < self._given_item(epoch, slot) <= item:
             cursor = self._cursors[stream] = self._new_cursor(epoch, stream, item, cursor)
         while cursor.item < item:
             self._advance(cursor)
