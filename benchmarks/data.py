@@ -23,10 +23,11 @@ import cloudpickle
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from taas_magic.data import service
 from taas_magic.data.feed import Feed, LoaderShape
-from taas_magic.data.lanes import Tls
 from taas_magic.data.loader import RemoteLoader
 from taas_magic.data.route import FolderDirectory
+from taas_magic.data.tls import Tls
 from taas_magic.remote import fetcher
 
 SIZES = {"196 KiB": 196 << 10, "36.75 MiB": 37632 << 10}
@@ -35,16 +36,20 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Ready(Dataset):
-    """Hands out batches that are ready: what is measured is delivery."""
+    """Hands out batches that are ready: what is measured is delivery.
+
+    Each is a tensor of its own over the same memory: a local worker would move one and the same
+    tensor into shared memory once, and then deliver nothing but its name.
+    """
 
     def __init__(self, size: int) -> None:
-        self.batch = torch.zeros(size, dtype=torch.uint8)
+        self.memory = bytearray(size)
 
     def __len__(self) -> int:
         return 100_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return self.batch
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
 class Samples(Dataset):
@@ -154,17 +159,6 @@ def local(loader: DataLoader) -> Iterator[Callable[[], object]]:
     yield lambda: next(batches)
 
 
-def certificate() -> Tls:
-    from taas_magic.engines.keys import make_security
-
-    made, folder = make_security(), Path(tempfile.mkdtemp())
-    for name in ("tls_ca_file", "tls_worker_cert", "tls_worker_key"):
-        (folder / name).write_text(str(made[name]))
-    return Tls(
-        *(str(folder / name) for name in ("tls_worker_cert", "tls_worker_key", "tls_ca_file"))
-    )
-
-
 def measure(take: Callable[[], object], seconds: float) -> tuple[float, float, float]:
     """Batches/s, bytes/s and CPU seconds of this process per GB."""
     for _ in range(3):
@@ -202,7 +196,7 @@ def compare(title: str, rows: dict[str, Callable], rounds: int, seconds: float) 
 
 
 def delivery(rounds: int, seconds: float) -> None:
-    tls = certificate()
+    tls = service.new_certificate()
     for name, size in SIZES.items():
         loader = DataLoader(Ready(size), batch_size=None)
         rows = {

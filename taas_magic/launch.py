@@ -1,6 +1,7 @@
 """From a cell's head and body to a finished run; and the pools that this kernel uses."""
 
 import os
+import queue
 import sys
 import threading
 from pathlib import Path
@@ -51,10 +52,11 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     with registry.noting() as loaders:
         captured = payload.capture(cell, shell.user_ns, **_capture_settings(cell, shell, config))
     with Interrupts() as interrupts:
-        open_pool(pool, interrupts)
+        open_pool(pool, interrupts, len(plan.hosts))
         folder = RunFolder.create(plan.run_id, plan.to_json(), cell.raw)
         payload.write(captured, folder.payload)
-        registry.serve(loaders, folder.path, plan.cpus, plan.units, config.data)
+        tls = len(plan.hosts) > 1 and pool.config.network != "private"
+        registry.serve(loaders, folder.path, plan.cpus, plan.units, config.data, tls)
         run = last_run = Run(plan, folder)
         gpus = plan.world_size if pool.capacity().gpus else 0
         view = View(plan, folder.path, log_ranks=flags.log_ranks, gpus=gpus)
@@ -136,41 +138,53 @@ def pool_named(name: str, config: Config) -> Pool:
         return known
 
 
-def open_pool(pool: Pool, interrupts: Interrupts) -> None:
-    """Opens a pool, or waits for the thread that does; says so if that takes a while.
+def open_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> None:
+    """Returns when a pool has so many hosts; says meanwhile what it waits for.
 
     Raises:
-        PoolError: It could not be opened.
-        KeyboardInterrupt: The user did not want to wait.
+        PoolError: They could not be had.
+        KeyboardInterrupt: The user did not want to wait: hosts that nobody uses are given back.
     """
-    if pool.is_ready:
+    if pool.has_hosts(hosts):
         return
-    sys.stdout.write(f"waiting for pool {pool.name!r} to warm up …\n")
-    sys.stdout.flush()
-    failed: list[PoolError] = []
-    opened = threading.Event()
-    interrupts.wake = opened.set
-    threading.Thread(target=_try_open, args=(pool, failed, opened), daemon=True).start()
-    opened.wait()
+    _say(f"waiting for pool {pool.name!r} to warm up …")
+    heard: queue.SimpleQueue[list[str] | PoolError | None] = queue.SimpleQueue()
+    interrupts.wake = lambda: heard.put(None)
+    threading.Thread(target=_try_open, args=(pool, hosts, heard), daemon=True).start()
+    said: set[str] = set()
+    while isinstance(news := heard.get(), list):
+        for line in news:
+            if line not in said:
+                said.add(line)
+                _say(line)
+    if interrupts.count:
+        pool.give_up()
     interrupts.check()
-    if failed:
-        raise failed[0]
+    if news is not None:
+        raise news
 
 
-def _try_open(pool: Pool, failed: list[PoolError], opened: threading.Event) -> None:
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _try_open(
+    pool: Pool, hosts: int, heard: "queue.SimpleQueue[list[str] | PoolError | None]"
+) -> None:
     try:
-        pool.open()
+        pool.open(hosts, heard.put)
     except PoolError as error:
-        failed.append(error)
-    finally:
-        opened.set()
+        heard.put(error)
+    else:
+        heard.put(None)
 
 
 def warm_in_background(config: Config, name: str = "local") -> threading.Thread:
     """Opens a pool in a thread; a failure shows when a cell needs the pool."""
     pool = pool_named(name, config)
     thread = threading.Thread(
-        target=_try_open, args=(pool, [], threading.Event()), name="taas-warm", daemon=True
+        target=_try_open, args=(pool, 1, queue.SimpleQueue()), name="taas-warm", daemon=True
     )
     thread.start()
     return thread
@@ -186,7 +200,7 @@ def stop(run_id: str | None, config: Config) -> str:
     if record.state in journal.ENDED_STATES:
         raise UsageError(f"run {record.run_id} is not running: {record.state}")
     pool = pool_named(record.pool, config)
-    pool.open()
+    pool.connect()
     pool.halt(record.run_id, "interrupt")
     return record.run_id
 

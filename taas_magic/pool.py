@@ -48,8 +48,8 @@ class Pool:
         self._project = project
         self._opening = threading.Lock()
         self._client: Client | None = None
+        self._given_up = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._has_host = False
 
     @property
     def name(self) -> str:
@@ -70,8 +70,8 @@ class Pool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a launch would start at once."""
-        return self._has_host and self.is_alive()
+        """Whether the pool's process answers."""
+        return self._client is not None and self.is_alive()
 
     def is_alive(self) -> bool:
         """Whether the pool's process lives, whoever started it."""
@@ -80,8 +80,46 @@ class Pool:
             os.close(lock)
         return lock is None
 
-    def open(self) -> None:
-        """Returns when the pool has a host that can start ranks at once; starts it if need be.
+    def has_hosts(self, count: int) -> bool:
+        """Whether a launch on so many hosts would start at once."""
+        return self.is_ready and len(self.status()["hosts"]) >= count
+
+    def open(self, hosts: int = 1, on_wait: Callable[[list[str]], None] | None = None) -> None:
+        """Returns when so many hosts are there and can start ranks at once; starts the pool first.
+
+        Args:
+            hosts: How many.
+            on_wait: Called with what is known of hosts that are awaited, a line each, when that
+                changes; in the thread of the Dask client.
+
+        Raises:
+            PoolError: It could not be started, or hosts could not be had.
+        """
+        from taas_magic.remote.topics import POOL_TOPIC
+
+        self._given_up = False
+        self.connect()
+        if self._given_up:
+            raise PoolError(f"pool {self.name!r}: nobody waits for its hosts any more")
+        client = self._connected()
+        if on_wait is not None:
+            client.subscribe_topic(POOL_TOPIC, lambda pair: on_wait(list(pair[1]["awaited"])))
+        try:
+            answer = self._call("taas_ready", owner=client.id, hosts=hosts)
+        finally:
+            if on_wait is not None:
+                client.unsubscribe_topic(POOL_TOPIC)
+        if "error" in answer:
+            raise PoolError(f"pool {self.name!r}: {answer['error']}")
+
+    def give_up(self) -> None:
+        """Waits for no host any more: `open`, in another thread, raises PoolError."""
+        self._given_up = True
+        if self._client is not None:
+            self._call("taas_give_up", owner=self._client.id)
+
+    def connect(self) -> None:
+        """Returns when the pool's process answers; starts it if need be. It takes no host.
 
         Raises:
             PoolError: It could not be started; the message ends with the last lines of its log.
@@ -100,8 +138,6 @@ class Pool:
                 set_as_default=False,
                 timeout=self.config.start_timeout_s,
             )
-            self._call("taas_ready", hosts=1)
-            self._has_host = True
 
     def launch(self, spec: Mapping[str, Any], on_event: Callable[[Event], None]) -> list[str]:
         """Starts a run; returns the names of its hosts.
@@ -145,7 +181,7 @@ class Pool:
     def down(self) -> None:
         """Ends the pool: its runs, its hosts, its process."""
         if self.is_alive():
-            self.open()
+            self.connect()
             self._call("taas_down")
         self.close()
         self._wait_until(lambda: not self.is_alive(), "did not end")
@@ -154,7 +190,6 @@ class Pool:
 
     def close(self) -> None:
         """Leaves the pool; its process decides what follows."""
-        self._has_host = False
         if self._client is not None:
             with _without_dasks_complaints():
                 self._client.close(timeout=2)

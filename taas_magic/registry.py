@@ -170,6 +170,7 @@ def serve(
     fetchers: int,
     units: int | None,
     memory: DataConfig,
+    tls: bool = False,
 ) -> None:
     """Write what a run's ranks and fetchers need of the loaders that its cell uses.
 
@@ -179,6 +180,7 @@ def serve(
         fetchers: How many fetchers run them; 0: the ranks do it themselves.
         units: The bound of `--units`.
         memory: What fetchers and ranks may hold.
+        tls: Whether batches go from host to host over a network that is not the user's alone.
     """
     if not loaders:
         return
@@ -194,7 +196,9 @@ def serve(
         )
         for entry in loaders.values()
     )
-    described = service.Service(service.new_key(), seed, fetchers, units, served, memory)
+    certificate = service.new_certificate() if tls else None
+    key = service.new_key()
+    described = service.Service(key, seed, fetchers, units, served, memory, certificate)
     payloads = {name: entry.payload() for name, entry in loaders.items()}
     service.write(run_dir, described, payloads)
 

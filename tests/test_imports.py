@@ -20,7 +20,7 @@ FLOORS = (
     ("display", "pool", "engines", "ssh", "remote", "plan", "registry", "flags", "flag_table"),
     ("journal", "data", "taas_toml", "config", "store", "publish", "receipt", "capture"),
     ("advice", "plot", "flow"),
-    ("pragma", "errors"),
+    ("pragma", "errors", "certificate"),
 )
 
 LIGHT = ["", ".plan", ".config", ".errors", ".journal", ".pragma", ".flags", ".magic", ".api"]

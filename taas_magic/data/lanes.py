@@ -11,11 +11,10 @@ import pickle
 import secrets
 import signal
 import socket
-import ssl
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
@@ -24,32 +23,10 @@ import torch
 from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.link import Address, machine
 from taas_magic.data.server import STATS, Lane
+from taas_magic.data.tls import Tls
 
 _PRELOAD_FROM_BYTES = 8 << 20
 _BACKLOG = 512
-
-
-@dataclass(frozen=True)
-class Tls:
-    """Files of the certificate, its key and the authority that both ends trust (PEM)."""
-
-    cert: str
-    key: str
-    ca: str
-
-    def server(self) -> ssl.SSLContext:
-        """The lane's context."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.load_cert_chain(self.cert, self.key)
-        return context
-
-    def client(self) -> ssl.SSLContext:
-        """The rank's context: the certificate is the run's own, so its host name says nothing."""
-        context = ssl.create_default_context(cafile=self.ca)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False
-        return context
 
 
 class Lanes:
@@ -188,7 +165,8 @@ def _listen(host: str) -> list[socket.socket]:
         unix.bind("\0taas-" + secrets.token_hex(12))
         listeners.append(unix)
     if host:
-        listeners.append(socket.create_server((host, 0)))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listeners.append(socket.create_server((host, 0), family=family))
     for listener in listeners:
         listener.listen(_BACKLOG)
     return listeners

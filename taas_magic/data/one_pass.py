@@ -87,12 +87,11 @@ class Pass(Iterator[Any]):
         if bound is not None and loader.spent + step.row_units > bound:
             self.close()
             raise StopIteration
-        if reply.size >= _AHEAD_FROM_BYTES and not isinstance(self._steps, Ahead):
-            assert self._steps is not None
-            self._steps = Ahead(self._steps, self._pinned)
-            reply = self._pinned(reply)
-        elif not isinstance(self._steps, Ahead):
-            reply = self._pinned(reply)
+        if not isinstance(self._steps, Ahead):
+            if reply.size >= _AHEAD_FROM_BYTES:
+                assert self._steps is not None
+                self._steps = Ahead(self._steps, self._pinned)
+            reply = self._pinned(reply) if self._pins else reply
         if self._line >= 0 and loader.feed.ledger is not None:
             loader.feed.ledger.hand(self._line)
         self.after = step.after

@@ -7,15 +7,17 @@ late comes to a closed link, so nothing is handed out twice.
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 from taas_magic.data import encode
 from taas_magic.data.blocks import Blocks
-from taas_magic.data.link import TICK_S, Link, Silent
+from taas_magic.data.inbox import Silent
+from taas_magic.data.link import Link
 from taas_magic.data.outcome import Opened
 from taas_magic.data.route import Route, refused
 from taas_magic.data.shard import VOID, Ask
+from taas_magic.data.sockets import TICK_S
 from taas_magic.data.supply import Patience, Reply
 from taas_magic.data.wire import Frame, Kind
 from taas_magic.errors import ProtocolError, RunLost
@@ -73,6 +75,7 @@ class Pull:
         self._open: dict[int, _Open] = {}
         self._where: dict[Question, int] = {}
         self._here: dict[Question, Answered] = {}
+        self._replies: dict[Question, Reply] = {}
         self._tries: dict[Question, int] = {}
         self._streams: int | None = None
         self._orders: dict[int, int] = {}
@@ -100,7 +103,8 @@ class Pull:
         ask = Question(Kind.OPEN, epoch, 0)
         self._send_later(ask)
         self._flush()
-        frame, body = self._until(ask)
+        self._until(ask, self._here)
+        frame, body = self._here.pop(ask)
         if frame.kind is Kind.ERROR:
             encode.from_bytes(bytes(body)).reraise()
         opened = Opened(*json.loads(bytes(body)))
@@ -121,10 +125,12 @@ class Pull:
             RuntimeError: It took longer than the loader's `timeout`.
         """
         question = _question(epoch, ask)
-        if question not in self._where and question not in self._here:
-            self._send_later(question)
-            self._flush()
-        return _reply_of(*self._until(question))
+        if question not in self._replies:
+            if question not in self._where:
+                self._send_later(question)
+                self._flush()
+            self._until(question, self._replies)
+        return self._replies.pop(question)
 
     def sample(self, index: Any) -> Any:
         """Return `dataset[index]` from a fetcher's dataset."""
@@ -147,13 +153,14 @@ class Pull:
             else:
                 self._route.give_back(number, open_.link)
         self._open.clear()
-        self._where.clear()
-        self._here.clear()
+        for book in (self._where, self._here, self._replies):
+            book.clear()
 
     def _value(self, ask: Question) -> Any:
         self._send_later(ask)
         self._flush()
-        frame, body = self._until(ask)
+        self._until(ask, self._here)
+        frame, body = self._here.pop(ask)
         value = encode.from_bytes(bytes(body))
         return value.reraise() if frame.kind is Kind.ERROR else value
 
@@ -182,11 +189,11 @@ class Pull:
             except OSError as error:
                 self._lost(number, error)
 
-    def _until(self, ask: Question) -> Answered:
-        """Receive until the answer to `ask` is here."""
+    def _until(self, ask: Question, answers: Container[Question]) -> None:
+        """Receive until the answer to `ask` is among `answers`."""
         silent_s = 0.0
         patience = Patience(self._timeout_s) if self._timeout_s else None
-        while ask not in self._here:
+        while ask not in answers:
             if patience is not None:
                 patience.check()
             number = self._where[ask]
@@ -202,35 +209,42 @@ class Pull:
             except (OSError, ProtocolError) as error:
                 self._lost(number, error)
             silent_s = 0.0
-        return self._here.pop(ask)
 
     def _receive(self, number: int) -> None:
+        """Take the next frame of a lane, and all that have come with it."""
         open_ = self._open[number]
-        frame, body = open_.link.receive(self.blocks)
+        whole: Answered | None = open_.link.receive(self.blocks)
         self._route.answered(number)
-        if frame.kind is Kind.ALIVE:
-            return
+        while whole is not None and self._open.get(number) is open_:
+            if whole[0].kind is not Kind.ALIVE:
+                self._take(open_, *whole)
+            whole = open_.link.here()
+
+    def _take(self, open_: _Open, frame: Frame, body: memoryview) -> None:
         ask = open_.asked.popleft()
-        if (frame.epoch, frame.batch) != (ask.epoch, ask.slot):
+        if frame.batch != ask.slot or frame.epoch != ask.epoch:
             raise ProtocolError(
                 f"{open_.link.address} was asked for batch {ask.slot} of epoch {ask.epoch} and "
                 f"answered with batch {frame.batch} of epoch {frame.epoch}"
             )
         del self._where[ask]
-        self._tries.pop(ask, None)
-        first = self._instead.pop(ask, None)
+        if self._tries:
+            self._tries.pop(ask, None)
+        first = self._instead.pop(ask, None) if self._instead else None
         if first is None and self._is_other_order(ask, frame):
             self._ask_instead(Question(Kind.ORDER, ask.epoch, ask.slot), ask)
         elif first is not None and ask.kind is Kind.ORDER and frame.kind is Kind.VALUE:
             if self._is_other_order(ask, frame):
                 raise RunLost(_ORDER_LOST.format(epoch=ask.epoch))
             self._ask_instead(first._replace(body=bytes(body)), first)
+        elif ask.kind is Kind.GET or ask.kind is Kind.PEEK or first is not None:
+            self._replies[first or ask] = _reply_of(frame, body)
         else:
-            self._here[first or ask] = frame, body
+            self._here[ask] = frame, body
 
     def _is_other_order(self, ask: Question, frame: Frame) -> bool:
         """Whether the lane's order of the epoch is not the one that all ranks follow."""
-        return frame.order not in (0, self._orders.get(ask.epoch, frame.order))
+        return frame.order != self._orders.get(ask.epoch, frame.order) and frame.order != 0
 
     def _ask_instead(self, question: Question, ask: Question) -> None:
         """Let the lane that opened the epoch say the batch's indices, and ask by those.
@@ -270,12 +284,12 @@ def _question(epoch: int, ask: Ask) -> Question:
 
 
 def _reply_of(frame: Frame, body: memoryview) -> Reply:
+    if frame.kind is Kind.BATCH:
+        return Reply(frame.units, encode.decode(body, frame.head_bytes), frame.body_bytes)
     if frame.kind is Kind.ERROR:
         return Reply(1, failure=encode.from_bytes(bytes(body)))
     if frame.kind is Kind.VOID:
         return Reply(VOID)
     if frame.kind is Kind.PEEKED:
         return Reply(frame.units)
-    if frame.kind is not Kind.BATCH:
-        raise ProtocolError(f"a question for a batch was answered with {frame.kind.name}")
-    return Reply(frame.units, encode.decode(body, frame.head_bytes), frame.body_bytes)
+    raise ProtocolError(f"a question for a batch was answered with {frame.kind.name}")

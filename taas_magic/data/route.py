@@ -118,6 +118,8 @@ class Route:
         self._await_lanes()
         found = self._found
         wanted = home(slot, streams, found.lanes, found.stride)
+        if not self._paused and wanted in found.addresses:
+            return wanted
         up = self._up()
         if wanted in up or not up:
             return wanted
@@ -175,6 +177,8 @@ class Route:
         ]
 
     def _await_lanes(self) -> None:
+        if self._found.addresses:
+            return
         deadline = self._clock() + self.timing.start_s
         while not self._found.addresses:
             self._found = self._directory(self._loader)

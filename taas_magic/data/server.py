@@ -21,11 +21,11 @@ from taas_magic.data import encode
 from taas_magic.data.connection import Answer, Connection, Sent
 from taas_magic.data.door import Door
 from taas_magic.data.lane_spec import LaneSpec
-from taas_magic.data.link import Socket
 from taas_magic.data.outcome import Ended, Failed, Opened, is_counted, units_of
 from taas_magic.data.shard import VOID
 from taas_magic.data.share import Share
 from taas_magic.data.shelf import Key, Shelf
+from taas_magic.data.sockets import Socket
 from taas_magic.data.source import Source
 from taas_magic.data.spill import Spill
 from taas_magic.data.talk import Talk
@@ -40,6 +40,8 @@ STATS = (
 
 _IDLE, _SPILLED = STATS.index("idle"), STATS.index("spilled_bytes")
 _STOCK_S = 0.1
+_SUM_NOW_BYTES = 1 << 20
+"""Up to here a checksum costs less than the interpreter lock that a connection needs for it."""
 
 
 class Lane:
@@ -85,6 +87,7 @@ class Lane:
         self._sent = Sent(self.stats, STATS.index("sent"), STATS.index("sent_bytes"))
         self._door = Door(spec, tls, self._serve, self._refused)
         self._stock_taken = 0.0
+        self._summing = 0
 
     def run(self) -> None:
         """Serve until the process ends. Blocks; call it in the main thread."""
@@ -131,7 +134,12 @@ class Lane:
             self._stock_taken, self.stats[6] = now, time.thread_time()
 
     def _serve(self, sock: Socket, talk: Talk) -> None:
-        Connection(sock, talk, self.shelf, self._sent, self._spec.shared_bytes).run()
+        connection = Connection(sock, talk, self.shelf, self._sent, self._spec.shared_bytes)
+        self._summing += connection.sums
+        try:
+            connection.run()
+        finally:
+            self._summing -= connection.sums
 
     def _refused(self) -> None:
         self.stats[STATS.index("refused")] += 1
@@ -165,13 +173,16 @@ class Lane:
             return Answer(Kind.VALUE, encode.as_bytes(self._source.sample(index)))
         if key.kind is Kind.STATE:
             return Answer(Kind.VALUE, encode.as_bytes(self._state(key)))
-        order = self._source.open(key.epoch).order
+        order = self._source.digest(key.epoch)
         if key.kind is Kind.ORDER:
             indices = encode.as_bytes(self._source.indices(key.epoch, key.slot))
             return Answer(Kind.VALUE, indices, order=order)
         given = encode.from_bytes(key.detail) if key.detail else None
         batch = self._source.prepare(key.epoch, key.slot, given)
-        return Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
+        answer = Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
+        if self._summing and answer.size <= _SUM_NOW_BYTES:
+            answer.checksum()
+        return answer
 
     def _state(self, key: Key) -> Any:
         """What a stream's dataset says of itself; or, where a rank has it, what it is to be."""

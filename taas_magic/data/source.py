@@ -63,8 +63,19 @@ class Source:
         if self._order is None:
             return Opened(None, self.streams, 0)
         self._at = f"epoch {epoch}, its order"
-        order = self._guarded(lambda: self._require_order().epoch(epoch))
+        order = self._guarded(self._order.epoch, epoch)
         return Opened(order.batches, None, order.digest)
+
+    def digest(self, epoch: int) -> int:
+        """Hash of an epoch's order; 0 where there is none.
+
+        Raises:
+            Failed: The sampler raised.
+        """
+        if self._order is None:
+            return 0
+        known = self._order.known(epoch)
+        return self.open(epoch).order if known is None else known.digest
 
     def indices(self, epoch: int, slot: int) -> Any:
         """The indices of a batch of a map-style loader."""
@@ -84,8 +95,8 @@ class Source:
         """
         self._at = f"epoch {epoch}, batch {slot}"
         if self.streams is not None:
-            return self._guarded(lambda: self._next_of(epoch, slot))
-        return self._guarded(lambda: self._fetch(epoch, slot, indices))
+            return self._guarded(self._next_of, epoch, slot)
+        return self._guarded(self._fetch, epoch, slot, indices)
 
     def sample(self, index: Any) -> Any:
         """Return `dataset[index]`.
@@ -95,7 +106,7 @@ class Source:
         """
         self._at = f"dataset[{index!r}]"
         dataset: Any = self.loader.dataset
-        return self._guarded(lambda: dataset[index])
+        return self._guarded(dataset.__getitem__, index)
 
     def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
         """Where the dataset of a slot's stream stood, by its own `state_dict`.
@@ -128,10 +139,10 @@ class Source:
             raise TypeError(f"loader {self._name!r} is iterable-style: its batches have no indices")
         return self._order
 
-    def _guarded(self, work: Callable[[], Any]) -> Any:
+    def _guarded(self, work: Callable[..., Any], *arguments: Any) -> Any:
         before, torch_worker._worker_info = torch_worker._worker_info, self._info
         try:
-            return work()
+            return work(*arguments)
         except (Ended, Failed):
             raise
         except Exception:
@@ -219,7 +230,7 @@ class Source:
         if init is not None:
             self._info, self._at = info, "worker_init_fn"
             seed_all(info.seed)
-            self._guarded(lambda: init(info.id))
+            self._guarded(init, info.id)
             self._info = None
         return info
 

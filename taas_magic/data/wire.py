@@ -20,9 +20,12 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_BATCH_BYTES = 16 << 30
 
-_LAYOUT = struct.Struct("<4sBBHIIIIqqQQ")
+_LAYOUT = struct.Struct("<4sBBHIIIIqqQQ4x")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _LAYOUT.size + _CRC.size
+
+_CRC_OF_ALL = 0x2144DF1C
+"""The CRC of whatever ends with its own CRC."""
 
 
 class Kind(enum.IntEnum):
@@ -138,11 +141,11 @@ def unpack(header: bytes | bytearray | memoryview) -> Frame:
     Raises:
         ProtocolError: Not ours, another version, damaged, or a number out of its bounds.
     """
-    magic, version, kind, flags, block, head, units, order, *numbers = _LAYOUT.unpack_from(header)
-    epoch, batch, body, body_sum = numbers
+    fields = _LAYOUT.unpack_from(header)
+    magic, version, kind, flags, block, head, units, order, epoch, batch, body, body_sum = fields
     if magic != MAGIC:
         raise ProtocolError(f"the peer does not speak this protocol (it began with {magic!r})")
-    if _CRC.unpack_from(header, _LAYOUT.size)[0] != zlib.crc32(header[: _LAYOUT.size]):
+    if zlib.crc32(header) != _CRC_OF_ALL:
         raise ProtocolError("a frame's header is damaged: its checksum does not match")
     if version != VERSION:
         raise ProtocolError(

@@ -4,9 +4,11 @@ An engine opens a Dask `SpecCluster` whose members run `AgentWorker`; all else (
 hosts, events, the journal, giving hosts back) is the keeper's and the same for every engine.
 """
 
+import asyncio
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from taas_magic.config import PoolConfig
@@ -18,6 +20,8 @@ _ENGINES = {
     "ssh": "taas_magic.engines.ssh:SshEngine",
 }
 """Where each engine is; only the one that a pool names is imported."""
+
+_DASK_CLASS = "taas_magic.engines.dask_class:DaskClassEngine"
 
 
 class Engine(ABC):
@@ -53,6 +57,51 @@ class Engine(ABC):
             A `distributed.SpecCluster`, not yet awaited.
         """
 
+    async def ensure(self, cluster: Any, count: int) -> list[str]:
+        """Asks for hosts until `count` were asked for; called again and again while they come.
+
+        Returns:
+            What is known of those that have not joined, a line each; for the user.
+
+        Raises:
+            PoolError: One of them will not come.
+        """
+        if len(cluster.worker_spec) < count:
+            cluster.scale(count)
+        await cluster
+        return []
+
+    async def release(self, cluster: Any, keep: Collection[str]) -> None:
+        """Gives back all hosts, come or to come, but those whose agents are named."""
+        await cluster.scale_down([n for n in list(cluster.worker_spec) if str(n) not in keep])
+
+    async def why_lost(self, agent: str) -> str:
+        """What is known of a host that was lost, in one line; "" when nothing is."""
+        return ""
+
+
+@dataclass(frozen=True)
+class HostSource:
+    """An engine and the cluster that it has opened: where the pool's process gets hosts."""
+
+    engine: Engine
+    cluster: Any
+
+    async def ensure(self, count: int) -> list[str]:
+        """See `Engine.ensure`. Who gives up waiting does not undo half of it.
+
+        A host that was asked for at that moment would otherwise be known to nobody.
+        """
+        return await asyncio.shield(self.engine.ensure(self.cluster, count))
+
+    async def release(self, keep: Collection[str]) -> None:
+        """See `Engine.release`."""
+        await self.engine.release(self.cluster, keep)
+
+    async def why_lost(self, agent: str) -> str:
+        """See `Engine.why_lost`."""
+        return await self.engine.why_lost(agent)
+
 
 def find_engine(pool: PoolConfig) -> Engine:
     """The engine that a pool's settings name.
@@ -60,11 +109,12 @@ def find_engine(pool: PoolConfig) -> Engine:
     Raises:
         UsageError: There is none of that name.
     """
-    if pool.engine not in _ENGINES:
+    place = _DASK_CLASS if "." in pool.engine else _ENGINES.get(pool.engine)
+    if place is None:
         raise UsageError(
             f"pool {pool.name!r}: there is no engine {pool.engine!r}; "
-            f"possible is {', '.join(sorted(_ENGINES))}"
+            f"possible is {', '.join(sorted(_ENGINES))}, or the import path of a Dask cluster class"
         )
-    module, _, name = _ENGINES[pool.engine].partition(":")
+    module, _, name = place.partition(":")
     engine: type[Engine] = getattr(importlib.import_module(module), name)
     return engine(pool)

@@ -12,6 +12,7 @@ from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 
+from taas_magic.engines.base import HostSource
 from taas_magic.engines.kept_run import KeptRun
 from taas_magic.engines.members import Member, Members
 from taas_magic.errors import PoolError, StoreError
@@ -27,7 +28,7 @@ class Keeper(SchedulerPlugin):
 
     Args:
         scheduler: The pool's.
-        ensure_hosts: Brings the cluster to so many hosts; returns when they were asked for.
+        source: Where hosts come from.
         start_timeout_s: How long hosts may take to join.
         lease_s: How long a host lives without hearing this process.
         linger_s: How long the pool goes on without a kernel.
@@ -38,7 +39,7 @@ class Keeper(SchedulerPlugin):
     def __init__(
         self,
         scheduler: Scheduler,
-        ensure_hosts: Callable[[int], Awaitable[None]],
+        source: HostSource,
         start_timeout_s: float,
         lease_s: float,
         linger_s: float,
@@ -46,13 +47,15 @@ class Keeper(SchedulerPlugin):
         self._scheduler, self._linger_s = scheduler, linger_s
         self._runs: dict[str, KeptRun] = {}
         self._kernels: set[str] = set()
+        self._waiting: dict[str, asyncio.Future[list[Member]]] = {}
         self._lingering: asyncio.TimerHandle | None = None
         self._background: set[asyncio.Future[Any]] = set()
         self.over = asyncio.Event()
-        self.members = Members(scheduler, ensure_hosts, start_timeout_s, lease_s, self._on_lost)
+        self.members = Members(scheduler, source, start_timeout_s, lease_s, self._on_lost)
         scheduler.add_plugin(self)
         scheduler.stream_handlers[EVENT] = self._on_event
         scheduler.handlers["taas_ready"] = self.ready
+        scheduler.handlers["taas_give_up"] = self.give_up
         scheduler.handlers["taas_launch"] = self.launch
         scheduler.handlers["taas_halt"] = self.halt
         scheduler.handlers["taas_status"] = self.status
@@ -60,9 +63,34 @@ class Keeper(SchedulerPlugin):
         self._in_background(self.members.watch())
         self._linger()
 
-    async def ready(self, hosts: int = 1) -> list[str]:
-        """Returns the names of the hosts when so many are there and can start ranks at once."""
-        return [member.name for member in await self.members.take(hosts)]
+    async def ready(self, owner: str, hosts: int) -> dict[str, Any]:
+        """Returns when so many hosts are there and can start ranks at once.
+
+        Args:
+            owner: The Dask client of the kernel; when it is gone or gives up, so is its wait.
+            hosts: How many.
+
+        Returns:
+            `hosts`: their names. Or `error`, why there are none.
+        """
+        self.give_up(owner)
+        waiting = self._waiting[owner] = asyncio.ensure_future(self.members.take(hosts))
+        try:
+            return {"hosts": [member.name for member in await waiting]}
+        except PoolError as error:
+            return {"error": str(error)}
+        except asyncio.CancelledError:
+            if not waiting.cancelled():
+                raise
+            return {"error": "nobody waits for its hosts any more"}
+        finally:
+            if self._waiting.get(owner) is waiting:
+                del self._waiting[owner]
+
+    def give_up(self, owner: str) -> None:
+        """A kernel does not wait for hosts any more: those that nobody uses are given back."""
+        if waiting := self._waiting.pop(owner, None):
+            waiting.cancel()
 
     async def launch(self, owner: str, spec: dict[str, Any]) -> dict[str, Any]:
         """Starts a run on as many hosts as its plan has.
@@ -130,6 +158,7 @@ class Keeper(SchedulerPlugin):
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Called by Dask when a kernel has left or died: its runs end."""
         self._kernels.discard(client)
+        self.give_up(client)
         for run in self._runs.values():
             if run.owner == client:
                 note = event("note", text="the notebook's kernel is gone: the run is ended")

@@ -8,15 +8,16 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 from distributed.comm import CommClosedError
 
+from taas_magic.engines.base import HostSource
 from taas_magic.errors import PoolError
-from taas_magic.remote.topics import ANSWER, BEAT, CALL, CALL_HELLO, HEARD
+from taas_magic.remote.topics import AGENT, ANSWER, BEAT, CALL, CALL_HELLO, HEARD, POOL_TOPIC
 
 ASK_AGAIN_S = 0.5
 """How often the engine is asked for hosts that have not joined."""
@@ -35,6 +36,7 @@ class Member:
 
     Attributes:
         address: Its agent's, by which Dask knows it.
+        agent: Its agent's name, by which the engine knows it.
         joined: When, in seconds since 1970.
         heard_at: When it was last heard, by this process's monotonic clock.
         name: What the notebook calls it; "" until it has said so.
@@ -44,6 +46,7 @@ class Member:
     """
 
     address: str
+    agent: str = ""
     joined: float = field(default_factory=time.time)
     heard_at: float = field(default_factory=time.monotonic)
     name: str = ""
@@ -58,7 +61,7 @@ class Members(SchedulerPlugin):
 
     Args:
         scheduler: The pool's.
-        ensure_hosts: Brings the cluster to so many hosts; returns when they were asked for.
+        source: Where hosts come from.
         start_timeout_s: How long hosts may take to join.
         lease_s: How long a host lives without hearing this process.
         on_lost: Called with a host that is gone, in whatever way, and why.
@@ -69,19 +72,21 @@ class Members(SchedulerPlugin):
     def __init__(
         self,
         scheduler: Scheduler,
-        ensure_hosts: Callable[[int], Awaitable[None]],
+        source: HostSource,
         start_timeout_s: float,
         lease_s: float,
         on_lost: Callable[[Member, str], None] = lambda member, why: None,
     ) -> None:
-        self._scheduler, self._ensure_hosts = scheduler, ensure_hosts
+        self._scheduler, self._source = scheduler, source
         self._start_timeout_s, self._lease_s = start_timeout_s, lease_s
         self._on_lost = on_lost
         self._members: dict[str, Member] = {}
         self._silent: dict[str, str] = {}
         self._numbers = itertools.count(1)
         self._changed = asyncio.Condition()
-        self._greeting: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._takes = 0
+        self._awaited: list[str] = []
         self.refused = 0
         """Messages of hosts that had nothing (any more) to say."""
         scheduler.stream_handlers[ANSWER] = self._on_answer
@@ -104,18 +109,26 @@ class Members(SchedulerPlugin):
             keep: Addresses of hosts that must be among them.
 
         Raises:
-            PoolError: They did not join in time.
+            PoolError: They did not join in time, or one will not. None is kept that has no run.
         """
+        self._takes += 1
         try:
             await asyncio.wait_for(self._have_joined(count), self._start_timeout_s)
         except asyncio.TimeoutError:
-            raise PoolError(
-                f"{len(self.all())} of {count} hosts joined within {self._start_timeout_s:.0f} s; "
-                "see the pool's log"
-            ) from None
+            raise PoolError(self._too_late(count)) from None
+        finally:
+            self._takes -= 1
+            self._say([])
+            if len(self.all()) < count:
+                self._in_background(self.release())
         kept = [member for member in self.all() if member.address in keep]
         others = [member for member in self.all() if member.address not in keep]
         return (kept + sorted(others, key=lambda member: len(member.runs)))[:count]
+
+    async def release(self) -> None:
+        """Gives back every host that has no run, and those to come; unless others wait for them."""
+        if not self._takes:
+            await self._source.release({m.agent for m in self._members.values() if m.runs})
 
     async def call(self, address: str, name: str, **arguments: Any) -> Any:
         """Calls a host's agent and returns what it answers.
@@ -148,10 +161,10 @@ class Members(SchedulerPlugin):
 
     async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Called by Dask when a host has joined; its stream opens when this has returned."""
-        member = self._members[worker] = Member(worker)
-        greeting = asyncio.ensure_future(self._greet(member))
-        self._greeting.add(greeting)
-        greeting.add_done_callback(self._greeting.discard)
+        joined = scheduler.workers[worker]
+        if AGENT in joined.extra:
+            member = self._members[worker] = Member(worker, str(joined.name))
+            self._in_background(self._greet(member))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Called by Dask when a host is gone, in whatever way."""
@@ -162,7 +175,11 @@ class Members(SchedulerPlugin):
         for answer in member.pending.values():
             if not answer.done():
                 answer.set_exception(PoolError(f"host {member.name or worker} is gone: {why}"))
-        self._on_lost(member, why)
+        self._in_background(self._lose(member, why))
+
+    async def _lose(self, member: Member, why: str) -> None:
+        said = await self._source.why_lost(member.agent)
+        self._on_lost(member, f"{why}; {said}" if said else why)
 
     async def _greet(self, member: Member) -> None:
         """Asks a new host who it is; only then is it one of the pool's."""
@@ -178,13 +195,29 @@ class Members(SchedulerPlugin):
     async def _have_joined(self, count: int) -> None:
         """Waits for hosts; asks again now and then, since one that is coming may die."""
         while len(self.all()) < count:
-            await self._ensure_hosts(count)
+            self._say(await self._source.ensure(count))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._next_change(len(self.all())), ASK_AGAIN_S)
 
     async def _next_change(self, known: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: len(self.all()) != known)
+
+    def _too_late(self, count: int) -> str:
+        about = "\n".join(self._awaited) or "see the pool's log"
+        joined = f"{len(self.all())} of {count} hosts joined within {self._start_timeout_s:.0f} s"
+        return f"{joined}: {about}"
+
+    def _say(self, lines: list[str]) -> None:
+        """Tells kernels what is known of the hosts that are awaited, when that has changed."""
+        if lines != self._awaited:
+            self._awaited = lines
+            self._scheduler.log_event(POOL_TOPIC, {"awaited": lines})
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _send(self, address: str, **message: Any) -> None:
         stream = self._scheduler.stream_comms.get(address)

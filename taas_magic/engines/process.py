@@ -15,13 +15,10 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import Engine, find_engine
-
-if TYPE_CHECKING:
-    from distributed import SpecCluster
+from taas_magic.engines.base import Engine, HostSource, find_engine
 
 _DASK_SETTINGS = {
     "distributed.admin.low-level-log-length": 1,
@@ -72,7 +69,7 @@ async def _keep(engine: Engine, folder: Path, linger_s: float) -> None:
     async with engine.open(HeadScheduler, security, str(folder)) as cluster:
         keeper = Keeper(
             cluster.scheduler,
-            _host_getter(cluster),
+            HostSource(engine, cluster),
             engine.pool.start_timeout_s,
             engine.pool.lease_s,
             linger_s,
@@ -91,15 +88,6 @@ async def _keep(engine: Engine, folder: Path, linger_s: float) -> None:
             await keeper.over.wait()
         finally:
             place.unlink(missing_ok=True)
-
-
-def _host_getter(cluster: "SpecCluster") -> Any:
-    async def ensure_hosts(count: int) -> None:
-        if len(cluster.worker_spec) < count:
-            cluster.scale(count)
-        await cluster
-
-    return ensure_hosts
 
 
 def _write_private(path: Path, values: dict[str, Any]) -> None:

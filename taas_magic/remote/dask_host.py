@@ -24,7 +24,7 @@ from taas_magic.remote.head import Handler, Head
 from taas_magic.remote.host_run import HostRun
 from taas_magic.remote.lease import Lease, end_agent
 from taas_magic.remote.spec import HostSpec, Place
-from taas_magic.remote.topics import CALL_AGAIN, CALL_END, CALL_HELLO, CALL_START, CALL_STOP
+from taas_magic.remote.topics import AGENT, CALL_AGAIN, CALL_END, CALL_HELLO, CALL_START, CALL_STOP
 
 
 class AgentWorker(Worker):
@@ -36,7 +36,15 @@ class AgentWorker(Worker):
     """
 
     def __init__(self, *args: Any, place: Place, lease: Lease, **kwargs: Any) -> None:
-        super().__init__(*args, nthreads=1, memory_limit=0, host=place.address, **kwargs)
+        said = {AGENT: lambda agent: True}
+        super().__init__(
+            *args,
+            nthreads=1,
+            memory_limit=0,
+            host=place.address,
+            startup_information=said,
+            **kwargs,
+        )
         self._place = place
         self._runs: dict[str, HostRun] = {}
         calls: dict[str, Handler] = {

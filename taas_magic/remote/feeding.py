@@ -15,7 +15,7 @@ from taas_magic.remote import fetcher
 from taas_magic.remote.fetcher import Fetched, FetcherSpec, Setting
 from taas_magic.remote.filling import Filling, lanes_fill
 from taas_magic.remote.link import Link
-from taas_magic.remote.spec import HostSpec
+from taas_magic.remote.spec import HostSpec, Place
 
 REPORT_S = 1.0
 """How often a rank says what it was handed and how long it waited."""
@@ -25,13 +25,13 @@ _END_S = 5.0
 
 @contextmanager
 def fetchers(
-    spec: HostSpec, host: str, scratch: Path, emit: Callable[[Event], None]
+    spec: HostSpec, place: Place, scratch: Path, emit: Callable[[Event], None]
 ) -> Iterator[None]:
     """Fetchers of a run beside its ranks, as long as the block runs; none if it needs none.
 
     Args:
         spec: The run's share of this host; the first host has the fetchers.
-        host: This host's name.
+        place: This host, and where the ranks of other hosts reach it.
         scratch: The run's own folder on this host, which goes with it.
         emit: Sends an event to the pool's process; any thread may call it.
     """
@@ -39,9 +39,9 @@ def fetchers(
     if served is None or not served.fetchers or spec.host_rank:
         yield
         return
-    running = [fetcher.start(one) for one in _specs(served, spec, host, scratch)]
+    running = [fetcher.start(one) for one in _specs(served, spec, place, scratch)]
     controls = [control for _, control in running]
-    listener = threading.Thread(target=_listen, args=(controls, host, emit), daemon=True)
+    listener = threading.Thread(target=_listen, args=(controls, place.host, emit), daemon=True)
     listener.start()
     try:
         yield
@@ -63,7 +63,7 @@ def filling(spec: HostSpec) -> Filling | None:
     return Filling(prefill, served.fetchers, len(served.loaders), served.units)
 
 
-def _specs(served: Service, spec: HostSpec, host: str, scratch: Path) -> Iterator[FetcherSpec]:
+def _specs(served: Service, spec: HostSpec, place: Place, scratch: Path) -> Iterator[FetcherSpec]:
     run_dir = spec.folder.path
     origin = spec.origin
     cores = max(1, len(os.sched_getaffinity(0)) // served.fetchers)
@@ -91,7 +91,10 @@ def _specs(served: Service, spec: HostSpec, host: str, scratch: Path) -> Iterato
             key=served.key,
             folder=service.folder_of(run_dir) / "fetchers",
             cores=cores,
-            host=host,
+            host=place.host,
+            # no port that nobody needs: ranks beside their fetchers come by Unix sockets
+            listen=place.address if len(spec.plan.hosts) > 1 else "",
+            tls=served.tls,
             buffer_bytes=memory.buffer_bytes,
             spill=scratch / f"spill-{number}" if memory.over == "spill" else None,
             spill_bytes=memory.spill_bytes,
@@ -145,6 +148,7 @@ def feed(run_dir: Path, rank: int, attempt: int, link: Link) -> Iterator[None]:
         payload=lambda name: service.payload_file(run_dir, name).read_bytes(),
         directory=FolderDirectory(folder / "fetchers") if served.fetchers else None,
         key=served.key,
+        tls=served.tls.client if served.tls else None,
         units=served.units,
         seed=served.seed,
         ledger=Ledger(folder / "ledger", attempt, rank),

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from taas_magic.data.lane_spec import LaneSpec
-from taas_magic.data.lanes import Lanes, Tls
+from taas_magic.data.lanes import Lanes
+from taas_magic.data.tls import Tls
 from taas_magic.remote.process import die_with_parent
 
 REPORT_S = 0.5
@@ -99,7 +100,7 @@ class FetcherSpec:
         fill_batches: What all fetchers of the run are to have ready before ranks ask.
         fill_bytes: The same in bytes.
         units: The bound of `--units`.
-        tls: Certificate files; None for plain TCP.
+        tls: The run's certificate; None for plain TCP.
         setting: What it takes over from the notebook; None: nothing.
     """
 

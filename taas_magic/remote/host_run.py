@@ -62,6 +62,7 @@ class HostRun:
         alone: Callable[[], bool],
     ) -> None:
         self._spec, self._emit, self._alone = spec, emit, alone
+        self._place = place
         self._host, self._interface = place.host, place.interface
         self._store = serve_store(spec)
         self.port: int = self._store.port if self._store else 0
@@ -91,7 +92,7 @@ class HostRun:
             self._changed.set,
         )
         try:
-            fed = feeding.fetchers(self._spec, self._host, self._pipes, self._take_from_fetcher)
+            fed = feeding.fetchers(self._spec, self._place, self._pipes, self._take_from_fetcher)
             with fed:
                 if self._has_data():
                     self._run_elastic()

@@ -10,6 +10,12 @@ EVENT = "taas_event"
 BEAT = "taas_beat"
 HEARD = "taas_heard"
 
+AGENT = "taas_agent"
+"""What an agent says of itself when it joins; others that join are no hosts of the pool."""
+
+POOL_TOPIC = "taas-pool"
+"""The Dask topic that says what becomes of the hosts that kernels wait for."""
+
 CALL_HELLO = "taas_hello"
 CALL_START = "taas_start"
 CALL_AGAIN = "taas_again"

@@ -1,0 +1,250 @@
+"""Stand-ins for `qsub`, `qstat` and `qdel`: Debian has no package of a PBS.
+
+They queue and run the real job script that dask-jobqueue writes, in the way of OpenPBS: job ids
+such as `3.rig`, output in `<id>.OU` and `<id>.ER`, `qstat -f` with `comment` and `Exit_status`,
+finished jobs shown by `-x` alone, SIGTERM and then SIGKILL from `qdel`, and its exit codes. What
+they cannot show is how a site's own PBS is set up.
+
+Run as a program, this file is one of the three commands, or the process that watches over a job.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SERVER = "rig"
+FOLDER = "TAAS_RIG_PBS"
+KILL_DELAY_S = 10.0
+ENDED_BY_SIGNAL = 256
+FULL = "Not Running: Insufficient amount of resource: ncpus"
+COMMANDS = ("qsub", "qstat", "qdel")
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pbs:
+    """A queue that is up: its `bin` goes to the front of PATH.
+
+    Attributes:
+        folder: Its state and its commands.
+    """
+
+    folder: Path
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What its commands need."""
+        return {FOLDER: str(self.folder), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
+
+    def jobs(self) -> dict[str, str]:
+        """Letter of state by id."""
+        with _state(self.folder) as state:
+            return {job_id: job["state"] for job_id, job in state["jobs"].items()}
+
+    def delete(self, job_id: str) -> None:
+        _delete(self.folder, job_id)
+
+
+@contextlib.contextmanager
+def pbs_up(slots: int, commands: list[list[str]] | None = None) -> Iterator[Pbs]:
+    """A queue for the time of the block.
+
+    Args:
+        slots: Jobs that may run at a time.
+        commands: What the script of the job in each slot is run with, such as one that enters a
+            host of the rig; None runs all on this machine.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="taas-pbs-"))
+    (folder / "bin").mkdir()
+    for name in COMMANDS:
+        file = folder / "bin" / name
+        file.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} {name} "$@"\n')
+        file.chmod(0o755)
+    enter = commands or [[] for _ in range(slots)]
+    (folder / "state.json").write_text(json.dumps({"next": 1, "enter": enter, "jobs": {}}))
+    pbs = Pbs(folder)
+    try:
+        yield pbs
+    finally:
+        for job_id, letter in pbs.jobs().items():
+            if letter != "F":
+                pbs.delete(job_id)
+        while set(pbs.jobs().values()) - {"F"}:
+            time.sleep(0.05)
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _state(folder: Path) -> Iterator[State]:
+    """The queue's state, for one process at a time; what is changed is kept."""
+    path = folder / "state.json"
+    with path.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        state = json.load(file)
+        yield state
+        file.seek(0)
+        file.truncate()
+        json.dump(state, file)
+
+
+def _submit(folder: Path, script: Path) -> int:
+    text = script.read_text()
+    directives = dict(re.findall(r"^#PBS -([A-Za-z]) (.*)$", text, flags=re.MULTILINE))
+    with _state(folder) as state:
+        job_id = f"{state['next']}.{SERVER}"
+        state["next"] += 1
+        (folder / f"{job_id}.SC").write_text(text)  # qsub keeps a copy: the caller removes its own
+        state["jobs"][job_id] = {
+            "name": directives.get("N", script.name),
+            "output": directives.get("o", os.getcwd()),
+            "error": directives.get("e", os.getcwd()),
+            "state": "Q",
+            "comment": "",
+            "slot": None,
+        }
+    _schedule(folder)
+    print(job_id)
+    return 0
+
+
+def _schedule(folder: Path) -> None:
+    """Starts what there is room for, in order of submission."""
+    with _state(folder) as state:
+        jobs = state["jobs"]
+        used = {job["slot"] for job in jobs.values() if job["state"] == "R"}
+        free = [slot for slot in range(len(state["enter"])) if slot not in used]
+        for job_id, job in jobs.items():
+            if job["state"] != "Q":
+                continue
+            if not free:
+                job["comment"] = FULL
+                continue
+            job.update(state="R", slot=free.pop(0), comment="Job run")
+            words = [sys.executable, __file__, "watch", job_id]
+            subprocess.Popen(  # nothing of qsub's: its caller waits for the end of its output
+                words,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+
+
+def _watch(folder: Path, job_id: str) -> int:
+    """Runs a job's script to its end, as PBS's mom does."""
+    with _state(folder) as state:
+        job = state["jobs"][job_id]
+        enter = state["enter"][job["slot"]]
+        with (
+            open(Path(job["output"]) / f"{job_id}.OU", "wb") as output,
+            open(Path(job["error"]) / f"{job_id}.ER", "wb") as error,
+        ):
+            process = subprocess.Popen(
+                [*enter, "bash", str(folder / f"{job_id}.SC")],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=error,
+                start_new_session=True,
+                env={**os.environ, "PBS_JOBID": job_id, "PBS_JOBNAME": job["name"]},
+            )
+        job["pid"] = process.pid
+    code = process.wait()
+    with _state(folder) as state:
+        status = code if code >= 0 else ENDED_BY_SIGNAL - code
+        state["jobs"][job_id].update(state="F", exit=status, comment="Job finished")
+    _schedule(folder)
+    return 0
+
+
+def _delete(folder: Path, job_id: str) -> int:
+    job_id = _whole(job_id)
+    with _state(folder) as state:
+        job = state["jobs"].get(job_id)
+        if job is None:
+            return _complain(f"qdel: Unknown Job Id {job_id}", 153)
+        if job["state"] == "F":
+            return _complain(f"qdel: Job has finished {job_id}", 35)
+        if job["state"] == "Q":
+            job.update(state="F", exit=ENDED_BY_SIGNAL + signal.SIGTERM, comment="Job deleted")
+            return 0
+        pid = job.get("pid")
+    if pid is not None:
+        _end(pid)
+    return 0
+
+
+def _end(pid: int) -> None:
+    """SIGTERM to all of a job's session, and SIGKILL after a while."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGTERM)
+        deadline = time.monotonic() + KILL_DELAY_S
+        while time.monotonic() < deadline:
+            os.killpg(pid, 0)
+            time.sleep(0.05)
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _show(folder: Path, words: list[str]) -> int:
+    history = "-x" in words
+    code = 0
+    with _state(folder) as state:
+        for job_id in (_whole(word) for word in words if not word.startswith("-")):
+            job = state["jobs"].get(job_id)
+            if job is None:
+                code = _complain(f"qstat: Unknown Job Id {job_id}", 153)
+            elif job["state"] == "F" and not history:
+                why = "use -x or -H to obtain historical job information"
+                code = _complain(f"qstat: {job_id} Job has finished, {why}", 35)
+            else:
+                print(_block(job_id, job))
+    return code
+
+
+def _block(job_id: str, job: State) -> str:
+    lines = [
+        f"Job Id: {job_id}",
+        f"    Job_Name = {job['name']}",
+        f"    job_state = {job['state']}",
+    ]
+    if job["comment"]:
+        lines.append(f"    comment = {job['comment'][:20]}\n\t{job['comment'][20:]}")
+    if "exit" in job:
+        lines.append(f"    Exit_status = {job['exit']}")
+    return "\n".join(lines) + "\n"
+
+
+def _whole(job_id: str) -> str:
+    return job_id if "." in job_id else f"{job_id}.{SERVER}"
+
+
+def _complain(text: str, code: int) -> int:
+    print(text, file=sys.stderr)
+    return code
+
+
+def main(command: str, words: list[str]) -> int:
+    folder = Path(os.environ[FOLDER])
+    if command == "qsub":
+        return _submit(folder, Path(words[-1]))
+    if command == "qstat":
+        return _show(folder, words)
+    if command == "watch":
+        return _watch(folder, words[0])
+    return max(_delete(folder, job_id) for job_id in words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

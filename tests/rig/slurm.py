@@ -1,0 +1,203 @@
+"""A Slurm of our own, from Debian's packages: controller and nodes, without systemd or cgroups.
+
+Its one node is this machine, or its nodes are hosts of the rig (hosts.py).
+"""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.rig.hosts import Hosts, hosts_up
+
+NEEDS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel")
+READY_WITHIN_S = 60.0
+PATH = f"{os.environ['PATH']}:/usr/sbin"
+CORES = 8
+
+CONFIG = """
+ClusterName=rig
+SlurmctldHost={machine}({address})
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={spool}/slurmd.pid
+SlurmdSpoolDir={spool}
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={spool}/slurmd.log
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+SlurmdTimeout=30
+InactiveLimit=0
+KillWait=5
+MinJobAge=300
+SchedulerParameters=sched_interval=2,batch_sched_delay=0
+{nodes}
+PartitionName=debug Nodes={names} Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A Slurm that is up.
+
+    Attributes:
+        folder: Its configuration and logs; nodes see it.
+        hosts: The hosts that are its nodes; None when this machine is the only one.
+    """
+
+    folder: Path
+    hosts: Hosts | None
+
+    @property
+    def conf(self) -> Path:
+        return self.folder / "slurm.conf"
+
+    def run(self, *command: str) -> str:
+        """Runs one of Slurm's commands; returns its output."""
+        environ = {**os.environ, "SLURM_CONF": str(self.conf), "PATH": PATH}
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, check=True, timeout=60
+        )
+        return done.stdout.strip()
+
+    def jobs(self) -> dict[str, str]:
+        """State by id of the jobs that wait or run."""
+        lines = self.run("squeue", "--noheader", "--format=%i %T").splitlines()
+        return dict(line.split() for line in lines)
+
+    def cancel_all(self) -> None:
+        """Ends every job and waits until none is left."""
+        if jobs := self.jobs():
+            self.run("scancel", *jobs)
+        self.wait_until_empty()
+
+    def wait_until_empty(self) -> None:
+        """Waits until no job waits or runs."""
+        _wait(lambda: not self.jobs(), "jobs did not end")
+
+
+def missing() -> str:
+    """Why there can be no Slurm here; "" when there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "a Slurm of our own needs Linux and root"
+    lacking = [name for name in NEEDS if shutil.which(name, path=PATH) is None]
+    return f"missing: {', '.join(lacking)} (Debian: slurm-wlm munge)" if lacking else ""
+
+
+@contextmanager
+def slurm_up(hosts: int = 0, share: tuple[Path, ...] = ()) -> Iterator[Slurm]:
+    """Slurm for the time of the block; skips the test where there can be none.
+
+    Args:
+        hosts: Hosts of the rig that are its nodes; 0 makes this machine its only node.
+        share: Folders that these hosts and this machine share, besides Slurm's own.
+    """
+    if why := missing():
+        pytest.skip(why)
+    with ExitStack() as until_end:
+        folder = Path(tempfile.mkdtemp(prefix="taas-slurm-"))
+        until_end.callback(shutil.rmtree, folder, ignore_errors=True)
+        (folder / "state").mkdir()
+        made = until_end.enter_context(hosts_up(hosts, share=[folder, *share])) if hosts else None
+        slurm = Slurm(folder, made)
+        _configure(slurm)
+        until_end.callback(_stop, folder)
+        _start(slurm)
+        _wait(lambda: "idle" in slurm.run("sinfo", "-h", "-o", "%T"), "no node is idle")
+        until_end.callback(slurm.cancel_all)
+        yield slurm
+
+
+def _configure(slurm: Slurm) -> None:
+    machine = socket.gethostname().partition(".")[0]
+    address, names, places = "127.0.0.1", [machine], ["127.0.0.1"]
+    spool = slurm.folder / "spool"
+    if slurm.hosts is not None:
+        address, names = slurm.hosts.caller, slurm.hosts.names
+        places = [slurm.hosts.address(number + 1) for number in range(slurm.hosts.count)]
+        spool = Path("/var/tmp/slurmd")
+    nodes = [
+        f"NodeName={name} NodeAddr={place} CPUs={CORES} RealMemory=8000 State=UNKNOWN"
+        for name, place in zip(names, places, strict=True)
+    ]
+    values = {
+        "machine": machine,
+        "address": address,
+        "folder": slurm.folder,
+        "spool": spool,
+        "controller_port": _free_port(),
+        "node_port": _free_port(),
+        "nodes": "\n".join(nodes),
+        "names": ",".join(names),
+    }
+    slurm.conf.write_text(CONFIG.format(**values))
+    (slurm.folder / "cgroup.conf").write_text("CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n")
+    key = slurm.folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(1024))
+    key.chmod(0o400)
+
+
+def _start(slurm: Slurm) -> None:
+    folder = slurm.folder
+    slurm.run(
+        "munged",
+        "--force",
+        f"--socket={folder}/munge.socket",
+        f"--key-file={folder}/munge.key",
+        f"--pid-file={folder}/munged.pid",
+        f"--log-file={folder}/munged.log",
+        f"--seed-file={folder}/munge.seed",
+    )
+    slurm.run("slurmctld")
+    if slurm.hosts is None:
+        (folder / "spool").mkdir()
+        slurm.run("slurmd")
+        return
+    for number, name in enumerate(slurm.hosts.names, start=1):
+        start = f"mkdir -p /var/tmp/slurmd; SLURM_CONF={slurm.conf} /usr/sbin/slurmd -N {name}"
+        slurm.hosts.exec(number, "bash", "-c", start)
+
+
+def _stop(folder: Path) -> None:
+    for name in ("spool/slurmd.pid", "slurmctld.pid", "munged.pid"):
+        with suppress(OSError, ValueError):
+            pid = int((folder / name).read_text())
+            os.kill(pid, signal.SIGTERM)
+            _wait(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"{name} did not end")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _wait(condition: Callable[[], object], otherwise: str) -> None:
+    deadline = time.monotonic() + READY_WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)

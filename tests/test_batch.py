@@ -1,0 +1,179 @@
+"""What batch systems say of jobs: their words are read right, and the commands really asked."""
+
+import asyncio
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from taas_magic.engines.batch import (
+    SYSTEMS,
+    Job,
+    find_system,
+    output_tail,
+    parse_qstat,
+    parse_squeue,
+)
+from tests.rig.pbs import Pbs, pbs_up
+from tests.rig.slurm import PATH, Slurm, slurm_up
+
+SQUEUE = """\
+17|PENDING|Resources
+18|RUNNING|None
+19|CANCELLED|None
+20|NODE_FAIL|None
+21|PENDING|ReqNodeNotAvail, UnavailableNodes:n[1-2]
+"""
+
+QSTAT = """\
+Job Id: 12.server
+    Job_Name = taas-hpc
+    job_state = Q
+    comment = Not Running: Insufficient amount of resource: ng
+\tpus (R: 2 A: 0 T: 8)
+    Resource_List.walltime = 01:00:00
+
+Job Id: 13.server
+    job_state = R
+    comment = Job run at Sat Jan 31 at 14:25 on (n1:ncpus=12)
+
+Job Id: 14.server
+    job_state = F
+    comment = Job run at Sat Jan 31 at 14:25 and failed
+    Exit_status = 271
+"""
+
+
+def test_squeue_is_read() -> None:
+    jobs = parse_squeue(SQUEUE)
+    assert {job_id: job.ended for job_id, job in jobs.items()} == {
+        "17": False,
+        "18": False,
+        "19": True,
+        "20": True,
+        "21": False,
+    }
+    assert str(jobs["17"]) == "PENDING (Resources)"
+    assert str(jobs["18"]) == "RUNNING"
+    assert jobs["21"].reason == "ReqNodeNotAvail, UnavailableNodes:n[1-2]"
+
+
+def test_qstat_is_read_with_its_broken_lines() -> None:
+    jobs = parse_qstat(QSTAT)
+    reason = "Not Running: Insufficient amount of resource: ngpus (R: 2 A: 0 T: 8)"
+    assert jobs["12"] == Job("12", "QUEUED", reason, ended=False)
+    assert jobs["13"].state == "RUNNING"
+    assert jobs["14"] == Job("14", "FINISHED", "exit status 271", ended=True)
+
+
+@pytest.mark.parametrize("parse", [parse_squeue, parse_qstat])
+def test_what_is_no_answer_has_no_jobs(parse: object) -> None:
+    assert parse("slurm_load_jobs error: x\n|\n\nJob") == {}  # type: ignore[operator]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with slurm_up() as up:
+        yield up
+
+
+@pytest.fixture
+def submitting(slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder for the output of jobs; none is left after the test."""
+    monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
+    monkeypatch.setenv("PATH", PATH)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    slurm.cancel_all()
+
+
+def submit(slurm: Slurm, *words: str) -> str:
+    command = ["sbatch", "--parsable", "--output=out-%j.txt", *words]
+    return slurm.run(*command)
+
+
+@pytest.mark.network
+def test_slurm_is_asked(slurm: Slurm, submitting: Path) -> None:
+    fails = submit(slurm, "--wrap=echo why; exit 3")
+    failed = asyncio.run(settled(fails, lambda job: job.ended))
+    assert str(failed) == "FAILED (NonZeroExitCode)"
+    assert output_tail(submitting, fails).startswith("why\n(")
+    runs = submit(slurm, "--exclusive", "--wrap=sleep 600")
+    waits = submit(slurm, "--exclusive", "--wrap=true")
+    assert not asyncio.run(settled(runs, lambda job: job.state == "RUNNING")).ended
+    waiting = asyncio.run(settled(waits, lambda job: bool(job.reason)))
+    assert waiting.state == "PENDING" and waiting.reason in ("Resources", "Priority")
+    slurm.run("scancel", waits)
+    assert asyncio.run(settled(waits, lambda job: job.ended)).state == "CANCELLED"
+
+
+async def settled(job_id: str, is_so: Callable[[Job], bool]) -> Job:
+    """A job as Slurm tells of it, once it is so."""
+    system = find_system("slurm")
+    assert system is not None
+    while not is_so(job := (await system.look([job_id]))[job_id]):
+        pass
+    return job
+
+
+@pytest.mark.network
+def test_a_job_that_slurm_has_forgotten_is_no_error(slurm: Slurm, submitting: Path) -> None:
+    assert asyncio.run(SYSTEMS["slurm"].look(["99999"])) == {}
+
+
+def test_a_batch_system_that_cannot_be_asked_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "squeue"
+    command.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    command.chmod(command.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{PATH}")
+    with pytest.raises(OSError, match="Unable to contact"):
+        asyncio.run(SYSTEMS["slurm"].look(["1"]))
+
+
+@pytest.fixture
+def pbs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pbs]:
+    """A queue with room for one job."""
+    with pbs_up(1) as up:
+        for name, value in up.environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(tmp_path)
+        yield up
+
+
+def qsub(script: str) -> str:
+    Path("job.sh").write_text(script)
+    done = subprocess.run(["qsub", "job.sh"], capture_output=True, text=True, check=True)
+    return done.stdout.strip().partition(".")[0]
+
+
+@pytest.mark.usefixtures("no_leftovers")
+def test_pbs_is_asked_for_jobs_that_wait_run_and_have_ended(pbs: Pbs) -> None:
+    runs, waits = qsub("sleep 600\n"), qsub("exit 3\n")
+
+    async def live() -> None:
+        system = find_system("pbs")
+        assert system is not None
+        jobs = await system.look([runs, waits])
+        assert jobs[runs].state == "RUNNING"
+        assert str(jobs[waits]).startswith("QUEUED (Not Running: Insufficient amount of resource")
+        await asyncio.to_thread(pbs.delete, runs)
+        while not (jobs := await system.look([runs, waits]))[waits].ended:
+            pass
+        assert jobs[runs].reason == "exit status 271"
+        assert jobs[waits].reason == "exit status 3"
+        assert await system.look(["77"]) == {}
+
+    asyncio.run(live())
+
+
+def test_the_tail_is_of_the_jobs_own_file(tmp_path: Path) -> None:
+    (tmp_path / "taas-1.err").write_text("one\n")
+    (tmp_path / "taas-12.err").write_text("\n".join(map(str, range(40))))
+    (tmp_path / "taas-12.out").write_text("")
+    assert output_tail(tmp_path, "1").startswith("one\n(")
+    assert output_tail(tmp_path, "12.server").splitlines()[:-1] == [str(n) for n in range(25, 40)]
+    assert output_tail(tmp_path, "2") == ""
