@@ -75,7 +75,8 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
         StoreError: The project store cannot be used as asked.
     """
     path = flags.store or str(config.store_path or "")
-    rule = store.choose(os.getcwd(), path, flags.store_writes, flags.shared_writes)
+    limit = config.store_limit_bytes
+    rule = store.choose(os.getcwd(), path, flags.store_writes, flags.shared_writes, limit)
     return make_plan(flags, pool.capacity(), new_run_id(), pool.config.max_hosts, rule)
 
 

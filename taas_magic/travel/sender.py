@@ -7,6 +7,7 @@ still writing: that will be closed, and looked at then.
 import hashlib
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from taas_magic.travel.tree import Seen, UnsafeError, oddity
 
 SMALL_BYTES = 1 << 18
 """Files up to this size go many to a message."""
+
+_FRESH_NS = 100_000_000
 
 
 @dataclass
@@ -85,7 +88,7 @@ class Sender:
             return  # gone meanwhile: that is an event of its own
         try:
             before = os.fstat(descriptor)
-            if is_being_written(descriptor):
+            if is_being_written(descriptor) or self._is_known(path, before):
                 return
             sha256, offset, refused = hashlib.sha256(), 0, ""
             while offset < before.st_size and not refused:
@@ -101,6 +104,11 @@ class Sender:
             self._take_answer(path, refused, before, sha256.hexdigest())
         finally:
             os.close(descriptor)
+
+    def _is_known(self, path: str, status: os.stat_result) -> bool:
+        """Whether the store has this file; of one just written, its time stamp does not tell."""
+        settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
+        return settled and self._mirror.hashes.is_same(path, status)
 
     def _send_part(self, path: str, offset: int, part: bytes, entry: Entry | None) -> str:
         values = {"path": path, "offset": offset, "contents": pack([part])}

@@ -135,7 +135,7 @@ class Tree:
         try:
             with self.folder(folder) as here:
                 return os.stat(name, dir_fd=here, follow_symlinks=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def make_folder(self, path: str) -> None:
@@ -202,7 +202,9 @@ def _open_folder(part: str, here: int, path: str) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        kind = oddity(os.stat(part, dir_fd=here, follow_symlinks=False)) or "a file"
+        kind = oddity(os.stat(part, dir_fd=here, follow_symlinks=False))
+        if not kind:
+            raise NotADirectoryError(errno.ENOTDIR, f"{part} is a file", path) from error
         raise UnsafeError(path, f"{part} on its path is {kind}") from error
 
 
