@@ -143,6 +143,11 @@ def _reason(error: OSError) -> str:
     return reasons.get(error.errno or 0, str(error.strerror))
 
 
+def state_folder(store: str) -> Path:
+    """Where what is known of a store is kept between runs, outside of it; not made."""
+    return state_dir() / "stores" / hashlib.sha256(os.fsencode(store)).hexdigest()[:20]
+
+
 @contextlib.contextmanager
 def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
     """Keeps every other run of this user off the store, and off what lies in it or holds it.
@@ -159,9 +164,9 @@ def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
     Raises:
         StoreError: Another run has it; names that run, its process and its host.
     """
-    folder = state_dir() / "stores"
+    kept = state_folder(store)
+    folder, path = kept.parent, kept.with_suffix(".lock")
     folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{hashlib.sha256(os.fsencode(store)).hexdigest()[:20]}.lock"
     owner = {
         "store": store,
         "run_id": run_id,

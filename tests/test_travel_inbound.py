@@ -67,7 +67,7 @@ def test_only_what_changed_travels(travel: Travel) -> None:
     (travel.store / "src" / "deep").rename(travel.store / "moved")
     (travel.store / "run.sh").unlink()
     ask, mirror = Counted(travel), travel.host()
-    travel.desk.answer(0, "list", {"fresh": True})
+    travel.look_again()
     bring_in(mirror, ask)
     assert sorted(ask.read) == ["new.txt", "src/model.py"]
     assert tree_of(Path(mirror.path)) == tree_of(travel.store)
@@ -115,7 +115,7 @@ def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
     assert tree_of(Path(mirror.path)) == tree_of(travel.store) and flips == 0
     with open(travel.store / "src/deep/data.bin", "ab") as file:
         file.write(b"more")
-    travel.desk.answer(0, "list", {"fresh": True})
+    travel.look_again()
     flips = 1000
     with pytest.raises(StoreError, match=r"src/deep/data\.bin did not arrive whole"):
         bring_in(mirror, flipping)
@@ -183,7 +183,7 @@ def test_what_the_user_leaves_out_stays(travel: Travel) -> None:
     ):
         (store / path).parent.mkdir(parents=True, exist_ok=True)
         (store / path).write_text(path)
-    mirror, manifest = travel.mirrored()
+    _, manifest = travel.mirrored()
     assert set(manifest.files) == {".taasignore", "keep.ckpt", "pkg/data/x"}
     assert not manifest.skipped
 
@@ -203,7 +203,7 @@ def test_a_read_goes_no_further_than_the_list(travel: Travel, tmp_path: Path) ->
     (tmp_path / "secret").write_text("secret")
     (travel.store / "a").write_text("a")
     ask = wired(travel.desk)
-    ask("list")
+    travel.look_again()
     (travel.store / "later").write_text("not in the list")
     answer = ask("read", parts=[["../secret", 0, 6], ["later", 0, 6], ["a", 0, 1], ["a", -1, 1]])
     assert answer["sizes"] == [-1, -1, 1, -1] and answer["data"] == b"a"
@@ -233,7 +233,7 @@ def test_any_tree_becomes_any_other(
     mirror = travel.host()
     for wanted in trees:
         make(travel.store, wanted)
-        travel.desk.answer(0, "list", {"fresh": True})
+        travel.look_again()
         bring_in(mirror, wired(travel.desk))
         assert tree_of(Path(mirror.path)) == tree_of(travel.store)
     mirror.close()

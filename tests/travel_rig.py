@@ -1,4 +1,4 @@
-"""A store and its hosts' mirrors on one machine; questions go through msgpack, as they do in Dask."""
+"""A store and its hosts' mirrors on one machine; questions go through msgpack, as in Dask."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -41,6 +41,13 @@ class Travel:
         self.rule = StoreRule(str(self.store), shared=open_to_all, limit_bytes=limit_bytes)
         self.desk = Desk(self.rule, folder / "state")
         self.notes: list[str] = []
+
+    def look_again(self) -> None:
+        """Has the desk take the store as it is now."""
+        listed = self.desk.answer(0, "list", {"fresh": True})
+        while listed is None:
+            threading.Event().wait(0.01)
+            listed = self.desk.answer(0, "list", {})
 
     def host(self, number: int = 0) -> Mirror:
         """A mirror on a host of its own."""

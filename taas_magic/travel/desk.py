@@ -17,7 +17,8 @@ from taas_magic.travel.chunks import CHUNK_BYTES, MAX_PARTS, Part, pack
 from taas_magic.travel.hashes import Hashes
 from taas_magic.travel.intake import Intake
 from taas_magic.travel.intents import Intents
-from taas_magic.travel.manifest import Entry, Manifest, check_limit, describe, ignore_of, survey
+from taas_magic.travel.look import Look
+from taas_magic.travel.manifest import Entry, Manifest
 from taas_magic.travel.tree import Tree
 
 
@@ -54,6 +55,7 @@ class Desk:
         self._intents.clear()
         self._intake = Intake(rule, self._tree, self._intents, writer, self._note)
         self._lock = threading.RLock()
+        self._look: Look | None = None
         self._manifest: Manifest | None = None
         self._changes: dict[str, Change] = {}
         self._number = 0
@@ -87,6 +89,8 @@ class Desk:
         """Ends what is under way; what has not wholly arrived leaves no trace."""
         with self._lock:
             self._is_closed = True
+            if self._look is not None:
+                self._look.wait()
             self._intake.close()
             if self._token:
                 self._tree.remove(self._token)
@@ -99,18 +103,22 @@ class Desk:
         self._token = self._token or self._intents.make_token()
         return self._token
 
-    def _list(self, host_rank: int, fresh: bool = False) -> dict[str, Any]:
+    def _list(self, host_rank: int, fresh: bool = False) -> dict[str, Any] | None:
         """What travels to every host, as the store was when the first one asked.
 
         Args:
             host_rank: Who asks.
             fresh: Look again, since something was not as it said.
+
+        Returns:
+            None while the store is being looked through: a host must ask again.
         """
-        if self._manifest is None or fresh:
-            found = survey(self._tree, ignore_of(self._tree))
-            check_limit(found, self._rule.path, self._rule.limit_bytes)
-            self._manifest = describe(self._tree, found, self._hashes)
-            self._intake.cases = found.cases
+        if self._look is None or (fresh and self._look.is_over):
+            self._look = Look(self._tree, self._hashes, self._rule)
+        if not self._look.is_over:
+            return None
+        found, self._manifest = self._look.result()
+        self._intake.cases = found.cases
         return self._manifest.to_wire()
 
     def _read(self, host_rank: int, parts: Sequence[Part]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Brings a host's mirror up to date with the project store, before a run's ranks start."""
 
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -16,6 +17,7 @@ from taas_magic.travel.mirror import Mirror
 ATTEMPTS = 3
 """How often a file is asked for that arrived damaged or changed meanwhile."""
 
+_ASK_AGAIN_S = 0.05
 _BLOCK_BYTES = 1 << 20
 
 
@@ -30,7 +32,7 @@ def bring_in(mirror: Mirror, ask: Ask) -> Manifest:
     """
     damaged: list[str] = []
     for attempt in range(ATTEMPTS):
-        want = Manifest.from_wire(ask("list", fresh=attempt > 0))
+        want = _ask_list(ask, fresh=attempt > 0)
         try:
             damaged = _become(mirror, want, ask)
         except OSError as error:
@@ -45,6 +47,15 @@ def bring_in(mirror: Mirror, ask: Ask) -> Manifest:
         f"of the project store, {', '.join(damaged[:5])} did not arrive whole in {ATTEMPTS} "
         "attempts: it is damaged on its way, or is being written all the time"
     )
+
+
+def _ask_list(ask: Ask, fresh: bool) -> Manifest:
+    """What the store is; waits while it is being looked through."""
+    listed = ask("list", fresh=fresh)
+    while listed is None:
+        time.sleep(_ASK_AGAIN_S)
+        listed = ask("list")
+    return Manifest.from_wire(listed)
 
 
 def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:

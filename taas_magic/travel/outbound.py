@@ -2,7 +2,7 @@
 
 An event only makes a path worth a look; `sender` goes by what is there then. So a file that is
 rewritten a thousand times is sent when there is time for it, as it is by then; a temporary file
-that was renamed is never sent; and where events were lost, a look at everything does.
+that was renamed is not sent; and where events were lost, a look at everything does.
 """
 
 import threading
@@ -16,6 +16,9 @@ from taas_magic.travel.inotify import Seen, Watch
 from taas_magic.travel.mirror import Mirror
 from taas_magic.travel.sender import Sender, covers
 from taas_magic.travel.tree import Seen as Found
+
+SETTLE_S = 0.05
+"""How long a change is left alone: a file that was written beside its place is soon renamed."""
 
 QUIET_S = 0.2
 """How long a file that was just sent is left alone, or as long as sending it took."""
@@ -87,7 +90,7 @@ class Outbound:
         self._quiet_until = {p: until for p, until in self._quiet_until.items() if until > now}
         for path in (*seen.paths, *(self._differing() if seen.all else ())):
             if covers(path, self._shared) and not self._ignore.leaves_out_within(path):
-                self._due[path] = self._quiet_until.get(path, now)
+                self._due.setdefault(path, max(now + SETTLE_S, self._quiet_until.get(path, now)))
 
     def _take_due(self) -> list[str]:
         now = time.monotonic()
