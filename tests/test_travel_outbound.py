@@ -303,7 +303,7 @@ def test_without_inotify_a_look_now_and_then_does(
 
 
 def test_a_flood_of_files_that_overflows_the_queue_arrives(travel: Travel) -> None:
-    code = "for i in range(20000): open(str(i), 'w').close(); i < 19900 and os.unlink(str(i))"
+    code = "for i in range(6000): open(str(i), 'w').close(); i < 5900 and os.unlink(str(i))"
     ask, go_on = wired(travel.desk), threading.Event()
 
     def waiting(what: str, **arguments: Any) -> Any:
