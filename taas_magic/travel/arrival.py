@@ -65,14 +65,17 @@ class Arrival:
     def date(self, mtime_ns: int) -> None:
         os.utime(self._file, ns=(mtime_ns, mtime_ns))
 
-    def place(self, tree: Tree, path: str, *, executable: bool, durable: bool = False) -> None:
+    def flush(self) -> None:
+        """Forces it to the disk, so that a power cut after it was placed leaves it whole."""
+        os.fsync(self._file)
+
+    def place(self, tree: Tree, path: str, *, executable: bool) -> None:
         """Moves it to its place, in the stead of the file that is there; an old file's mode stays.
 
         Args:
             tree: Where.
             path: Relative; its folder is there.
             executable: Whether it may be run.
-            durable: Force it to the disk, so that it also outlives a power cut.
 
         Raises:
             UnsafeError: The path is unsafe, or something that is no file is there.
@@ -83,12 +86,8 @@ class Arrival:
             raise UnsafeError(path, f"{what} of that name is there")
         folder, name = parted(path)
         os.fchmod(self._file, _mode(self.status(), old, executable))
-        if durable:
-            os.fsync(self._file)
         with tree.folder(folder) as here:
             os.replace(self._name, name, src_dir_fd=self._staging, dst_dir_fd=here)
-            if durable:
-                os.fsync(here)
         self._close()
 
     def discard(self) -> None:

@@ -1,7 +1,8 @@
 """What hosts send back into the project store: checked, verified, put in its place in one step."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,10 @@ from taas_magic.travel.tree import Tree, UnsafeError, parted
 MAX_OPEN = 16
 """Large files that one host may be sending at a time."""
 
-Step = tuple[str, Callable[[], None]]
-"""A path, and what is to be done to it."""
+GROUP = 64
+"""Small files that are forced to the disk together, by so many threads:"""
+
+FLUSHERS = 16
 
 
 class Intake:
@@ -45,6 +48,7 @@ class Intake:
         self._writer, self._note = writer, note
         self._ignore = Ignore()
         self._arriving: dict[tuple[int, str], Arrival] = {}
+        self._flushers = ThreadPoolExecutor(FLUSHERS, "taas-store-flush")
         self.cases = Cases()
 
     def publish(
@@ -71,13 +75,14 @@ class Intake:
         """
         entries = [Entry(*fields) for fields in files]
         parts = unpack(contents) if contents else []
-        steps: list[Step] = [
-            *((path, partial(self._make_folder, host_rank, path)) for path in folders),
-            *(self._whole(host_rank, entries, parts)),
-            *((path, partial(self._remove, host_rank, path)) for path in removed),
-            *((path, partial(self._remove_folder, host_rank, path)) for path in removed_folders),
-        ]
-        answers = {path: self._try(host_rank, path, step) for path, step in steps}
+        groups = [(self._make_folder, folders), (self._remove, removed)]
+        groups += [(self._remove_folder, removed_folders)]
+        answers = self._carry_out(host_rank, *groups[0])
+        pairs = list(zip(entries, parts, strict=True))
+        for first in range(0, len(pairs), GROUP):
+            answers |= self._take_whole(host_rank, pairs[first : first + GROUP])
+        for call, paths in groups[1:]:
+            answers |= self._carry_out(host_rank, call, paths)
         return {path: why for path, why in answers.items() if why}
 
     def write(
@@ -106,12 +111,54 @@ class Intake:
         """Drops what has not wholly arrived."""
         for key in list(self._arriving):
             self._drop(key)
+        self._flushers.shutdown()
 
-    def _whole(
-        self, host_rank: int, entries: Sequence[Entry], parts: Sequence[bytes | None]
-    ) -> Iterator[Step]:
-        for entry, part in zip(entries, parts, strict=True):
-            yield entry.path, partial(self._take, host_rank, entry.path, 0, part or b"", entry)
+    def _carry_out(
+        self, host_rank: int, call: Callable[[int, str], None], paths: Sequence[str]
+    ) -> dict[str, str]:
+        return {path: self._try(host_rank, path, partial(call, host_rank, path)) for path in paths}
+
+    def _take_whole(
+        self, host_rank: int, group: Sequence[tuple[Entry, bytes | None]]
+    ) -> dict[str, str]:
+        """Takes small files together: a disk is forced to keep many in hardly more time than one.
+
+        Returns:
+            Why, by path, of what was refused; "" of what was not.
+        """
+        staged: list[tuple[Entry, Arrival]] = []
+        answers = {
+            entry.path: self._try(host_rank, entry.path, partial(self._stage, staged, entry, part))
+            for entry, part in group
+        }
+        flushing = [self._flushers.submit(arrival.flush) for _, arrival in staged]
+        for (entry, arrival), flushed in zip(staged, flushing, strict=True):
+            step = partial(self._place, host_rank, entry, arrival, flushed.result)
+            answers[entry.path] = self._try(host_rank, entry.path, step)
+        for folder in {parted(entry.path)[0] for entry, _ in staged}:
+            self._tree.flush_folder(folder)
+        return answers
+
+    def _stage(self, staged: list[tuple[Entry, Arrival]], entry: Entry, part: bytes | None) -> None:
+        arrival = self._begin(entry.path)
+        try:
+            arrival.write(part or b"")
+            arrival.verify(entry.path, entry.size, entry.sha256)
+        except OSError:
+            arrival.discard()
+            raise
+        staged.append((entry, arrival))
+
+    def _place(
+        self, host_rank: int, entry: Entry, arrival: Arrival, flush: Callable[[], None]
+    ) -> None:
+        """Puts a file that is whole into its place; it is gone if it cannot get there."""
+        try:
+            flush()
+            arrival.place(self._tree, entry.path, executable=entry.executable)
+        finally:
+            arrival.discard()
+        self._note(host_rank, entry.path, entry, False)
 
     def _try(self, host_rank: int, path: str, step: Callable[[], None]) -> str:
         """Why a step was refused, or could not be done; "" when it was."""
@@ -141,7 +188,10 @@ class Intake:
     def _take(self, host_rank: int, path: str, offset: int, part: bytes, end: Entry | None) -> None:
         key = (host_rank, path)
         if offset == 0:
-            self._begin(key)
+            self._drop(key)
+            if sum(rank == host_rank for rank, _ in self._arriving) >= MAX_OPEN:
+                raise UnsafeError(path, f"more than {MAX_OPEN} files are on their way already")
+            self._arriving[key] = self._begin(path)
         arrival = self._arriving.get(key)
         if arrival is None or arrival.received != offset:
             raise UnsafeError(path, f"its part at {offset:,} does not follow on")
@@ -150,22 +200,18 @@ class Intake:
             if end is None:
                 return
             arrival.verify(path, end.size, end.sha256)
-            arrival.place(self._tree, path, executable=end.executable, durable=True)
         except OSError:
             self._drop(key)
             raise
         del self._arriving[key]
-        self._note(host_rank, path, end, False)
+        self._place(host_rank, end, arrival, arrival.flush)
+        self._tree.flush_folder(parted(path)[0])
 
-    def _begin(self, key: tuple[int, str]) -> None:
-        host_rank, path = key
-        self._drop(key)
-        if sum(rank == host_rank for rank, _ in self._arriving) >= MAX_OPEN:
-            raise UnsafeError(path, f"more than {MAX_OPEN} files are on their way already")
+    def _begin(self, path: str) -> Arrival:
         folder, _ = parted(path)
         with self._tree.folder(folder, make=True) as here:
             self._intents.add(folder)
-            self._arriving[key] = Arrival(here)
+            return Arrival(here)
 
     def _drop(self, key: tuple[int, str]) -> None:
         arrival = self._arriving.pop(key, None)

@@ -143,6 +143,11 @@ class Tree:
         with self.folder(path, make=True):
             pass
 
+    def flush_folder(self, path: str) -> None:
+        """Forces a folder's own entries to the disk: what was moved into it stays there."""
+        with suppress(FileNotFoundError), self.folder(path) as here:
+            os.fsync(here)
+
     def remove(self, path: str) -> None:
         """Removes whatever is no folder; nothing where it is gone already."""
         folder, name = parted(path)

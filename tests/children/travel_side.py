@@ -29,9 +29,9 @@ def serve(desk: Desk, listener: Listener) -> None:
         while True:
             try:
                 what, arguments = host.recv()
+                host.send(desk.answer(0, what, arguments))
             except (EOFError, ConnectionError):
                 return
-            host.send(desk.answer(0, what, arguments))
 
 
 def asking(desk: Connection) -> Ask:
