@@ -20,6 +20,7 @@ from taas_magic.pool import Pool
 from taas_magic.remote.spec import HostSpec, Origin
 from taas_magic.run import Run
 from taas_magic.store import StoreRule
+from taas_magic.travel.same import Identity
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -248,4 +249,5 @@ def _origin(shell: "InteractiveShell", folder: str) -> Origin:
         environ=dict(os.environ),
         sys_path=tuple(os.path.abspath(path) for path in sys.path),
         colors=shell.colors,
+        store=Identity.of(folder),
     )

@@ -42,7 +42,7 @@ class Mirror:
         self._until_end = until_end
         for name in ("tree", "arriving"):
             (folder / name).mkdir(exist_ok=True)
-        self.path = str(folder / "tree")
+        self.path = os.path.realpath(folder / "tree")
         self.tree = Tree(self.path)
         until_end.callback(self.tree.close)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

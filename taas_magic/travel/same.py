@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Place:
+class Identity:
     """A folder, as the machine that it was looked at on knows it.
 
     Attributes:
@@ -28,7 +28,7 @@ class Place:
     inode: int
 
     @classmethod
-    def of(cls, path: str) -> "Place":
+    def of(cls, path: str) -> "Identity":
         """
         Raises:
             OSError: It is not there.
@@ -43,7 +43,7 @@ class Place:
             token: Has a file made in the folder, where the notebook is, and gives its name.
         """
         try:
-            here = Place.of(self.path)
+            here = Identity.of(self.path)
         except OSError:
             return False
         if here.kernel and here.kernel == self.kernel:
