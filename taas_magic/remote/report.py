@@ -2,7 +2,6 @@
 
 import traceback
 
-from taas_magic.errors import TaasError
 from taas_magic.remote.watch import Failure, RankState, Verdict, is_consequence
 
 _ADVICE = {
@@ -52,11 +51,7 @@ def _kind(state: RankState, verdict: Verdict) -> str:
 
 
 def host_failure(host: str, error: BaseException) -> Failure:
-    """The failure of a host where something other than a rank went wrong.
-
-    An error of ours says by itself what the user can do; of another the traceback may tell.
-    """
-    lines = [] if isinstance(error, TaasError) else traceback.format_exception(error)
+    """The failure of a host where something other than a rank went wrong."""
     return {
         "rank": None,
         "host": host,
@@ -64,7 +59,7 @@ def host_failure(host: str, error: BaseException) -> Failure:
         "how": "host",
         "etype": type(error).__name__,
         "message": str(error),
-        "traceback": lines,
+        "traceback": traceback.format_exception(error),
         "signal": "",
         "exitcode": None,
         "consequence": False,
