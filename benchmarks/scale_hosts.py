@@ -1,9 +1,9 @@
-"""What the pool's process does for a run of many hosts, which are made up at the agent's contract.
+"""What the pool's process does for a run of many hosts, made up at the agent's contract.
 
-The scheduler, the keeper, its journal, TLS and the kernel's Dask client are the real ones. A made-up
-agent is a connection that joins as an agent does, beats, answers the keeper's calls and sends the
-events of eight ranks; no process is behind it. All is in one process, so a figure is the sum of what
-the pool's process, the kernel and 1,024 agents' ends of the connections would spend.
+The scheduler, the keeper, its journal, TLS and the kernel's Dask client are the real ones. A
+made-up agent is a connection that joins as an agent does, beats, answers the keeper's calls and
+sends the events of eight ranks; no process is behind it. All is in one process, so a figure is the
+sum of what the pool's process, the kernel and all agents' ends of the connections would spend.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,16 +21,21 @@ import psutil
 from distributed import Client, Security
 from distributed.batched import BatchedSend
 from distributed.comm import CommClosedError, connect
-from scale_view import LINES, RANKS_PER_HOST, host_of, plan_of
+from scale_view import LINES, host_of, plan_of
 
+from taas_magic.config import PoolConfig
 from taas_magic.engines.head import HeadScheduler
 from taas_magic.engines.keeper import Keeper
 from taas_magic.engines.keys import make_security
 from taas_magic.journal import Event, RunFolder, event
+from taas_magic.plan import Plan
 from taas_magic.remote import topics
 from taas_magic.remote.spec import HostSpec, Origin
 
 LEASE_S = 8.0
+JOINING = 32
+"""Hosts that join at a time."""
+
 QUIET_S = 4.0
 """How long the beats are watched."""
 
@@ -94,7 +99,7 @@ class Agent:
                 "pid": 1,
                 "versions": {},
                 "metrics": _METRICS,
-                "extra": {},
+                "extra": {topics.AGENT: True},
                 "stimulus_id": "join",
                 "server_id": f"agent-{self._number}",
             }
@@ -108,9 +113,10 @@ class Agent:
         for said in events:
             self._stream.send({"op": topics.EVENT, "run_id": self._run_id, "event": said})
 
-    def lines(self, text: Callable[[int, int], str], i: int) -> None:
-        """Each rank prints a line."""
-        self.say([event("lines", self.name, rank=r, lines=[text(r, i)]) for r in self._ranks])
+    def lines(self, i: int) -> None:
+        """Each rank prints a line of its own."""
+        text = f"of step {i}: loss 0.12345"
+        self.say([event("lines", self.name, rank=r, lines=[f"{r} {text}"]) for r in self._ranks])
 
     def settle(self) -> None:
         """All ranks are done."""
@@ -118,6 +124,7 @@ class Agent:
         self.say([event("settled", self.name, **ended)])
 
     async def leave(self) -> None:
+        """Hangs up."""
         for task in self._tasks:
             task.cancel()
         self._stream.abort()
@@ -125,10 +132,11 @@ class Agent:
 
     async def _beat(self) -> None:
         number = 0
-        while True:
-            number += 1
-            self._stream.send({"op": topics.BEAT, "beat": number})
-            await asyncio.sleep(LEASE_S / 8)
+        with contextlib.suppress(CommClosedError):
+            while True:
+                number += 1
+                self._stream.send({"op": topics.BEAT, "beat": number})
+                await asyncio.sleep(LEASE_S / 8)
 
     async def _hear(self) -> None:
         with contextlib.suppress(CommClosedError):
@@ -141,7 +149,7 @@ class Agent:
         said: dict[str, Any] = {}
         match call["name"]:
             case topics.CALL_HELLO:
-                said = {"host": self.name, "address": "10.1.0.1", "means": "read-only mount"}
+                said = {"host": self.name, "address": "10.1.0.1", "means": "mount", "gpus": 8}
             case topics.CALL_START:
                 spec = HostSpec.from_json(call["arguments"]["spec"])
                 self._run_id = spec.plan.run_id
@@ -182,62 +190,91 @@ def measure(world_size: int) -> Figures:
 
 
 async def _measure(world_size: int, folder: Path) -> Figures:
-    plan = plan_of(world_size)
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    process = psutil.Process()
-    before = process.memory_info().rss
-    async with _pool() as (address, security, keeper):
-        async with Client(address, security=security, asynchronous=True) as client:
-            began = time.process_time()
-            agents = [
-                Agent(host.host_rank, range(host.first_rank, host.first_rank + host.ranks), security)
-                for host in plan.hosts
-            ]
-            for start in range(0, len(agents), 32):
-                await asyncio.gather(*(agent.join(address) for agent in agents[start : start + 32]))
-            await keeper.ready(len(agents))
-            join_s = time.process_time() - began
-
-            kernel = Kernel()
-            client.subscribe_topic(topics.topic(plan.run_id), kernel.take)
-            run = RunFolder.create(plan.run_id, plan.to_json(), "")
-            origin = Origin(str(folder), dict(os.environ), ())
-            spec = HostSpec(plan, 0, str(run.path), origin).to_json()
-            began = time.process_time()
-            await client.scheduler.taas_launch(owner=client.id, spec=spec)
-            await kernel.wait_for("started", len(agents))
-            launch_s = time.process_time() - began
-
-            began = time.process_time()
-            for i in range(LINES):
-                for agent in agents:
-                    agent.lines(lambda rank, i: f"rank {rank} at step {i}: loss 0.123", i)
-                    await asyncio.sleep(0)
-            sent = time.perf_counter()
-            await kernel.wait_for("lines", LINES * world_size)
-            late_s, lines_s = time.perf_counter() - sent, time.process_time() - began
-
-            began = time.process_time()
-            await asyncio.sleep(QUIET_S)
-            beats_s = time.process_time() - began
-            grown = process.memory_info().rss - before
-
-            began = time.process_time()
-            for agent in agents:
-                agent.settle()
-            await kernel.wait_for("ended", 1)
-            end_s = time.process_time() - began
-            for agent in agents:
-                await agent.leave()
+    plan = plan_of(world_size)
+    memory = psutil.Process().memory_info
+    before = memory().rss
+    async with _pool() as (address, security, keeper), _client(address, security) as client:
+        agents = [
+            Agent(host.host_rank, range(host.first_rank, host.first_rank + host.ranks), security)
+            for host in plan.hosts
+        ]
+        kernel = Kernel()
+        client.subscribe_topic(topics.topic(plan.run_id), kernel.take)
+        join_s = await _cpu(_join(agents, address, keeper))
+        launch_s = await _cpu(_launch(plan, folder, client, kernel, len(agents)))
+        late: list[float] = []
+        lines_s = await _cpu(_print(agents, kernel, LINES * world_size, late))
+        beats_s = await _cpu(asyncio.sleep(QUIET_S))
+        grown = memory().rss - before
+        end_s = await _cpu(_end(agents, kernel))
+        for agent in agents:
+            await agent.leave()
     return Figures(
         join_s / len(agents) * 1e3,
         launch_s / world_size * 1e6,
         lines_s / (LINES * world_size) * 1e6,
-        late_s * 1e3,
+        late[0] * 1e3,
         end_s / world_size * 1e6,
         beats_s / QUIET_S * 100,
         grown / 1024 / world_size,
     )
+
+
+async def _cpu(work: Awaitable[None]) -> float:
+    """Processor seconds of this process until some work is done."""
+    began = time.process_time()
+    await work
+    return time.process_time() - began
+
+
+async def _join(agents: Sequence[Agent], address: str, keeper: Keeper) -> None:
+    for start in range(0, len(agents), JOINING):
+        await asyncio.gather(*(agent.join(address) for agent in agents[start : start + JOINING]))
+    await keeper.members.take(len(agents))
+
+
+async def _launch(plan: Plan, folder: Path, client: Client, kernel: Kernel, hosts: int) -> None:
+    run = RunFolder.create(plan.run_id, plan.to_json(), "")
+    origin = Origin(str(folder), dict(os.environ), ())
+    spec = HostSpec(plan, 0, str(run.path), origin).to_json()
+    await client.scheduler.taas_launch(owner=client.id, spec=spec)
+    await kernel.wait_for("started", hosts)
+
+
+async def _print(agents: Sequence[Agent], kernel: Kernel, count: int, late: list[float]) -> None:
+    for i in range(LINES):
+        for agent in agents:
+            agent.lines(i)
+            await asyncio.sleep(0)
+    sent = time.perf_counter()
+    await kernel.wait_for("lines", count)
+    late.append(time.perf_counter() - sent)
+
+
+async def _end(agents: Sequence[Agent], kernel: Kernel) -> None:
+    for agent in agents:
+        agent.settle()
+    await kernel.wait_for("ended", 1)
+
+
+@contextlib.asynccontextmanager
+async def _client(address: str, security: Security) -> AsyncIterator[Client]:
+    async with Client(address, security=security, asynchronous=True) as client:
+        yield client
+
+
+class _Nowhere:
+    """Where no hosts come from: the agents join by themselves."""
+
+    async def ensure(self, count: int) -> list[str]:
+        return []
+
+    async def release(self, keep: object) -> None:
+        """Hosts stay."""
+
+    async def why_lost(self, agent: str) -> str:
+        return ""
 
 
 @contextlib.asynccontextmanager
@@ -248,9 +285,5 @@ async def _pool() -> AsyncIterator[tuple[str, Security, Keeper]]:
     security = Security(**make_security())
     scheduler = HeadScheduler(host="127.0.0.1", protocol="tls://", security=security)
     async with scheduler:
-
-        async def nothing(count: int) -> None:
-            """The hosts join by themselves."""
-
-        keeper = Keeper(scheduler, nothing, 120.0, LEASE_S, 3600.0)
+        keeper = Keeper(scheduler, _Nowhere(), PoolConfig("big", lease_s=LEASE_S), 3600.0)
         yield scheduler.address, security, keeper

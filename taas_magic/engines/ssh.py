@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
-from taas_magic.engines.local import count_gpus
 from taas_magic.errors import PoolError
 from taas_magic.plan import HostCapacity
+from taas_magic.remote.devices import count_gpus
 from taas_magic.remote.interface import LOOPBACK
 
 if TYPE_CHECKING:

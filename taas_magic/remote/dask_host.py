@@ -20,6 +20,7 @@ from distributed.comm import get_address_host
 
 from taas_magic.remote import guard, interface
 from taas_magic.remote.clock import use_steady_clock
+from taas_magic.remote.devices import count_gpus
 from taas_magic.remote.head import Handler, Head
 from taas_magic.remote.host_run import HostRun
 from taas_magic.remote.lease import Lease, end_agent
@@ -59,10 +60,14 @@ class AgentWorker(Worker):
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Opens no port for Dask's web pages: they would ask nobody for a key."""
 
-    async def hello(self) -> dict[str, str]:
-        """Who this host is, and what holds its ranks off the store."""
-        means = guard.strongest().value
-        return {"host": self._place.host, "address": self._place.address, "means": means}
+    async def hello(self) -> dict[str, Any]:
+        """Who this host is, what holds its ranks off the store, and its GPUs."""
+        return {
+            "host": self._place.host,
+            "address": self._place.address,
+            "means": guard.strongest().value,
+            "gpus": count_gpus(),
+        }
 
     async def start_run(self, spec: dict[str, Any]) -> dict[str, int]:
         """Starts this host's share of a run, in a thread of its own.
