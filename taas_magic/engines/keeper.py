@@ -17,11 +17,11 @@ from taas_magic.engines.base import HostSource
 from taas_magic.engines.kept_run import KeptRun
 from taas_magic.engines.members import Member, Members
 from taas_magic.engines.upkeep import Upkeep
-from taas_magic.errors import PoolError, StoreError
+from taas_magic.errors import PoolError, ProtocolError, StoreError
 from taas_magic.journal import Event, Writer, event
 from taas_magic.plan import Plan
 from taas_magic.remote.spec import HostSpec
-from taas_magic.remote.topics import EVENT, topic
+from taas_magic.remote.topics import ASK_STORE, EVENT, topic
 from taas_magic.store import owned
 
 
@@ -61,6 +61,7 @@ class Keeper(SchedulerPlugin):
         scheduler.handlers["taas_halt"] = self.halt
         scheduler.handlers["taas_status"] = self.status
         scheduler.handlers["taas_down"] = self.down
+        scheduler.handlers[ASK_STORE] = self.ask_store
         self._in_background(self.members.watch())
         self._in_background(self._upkeep.watch())
         self._linger()
@@ -146,6 +147,23 @@ class Keeper(SchedulerPlugin):
         refused = self.members.refused
         counted = {"kernels": len(self._kernels), "refused": refused, **self._upkeep.pool()}
         return {"hosts": hosts, **counted}
+
+    async def ask_store(
+        self, run_id: str, address: str, what: str, arguments: dict[str, Any]
+    ) -> Any:
+        """Answers a host that does not share its run's project store; see `travel.desk`.
+
+        Raises:
+            ProtocolError: The host has nothing to do with the run (any more).
+        """
+        run = self._runs.get(run_id)
+        try:
+            if run is None:
+                raise ProtocolError(f"there is no run {run_id} (any more)")
+            return await run.ask_store(address, what, arguments)
+        except ProtocolError:
+            self.members.refused += 1
+            raise
 
     async def down(self) -> str:
         """Ends every run and then the pool's process."""
