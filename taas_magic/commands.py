@@ -80,12 +80,11 @@ def _pools(words: Sequence[str], settings: Config) -> str:
     if list(words) == ["--check"]:
         return _check(settings)
     _take("pools", words, 0)
-    rows = [
-        (row["pool"], row["engine"], row["state"], ", ".join(map(_host_text, row["hosts"])))
-        for row in launch.pools(settings)
-    ]
+    found = launch.pools(settings)
+    rows = [line for pool in found for line in _pool_lines(pool)]
+    head = ("pool", "engine", "state", "host", "does", "since", "GPU-hours")
     source = settings.source or "no taas.toml: everything runs on this machine"
-    return f"{table(('pool', 'engine', 'state', 'hosts'), rows)}\n({source})"
+    return "\n".join([table(head, rows), *_cost_lines(found), f"({source})"])
 
 
 def _check(settings: Config) -> str:
@@ -165,9 +164,26 @@ def _to_stop(run_id: str | None) -> RunRecord:
     return running[0]
 
 
-def _host_text(host: Mapping[str, Any]) -> str:
-    runs = len(host["runs"])
-    return f"{host['host']} ({runs} run{'s' * (runs != 1)})"
+def _pool_lines(pool: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A pool's rows: one a host; its name stands in the first."""
+    names = (pool["pool"], pool["engine"], pool["state"])
+    hosts = [_host_cells(host) for host in pool["hosts"]] or [("", "", "", "")]
+    return [(*(names if i == 0 else ("", "", "")), *cells) for i, cells in enumerate(hosts)]
+
+
+def _host_cells(host: Mapping[str, Any]) -> tuple[str, ...]:
+    does = ", ".join(host["runs"]) or f"nothing for {_clock(host['idle_s'] or 0)}"
+    return host["host"], does, _clock(host["had_s"]), f"{host['gpu_hours']:.2f}"
+
+
+def _cost_lines(pools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What each pool with GPUs has cost since it began, hosts that are given back included."""
+    return [
+        f"pool {pool['pool']!r}: {pool['gpu_hours']:.2f} GPU-hours, "
+        f"{pool['used_gpu_hours'] / pool['gpu_hours']:.0%} of them in runs"
+        for pool in pools
+        if pool.get("gpu_hours")
+    ]
 
 
 def _clock(seconds: float) -> str:

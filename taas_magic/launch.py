@@ -20,6 +20,7 @@ from taas_magic.pool import Pool
 from taas_magic.remote.spec import HostSpec, Origin
 from taas_magic.run import Run
 from taas_magic.store import StoreRule
+from taas_magic.travel.same import Identity
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -76,7 +77,8 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
         StoreError: The project store cannot be used as asked.
     """
     path = flags.store or str(config.store_path or "")
-    rule = store.choose(os.getcwd(), path, flags.store_writes, flags.shared_writes)
+    limit = config.store_limit_bytes
+    rule = store.choose(os.getcwd(), path, flags.store_writes, flags.shared_writes, limit)
     return make_plan(flags, pool.capacity(), new_run_id(), pool.config.max_hosts, rule)
 
 
@@ -248,4 +250,5 @@ def _origin(shell: "InteractiveShell", folder: str) -> Origin:
         environ=dict(os.environ),
         sys_path=tuple(os.path.abspath(path) for path in sys.path),
         colors=shell.colors,
+        store=Identity.of(folder),
     )

@@ -38,6 +38,8 @@ class Receipt:
         shared: Folders that every rank could write.
         means: What held the ranks that are not 0; "" where there were none.
         complete: Whether all of the store was looked through.
+        not_sent: Why, by path, of rank 0's files that did not get into the store from a host that
+            does not share it.
     """
 
     written: Mapping[str, int] = field(default_factory=dict)
@@ -46,6 +48,7 @@ class Receipt:
     shared: tuple[str, ...] = ()
     means: str = ""
     complete: bool = True
+    not_sent: Mapping[str, str] = field(default_factory=dict)
 
     def with_event(self, event: Mapping[str, Any]) -> "Receipt":
         """This and what one more host says, in a `receipt` event."""
@@ -53,13 +56,17 @@ class Receipt:
         for entry in event["kept_out"]:
             kept_out.setdefault(entry["path"], set()).add(entry["rank"])
         missing = {entry["path"] for entry in event["kept_out"] if not entry["in_store"]}
+        written = {**self.written, **{it["path"]: it["bytes"] for it in event["written"]}}
+        not_sent = {entry["path"]: entry["why"] for entry in event.get("not_sent", ())}
         return Receipt(
-            written={**self.written, **{it["path"]: it["bytes"] for it in event["written"]}},
+            written=written,
             kept_out={path: tuple(sorted(ranks)) for path, ranks in sorted(kept_out.items())},
-            missing=self.missing | missing,
+            # a host that does not share the store may not have had rank 0's file yet
+            missing=(self.missing | missing) - set(written),
             shared=tuple(event["shared"]),
             means=self.means or event["means"],
             complete=self.complete and event["complete"],
+            not_sent={**self.not_sent, **not_sent},
         )
 
 

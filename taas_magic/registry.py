@@ -71,6 +71,7 @@ class Registered:
             uneven=self.uneven,
             seed=self.seed,
             attributes=_small_attributes(loader.dataset),
+            has_state=iterable and _has_state(loader.dataset),
         )
 
 
@@ -278,6 +279,10 @@ def _length(value: Any) -> int | None:
         return len(value)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _has_state(dataset: Any) -> bool:
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def _small_attributes(dataset: Any) -> dict[str, Any]:

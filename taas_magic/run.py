@@ -140,6 +140,7 @@ class Run:
             KeyboardInterrupt: The user interrupted the run.
             RunError: The cell failed on a rank.
             RunLost: The hosts, or the pool, are gone.
+            StoreError: The project store could not get to a host.
         """
         assert self._ended is not None
         self.failures = self._ended["failures"]
@@ -156,7 +157,7 @@ class Run:
 
     def _error(self, ended: Event) -> TaasError:
         error = to_exception(ended)
-        assert isinstance(error, RunError | RunLost)
+        assert isinstance(error, RunError | RunLost | StoreError)
         return error
 
     def _wait(self, view: Viewer) -> Iterable[Event]:

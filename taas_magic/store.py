@@ -38,11 +38,13 @@ class StoreRule:
         writes: What becomes of the other ranks' writes: `discard` keeps each rank's to itself,
             `refuse` raises PermissionError.
         shared: Folders in the store that every rank may write (`--shared-writes`).
+        limit_bytes: How much of it may travel to hosts that do not share it.
     """
 
     path: str
     writes: str = "discard"
     shared: tuple[str, ...] = ()
+    limit_bytes: int = 1 << 30
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "StoreRule":
@@ -56,7 +58,11 @@ def is_below(path: str, folder: str) -> bool:
 
 
 def choose(
-    notebook_folder: str, path: str = "", writes: str = "discard", shared: Sequence[str] = ()
+    notebook_folder: str,
+    path: str = "",
+    writes: str = "discard",
+    shared: Sequence[str] = (),
+    limit_bytes: int = 1 << 30,
 ) -> StoreRule:
     """Decides the store of a run; changes nothing.
 
@@ -65,6 +71,7 @@ def choose(
         path: `--store`, else `[store] path`.
         writes: `--store-writes`.
         shared: `--shared-writes`, relative to the store.
+        limit_bytes: `[store] limit` of taas.toml.
 
     Raises:
         StoreError: Not a folder, or one that cannot be the store.
@@ -84,7 +91,8 @@ def choose(
             f"the project store {store} lies inside the run folder {runs}, "
             f"which is cleared in time: {_ANOTHER}"
         )
-    return StoreRule(store, writes, tuple(_shared_folder(store, name) for name in shared))
+    folders = tuple(_shared_folder(store, name) for name in shared)
+    return StoreRule(store, writes, folders, limit_bytes)
 
 
 def _shared_folder(store: str, name: str) -> str:
@@ -135,6 +143,11 @@ def _reason(error: OSError) -> str:
     return reasons.get(error.errno or 0, str(error.strerror))
 
 
+def state_folder(store: str) -> Path:
+    """Where what is known of a store is kept between runs, outside of it; not made."""
+    return state_dir() / "stores" / hashlib.sha256(os.fsencode(store)).hexdigest()[:20]
+
+
 @contextlib.contextmanager
 def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
     """Keeps every other run of this user off the store, and off what lies in it or holds it.
@@ -151,9 +164,9 @@ def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
     Raises:
         StoreError: Another run has it; names that run, its process and its host.
     """
-    folder = state_dir() / "stores"
+    kept = state_folder(store)
+    folder, path = kept.parent, kept.with_suffix(".lock")
     folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{hashlib.sha256(os.fsencode(store)).hexdigest()[:20]}.lock"
     owner = {
         "store": store,
         "run_id": run_id,

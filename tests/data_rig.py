@@ -66,6 +66,25 @@ class Lines(IterableDataset):
             yield torch.tensor([number])
 
 
+class Remembering(IterableDataset):
+    """Numbers, and how many of them this very object has counted; it has a state of its own."""
+
+    def __init__(self, size):
+        self.size, self.at, self.counted = size, 0, 0
+
+    def __iter__(self):
+        while self.at < self.size:
+            self.at += 1
+            self.counted += 1
+            yield torch.tensor([self.at - 1, self.counted])
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
 def shape_of(loader, name="train", **changes):
     iterable = isinstance(loader.dataset, IterableDataset)
     shape = LoaderShape(
@@ -76,6 +95,7 @@ def shape_of(loader, name="train", **changes):
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
         num_workers=loader.num_workers,
+        has_state=iterable and hasattr(loader.dataset, "state_dict"),
     )
     return dataclasses.replace(shape, **changes)
 

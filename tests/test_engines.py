@@ -11,9 +11,9 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.base import HostSource, find_engine
 from taas_magic.engines.head import HeadScheduler
 from taas_magic.engines.keys import make_security
-from taas_magic.engines.local import count_gpus
 from taas_magic.engines.members import Members
 from taas_magic.errors import UsageError
+from taas_magic.remote.devices import count_gpus
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 

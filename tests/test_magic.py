@@ -41,10 +41,12 @@ class FakeLaunch(ModuleType):
 
     def pools(self, config: Config) -> list[dict[str, Any]]:
         hosts = [
-            {"host": "here", "runs": ["a"], "means": "Landlock"},
-            {"host": "there", "runs": [], "means": "read-only mount"},
+            {"host": "here", "runs": ["a"], "means": "Landlock", "idle_s": None},
+            {"host": "there", "runs": [], "means": "read-only mount", "idle_s": 61.0},
         ]
-        return [{"pool": "local", "engine": "local", "state": "ready", "hosts": hosts}]
+        hosts = [{**host, "had_s": 7200.0, "gpu_hours": 4.0} for host in hosts]
+        pool = {"pool": "local", "engine": "local", "state": "ready", "hosts": hosts}
+        return [{**pool, "gpu_hours": 8.0, "used_gpu_hours": 2.0}]
 
     def warm_in_background(self, config: Config, name: str = "local") -> None:
         self.asked.append(("warm", name))
@@ -254,10 +256,10 @@ def test_pools_warm_and_down(
     for cell in ("%taas pools", "%taas warm", "%taas down local"):
         assert run(shell, cell) is None
     assert launch.asked == [("warm", "local"), ("down", "local")]
-    assert (
-        "local  local   ready  here (1 run), there (0 runs)\n(no taas.toml"
-        in capsys.readouterr().out
-    )
+    shown = capsys.readouterr().out
+    assert "local  local   ready  here   a                    2:00:00  4.00\n" in shown
+    assert "                      there  nothing for 0:01:01  2:00:00  4.00\n" in shown
+    assert "pool 'local': 8.00 GPU-hours, 25% of them in runs\n(no taas.toml" in shown
 
 
 def test_pools_check_says_what_holds_the_stores_rule(

@@ -1,20 +1,37 @@
 """Pools of SSH hosts: cells run there, and whatever happens, nothing is left there."""
 
+import contextlib
+import os
+import re
+import signal
+import socket
+import ssl
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from taas_magic import launch
+from taas_magic.config import Config
+from taas_magic.engines import ssh as engine
+from taas_magic.errors import PoolError, RunLost
 from taas_magic.taas_toml import load
-from tests.harness import Notebook
+from tests.harness import Notebook, Outcome
 from tests.rig.hosts import Hosts, hosts_up
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
 
-GONE_WITHIN_S = 60.0
+WITHIN_S = 60.0
+ENDLESS = """
+import time
+print("begun", flush=True)
+while True:
+    time.sleep(0.1)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -23,44 +40,281 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield hosts
 
 
-@pytest.fixture
-def remote(notebook: Notebook, hosts: Hosts) -> Iterator[Notebook]:
-    """A notebook whose project has pools of SSH hosts; at the end its hosts are clean."""
-    settings = notebook.project / "taas.toml"
-    settings.write_text(
-        pool_table("g", [hosts.name(1)], hosts.ssh_config)
-        + pool_table("g2", [hosts.name(1), hosts.name(2)], hosts.ssh_config)
-    )
-    config = load(notebook.project)
-    yield notebook
-    settings.unlink()
-    for name in ("g", "g2"):
-        launch.down(name, config)
-    for number in range(1, hosts.count + 1):
-        assert not left_on(hosts, number)
+@pytest.fixture(scope="module")
+def remote(warm_notebook: Notebook, hosts: Hosts) -> Iterator["Remote"]:
+    """A notebook whose pools are SSH hosts; they stay up until the last test, which checks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
+        patch.chdir(warm_notebook.project)
+        made = Remote(warm_notebook, hosts)
+        made.pool("one", 1)
+        made.pool("two", 2)
+        made.pool("both", 1, 2)
+        yield made
+        made.down()
+        made.settings.unlink()
 
 
-def pool_table(name: str, names: list[str], ssh_config: Path, more: str = "") -> str:
-    return f"""
-[pools.{name}]
-engine = "ssh"
-hosts = {names}
-python = "{sys.executable}"
-gpus = 0
-cores = 2
-options = {{ ssh_config = "{ssh_config}" }}
-{more}
-"""
+@pytest.fixture(autouse=True)
+def here(remote: "Remote", monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notebook's folders hold in every test."""
+    monkeypatch.setenv("TAAS_STATE_DIR", str(remote.notebook.state_dir))
+    monkeypatch.chdir(remote.notebook.project)
 
 
-def left_on(hosts: Hosts, number: int) -> list[psutil.Process]:
+class Remote:
+    """A notebook and its SSH pools."""
+
+    def __init__(self, notebook: Notebook, hosts: Hosts) -> None:
+        self.notebook, self.hosts = notebook, hosts
+        self.settings = notebook.project / "taas.toml"
+        self.settings.write_text("")
+
+    def down(self) -> None:
+        """Ends all pools but the local one; their hosts are clean then."""
+        for name in self.config.pools.keys() - {"local"}:
+            launch.down(name, self.config)
+        for number in range(1, self.hosts.count + 1):
+            assert not left_on(self.hosts, number)
+
+    @property
+    def config(self) -> Config:
+        return load(self.notebook.project)
+
+    def pool(self, name: str, *numbers: int, **more: object) -> None:
+        """Adds a pool of hosts."""
+        values = {
+            "engine": "ssh",
+            "hosts": [self.hosts.name(number) for number in numbers],
+            "python": sys.executable,
+            "gpus": 0,
+            "cores": 2,
+            **more,
+        }
+        lines = [f"{key} = {value!r}" for key, value in values.items() if value is not None]
+        options = more.get("ssh_config", self.hosts.ssh_config)
+        lines = [line for line in lines if not line.startswith("ssh_config")]
+        lines.append(f'options = {{ ssh_config = "{options}" }}')
+        with self.settings.open("a") as file:
+            file.write("\n".join([f"[pools.{name}]", *lines, ""]))
+
+    def run(self, source: str, pool: str, gpus: int = 1) -> Outcome:
+        return self.notebook.run(source, f"--pool {pool}", gpus=gpus)
+
+    def run_until(self, source: str, pool: str, harm: Callable[[], object]) -> Outcome:
+        """Runs a cell; does something to it once it has printed that it has begun."""
+        known = set(self.runs())
+        over = threading.Event()
+
+        def wait() -> None:
+            while not over.wait(0.05):
+                new = set(self.runs()) - known
+                if any("begun" in log.read_text() for run in new for log in run.glob("logs/*")):
+                    harm()
+                    return
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        try:
+            return self.run(source, pool)
+        finally:
+            over.set()
+            waiting.join()
+
+    def runs(self) -> list[Path]:
+        return list((self.notebook.state_dir / "runs").glob("*"))
+
+    def pool_process(self, name: str) -> psutil.Process:
+        place = launch.pool_named(name, self.config).folder / "lock"
+        found = [p for p in psutil.Process().children() if str(place) in open_files(p)]
+        assert len(found) == 1
+        return found[0]
+
+
+def open_files(process: psutil.Process) -> list[str]:
+    folder = Path(f"/proc/{process.pid}/fd")
+    with contextlib.suppress(OSError):
+        return [os.readlink(link) for link in folder.iterdir()]
+    return []
+
+
+def left_on(hosts: Hosts, number: int, besides: str = "-") -> list[psutil.Process]:
     """What is still there on a host after a while."""
-    _, alive = psutil.wait_procs(hosts.processes(number), timeout=GONE_WITHIN_S)
+    found = [p for p in hosts.processes(number) if not p.name().startswith(besides)]
+    _, alive = psutil.wait_procs(found, timeout=WITHIN_S)
     return alive
 
 
-def test_a_cell_runs_there(remote: Notebook, hosts: Hosts) -> None:
+def test_a_cell_runs_there(remote: Remote, hosts: Hosts) -> None:
     cell = "import os, socket\nprint(socket.gethostname(), os.environ['RANK'])"
-    outcome = remote.run(cell, "--pool g")
+    outcome = remote.run(cell, "one", gpus=2)
     assert outcome.error is None
     assert outcome.lines == {0: [f"{hosts.name(1)} 0"], 1: [f"{hosts.name(1)} 1"]}
+    keys = [p for p in hosts.processes(1) if "PRIVATE" in " ".join([*p.cmdline(), *environ(p)])]
+    assert not keys
+
+
+def environ(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return list(process.environ().values())
+    return []
+
+
+def test_48_every_port_of_a_host_drops_who_has_no_key(remote: Remote, hosts: Hosts) -> None:
+    assert remote.run("1", "one").error is None
+    ports = ports_of(hosts, 1)
+    assert ports
+    for port in ports:
+        for words in (b"", b"GET / HTTP/1.0\r\n\r\n", bytes(range(200))):
+            talk = f"exec 3<>/dev/tcp/$0/{port}; printf {shell_bytes(words)} >&3; timeout 3 cat <&3"
+            for address in (hosts.address(1), "127.0.0.1"):
+                with contextlib.suppress(Exception):
+                    answer = hosts.exec(1, "bash", "-c", talk, address)
+                    assert "HTTP" not in answer
+        assert not speaks_without_key(hosts.address(1), port)
+    assert remote.run("print('unaffected')", "one").lines == {0: ["unaffected"]}
+
+
+def ports_of(hosts: Hosts, number: int) -> list[int]:
+    """On which ports a host listens, but for sshd's."""
+    rows = [row.split() for row in hosts.exec(number, "cat", "/proc/net/tcp").splitlines()[1:]]
+    ports = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+    return sorted(ports - {22})
+
+
+def shell_bytes(words: bytes) -> str:
+    return "'" + "".join(f"\\x{byte:02x}" for byte in words) + "'"
+
+
+def speaks_without_key(address: str, port: int) -> bool:
+    """FAULT 47: whether a peer with another certificate is answered."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection((address, port), timeout=30) as plain,
+            context.wrap_socket(plain) as stranger,
+        ):
+            stranger.sendall(b"hello")
+            return bool(stranger.recv(100))
+    except OSError:
+        return False
+
+
+def test_51_an_unknown_key_is_told_and_mended_without_a_restart(
+    remote: Remote, hosts: Hosts, tmp_path: Path
+) -> None:
+    known = tmp_path / "known_hosts"
+    config = tmp_path / "ssh_config"
+    config.write_text(f"Host *\nUserKnownHostsFile {known}\n{hosts.ssh_config.read_text()}")
+    remote.pool("strange", 1, ssh_config=config)
+    for _ in range(2):
+        outcome = remote.run("1", "strange")
+        assert isinstance(outcome.error, PoolError)
+        assert "SHA256:" in outcome.shown and "ssh-keyscan" in outcome.shown
+    known.write_text((hosts.state / "known_hosts").read_text())
+    assert remote.run("1", "strange").error is None
+
+
+def test_an_agent_that_cannot_start_says_why(remote: Remote) -> None:
+    remote.pool("odd", 1, python="/nowhere/python")
+    outcome = remote.run("1", "odd")
+    assert isinstance(outcome.error, PoolError)
+    assert "/nowhere/python" in outcome.shown
+
+
+def test_a_host_that_is_down_is_replaced_by_another(remote: Remote, hosts: Hosts) -> None:
+    remote.pool("spare", 3, 2)
+    hosts.cut(3)
+    try:
+        outcome = remote.run("import socket\nprint(socket.gethostname())", "spare")
+        assert outcome.lines == {0: [hosts.name(2)]}
+    finally:
+        hosts.heal(3)
+
+
+def test_cores_and_gpus_are_asked_of_a_host_once(remote: Remote, hosts: Hosts) -> None:
+    remote.pool("asked", 1, 2, cores=None, gpus=None)
+    config = remote.config.pools["asked"]
+    hosts.cut(1)
+    try:
+        found = engine.SshEngine(config).capacity()
+    finally:
+        hosts.heal(1)
+    assert (found.gpus, found.cores) == (0, len(os.sched_getaffinity(0)))
+    hosts.cut(2)
+    try:
+        assert engine.SshEngine(config).capacity() == found
+    finally:
+        hosts.heal(2)
+
+
+@pytest.mark.parametrize("cores", [None, 2])
+def test_35_an_interrupt_while_connecting_into_nothing(
+    remote: Remote, hosts: Hosts, cores: int | None
+) -> None:
+    name = f"void{cores}"
+    remote.pool(name, 3, cores=cores, start_timeout_s=30)
+    hosts.hole(3)
+    timer = threading.Timer(3.0, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    began = time.monotonic()
+    outcome = remote.run("1", name)
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert time.monotonic() - began < 15  # a connect that nobody interrupts takes as long
+    hosts.unhole(3)
+
+
+def test_52_sshd_dies_in_a_run(remote: Remote, hosts: Hosts) -> None:
+
+    def kill_sshd() -> None:
+        for process in hosts.processes(2):
+            if process.name().startswith("sshd"):
+                process.kill()
+
+    outcome = remote.run_until(ENDLESS, "two", kill_sshd)
+    assert isinstance(outcome.error, RunLost)
+    assert hosts.name(2) in outcome.shown
+    assert not left_on(hosts, 2)
+    assert remote.run("print('again')", "two").lines == {0: ["again"]}
+
+
+@pytest.mark.parametrize("fault", ["hole", "deafen"])
+def test_12_13_a_host_that_cannot_hear_us_ends_what_it_runs(
+    remote: Remote, hosts: Hosts, fault: str
+) -> None:
+    outcome = remote.run_until(ENDLESS, "two", lambda: getattr(hosts, fault)(2))
+    try:
+        assert isinstance(outcome.error, RunLost)
+        assert hosts.name(2) in outcome.shown
+        assert not left_on(hosts, 2, besides="sshd")  # it does not know yet that we are gone
+    finally:
+        {"hole": hosts.unhole, "deafen": hosts.undeafen}[fault](2)
+    assert remote.run("print('again')", "two").lines == {0: ["again"]}
+
+
+def test_a_killed_pool_process_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> None:
+    outcome = remote.run_until(ENDLESS, "one", lambda: remote.pool_process("one").kill())
+    assert isinstance(outcome.error, RunLost)
+    assert not left_on(hosts, 1)
+    assert remote.run("print('again')", "one").lines == {0: ["again"]}
+
+
+def test_a_pool_that_hangs_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> None:
+    assert remote.run("1", "one").error is None
+    process = remote.pool_process("one")
+    process.suspend()
+    try:
+        assert not left_on(hosts, 1, besides="sshd")  # the connection itself still stands
+    finally:
+        process.kill()
+
+
+def test_down_ends_a_host_that_is_just_starting(remote: Remote, hosts: Hosts) -> None:
+    remote.pool("late", 3)
+    opening = launch.warm_in_background(remote.config, "late")
+    while not any(re.match("python", process.name()) for process in hosts.processes(3)):
+        assert opening.is_alive()
+    remote.pool_process("late").terminate()
+    opening.join(WITHIN_S)
+    assert not left_on(hosts, 3)

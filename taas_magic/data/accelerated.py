@@ -28,11 +28,18 @@ class Prepared(DataLoaderShard):
     def __init__(self, loader: RemoteLoader, device: Any, non_blocking: bool) -> None:
         super().__init__(loader.dataset, device=device, _non_blocking=non_blocking)
         self.base_dataloader = loader
-        self.dl_state_dict = loader.state_dict()
+        self.dl_state_dict = loader.position()
 
     def __iter__(self) -> Iterator[Any]:
         self.iteration = self.base_dataloader.next_epoch
         yield from super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands after the last batch handed out."""
+        return self.base_dataloader.with_states(self.dl_state_dict)
+
+    def _update_state_dict(self) -> None:
+        self.dl_state_dict = self.base_dataloader.position()
 
     def begin(self) -> None:
         """An epoch begins; asks nothing of the dataset, which is with the fetchers."""

@@ -29,6 +29,7 @@ class LoaderShape:
         uneven: What happens when batches do not divide by the ranks.
         seed: The seed of its randomness; None: the run's.
         attributes: The dataset's small attributes.
+        has_state: Whether an iterable-style dataset has a `state_dict` of its own.
     """
 
     name: str
@@ -43,6 +44,7 @@ class LoaderShape:
     uneven: Uneven = "pad"
     seed: int | None = None
     attributes: dict[str, Any] = field(default_factory=dict)
+    has_state: bool = False
 
 
 @dataclass

@@ -45,6 +45,7 @@ class RemoteLoader(DataLoader[Any]):
         self._seed = feed.seed if shape.seed is None else shape.seed
         self.next_epoch, self._turn, self.spent = 0, 0, 0
         self._resume = Place()
+        self._states: dict[int, tuple[int, Any]] = {}
         self._current: Pass | None = None
         self._route: Route | None = None
         self._source: Source | None = None
@@ -83,10 +84,17 @@ class RemoteLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iterator gives; it still begins where a loaded state stands."""
         if epoch != self.next_epoch:
-            self.next_epoch, self._resume = epoch, Place()
+            self.next_epoch, self._resume, self._states = epoch, Place(), {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands after the last batch handed out (torchdata's protocol)."""
+        """Where the stream stands after the last batch handed out (torchdata's protocol).
+
+        With the state of an iterable-style dataset that has one, which fetchers are asked for.
+        """
+        return self.with_states(self.position())
+
+    def position(self) -> dict[str, Any]:
+        """The same without a dataset's own state."""
         epoch, place = self.next_epoch, self._resume
         if self._current is not None and not self._current.ended:
             epoch, place = self._current.epoch, self._current.after
@@ -108,6 +116,29 @@ class RemoteLoader(DataLoader[Any]):
         self.counts.resumed = self.spent
         self._resume = Place(position, slot, tuple(first_slots))
         self._seed, self._current = state["seed"], None
+        self._states = state.get("streams", {})
+
+    def with_states(self, position: dict[str, Any]) -> dict[str, Any]:
+        """A position and where the streams of the dataset stood there, or a little before."""
+        epoch, place = position["epoch"], Place(*position["place"])
+        if not self.shape.has_state or place == Place():
+            return position
+        if self._states:
+            return {**position, "streams": self._states}
+        supply = self.supply()
+        try:
+            streams = supply.open(epoch).streams or 1
+            slots = {slot % streams: slot for slot in range(place.slot, place.slot + streams)}
+            found = {stream: supply.state(epoch, slot) for stream, slot in slots.items()}
+        finally:
+            supply.close()
+        return {**position, "streams": {key: value for key, value in found.items() if value}}
+
+    def give_states(self, supply: Supply, epoch: int, streams: int) -> None:
+        """Tell those who prepare an epoch where its streams stood, if that was loaded."""
+        states, self._states = self._states, {}
+        for stream, (item, state) in states.items():
+            supply.restore(epoch, item * streams + stream, state)
 
     def close(self) -> None:
         """Close all connections; the loader can still be iterated."""

@@ -71,6 +71,7 @@ class Pass(Iterator[Any]):
         loader, feed = self._loader, self._loader.feed
         self._supply = loader.supply()
         opened = self._supply.open(self.epoch)
+        loader.give_states(self._supply, self.epoch, opened.streams or 1)
         if feed.ledger is not None:
             first = self.after.position // feed.world_size
             name, place = loader.shape.name, (feed.rank, feed.world_size, first, 0)

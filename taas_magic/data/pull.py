@@ -134,13 +134,16 @@ class Pull:
 
     def sample(self, index: Any) -> Any:
         """Return `dataset[index]` from a fetcher's dataset."""
-        ask = Question(Kind.SAMPLE, 0, 0, encode.as_bytes(index))
-        self._send_later(ask)
-        self._flush()
-        self._until(ask, self._here)
-        frame, body = self._here.pop(ask)
-        value = encode.from_bytes(bytes(body))
-        return value.reraise() if frame.kind is Kind.ERROR else value
+        return self._value(Question(Kind.SAMPLE, 0, 0, encode.as_bytes(index)))
+
+    def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
+        """Where the dataset of a slot's stream stood, and after how many items."""
+        found: tuple[int, Any] | None = self._value(Question(Kind.STATE, epoch, slot))
+        return found
+
+    def restore(self, epoch: int, slot: int, state: Any) -> None:
+        """Have the stream of a slot begin there, in a dataset that has loaded this state."""
+        self._value(Question(Kind.STATE, epoch, slot, encode.as_bytes(state)))
 
     def close(self) -> None:
         """End the pass: links with answers under way are closed, the others kept."""
@@ -152,6 +155,14 @@ class Pull:
         self._open.clear()
         for book in (self._where, self._here, self._replies):
             book.clear()
+
+    def _value(self, ask: Question) -> Any:
+        self._send_later(ask)
+        self._flush()
+        self._until(ask, self._here)
+        frame, body = self._here.pop(ask)
+        value = encode.from_bytes(bytes(body))
+        return value.reraise() if frame.kind is Kind.ERROR else value
 
     def _send_later(self, ask: Question) -> None:
         """Lay a question ready for the lane that has to answer it."""

@@ -171,6 +171,8 @@ class Lane:
         if key.kind is Kind.SAMPLE:
             index = encode.from_bytes(key.detail)
             return Answer(Kind.VALUE, encode.as_bytes(self._source.sample(index)))
+        if key.kind is Kind.STATE:
+            return Answer(Kind.VALUE, encode.as_bytes(self._state(key)))
         order = self._source.digest(key.epoch)
         if key.kind is Kind.ORDER:
             indices = encode.as_bytes(self._source.indices(key.epoch, key.slot))
@@ -181,6 +183,14 @@ class Lane:
         if self._summing and answer.size <= _SUM_NOW_BYTES:
             answer.checksum()
         return answer
+
+    def _state(self, key: Key) -> Any:
+        """What a stream's dataset says of itself; or, where a rank has it, what it is to be."""
+        assert self._source is not None
+        if not key.detail:
+            return self._source.state(key.epoch, key.slot)
+        self._source.restore(key.epoch, key.slot, encode.from_bytes(key.detail))
+        return None
 
     def _is_counted(self, epoch: int) -> bool:
         assert self._source is not None

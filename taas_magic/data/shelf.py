@@ -20,9 +20,9 @@ _MOMENT_S = 0.05
 
 
 class Key(NamedTuple):
-    """A pure question: GET (a batch by the lane's own order), or OPEN, SAMPLE, ORDER.
+    """A pure question: GET (a batch by the lane's own order), or OPEN, SAMPLE, ORDER, STATE.
 
-    `detail` is what else the question says: given indices, or the index of a sample.
+    `detail` is what else the question says: given indices, the index of a sample, a state.
     """
 
     kind: Kind

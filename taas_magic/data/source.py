@@ -48,6 +48,7 @@ class Source:
         self.streams = streams_of(self.loader)
         self._order = Order(self.loader, seed) if self.streams is None else None
         self._cursors: dict[int, Cursor] = {}
+        self._given: dict[int, tuple[int, int, Any]] = {}
         self._at = ""
         self._info: Any = None
         if self._order and worker_id is not None:
@@ -107,6 +108,25 @@ class Source:
         dataset: Any = self.loader.dataset
         return self._guarded(dataset.__getitem__, index)
 
+    def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
+        """Where the dataset of a slot's stream stood, by its own `state_dict`.
+
+        Returns:
+            How many items the stream had given then, not more than there are before `slot`, and the
+            state; None where it is not known.
+        """
+        if self.streams is None:
+            return None
+        item, stream = divmod(slot, self.streams)
+        cursor = self._cursors.get(stream)
+        return cursor.state(item) if cursor is not None and cursor.epoch == epoch else None
+
+    def restore(self, epoch: int, slot: int, state: Any) -> None:
+        """Have the stream of a slot begin there, in a dataset that has loaded this state."""
+        assert self.streams is not None
+        item, stream = divmod(slot, self.streams)
+        self._given[stream] = epoch, item, state
+
     def follows(self, epoch: int, slot: int) -> bool:
         """Whether a slot is not behind what its stream has already given."""
         if self.streams is None:
@@ -160,11 +180,18 @@ class Source:
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
         cursor = self._cursors.get(stream)
-        if cursor is None or cursor.epoch != epoch or cursor.item > item:
+        goes_on = cursor is not None and cursor.epoch == epoch and cursor.item <= item
+        if not goes_on or cursor is None or cursor.item < self._given_item(epoch, slot) <= item:
             cursor = self._cursors[stream] = self._new_cursor(epoch, stream, item, cursor)
         while cursor.item < item:
             self._advance(cursor)
         return self._advance(cursor)
+
+    def _given_item(self, epoch: int, slot: int) -> int:
+        """Where the stream of a slot may begin in a state that was loaded; -1 without one."""
+        assert self.streams is not None
+        given_epoch, item, _ = self._given.get(slot % self.streams, (-1, -1, None))
+        return item if given_epoch == epoch else -1
 
     def _advance(self, cursor: "Cursor") -> Any:
         assert self.streams is not None
@@ -183,6 +210,11 @@ class Source:
         start = 0
         if old is not None and old.epoch == epoch:
             start = old.restore(loader.dataset, item)
+        given_item = self._given_item(epoch, stream)
+        if start < given_item <= item:
+            state = self._given[stream][2]
+            self._guarded(lambda: loader.dataset.load_state_dict(state))  # type: ignore[attr-defined]
+            start = given_item
         return Cursor(loader, epoch, stream, start, info)
 
     def _start_worker(self, loader: DataLoader[Any], worker_id: int, seed: int) -> Any:

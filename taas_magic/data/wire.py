@@ -47,6 +47,7 @@ class Kind(enum.IntEnum):
     SAMPLE = 19
     ORDER = 20
     VALUE = 21
+    STATE = 22
 
 
 _KINDS = {kind.value: kind for kind in Kind}
@@ -80,6 +81,7 @@ _MAX_BODY_BYTES: dict[Kind, int] = {
     Kind.SAMPLE: 1 << 16,
     Kind.ORDER: 0,
     Kind.VALUE: MAX_BATCH_BYTES,
+    Kind.STATE: 1 << 24,
 }
 
 

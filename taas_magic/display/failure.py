@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from taas_magic.display.fold import rank_ranges
-from taas_magic.errors import RankFailed, RunLost, RunTimeout
+from taas_magic.errors import RankFailed, RunLost, RunTimeout, StoreError
 
 Event = Mapping[str, Any]
 
@@ -66,10 +66,15 @@ def cause(failure: Event) -> str:
         case "timeout":
             words = "still running when --timeout was over"
         case "host":
-            words = "lost"
+            words = "" if _is_of_store(failure) else "lost"
         case how:
             words = str(how)
-    return cut(f"{words}: {first_line}" if first_line else words, HEADLINE_CHARS)
+    return cut(": ".join(filter(None, (words, first_line))), HEADLINE_CHARS)
+
+
+def _is_of_store(failure: Event) -> bool:
+    """Whether a host is there, but the project store could not get to it."""
+    return failure.get("how") == "host" and failure.get("etype") == StoreError.__name__
 
 
 def headline(failure: Event) -> str:
@@ -143,13 +148,15 @@ def _without_failure(ended: Event) -> str:
     return f"the run ended as {ended.get('state')}" + (f": {why}" if why else "")
 
 
-def to_exception(ended: Event) -> RankFailed | RunTimeout | RunLost:
+def to_exception(ended: Event) -> RankFailed | RunTimeout | RunLost | StoreError:
     """The exception for an `ended` event whose state is not SUCCEEDED."""
     first, failures = ended.get("first"), ended.get("failures") or []
     words = headline(first) if first else _without_failure(ended)
     lines = details(first) if first else []
     if summary := others_summary(first, failures):
         lines += [f"{summary}:", *(f"    {line}" for line in others(first, failures))]
+    if first and _is_of_store(first):
+        return StoreError("\n".join([words, *lines]))
     if ended.get("state") == "LOST" or (first and first.get("how") == "host"):
         return RunLost("\n".join([words, *lines]))
     error = RunTimeout if first and first.get("how") == "timeout" else RankFailed

@@ -20,6 +20,7 @@ def lines(receipt: Receipt | None) -> list[tuple[str, str]]:
         ("rank 0 wrote", written if written or not kept else ["nothing"]),
         ("kept out", [item for item in kept if item not in lost]),
         ("kept out, and not in the store", lost),
+        ("did not get into the store", [f"{p} ({why})" for p, why in receipt.not_sent.items()]),
         ("open to all ranks", list(receipt.shared)),
     ]
     shown = [(label, listed(items)) for label, items in named if items]

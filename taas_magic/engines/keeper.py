@@ -12,14 +12,16 @@ from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 
+from taas_magic.config import PoolConfig
 from taas_magic.engines.base import HostSource
 from taas_magic.engines.kept_run import KeptRun
 from taas_magic.engines.members import Member, Members
-from taas_magic.errors import PoolError, StoreError
+from taas_magic.engines.upkeep import Upkeep
+from taas_magic.errors import PoolError, ProtocolError, StoreError
 from taas_magic.journal import Event, Writer, event
 from taas_magic.plan import Plan
 from taas_magic.remote.spec import HostSpec
-from taas_magic.remote.topics import EVENT, topic
+from taas_magic.remote.topics import ASK_STORE, EVENT, topic
 from taas_magic.store import owned
 
 
@@ -29,8 +31,7 @@ class Keeper(SchedulerPlugin):
     Args:
         scheduler: The pool's.
         source: Where hosts come from.
-        start_timeout_s: How long hosts may take to join.
-        lease_s: How long a host lives without hearing this process.
+        pool: The pool's settings.
         linger_s: How long the pool goes on without a kernel.
     """
 
@@ -40,8 +41,7 @@ class Keeper(SchedulerPlugin):
         self,
         scheduler: Scheduler,
         source: HostSource,
-        start_timeout_s: float,
-        lease_s: float,
+        pool: PoolConfig,
         linger_s: float,
     ) -> None:
         self._scheduler, self._linger_s = scheduler, linger_s
@@ -51,7 +51,8 @@ class Keeper(SchedulerPlugin):
         self._lingering: asyncio.TimerHandle | None = None
         self._background: set[asyncio.Future[Any]] = set()
         self.over = asyncio.Event()
-        self.members = Members(scheduler, source, start_timeout_s, lease_s, self._on_lost)
+        self.members = Members(scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost)
+        self._upkeep = Upkeep(self.members, pool.idle_timeout_s)
         scheduler.add_plugin(self)
         scheduler.stream_handlers[EVENT] = self._on_event
         scheduler.handlers["taas_ready"] = self.ready
@@ -60,7 +61,9 @@ class Keeper(SchedulerPlugin):
         scheduler.handlers["taas_halt"] = self.halt
         scheduler.handlers["taas_status"] = self.status
         scheduler.handlers["taas_down"] = self.down
+        scheduler.handlers[ASK_STORE] = self.ask_store
         self._in_background(self.members.watch())
+        self._in_background(self._upkeep.watch())
         self._linger()
 
     async def ready(self, owner: str, hosts: int) -> dict[str, Any]:
@@ -137,11 +140,30 @@ class Keeper(SchedulerPlugin):
                 "means": member.means,
                 "since": member.joined,
                 "runs": sorted(member.runs),
+                **self._upkeep.host(member),
             }
             for member in self.members.all()
         ]
         refused = self.members.refused
-        return {"hosts": hosts, "kernels": len(self._kernels), "refused": refused}
+        counted = {"kernels": len(self._kernels), "refused": refused, **self._upkeep.pool()}
+        return {"hosts": hosts, **counted}
+
+    async def ask_store(
+        self, run_id: str, address: str, what: str, arguments: dict[str, Any]
+    ) -> Any:
+        """Answers a host that does not share its run's project store; see `travel.desk`.
+
+        Raises:
+            ProtocolError: The host has nothing to do with the run (any more).
+        """
+        run = self._runs.get(run_id)
+        try:
+            if run is None:
+                raise ProtocolError(f"there is no run {run_id} (any more)")
+            return await run.ask_store(address, what, arguments)
+        except ProtocolError:
+            self.members.refused += 1
+            raise
 
     async def down(self) -> str:
         """Ends every run and then the pool's process."""

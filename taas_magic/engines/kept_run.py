@@ -7,13 +7,14 @@ told together what follows. Nobody but the members of a run's attempt is listene
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from taas_magic.engines.members import Member, Members
+from taas_magic.engines.store_door import StoreDoor
 from taas_magic.engines.verdict import Outcome, Report, Standing, decide, worst
-from taas_magic.errors import PoolError
+from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.journal import Event, event
 from taas_magic.remote.interface import LOOPBACK
 from taas_magic.remote.report import host_failure
@@ -57,6 +58,7 @@ class KeptRun:
         self._members, self.publish = members, publish
         self.plan = HostSpec.from_json(spec).plan
         self.run_id = self.plan.run_id
+        self._door = StoreDoor(self.plan.store)
         self._attempt = 0
         self._shares: dict[str, _Share] = {}
         self._changed = asyncio.Event()
@@ -80,6 +82,7 @@ class KeptRun:
         while self._may_restart(outcome) and await self._start_again(outcome):
             outcome = await self._outcome()
         lost = await self._end_hosts()
+        await self._door.close()
         failures = [*outcome.failures, *lost]
         ended = {"state": worst([outcome.state, "LOST"] if lost else [outcome.state])}
         elapsed_s = time.monotonic() - self._started
@@ -99,6 +102,17 @@ class KeptRun:
             self._report(share, event["state"], "host", event["failures"])
             self._leave(share)
         return True
+
+    async def ask_store(self, address: str, what: str, arguments: Mapping[str, Any]) -> Any:
+        """What a host asks of the project store, which it does not share.
+
+        Raises:
+            ProtocolError: The run is not on that host (any more).
+        """
+        share = self._shares.get(address)
+        if share is None or share.ended:
+            raise ProtocolError(f"run {self.run_id} is not on the host at {address} (any more)")
+        return await self._door.answer(share.host_rank, what, arguments)
 
     def lose(self, member: Member, why: str) -> None:
         """A host is gone; of no concern where the run is not on it."""

@@ -3,15 +3,14 @@
 import asyncio
 import json
 import os
-import re
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.plan import HostCapacity
+from taas_magic.remote.devices import count_gpus
 from taas_magic.remote.interface import LOOPBACK
 from taas_magic.remote.process import spawn_command
 
@@ -67,18 +66,6 @@ def start_supervisor() -> subprocess.Popen[bytes]:
     """A supervisor of this machine, waiting for the agent's settings on its standard input."""
     command = spawn_command("taas_magic.remote.supervisor")
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-
-
-def count_gpus() -> int:
-    """CUDA devices that a process of this machine would see, without asking CUDA.
-
-    Asking torch would make a CUDA context in the kernel, which no fork of it survives.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    devices = (path.name for path in Path("/dev").glob("nvidia*"))
-    return sum(1 for device in devices if re.fullmatch(r"nvidia\d+", device))
 
 
 async def end_supervisor(supervisor: subprocess.Popen[bytes]) -> None:

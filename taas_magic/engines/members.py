@@ -43,6 +43,8 @@ class Member:
         means: What holds its ranks off the project store.
         place: Where its ranks and fetchers are reached by those of other hosts.
         runs: What it runs.
+        gpus: CUDA devices that it has.
+        taken_at: When it was last given to somebody, by this process's monotonic clock.
     """
 
     address: str
@@ -53,6 +55,8 @@ class Member:
     means: str = ""
     place: str = ""
     runs: set[str] = field(default_factory=set)
+    gpus: int = 0
+    taken_at: float = float("-inf")
     pending: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
 
 
@@ -123,12 +127,21 @@ class Members(SchedulerPlugin):
                 self._in_background(self.release())
         kept = [member for member in self.all() if member.address in keep]
         others = [member for member in self.all() if member.address not in keep]
-        return (kept + sorted(others, key=lambda member: len(member.runs)))[:count]
+        taken = (kept + sorted(others, key=lambda member: len(member.runs)))[:count]
+        for member in taken:
+            member.taken_at = time.monotonic()
+        return taken
 
-    async def release(self) -> None:
-        """Gives back every host that has no run, and those to come; unless others wait for them."""
+    async def release(
+        self, stays: Callable[[Member], bool] = lambda member: bool(member.runs)
+    ) -> None:
+        """Gives back hosts, and those to come; unless others wait for them.
+
+        Args:
+            stays: Says which are kept; left out, those that have a run.
+        """
         if not self._takes:
-            await self._source.release({m.agent for m in self._members.values() if m.runs})
+            await self._source.release({m.agent for m in self._members.values() if stays(m)})
 
     async def call(self, address: str, name: str, **arguments: Any) -> Any:
         """Calls a host's agent and returns what it answers.
@@ -189,6 +202,7 @@ class Members(SchedulerPlugin):
             logger.warning("a new host did not answer: %s", error)
             return
         member.name, member.means, member.place = said["host"], said["means"], said["address"]
+        member.gpus = said["gpus"]
         async with self._changed:
             self._changed.notify_all()
 

@@ -70,8 +70,7 @@ async def _keep(engine: Engine, folder: Path, linger_s: float) -> None:
         keeper = Keeper(
             cluster.scheduler,
             HostSource(engine, cluster),
-            engine.pool.start_timeout_s,
-            engine.pool.lease_s,
+            engine.pool,
             linger_s,
         )
         place = folder / "pool.json"

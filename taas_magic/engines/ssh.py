@@ -3,20 +3,21 @@
 import inspect
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
-from taas_magic.engines.local import count_gpus
 from taas_magic.errors import PoolError
 from taas_magic.plan import HostCapacity
+from taas_magic.remote.devices import count_gpus
 from taas_magic.remote.interface import LOOPBACK
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
 
+    from taas_magic.engines.ssh_host import SshCluster
     from taas_magic.ssh.target import Target
 
 PYTHON = "python3"
@@ -36,6 +37,10 @@ class SshEngine(Engine):
     """Starts a supervisor, and through it the agent, on each host over SSH."""
 
     name = "ssh"
+
+    def __init__(self, pool: PoolConfig) -> None:
+        super().__init__(pool)
+        self._cluster: SshCluster | None = None
 
     def capacity(self) -> HostCapacity:
         """What taas.toml says; what it leaves out is asked of the hosts, once in a process.
@@ -62,7 +67,7 @@ class SshEngine(Engine):
 
         secure = Security(**security)
         roster = Roster(self.pool, targets(self.pool), dict(security))
-        return SshCluster(
+        self._cluster = SshCluster(
             roster,
             scheduler={
                 "cls": scheduler,
@@ -73,6 +78,20 @@ class SshEngine(Engine):
             asynchronous=True,
             name=self.pool.name,
         )
+        return self._cluster
+
+    async def ensure(self, cluster: Any, count: int) -> list[str]:
+        if len(cluster.worker_spec) < count:
+            cluster.scale(count)
+        said: list[str] = await cluster.bring()
+        return said
+
+    async def release(self, cluster: Any, keep: Collection[str]) -> None:
+        cluster.give_up(keep)
+        await super().release(cluster, keep)
+
+    async def why_lost(self, agent: str) -> str:
+        return "" if self._cluster is None else await self._cluster.why_lost(agent)
 
 
 def targets(pool: PoolConfig) -> list["Target"]:
@@ -126,9 +145,9 @@ def _ask_host(target: "Target", pool: PoolConfig, stop: threading.Event) -> Host
         done = connection.run(shell_words(pool.python or PYTHON, ["-"]), _CAPACITY_SOURCE.encode())
     finally:
         connection.close()
-    if done.returncode:
+    if done.code:
         raise PoolError(
             f"host {target.label}: {pool.python or PYTHON} does not run there:\n"
-            f"{done.stderr.decode(errors='replace').strip()}"
+            f"{done.err.decode(errors='replace').strip()}"
         )
-    return HostCapacity(**json.loads(done.stdout))
+    return HostCapacity(**json.loads(done.out.splitlines()[-1]))

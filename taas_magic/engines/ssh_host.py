@@ -9,7 +9,8 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,9 +23,10 @@ import taas_magic
 from taas_magic.config import PoolConfig
 from taas_magic.engines.ssh import PYTHON
 from taas_magic.errors import PoolError
+from taas_magic.remote.interface import LOOPBACK
 from taas_magic.remote.process import entry_code
 from taas_magic.ssh.command import KeptCommand, shell_words
-from taas_magic.ssh.connect import Connection, connect
+from taas_magic.ssh.connect import CONNECT_TIMEOUT_S, Connection, connect
 from taas_magic.ssh.target import Target
 from taas_magic.ssh.tunnel import open_tunnel
 from taas_magic.ssh.way import Stopped
@@ -33,14 +35,22 @@ CLOSE_S = 10.0
 """How long a supervisor may take to end all of its host, in seconds."""
 
 BEATS_A_LEASE = 8
+_SHARE = 0.9
+"""Of the time that the keeper waits for a host, so that it hears why there is none."""
+
+_LOOK_S = 0.25
+_SLOW_S = 10.0
+"""After how long something that a host is doing is worth a line to the user."""
+
 _POLL_S = 0.05
+_END_S = 1.0
 
 _log = logging.getLogger("taas.ssh")
 _T = TypeVar("_T")
 
 
 class Roster:
-    """The hosts of a pool: which are taken, and which failed when they were last wanted.
+    """The hosts of a pool: which are free, and what is wrong with those that could not be had.
 
     Args:
         pool: The pool's settings.
@@ -53,9 +63,8 @@ class Roster:
     ) -> None:
         self.pool, self.security = pool, security
         self._free = list(targets)
-        self.stop = threading.Event()
-        """Set when the pool ends: nothing that is under way is wanted any more."""
-        self.executor = ThreadPoolExecutor(2 * len(self._free), "taas-ssh")
+        self._executor = ThreadPoolExecutor(2 * len(self._free), "taas-ssh")
+        self.refusals: list[str] = []
         self.has_joined: Callable[[object], bool] = lambda name: False
 
     def take(self, besides: Iterable[Target]) -> Target | None:
@@ -72,11 +81,15 @@ class Roster:
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Runs what blocks. Dask's and asyncio's own threads are too few for all hosts at once."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.executor, work, *arguments)
+        return await loop.run_in_executor(self._executor, work, *arguments)
+
+    def close(self) -> None:
+        """Starts no more threads."""
+        self._executor.shutdown(wait=False)
 
 
 class SshCluster(SpecCluster):
-    """A SpecCluster that tries again with hosts that failed, and ends at once.
+    """A SpecCluster whose hosts come in the background, and may be refused or given up.
 
     Args:
         roster: The pool's hosts.
@@ -85,7 +98,41 @@ class SshCluster(SpecCluster):
     def __init__(self, roster: Roster, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._roster = roster
+        self._coming: asyncio.Future[Any] | None = None
         roster.has_joined = lambda name: name in self.scheduler.aliases
+
+    async def bring(self) -> list[str]:
+        """Brings hosts up, for a moment at a time.
+
+        Returns:
+            What those are doing that take long.
+
+        Raises:
+            PoolError: One of them could not be had.
+        """
+        if self._coming is None or self._coming.done():
+            self._coming = asyncio.ensure_future(self)
+        await asyncio.wait({self._coming}, timeout=_LOOK_S)
+        if self._roster.refusals:
+            refusals, self._roster.refusals = self._roster.refusals, []
+            raise PoolError("\n".join(dict.fromkeys(refusals)))
+        error = self._coming.exception() if self._coming.done() else None
+        if error is not None and not isinstance(error, PoolError):
+            raise error
+        return sorted(filter(None, (host.news() for host in self._created)))
+
+    async def why_lost(self, name: str) -> str:
+        """What is known of a lost host, in one line."""
+        hosts = [host for host in self._created if str(host.name) == name]
+        said = [await self._roster.in_thread(host.why_lost) for host in hosts]
+        return next(filter(None, said), "")
+
+    def give_up(self, keep: Collection[str] = ()) -> None:
+        """Ends every attempt to bring a host up, but for those that are named."""
+        for host in self._created:
+            if str(host.name) not in keep:
+                host.give_up()
+        self._roster.refusals = []
 
     async def _correct_state_internal(self) -> None:
         for name in [n for n, host in self.workers.items() if host.status == Status.failed]:
@@ -93,9 +140,9 @@ class SshCluster(SpecCluster):
         await super()._correct_state_internal()
 
     async def _close(self) -> None:
-        self._roster.stop.set()
+        self.give_up()
         await super()._close()
-        self._roster.executor.shutdown(wait=False)
+        self._roster.close()
 
 
 class SshHost(ProcessInterface):
@@ -109,54 +156,94 @@ class SshHost(ProcessInterface):
 
     def __init__(self, scheduler: str, roster: Roster, name: object = None) -> None:
         super().__init__(scheduler=scheduler, name=name)
-        self._scheduler, self._roster, self._name = scheduler, roster, name
+        self.name = name
+        self._scheduler, self._roster = scheduler, roster
         self._target: Target | None = None
         self._connection: Connection | None = None
         self._command: KeptCommand | None = None
+        self._stop = threading.Event()
+        self._doing, self._since = "", time.monotonic()
 
     async def start(self) -> None:
         """Brings up a free host of the pool; returns when its agent has joined.
 
         Raises:
-            PoolError: None could be brought up; says why, of each.
+            PoolError: None could be brought up, or it was given up.
         """
+        until = time.monotonic() + _SHARE * self._roster.pool.start_timeout_s
         failures: dict[Target, str] = {}
         while (target := self._roster.take(failures)) is not None:
-            self._target = target
+            self._target, joined = target, False
             try:
                 await self._roster.in_thread(self._bring_up, target)
-                await self._join(target)
-            except (PoolError, Stopped) as error:
+                await self._join(target, until)
+                await super().start()
+                joined = True
+                return
+            except Stopped:
+                break
+            except PoolError as error:
+                if self._stop.is_set():
+                    break
                 failures[target] = str(error)
                 _log.warning("%s", error)
-                await self._leave()
-            else:
-                await super().start()
-                return
-            if self._roster.stop.is_set():
-                break
+            finally:
+                self._do("")
+                if not joined:
+                    await self._leave()
         self.status = Status.failed
-        raise PoolError("\n".join(failures.values()) or "all of its hosts are taken")
+        if self._stop.is_set():
+            raise PoolError("nobody waits for it any more")
+        refusal = "\n".join(failures.values()) or "all of its hosts are taken"
+        self._roster.refusals.append(refusal)
+        raise PoolError(refusal)
 
     async def close(self) -> None:
         await self._leave()
         await super().close()
 
+    def give_up(self) -> None:
+        """Ends the attempt to bring a host up, wherever it stands; returns at once."""
+        if self.status == Status.created:
+            self._stop.set()
+            if self._connection is not None:
+                self._connection.transport.close()
+
+    def news(self) -> str:
+        """What it has been doing for long; "" when it is not."""
+        slow = self._doing and time.monotonic() - self._since > _SLOW_S
+        return f"host {self._target.label}: {self._doing}" if slow and self._target else ""
+
+    def why_lost(self) -> str:
+        """What is known of its end, from the end of its connection; blocks for a moment."""
+        command, connection = self._command, self._connection
+        if command is None or connection is None or not command.ended.wait(_END_S):
+            return ""
+        if not connection.is_open:
+            error = connection.transport.get_exception()
+            return f"its SSH connection broke ({error or 'closed by the host'})"
+        last = command.tail.rpartition("\n")[2]
+        return f"its agent ended: {last}" if last else "its agent ended"
+
+    def _do(self, doing: str) -> None:
+        self._doing, self._since = doing, time.monotonic()
+
     def _bring_up(self, target: Target) -> None:
-        pool, stop = self._roster.pool, self._roster.stop
-        self._connection = connection = connect(
-            target, stop, min(15.0, pool.start_timeout_s), silence_s=pool.lease_s
-        )
+        pool = self._roster.pool
+        self._do(f"still connecting to {target.hostname}:{target.port}")
+        limit_s = min(CONNECT_TIMEOUT_S, pool.start_timeout_s)
+        self._connection = connection = connect(target, self._stop, limit_s, pool.lease_s)
         address, port = _address_of(self._scheduler)
         settings = {
-            "scheduler": f"tls://127.0.0.1:{open_tunnel(connection, address, port)}",
+            "scheduler": f"tls://{LOOPBACK}:{open_tunnel(connection, address, port)}",
             "security": self._roster.security,
-            "name": self._name,  # as Dask knows it: its type counts
+            "name": self.name,  # as Dask knows it: its type counts
             "host_name": target.label,
             "interface": pool.interface or "",
             "local_directory": None,
             "lease_s": pool.lease_s,
         }
+        self._do("its agent is still starting: torch is being imported")
         self._command = KeptCommand(
             connection,
             supervisor_command(pool),
@@ -165,20 +252,19 @@ class SshHost(ProcessInterface):
             lambda line: _log.warning("[%s] %s", target.label, line),
         )
 
-    async def _join(self, target: Target) -> None:
+    async def _join(self, target: Target, until: float) -> None:
         """Returns when the agent is a member of the pool."""
         assert self._command is not None
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._roster.pool.start_timeout_s
-        while not self._roster.has_joined(self._name):
+        while not self._roster.has_joined(self.name):
+            if self._stop.is_set():
+                raise Stopped
             if self._command.ended.is_set():
                 raise PoolError(f"host {target.label}: its agent ended:\n{self._command.tail}")
-            if self._roster.stop.is_set():
-                raise Stopped
-            if loop.time() > until:
+            if time.monotonic() > until:
                 raise PoolError(
                     f"host {target.label}: its agent did not join within "
-                    f"{self._roster.pool.start_timeout_s:.0f} s:\n{self._command.tail}"
+                    f"start_timeout_s = {self._roster.pool.start_timeout_s:g}:\n"
+                    f"{self._command.tail}"
                 )
             await asyncio.sleep(_POLL_S)
 

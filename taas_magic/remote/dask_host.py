@@ -20,11 +20,21 @@ from distributed.comm import get_address_host
 
 from taas_magic.remote import guard, interface
 from taas_magic.remote.clock import use_steady_clock
+from taas_magic.remote.devices import count_gpus
 from taas_magic.remote.head import Handler, Head
 from taas_magic.remote.host_run import HostRun
 from taas_magic.remote.lease import Lease, end_agent
 from taas_magic.remote.spec import HostSpec, Place
-from taas_magic.remote.topics import AGENT, CALL_AGAIN, CALL_END, CALL_HELLO, CALL_START, CALL_STOP
+from taas_magic.remote.topics import (
+    AGENT,
+    ASK_STORE,
+    CALL_AGAIN,
+    CALL_END,
+    CALL_HELLO,
+    CALL_START,
+    CALL_STOP,
+)
+from taas_magic.travel.ask import Ask
 
 
 class AgentWorker(Worker):
@@ -59,10 +69,14 @@ class AgentWorker(Worker):
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Opens no port for Dask's web pages: they would ask nobody for a key."""
 
-    async def hello(self) -> dict[str, str]:
-        """Who this host is, and what holds its ranks off the store."""
-        means = guard.strongest().value
-        return {"host": self._place.host, "address": self._place.address, "means": means}
+    async def hello(self) -> dict[str, Any]:
+        """Who this host is, what holds its ranks off the store, and its GPUs."""
+        return {
+            "host": self._place.host,
+            "address": self._place.address,
+            "means": guard.strongest().value,
+            "gpus": count_gpus(),
+        }
 
     async def start_run(self, spec: dict[str, Any]) -> dict[str, int]:
         """Starts this host's share of a run, in a thread of its own.
@@ -76,7 +90,8 @@ class AgentWorker(Worker):
         parsed = HostSpec.from_json(spec)
         run_id = parsed.plan.run_id
         emit = functools.partial(self.head.emit, run_id)
-        run = await asyncio.to_thread(HostRun, parsed, self._place, emit, self._is_alone)
+        ask = self._asking(run_id)
+        run = await asyncio.to_thread(HostRun, parsed, self._place, emit, self._is_alone, ask)
         self._runs[run_id] = run
         thread = threading.Thread(target=self._carry_out, args=(run_id, run), name=f"run-{run_id}")
         thread.start()
@@ -108,6 +123,15 @@ class AgentWorker(Worker):
             run.run()
         finally:
             del self._runs[run_id]
+
+    def _asking(self, run_id: str) -> Ask:
+        """How a run asks for its project store."""
+
+        def ask(what: str, **arguments: Any) -> Any:
+            words = {"run_id": run_id, "address": self.address, "what": what}
+            return self.head.ask(ASK_STORE, **words, arguments=arguments)
+
+        return ask
 
     def _is_alone(self) -> bool:
         return len(self._runs) == 1

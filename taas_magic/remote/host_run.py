@@ -19,15 +19,18 @@ import psutil
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from taas_magic.journal import Event, event
-from taas_magic.receipt import STORE_KINDS, Ledger
+from taas_magic.receipt import STORE_KINDS
 from taas_magic.remote import feeding, guard, link, report
 from taas_magic.remote.elastic import HostRendezvous, RunAgent, serve_store
+from taas_magic.remote.filling import Filling
 from taas_magic.remote.process import end_all, signal_name
+from taas_magic.remote.project import Project
 from taas_magic.remote.pump import Pump
 from taas_magic.remote.ranks import OWN_KINDS, Ranks
 from taas_magic.remote.spec import HostSpec, Place
 from taas_magic.remote.sweep import leftovers
 from taas_magic.remote.watch import Failure, Verdict, decide, guilty
+from taas_magic.travel.ask import Ask
 
 POLL_S = 0.25
 """How often the system is asked about the ranks when nothing else wakes the judge."""
@@ -52,6 +55,7 @@ class HostRun:
         place: This host.
         emit: Sends an event to the pool's process; any thread may call it.
         alone: Says whether no other run is on this host.
+        ask: Asks for the run's project store, where this host does not share it.
     """
 
     def __init__(
@@ -60,8 +64,9 @@ class HostRun:
         place: Place,
         emit: Callable[[Event], None],
         alone: Callable[[], bool],
+        ask: Ask,
     ) -> None:
-        self._spec, self._emit, self._alone = spec, emit, alone
+        self._spec, self._emit, self._alone, self._ask = spec, emit, alone, ask
         self._place = place
         self._host, self._interface = place.host, place.interface
         self._store = serve_store(spec)
@@ -76,9 +81,8 @@ class HostRun:
         self._verdict: Verdict | None = None
         self._failures: list[Failure] = []
         self._elastic: RunAgent | None = None
-        self._filling = feeding.filling(spec)
-        rule = spec.plan.store
-        self._ledger = Ledger(rule.path, rule.shared) if rule else None
+        self._filling: Filling | None = None
+        self._project: Project | None = None
 
     def run(self) -> None:
         """Runs to the end, and emits `host_ended` when nothing of the run is left here."""
@@ -92,6 +96,9 @@ class HostRun:
             self._changed.set,
         )
         try:
+            self._project = Project(self._spec, self._ask, self._note)
+            self._spec = self._project.local(self._spec)
+            self._filling = feeding.filling(self._spec)
             fed = feeding.fetchers(self._spec, self._place, self._pipes, self._take_from_fetcher)
             with fed:
                 if self._has_data():
@@ -105,9 +112,9 @@ class HostRun:
             self._pump.close()
             self._sweep()
             shutil.rmtree(self._pipes, ignore_errors=True)
-        if self._ledger is not None:
-            written = self._ledger.close(has_rank_0=self._spec.share.first_rank == 0)
-            self._emit(event("receipt", self._host, **written))
+        receipt = self._project.close() if self._project else None
+        if receipt is not None:
+            self._emit(event("receipt", self._host, **receipt))
         state = self._verdict.state if self._verdict else "INTERRUPTED"
         ended = {"host_rank": self._spec.host_rank, "state": state, "failures": self._failures}
         self._emit(event("host_ended", self._host, **ended))
@@ -130,6 +137,8 @@ class HostRun:
         Returns:
             The port of the attempt's store, on the first host.
         """
+        if self._project is not None:
+            spec = self._project.local(spec)
         store = serve_store(spec)
         self._command(_Order(spec, store))
         return store.port if store else 0
@@ -195,8 +204,8 @@ class HostRun:
 
     def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
-        if self._ledger is not None and kind in STORE_KINDS:
-            self._ledger.take(rank, message)
+        if self._project is not None and kind in STORE_KINDS:
+            self._project.take(rank, message)
         elif kind in OWN_KINDS:
             self._ranks.note(rank, kind, message)
             self._changed.set()
@@ -213,6 +222,9 @@ class HostRun:
         if self._verdict is None:
             self._look()
         return WorkerState.HEALTHY
+
+    def _note(self, text: str) -> None:
+        self._emit(event("note", self._host, text=text))
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 import traceback
 
+from taas_magic.errors import TaasError
 from taas_magic.remote.watch import Failure, RankState, Verdict, is_consequence
 
 _ADVICE = {
@@ -51,7 +52,11 @@ def _kind(state: RankState, verdict: Verdict) -> str:
 
 
 def host_failure(host: str, error: BaseException) -> Failure:
-    """The failure of a host where something other than a rank went wrong."""
+    """The failure of a host where something other than a rank went wrong.
+
+    An error of ours says by itself what the user can do; of another the traceback may tell.
+    """
+    lines = [] if isinstance(error, TaasError) else traceback.format_exception(error)
     return {
         "rank": None,
         "host": host,
@@ -59,7 +64,7 @@ def host_failure(host: str, error: BaseException) -> Failure:
         "how": "host",
         "etype": type(error).__name__,
         "message": str(error),
-        "traceback": traceback.format_exception(error),
+        "traceback": lines,
         "signal": "",
         "exitcode": None,
         "consequence": False,

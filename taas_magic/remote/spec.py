@@ -9,6 +9,7 @@ from typing import Any
 from taas_magic.journal import RunFolder
 from taas_magic.plan import HostPlan, Plan
 from taas_magic.remote.interface import LOOPBACK, name_of
+from taas_magic.travel.same import Identity
 
 RUN_TOKEN = "TAAS_RUN_ID"
 """The environment variable by which the children of a run's ranks are known."""
@@ -41,12 +42,20 @@ class Origin:
         environ: The kernel's environment.
         sys_path: The kernel's import path.
         colors: IPython's colour scheme, for tracebacks.
+        store: The project store, as the notebook's machine knows it; None where it has none.
     """
 
     cwd: str
     environ: Mapping[str, str]
     sys_path: tuple[str, ...]
     colors: str = "neutral"
+    store: Identity | None = None
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Origin":
+        """The inverse of `dataclasses.asdict`."""
+        store = Identity(**values["store"]) if values.get("store") else None
+        return cls(**{**values, "sys_path": tuple(values["sys_path"]), "store": store})
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,8 @@ class HostSpec:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "HostSpec":
         """The inverse of `to_json`."""
-        origin = {**values["origin"], "sys_path": tuple(values["origin"]["sys_path"])}
-        parsed = {"plan": Plan.from_json(values["plan"]), "origin": Origin(**origin)}
+        origin = Origin.from_json(values["origin"])
+        parsed = {"plan": Plan.from_json(values["plan"]), "origin": origin}
         return cls(**{**values, **parsed})
 
     def _defaults(self, interface: str) -> dict[str, str]:

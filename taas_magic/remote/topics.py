@@ -22,6 +22,8 @@ CALL_AGAIN = "taas_again"
 CALL_STOP = "taas_stop"
 CALL_END = "taas_end"
 
+ASK_STORE = "taas_store"
+
 
 def topic(run_id: str) -> str:
     """The Dask topic that carries a run's events."""

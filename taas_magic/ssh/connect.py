@@ -9,12 +9,14 @@ import shlex
 import socket
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from paramiko import Channel, SSHException, Transport
 
 from taas_magic.errors import PoolError
 from taas_magic.ssh.auth import authenticate
+from taas_magic.ssh.files import write_file
 from taas_magic.ssh.known import known_types, verify
 from taas_magic.ssh.target import Target
 from taas_magic.ssh.way import Patience, open_way
@@ -26,13 +28,12 @@ _END_S = 2.0
 logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # what fails is raised, and says more
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """How a command on a host ended."""
 
-    returncode: int
-    stdout: bytes
-    stderr: bytes
+    code: int
+    out: bytes
+    err: bytes
 
 
 class Connection:
@@ -47,6 +48,11 @@ class Connection:
     def __init__(self, target: Target, transport: Transport, undo: ExitStack) -> None:
         self.target, self.transport = target, transport
         self._undo = undo
+
+    @property
+    def host(self) -> str:
+        """The host as the user calls it."""
+        return self.target.label
 
     @property
     def is_open(self) -> bool:
@@ -65,8 +71,13 @@ class Connection:
             raise self.lost(f"{command.split()[0]} was not started", error) from error
         return channel
 
-    def run(self, command: str, input: bytes = b"", timeout_s: float = 60.0) -> Done:
+    def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> Done:
         """Runs a command to its end.
+
+        Args:
+            command: For the host's shell.
+            data: Its standard input.
+            timeout_s: How long it may say nothing.
 
         Raises:
             PoolError: The connection broke, or the command said nothing for `timeout_s`.
@@ -75,7 +86,7 @@ class Connection:
         with channel:
             channel.settimeout(timeout_s)
             try:
-                writer = threading.Thread(target=_write_all, args=(channel, input), daemon=True)
+                writer = threading.Thread(target=_write_all, args=(channel, data), daemon=True)
                 writer.start()
                 errors: list[bytes] = []
                 reader = threading.Thread(target=_read_errors, args=(channel, errors), daemon=True)
@@ -85,6 +96,21 @@ class Connection:
             except (OSError, EOFError) as error:
                 raise self.lost(f"{shlex.split(command)[0]} gave no answer", error) from error
             return Done(channel.recv_exit_status(), stdout, b"".join(errors))
+
+    def put(self, data: bytes | Path, path: str) -> None:
+        """Writes a file there, for the user alone; it is there whole or not at all.
+
+        Args:
+            data: What it holds, or the file here that is sent.
+            path: Where; its folder is there. Relative to the home folder unless absolute.
+
+        Raises:
+            PoolError: It could not be written.
+        """
+        try:
+            write_file(self.transport, data, path)
+        except (OSError, SSHException, EOFError) as error:
+            raise self.lost(f"{path} was not written", error) from error
 
     def lost(self, what: str, error: BaseException) -> PoolError:
         """The error that says what could not be done on this host."""

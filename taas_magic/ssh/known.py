@@ -1,11 +1,12 @@
 """Whether a host's key is the one that the user knows; decided before anything is sent to it."""
 
 import base64
+import contextlib
 import shlex
 from pathlib import Path
 
 from paramiko import HostKeys, PKey
-from paramiko.ssh_exception import SSHException
+from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
 
 from taas_magic.errors import PoolError
 from taas_magic.ssh.target import SSH_PORT, Target
@@ -40,25 +41,31 @@ def verify(target: Target, key: PKey) -> None:
 
 
 def _files(target: Target) -> dict[str, HostKeys]:
+    """The known keys, by file. Lines with a mark are for `_is_revoked`; paramiko fails on them."""
     found = {}
     for path in target.known_hosts:
-        if Path(path).is_file():
-            try:
-                found[path] = HostKeys(path)
-            except (OSError, SSHException) as error:
-                raise PoolError(f"host {target.label}: {path} cannot be read: {error}") from error
+        found[path] = keys = HostKeys()
+        for line in _lines(path):
+            with contextlib.suppress(InvalidHostKey):
+                entry = HostKeyEntry.from_line(line) if line[0] not in "#@" else None
+                if entry is not None:
+                    for name in entry.hostnames:
+                        keys.add(name, entry.key.get_name(), entry.key)
     return found
 
 
 def _is_revoked(target: Target, key: PKey) -> bool:
     text = base64.b64encode(key.asbytes()).decode()
-    lines = [
-        line
-        for path in target.known_hosts
-        if Path(path).is_file()
-        for line in Path(path).read_text(errors="replace").splitlines()
-    ]
+    lines = (line for path in target.known_hosts for line in _lines(path))
     return any(line.startswith("@revoked") and text in line for line in lines)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []  # as ssh does: what cannot be read makes nothing known
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _shown(target: Target, key: PKey) -> str:

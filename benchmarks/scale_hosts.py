@@ -1,0 +1,289 @@
+"""What the pool's process does for a run of many hosts, made up at the agent's contract.
+
+The scheduler, the keeper, its journal, TLS and the kernel's Dask client are the real ones. A
+made-up agent is a connection that joins as an agent does, beats, answers the keeper's calls and
+sends the events of eight ranks; no process is behind it. All is in one process, so a figure is the
+sum of what the pool's process, the kernel and all agents' ends of the connections would spend.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dask
+import psutil
+from distributed import Client, Security
+from distributed.batched import BatchedSend
+from distributed.comm import CommClosedError, connect
+from scale_view import LINES, host_of, plan_of
+
+from taas_magic.config import PoolConfig
+from taas_magic.engines.head import HeadScheduler
+from taas_magic.engines.keeper import Keeper
+from taas_magic.engines.keys import make_security
+from taas_magic.journal import Event, RunFolder, event
+from taas_magic.plan import Plan
+from taas_magic.remote import topics
+from taas_magic.remote.spec import HostSpec, Origin
+
+LEASE_S = 8.0
+JOINING = 32
+"""Hosts that join at a time."""
+
+QUIET_S = 4.0
+"""How long the beats are watched."""
+
+_METRICS = {"bandwidth": {"total": 1, "workers": {}, "types": {}}, "cpu": 0, "memory": 0}
+_METRICS |= {"time": 0, "host_net_io": {}, "event_loop_interval": 0, "task_counts": {}}
+_METRICS |= {"managed_bytes": 0, "spilled_bytes": {"memory": 0, "disk": 0}, "transfer": {}}
+_METRICS |= {"digests_total_since_heartbeat": {}}
+
+
+class Figures(NamedTuple):
+    """What a run of so many ranks cost, in processor time but for `late_ms`.
+
+    Attributes:
+        join_ms: A host's joining, with its TLS handshake, in milliseconds.
+        launch_us: From the launch to the last rank's start, a rank, in microseconds.
+        line_us: A line of a rank, from its host to the kernel's callback and the journal.
+        late_ms: How long after the last line was sent the kernel had it.
+        end_us: From the last rank's end to the run's, a rank.
+        beat_percent: Share of a core that the beats of a quiet run take.
+        rank_kib: Memory a rank, in KiB.
+    """
+
+    join_ms: float
+    launch_us: float
+    line_us: float
+    late_ms: float
+    end_us: float
+    beat_percent: float
+    rank_kib: float
+
+
+class Agent:
+    """A made-up agent."""
+
+    def __init__(self, number: int, ranks: range, security: Security) -> None:
+        self.name, self._number, self._ranks = host_of(ranks[0]), number, ranks
+        self._security = security
+        self._stream = BatchedSend(interval="2ms")
+        self._run_id = ""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def join(self, address: str) -> None:
+        """Joins the pool as Dask's worker does."""
+        self._comm = await connect(address, **self._security.get_connection_args("worker"))
+        high, low = divmod(self._number, 250)
+        await self._comm.write(
+            {
+                "op": "register-worker",
+                "reply": False,
+                "address": f"tls://10.1.{high}.{low + 1}:1000",
+                "resolve_address": False,
+                "status": "running",
+                "nthreads": 1,
+                "name": self._number,
+                "now": time.time(),
+                "resources": {},
+                "memory_limit": 0,
+                "local_directory": "",
+                "services": {},
+                "nanny": None,
+                "pid": 1,
+                "versions": {},
+                "metrics": _METRICS,
+                "extra": {topics.AGENT: True},
+                "stimulus_id": "join",
+                "server_id": f"agent-{self._number}",
+            }
+        )
+        await self._comm.read()
+        self._stream.start(self._comm)
+        self._tasks = [asyncio.create_task(self._hear()), asyncio.create_task(self._beat())]
+
+    def say(self, events: list[Event]) -> None:
+        """Sends events of the run."""
+        for said in events:
+            self._stream.send({"op": topics.EVENT, "run_id": self._run_id, "event": said})
+
+    def lines(self, i: int) -> None:
+        """Each rank prints a line of its own."""
+        text = f"of step {i}: loss 0.12345"
+        self.say([event("lines", self.name, rank=r, lines=[f"{r} {text}"]) for r in self._ranks])
+
+    def settle(self) -> None:
+        """All ranks are done."""
+        ended = {"attempt": 0, "state": "SUCCEEDED", "cause": "done", "failures": []}
+        self.say([event("settled", self.name, **ended)])
+
+    async def leave(self) -> None:
+        """Hangs up."""
+        for task in self._tasks:
+            task.cancel()
+        self._stream.abort()
+        self._comm.abort()
+
+    async def _beat(self) -> None:
+        number = 0
+        with contextlib.suppress(CommClosedError):
+            while True:
+                number += 1
+                self._stream.send({"op": topics.BEAT, "beat": number})
+                await asyncio.sleep(LEASE_S / 8)
+
+    async def _hear(self) -> None:
+        with contextlib.suppress(CommClosedError):
+            while True:
+                for message in await self._comm.read():
+                    if message["op"] == topics.CALL:
+                        self._answer(message)
+
+    def _answer(self, call: dict[str, Any]) -> None:
+        said: dict[str, Any] = {}
+        match call["name"]:
+            case topics.CALL_HELLO:
+                said = {"host": self.name, "address": "10.1.0.1", "means": "mount", "gpus": 8}
+            case topics.CALL_START:
+                spec = HostSpec.from_json(call["arguments"]["spec"])
+                self._run_id = spec.plan.run_id
+                said = {"port": 1000}
+        self._stream.send({"op": topics.ANSWER, "id": call["id"], "answer": said})
+        match call["name"]:
+            case topics.CALL_START:
+                pids = {str(rank): 1000 + rank for rank in self._ranks}
+                self.say([event("started", self.name, attempt=0, pids=pids)])
+            case topics.CALL_END:
+                ended = {"host_rank": self._number, "state": "SUCCEEDED", "failures": []}
+                self.say([event("host_ended", self.name, **ended)])
+
+
+class Kernel:
+    """A kernel's Dask client, which counts what comes."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self._changed = asyncio.Condition()
+
+    async def take(self, pair: tuple[float, Event]) -> None:
+        kind = pair[1]["kind"]
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def wait_for(self, kind: str, count: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.counts.get(kind, 0) >= count)
+
+
+def measure(world_size: int) -> Figures:
+    """A run of so many ranks, from the hosts' joining to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TAAS_STATE_DIR"] = folder
+        return asyncio.run(_measure(world_size, Path(folder)))
+
+
+async def _measure(world_size: int, folder: Path) -> Figures:
+    logging.getLogger("distributed").setLevel(logging.WARNING)
+    plan = plan_of(world_size)
+    memory = psutil.Process().memory_info
+    before = memory().rss
+    async with _pool() as (address, security, keeper), _client(address, security) as client:
+        agents = [
+            Agent(host.host_rank, range(host.first_rank, host.first_rank + host.ranks), security)
+            for host in plan.hosts
+        ]
+        kernel = Kernel()
+        client.subscribe_topic(topics.topic(plan.run_id), kernel.take)
+        join_s = await _cpu(_join(agents, address, keeper))
+        launch_s = await _cpu(_launch(plan, folder, client, kernel, len(agents)))
+        late: list[float] = []
+        lines_s = await _cpu(_print(agents, kernel, LINES * world_size, late))
+        beats_s = await _cpu(asyncio.sleep(QUIET_S))
+        grown = memory().rss - before
+        end_s = await _cpu(_end(agents, kernel))
+        for agent in agents:
+            await agent.leave()
+    return Figures(
+        join_s / len(agents) * 1e3,
+        launch_s / world_size * 1e6,
+        lines_s / (LINES * world_size) * 1e6,
+        late[0] * 1e3,
+        end_s / world_size * 1e6,
+        beats_s / QUIET_S * 100,
+        grown / 1024 / world_size,
+    )
+
+
+async def _cpu(work: Awaitable[None]) -> float:
+    """Processor seconds of this process until some work is done."""
+    began = time.process_time()
+    await work
+    return time.process_time() - began
+
+
+async def _join(agents: Sequence[Agent], address: str, keeper: Keeper) -> None:
+    for start in range(0, len(agents), JOINING):
+        await asyncio.gather(*(agent.join(address) for agent in agents[start : start + JOINING]))
+    await keeper.members.take(len(agents))
+
+
+async def _launch(plan: Plan, folder: Path, client: Client, kernel: Kernel, hosts: int) -> None:
+    run = RunFolder.create(plan.run_id, plan.to_json(), "")
+    origin = Origin(str(folder), dict(os.environ), ())
+    spec = HostSpec(plan, 0, str(run.path), origin).to_json()
+    await client.scheduler.taas_launch(owner=client.id, spec=spec)
+    await kernel.wait_for("started", hosts)
+
+
+async def _print(agents: Sequence[Agent], kernel: Kernel, count: int, late: list[float]) -> None:
+    for i in range(LINES):
+        for agent in agents:
+            agent.lines(i)
+            await asyncio.sleep(0)
+    sent = time.perf_counter()
+    await kernel.wait_for("lines", count)
+    late.append(time.perf_counter() - sent)
+
+
+async def _end(agents: Sequence[Agent], kernel: Kernel) -> None:
+    for agent in agents:
+        agent.settle()
+    await kernel.wait_for("ended", 1)
+
+
+@contextlib.asynccontextmanager
+async def _client(address: str, security: Security) -> AsyncIterator[Client]:
+    async with Client(address, security=security, asynchronous=True) as client:
+        yield client
+
+
+class _Nowhere:
+    """Where no hosts come from: the agents join by themselves."""
+
+    async def ensure(self, count: int) -> list[str]:
+        return []
+
+    async def release(self, keep: object) -> None:
+        """Hosts stay."""
+
+    async def why_lost(self, agent: str) -> str:
+        return ""
+
+
+@contextlib.asynccontextmanager
+async def _pool() -> AsyncIterator[tuple[str, Security, Keeper]]:
+    dask.config.set({"distributed.scheduler.active-memory-manager.start": False})
+    dask.config.set({"distributed.scheduler.work-stealing": False})
+    dask.config.set({"distributed.admin.low-level-log-length": 1})
+    security = Security(**make_security())
+    scheduler = HeadScheduler(host="127.0.0.1", protocol="tls://", security=security)
+    async with scheduler:
+        keeper = Keeper(scheduler, _Nowhere(), PoolConfig("big", lease_s=LEASE_S), 3600.0)
+        yield scheduler.address, security, keeper

@@ -1,0 +1,138 @@
+"""What the notebook's kernel does for a run of many ranks: its events go into a real View.
+
+The events are made up, as the pool's process sends them; the view writes to a capturing publisher
+as it would to Jupyter. One figure a scene: how long the view took for each rank's event, and the
+longest that it was busy at a stretch, which is how long the notebook cannot react.
+"""
+
+import contextlib
+import gc
+import io
+import time
+import tracemalloc
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+
+from taas_magic.display.view import View
+from taas_magic.journal import Event, event
+from taas_magic.plan import HostPlan, Plan
+
+RANKS_PER_HOST = 8
+LINES = 20
+FRAME_EVENTS = 1000
+"""Events that the kernel finds waiting at a time, at most: Dask brings them in such bundles."""
+
+
+class Scene(NamedTuple):
+    """What a scene cost.
+
+    Attributes:
+        name: What happened.
+        per_rank_us: Microseconds of the view for one rank's event.
+        longest_ms: Its longest stretch of work, in milliseconds.
+    """
+
+    name: str
+    per_rank_us: float
+    longest_ms: float
+
+
+def host_of(rank: int) -> str:
+    return f"host{rank // RANKS_PER_HOST:04}"
+
+
+def plan_of(world_size: int) -> Plan:
+    ranks = min(world_size, RANKS_PER_HOST)
+    hosts = tuple(HostPlan(i, i * ranks, ranks, 1) for i in range(-(-world_size // ranks)))
+    return Plan("20260101-000000-000000", "scale", "big", world_size, hosts)
+
+
+def scenes(world_size: int) -> dict[str, list[Event]]:
+    """The events of a run, by what happens."""
+    ranks = range(world_size)
+    firsts = range(0, world_size, RANKS_PER_HOST)
+    pids = {first: {str(r): r for r in ranks[first : first + RANKS_PER_HOST]} for first in firsts}
+    return {
+        "start": [event("started", host_of(r), attempt=0, pids=pids[r]) for r in firsts],
+        "a line that all print": _lines(ranks, lambda rank, i: f"epoch {i}"),
+        "a line of each rank's own": _lines(ranks, lambda rank, i: f"loss {rank}.{i}"),
+        "lines of one rank": [
+            event("lines", host_of(0), rank=0, lines=[f"step {i}"]) for i in range(LINES)
+        ],
+        "all fail": [event("failure", host_of(r), failure=_failure(r)) for r in ranks],
+        "end": [_ended(world_size)],
+    }
+
+
+def _lines(ranks: Iterable[int], text: Any) -> list[Event]:
+    return [
+        event("lines", host_of(rank), rank=rank, lines=[text(rank, i)])
+        for i in range(LINES)
+        for rank in ranks
+    ]
+
+
+def _failure(rank: int) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "host": host_of(rank),
+        "pid": rank,
+        "how": "raised",
+        "etype": "RuntimeError",
+        "message": "Connection closed by peer" if rank else "bad loss",
+        "traceback": ["Traceback", "RuntimeError"],
+        "consequence": bool(rank),
+    }
+
+
+def _ended(world_size: int) -> Event:
+    failures = [_failure(rank) for rank in range(world_size)]
+    return event("ended", state="FAILED", failures=failures, first=failures[0], elapsed_s=1.0)
+
+
+def measure(world_size: int) -> tuple[list[Scene], float]:
+    """The scenes' costs, and the view's memory at the end in MiB."""
+    with _captured() as shell:
+        made = scenes(world_size)
+        tracemalloc.start()
+        view = View(plan_of(world_size), "/tmp", shell=shell)
+        found = [_play(view, name, events) for name, events in made.items()]
+        gc.collect()
+        held_mib = tracemalloc.get_traced_memory()[0] / 2**20
+        tracemalloc.stop()
+        again = View(plan_of(world_size), "/tmp", shell=shell)
+        found = [_play(again, name, events) for name, events in made.items()]
+    return found, held_mib
+
+
+def _play(view: View, name: str, events: list[Event]) -> Scene:
+    starts = range(0, len(events), FRAME_EVENTS)
+    spent = [_frame(view, events[start : start + FRAME_EVENTS]) for start in starts]
+    return Scene(name, sum(spent) / len(events) * 1e6, max(spent) * 1e3)
+
+
+def _frame(view: View, events: list[Event]) -> float:
+    began = time.perf_counter()
+    for seen in events:
+        view.feed(seen)
+    view.tick(time.monotonic() + 1)
+    return time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[InteractiveShell]:
+    """A shell with a front end that keeps nothing."""
+    shell = InteractiveShell.instance()
+    shell.display_pub = _Forgetful()
+    shell.kernel = None
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield shell
+    InteractiveShell.clear_instance()
+
+
+class _Forgetful(CapturingDisplayPublisher):
+    def publish(self, *args: Any, **kwargs: Any) -> None:
+        """Shows nothing."""

@@ -1,0 +1,78 @@
+"""One side of a travelling store in a process of its own, to be killed: `desk` or `host`.
+
+python -m tests.children.travel_side desk SOCKET STORE STATE
+python -m tests.children.travel_side host SOCKET STORE CACHE
+"""
+
+import itertools
+import sys
+import threading
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from taas_magic.errors import PoolError
+from taas_magic.store import StoreRule
+from taas_magic.travel.ask import Ask
+from taas_magic.travel.desk import Desk
+from taas_magic.travel.inbound import bring_in
+from taas_magic.travel.mirror import take
+from taas_magic.travel.outbound import Outbound
+
+SIZES = {"small": 10_000, "out/middle": 300_000, "out/large": 3_000_000}
+"""The files that a host writes again and again, each of one digit only."""
+
+
+def serve(desk: Desk, listener: Listener) -> None:
+    """Answers one host until it is gone."""
+    with listener.accept() as host:
+        while True:
+            try:
+                what, arguments = host.recv()
+                host.send(desk.answer(0, what, arguments))
+            except (EOFError, ConnectionError):
+                return
+
+
+def asking(desk: Connection) -> Ask:
+    """Asks over a connection."""
+    lock = threading.Lock()
+
+    def ask(what: str, **arguments: Any) -> Any:
+        with lock:
+            try:
+                desk.send((what, arguments))
+                return desk.recv()
+            except (EOFError, ConnectionError) as error:
+                raise PoolError("the desk is gone") from error
+
+    return ask
+
+
+def write_all(mirror: Path, number: int) -> None:
+    for name, size in SIZES.items():
+        (mirror / name).parent.mkdir(exist_ok=True)
+        beside = mirror / f"{name}.new"
+        beside.write_bytes(b"%d" % (number % 10) * size)
+        beside.rename(mirror / name)
+
+
+def be_host(socket: str, store: str, cache: str) -> None:
+    ask = asking(Client(socket))
+    mirror = take(store, "me", Path(cache))
+    bring_in(mirror, ask)
+    outbound = Outbound(mirror, ask, print)
+    outbound.start()
+    print("ready", flush=True)
+    for number in itertools.count():
+        write_all(Path(mirror.path), number)
+
+
+if __name__ == "__main__":
+    role, socket, store, folder = sys.argv[1:]
+    if role == "host":
+        be_host(socket, store, folder)
+    else:
+        with Listener(socket) as listener:
+            print("ready", flush=True)
+            serve(Desk(StoreRule(store), Path(folder)), listener)

@@ -1,0 +1,94 @@
+"""Upkeep: what hosts cost is counted, and idle ones go back."""
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from taas_magic.config import PoolConfig
+from taas_magic.engines.members import Member
+from taas_magic.engines.upkeep import Upkeep
+from taas_magic.pool import Pool as RealPool
+
+
+class Pool:
+    """Members that a test moves, and a clock."""
+
+    def __init__(self, idle_timeout_s: float | None = 60.0) -> None:
+        self.now = 0.0
+        self.hosts = [Member(f"tls://{name}", name=name, gpus=4) for name in "ab"]
+        members: Any = SimpleNamespace(all=lambda: self.hosts)
+        self.upkeep = Upkeep(members, idle_timeout_s, lambda: self.now)
+        self.upkeep.look()
+
+    def pass_s(self, seconds: float) -> bool:
+        self.now += seconds
+        return self.upkeep.look()
+
+
+def test_a_host_is_given_back_once_it_was_idle_for_long_enough() -> None:
+    pool = Pool()
+    pool.hosts[0].runs.add("run")
+    assert not pool.pass_s(59)
+    assert pool.pass_s(1)
+    assert pool.upkeep._is_in_use(pool.hosts[0])
+    assert not pool.upkeep._is_in_use(pool.hosts[1])
+
+
+def test_a_host_that_was_just_taken_stays() -> None:
+    pool = Pool()
+    for host in pool.hosts:
+        host.taken_at = 30.0
+    assert not pool.pass_s(89)
+    assert pool.pass_s(1)
+
+
+def test_a_run_begins_the_idle_time_anew() -> None:
+    pool = Pool()
+    pool.pass_s(50)
+    for host in pool.hosts:
+        host.runs.add("run")
+    pool.pass_s(50)
+    for host in pool.hosts:
+        host.runs.clear()
+    pool.pass_s(1)
+    assert not pool.pass_s(59)
+    assert pool.pass_s(1)
+
+
+def test_without_a_timeout_hosts_stay() -> None:
+    pool = Pool(idle_timeout_s=None)
+    assert not pool.pass_s(1e9)
+
+
+def test_gpu_hours_count_hosts_that_are_gone() -> None:
+    pool = Pool()
+    pool.hosts[0].runs.add("run")
+    pool.pass_s(1800)
+    gone = pool.hosts.pop()
+    pool.pass_s(1800)
+    assert pool.upkeep.host(pool.hosts[0]) == {"had_s": 3600, "idle_s": None, "gpu_hours": 4.0}
+    assert pool.upkeep.host(gone)["had_s"] == 0
+    assert pool.upkeep.pool() == {
+        "gpu_hours": pytest.approx(4 + 2),
+        "used_gpu_hours": pytest.approx(4),
+    }
+
+
+@pytest.mark.usefixtures("no_leftovers")
+def test_an_idle_host_of_a_real_pool_goes_and_comes_again(tmp_path: Path) -> None:
+    pool = RealPool(PoolConfig("thrifty", idle_timeout_s=2.0), tmp_path)
+    pool.open()
+    try:
+        (host,) = pool.status()["hosts"]
+        assert not host["runs"] and host["had_s"] >= 0
+        deadline = time.monotonic() + 60
+        while pool.status()["hosts"]:
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.1)
+        assert pool._call("taas_ready", owner="test", hosts=1)["hosts"]
+    finally:
+        pool.down()

@@ -1,0 +1,94 @@
+"""A store and its hosts' mirrors on one machine; questions go through msgpack, as in Dask."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import psutil
+
+from taas_magic.store import StoreRule
+from taas_magic.travel.ask import Ask
+from taas_magic.travel.desk import Desk
+from taas_magic.travel.inbound import bring_in
+from taas_magic.travel.manifest import Manifest
+from taas_magic.travel.mirror import Mirror, take
+from taas_magic.travel.outbound import Outbound
+
+WITHIN_S = 60.0
+
+
+def wired(desk: Desk, host_rank: int = 0) -> Ask:
+    """How a host asks a desk."""
+
+    def ask(what: str, **arguments: Any) -> Any:
+        answer = desk.answer(host_rank, what, msgpack.loads(msgpack.dumps(arguments)))
+        return msgpack.loads(msgpack.dumps(answer))
+
+    return ask
+
+
+class Travel:
+    """One run: a store, a desk, and the mirrors of its hosts."""
+
+    def __init__(self, folder: Path, limit_bytes: int = 1 << 30, shared: tuple[str, ...] = ()):
+        self.folder = folder
+        self.store = folder / "store"
+        self.store.mkdir(exist_ok=True)
+        open_to_all = tuple(str(self.store / name) for name in shared)
+        self.rule = StoreRule(str(self.store), shared=open_to_all, limit_bytes=limit_bytes)
+        self.desk = Desk(self.rule, folder / "state")
+        self.notes: list[str] = []
+
+    def look_again(self) -> None:
+        """Has the desk take the store as it is now."""
+        listed = self.desk.answer(0, "list", {"fresh": True})
+        while listed is None:
+            threading.Event().wait(0.01)
+            listed = self.desk.answer(0, "list", {})
+
+    def host(self, number: int = 0) -> Mirror:
+        """A mirror on a host of its own."""
+        return take(self.rule.path, "me", self.folder / f"host-{number}")
+
+    def mirrored(self, number: int = 0) -> tuple[Mirror, Manifest]:
+        mirror = self.host(number)
+        return mirror, bring_in(mirror, wired(self.desk, number))
+
+    @contextmanager
+    def running(self, number: int = 0, shared: tuple[str, ...] | None = None) -> Iterator[Path]:
+        """The mirror of a host while its ranks run; all is sent when the block ends."""
+        mirror, _ = self.mirrored(number)
+        self.outbound = Outbound(mirror, wired(self.desk, number), self.notes.append, shared)
+        self.outbound.start()
+        try:
+            yield Path(mirror.path)
+        finally:
+            self.outbound.finish()
+            mirror.close()
+
+
+def tree_of(folder: Path) -> dict[str, bytes | None]:
+    """All that lies in a folder: contents by path, None for folders and what is odd."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        if path.is_file() and not path.is_symlink()
+        else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Waits until something holds."""
+    deadline = threading.Event()
+    timer = threading.Timer(WITHIN_S, deadline.set)
+    timer.start()
+    while not holds():
+        assert not deadline.wait(0.02), "it did not come true"
+    timer.cancel()
+
+
+def descriptors() -> int:
+    return psutil.Process().num_fds()
