@@ -60,6 +60,7 @@ class SharedBlocks:
     def __init__(self) -> None:
         self._blocks: dict[int, mmap.mmap] = {}
         self._read: set[int] = set()
+        self._free: list[int] = []
 
     def add(self, number: int, descriptor: int, size: int) -> None:
         """Map a block that the lane has made."""
@@ -71,18 +72,19 @@ class SharedBlocks:
         return sum(map(len, list(self._blocks.values())))
 
     def look(self, number: int, size: int) -> memoryview:
-        """The block's first bytes; the lane leaves them alone until `freed` has named it."""
+        """The block's first bytes; the lane leaves them alone until it is told that it is free."""
         self._read.add(number)
         return memoryview(self._blocks[number])[:size]
 
-    def freed(self) -> list[int]:
-        """Numbers of the blocks that nobody looks at any more, each named once."""
+    def free(self) -> list[int]:
+        """Numbers of blocks that nobody looks at any more; who tells the lane takes them out."""
         numbers = list(self._read)
         references = _references([self._blocks[number] for number in numbers])
         # One reference more than in a pool: the list above is not where the block lives.
         free = [n for n, count in zip(numbers, references, strict=True) if count == _IDLE + 1]
         self._read.difference_update(free)
-        return free
+        self._free += free
+        return self._free
 
 
 @dataclass

@@ -146,9 +146,9 @@ class Link:
         """Memory of the lane's that this process maps."""
         return self._shared.held_bytes
 
-    def freed(self) -> list[int]:
-        """Numbers of the shared blocks that nobody looks at any more."""
-        return self._shared.freed()
+    def free_blocks(self) -> list[int]:
+        """Numbers of shared blocks that the lane may write again; who tells it takes them out."""
+        return self._shared.free()
 
 
 def _connect_unix(name: str) -> socket.socket:

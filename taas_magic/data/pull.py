@@ -6,17 +6,16 @@ late comes to a closed link, so nothing is handed out twice.
 """
 
 import json
-from collections import deque
 from collections.abc import Container, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from taas_magic.data import encode
+from taas_magic.data.asked import Asked, Question, reply_of
 from taas_magic.data.blocks import Blocks
 from taas_magic.data.inbox import Silent
-from taas_magic.data.link import Link
 from taas_magic.data.outcome import Opened
 from taas_magic.data.route import Route, refused
-from taas_magic.data.shard import VOID, Ask
+from taas_magic.data.shard import Ask
 from taas_magic.data.sockets import TICK_S
 from taas_magic.data.supply import Patience, Reply
 from taas_magic.data.wire import Frame, Kind
@@ -31,36 +30,6 @@ _ORDER_LOST = (
 Answered = tuple[Frame, memoryview]
 
 
-class Question(NamedTuple):
-    """What is asked of a lane."""
-
-    kind: Kind
-    epoch: int
-    slot: int
-    body: bytes = b""
-
-
-class _Open:
-    """A link, what was asked on it, in order, and which of its shared blocks are free again."""
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.asked: deque[Question] = deque()
-        self.unsent: list[Question] = []
-        self._free: list[int] = []
-
-    def send(self) -> None:
-        """Send what was laid ready."""
-        asks, self.unsent = self.unsent, []
-        self.asked += asks
-        self._free += self.link.freed()
-        frames = []
-        for kind, epoch, slot, body in asks:
-            block = self._free.pop() if self._free else 0
-            frames.append((Frame(kind, epoch, slot, body_bytes=len(body), block=block), body))
-        self.link.send(frames)
-
-
 class Pull:
     """Asks the lanes of one loader, for one pass over it.
 
@@ -72,7 +41,7 @@ class Pull:
 
     def __init__(self, route: Route, blocks: Blocks, timeout_s: float = 0.0) -> None:
         self._route, self.blocks, self._timeout_s = route, blocks, timeout_s
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, Asked] = {}
         self._where: dict[Question, int] = {}
         self._here: dict[Question, Answered] = {}
         self._replies: dict[Question, Reply] = {}
@@ -171,7 +140,7 @@ class Pull:
             number = self._route.pick(0 if of_order else ask.slot, self._streams)
             try:
                 if number not in self._open:
-                    self._open[number] = _Open(self._route.connect(number))
+                    self._open[number] = Asked(self._route.connect(number))
             except (OSError, ProtocolError) as error:
                 self._route.failed(number, refused(error))
                 continue
@@ -220,7 +189,7 @@ class Pull:
                 self._take(open_, *whole)
             whole = open_.link.here()
 
-    def _take(self, open_: _Open, frame: Frame, body: memoryview) -> None:
+    def _take(self, open_: Asked, frame: Frame, body: memoryview) -> None:
         ask = open_.asked.popleft()
         if frame.batch != ask.slot or frame.epoch != ask.epoch:
             raise ProtocolError(
@@ -238,7 +207,7 @@ class Pull:
                 raise RunLost(_ORDER_LOST.format(epoch=ask.epoch))
             self._ask_instead(first._replace(body=bytes(body)), first)
         elif ask.kind is Kind.GET or ask.kind is Kind.PEEK or first is not None:
-            self._replies[first or ask] = _reply_of(frame, body)
+            self._replies[first or ask] = reply_of(frame, body)
         else:
             self._here[ask] = frame, body
 
@@ -281,15 +250,3 @@ class Pull:
 
 def _question(epoch: int, ask: Ask) -> Question:
     return Question(Kind.GET if ask.mine else Kind.PEEK, epoch, ask.slot)
-
-
-def _reply_of(frame: Frame, body: memoryview) -> Reply:
-    if frame.kind is Kind.BATCH:
-        return Reply(frame.units, encode.decode(body, frame.head_bytes), frame.body_bytes)
-    if frame.kind is Kind.ERROR:
-        return Reply(1, failure=encode.from_bytes(bytes(body)))
-    if frame.kind is Kind.VOID:
-        return Reply(VOID)
-    if frame.kind is Kind.PEEKED:
-        return Reply(frame.units)
-    raise ProtocolError(f"a question for a batch was answered with {frame.kind.name}")
