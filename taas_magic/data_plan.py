@@ -35,22 +35,32 @@ class DataPlan:
 
     Attributes:
         pool: The pool whose hosts they are on.
-        hosts: For each host of theirs, its place among the pool's hosts.
+        hosts: How many of its hosts are theirs.
+        pool_hosts: Hosts that the pool is to have before they are chosen: where it runs the ranks
+            too, these then find hosts without fetchers, as far as there are any.
         fetchers: All of them, by number.
+        crosses: Whether batches may go from host to host.
         cores: Processors that each may use; the same everywhere, since the lanes of a loader are
             counted by it.
         notes: What the user did not ask for.
     """
 
     pool: str
-    hosts: tuple[int, ...]
+    hosts: int
+    pool_hosts: int
     fetchers: tuple[FetcherPlan, ...]
+    crosses: bool
     cores: int
     notes: tuple[str, ...] = ()
 
     def on(self, host: int) -> tuple[FetcherPlan, ...]:
         """The fetchers of one of the hosts."""
         return tuple(fetcher for fetcher in self.fetchers if fetcher.host == host)
+
+    @property
+    def loaders(self) -> frozenset[str]:
+        """Names of the loaders that they run."""
+        return frozenset(name for fetcher in self.fetchers for name in fetcher.loaders)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "DataPlan":
@@ -59,8 +69,7 @@ class DataPlan:
             FetcherPlan(**{**fetcher, "loaders": tuple(fetcher["loaders"])})
             for fetcher in values["fetchers"]
         )
-        tuples = {key: tuple(values[key]) for key in ("hosts", "notes")}
-        return cls(**{**values, **tuples, "fetchers": fetchers})
+        return cls(**{**values, "notes": tuple(values["notes"]), "fetchers": fetchers})
 
 
 def choose_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[PoolConfig, str]:
@@ -94,42 +103,36 @@ def place(
     cores: int,
     rank_hosts: int = 0,
     note: str = "",
-) -> DataPlan | None:
+) -> DataPlan:
     """Puts fetchers on hosts.
 
     Args:
-        loaders: Names of the registered loaders that the cell uses.
-        cpus: `--cpus`: hosts for each of them.
+        loaders: Names of the registered loaders that the cell uses; at least one.
+        cpus: `--cpus`: hosts for each of them; at least one.
         pool: The pool whose hosts are taken.
         cores: Processors of each of its hosts.
-        rank_hosts: How many of its hosts, the first ones, run the ranks; those come last.
+        rank_hosts: How many of its hosts run the ranks; 0: those of another pool do.
         note: Something to be said besides.
-
-    Returns:
-        The plan; None where there is nothing to fetch.
     """
-    if not loaders or not cpus:
-        return None
-    wanted = cpus * len(loaders)
-    hosts = _hosts(wanted, pool.max_hosts, rank_hosts)
-    groups = max(1, min(len(loaders), len(hosts) // cpus))
+    groups = max(1, min(len(loaders), pool.max_hosts // cpus))
+    hosts = min(groups * cpus, pool.max_hosts)
     fetchers = tuple(
-        FetcherPlan(number, index, tuple(loaders[group::groups]), number % len(hosts))
+        FetcherPlan(number, index, tuple(loaders[group::groups]), number % hosts)
         for number, (group, index) in enumerate(
             (group, index) for group in range(groups) for index in range(cpus)
         )
     )
-    hosts = hosts[: len(fetchers)]
-    per_host = -(-len(fetchers) // len(hosts))
-    notes = [note, _shared(len(loaders), cpus, pool, len(fetchers))]
-    said = tuple(text for text in notes if text)
-    return DataPlan(pool.name, hosts, fetchers, max(1, cores // per_host), said)
-
-
-def _hosts(wanted: int, have: int, rank_hosts: int) -> tuple[int, ...]:
-    """Places of up to `wanted` hosts, those without ranks first."""
-    first = min(rank_hosts, have)
-    return (*range(first, have), *range(first))[:wanted]
+    per_host = -(-len(fetchers) // hosts)
+    notes = (note, _shared(len(loaders), cpus, pool, len(fetchers)))
+    return DataPlan(
+        pool=pool.name,
+        hosts=hosts,
+        pool_hosts=min(pool.max_hosts, hosts + rank_hosts),
+        fetchers=fetchers,
+        crosses=not rank_hosts or pool.max_hosts > 1,
+        cores=max(1, cores // per_host),
+        notes=tuple(text for text in notes if text),
+    )
 
 
 def _shared(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:

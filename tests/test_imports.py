@@ -16,7 +16,7 @@ PACKAGE = ROOT / "taas_magic"
 FLOORS = (
     ("kernel", "__init__"),
     ("magic", "completion", "commands", "api"),
-    ("launch", "run", "interrupts"),
+    ("launch", "dry_run", "fetching", "run", "interrupts"),
     (
         "display",
         "pool",
@@ -29,7 +29,17 @@ FLOORS = (
         "flags",
         "flag_table",
     ),
-    ("journal", "data", "taas_toml", "config", "store", "publish", "receipt", "capture"),
+    (
+        "journal",
+        "data",
+        "taas_toml",
+        "config",
+        "store",
+        "publish",
+        "receipt",
+        "capture",
+        "data_plan",
+    ),
     ("advice", "plot", "flow"),
     ("pragma", "errors", "certificate"),
 )

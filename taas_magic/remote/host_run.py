@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 from torch.distributed.elastic.agent.server.api import WorkerState
 
+from taas_magic.data.route import Entry
 from taas_magic.journal import Event, event
 from taas_magic.receipt import STORE_KINDS
 from taas_magic.remote import feeding, guard, link, report
 from taas_magic.remote.elastic import HostRendezvous, RunAgent, serve_store
-from taas_magic.remote.filling import Filling
 from taas_magic.remote.process import end_all, signal_name
 from taas_magic.remote.project import Project
 from taas_magic.remote.pump import Pump
@@ -81,7 +81,6 @@ class HostRun:
         self._verdict: Verdict | None = None
         self._failures: list[Failure] = []
         self._elastic: RunAgent | None = None
-        self._filling: Filling | None = None
         self._project: Project | None = None
 
     def run(self) -> None:
@@ -98,11 +97,7 @@ class HostRun:
         try:
             self._project = Project(self._spec, self._ask, self._note)
             self._spec = self._project.local(self._spec)
-            self._filling = feeding.filling(self._spec)
-            fed = feeding.fetchers(self._spec, self._place, self._pipes, self._take_from_fetcher)
-            with fed:
-                if self._has_data():
-                    self._run_elastic()
+            self._run_elastic()
         except Exception as error:
             self._verdict = Verdict("FAILED", "host")
             self._failures = [report.host_failure(self._host, error)]
@@ -147,29 +142,13 @@ class HostRun:
         """All hosts have settled, and this was the last attempt; called by another thread."""
         self._command(_Order())
 
+    def place(self, number: int, entry: Entry) -> None:
+        """Tells the ranks where a fetcher of another host listens; called by another thread."""
+        feeding.place(self._spec.folder.path, number, entry)
+
     def _command(self, order: _Order) -> None:
         self._order = order
         self._changed.set()
-
-    def _take_from_fetcher(self, event: Event) -> None:
-        self._emit(event)
-        if self._filling is not None and self._filling.take(event):
-            self._changed.set()
-
-    def _has_data(self) -> bool:
-        """Waits for what `--prefill` asks for; False when the run ends before it is there."""
-        filling = self._filling
-        while filling is not None and not filling.is_enough:
-            if self._interrupted_at is not None:
-                self._verdict = Verdict("INTERRUPTED", "interrupt")
-                return False
-            if self._deadline is not None and time.monotonic() > self._deadline:
-                raise TimeoutError(f"--timeout came while data was prepared: {filling.fields}")
-            self._emit(event("filling", self._host, **filling.fields))
-            self._changed.wait(feeding.REPORT_S)
-            self._changed.clear()
-        self._filling = None
-        return True
 
     def _run_elastic(self) -> None:
         self._elastic = RunAgent(

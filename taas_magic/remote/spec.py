@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from taas_magic.data.route import Entry
 from taas_magic.journal import RunFolder
 from taas_magic.plan import HostPlan, Plan
 from taas_magic.remote.interface import LOOPBACK, name_of
@@ -70,6 +71,7 @@ class HostSpec:
         master_addr: Where the first host has the ranks' store.
         master_port: Its port; 0 on the first host, which makes it.
         attempt: Which start of the ranks this is, from 0.
+        fetchers: Where the fetchers that have started listen, by number.
     """
 
     plan: Plan
@@ -79,6 +81,7 @@ class HostSpec:
     master_addr: str = LOOPBACK
     master_port: int = 0
     attempt: int = 0
+    fetchers: Mapping[str, Entry] = field(default_factory=dict)
 
     @property
     def share(self) -> HostPlan:
