@@ -31,6 +31,16 @@ class Project:
         """The share with this host's paths; also that of a later attempt."""
         return self._travelling.local(spec) if self._travelling else spec
 
+    def again(self, spec: HostSpec) -> None:
+        """Makes ready for the run's next attempt; called when the ranks of the last are gone.
+
+        Raises:
+            StoreError: The store cannot be copied to this host any more.
+        """
+        self._has_rank_0 = self._has_rank_0 or spec.share.first_rank == 0
+        if self._travelling is not None:
+            self._travelling.again(spec)
+
     def take(self, rank: int, message: Mapping[str, str]) -> None:
         """Takes down what a rank says of the store."""
         if self._ledger is not None:

@@ -43,11 +43,14 @@ class Travelling:
         assert spec.plan.store is not None and spec.origin.store is not None
         self._rule = spec.plan.store
         self._mirror = take(self._rule.path, spec.origin.store.kernel)
+        self._ask, self._note = ask, note
         self._outbound: Outbound | None = None
         self._news: News | None = None
+        self._written: dict[str, int] = {}
+        self._refused: dict[str, str] = {}
         try:
-            _say_what_stays(bring_in(self._mirror, ask), note)
-            self._follow(spec, ask, note)
+            _say_what_stays(bring_in(self._mirror, ask, fresh=spec.attempt > 0), note)
+            self._follow(spec)
         except BaseException:
             self._mirror.close()
             raise
@@ -67,38 +70,59 @@ class Travelling:
             spec, plan=dataclasses.replace(spec.plan, store=here), origin=origin
         )
 
+    def send_rest(self) -> None:
+        """Sends what is left to be sent; called when the ranks of an attempt are gone."""
+        if self._news is not None:
+            self._news.finish()
+        if self._outbound is not None:
+            self._outbound.finish()
+            written, refused = self._outbound.written, self._refused | self._outbound.refused
+            self._written |= written
+            self._refused = {path: why for path, why in refused.items() if path not in written}
+        self._news = self._outbound = None
+
+    def again(self, spec: HostSpec) -> None:
+        """Makes ready for the next attempt, in which rank 0 may be on another host.
+
+        The mirror becomes what the store is now, so that every rank finds the same last checkpoint;
+        where rank 0 was and will be, it is so already, and has what the store could not take.
+
+        Raises:
+            StoreError: The store cannot be copied to this host any more.
+        """
+        had_rank_0 = self._has_rank_0
+        self.send_rest()
+        if not (had_rank_0 and spec.share.first_rank == 0):
+            bring_in(self._mirror, self._ask, fresh=True)
+        self._follow(spec)
+
     def finish(self) -> dict[str, Any]:
-        """Sends what is left to be sent; called when the ranks are gone.
+        """Gives the mirror free, when all has been sent.
 
         Returns:
             What a receipt says of files that travelled: fields of a `receipt` event.
         """
-        if self._news is not None:
-            self._news.finish()
-        written: dict[str, int] = {}
-        refused: dict[str, str] = {}
-        if self._outbound is not None:
-            self._outbound.finish()
-            written, refused = self._outbound.written, self._outbound.refused
+        self.send_rest()
         self._mirror.close()
         shared = self._shared()
+        refused = sorted(self._refused.items())
         return {
             "written": [
                 {"path": path, "bytes": size}
-                for path, size in sorted(written.items())
+                for path, size in sorted(self._written.items())
                 if not any(is_below(path, folder) for folder in shared)
             ],
-            "not_sent": [{"path": shown(p), "why": why} for p, why in sorted(refused.items())],
+            "not_sent": [{"path": shown(path), "why": why} for path, why in refused],
         }
 
-    def _follow(self, spec: HostSpec, ask: Ask, note: Callable[[str], None]) -> None:
-        has_rank_0 = spec.share.first_rank == 0
-        if has_rank_0 or self._rule.shared:
-            shared = None if has_rank_0 else self._shared()
-            self._outbound = Outbound(self._mirror, ask, note, shared)
+    def _follow(self, spec: HostSpec) -> None:
+        self._has_rank_0 = spec.share.first_rank == 0
+        if self._has_rank_0 or self._rule.shared:
+            shared = None if self._has_rank_0 else self._shared()
+            self._outbound = Outbound(self._mirror, self._ask, self._note, shared)
             self._outbound.start()
         if len(spec.plan.hosts) > 1:
-            self._news = News(self._mirror, ask, note)
+            self._news = News(self._mirror, self._ask, self._note)
             self._news.start()
 
     def _shared(self) -> list[str]:
