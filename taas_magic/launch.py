@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taas_magic import journal, registry, store
+from taas_magic import environ, journal, registry, store
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.config import Config
@@ -249,5 +249,6 @@ def _origin(shell: "InteractiveShell", folder: str) -> Origin:
         environ=dict(os.environ),
         sys_path=tuple(os.path.abspath(path) for path in sys.path),
         colors=shell.colors,
+        changed=environ.of_this_process(),
         store=Identity.of(folder),
     )

@@ -28,6 +28,7 @@ FLOORS = (
         "registry",
         "flags",
         "flag_table",
+        "environ",
     ),
     ("journal", "data", "taas_toml", "config", "store", "publish", "receipt", "capture"),
     ("pragma", "errors"),

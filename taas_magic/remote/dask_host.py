@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -143,7 +144,8 @@ async def serve(settings: Mapping[str, Any], warm: Callable[[], None]) -> None:
     Args:
         settings: `scheduler` (address), `security` (keyword arguments of dask's Security), `name`
             (as the engine knows the host), `host_name` (as the user does), `interface` (of the
-            ranks; "" finds it), `local_directory`, `lease_s`.
+            ranks; "" finds it), `is_foreign` (another machine than the notebook's: the default),
+            `local_directory`, `lease_s`.
         warm: Blocks until ranks can start.
     """
     logging.getLogger("distributed").setLevel(logging.WARNING)
@@ -177,4 +179,5 @@ def _find_place(settings: Mapping[str, Any]) -> Place:
     scheduler = get_address_host(settings["scheduler"])
     address = interface.choose(settings.get("interface", ""), os.environ, scheduler)
     host = settings.get("host_name") or socket.gethostname()
-    return Place(host, address, interface.name_of(address))
+    is_foreign = settings.get("is_foreign", True)
+    return Place(host, address, interface.name_of(address), is_foreign, tuple(sys.path))
