@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taas_magic import data_plan, fetching, journal, registry, store
+from taas_magic import data_plan, environ, fetching, journal, registry, store
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Cell, CellSource
 from taas_magic.config import Config
@@ -232,5 +232,6 @@ def _origin(shell: "InteractiveShell", folder: str) -> Origin:
         environ=dict(os.environ),
         sys_path=tuple(os.path.abspath(path) for path in sys.path),
         colors=shell.colors,
+        changed=environ.of_this_process(),
         store=Identity.of(folder),
     )

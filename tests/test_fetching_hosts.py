@@ -60,8 +60,8 @@ def nothing_registered() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with hosts_up(3, share=[tmp_path_factory.getbasetemp()]) as hosts:
+def hosts() -> Iterator[Hosts]:
+    with hosts_up(3) as hosts:
         yield hosts
 
 
@@ -101,10 +101,14 @@ options = {{ ssh_config = "{ssh_config}" }}
 
 
 @pytest.fixture
-def remote(notebook: Notebook, pools: None, hosts: Hosts) -> Iterator[Notebook]:
+def remote(
+    warm_notebook: Notebook, pools: None, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Notebook]:
     """A notebook with these pools; after each test no fetcher is left on its hosts."""
-    notebook.define(LOADERS)
-    yield notebook
+    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
+    monkeypatch.chdir(warm_notebook.project)
+    warm_notebook.define(LOADERS)
+    yield warm_notebook
     deadline = time.monotonic() + GONE_WITHIN_S
     while (left := fetchers_on(hosts)) and time.monotonic() < deadline:
         threading.Event().wait(0.2)

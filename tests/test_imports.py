@@ -28,6 +28,7 @@ FLOORS = (
         "registry",
         "flags",
         "flag_table",
+        "environ",
     ),
     (
         "journal",

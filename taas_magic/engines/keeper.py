@@ -193,7 +193,7 @@ class Keeper(SchedulerPlugin):
         """
         run = self._runs.get(run_id)
         try:
-            if not isinstance(run, KeptRun):
+            if run is None:
                 raise ProtocolError(f"there is no run {run_id} (any more)")
             return await run.ask_store(address, what, arguments)
         except ProtocolError:

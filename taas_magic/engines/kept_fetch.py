@@ -6,11 +6,13 @@ Their events go to the run's kernel, which passes them on to where the run's jou
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from taas_magic.engines.members import Member, Members
-from taas_magic.errors import PoolError
+from taas_magic.engines.run_desk import QUESTIONS, RunDesk
+from taas_magic.engines.store_door import StoreDoor
+from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.journal import Event, event
 from taas_magic.remote.spec import HostSpec
 from taas_magic.remote.topics import CALL_END_FETCH, CALL_FETCH, share_id
@@ -38,10 +40,12 @@ class KeptFetch:
     ) -> None:
         self._spec, self.owner = spec, owner
         self._members, self.publish = members, publish
-        plan = HostSpec.from_json(spec).plan
+        first = HostSpec.from_json(spec)
+        plan, self._desk = first.plan, RunDesk(first.folder)
         assert plan.data is not None
         self._data = plan.data
         self.run_id = share_id(plan.run_id)
+        self._door = StoreDoor(plan.store, writes=False)
         self._hosts: dict[str, tuple[int, Member]] = {}
         self._changed = asyncio.Event()
         self._taking: asyncio.Future[list[Member]] | None = None
@@ -83,6 +87,7 @@ class KeptFetch:
         while self._hosts:
             await self._changed.wait()
             self._changed.clear()
+        await self._door.close()
 
     def take(self, address: str, event: Event) -> bool:
         """Takes an event from a host; False when the fetchers have nothing to do with it."""
@@ -94,6 +99,20 @@ class KeptFetch:
         else:
             self.publish(event)
         return True
+
+    async def ask_store(self, address: str, what: str, arguments: Mapping[str, Any]) -> Any:
+        """What a host asks of the run's folder, or of the project store, if it does not share them.
+
+        Raises:
+            ProtocolError: It has no fetchers of the run (any more).
+        """
+        if address not in self._hosts:
+            raise ProtocolError(f"the host at {address} runs no fetchers of {self.run_id}")
+        place, _ = self._hosts[address]
+        if what in QUESTIONS:
+            # the result is the ranks' to bring: no host of fetchers is the run's first one
+            return await asyncio.to_thread(self._desk.answer, 1 + place, what, arguments)
+        return await self._door.answer(place, what, arguments)
 
     def lose(self, member: Member, why: str) -> None:
         """A host is gone; of no concern where no fetcher of the run is on it."""

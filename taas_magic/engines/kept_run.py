@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from taas_magic.engines.members import Member, Members
+from taas_magic.engines.run_desk import QUESTIONS, RunDesk
 from taas_magic.engines.store_door import StoreDoor
 from taas_magic.engines.verdict import Outcome, Report, Standing, decide, worst
 from taas_magic.errors import PoolError, ProtocolError
@@ -56,7 +57,8 @@ class KeptRun:
     ) -> None:
         self._spec, self.owner = spec, owner
         self._members, self.publish = members, publish
-        self.plan = HostSpec.from_json(spec).plan
+        first = HostSpec.from_json(spec)
+        self.plan, self._desk = first.plan, RunDesk(first.folder)
         self.run_id = self.plan.run_id
         self._door = StoreDoor(self.plan.store)
         self._attempt = 0
@@ -105,7 +107,7 @@ class KeptRun:
         return True
 
     async def ask_store(self, address: str, what: str, arguments: Mapping[str, Any]) -> Any:
-        """What a host asks of the project store, which it does not share.
+        """What a host asks of the run's folder, or of the project store, if it does not share them.
 
         Raises:
             ProtocolError: The run is not on that host (any more).
@@ -113,6 +115,8 @@ class KeptRun:
         share = self._shares.get(address)
         if share is None or share.ended:
             raise ProtocolError(f"run {self.run_id} is not on the host at {address} (any more)")
+        if what in QUESTIONS:
+            return await asyncio.to_thread(self._desk.answer, share.host_rank, what, arguments)
         return await self._door.answer(share.host_rank, what, arguments)
 
     def lose(self, member: Member, why: str) -> None:

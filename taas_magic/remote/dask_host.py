@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -102,8 +103,6 @@ class AgentWorker(Worker):
         emit = functools.partial(self.head.emit, run_id)
         ask = self._asking(run_id)
         run = await asyncio.to_thread(HostRun, parsed, self._place, emit, self._is_alone, ask)
-        for number, entry in parsed.fetchers.items():
-            run.place(int(number), entry)
         self._runs[run_id] = run
         thread = threading.Thread(target=self._carry_out, args=(run_id, run), name=f"run-{run_id}")
         thread.start()
@@ -139,7 +138,8 @@ class AgentWorker(Worker):
         parsed = HostSpec.from_json(spec)
         run_id = share_id(parsed.plan.run_id)
         emit = functools.partial(self.head.emit, run_id)
-        share = FetchShare(parsed, self._place, emit, self._is_alone)
+        ask = self._asking(run_id)
+        share = FetchShare(parsed, self._place, emit, self._is_alone, ask)
         thread = threading.Thread(target=self._fetch, args=(run_id, share), name=f"run-{run_id}")
         self._shares[run_id] = share, thread
         thread.start()
@@ -169,7 +169,7 @@ class AgentWorker(Worker):
             del self._runs[run_id]
 
     def _asking(self, run_id: str) -> Ask:
-        """How a run asks for its project store."""
+        """How a run, or its fetchers, ask for files that this host does not share."""
 
         def ask(what: str, **arguments: Any) -> Any:
             words = {"run_id": run_id, "address": self.address, "what": what}
@@ -187,7 +187,8 @@ async def serve(settings: Mapping[str, Any], warm: Callable[[], None]) -> None:
     Args:
         settings: `scheduler` (address), `security` (keyword arguments of dask's Security), `name`
             (as the engine knows the host), `host_name` (as the user does), `interface` (of the
-            ranks; "" finds it), `local_directory`, `lease_s`.
+            ranks; "" finds it), `is_foreign` (another machine than the notebook's: the default),
+            `local_directory`, `lease_s`.
         warm: Blocks until ranks can start.
     """
     logging.getLogger("distributed").setLevel(logging.WARNING)
@@ -221,4 +222,5 @@ def _find_place(settings: Mapping[str, Any]) -> Place:
     scheduler = get_address_host(settings["scheduler"])
     address = interface.choose(settings.get("interface", ""), os.environ, scheduler)
     host = settings.get("host_name") or socket.gethostname()
-    return Place(host, address, interface.name_of(address))
+    is_foreign = settings.get("is_foreign", True)
+    return Place(host, address, interface.name_of(address), is_foreign, tuple(sys.path))

@@ -19,8 +19,10 @@ from taas_magic.data import service
 from taas_magic.data.route import write_entry
 from taas_magic.data.service import Service
 from taas_magic.data_plan import DataPlan, FetcherPlan
+from taas_magic.errors import PoolError, StoreError
 from taas_magic.journal import Event, event
 from taas_magic.remote import fetcher, guard
+from taas_magic.remote.fetch_files import FetchFiles
 from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
 from taas_magic.remote.filling import lanes_fill
 from taas_magic.remote.process import end_all, signal_name
@@ -28,6 +30,7 @@ from taas_magic.remote.setting import Setting
 from taas_magic.remote.spec import RUN_TOKEN, HostSpec, Place
 from taas_magic.remote.sweep import leftovers
 from taas_magic.remote.topics import share_id
+from taas_magic.travel.ask import Ask
 
 _POLL_S = 0.25
 _EXIT_S = 0.5
@@ -54,6 +57,7 @@ class FetchShare:
         place: This host.
         emit: Sends an event to the pool's process; any thread may call it.
         alone: Says whether nothing else is on this host.
+        ask: Asks the pool's process for files that this host does not share.
     """
 
     def __init__(
@@ -62,9 +66,11 @@ class FetchShare:
         place: Place,
         emit: Callable[[Event], None],
         alone: Callable[[], bool],
+        ask: Ask,
     ) -> None:
         self._spec, self._host, self._address = spec, place.host, place.address
         self._emit, self._alone = emit, alone
+        self._files = FetchFiles(spec, place, ask, self._note)
         self._running: dict[Connection, _Running] = {}
         self._stopped = threading.Event()
 
@@ -72,17 +78,41 @@ class FetchShare:
         """Runs until `stop`, or until no fetcher is left, and emits `fetch_ended` then."""
         self._scratch = Path(tempfile.mkdtemp(prefix="taas-"))
         try:
-            for spec in self._specs():
-                process, control = fetcher.start(spec)
-                self._running[control] = _Running(spec, process)
-            self._listen()
+            spec = self._files.bring_in(lambda: not self._stopped.is_set())
+            if spec is not None:
+                self._spec = spec
+                self._run_fetchers()
+        except (PoolError, StoreError) as error:
+            self._fail(f"host {self._host} has no fetchers: {error}")
         finally:
-            for control in list(self._running):
-                self._end(control)
-            logs = self._spec.folder.path / "logs" / "fetcher-"
-            end_all(leftovers(self._token, logs, self._alone()), grace_s=0)
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._clean_up()
             self._emit(event("fetch_ended", self._host))
+
+    def _run_fetchers(self) -> None:
+        for spec in self._specs():
+            process, control = fetcher.start(spec)
+            self._running[control] = _Running(spec, process)
+        self._listen()
+
+    def _fail(self, why: str) -> None:
+        """Says that no fetcher will start here, so that no rank waits for one."""
+        self._note(why)
+        data = self._spec.plan.data
+        assert data is not None
+        for plan in data.on(self._spec.host_rank):
+            entry = _failed_entry(plan.loaders, self._spec.plan.cpus, why)
+            self._emit(event("fetcher_ended", self._host, number=plan.number, entry=entry))
+
+    def _clean_up(self) -> None:
+        for control in list(self._running):
+            self._end(control)
+        logs = self._spec.folder.path / "logs" / "fetcher-"
+        end_all(leftovers(self._token, logs, self._alone()), grace_s=0)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        try:
+            self._files.close()
+        except PoolError as error:
+            self._note(f"the fetchers' logs stay on host {self._host}: {error}")
 
     def stop(self) -> None:
         """Ends the fetchers; called by another thread."""
@@ -133,7 +163,7 @@ class FetchShare:
         if names := sorted(os.listdir(kept_out)):
             one.said_writes = True
             text = f"fetchers do not write the project store: {names[0]!r} was kept out of it"
-            self._emit(event("note", self._host, text=text))
+            self._note(text)
 
     def _end(self, control: Connection) -> None:
         one = self._running.pop(control)
@@ -144,11 +174,15 @@ class FetchShare:
         number, entry = one.spec.number, dict[str, Any]()
         if not self._stopped.is_set():
             text = self._how_it_ended(one)
-            self._emit(event("note", self._host, text=text))
+            self._note(text)
             if not one.is_up:
-                entry = _failed_entry(one.spec, text)
+                loaders = [loader.name for loader in one.spec.loaders]
+                entry = _failed_entry(loaders, one.spec.fetchers, text)
                 write_entry(one.spec.folder, number, entry)
         self._emit(event("fetcher_ended", self._host, number=number, entry=entry))
+
+    def _note(self, text: str) -> None:
+        self._emit(event("note", self._host, text=text))
 
     def _how_it_ended(self, one: "_Running") -> str:
         code = one.process.exitcode
@@ -222,5 +256,5 @@ def _tell_to_end(control: Connection) -> None:
         return  # it has ended
 
 
-def _failed_entry(spec: FetcherSpec, why: str) -> dict[str, Any]:
-    return {one.name: {"failed": why, "fetchers": spec.fetchers} for one in spec.loaders}
+def _failed_entry(loaders: Iterable[str], fetchers: int, why: str) -> dict[str, Any]:
+    return {name: {"failed": why, "fetchers": fetchers} for name in loaders}
