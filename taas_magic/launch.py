@@ -61,7 +61,9 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         gpus = plan.world_size if pool.capacity().gpus else 0
         view = View(plan, folder.path, log_ranks=flags.log_ranks, gpus=gpus)
         origin = _origin(shell, plan.store.path)
-        run.start(pool, HostSpec(plan, 0, str(folder.path), origin).to_json())
+        requires = None if pool.config.engine == "local" else captured.requires
+        spec = HostSpec(plan, 0, str(folder.path), origin, requires=requires)
+        run.start(pool, spec.to_json())
         journal.prune(config.keep_runs, config.keep_bytes)  # while the ranks start
         run.follow(pool, view, interrupts)
     run.conclude(shell.user_ns)

@@ -57,8 +57,8 @@ def said_by(prepared: Prepared, code: str) -> str:
 
 
 IMPORT_ALL = """
-import importlib, pkgutil, taas_magic.remote, taas_magic.data, taas_magic.capture
-for package in (taas_magic.remote, taas_magic.data, taas_magic.capture):
+import importlib, pkgutil, taas_magic.remote, taas_magic.data, taas_magic.capture, taas_magic.travel
+for package in (taas_magic.remote, taas_magic.data, taas_magic.capture, taas_magic.travel):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 import importlib.metadata, taas

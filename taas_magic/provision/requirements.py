@@ -15,7 +15,13 @@ from packaging.version import InvalidVersion, Version
 
 from taas_magic.provision.facts import Facts
 
-DIRECT = ("cloudpickle>=3", "distributed>=2024.1", "ipython>=8.20", "psutil>=5.9")
+DIRECT = (
+    "cloudpickle>=3",
+    "distributed>=2024.1",
+    "ipython>=8.20",
+    "pathspec>=0.12",
+    "psutil>=5.9",
+)
 """What `taas_magic.remote` imports; pyproject.toml has the same bounds."""
 
 AS_HERE = ("distributed",)

@@ -19,6 +19,7 @@ from typing import Any
 from distributed import Security, Worker
 from distributed.comm import get_address_host
 
+from taas_magic.provision import probe
 from taas_magic.remote import guard, interface
 from taas_magic.remote.clock import use_steady_clock
 from taas_magic.remote.devices import count_gpus
@@ -31,6 +32,7 @@ from taas_magic.remote.topics import (
     ASK_STORE,
     CALL_AGAIN,
     CALL_END,
+    CALL_FACTS,
     CALL_HELLO,
     CALL_START,
     CALL_STOP,
@@ -60,6 +62,7 @@ class AgentWorker(Worker):
         self._runs: dict[str, HostRun] = {}
         calls: dict[str, Handler] = {
             CALL_HELLO: self.hello,
+            CALL_FACTS: self.facts,
             CALL_START: self.start_run,
             CALL_AGAIN: self.start_again,
             CALL_STOP: self.stop_run,
@@ -78,6 +81,10 @@ class AgentWorker(Worker):
             "means": guard.strongest().value,
             "gpus": count_gpus(),
         }
+
+    async def facts(self, **asked: Any) -> dict[str, Any]:
+        """What this host is like, as `provision.probe` answers it, for this agent's own Python."""
+        return await asyncio.to_thread(probe.main, **asked)
 
     async def start_run(self, spec: dict[str, Any]) -> dict[str, int]:
         """Starts this host's share of a run, in a thread of its own.

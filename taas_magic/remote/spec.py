@@ -90,6 +90,7 @@ class HostSpec:
         master_port: Its port; 0 on the first host, which makes it.
         attempt: Which start of the ranks this is, from 0.
         home_dir: The run's folder on the notebook's machine, where `run_dir` is another.
+        requires: Modules that must be installed on the hosts; None asks hosts nothing.
     """
 
     plan: Plan
@@ -100,6 +101,7 @@ class HostSpec:
     master_port: int = 0
     attempt: int = 0
     home_dir: str = ""
+    requires: tuple[str, ...] | None = None
 
     @property
     def share(self) -> HostPlan:
