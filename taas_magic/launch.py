@@ -60,7 +60,8 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         loaders, folder.path, plan.cpus, plan.units, config.data, _needs_tls(plan, config)
     )
     origin = _origin(shell, rule.path)
-    spec = HostSpec(plan, 0, str(folder.path), origin).to_json()
+    requires = None if pool.config.engine == "local" else captured.requires
+    spec = HostSpec(plan, 0, str(folder.path), origin, requires=requires).to_json()
     run = Run(plan, folder)
     data_pool = pool_named(plan.data.pool, config) if plan.data else None
     coming = fetching.fetchers(data_pool, spec, run.put, waits=data_pool is not pool)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "taas_magic"
 FLOORS = (
     ("kernel", "__init__"),
     ("magic", "completion", "commands", "api"),
-    ("launch", "dry_run", "fetching", "run", "interrupts"),
+    ("check", "launch", "dry_run", "fetching", "run", "interrupts"),
     (
         "display",
         "pool",
@@ -24,6 +24,8 @@ FLOORS = (
         "ssh",
         "remote",
         "travel",
+        "provision",
+        "preflight",
         "plan",
         "registry",
         "flags",

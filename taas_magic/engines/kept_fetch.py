@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from taas_magic.engines import fitness
 from taas_magic.engines.members import Member, Members
 from taas_magic.engines.run_desk import QUESTIONS, RunDesk
 from taas_magic.engines.store_door import StoreDoor
@@ -62,6 +63,8 @@ class KeptFetch:
         self._hosts = {member.address: (place, member) for place, member in enumerate(chosen)}
         for member in chosen:
             member.runs.add(self.run_id)
+        if (requires := self._spec.get("requires")) is not None:
+            await fitness.require(self._members, chosen, requires)
         specs = [{**self._spec, "host_rank": place} for place in range(len(chosen))]
         calls = [
             self._members.call(member.address, CALL_FETCH, spec=spec)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from taas_magic.engines import fitness
 from taas_magic.engines.members import Member, Members
 from taas_magic.engines.run_desk import QUESTIONS, RunDesk
 from taas_magic.engines.store_door import StoreDoor
@@ -72,9 +73,10 @@ class KeptRun:
         """Takes hosts and starts the ranks; returns the hosts' names.
 
         Raises:
-            PoolError: There are not so many.
+            PoolError: There are not so many, or they are not fit.
         """
         members = await self._members.take(len(self.plan.hosts))
+        await self._check(members)
         self.publish(event("state", state="RUNNING"))
         await self._start_on(members)
         return [member.name for member in members]
@@ -179,6 +181,7 @@ class KeptRun:
         self.publish(event("restart", attempt=self._attempt + 1, failure=first))
         try:
             members = await self._take_again()
+            await self._check(members or [])
         except PoolError as error:
             self.publish(event("note", text=f"not started again: {error}"))
             return False
@@ -199,6 +202,12 @@ class KeptRun:
             taking.cancel()
             return None
         return taking.result()
+
+    async def _check(self, members: list[Member]) -> None:
+        """Returns when hosts, unless they are this machine, have been found fit for the run."""
+        requires = self._spec.get("requires")
+        if requires is not None:
+            await fitness.require(self._members, members, requires)
 
     async def _start_on(self, members: list[Member]) -> None:
         """Starts an attempt: the first host makes the meeting place, the others are told of it."""

@@ -20,6 +20,7 @@ from distributed import Security, Worker
 from distributed.comm import get_address_host
 
 from taas_magic.data.route import Entry
+from taas_magic.provision import probe
 from taas_magic.remote import guard, interface
 from taas_magic.remote.clock import use_steady_clock
 from taas_magic.remote.devices import count_gpus
@@ -34,6 +35,7 @@ from taas_magic.remote.topics import (
     CALL_AGAIN,
     CALL_END,
     CALL_END_FETCH,
+    CALL_FACTS,
     CALL_FETCH,
     CALL_HELLO,
     CALL_PLACE,
@@ -67,6 +69,7 @@ class AgentWorker(Worker):
         self._shares: dict[str, tuple[FetchShare, threading.Thread]] = {}
         calls: dict[str, Handler] = {
             CALL_HELLO: self.hello,
+            CALL_FACTS: self.facts,
             CALL_START: self.start_run,
             CALL_AGAIN: self.start_again,
             CALL_STOP: self.stop_run,
@@ -88,6 +91,10 @@ class AgentWorker(Worker):
             "means": guard.strongest().value,
             "gpus": count_gpus(),
         }
+
+    async def facts(self, **asked: Any) -> dict[str, Any]:
+        """What this host is like, as `provision.probe` answers it, for this agent's own Python."""
+        return await asyncio.to_thread(probe.main, **asked)
 
     async def start_run(self, spec: dict[str, Any]) -> dict[str, int]:
         """Starts this host's share of a run, in a thread of its own.

@@ -92,6 +92,7 @@ class HostSpec:
         attempt: Which start of the ranks this is, from 0.
         fetchers: Where the fetchers that have started listen, by number.
         home_dir: The run's folder on the notebook's machine, where `run_dir` is another.
+        requires: Modules that must be installed on the hosts; None asks hosts nothing.
     """
 
     plan: Plan
@@ -103,6 +104,7 @@ class HostSpec:
     attempt: int = 0
     fetchers: Mapping[str, Entry] = field(default_factory=dict)
     home_dir: str = ""
+    requires: tuple[str, ...] | None = None
 
     @property
     def share(self) -> HostPlan:
