@@ -202,7 +202,7 @@ class Pool:
             packages: Distributions whose versions are asked for.
             mark: A file in the project store.
         """
-        said = self._call("taas_facts", packages=list(packages), mark=mark)
+        said = self.call("taas_facts", packages=list(packages), mark=mark)
         return [(Facts.from_json(one["facts"]["host"], one["facts"]), one["means"]) for one in said]
 
     def down(self) -> None:
