@@ -19,6 +19,7 @@ from taas_magic.data.loader import RemoteLoader
 from taas_magic.data.route import FolderDirectory
 from taas_magic.data.tls import Tls
 from taas_magic.remote import fetcher
+from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
 
 Take = Callable[[], object]
 """Returns the next batch."""
@@ -136,8 +137,8 @@ def service(
     (folder / "train.pkl").write_bytes(payload)
     addresses, running = folder / "fetchers", []
     for number in range(fetchers):
-        fetched = (fetcher.Fetched("train", folder / "train.pkl", lanes),)
-        spec = fetcher.FetcherSpec(number, fetchers, fetched, key, addresses, lanes)
+        fetched = (Fetched("train", folder / "train.pkl", lanes),)
+        spec = FetcherSpec(number, number, fetchers, fetched, key, addresses, lanes)
         spec = dataclasses.replace(spec, tls=tls, buffer_bytes=BUFFER_BYTES)
         running.append(fetcher.start(spec, FORK))
     for _, control in running:

@@ -63,18 +63,23 @@ class TaasMagics(Magics):
 
     @line_magic("taas")
     def run_line(self, line: str) -> None:
-        _say(commands.run(line, self.settings()))
+        shown = commands.run(line, self.settings())
+        if isinstance(shown, str):
+            _say(shown)
+        else:
+            bundle = {"text/plain": shown.text, "text/html": shown.html}
+            self.shell.display_pub.publish(bundle)
 
     run_line.__doc__ = commands.HELP
 
     def _run(self, asked: Flags, cell: "Cell", settings: Config) -> None:
-        from taas_magic import launch
+        from taas_magic import dry_run, launch
 
         note = settings.pool_note(asked.pool)
         if note:
             _say(note)
         if asked.dry_run:
-            _say(launch.dry_run(asked, cell, self.shell, settings))
+            _say(dry_run.tell(asked, cell, self.shell, settings))
         else:
             launch.execute(asked, cell, self.shell, settings)
 

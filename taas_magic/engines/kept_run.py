@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from taas_magic.engines import fitness
 from taas_magic.engines.members import Member, Members
+from taas_magic.engines.run_desk import QUESTIONS, RunDesk
 from taas_magic.engines.store_door import StoreDoor
 from taas_magic.engines.verdict import Outcome, Report, Standing, decide, worst
 from taas_magic.errors import PoolError, ProtocolError
@@ -19,7 +21,7 @@ from taas_magic.journal import Event, event
 from taas_magic.remote.interface import LOOPBACK
 from taas_magic.remote.report import host_failure
 from taas_magic.remote.spec import HostSpec
-from taas_magic.remote.topics import CALL_AGAIN, CALL_END, CALL_START, CALL_STOP
+from taas_magic.remote.topics import CALL_AGAIN, CALL_END, CALL_PLACE, CALL_START, CALL_STOP
 from taas_magic.remote.watch import first_failure
 
 TICK_S = 0.1
@@ -56,10 +58,12 @@ class KeptRun:
     ) -> None:
         self._spec, self.owner = spec, owner
         self._members, self.publish = members, publish
-        self.plan = HostSpec.from_json(spec).plan
+        first = HostSpec.from_json(spec)
+        self.plan, self._desk = first.plan, RunDesk(first.folder)
         self.run_id = self.plan.run_id
         self._door = StoreDoor(self.plan.store)
         self._attempt = 0
+        self._fetchers: dict[str, Any] = {}
         self._shares: dict[str, _Share] = {}
         self._changed = asyncio.Event()
         self._halted = asyncio.Event()
@@ -69,9 +73,10 @@ class KeptRun:
         """Takes hosts and starts the ranks; returns the hosts' names.
 
         Raises:
-            PoolError: There are not so many.
+            PoolError: There are not so many, or they are not fit.
         """
         members = await self._members.take(len(self.plan.hosts))
+        await self._check(members)
         self.publish(event("state", state="RUNNING"))
         await self._start_on(members)
         return [member.name for member in members]
@@ -104,7 +109,7 @@ class KeptRun:
         return True
 
     async def ask_store(self, address: str, what: str, arguments: Mapping[str, Any]) -> Any:
-        """What a host asks of the project store, which it does not share.
+        """What a host asks of the run's folder, or of the project store, if it does not share them.
 
         Raises:
             ProtocolError: The run is not on that host (any more).
@@ -112,6 +117,8 @@ class KeptRun:
         share = self._shares.get(address)
         if share is None or share.ended:
             raise ProtocolError(f"run {self.run_id} is not on the host at {address} (any more)")
+        if what in QUESTIONS:
+            return await asyncio.to_thread(self._desk.answer, share.host_rank, what, arguments)
         return await self._door.answer(share.host_rank, what, arguments)
 
     def lose(self, member: Member, why: str) -> None:
@@ -129,6 +136,15 @@ class KeptRun:
         """Interrupts or kills the run on all its hosts; it is not started again."""
         self._halted.set()
         await self._tell_all(CALL_STOP, how=how)
+
+    async def relay(self, events: list[Event]) -> None:
+        """Takes what the run's fetchers said; its hosts are told where they listen."""
+        for said in events:
+            entry = said.pop("entry", None)
+            self.publish(said)
+            if entry:
+                self._fetchers[str(said["number"])] = entry
+                await self._tell_all(CALL_PLACE, number=said["number"], entry=entry)
 
     def _report(self, share: _Share, state: str, cause: str, failures: list[Any]) -> None:
         """Takes down how a host's ranks ended; what it says first counts."""
@@ -165,6 +181,7 @@ class KeptRun:
         self.publish(event("restart", attempt=self._attempt + 1, failure=first))
         try:
             members = await self._take_again()
+            await self._check(members or [])
         except PoolError as error:
             self.publish(event("note", text=f"not started again: {error}"))
             return False
@@ -186,6 +203,12 @@ class KeptRun:
             return None
         return taking.result()
 
+    async def _check(self, members: list[Member]) -> None:
+        """Returns when hosts, unless they are this machine, have been found fit for the run."""
+        requires = self._spec.get("requires")
+        if requires is not None:
+            await fitness.require(self._members, members, requires)
+
     async def _start_on(self, members: list[Member]) -> None:
         """Starts an attempt: the first host makes the meeting place, the others are told of it."""
         running = {address for address, share in self._shares.items() if not share.ended}
@@ -195,6 +218,7 @@ class KeptRun:
         spec = {
             **self._spec,
             "attempt": self._attempt,
+            "fetchers": self._fetchers,
             "master_addr": members[0].place if several else LOOPBACK,
         }
         first, *others = shares

@@ -17,10 +17,14 @@ POOL_TOPIC = "taas-pool"
 """The Dask topic that says what becomes of the hosts that kernels wait for."""
 
 CALL_HELLO = "taas_hello"
+CALL_FACTS = "taas_facts"
 CALL_START = "taas_start"
 CALL_AGAIN = "taas_again"
 CALL_STOP = "taas_stop"
 CALL_END = "taas_end"
+CALL_FETCH = "taas_fetch"
+CALL_END_FETCH = "taas_end_fetch"
+CALL_PLACE = "taas_place"
 
 ASK_STORE = "taas_store"
 
@@ -28,3 +32,8 @@ ASK_STORE = "taas_store"
 def topic(run_id: str) -> str:
     """The Dask topic that carries a run's events."""
     return f"taas-{run_id}"
+
+
+def share_id(run_id: str) -> str:
+    """What a run's fetchers are known by, apart from its ranks: they begin before them."""
+    return f"{run_id}.data"
