@@ -49,7 +49,7 @@ def remote(warm_notebook: Notebook, hosts: Hosts) -> Iterator["Remote"]:
         made = Remote(warm_notebook, hosts)
         made.pool("one", 1)
         made.pool("two", 2)
-        made.pool("both", 1, 2)
+        made.pool("both", 1, 2, gpus=2)
         yield made
         made.down()
         made.settings.unlink()
@@ -158,6 +158,20 @@ def environ(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.Error):
         return list(process.environ().values())
     return []
+
+
+def test_ranks_of_two_hosts_meet(remote: Remote, hosts: Hosts) -> None:
+    cell = """
+import os, socket, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(socket.gethostname(), os.environ["LOCAL_RANK"], int(total))
+"""
+    outcome = remote.run(cell, "both", gpus=4)
+    assert outcome.error is None
+    lines = [line for rank in range(4) for line in outcome.lines[rank] if "[W" not in line]
+    assert sorted(lines) == [f"{hosts.name(n)} {rank} 4" for n in (1, 2) for rank in (0, 1)]
 
 
 def test_48_every_port_of_a_host_drops_who_has_no_key(remote: Remote, hosts: Hosts) -> None:

@@ -157,6 +157,24 @@ dcp.save({f"only-{rank}": torch.ones(2) * rank}, checkpoint_id="checkpoint")
     assert outcome.run is not None and outcome.run.receipt.shared == ("checkpoint",)
 
 
+def test_all_hosts_start_again_from_rank_0s_checkpoint(far: Notebook) -> None:
+    source = """
+if not os.path.exists("m.pt"):
+    dist.barrier()
+    if rank == 0:
+        torch.save(torch.tensor(7.0), "m.pt")
+    dist.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), 9)
+    time.sleep(600)
+print(torch.load("m.pt", weights_only=True).item())
+"""
+    outcome = far.run(SAVE + source, "--pool two --max-restarts 1", gpus=4)
+    assert outcome.error is None, outcome.shown
+    assert [outcome.lines[rank][-1] for rank in range(4)] == ["7.0"] * 4
+    assert outcome.run is not None and set(outcome.run.receipt.written) == {"m.pt"}
+
+
 def test_too_much_is_refused_with_what_to_do(far: Notebook) -> None:
     Path("big.bin").write_bytes(bytes(5 << 20))
     outcome = far.run("1", "--pool one")

@@ -15,10 +15,11 @@ class StoreDoor:
 
     Args:
         rule: The run's store; None where it has none.
+        writes: Whether the hosts' ranks write; a desk for fetchers alone has files of its own.
     """
 
-    def __init__(self, rule: StoreRule | None) -> None:
-        self._rule = rule
+    def __init__(self, rule: StoreRule | None, writes: bool = True) -> None:
+        self._rule, self._writes = rule, writes
         self._thread = ThreadPoolExecutor(1, "taas-store")
         self._desk: Desk | None = None
         self._is_closed = False
@@ -46,5 +47,9 @@ class StoreDoor:
     def _answer(self, host_rank: int, what: str, arguments: Mapping[str, Any]) -> Any:
         if self._desk is None:
             assert self._rule is not None
-            self._desk = Desk(self._rule, state_folder(self._rule.path))
+            folder = state_folder(self._rule.path)
+            if self._writes:
+                self._desk = Desk(self._rule, folder)
+            else:
+                self._desk = Desk(self._rule, folder / "fetchers", writer=-1)
         return self._desk.answer(host_rank, what, arguments)

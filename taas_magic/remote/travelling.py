@@ -5,7 +5,7 @@ It is brought up to date before the ranks start, and what they write goes back w
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from taas_magic.remote.spec import HostSpec
@@ -21,33 +21,33 @@ from taas_magic.travel.outbound import Outbound
 _NAMED_AT_MOST = 5
 
 
-def is_shared(spec: HostSpec, ask: Ask) -> bool:
-    """Whether this host sees the very folder that is the run's store."""
-    store = spec.origin.store
-    return spec.plan.store is None or store is None or store.is_here(lambda: ask("token"))
-
-
 class Travelling:
     """A store that is not on this host, and its mirror here.
 
     Args:
-        spec: The run's share of this host, as the notebook's machine has it.
+        spec: A share of the run on this host, as the notebook's machine has it.
         ask: Asks the desk of the run.
         note: Tells the user something, once.
+        sends: Folders, relative to the store, whose changes here go back; None is all of it.
 
     Raises:
         StoreError: It cannot be copied to this host.
     """
 
-    def __init__(self, spec: HostSpec, ask: Ask, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: HostSpec, ask: Ask, note: Callable[[str], None], sends: Sequence[str] | None
+    ) -> None:
         assert spec.plan.store is not None and spec.origin.store is not None
-        self._rule = spec.plan.store
-        self._mirror = take(self._rule.path, spec.origin.store.kernel)
-        self._outbound: Outbound | None = None
+        self._rule, self._ask, self._note = spec.plan.store, ask, note
+        self._written: dict[str, int] = {}
+        self._refused: dict[str, str] = {}
+        self._has_others = len(spec.plan.hosts) > 1
         self._news: News | None = None
+        self._outbound: Outbound | None = None
+        self._mirror = take(self._rule.path, spec.origin.store.kernel)
         try:
-            _say_what_stays(bring_in(self._mirror, ask), note)
-            self._follow(spec, ask, note)
+            _say_what_stays(bring_in(self._mirror, ask, fresh=spec.attempt > 0), note)
+            self._follow(sends)
         except BaseException:
             self._mirror.close()
             raise
@@ -55,63 +55,73 @@ class Travelling:
     def local(self, spec: HostSpec) -> HostSpec:
         """The same share with this host's paths."""
         rule = self._rule
-        here = StoreRule(
-            self._mirror.path, rule.writes, tuple(map(self._place, rule.shared)), rule.limit_bytes
-        )
-        origin = dataclasses.replace(
-            spec.origin,
-            cwd=self._place(spec.origin.cwd),
-            sys_path=tuple(map(self._place, spec.origin.sys_path)),
-        )
+        shared = tuple(map(self._place, rule.shared))
+        here = StoreRule(self._mirror.path, rule.writes, shared, rule.limit_bytes)
+        cwd, sys_path = self._place(spec.origin.cwd), tuple(map(self._place, spec.origin.sys_path))
         return dataclasses.replace(
-            spec, plan=dataclasses.replace(spec.plan, store=here), origin=origin
+            spec,
+            plan=dataclasses.replace(spec.plan, store=here),
+            origin=dataclasses.replace(spec.origin, cwd=cwd, sys_path=sys_path),
         )
 
+    def again(self, sends: Sequence[str] | None) -> None:
+        """Makes ready for the next attempt, in which rank 0 may be on another host.
+
+        The mirror becomes what the store is now, so that every rank finds the same last checkpoint;
+        where rank 0 was and will be, it is so already, and has what the store could not take.
+
+        Raises:
+            StoreError: The store cannot be copied to this host any more.
+        """
+        is_newest = self._sends is None and sends is None
+        self._send_rest()
+        if not is_newest:
+            bring_in(self._mirror, self._ask, fresh=True)
+        self._follow(sends)
+
     def finish(self) -> dict[str, Any]:
-        """Sends what is left to be sent; called when the ranks are gone.
+        """Sends what is left to be sent; called when nothing of the run writes here any more.
 
         Returns:
             What a receipt says of files that travelled: fields of a `receipt` event.
         """
-        if self._news is not None:
-            self._news.finish()
-        written: dict[str, int] = {}
-        refused: dict[str, str] = {}
-        if self._outbound is not None:
-            self._outbound.finish()
-            written, refused = self._outbound.written, self._outbound.refused
+        self._send_rest()
         self._mirror.close()
-        shared = self._shared()
+        written, refused = sorted(self._written.items()), sorted(self._refused.items())
         return {
-            "written": [
-                {"path": path, "bytes": size}
-                for path, size in sorted(written.items())
-                if not any(is_below(path, folder) for folder in shared)
-            ],
-            "not_sent": [{"path": shown(p), "why": why} for p, why in sorted(refused.items())],
+            "written": [{"path": p, "bytes": n} for p, n in written if not self._is_shared(p)],
+            "not_sent": [{"path": shown(path), "why": why} for path, why in refused],
         }
 
-    def _follow(self, spec: HostSpec, ask: Ask, note: Callable[[str], None]) -> None:
-        has_rank_0 = spec.share.first_rank == 0
-        if has_rank_0 or self._rule.shared:
-            shared = None if has_rank_0 else self._shared()
-            self._outbound = Outbound(self._mirror, ask, note, shared)
+    def _follow(self, sends: Sequence[str] | None) -> None:
+        self._sends = sends
+        if sends is None or sends:
+            self._outbound = Outbound(self._mirror, self._ask, self._note, sends)
             self._outbound.start()
-        if len(spec.plan.hosts) > 1:
-            self._news = News(self._mirror, ask, note)
+        if self._has_others:
+            self._news = News(self._mirror, self._ask, self._note)
             self._news.start()
 
-    def _shared(self) -> list[str]:
-        """The folders that every rank may write, relative to the store."""
-        return [os.path.relpath(folder, self._rule.path) for folder in self._rule.shared]
+    def _send_rest(self) -> None:
+        if self._news is not None:
+            self._news.finish()
+        if self._outbound is not None:
+            self._outbound.finish()
+            written, refused = self._outbound.written, self._refused | self._outbound.refused
+            self._written |= written
+            self._refused = {path: why for path, why in refused.items() if path not in written}
+        self._outbound = self._news = None
+
+    def _is_shared(self, path: str) -> bool:
+        place = os.path.join(self._rule.path, path)
+        return any(is_below(place, folder) for folder in self._rule.shared)
 
     def _place(self, path: str) -> str:
         """Where a path of the notebook's machine is on this one, if it is in the store."""
         if not is_below(path, self._rule.path):
             return path
-        return os.path.normpath(
-            os.path.join(self._mirror.path, os.path.relpath(path, self._rule.path))
-        )
+        below = os.path.relpath(path, self._rule.path)
+        return os.path.normpath(os.path.join(self._mirror.path, below))
 
 
 def _say_what_stays(manifest: Manifest, note: Callable[[str], None]) -> None:

@@ -21,8 +21,13 @@ _ASK_AGAIN_S = 0.05
 _BLOCK_BYTES = 1 << 20
 
 
-def bring_in(mirror: Mirror, ask: Ask) -> Manifest:
+def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
     """Makes the mirror what the store is; only what is not in it travels.
+
+    Args:
+        mirror: This host's.
+        ask: Asks the desk.
+        fresh: The store as it is now; else as it was when the first host of the run asked.
 
     Returns:
         What lies in it now.
@@ -32,7 +37,7 @@ def bring_in(mirror: Mirror, ask: Ask) -> Manifest:
     """
     damaged: list[str] = []
     for attempt in range(ATTEMPTS):
-        want = _ask_list(ask, fresh=attempt > 0)
+        want = _ask_list(ask, fresh=fresh or attempt > 0)
         try:
             damaged = _become(mirror, want, ask)
         except OSError as error:

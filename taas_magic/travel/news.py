@@ -47,7 +47,9 @@ class News:
             elif change["entry"] is None:
                 self._remove(change["path"])
         entries = [Entry(*change["entry"]) for change in changes if change["entry"]]
-        fetch(self._mirror, entries, self._ask)
+        known = self._mirror.hashes.is_content
+        new = [entry for entry in entries if not known(entry.path, entry.sha256)]
+        fetch(self._mirror, new, self._ask)
         self._number = told["number"]
 
     def _remove(self, path: str) -> None:

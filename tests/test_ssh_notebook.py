@@ -1,0 +1,98 @@
+"""The notebook for SSH hosts: whole as it is stored, and executed on two hosts of the rig."""
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+from tests.frontend import environment
+from tests.rig.hosts import Hosts, hosts_up
+
+ROOT = Path(__file__).parent.parent
+STORED = ROOT / "notebooks" / "ssh.ipynb"
+ACCURACY = re.compile(r"^accuracy (0\.\d+)", re.MULTILINE)
+NAMES = ("gpu1", "gpu2")
+
+TOML = """\
+[pools.lab]
+engine = "ssh"
+hosts = ["gpu1", "gpu2"]
+gpus = 2
+python = "~/venvs/train/bin/python"
+"""
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+@pytest.fixture
+def folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
+) -> Iterator[tuple[Path, Hosts]]:
+    """A copy of the notebook with a taas.toml, in a home folder whose ssh knows the hosts."""
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    copy = tmp_path / "project"
+    copy.mkdir()
+    shutil.copy(STORED, copy)
+    (copy / "taas.toml").write_text(TOML)
+    with hosts_up(2, share=[tmp_path]) as hosts:
+        home = tmp_path / "home"
+        (home / ".ssh").mkdir(parents=True)
+        (home / ".ssh" / "config").write_text(ssh_config(hosts))
+        monkeypatch.setenv("HOME", str(home))
+        for number in (1, 2):
+            link = f"mkdir -p ~/venvs && ln -s {sys.prefix} ~/venvs/train"
+            hosts.exec(number, "env", "HOME=/root", "sh", "-c", link)
+        yield copy, hosts
+        for number in (1, 2):
+            _, alive = psutil.wait_procs(hosts.processes(number), timeout=60)
+            assert not alive
+
+
+def ssh_config(hosts: Hosts) -> str:
+    """What a user has in ~/.ssh/config."""
+    named = [f"Host {name}\n  HostName {hosts.address(n)}\n" for n, name in enumerate(NAMES, 1)]
+    return "".join(named) + hosts.ssh_config.read_text()
+
+
+def texts(notebook: NotebookNode) -> str:
+    """All that the cells show as text."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert not [output for output in outputs if output.output_type == "error"]
+    shown = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs)
+    return "\n".join(shown)
+
+
+def check(notebook: NotebookNode) -> None:
+    """Whether it shows two hosts and a training that worked."""
+    text = texts(notebook)
+    assert "SUCCEEDED" in text and "hosts 2" in text
+    assert "['gpu1', 'gpu2']" in text
+    found = ACCURACY.search(text)
+    assert found is not None and float(found[1]) > 0.9
+
+
+@pytest.mark.network
+@pytest.mark.timeout(400)
+def test_it_trains_on_two_hosts(folder: tuple[Path, Hosts]) -> None:
+    path, _ = folder
+    notebook = nbformat.read(path / "ssh.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(path)}}
+    NotebookClient(notebook, kernel_name="taas", timeout=300, resources=resources).execute()
+    check(notebook)
+
+
+def test_it_is_stored_with_its_outputs() -> None:
+    notebook = nbformat.read(STORED, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert str(ROOT) not in texts(notebook)
+    check(notebook)
