@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from taas_magic import journal
 from taas_magic.config import LOCAL, Config, closest
@@ -11,11 +11,17 @@ from taas_magic.errors import UsageError
 from taas_magic.flag_table import whole
 from taas_magic.journal import ENDED_STATES, RunRecord
 
+if TYPE_CHECKING:
+    from taas_magic.check import Report
+
 USAGE = {
     "status": ("status", "your newest runs, of any kernel"),
     "logs": ("logs [RUN] [--rank R]", "all that a rank wrote; the newest run, rank 0"),
     "stop": ("stop [RUN]", "end a run; without RUN the newest that runs"),
-    "pools": ("pools [--check]", "the pools and their hosts; what holds the store's rule there"),
+    "pools": (
+        "pools [--check [POOL]]",
+        "the pools; with --check whether their hosts are fit, and why not",
+    ),
     "warm": ("warm [POOL]", "make a pool ready, so that the next cell starts at once"),
     "down": ("down [POOL]", "end a pool: its runs, its hosts, its process"),
 }
@@ -25,8 +31,8 @@ HELP = "Runs and pools; RUN is a run's id, its beginning, or the run's name.\n\n
 _SHOWN_RUNS = 10
 
 
-def run(line: str, settings: Config) -> str:
-    """Carries out `%taas LINE`; returns what to print.
+def run(line: str, settings: Config) -> "str | Report":
+    """Carries out `%taas LINE`; returns what to show.
 
     Raises:
         UsageError: No such command, or it does not take these words.
@@ -74,11 +80,11 @@ def _stop(words: Sequence[str], settings: Config) -> str:
     return f"stopping run {launch.stop(record.run_id, settings)}"
 
 
-def _pools(words: Sequence[str], settings: Config) -> str:
+def _pools(words: Sequence[str], settings: Config) -> "str | Report":
     from taas_magic import launch
 
-    if list(words) == ["--check"]:
-        return _check(settings)
+    if words and words[0] == "--check":
+        return _check(words[1:], settings)
     _take("pools", words, 0)
     found = launch.pools(settings)
     rows = [line for pool in found for line in _pool_lines(pool)]
@@ -87,18 +93,11 @@ def _pools(words: Sequence[str], settings: Config) -> str:
     return "\n".join([table(head, rows), *_cost_lines(found), f"({source})"])
 
 
-def _check(settings: Config) -> str:
-    """What holds the rule that only rank 0 writes to the store, on each host that is up."""
-    from taas_magic import launch
+def _check(words: Sequence[str], settings: Config) -> "Report":
+    from taas_magic import check
 
-    rows = [
-        (row["pool"], host["host"], host["means"])
-        for row in launch.pools(settings)
-        for host in row["hosts"]
-    ]
-    if not rows:
-        return "no host is up; %taas warm makes a pool ready"
-    return table(("pool", "host", "only rank 0 writes to the store: held by"), rows)
+    name = _take("pools", words, 1)
+    return check.hosts(settings, [name] if name else [])
 
 
 def _warm(words: Sequence[str], settings: Config) -> str:
@@ -117,7 +116,7 @@ def _down(words: Sequence[str], settings: Config) -> str:
     return f"pool {pool.name!r} is down"
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str], Config], str]] = {
+_COMMANDS: dict[str, Callable[[Sequence[str], Config], "str | Report"]] = {
     "status": _status,
     "logs": _logs,
     "stop": _stop,

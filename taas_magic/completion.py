@@ -81,6 +81,8 @@ def _after_line(
         return word, []
     if before[0] in ("warm", "down"):
         return _beginning(word, pools())
+    if before[0] == "pools":
+        return _beginning(word, pools() if before[-1] == "--check" else ["--check"])
     if before[0] == "logs":
         return _beginning(word, [*runs(), "--rank"])
     return _beginning(word, runs() if before[0] == "stop" else ())

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taas_magic import journal, registry, store
+from taas_magic import environ, journal, registry, store
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.config import Config
@@ -62,7 +62,9 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         gpus = plan.world_size if pool.capacity().gpus else 0
         view = View(plan, folder.path, log_ranks=flags.log_ranks, gpus=gpus)
         origin = _origin(shell, plan.store.path)
-        run.start(pool, HostSpec(plan, 0, str(folder.path), origin).to_json())
+        requires = None if pool.config.engine == "local" else captured.requires
+        spec = HostSpec(plan, 0, str(folder.path), origin, requires=requires)
+        run.start(pool, spec.to_json())
         journal.prune(config.keep_runs, config.keep_bytes)  # while the ranks start
         run.follow(pool, view, interrupts)
     run.conclude(shell.user_ns)
@@ -250,5 +252,6 @@ def _origin(shell: "InteractiveShell", folder: str) -> Origin:
         environ=dict(os.environ),
         sys_path=tuple(os.path.abspath(path) for path in sys.path),
         colors=shell.colors,
+        changed=environ.of_this_process(),
         store=Identity.of(folder),
     )

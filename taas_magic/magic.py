@@ -63,7 +63,12 @@ class TaasMagics(Magics):
 
     @line_magic("taas")
     def run_line(self, line: str) -> None:
-        _say(commands.run(line, self.settings()))
+        shown = commands.run(line, self.settings())
+        if isinstance(shown, str):
+            _say(shown)
+        else:
+            bundle = {"text/plain": shown.text, "text/html": shown.html}
+            self.shell.display_pub.publish(bundle)
 
     run_line.__doc__ = commands.HELP
 

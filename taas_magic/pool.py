@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from taas_magic.engines.process import take_lock
 from taas_magic.errors import PoolError, StoreError
 from taas_magic.journal import Event, state_dir
 from taas_magic.plan import HostCapacity
+from taas_magic.provision.facts import Facts
 from taas_magic.remote.process import spawn_command
 
 if TYPE_CHECKING:
@@ -177,6 +178,16 @@ class Pool:
         """The pool's hosts and what each does."""
         status: dict[str, Any] = self._call("taas_status")
         return status
+
+    def facts(self, packages: Iterable[str], mark: str) -> list[tuple[Facts, str]]:
+        """What the hosts that are up are like, and what holds their ranks off the store.
+
+        Args:
+            packages: Distributions whose versions are asked for.
+            mark: A file in the project store.
+        """
+        said = self._call("taas_facts", packages=list(packages), mark=mark)
+        return [(Facts.from_json(one["facts"]["host"], one["facts"]), one["means"]) for one in said]
 
     def down(self) -> None:
         """Ends the pool: its runs, its hosts, its process."""

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "taas_magic"
 FLOORS = (
     ("kernel", "__init__"),
     ("magic", "completion", "commands", "api"),
-    ("launch", "run", "interrupts"),
+    ("check", "launch", "run", "interrupts"),
     (
         "display",
         "pool",
@@ -24,10 +24,13 @@ FLOORS = (
         "ssh",
         "remote",
         "travel",
+        "provision",
+        "preflight",
         "plan",
         "registry",
         "flags",
         "flag_table",
+        "environ",
     ),
     ("journal", "data", "taas_toml", "config", "store", "publish", "receipt", "capture"),
     ("advice", "plot", "flow"),

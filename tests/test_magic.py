@@ -262,12 +262,18 @@ def test_pools_warm_and_down(
     assert "pool 'local': 8.00 GPU-hours, 25% of them in runs\n(no taas.toml" in shown
 
 
-def test_pools_check_says_what_holds_the_stores_rule(
-    shell: InteractiveShell, launch: FakeLaunch, capsys: pytest.CaptureFixture[str]
+def test_pools_check_shows_a_table(
+    shell: InteractiveShell,
+    launch: FakeLaunch,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert run(shell, "%taas pools --check") is None
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    assert run(shell, "%taas pools --check local") is None
     shown = capsys.readouterr().out
-    assert "local  here   Landlock\nlocal  there  read-only mount\n" in shown
+    assert shown.startswith("pool ") and "held by Landlock" in shown
+    assert "fit for runs: 1 of 1 hosts" in shown
+    assert "no pool 'nowhere'" in str(run(shell, "%taas pools --check nowhere"))
 
 
 def test_help_shows_every_flag_and_every_command(shell: InteractiveShell) -> None:

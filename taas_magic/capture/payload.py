@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from taas_magic.capture import archive
 from taas_magic.capture.archive import Archive, Pickled
 from taas_magic.capture.gather import Captured, Gathering
+from taas_magic.capture.imports import needed_modules
 from taas_magic.capture.modules import ModuleSource, collect, install
 from taas_magic.capture.names import UsedNames, used_names
 from taas_magic.capture.pickling import load_each
@@ -56,6 +57,7 @@ class Payload:
         modules: The project's own modules, by name.
         sources: Texts of this cell and of the cells that defined captured functions, by filename.
         submodules: Installed modules that the cell reaches through a package's attributes.
+        requires: Top-level modules that must be installed wherever the cell runs.
         data: The pickled values in the order of `captured`, with their buffers.
     """
 
@@ -64,6 +66,7 @@ class Payload:
     modules: dict[str, ModuleSource]
     sources: dict[str, CellSource]
     submodules: tuple[str, ...]
+    requires: tuple[str, ...]
     data: Pickled
 
     @property
@@ -123,9 +126,10 @@ def capture(
         SyntaxError: The cell is not Python.
     """
     gathering = Gathering(namespace)
-    used = used_names(transform(cell.source), cell.filename)
+    python = transform(cell.source)
+    used = used_names(python, cell.filename)
     gathering.take(used.why)
-    payload = _assemble(cell, used, gathering, project, source_of)
+    payload = _assemble(cell, python, used, gathering, project, source_of)
     too_large = _over_limit(payload, limit_bytes)
     if too_large is not None:
         raise too_large
@@ -152,10 +156,11 @@ def survey(
     """
     problems: list[str] = []
     gathering = Gathering(namespace, problems)
-    used = used_names(transform(cell.source), cell.filename)
+    python = transform(cell.source)
+    used = used_names(python, cell.filename)
     gathering.take(used.why)
     try:
-        payload = _assemble(cell, used, gathering, project, source_of)
+        payload = _assemble(cell, python, used, gathering, project, source_of)
     except CaptureError as error:
         return None, [*problems, str(error)]
     too_large = _over_limit(payload, limit_bytes)
@@ -194,6 +199,7 @@ def read(path: Path) -> LoadedPayload:
 
 def _assemble(
     cell: Cell,
+    python: str,
     used: UsedNames,
     gathering: Gathering,
     project: Path,
@@ -205,7 +211,11 @@ def _assemble(
     sources[cell.filename] = source_of(cell.filename) or _own_source(cell)
     submodules = _submodules(gathering.modules, used.attributes)
     captured = tuple(gathering.captured)
-    return Payload(cell, captured, modules, sources, submodules, gathering.pickler.pickled())
+    texts = [source.text for source in sources.values()]
+    travelling = [(module.name, module.source) for module in modules.values()]
+    requires = needed_modules(python, gathering.pickler.modules, travelling, texts)
+    data = gathering.pickler.pickled()
+    return Payload(cell, captured, modules, sources, submodules, requires, data)
 
 
 def _own_source(cell: Cell) -> CellSource:

@@ -6,14 +6,17 @@ hosts, events, the journal, giving hosts back) is the keeper's and the same for 
 
 import asyncio
 import importlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from taas_magic.config import PoolConfig
 from taas_magic.errors import UsageError
 from taas_magic.plan import HostCapacity
+from taas_magic.provision.shell import Shell
 
 _ENGINES = {
     "local": "taas_magic.engines.local:LocalEngine",
@@ -56,6 +59,13 @@ class Engine(ABC):
         Returns:
             A `distributed.SpecCluster`, not yet awaited.
         """
+
+    def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
+        """The ways to hosts that can be asked before a run takes them, by the hosts' names.
+
+        Each connects when it is entered, and gives up when `stop` is set.
+        """
+        return {}
 
     async def ensure(self, cluster: Any, count: int) -> list[str]:
         """Asks for hosts until `count` were asked for; called again and again while they come.

@@ -7,12 +7,14 @@ here first.
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 
 from taas_magic.config import PoolConfig
+from taas_magic.engines import fitness
 from taas_magic.engines.base import HostSource
 from taas_magic.engines.kept_run import KeptRun
 from taas_magic.engines.members import Member, Members
@@ -60,6 +62,7 @@ class Keeper(SchedulerPlugin):
         scheduler.handlers["taas_launch"] = self.launch
         scheduler.handlers["taas_halt"] = self.halt
         scheduler.handlers["taas_status"] = self.status
+        scheduler.handlers["taas_facts"] = self.facts
         scheduler.handlers["taas_down"] = self.down
         scheduler.handlers[ASK_STORE] = self.ask_store
         self._in_background(self.members.watch())
@@ -164,6 +167,20 @@ class Keeper(SchedulerPlugin):
         except ProtocolError:
             self.members.refused += 1
             raise
+
+    async def facts(self, packages: list[str], mark: str) -> list[dict[str, Any]]:
+        """What the pool's hosts are like, as plain `Facts`, and what holds ranks off the store.
+
+        Args:
+            packages: Distributions whose versions are asked for.
+            mark: A file in the project store.
+        """
+        hosts = self.members.all()
+        found = await fitness.ask_all(self.members, hosts, packages=packages, mark=mark)
+        return [
+            {"facts": dataclasses.asdict(facts), "means": host.means}
+            for facts, host in zip(found, hosts, strict=True)
+        ]
 
     async def down(self) -> str:
         """Ends every run and then the pool's process."""

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from taas_magic.engines import fitness
 from taas_magic.engines.members import Member, Members
+from taas_magic.engines.run_desk import QUESTIONS, RunDesk
 from taas_magic.engines.store_door import StoreDoor
 from taas_magic.engines.verdict import Outcome, Report, Standing, decide, worst
 from taas_magic.errors import PoolError, ProtocolError
@@ -56,7 +58,8 @@ class KeptRun:
     ) -> None:
         self._spec, self.owner = spec, owner
         self._members, self.publish = members, publish
-        self.plan = HostSpec.from_json(spec).plan
+        first = HostSpec.from_json(spec)
+        self.plan, self._desk = first.plan, RunDesk(first.folder)
         self.run_id = self.plan.run_id
         self._door = StoreDoor(self.plan.store)
         self._attempt = 0
@@ -69,9 +72,10 @@ class KeptRun:
         """Takes hosts and starts the ranks; returns the hosts' names.
 
         Raises:
-            PoolError: There are not so many.
+            PoolError: There are not so many, or they are not fit.
         """
         members = await self._members.take(len(self.plan.hosts))
+        await self._check(members)
         self.publish(event("state", state="RUNNING"))
         await self._start_on(members)
         return [member.name for member in members]
@@ -104,7 +108,7 @@ class KeptRun:
         return True
 
     async def ask_store(self, address: str, what: str, arguments: Mapping[str, Any]) -> Any:
-        """What a host asks of the project store, which it does not share.
+        """What a host asks of the run's folder, or of the project store, if it does not share them.
 
         Raises:
             ProtocolError: The run is not on that host (any more).
@@ -112,6 +116,8 @@ class KeptRun:
         share = self._shares.get(address)
         if share is None or share.ended:
             raise ProtocolError(f"run {self.run_id} is not on the host at {address} (any more)")
+        if what in QUESTIONS:
+            return await asyncio.to_thread(self._desk.answer, share.host_rank, what, arguments)
         return await self._door.answer(share.host_rank, what, arguments)
 
     def lose(self, member: Member, why: str) -> None:
@@ -165,6 +171,7 @@ class KeptRun:
         self.publish(event("restart", attempt=self._attempt + 1, failure=first))
         try:
             members = await self._take_again()
+            await self._check(members or [])
         except PoolError as error:
             self.publish(event("note", text=f"not started again: {error}"))
             return False
@@ -185,6 +192,12 @@ class KeptRun:
             taking.cancel()
             return None
         return taking.result()
+
+    async def _check(self, members: list[Member]) -> None:
+        """Returns when hosts, unless they are this machine, have been found fit for the run."""
+        requires = self._spec.get("requires")
+        if requires is not None:
+            await fitness.require(self._members, members, requires)
 
     async def _start_on(self, members: list[Member]) -> None:
         """Starts an attempt: the first host makes the meeting place, the others are told of it."""

@@ -33,6 +33,7 @@ class LocalHost(ProcessInterface):
             **settings,
             "scheduler": scheduler,
             "interface": LOOPBACK,
+            "is_foreign": False,
             "host_name": f"{socket.gethostname()}-{name}" if settings["several"] else "",
             "name": name,  # as Dask knows it: its type counts
         }

@@ -45,6 +45,7 @@ class Member:
         runs: What it runs.
         gpus: CUDA devices that it has.
         taken_at: When it was last given to somebody, by this process's monotonic clock.
+        has: Modules that are known to be installed there; None while nothing is known.
     """
 
     address: str
@@ -57,6 +58,7 @@ class Member:
     runs: set[str] = field(default_factory=set)
     gpus: int = 0
     taken_at: float = float("-inf")
+    has: set[str] | None = None
     pending: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
 
 

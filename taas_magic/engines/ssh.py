@@ -3,14 +3,16 @@
 import inspect
 import json
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
 from taas_magic.plan import HostCapacity
+from taas_magic.provision.shell import Shell
 from taas_magic.remote.devices import count_gpus
 from taas_magic.remote.interface import LOOPBACK
 
@@ -60,6 +62,9 @@ class SshEngine(Engine):
     def prepare(self) -> None:
         """Nothing: whether, and where, hosts are wanted is not known yet."""
 
+    def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
+        return {target.label: _way(target, stop) for target in targets(self.pool)}
+
     def open(self, scheduler: type, security: Mapping[str, Any], folder: str) -> "SpecCluster":
         from distributed import Security
 
@@ -92,6 +97,17 @@ class SshEngine(Engine):
 
     async def why_lost(self, agent: str) -> str:
         return "" if self._cluster is None else await self._cluster.why_lost(agent)
+
+
+@contextmanager
+def _way(target: "Target", stop: threading.Event) -> Iterator[Shell]:
+    from taas_magic.ssh.connect import connect
+
+    connection = connect(target, stop)
+    try:
+        yield connection
+    finally:
+        connection.close()
 
 
 def targets(pool: PoolConfig) -> list["Target"]:

@@ -10,19 +10,18 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 from distributed import SpecCluster
 from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
-import taas_magic
 from taas_magic.config import PoolConfig
 from taas_magic.engines.ssh import PYTHON
 from taas_magic.errors import PoolError
+from taas_magic.provision.prepare import prepare
 from taas_magic.remote.interface import LOOPBACK
 from taas_magic.remote.process import entry_code
 from taas_magic.ssh.command import KeptCommand, shell_words
@@ -233,6 +232,8 @@ class SshHost(ProcessInterface):
         self._do(f"still connecting to {target.hostname}:{target.port}")
         limit_s = min(CONNECT_TIMEOUT_S, pool.start_timeout_s)
         self._connection = connection = connect(target, self._stop, limit_s, pool.lease_s)
+        self._do("still putting packages into its cache, as on every first use")
+        prepared = prepare(connection, pool)
         address, port = _address_of(self._scheduler)
         settings = {
             "scheduler": f"tls://{LOOPBACK}:{open_tunnel(connection, address, port)}",
@@ -246,7 +247,7 @@ class SshHost(ProcessInterface):
         self._do("its agent is still starting: torch is being imported")
         self._command = KeptCommand(
             connection,
-            supervisor_command(pool),
+            supervisor_command(pool, prepared.path_entries),
             json.dumps(settings).encode() + b"\n",
             pool.lease_s / BEATS_A_LEASE,
             lambda line: _log.warning("[%s] %s", target.label, line),
@@ -283,11 +284,16 @@ class SshHost(ProcessInterface):
         self._command = self._connection = None
 
 
-def supervisor_command(pool: PoolConfig) -> str:
-    """What starts the supervisor of a host."""
-    place = str(Path(taas_magic.__file__).parents[1])
+def supervisor_command(pool: PoolConfig, path_entries: Sequence[str]) -> str:
+    """What starts the supervisor of a host.
+
+    Args:
+        pool: The pool's settings.
+        path_entries: Where the host's Python finds us; nothing where it does by itself.
+    """
+    environ = {"PYTHONPATH": ":".join(path_entries)} if path_entries else {}
     arguments = ["-c", entry_code("taas_magic.remote.supervisor"), str(pool.lease_s)]
-    return shell_words(pool.python or PYTHON, arguments, {"PYTHONPATH": place})
+    return shell_words(pool.python or PYTHON, arguments, environ)
 
 
 def _address_of(scheduler: str) -> tuple[str, int]:

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from distributed import Security, Worker
 from distributed.comm import get_address_host
 
+from taas_magic.provision import probe
 from taas_magic.remote import guard, interface
 from taas_magic.remote.clock import use_steady_clock
 from taas_magic.remote.devices import count_gpus
@@ -30,6 +32,7 @@ from taas_magic.remote.topics import (
     ASK_STORE,
     CALL_AGAIN,
     CALL_END,
+    CALL_FACTS,
     CALL_HELLO,
     CALL_START,
     CALL_STOP,
@@ -59,6 +62,7 @@ class AgentWorker(Worker):
         self._runs: dict[str, HostRun] = {}
         calls: dict[str, Handler] = {
             CALL_HELLO: self.hello,
+            CALL_FACTS: self.facts,
             CALL_START: self.start_run,
             CALL_AGAIN: self.start_again,
             CALL_STOP: self.stop_run,
@@ -77,6 +81,10 @@ class AgentWorker(Worker):
             "means": guard.strongest().value,
             "gpus": count_gpus(),
         }
+
+    async def facts(self, **asked: Any) -> dict[str, Any]:
+        """What this host is like, as `provision.probe` answers it, for this agent's own Python."""
+        return await asyncio.to_thread(probe.main, **asked)
 
     async def start_run(self, spec: dict[str, Any]) -> dict[str, int]:
         """Starts this host's share of a run, in a thread of its own.
@@ -143,7 +151,8 @@ async def serve(settings: Mapping[str, Any], warm: Callable[[], None]) -> None:
     Args:
         settings: `scheduler` (address), `security` (keyword arguments of dask's Security), `name`
             (as the engine knows the host), `host_name` (as the user does), `interface` (of the
-            ranks; "" finds it), `local_directory`, `lease_s`.
+            ranks; "" finds it), `is_foreign` (another machine than the notebook's: the default),
+            `local_directory`, `lease_s`.
         warm: Blocks until ranks can start.
     """
     logging.getLogger("distributed").setLevel(logging.WARNING)
@@ -177,4 +186,5 @@ def _find_place(settings: Mapping[str, Any]) -> Place:
     scheduler = get_address_host(settings["scheduler"])
     address = interface.choose(settings.get("interface", ""), os.environ, scheduler)
     host = settings.get("host_name") or socket.gethostname()
-    return Place(host, address, interface.name_of(address))
+    is_foreign = settings.get("is_foreign", True)
+    return Place(host, address, interface.name_of(address), is_foreign, tuple(sys.path))

@@ -161,7 +161,8 @@ class RunAgent(LocalElasticAgent):
             max_restarts=spec.plan.max_restarts,
             monitor_interval=1e-6,  # `judge` waits
         )
-        super().__init__(worker_spec, DefaultLogsSpecs(), "forkserver", shutdown_timeout=1)
+        logs = DefaultLogsSpecs(rank_spec["pipes"])  # it makes folders, and leaves them
+        super().__init__(worker_spec, logs, "forkserver", shutdown_timeout=1)
         self._rendezvous_handler = rendezvous
         self._before_start, self._after_start, self._judge = before_start, after_start, judge
         self._take(spec, rank_spec)

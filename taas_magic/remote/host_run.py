@@ -23,8 +23,8 @@ from taas_magic.receipt import STORE_KINDS
 from taas_magic.remote import feeding, guard, link, report
 from taas_magic.remote.elastic import HostRendezvous, RunAgent, serve_store
 from taas_magic.remote.filling import Filling
+from taas_magic.remote.host_files import HostFiles
 from taas_magic.remote.process import end_all, signal_name
-from taas_magic.remote.project import Project
 from taas_magic.remote.pump import Pump
 from taas_magic.remote.ranks import OWN_KINDS, Ranks
 from taas_magic.remote.spec import HostSpec, Place
@@ -55,7 +55,7 @@ class HostRun:
         place: This host.
         emit: Sends an event to the pool's process; any thread may call it.
         alone: Says whether no other run is on this host.
-        ask: Asks for the run's project store, where this host does not share it.
+        ask: Asks the pool's process for files that this host does not share.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HostRun:
         alone: Callable[[], bool],
         ask: Ask,
     ) -> None:
-        self._spec, self._emit, self._alone, self._ask = spec, emit, alone, ask
+        self._spec, self._emit, self._alone = spec, emit, alone
         self._place = place
         self._host, self._interface = place.host, place.interface
         self._store = serve_store(spec)
@@ -82,39 +82,32 @@ class HostRun:
         self._failures: list[Failure] = []
         self._elastic: RunAgent | None = None
         self._filling: Filling | None = None
-        self._project: Project | None = None
+        self._files = HostFiles(spec, place, ask, emit)
 
     def run(self) -> None:
         """Runs to the end, and emits `host_ended` when nothing of the run is left here."""
         self._pipes = Path(tempfile.mkdtemp(prefix="taas-"))
-        self._pump = Pump(
-            self._pipes,
-            self._spec.folder,
-            self._host,
-            self._emit,
-            self._on_message,
-            self._changed.set,
-        )
+        self._pump: Pump | None = None
         try:
-            self._project = Project(self._spec, self._ask, self._note)
-            self._spec = self._project.local(self._spec)
-            self._filling = feeding.filling(self._spec)
-            fed = feeding.fetchers(self._spec, self._place, self._pipes, self._take_from_fetcher)
-            with fed:
-                if self._has_data():
-                    self._run_elastic()
+            if self._prepare():
+                self._filling = feeding.filling(self._spec)
+                fed = feeding.fetchers(
+                    self._spec, self._place, self._pipes, self._take_from_fetcher
+                )
+                with fed:
+                    if self._has_data():
+                        self._run_elastic()
         except Exception as error:
             self._verdict = Verdict("FAILED", "host")
             self._failures = [report.host_failure(self._host, error)]
         finally:
             self._elastic = self._store = self._order = None
             gc.collect()  # it lies in cycles, and the semaphores of its queues with it
-            self._pump.close()
+            if self._pump is not None:
+                self._pump.close()
             self._sweep()
             shutil.rmtree(self._pipes, ignore_errors=True)
-        receipt = self._project.close() if self._project else None
-        if receipt is not None:
-            self._emit(event("receipt", self._host, **receipt))
+            self._bring_home()
         state = self._verdict.state if self._verdict else "INTERRUPTED"
         ended = {"host_rank": self._spec.host_rank, "state": state, "failures": self._failures}
         self._emit(event("host_ended", self._host, **ended))
@@ -137,8 +130,6 @@ class HostRun:
         Returns:
             The port of the attempt's store, on the first host.
         """
-        if self._project is not None:
-            spec = self._project.local(spec)
         store = serve_store(spec)
         self._command(_Order(spec, store))
         return store.port if store else 0
@@ -171,7 +162,38 @@ class HostRun:
         self._filling = None
         return True
 
+    def _prepare(self) -> bool:
+        """Has all on this host that the ranks need; False if the run was ended meanwhile."""
+        if not self._files.bring_in(self._is_wanted):
+            return False
+        self._spec = self._files.local(self._spec)
+        self._pump = Pump(
+            self._pipes,
+            self._spec.folder,
+            self._host,
+            self._emit,
+            self._on_message,
+            self._changed.set,
+        )
+        return True
+
+    def _is_wanted(self) -> bool:
+        order = self._order
+        return self._interrupted_at is None and (order is None or order.spec is not None)
+
+    def _bring_home(self) -> None:
+        """Sends back what the run left here. Whatever becomes of it, the run's end is said."""
+        try:
+            self._files.bring_home()
+        except Exception as error:
+            failure = report.host_failure(self._host, error)
+            self._emit(event("failure", self._host, failure=failure))
+            self._verdict, self._failures = Verdict("LOST", "host"), [failure]
+
     def _run_elastic(self) -> None:
+        order, self._order = self._order, None
+        if order is not None and order.spec is not None:
+            self._spec, self._store = self._files.local(order.spec), order.store
         self._elastic = RunAgent(
             self._spec,
             self._rank_spec(self._spec),
@@ -195,6 +217,7 @@ class HostRun:
         if self._interrupted_at is not None:
             self._ranks.interrupt()
         self._failures, self._verdict = [], None
+        assert self._pump is not None
         self._pump.open(attempt, [(rank, self._local(rank)) for rank in ranks])
 
     def _after_start(self, attempt: int, pids: dict[int, int]) -> None:
@@ -204,8 +227,8 @@ class HostRun:
 
     def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
-        if self._project is not None and kind in STORE_KINDS:
-            self._project.take(rank, message)
+        if kind in STORE_KINDS:
+            self._files.take(rank, message)
         elif kind in OWN_KINDS:
             self._ranks.note(rank, kind, message)
             self._changed.set()
@@ -222,9 +245,6 @@ class HostRun:
         if self._verdict is None:
             self._look()
         return WorkerState.HEALTHY
-
-    def _note(self, text: str) -> None:
-        self._emit(event("note", self._host, text=text))
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -260,8 +280,8 @@ class HostRun:
     def _obey(self, order: _Order) -> WorkerState:
         self._end_ranks(0.0)
         if order.spec is not None and self._elastic is not None:
-            self._spec = order.spec
-            self._elastic.start_again(order.spec, self._rank_spec(order.spec), order.store)
+            self._spec = self._files.local(order.spec)
+            self._elastic.start_again(self._spec, self._rank_spec(self._spec), order.store)
             return WorkerState.HEALTHY
         succeeded = self._verdict is not None and self._verdict.state == "SUCCEEDED"
         return WorkerState.SUCCEEDED if succeeded else WorkerState.FAILED
@@ -279,8 +299,8 @@ class HostRun:
                 state,
                 verdict,
                 host=self._host,
-                log_path=str(self._spec.folder.log(state.rank)),
-                tail=self._pump.tail(state.rank),
+                log_path=self._spec.told_log(state.rank),
+                tail=self._pump.tail(state.rank) if self._pump else [],
                 signal_name=signal_name(state.exitcode or 0),
             )
             for state in guilty(self._ranks.states(), verdict.cause)

@@ -1,11 +1,12 @@
 """What a host is told of a run, as the keeper sends it to the agent and the agent to its ranks."""
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from taas_magic.environ import applied, users_path
 from taas_magic.journal import RunFolder
 from taas_magic.plan import HostPlan, Plan
 from taas_magic.remote.interface import LOOPBACK, name_of
@@ -26,11 +27,15 @@ class Place:
         host: Its name, as the user calls it.
         address: Where its ranks and fetchers are reached by those of other hosts.
         interface: Name of the network interface that has this address.
+        is_foreign: Whether it is another machine than the notebook's.
+        sys_path: The agent's import path.
     """
 
     host: str
     address: str
     interface: str
+    is_foreign: bool = False
+    sys_path: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Origin:
         environ: The kernel's environment.
         sys_path: The kernel's import path.
         colors: IPython's colour scheme, for tracebacks.
+        changed: What of the environment the notebook changed itself; None: removed.
         store: The project store, as the notebook's machine knows it; None where it has none.
     """
 
@@ -49,7 +55,20 @@ class Origin:
     environ: Mapping[str, str]
     sys_path: tuple[str, ...]
     colors: str = "neutral"
+    changed: Mapping[str, str | None] = field(default_factory=dict)
     store: Identity | None = None
+
+    def on_another_machine(self, environ: Mapping[str, str], sys_path: Sequence[str]) -> "Origin":
+        """The same for a host that has programs, packages and devices of its own.
+
+        Args:
+            environ: The host's own environment.
+            sys_path: Its own import path.
+        """
+        users = [path for path in users_path(self.sys_path) if path not in sys_path]
+        return dataclasses.replace(
+            self, environ=applied(environ, self.changed), sys_path=(*sys_path, *users)
+        )
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Origin":
@@ -70,6 +89,8 @@ class HostSpec:
         master_addr: Where the first host has the ranks' store.
         master_port: Its port; 0 on the first host, which makes it.
         attempt: Which start of the ranks this is, from 0.
+        home_dir: The run's folder on the notebook's machine, where `run_dir` is another.
+        requires: Modules that must be installed on the hosts; None asks hosts nothing.
     """
 
     plan: Plan
@@ -79,6 +100,8 @@ class HostSpec:
     master_addr: str = LOOPBACK
     master_port: int = 0
     attempt: int = 0
+    home_dir: str = ""
+    requires: tuple[str, ...] | None = None
 
     @property
     def share(self) -> HostPlan:
@@ -88,6 +111,10 @@ class HostSpec:
     @property
     def folder(self) -> RunFolder:
         return RunFolder(Path(self.run_dir))
+
+    def told_log(self, rank: int) -> str:
+        """Where the user finds a rank's log."""
+        return str(RunFolder(Path(self.home_dir or self.run_dir)).log(rank))
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, for the wire."""

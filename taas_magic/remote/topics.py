@@ -17,6 +17,7 @@ POOL_TOPIC = "taas-pool"
 """The Dask topic that says what becomes of the hosts that kernels wait for."""
 
 CALL_HELLO = "taas_hello"
+CALL_FACTS = "taas_facts"
 CALL_START = "taas_start"
 CALL_AGAIN = "taas_again"
 CALL_STOP = "taas_stop"

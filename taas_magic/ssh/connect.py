@@ -10,11 +10,11 @@ import socket
 import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 from paramiko import Channel, SSHException, Transport
 
 from taas_magic.errors import PoolError
+from taas_magic.provision.shell import Done
 from taas_magic.ssh.auth import authenticate
 from taas_magic.ssh.files import write_file
 from taas_magic.ssh.known import known_types, verify
@@ -26,14 +26,6 @@ SILENCE_S = 8.0
 _END_S = 2.0
 
 logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # what fails is raised, and says more
-
-
-class Done(NamedTuple):
-    """How a command on a host ended."""
-
-    code: int
-    out: bytes
-    err: bytes
 
 
 class Connection:

@@ -1,0 +1,69 @@
+"""What a run costs beside its ranks, against the number of ranks.
+
+    python benchmarks/scale.py --ranks 1 8 64 512 8192
+
+Two parts, each against made-up hosts of eight ranks: the pool's process with its connections
+(scale_hosts.py) and the notebook's view (scale_view.py). Costs are processor time; two columns are
+what a user feels: how late a line is, and how long the notebook is busy at a stretch. 8,192 ranks
+take some minutes, nearly all of it TLS handshakes and the agents' side, which are in this process.
+"""
+
+import argparse
+import sys
+
+import scale_hosts
+import scale_view
+
+BUSY_AIM_MS = 100.0
+HOSTS_HEAD = (
+    "ranks",
+    "a host joins, ms",
+    "launch, µs a rank",
+    "a line, µs",
+    "line late by, ms",
+    "end, µs a rank",
+    "beats, % of a core",
+    "KiB a rank",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 64, 512, 8192])
+    parser.add_argument("--only", choices=("hosts", "view"))
+    asked = parser.parse_args()
+    if asked.only != "view":
+        _print_row(HOSTS_HEAD)
+        _print_row(["---"] * len(HOSTS_HEAD))
+        for ranks in asked.ranks:
+            _print_row([f"{ranks:,}", *map(_short, scale_hosts.measure(ranks))])
+    if asked.only != "hosts":
+        _print_view(asked.ranks)
+    return 0
+
+
+def _print_view(sizes: list[int]) -> None:
+    longest_ms = 0.0
+    for number, ranks in enumerate(sizes):
+        scenes, held_mib = scale_view.measure(ranks)
+        if number == 0:
+            print("\nThe view: µs a rank's event (longest stretch of work, ms)\n")
+            _print_row(["ranks", *(scene.name for scene in scenes), "MiB"])
+            _print_row(["---"] * (len(scenes) + 2))
+        cells = [f"{_short(s.per_rank_us)} ({_short(s.longest_ms)})" for s in scenes]
+        _print_row([f"{ranks:,}", *cells, _short(held_mib)])
+        longest_ms = max(longest_ms, *(scene.longest_ms for scene in scenes))
+    verdict = "reached" if longest_ms < BUSY_AIM_MS else "missed"
+    print(f"\nbusy at a stretch: {longest_ms:.0f} ms, aim {BUSY_AIM_MS:.0f} ms: {verdict}")
+
+
+def _print_row(cells: list[str] | tuple[str, ...]) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""`%taas pools --check`: what the hosts of pools are like, and whether a run may use them."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from taas_magic.config import Config, PoolConfig
+from taas_magic.display import hosts as table
+from taas_magic.engines.base import find_engine
+from taas_magic.errors import StoreError
+from taas_magic.preflight.gather import Row, Ways, check, judged
+from taas_magic.preflight.judge import REMARK, Finding
+from taas_magic.provision.facts import Kernel, this_kernel
+from taas_magic.provision.prepare import packages_needed
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a notebook shows, in the forms that it may choose from."""
+
+    text: str
+    html: str
+
+
+def hosts(settings: Config, names: Sequence[str] = ()) -> Report:
+    """Asks the hosts of the pools of those names, or of all pools; takes none.
+
+    Raises:
+        UsageError: There is no such pool.
+        StoreError: The project store cannot be written.
+        PoolError: A pool that is up does not answer.
+        KeyboardInterrupt: The user did not want to wait.
+    """
+    pools = [settings.pool(name) for name in names or settings.pools]
+    with _mark(settings.store_path or Path.cwd()) as mark:
+        return _report(pools, settings, this_kernel(mark))
+
+
+@contextmanager
+def _mark(store: Path) -> Iterator[str]:
+    """A file of random name in the project store: who sees it shares the store."""
+    try:
+        descriptor, mark = tempfile.mkstemp(prefix=".taas-", dir=store)
+    except OSError as error:
+        raise StoreError(
+            f"project store {store}: it cannot be written: {error.strerror}"
+        ) from error
+    os.close(descriptor)
+    try:
+        yield mark
+    finally:
+        os.unlink(mark)
+
+
+def _report(pools: Sequence[PoolConfig], settings: Config, here: Kernel) -> Report:
+    from taas_magic import launch
+
+    up = {row["pool"]: row for row in launch.pools(settings)}
+    rows = check(pools, _ways, here)
+    rows = [replace(row, means=_means(row, up[row.pool])) for row in rows]
+    asked = {row.pool for row in rows}
+    for pool in pools:
+        if pool.name not in asked:
+            rows += _asked_of_agents(pool, settings, here, up[pool.name])
+    return Report(table.text(rows, here), table.html(rows, here))
+
+
+def _ways(pool: PoolConfig, stop: Event) -> Ways:
+    return find_engine(pool).ways(stop)
+
+
+def _means(row: Row, up: Mapping[str, Any]) -> str:
+    """What holds the ranks of a host off the store; "" where its agent is not up."""
+    return next((str(host["means"]) for host in up["hosts"] if host["host"] == row.host), "")
+
+
+def _asked_of_agents(
+    pool: PoolConfig, settings: Config, here: Kernel, up: Mapping[str, Any]
+) -> list[Row]:
+    """The rows of a pool whose hosts are there only while they are taken."""
+    from taas_magic import launch
+
+    if not up["hosts"]:
+        todo = f"They are checked when a run takes them; %taas warm {pool.name} takes one now"
+        return [Row(pool.name, "", None, (Finding(REMARK, "no host is up", todo),))]
+    found = launch.pool_named(pool.name, settings).facts(packages_needed(), here.mark)
+    return [judged(pool, facts, here, means) for facts, means in found]

@@ -1,0 +1,1 @@
+"""Hosts that have nothing of ours: what is there, what is missing, and how it gets there."""

@@ -1,0 +1,50 @@
+"""A host's shell without a host: this machine's `sh`, with a home folder and environment apart."""
+
+import os
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from taas_magic.errors import PoolError
+from taas_magic.provision.shell import Done
+
+
+@dataclass
+class SubShell:
+    """Runs commands as sshd would: in a shell, in the home folder, with little else set.
+
+    Attributes:
+        home: The home folder.
+        host: The host's name.
+        environ: Variables that are set besides.
+        profile: What a login script prints before each command.
+        puts: Paths that files were put to.
+        sent_bytes: How much of each file arrives; None is all.
+    """
+
+    home: Path
+    host: str = "there"
+    environ: dict[str, str] = field(default_factory=dict)
+    profile: str = ""
+    puts: list[str] = field(default_factory=list)
+    sent_bytes: int | None = None
+
+    def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> Done:
+        self.home.mkdir(exist_ok=True)
+        try:
+            done = subprocess.run(
+                ["sh", "-c", f"printf '%s' '{self.profile}'; {command}"],
+                input=data,
+                capture_output=True,
+                timeout=timeout_s,
+                cwd=self.home,
+                env={"PATH": os.environ["PATH"], "HOME": str(self.home), **self.environ},
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise PoolError(f"host {self.host}: no answer after {timeout_s} s") from None
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def put(self, data: bytes, path: str) -> None:
+        self.puts.append(path)
+        Path(path).write_bytes(data[: self.sent_bytes])

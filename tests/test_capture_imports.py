@@ -1,0 +1,83 @@
+"""Which installed modules a cell surely needs, and which it may do without."""
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from taas_magic.capture import payload
+from taas_magic.capture.imports import imported, needed_modules
+from taas_magic.capture.payload import Cell
+
+GUARDED = """
+import os, aa.b as x
+from bb.c import d
+from . import relative
+try:
+    import maybe
+except ImportError:
+    import instead
+if x:
+    import branch
+try:
+    import sure
+finally:
+    pass
+with x:
+    import inside
+def f():
+    import lazy
+class C:
+    import body
+"""
+
+
+def test_what_is_surely_imported() -> None:
+    assert set(imported(GUARDED)) == {"os", "aa", "bb", "sure", "inside", "lazy", "body"}
+    assert "lazy" not in set(imported(GUARDED, functions=False))
+    everything = {"maybe", "instead", "branch"}
+    assert set(imported(GUARDED, branches=True)) - set(imported(GUARDED)) == everything
+    assert list(imported("%%bash\nnot python (")) == []
+
+
+def test_the_standard_library_and_the_project_itself_are_not_asked_for() -> None:
+    cell = "import os, taas, helper, psutil\nimport no_such_module.x"
+    travelling = [("helper", "import yaml\ndef f():\n    import matplotlib\n")]
+    assert needed_modules(cell, [], travelling, []) == ("no_such_module", "psutil", "yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("try:\n    import psutil\nexcept ImportError:\n    psutil = None\n", ()),
+        ("import psutil\n", ("psutil",)),
+        ("not python (", ("psutil",)),
+    ],
+)
+def test_a_module_that_a_cell_can_do_without_is_not_asked_for(
+    text: str, expected: tuple[str, ...]
+) -> None:
+    assert needed_modules("f()", ["psutil"], [], [text]) == expected
+
+
+def test_a_module_that_was_made_at_run_time_is_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "made_up", types.ModuleType("made_up"))
+    assert needed_modules("f()", ["made_up.x", "psutil"], [], []) == ("psutil",)
+
+
+def test_a_payload_says_what_it_requires(tmp_path: Path) -> None:
+    namespace: dict[str, object] = {}
+    exec("import yaml\ndef f():\n    import psutil\n    return yaml", namespace)
+    cell = Cell("import click\nf()", "<cell>", "import click\nf()")
+    made = payload.capture(
+        cell,
+        namespace,
+        transform=lambda text: text,
+        project=tmp_path,
+        limit_bytes=1 << 20,
+        source_of=lambda name: None,
+    )
+    assert made.requires == ("click", "psutil", "yaml")

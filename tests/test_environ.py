@@ -1,0 +1,42 @@
+"""What ranks on other machines take over of the notebook's environment."""
+
+import os
+import subprocess
+import sys
+
+from taas_magic.environ import applied, changes, users_path
+
+
+def test_only_what_changed_travels() -> None:
+    initial = b"HOME=/root\0PATH=/bin\0EMPTY=\0OLD=1\0LIST=a=b\0"
+    now = {"HOME": "/root", "PATH": "/bin:/opt", "EMPTY": "", "LIST": "a=b", "NEW": "x"}
+    assert changes(initial, now) == {"PATH": "/bin:/opt", "NEW": "x", "OLD": None}
+
+
+def test_the_hosts_own_environment_holds_but_for_the_changes() -> None:
+    own = {"HOME": "/home/me", "CUDA_VISIBLE_DEVICES": "3", "OLD": "2"}
+    assert applied(own, {"NEW": "x", "OLD": None}) == {
+        "HOME": "/home/me",
+        "CUDA_VISIBLE_DEVICES": "3",
+        "NEW": "x",
+    }
+
+
+def test_a_process_knows_what_it_changed() -> None:
+    code = """
+import os
+from taas_magic.environ import of_this_process
+os.environ["ADDED"] = "1"
+del os.environ["GONE"]
+print(of_this_process())
+"""
+    environ = {**os.environ, "GONE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "{'ADDED': '1', 'GONE': None}"
+
+
+def test_the_path_of_interpreter_and_packages_stays() -> None:
+    path = ["/venv/lib/python3.11", "/usr/lib/python311.zip", "/x/site-packages", "/home/me/lib"]
+    assert users_path(path, ["/venv", "/usr"]) == ["/home/me/lib"]

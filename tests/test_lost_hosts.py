@@ -1,0 +1,225 @@
+"""Hosts that die or leave the network (FAULTS 10 to 14), and whose clocks are off (54)."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from taas_magic import launch, taas_toml
+from taas_magic.errors import RunLost
+from tests.harness import Notebook, Outcome
+from tests.rig.hosts import Hosts, hosts_up
+
+pytestmark = pytest.mark.network
+
+WITHIN_S = 60.0
+
+MEET = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(1))
+"""
+
+READY = """
+if rank == 0:
+    with open(os.environ["READY"], "w") as ready:
+        ready.write("ready")
+"""
+
+TRAIN = """
+while True:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.05)
+"""
+
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with hosts_up(3, share=[tmp_path_factory.getbasetemp()]) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def settings(hosts: Hosts, tmp_path: Path) -> Path:
+    """A configuration folder with a pool of the hosts, one rank each."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n. {tmp_path}/environment\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "environment").touch()
+    (tmp_path / "taas").mkdir()
+    (tmp_path / "taas" / "taas.toml").write_text(f"""
+[pools.far]
+engine = "ssh"
+hosts = {hosts.names}
+python = "{python}"
+gpus = 1
+cores = 1
+lease_s = 6
+options = {{ ssh_config = "{hosts.ssh_config}" }}
+""")
+    return tmp_path
+
+
+@pytest.fixture
+def far(
+    warm_notebook: Notebook, settings: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Notebook]:
+    """A notebook with the pool; at the end nothing of it is left on any host."""
+    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(settings))
+    monkeypatch.chdir(warm_notebook.project)
+    yield warm_notebook
+    for number in range(1, hosts.count + 1):
+        hosts.heal(number)
+        hosts.undeafen(number)
+    launch.down("far", taas_toml.load(warm_notebook.project))
+    for number in range(1, hosts.count + 1):
+        assert not left_on(hosts, number)
+
+
+def left_on(hosts: Hosts, number: int) -> list[psutil.Process]:
+    """What of ours is still there on a host after a while; its sshd waits longer for a peer."""
+    ours = [process for process in hosts.processes(number) if process.name() != "sshd"]
+    _, alive = psutil.wait_procs(ours, timeout=WITHIN_S)
+    return alive
+
+
+@dataclass
+class Broken:
+    """A cell that runs on all hosts, and what broke meanwhile.
+
+    Attributes:
+        outcome: How it ended.
+        took_s: Seconds from the fault to the end of the cell.
+    """
+
+    outcome: Outcome
+    took_s: float
+
+    @property
+    def first(self) -> dict[str, object]:
+        failure: dict[str, object] = self.outcome.of_kind("ended")[0]["first"]
+        return failure
+
+
+def run_and_break(notebook: Notebook, tmp_path: Path, fault: Callable[[], None]) -> Broken:
+    """Runs a cell that would go on for ever, and injects a fault when all ranks have met."""
+    pipe = tmp_path / "ready"
+    os.mkfifo(pipe)
+    at: list[float] = []
+
+    def inject() -> None:
+        pipe.read_text()
+        at.append(time.monotonic())
+        fault()
+
+    thread = threading.Thread(target=inject)
+    thread.start()
+    outcome = notebook.run(MEET + READY + TRAIN, f"--pool far --env READY={pipe}", gpus=3)
+    ended = time.monotonic()
+    if not at:
+        os.close(os.open(pipe, os.O_WRONLY))
+    thread.join()
+    print(f"the cell ended {ended - at[0]:.1f} s after the fault")
+    return Broken(outcome, ended - at[0])
+
+
+def test_ranks_of_several_hosts_meet_on_the_network_that_they_share(
+    far: Notebook, hosts: Hosts
+) -> None:
+    source = 'print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["MASTER_ADDR"])'
+    outcome = far.run(MEET + source, "--pool far", gpus=3)
+    assert outcome.error is None
+    assert outcome.run is not None
+    first = hosts.address(1 + hosts.names.index(outcome.run.hosts[0]))
+    assert {lines[-1] for lines in outcome.lines.values()} == {f"eth0 {first}"}
+    assert sorted(outcome.run.hosts) == hosts.names
+
+
+def test_10_an_agent_is_killed(far: Notebook, hosts: Hosts, tmp_path: Path) -> None:
+    def kill() -> None:
+        there = hosts.processes(2)
+        [supervisor] = [p for p in there if "taas_magic.remote.supervisor" in p.cmdline()[-2]]
+        [agent] = [child for child in supervisor.children() if child in there]
+        agent.kill()
+
+    broken = run_and_break(far, tmp_path, kill)
+    assert isinstance(broken.outcome.error, RunLost)
+    assert broken.first["host"] == hosts.name(2)
+    assert broken.took_s < WITHIN_S
+    assert not left_on(hosts, 2)
+
+
+def test_11_all_processes_of_a_host_die(far: Notebook, hosts: Hosts, tmp_path: Path) -> None:
+    def kill() -> None:
+        for process in hosts.processes(2):
+            process.kill()
+
+    broken = run_and_break(far, tmp_path, kill)
+    assert isinstance(broken.outcome.error, RunLost)
+    assert broken.first["host"] == hosts.name(2)
+    assert broken.took_s < WITHIN_S
+
+
+@pytest.mark.parametrize("fault", ["cut", "hole", "deafen"])
+def test_12_13_a_host_leaves_the_network(
+    far: Notebook, hosts: Hosts, tmp_path: Path, fault: str
+) -> None:
+    broken = run_and_break(far, tmp_path, lambda: getattr(hosts, fault)(2))
+    assert isinstance(broken.outcome.error, RunLost)
+    assert broken.first["host"] == hosts.name(2)
+    assert broken.took_s < WITHIN_S
+    assert not left_on(hosts, 2), "the far side did not end itself"
+    hosts.unhole(2)
+
+
+def test_14_a_partition_that_heals_changes_nothing(
+    far: Notebook, hosts: Hosts, tmp_path: Path
+) -> None:
+    saves = "step = 0\nwhile True:\n    step += 1\n    open('step', 'w').write(str(step))\n"
+    pipe = tmp_path / "ready"
+    os.mkfifo(pipe)
+    thread = threading.Thread(target=lambda: (pipe.read_text(), hosts.cut(1)))
+    thread.start()
+    outcome = far.run(MEET + READY + saves, f"--pool far --env READY={pipe}", gpus=1)
+    thread.join()
+    assert isinstance(outcome.error, RunLost)
+    saved = Path("step").stat()
+    assert not left_on(hosts, 1)
+    hosts.heal(1)
+    again = far.run(MEET, "--pool far", gpus=3)
+    assert again.error is None
+    assert again.run is not None and hosts.name(1) in again.run.hosts
+    assert Path("step").stat().st_mtime_ns == saved.st_mtime_ns
+
+
+@pytest.mark.skipif(not FAKETIME.exists(), reason="needs libfaketime (Debian: faketime)")
+@pytest.mark.parametrize("offset", ["+1d", "-1d"])
+def test_54_clocks_a_day_apart_change_nothing(
+    far: Notebook, hosts: Hosts, settings: Path, tmp_path: Path, offset: str
+) -> None:
+    fake = f"export LD_PRELOAD={FAKETIME} FAKETIME={offset} DONT_FAKE_MONOTONIC=1"
+    (settings / "environment").write_text(f"[ $(hostname) = {hosts.name(2)} ] && {fake}\n:\n")
+    source = """
+print(time.time())
+if rank == 1:
+    time.sleep(1)
+    os.kill(os.getpid(), 9)
+dist.barrier()
+"""
+    before = time.time()
+    outcome = far.run(MEET + source, "--pool far", gpus=3)
+    times = {rank: float(lines[-1]) - before for rank, lines in outcome.lines.items()}
+    assert sum(abs(seconds) > 80_000 for seconds in times.values()) == 1
+    failure = outcome.of_kind("ended")[0]["first"]
+    assert (failure["rank"], failure["signal"]) == (1, "SIGKILL")
+    assert all(0 <= event["time"] - before < 600 for event in outcome.events)

@@ -1,0 +1,128 @@
+"""A run's folder on hosts that do not see it, without any transport."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from taas_magic.engines.run_desk import RunDesk
+from taas_magic.errors import ProtocolError
+from taas_magic.journal import RunFolder
+from taas_magic.plan import Flags, HostCapacity, Plan, make_plan
+from taas_magic.remote import run_files
+from taas_magic.remote.run_files import READ, WRITE, RunFiles
+from taas_magic.remote.spec import HostSpec, Origin
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return make_plan(Flags(gpus=2), HostCapacity(gpus=1, cores=1), "a-run", max_hosts=2)
+
+
+@pytest.fixture
+def home(plan: Plan) -> RunFolder:
+    """The run's folder where the notebook is."""
+    folder = RunFolder.create("a-run", plan.to_json(), "cell")
+    folder.payload.write_bytes(bytes(range(256)) * 5000)
+    (folder.path / "data").mkdir()
+    (folder.path / "data" / "6162.loader").write_bytes(b"loader")
+    (folder.path / "data" / "empty").touch()
+    return folder
+
+
+class Far:
+    """A host that asks the desk directly; it sees the run's folder at a path where nothing is."""
+
+    def __init__(self, home: RunFolder, plan: Plan, cache: Path, host_rank: int = 0) -> None:
+        self.desk, self.host_rank = RunDesk(home), host_rank
+        self.spec = HostSpec(plan, host_rank, f"/nowhere{home.path}", Origin("/", {}, ()))
+        self.files = RunFiles(self.spec, self.ask, cache)
+        self.here = Path(self.files.local(self.spec).run_dir)
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        return self.desk.answer(self.host_rank, what, arguments)
+
+
+@pytest.fixture
+def far(home: RunFolder, plan: Plan, tmp_path: Path) -> Far:
+    return Far(home, plan, tmp_path / "cache")
+
+
+def test_a_host_that_sees_the_folder_uses_it(home: RunFolder, plan: Plan, tmp_path: Path) -> None:
+    spec = HostSpec(plan, 0, str(home.path), Origin("/", {}, ()))
+    files = RunFiles(spec, lambda what, **_: pytest.fail(f"asked {what}"), tmp_path / "cache")
+    assert files.is_shared and files.bring_in(lambda: True)
+    assert files.local(spec).run_dir == str(home.path)
+    files.send_back()
+    files.close()
+    assert home.payload.exists() and not (tmp_path / "cache").exists()
+
+
+def test_another_runs_folder_of_the_same_path_is_not_it(plan: Plan, tmp_path: Path) -> None:
+    other = RunFolder.create("another-run", {"run_id": "another-run"}, "cell")
+    spec = HostSpec(plan, 0, str(other.path), Origin("/", {}, ()))
+    assert not RunFiles(spec, lambda what, **_: None, tmp_path / "cache").is_shared
+
+
+def test_what_ranks_read_comes_whole_and_for_the_user_alone(far: Far, home: RunFolder) -> None:
+    assert far.files.bring_in(lambda: True)
+    for name in ("payload", "data/6162.loader", "data/empty"):
+        assert (far.here / name).read_bytes() == (home.path / name).read_bytes()
+    assert far.here.stat().st_mode & 0o777 == 0o700
+    assert (far.here / "payload").stat().st_mode & 0o777 == 0o600
+    assert not (far.here / "cell.py").exists()
+
+
+def test_a_run_that_is_ended_meanwhile_needs_no_more(far: Far) -> None:
+    assert not far.files.bring_in(lambda: False)
+
+
+def test_logs_ledgers_and_the_result_go_back(
+    far: Far, home: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_files, "LOG_BYTES", 5000)
+    result, log = b"r" * 1_000_000, b"head" + b"x" * 5000
+    (far.here / "result").write_bytes(result)
+    (far.here / "logs" / "rank-0.log").write_bytes(log)
+    (far.here / "logs" / "rank-1.log").touch()
+    (far.here / "data" / "ledger").mkdir(parents=True)
+    (far.here / "data" / "ledger" / "ledger-0-1").write_bytes(b"counts")
+    far.files.send_back()
+    assert home.result.read_bytes() == result
+    assert home.log(0).read_bytes() == "… 4 bytes before this are left out …\n".encode() + log[4:]
+    assert home.log(1).read_bytes() == b""
+    assert (home.path / "data" / "ledger" / "ledger-0-1").read_bytes() == b"counts"
+    assert not list(home.path.rglob("*.part*"))
+    far.files.close()
+    assert not far.here.exists()
+
+
+def test_a_result_that_did_not_come_whole_is_not_there(far: Far, home: RunFolder) -> None:
+    far.ask(WRITE, name="result", offset=0, data=b"half", last=False)
+    assert not home.result.exists()
+    far.ask(WRITE, name="result", offset=0, data=b"whole", last=True)  # sent again
+    assert home.result.read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/x", "plan.json", "payload", "logs/../../x.log", "logs/rank-0.log/x", ""]
+)
+def test_what_a_host_may_not_bring_is_refused(far: Far, name: str) -> None:
+    with pytest.raises(ProtocolError):
+        far.ask(WRITE, name=name, offset=0, data=b"x", last=True)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "events.jsonl", "data/../plan.json"])
+def test_what_a_host_may_not_read_is_refused(far: Far, name: str) -> None:
+    with pytest.raises(ProtocolError):
+        far.ask(READ, name=name, offset=0, size=10)
+
+
+def test_only_the_first_host_brings_the_result(home: RunFolder, plan: Plan, tmp_path: Path) -> None:
+    other = Far(home, plan, tmp_path / "cache", host_rank=1)
+    with pytest.raises(ProtocolError):
+        other.ask(WRITE, name="result", offset=0, data=b"x", last=True)
+
+
+def test_failures_name_the_log_where_the_user_finds_it(far: Far) -> None:
+    assert far.files.local(far.spec).told_log(1) == f"{far.spec.run_dir}/logs/rank-1.log"

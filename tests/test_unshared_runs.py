@@ -1,0 +1,118 @@
+"""Runs on hosts that share nothing with the notebook: all travels through the pool."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from taas_magic import launch, taas_toml
+from taas_magic.errors import RankFailed
+from taas_magic.journal import RunFolder
+from tests.harness import Notebook
+from tests.rig.hosts import Hosts, hosts_up
+
+pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
+
+MEET = """
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+total = torch.ones(1)
+dist.all_reduce(total)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with hosts_up(2) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def settings(
+    warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """A configuration folder with a pool of them; in the end it is given back."""
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "taas").mkdir()
+    (folder / "taas" / "taas.toml").write_text(f"""
+[pools.far]
+engine = "ssh"
+hosts = {hosts.names}
+python = "{sys.executable}"
+gpus = 1
+cores = 1
+lease_s = 20
+options = {{ ssh_config = "{hosts.ssh_config}" }}
+""")
+    yield folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        patch.chdir(warm_notebook.project)
+        launch.down("far", taas_toml.load(warm_notebook.project))
+    for number in (1, 2):
+        _, left = psutil.wait_procs(hosts.processes(number), timeout=60)
+        assert not left
+
+
+@pytest.fixture
+def far(
+    warm_notebook: Notebook, hosts: Hosts, settings: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Notebook]:
+    """A notebook with the pool; after the test no folder of a run is left on its hosts."""
+    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(settings))
+    monkeypatch.chdir(warm_notebook.project)
+    yield warm_notebook
+    for number in (1, 2):
+        left = hosts.exec(number, "sh", "-c", "ls -A ~/.cache/taas/runs /tmp").split()
+        assert not [name for name in left if name.startswith(("2", "taas-", "torchelastic"))]
+
+
+def test_the_payload_comes_and_results_displays_and_logs_go_back(
+    far: Notebook, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROM_THE_NOTEBOOK", "set in a cell")
+    far.define("import torch\nweights = torch.arange(300_000.)\ndef double(x): return x * 2\n")
+    source = """
+print(os.uname().nodename, os.environ["FROM_THE_NOTEBOOK"], os.environ["HOME"], flush=True)
+result = double(weights) + total
+float(result.sum())
+"""
+    outcome = far.run(MEET + source, "--pool far --out result")
+    assert outcome.error is None
+    run = outcome.run
+    assert run is not None
+    assert run.out["result"].tolist()[:3] == [2.0, 4.0, 6.0]
+    assert run.result == pytest.approx(float(run.out["result"].sum()))
+    for rank in range(2):
+        [name] = [line.split()[0] for line in run.logs(rank).splitlines() if "in a cell" in line]
+        assert name in hosts.names
+    assert not list(RunFolder(run.path).path.rglob("*.part*"))
+
+
+def test_a_failure_shows_the_notebooks_lines_and_a_log_that_is_there(far: Notebook) -> None:
+    source = "print('before', flush=True)\nif rank == 1:\n    1 / 0\ndist.barrier()\n"
+    outcome = far.run(MEET + source, "--pool far")
+    assert isinstance(outcome.error, RankFailed)
+    assert (outcome.error.rank, outcome.error.etype) == (1, "ZeroDivisionError")
+    assert re.search(r"-> \d+ +1 / 0", outcome.shown)
+    first = outcome.of_kind("ended")[0]["first"]
+    assert "before" in Path(first["log_path"]).read_text()
+
+
+def test_all_start_again_from_what_is_there(far: Notebook) -> None:
+    source = """
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if rank == 1 and attempt == 0:
+    os.kill(os.getpid(), 9)
+dist.barrier()
+attempt
+"""
+    outcome = far.run(MEET + source, "--pool far --max-restarts 1")
+    assert outcome.error is None
+    assert outcome.run is not None and outcome.run.result == 1
