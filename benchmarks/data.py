@@ -29,6 +29,7 @@ from taas_magic.data.loader import RemoteLoader
 from taas_magic.data.route import FolderDirectory
 from taas_magic.data.tls import Tls
 from taas_magic.remote import fetcher
+from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
 
 SIZES = {"196 KiB": 196 << 10, "36.75 MiB": 37632 << 10}
 ENDLESS = 1 << 30
@@ -117,8 +118,9 @@ def ours(
     (folder / "train.pkl").write_bytes(payload)
     running = []
     for number in range(fetchers):
-        fetched = (fetcher.Fetched("train", folder / "train.pkl", lanes),)
-        spec = fetcher.FetcherSpec(
+        fetched = (Fetched("train", folder / "train.pkl", lanes),)
+        spec = FetcherSpec(
+            number,
             number,
             fetchers,
             fetched,

@@ -86,6 +86,10 @@ class RunFolder:
         (folder.path / "cell.py").write_text(cell)
         return folder
 
+    def discard(self) -> None:
+        """Removes all of it: the run was never started."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
     def plan(self) -> dict[str, Any]:
         """What was decided, as JSON values."""
         values: dict[str, Any] = json.loads((self.path / "plan.json").read_text())

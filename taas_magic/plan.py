@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from taas_magic.data_plan import DataPlan
 from taas_magic.errors import UsageError
 from taas_magic.store import StoreRule
 
@@ -117,6 +118,7 @@ class Plan:
     prefill: Prefill | None = None
     notes: tuple[str, ...] = ()
     store: StoreRule | None = None
+    data: DataPlan | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values, for the journal and the wire."""
@@ -127,11 +129,15 @@ class Plan:
         """The inverse of `to_json`."""
         hosts = tuple(HostPlan(**host) for host in values["hosts"])
         rule = values.get("store")
-        store = StoreRule.from_json(rule) if rule else None
         fill = values.get("prefill")
-        prefill = Prefill(**fill) if fill else None
+        parsed = {
+            "hosts": hosts,
+            "store": StoreRule.from_json(rule) if rule else None,
+            "prefill": Prefill(**fill) if fill else None,
+            "data": DataPlan.from_json(values["data"]) if values.get("data") else None,
+        }
         tuples = {key: tuple(values[key]) for key in ("out", "notes")}
-        return cls(**{**values, **tuples, "hosts": hosts, "store": store, "prefill": prefill})
+        return cls(**{**values, **tuples, **parsed})
 
 
 def new_run_id(now: float | None = None) -> str:

@@ -19,6 +19,7 @@ from taas_magic.data.feed import Feed, LoaderShape
 from taas_magic.data.loader import RemoteLoader
 from taas_magic.data.route import FolderDirectory, Timing
 from taas_magic.remote import fetcher
+from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
 
 SEED = 7
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -116,7 +117,7 @@ class Service:
 
     def spec(self, number):
         fetched = tuple(
-            fetcher.Fetched(
+            Fetched(
                 name,
                 self.folder / f"{name}.pkl",
                 num_workers=loader.num_workers or self.lanes,
@@ -124,8 +125,9 @@ class Service:
             )
             for name, loader in self.loaders.items()
         )
-        return fetcher.FetcherSpec(
-            number, self.fetchers, fetched, self.key, self.folder / "fetchers", 1, **self.changes
+        folder = self.folder / "fetchers"
+        return FetcherSpec(
+            number, number, self.fetchers, fetched, self.key, folder, 1, **self.changes
         )
 
     def start(self, number):

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "taas_magic"
 FLOORS = (
     ("kernel", "__init__"),
     ("magic", "completion", "commands", "api"),
-    ("check", "launch", "run", "interrupts"),
+    ("check", "launch", "dry_run", "fetching", "run", "interrupts"),
     (
         "display",
         "pool",
@@ -32,7 +32,17 @@ FLOORS = (
         "flag_table",
         "environ",
     ),
-    ("journal", "data", "taas_toml", "config", "store", "publish", "receipt", "capture"),
+    (
+        "journal",
+        "data",
+        "taas_toml",
+        "config",
+        "store",
+        "publish",
+        "receipt",
+        "capture",
+        "data_plan",
+    ),
     ("advice", "plot", "flow"),
     ("pragma", "errors", "certificate"),
 )

@@ -1,125 +1,22 @@
-"""A run's fetchers in the agent, and its feed in the ranks."""
+"""A rank's feed: where its registered loaders get their batches, and what it says of them."""
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 from taas_magic.data import service
-from taas_magic.data.service import Service
-from taas_magic.journal import Event, event
-from taas_magic.remote import fetcher
-from taas_magic.remote.fetcher import Fetched, FetcherSpec, Setting
-from taas_magic.remote.filling import Filling, lanes_fill
+from taas_magic.data.route import Entry, write_entry
 from taas_magic.remote.link import Link
-from taas_magic.remote.spec import HostSpec, Place
 
 REPORT_S = 1.0
 """How often a rank says what it was handed and how long it waited."""
 
-_END_S = 5.0
 
-
-@contextmanager
-def fetchers(
-    spec: HostSpec, place: Place, scratch: Path, emit: Callable[[Event], None]
-) -> Iterator[None]:
-    """Fetchers of a run beside its ranks, as long as the block runs; none if it needs none.
-
-    Args:
-        spec: The run's share of this host; the first host has the fetchers.
-        place: This host, and where the ranks of other hosts reach it.
-        scratch: The run's own folder on this host, which goes with it.
-        emit: Sends an event to the pool's process; any thread may call it.
-    """
-    served = service.read(spec.folder.path)
-    if served is None or not served.fetchers or spec.host_rank:
-        yield
-        return
-    running = [fetcher.start(one) for one in _specs(served, spec, place, scratch)]
-    controls = [control for _, control in running]
-    listener = threading.Thread(target=_listen, args=(controls, place.host, emit), daemon=True)
-    listener.start()
-    try:
-        yield
-    finally:
-        for control in controls:
-            control.send("end")
-        for process, _ in running:
-            process.join(_END_S)
-            process.kill()
-            process.join()
-        listener.join()
-
-
-def filling(spec: HostSpec) -> Filling | None:
-    """What is to be prepared before this host starts its ranks; None: nothing."""
-    served, prefill = service.read(spec.folder.path), spec.plan.prefill
-    if served is None or not served.fetchers or prefill is None or spec.host_rank:
-        return None
-    return Filling(prefill, served.fetchers, len(served.loaders), served.units)
-
-
-def _specs(served: Service, spec: HostSpec, place: Place, scratch: Path) -> Iterator[FetcherSpec]:
-    run_dir = spec.folder.path
-    origin = spec.origin
-    cores = max(1, len(os.sched_getaffinity(0)) // served.fetchers)
-    memory = served.memory
-    fill_batches, fill_bytes = lanes_fill(spec.plan.prefill)
-    loaders = tuple(
-        Fetched(
-            one.name,
-            service.payload_file(run_dir, one.name),
-            one.num_workers,
-            one.context,
-            one.seed,
-        )
-        for one in served.loaders
-    )
-    for number in range(served.fetchers):
-        log = run_dir / "logs" / f"fetcher-{number}.log"
-        setting = Setting(
-            origin.cwd, dict(origin.environ), origin.sys_path, spec.folder.payload, log
-        )
-        yield FetcherSpec(
-            number=number,
-            fetchers=served.fetchers,
-            loaders=loaders,
-            key=served.key,
-            folder=service.folder_of(run_dir) / "fetchers",
-            cores=cores,
-            host=place.host,
-            # no port that nobody needs: ranks beside their fetchers come by Unix sockets
-            listen=place.address if len(spec.plan.hosts) > 1 else "",
-            tls=served.tls,
-            buffer_bytes=memory.buffer_bytes,
-            spill=scratch / f"spill-{number}" if memory.over == "spill" else None,
-            spill_bytes=memory.spill_bytes,
-            fill_batches=fill_batches,
-            fill_bytes=fill_bytes,
-            units=served.units,
-            setting=setting,
-        )
-
-
-def _listen(controls: list[Connection], host: str, emit: Callable[[Event], None]) -> None:
-    """Turn what fetchers say into events, until all have ended."""
-    left = list(controls)
-    while left:
-        for control in wait(left):
-            assert isinstance(control, Connection)
-            try:
-                said: dict[str, Any] = control.recv()
-            except (EOFError, OSError):
-                number = controls.index(control)
-                emit(event("fetcher_ended", host, number=number))
-                control.close()
-                left.remove(control)
-                continue
-            emit(event(said.pop("kind"), host, **said))
+def place(run_dir: Path, number: int, entry: Entry) -> None:
+    """Writes down where a fetcher of another host listens, for the ranks of this one."""
+    write_entry(service.folder_of(run_dir) / "fetchers", number, entry)
 
 
 @contextmanager

@@ -4,122 +4,27 @@ Started by the host's agent, before the ranks exist. It tells the agent where it
 how they stand, starts lanes again that died, and ends with the agent or when it is told to.
 """
 
-import json
 import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.lanes import Lanes
-from taas_magic.data.tls import Tls
+from taas_magic.data.route import Entry, write_entry
+from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
 from taas_magic.remote.process import die_with_parent
 
 REPORT_S = 0.5
 """How often a fetcher says how its lanes stand."""
 
 _MAX_MENDS = 100
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """One registered loader, as a fetcher is told about it.
-
-    Attributes:
-        name: Its name.
-        payload: File with the pickled loader.
-        num_workers: Lanes; 0 is one for each of the fetcher's cores.
-        context: multiprocessing's start method of the lanes, "" for the default.
-        seed: The seed of its randomness.
-    """
-
-    name: str
-    payload: Path
-    num_workers: int = 0
-    context: str = ""
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a fetcher takes over from the notebook, so that its loaders unpickle.
-
-    Attributes:
-        cwd: The notebook's folder.
-        environ: The kernel's environment.
-        sys_path: The kernel's import path.
-        payload: The run's payload, which has the project's own modules.
-        log: File for what the dataset's code prints.
-    """
-
-    cwd: str
-    environ: dict[str, str]
-    sys_path: tuple[str, ...]
-    payload: Path
-    log: Path
-
-    def take(self) -> None:
-        """Make it this process's."""
-        from taas_magic.capture import modules, payload
-
-        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
-        os.environ.clear()
-        os.environ.update(self.environ)
-        os.chdir(self.cwd)
-        sys.path[:] = self.sys_path
-        modules.install(payload.read(self.payload).modules)
-
-
-@dataclass(frozen=True)
-class FetcherSpec:
-    """What a fetcher is to do.
-
-    Attributes:
-        number: Its number, from 0.
-        fetchers: How many there are in the run.
-        loaders: What it runs.
-        key: The run's key.
-        folder: Where it writes its addresses (`route.FolderDirectory`).
-        cores: Processors that it may use.
-        host: Its host's name, for messages.
-        listen: Address to listen at for TCP; "" for this host's ranks only.
-        buffer_bytes: How much prepared data may wait in memory, over all loaders and lanes.
-        spill: Folder for what memory has no room for; None: the lanes wait instead.
-        spill_bytes: How much may lie there.
-        fill_batches: What all fetchers of the run are to have ready before ranks ask.
-        fill_bytes: The same in bytes.
-        units: The bound of `--units`.
-        tls: The run's certificate; None for plain TCP.
-        setting: What it takes over from the notebook; None: nothing.
-    """
-
-    number: int
-    fetchers: int
-    loaders: tuple[Fetched, ...]
-    key: bytes
-    folder: Path
-    cores: int
-    host: str = ""
-    listen: str = "127.0.0.1"
-    buffer_bytes: int = 1 << 30
-    spill: Path | None = None
-    spill_bytes: int = 16 << 30
-    fill_batches: int = 0
-    fill_bytes: int = 0
-    units: int | None = None
-    tls: Tls | None = None
-    setting: Setting | None = None
 
 
 class Fetcher:
@@ -133,21 +38,15 @@ class Fetcher:
         self._budget_bytes = spec.buffer_bytes // self._lanes
         self.lanes = {loader.name: self._start(loader) for loader in spec.loaders}
 
-    def publish(self) -> Path:
-        """Write where the lanes listen; a rank sees the whole file or none."""
-        entry = {
+    def entry(self) -> Entry:
+        """Where the lanes listen, for `FolderDirectory`s here and on the ranks' hosts."""
+        return {
             name: {
                 "lanes": self._spec.fetchers * len(lanes.addresses),
-                "addresses": {number: tuple(at) for number, at in lanes.addresses.items()},
+                "addresses": {str(number): list(at) for number, at in lanes.addresses.items()},
             }
             for name, lanes in self.lanes.items()
         }
-        self._spec.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = self._spec.folder / f"fetcher-{self._spec.number}.json"
-        draft = file.with_suffix(".draft")
-        draft.write_text(json.dumps(entry))
-        os.replace(draft, file)
-        return file
 
     def wait(self, control: Connection | None, timeout_s: float) -> bool:
         """Wait until a lane dies or the agent speaks; returns False when this fetcher is to end."""
@@ -183,7 +82,13 @@ class Fetcher:
         """What an agent wants to know of it once."""
         lanes = {name: len(lanes.addresses) for name, lanes in self.lanes.items()}
         cores = len(os.sched_getaffinity(0))
-        return {"number": self._spec.number, "pid": os.getpid(), "cores": cores, "lanes": lanes}
+        return {
+            "number": self._spec.number,
+            "pid": os.getpid(),
+            "cores": cores,
+            "lanes": lanes,
+            "entry": self.entry(),
+        }
 
     def warnings(self) -> list[str]:
         """What the user should know; each is said once."""
@@ -220,7 +125,7 @@ class Fetcher:
                 spec.key,
                 fetcher=spec.number,
                 lane=lane,
-                number=spec.number * count + lane,
+                number=spec.index * count + lane,
                 lanes=spec.fetchers * count,
                 buffer_bytes=self._budget_bytes,
                 spill=spec.spill / f"{place}-{lane}" if spec.spill is not None else None,
@@ -239,7 +144,7 @@ class Fetcher:
 def running(spec: FetcherSpec) -> Iterator[Fetcher]:
     """A fetcher in this process, its addresses published, ended on leaving."""
     fetcher = Fetcher(spec)
-    file = fetcher.publish()
+    file = write_entry(spec.folder, spec.number, fetcher.entry())
     try:
         yield fetcher
     finally:
@@ -251,7 +156,8 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """A fetcher's process, started by the agent.
 
     Says `{"kind": "fetcher", …}` once it listens, `{"kind": "fetched", "loaders": stats}` every
-    `REPORT_S`, `{"kind": "note", "text": …}` when it had to mend a lane. Ends when `control` is
+    `REPORT_S`, `{"kind": "note", "text": …}` when it had to mend a lane, and `{"kind":
+    "fetcher_failed", "why": …}` when it could not go on. Ends when `control` is
     closed or anything comes over it.
 
     Args:
@@ -261,18 +167,29 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
-    if spec.setting is not None:
-        spec.setting.take()
-    with running(spec) as fetcher, suppress(BrokenPipeError):
-        control.send({"kind": "fetcher", **fetcher.about()})
-        reported = time.monotonic()
-        while fetcher.wait(control, REPORT_S):
-            for sentence in (*fetcher.mend(), *fetcher.warnings()):
-                control.send({"kind": "note", "text": sentence})
-            if time.monotonic() - reported >= REPORT_S:
-                reported = time.monotonic()
-                control.send(fetched(spec.number, fetcher))
-        control.send(fetched(spec.number, fetcher))
+    with suppress(BrokenPipeError):
+        try:
+            if spec.setting is not None:
+                spec.setting.take()
+            with running(spec) as fetcher:
+                _report(spec.number, fetcher, control)
+        except Exception as error:
+            traceback.print_exc()
+            why = f"{type(error).__name__}: {error}"
+            control.send({"kind": "fetcher_failed", "number": spec.number, "why": why})
+
+
+def _report(number: int, fetcher: Fetcher, control: Connection) -> None:
+    """Says how a fetcher stands, and mends it, until it is to end."""
+    control.send({"kind": "fetcher", **fetcher.about()})
+    reported = time.monotonic()
+    while fetcher.wait(control, REPORT_S):
+        for sentence in (*fetcher.mend(), *fetcher.warnings()):
+            control.send({"kind": "note", "text": sentence})
+        if time.monotonic() - reported >= REPORT_S:
+            reported = time.monotonic()
+            control.send(fetched(number, fetcher))
+    control.send(fetched(number, fetcher))
 
 
 def fetched(number: int, fetcher: Fetcher) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 from torch.distributed.elastic.agent.server.api import WorkerState
 
+from taas_magic.data.route import Entry
 from taas_magic.journal import Event, event
 from taas_magic.receipt import STORE_KINDS
 from taas_magic.remote import feeding, guard, link, report
 from taas_magic.remote.elastic import HostRendezvous, RunAgent, serve_store
-from taas_magic.remote.filling import Filling
 from taas_magic.remote.host_files import HostFiles
 from taas_magic.remote.process import end_all, signal_name
 from taas_magic.remote.pump import Pump
@@ -67,7 +67,6 @@ class HostRun:
         ask: Ask,
     ) -> None:
         self._spec, self._emit, self._alone = spec, emit, alone
-        self._place = place
         self._host, self._interface = place.host, place.interface
         self._store = serve_store(spec)
         self.port: int = self._store.port if self._store else 0
@@ -81,8 +80,10 @@ class HostRun:
         self._verdict: Verdict | None = None
         self._failures: list[Failure] = []
         self._elastic: RunAgent | None = None
-        self._filling: Filling | None = None
         self._files = HostFiles(spec, place, ask, emit)
+        self._placing = threading.Lock()
+        self._is_prepared = False
+        self._fetchers = {int(number): entry for number, entry in spec.fetchers.items()}
 
     def run(self) -> None:
         """Runs to the end, and emits `host_ended` when nothing of the run is left here."""
@@ -90,13 +91,7 @@ class HostRun:
         self._pump: Pump | None = None
         try:
             if self._prepare():
-                self._filling = feeding.filling(self._spec)
-                fed = feeding.fetchers(
-                    self._spec, self._place, self._pipes, self._take_from_fetcher
-                )
-                with fed:
-                    if self._has_data():
-                        self._run_elastic()
+                self._run_elastic()
         except Exception as error:
             self._verdict = Verdict("FAILED", "host")
             self._failures = [report.host_failure(self._host, error)]
@@ -138,35 +133,26 @@ class HostRun:
         """All hosts have settled, and this was the last attempt; called by another thread."""
         self._command(_Order())
 
+    def place(self, number: int, entry: Entry) -> None:
+        """Tells the ranks where a fetcher of another host listens; called by another thread."""
+        with self._placing:
+            self._fetchers[number] = entry
+            if self._is_prepared:
+                feeding.place(self._spec.folder.path, number, entry)
+
     def _command(self, order: _Order) -> None:
         self._order = order
         self._changed.set()
-
-    def _take_from_fetcher(self, event: Event) -> None:
-        self._emit(event)
-        if self._filling is not None and self._filling.take(event):
-            self._changed.set()
-
-    def _has_data(self) -> bool:
-        """Waits for what `--prefill` asks for; False when the run ends before it is there."""
-        filling = self._filling
-        while filling is not None and not filling.is_enough:
-            if self._interrupted_at is not None:
-                self._verdict = Verdict("INTERRUPTED", "interrupt")
-                return False
-            if self._deadline is not None and time.monotonic() > self._deadline:
-                raise TimeoutError(f"--timeout came while data was prepared: {filling.fields}")
-            self._emit(event("filling", self._host, **filling.fields))
-            self._changed.wait(feeding.REPORT_S)
-            self._changed.clear()
-        self._filling = None
-        return True
 
     def _prepare(self) -> bool:
         """Has all on this host that the ranks need; False if the run was ended meanwhile."""
         if not self._files.bring_in(self._is_wanted):
             return False
         self._spec = self._files.local(self._spec)
+        with self._placing:
+            self._is_prepared = True
+            for number, entry in self._fetchers.items():
+                feeding.place(self._spec.folder.path, number, entry)
         self._pump = Pump(
             self._pipes,
             self._spec.folder,

@@ -1,0 +1,101 @@
+"""Fetchers on hosts, as values."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taas_magic.config import Config, PoolConfig
+from taas_magic.data_plan import DataPlan, FetcherPlan, choose_pool, place
+from taas_magic.errors import UsageError
+
+FEW = st.integers(1, 9)
+
+
+def pool(max_hosts: int, name: str = "c", role: str = "data") -> PoolConfig:
+    return PoolConfig(name, role=role, max_hosts=max_hosts)
+
+
+def config(*pools: PoolConfig) -> Config:
+    return Config(pools={**Config().pools, **{pool.name: pool for pool in pools}})
+
+
+def test_a_host_for_each_fetcher_where_there_are_enough() -> None:
+    plan = place(["train"], 2, pool(4), cores=8)
+    assert (plan.hosts, plan.pool_hosts) == (2, 2)
+    assert plan.fetchers == (FetcherPlan(0, 0, ("train",), 0), FetcherPlan(1, 1, ("train",), 1))
+    assert (plan.cores, plan.notes) == (8, ())
+
+
+def test_fewer_hosts_are_shared_and_it_is_said() -> None:
+    plan = place(["train"], 4, pool(2), cores=8)
+    assert [fetcher.host for fetcher in plan.fetchers] == [0, 1, 0, 1]
+    assert plan.cores == 4
+    note = "--cpus 4 asks for 4 hosts, pool 'c' has 2 hosts: 4 fetchers share them"
+    assert plan.notes == (note,)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "loaders_of", "note"),
+    [
+        (4, [("a",), ("a",), ("b",), ("b",)], ""),
+        (
+            3,
+            [("a", "b"), ("a", "b")],
+            "--cpus 2 for 2 loaders asks for 4 hosts, pool 'c' has 3 hosts: "
+            "the loaders share fetchers",
+        ),
+    ],
+)
+def test_each_loader_has_hosts_of_its_own_where_there_are_enough(
+    hosts: int, loaders_of: list[tuple[str, ...]], note: str
+) -> None:
+    plan = place(["a", "b"], 2, pool(hosts), cores=8)
+    assert [fetcher.loaders for fetcher in plan.fetchers] == loaders_of
+    assert [fetcher.index for fetcher in plan.fetchers] == [0, 1] * (len(loaders_of) // 2)
+    assert "".join(plan.notes) == note
+
+
+@pytest.mark.parametrize(("max_hosts", "hosts", "pool_hosts"), [(4, 2, 3), (2, 2, 2), (1, 1, 1)])
+def test_in_their_own_pool_ranks_have_other_hosts_as_far_as_there_are_any(
+    max_hosts: int, hosts: int, pool_hosts: int
+) -> None:
+    plan = place(["train"], 2, pool(max_hosts), cores=8, rank_hosts=1)
+    assert (plan.hosts, plan.pool_hosts) == (hosts, pool_hosts)
+
+
+@given(FEW, FEW, FEW, FEW, st.integers(1, 99))
+def test_every_loader_has_each_of_its_fetchers_once(
+    loaders: int, cpus: int, hosts: int, rank_hosts: int, cores: int
+) -> None:
+    names = [f"loader{number}" for number in range(loaders)]
+    plan = place(names, cpus, pool(hosts), cores, rank_hosts)
+    for name in names:
+        indices = [fetcher.index for fetcher in plan.fetchers if name in fetcher.loaders]
+        assert indices == list(range(cpus))
+    assert [fetcher.number for fetcher in plan.fetchers] == list(range(len(plan.fetchers)))
+    assert plan.hosts <= plan.pool_hosts <= hosts
+    on_hosts = [fetcher for host in range(plan.hosts) for fetcher in plan.on(host)]
+    assert sorted(on_hosts, key=lambda fetcher: fetcher.number) == list(plan.fetchers)
+    assert all(plan.on(host) for host in range(plan.hosts))
+    assert bool(plan.notes) == (cpus * loaders > hosts)
+    assert plan.cores >= 1
+    assert DataPlan.from_json(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
+
+
+def test_the_pool_is_the_one_that_is_named_else_the_one_for_data_else_the_ranks_own() -> None:
+    ranks, data = pool(1, "g", "ranks"), pool(2, "c")
+    assert choose_pool("g", "", config(ranks)) == (ranks, "")
+    assert choose_pool("g", "", config(ranks, data)) == (data, "")
+    assert choose_pool("g", "g", config(ranks, data)) == (ranks, "")
+    with pytest.raises(UsageError, match="no pool 'nowhere'"):
+        choose_pool("g", "nowhere", config(ranks, data))
+
+
+def test_of_two_pools_for_data_the_first_is_taken_and_it_is_said() -> None:
+    first, second = pool(1, "c1"), pool(1, "c2")
+    chosen, note = choose_pool("local", "", config(first, second))
+    assert chosen == first
+    assert note == "pools 'c1', 'c2' have role 'data': 'c1' is taken; --data-pool NAME chooses"

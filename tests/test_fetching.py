@@ -1,0 +1,275 @@
+"""Fetchers in a pool of their own: several hosts on this machine, which share files."""
+
+import _thread
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from taas_magic import launch, registry, taas_toml
+from taas_magic.capture import pickling
+from taas_magic.data import audit, ledger
+from taas_magic.errors import PoolError, RankFailed
+from tests.harness import Notebook, Outcome, below
+
+SETTINGS = """
+[pools.data]
+engine = "local"
+role = "data"
+cores = 1
+max_hosts = 2
+
+[pools.late]
+engine = "local"
+start_timeout_s = 0.01
+"""
+
+LOADERS = """
+import os, time, taas, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __init__(self, size, wait_s=0.0):
+        self.size, self.wait_s = size, wait_s
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        time.sleep(self.wait_s)
+        return torch.rand(4) + index, os.getppid()
+
+torch.manual_seed(5)
+loader = taas.register(DataLoader(Numbers(24), batch_size=2, shuffle=True))
+slow = taas.register(DataLoader(Numbers(400, 0.01), batch_size=2))
+"""
+
+TRAIN = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+weights = torch.zeros(4)
+for epoch in range(2):
+    for batch, _ in loader:
+        step = batch.mean(0)
+        dist.all_reduce(step)
+        weights = 0.9 * weights + 0.1 * step
+weights.tolist()
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered() -> Iterator[None]:
+    yield
+    registry._registered.clear()
+    pickling.STAND_INS.clear()
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration folder with a data pool of two hosts."""
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "taas").mkdir()
+    (folder / "taas" / "taas.toml").write_text(SETTINGS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def no_hosts_left(warm_notebook: Notebook, settings: Path) -> Iterator[None]:
+    """The data pool goes on from test to test; it is given back in the end, and leaves nothing."""
+    before = set(below(psutil.Process().pid))
+    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
+        patch.setenv("XDG_CONFIG_HOME", str(settings))
+        patch.chdir(warm_notebook.project)
+        launch.down("data", taas_toml.load(warm_notebook.project))
+    _, left = psutil.wait_procs(set(below(psutil.Process().pid)) - before, timeout=30)
+    assert not left
+
+
+@pytest.fixture
+def two_pools(
+    warm_notebook: Notebook,
+    settings: Path,
+    no_hosts_left: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Notebook]:
+    """A notebook whose loaders run in pool `data`; no run leaves a fetcher."""
+    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(settings))
+    monkeypatch.chdir(warm_notebook.project)
+    warm_notebook.define(LOADERS)
+    yield warm_notebook
+    deadline = time.monotonic() + 30
+    while (left := running_in_data_pool()) and time.monotonic() < deadline:
+        threading.Event().wait(0.1)
+    assert not left
+
+
+def running_in_data_pool() -> list[str]:
+    rows = launch.pools(taas_toml.load(Path.cwd()))
+    hosts = next(row["hosts"] for row in rows if row["pool"] == "data")
+    return [run_id for host in hosts for run_id in host["runs"]]
+
+
+def fetcher_hosts(outcome: Outcome) -> dict[int, str]:
+    return {event["number"]: event["host"] for event in outcome.of_kind("fetcher")}
+
+
+def handed(outcome: Outcome) -> list[audit.Handed]:
+    assert outcome.run is not None
+    return ledger.read(outcome.run.path / "data" / "ledger")
+
+
+def test_weights_are_equal_wherever_the_loaders_run(two_pools: Notebook) -> None:
+    seen = {}
+    for flags in ("--cpus 0", "--cpus 1 --data-pool local", "--cpus 2", "--cpus 3"):
+        outcome = two_pools.run(TRAIN, flags)
+        assert outcome.error is None, outcome.shown
+        assert outcome.run is not None
+        seen[flags] = outcome.run.result
+        assert audit.audit(handed(outcome)) == []
+        hosts = fetcher_hosts(outcome)
+        if flags == "--cpus 2":
+            assert len(set(hosts.values())) == 2
+            assert outcome.run.plan.notes[1:] == ()
+        if flags == "--cpus 3":
+            assert (len(hosts), len(set(hosts.values()))) == (3, 2)
+            shared = "--cpus 3 asks for 3 hosts, pool 'data' has 2 hosts: 3 fetchers share them"
+            assert outcome.run.plan.notes[-1] == shared
+    assert all(weights == seen["--cpus 0"] for weights in seen.values())
+    assert seen["--cpus 0"][0] > 0
+
+
+def test_two_loaders_have_hosts_of_their_own(two_pools: Notebook) -> None:
+    source = "[len(set(int(pid) for _, pids in each for pid in pids)) for each in (loader, slow)]"
+    outcome = two_pools.run(source, "--cpus 1")
+    assert outcome.error is None, outcome.shown
+    loaders = {event["number"]: set(event["lanes"]) for event in outcome.of_kind("fetcher")}
+    assert loaders == {0: {"loader"}, 1: {"slow"}}
+    assert len(set(fetcher_hosts(outcome).values())) == 2
+
+
+KILL = """
+import psutil, signal
+for number, (batch, pids) in enumerate(slow):
+    if number == 5 and int(os.environ["RANK"]) == 0:
+        fetcher = psutil.Process(int(pids[0]))
+        supervisors = [p for p in fetcher.parents() if "supervisor" in " ".join(p.cmdline())]
+        print("killed", VICTIMS(supervisors[0]), flush=True)
+number
+"""
+
+
+def test_18_a_host_with_fetchers_dies(two_pools: Notebook) -> None:
+    """FAULTS.md 10 and 18: its batches come from the other host, each once."""
+    two_pools.define(
+        "def VICTIMS(host):\n"
+        "    for process in [host, *host.children(recursive=True)]:\n"
+        "        process.kill()\n"
+        "    return host.pid\n"
+    )
+    outcome = two_pools.run(KILL, "--cpus 2")
+    assert outcome.error is None, outcome.shown
+    assert outcome.run is not None
+    assert outcome.run.result == 99
+    lines = handed(outcome)
+    assert audit.audit(lines) == []
+    assert audit.missing(lines, 200) == []
+    (gone,) = (note["text"] for note in outcome.of_kind("note") if "is gone" in note["text"])
+    assert gone.endswith("their batches come from the others")
+    assert "with fetcher " in gone
+
+
+def test_20_all_hosts_with_fetchers_die(two_pools: Notebook) -> None:
+    """FAULTS.md 20: the run fails, no rank hangs."""
+    two_pools.define(
+        "def VICTIMS(host):\n"
+        "    hosts = [p for p in host.parent().children() if 'supervisor' in str(p.cmdline())]\n"
+        "    for process in [p for h in hosts for p in [h, *h.children(recursive=True)]]:\n"
+        "        with contextlib.suppress(psutil.Error):\n"
+        "            process.kill()\n"
+        "    return len(hosts)\n"
+        "import contextlib, psutil"
+    )
+    outcome = two_pools.run(KILL, "--cpus 2")
+    assert isinstance(outcome.error, RankFailed)
+    assert "no fetcher of loader 'slow' answers any more" in outcome.shown
+    notes = [note["text"] for note in outcome.of_kind("note")]
+    assert any(text.endswith("no other is left") for text in notes)
+
+
+def test_a_fetcher_is_kept_off_the_project_store(two_pools: Notebook) -> None:
+    two_pools.define(
+        "class Caching(Numbers):\n"
+        "    def __getitem__(self, index):\n"
+        "        time.sleep(0.5)\n"
+        "        open('cache.txt', 'a').write(f'{index}\\n')\n"
+        "        return len(open('cache.txt').readlines()), os.system('touch by_shell 2>&-')\n"
+        "caching = taas.register(DataLoader(Caching(4), batch_size=None))"
+    )
+    outcome = two_pools.run("[tuple(map(int, pair)) for pair in caching]", "--cpus 1", gpus=1)
+    assert outcome.error is None, outcome.shown
+    assert outcome.run is not None
+    assert [count for count, _ in outcome.run.result] == [1, 2, 3, 4]
+    assert all(refused for _, refused in outcome.run.result)
+    assert not list(two_pools.project.glob("cache.txt")) + list(two_pools.project.glob("by_shell"))
+    said = "fetchers do not write the project store: 'cache.txt' was kept out of it"
+    assert said in [note["text"] for note in outcome.of_kind("note")]
+
+
+def test_a_data_pool_that_cannot_be_had_fails_the_cell_and_leaves_no_run(
+    two_pools: Notebook,
+) -> None:
+    before = sorted(two_pools.state_dir.glob("runs/*"))
+    outcome = two_pools.run(TRAIN, "--cpus 1 --data-pool late")
+    assert isinstance(outcome.error, PoolError)
+    assert "pool 'late'" in outcome.shown
+    assert sorted(two_pools.state_dir.glob("runs/*")) == before
+
+
+def test_the_plan_says_where_fetchers_will_be(
+    two_pools: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_pools.run("sum(1 for batch in loader)", "--cpus 2 --dry-run")
+    said = capsys.readouterr().out
+    assert "data pool data: 2 fetchers on 2 host(s)" in said
+    assert "  host 1: fetcher 1 for loader, 1 core(s)" in said
+
+
+def test_the_journal_says_where_fetchers_were_but_not_where_they_listen(
+    two_pools: Notebook,
+) -> None:
+    outcome = two_pools.run("sum(1 for batch in loader)", "--cpus 2")
+    assert outcome.run is not None
+    plan = json.loads((outcome.run.path / "plan.json").read_text())
+    assert plan["data"]["pool"] == "data"
+    assert set(fetcher_hosts(outcome)) == {0, 1}
+    assert all("entry" not in event for event in outcome.of_kind("fetcher"))
+    assert {event["number"] for event in outcome.of_kind("fetched")} <= {0, 1}
+
+
+def test_an_interrupt_while_fetchers_come_up_leaves_none(two_pools: Notebook) -> None:
+    launch.down("data", taas_toml.load(two_pools.project))
+    pool = launch.pool_named("data", taas_toml.load(two_pools.project))
+    called = threading.Event()
+    original = pool.open
+
+    def interrupted(*arguments: Any) -> None:
+        called.set()
+        _thread.interrupt_main()
+        original(*arguments)
+
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(pool, "open", interrupted)
+        outcome = two_pools.run(TRAIN, "--cpus 1")
+    assert called.is_set()
+    assert isinstance(outcome.error, KeyboardInterrupt)
