@@ -11,10 +11,10 @@ from typing import Any
 from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.magic_arguments import magic_arguments
 
-from taas_magic.config import Config, DataConfig
+from taas_magic.config import Config
 from taas_magic.errors import UsageError
 from taas_magic.flag_table import BY_NAME, FLAGS, REPEATED, Flag
-from taas_magic.plan import Flags, Prefill
+from taas_magic.plan import Flags
 
 _NOT_EXPANDED = re.compile(r"\$\w+|\{.+\}")
 
@@ -74,29 +74,14 @@ def parse(line: str, config: Config) -> Flags:
         )
     least, most = found.pop("gpus")
     flags = Flags(gpus=least, max_gpus=most if most > least else 0, **found)
-    if flags.prefill is not None:
-        _check_prefill(flags.prefill, flags, config.data)
+    if flags.prefill is not None and flags.prefill.unit == "all" and flags.units is None:
+        raise UsageError("--prefill all needs --units K: without it there is no end to prefill to")
     beyond = sorted(rank for rank in flags.log_ranks or () if rank >= most)
     if beyond:
         raise UsageError(
             f"--logs {beyond[0]}: with --gpus {most} possible is all, or ranks from 0 to {most - 1}"
         )
     return flags
-
-
-def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
-    """Refuses what could never be ready."""
-    if prefill.unit == "all" and flags.units is None:
-        raise UsageError("--prefill all needs --units K: without it there is no end to prefill to")
-    if not flags.cpus:
-        raise UsageError("--prefill needs --cpus M: without fetchers nothing is prepared before")
-    spills = memory.over == "spill"
-    most = flags.cpus * (memory.buffer_bytes + (memory.spill_bytes if spills else 0))
-    if prefill.unit == "bytes" and prefill.amount > most:
-        raise UsageError(
-            f"--prefill {prefill.amount}: {flags.cpus} fetcher{'s' * (flags.cpus > 1)} may hold "
-            f"{most} bytes; possible is less, more --cpus, or a larger buffer in taas.toml's [data]"
-        )
 
 
 def _words(line: str) -> list[str]:

@@ -1,6 +1,5 @@
 """Counts the user's interrupts instead of being torn by them."""
 
-import queue
 import signal
 import threading
 from collections.abc import Callable
@@ -53,51 +52,3 @@ class Interrupts:
         """
         if self.count:
             raise KeyboardInterrupt
-
-
-Tell = Callable[[list[str]], None]
-
-
-class Background:
-    """Work in a thread of its own that the user may stop waiting for; it goes on then.
-
-    Args:
-        work: What to do; it is given what tells the waiting user how it stands, in lines.
-    """
-
-    def __init__(self, work: Callable[[Tell], None]) -> None:
-        self._work = work
-        self._error: Exception | None = None
-        self._news: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name="taas-background", daemon=True)
-        self.thread.start()
-
-    def wait(self, interrupts: Interrupts, say: Callable[[str], None]) -> None:
-        """Returns when the work is done.
-
-        Args:
-            interrupts: The user's.
-            say: Called with each line that is told, once.
-
-        Raises:
-            Exception: What the work raised.
-            KeyboardInterrupt: The user has interrupted.
-        """
-        interrupts.wake = lambda: self._news.put(None)
-        said: set[str] = set()
-        while not interrupts.count and (news := self._news.get()) is not None:
-            for line in news:
-                if line not in said:
-                    said.add(line)
-                    say(line)
-        interrupts.check()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self._work(self._news.put)
-        except Exception as error:
-            self._error = error
-        finally:
-            self._news.put(None)

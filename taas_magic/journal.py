@@ -21,15 +21,9 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from taas_magic.advice import advice
 from taas_magic.errors import UsageError
-from taas_magic.flow import Flow
-from taas_magic.plot import draw
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Event = dict[str, Any]
 
@@ -85,10 +79,6 @@ class RunFolder:
         (folder.path / "plan.json").write_text(json.dumps(plan, indent=1))
         (folder.path / "cell.py").write_text(cell)
         return folder
-
-    def discard(self) -> None:
-        """Removes all of it: the run was never started."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
     def plan(self) -> dict[str, Any]:
         """What was decided, as JSON values."""
@@ -155,30 +145,6 @@ class RunRecord:
             )
         path = RunFolder(self.path).log(rank)
         return path.read_text(errors="replace") if path.exists() else ""
-
-    @property
-    def advice(self) -> str:
-        """What to change when ranks waited for data; "" where there is nothing to say."""
-        return advice(self._flow())
-
-    @property
-    def waited(self) -> dict[str, float]:
-        """The share of their time with each loader that ranks waited for it, from 0 to 1."""
-        return {loader.name: loader.mean.share for loader in self._flow().loaders.values()}
-
-    def plot(self) -> "Figure":
-        """Draws how long ranks waited for data, and how fast it came, over time.
-
-        Raises:
-            UsageError: matplotlib is missing, or the run used no registered loader.
-        """
-        return draw(RunFolder(self.path).read_events(), f"{self.run_id} {self.name}".rstrip())
-
-    def _flow(self) -> Flow:
-        flow = Flow()
-        for seen in RunFolder(self.path).read_events():
-            flow.apply(seen, seen["time"])
-        return flow
 
 
 def runs() -> list[RunRecord]:

@@ -1,25 +1,25 @@
 """From a cell's head and body to a finished run; and the pools that this kernel uses."""
 
 import os
+import queue
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taas_magic import data_plan, environ, fetching, journal, registry, store
+from taas_magic import environ, journal, registry, store
 from taas_magic.capture import payload
-from taas_magic.capture.payload import Cell, CellSource
+from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.config import Config
 from taas_magic.display.view import View
 from taas_magic.errors import PoolError, UsageError
-from taas_magic.interrupts import Background, Interrupts
+from taas_magic.interrupts import Interrupts
 from taas_magic.journal import RunFolder
 from taas_magic.plan import Flags, Plan, make_plan, new_run_id
 from taas_magic.pool import Pool
 from taas_magic.remote.spec import HostSpec, Origin
 from taas_magic.run import Run
+from taas_magic.store import StoreRule
 from taas_magic.travel.same import Identity
 
 if TYPE_CHECKING:
@@ -48,42 +48,22 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     global last_run
     pool = pool_named(flags.pool, config)
     plan = plan_of(flags, pool, config)
-    rule = plan.store
-    assert rule is not None
-    store.prepare(rule)
+    assert plan.store is not None
+    store.prepare(plan.store)
     with registry.noting() as loaders:
-        captured = payload.capture(cell, shell.user_ns, **capture_settings(cell, shell, config))
-    plan = with_fetchers(plan, flags, tuple(loaders), config)
-    folder = RunFolder.create(plan.run_id, plan.to_json(), cell.raw)
-    payload.write(captured, folder.payload)
-    registry.serve(
-        loaders, folder.path, plan.cpus, plan.units, config.data, _needs_tls(plan, config)
-    )
-    origin = _origin(shell, rule.path)
-    requires = None if pool.config.engine == "local" else captured.requires
-    spec = HostSpec(plan, 0, str(folder.path), origin, requires=requires).to_json()
-    run = Run(plan, folder)
-    data_pool = pool_named(plan.data.pool, config) if plan.data else None
-    coming = fetching.fetchers(data_pool, spec, run.put, waits=data_pool is not pool)
-    with Interrupts() as interrupts, coming as fetchers:
-        try:
-            if not plan.prefill:
-                open_pool(pool, interrupts, len(plan.hosts))
-            if fetchers:
-                fetchers.wait(interrupts, _say)
-        except (PoolError, KeyboardInterrupt):
-            folder.discard()
-            raise
-        last_run = run
+        captured = payload.capture(cell, shell.user_ns, **_capture_settings(cell, shell, config))
+    with Interrupts() as interrupts:
+        open_pool(pool, interrupts, len(plan.hosts))
+        folder = RunFolder.create(plan.run_id, plan.to_json(), cell.raw)
+        payload.write(captured, folder.payload)
+        registry.serve(loaders, folder.path, plan.cpus, plan.units)
+        run = last_run = Run(plan, folder)
         gpus = plan.world_size if pool.capacity().gpus else 0
         view = View(plan, folder.path, log_ranks=flags.log_ranks, gpus=gpus)
-        if fetchers and plan.prefill:
-            run.fill(fetchers, view, interrupts)
-            with run.giving_up(view):
-                open_pool(pool, interrupts, len(plan.hosts))
-        run.start(pool, spec, fetchers.said() if fetchers else [])
-        if fetchers:
-            fetchers.pass_on(pool)
+        origin = _origin(shell, plan.store.path)
+        requires = None if pool.config.engine == "local" else captured.requires
+        spec = HostSpec(plan, 0, str(folder.path), origin, requires=requires)
+        run.start(pool, spec.to_json())
         journal.prune(config.keep_runs, config.keep_bytes)  # while the ranks start
         run.follow(pool, view, interrupts)
     run.conclude(shell.user_ns)
@@ -103,34 +83,48 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
     return make_plan(flags, pool.capacity(), new_run_id(), pool.config.max_hosts, rule)
 
 
-def with_fetchers(plan: Plan, flags: Flags, loaders: Sequence[str], config: Config) -> Plan:
-    """Decides on which hosts of which pool the cell's registered loaders are run; takes none.
-
-    Raises:
-        UsageError: There is no such pool.
-    """
-    if not loaders or not plan.cpus:
-        return replace(plan, prefill=None)
-    settings, note = data_plan.choose_pool(plan.pool, flags.data_pool, config)
-    pool = pool_named(settings.name, config)
-    own = pool is pool_named(plan.pool, config)
-    data = data_plan.place(
-        loaders,
-        plan.cpus,
-        settings,
-        pool.capacity().cores,
-        rank_hosts=len(plan.hosts) if own else 0,
-        note=note,
-    )
-    return replace(plan, data=data, notes=(*plan.notes, *data.notes))
+def dry_run(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
+    """What `execute` would do: the plan, what travels and why, and what would fail."""
+    plan = plan_of(flags, pool_named(flags.pool, config), config)
+    settings = _capture_settings(cell, shell, config)
+    captured, problems = payload.survey(cell, shell.user_ns, **settings)
+    return "\n".join([*_plan_lines(plan), *_payload_lines(captured), *_problem_lines(problems)])
 
 
-def _needs_tls(plan: Plan, config: Config) -> bool:
-    """Whether batches go from host to host over a network that is not the user's alone."""
-    if plan.data is None or not plan.data.crosses:
-        return False
-    pools = (config.pool(plan.pool), config.pool(plan.data.pool))
-    return any(pool.network != "private" for pool in pools)
+def _plan_lines(plan: Plan) -> list[str]:
+    hosts = [
+        f"  host {host.host_rank}: ranks {host.first_rank} to {host.first_rank + host.ranks - 1}, "
+        f"OMP_NUM_THREADS={host.threads_per_rank}"
+        for host in plan.hosts
+    ]
+    head = f"pool {plan.pool}: {plan.world_size} ranks on {len(plan.hosts)} host(s); none is taken"
+    return [head, *hosts, *(f"  {note}" for note in plan.notes), *_store_lines(plan.store)]
+
+
+def _store_lines(rule: StoreRule | None) -> list[str]:
+    if rule is None:
+        return []
+    shared = [f"  open to all ranks: {folder}" for folder in rule.shared]
+    return [f"project store: {rule.path} (other ranks' writes: {rule.writes})", *shared]
+
+
+def _payload_lines(captured: Payload | None) -> list[str]:
+    if captured is None:
+        return []
+    values = [
+        f"  {value.name}: {value.type_name}, {payload.size_text(value.size_bytes)} ({value.why})"
+        for value in captured.captured
+    ]
+    modules = [f"  {name}: {module.path}" for name, module in captured.modules.items()]
+    return [
+        f"travels, {payload.size_text(captured.size_bytes)} in all:",
+        *(values or ["  nothing"]),
+        *(["the project's modules that travel:", *modules] if modules else []),
+    ]
+
+
+def _problem_lines(problems: list[str]) -> list[str]:
+    return ["would fail:", *(f"  {problem}" for problem in problems)] if problems else []
 
 
 def pool_named(name: str, config: Config) -> Pool:
@@ -157,11 +151,20 @@ def open_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> None:
     if pool.has_hosts(hosts):
         return
     _say(f"waiting for pool {pool.name!r} to warm up …")
-    try:
-        Background(lambda tell: pool.open(hosts, tell)).wait(interrupts, _say)
-    except KeyboardInterrupt:
+    heard: queue.SimpleQueue[list[str] | PoolError | None] = queue.SimpleQueue()
+    interrupts.wake = lambda: heard.put(None)
+    threading.Thread(target=_try_open, args=(pool, hosts, heard), daemon=True).start()
+    said: set[str] = set()
+    while isinstance(news := heard.get(), list):
+        for line in news:
+            if line not in said:
+                said.add(line)
+                _say(line)
+    if interrupts.count:
         pool.give_up()
-        raise
+    interrupts.check()
+    if news is not None:
+        raise news
 
 
 def _say(line: str) -> None:
@@ -169,10 +172,25 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
+def _try_open(
+    pool: Pool, hosts: int, heard: "queue.SimpleQueue[list[str] | PoolError | None]"
+) -> None:
+    try:
+        pool.open(hosts, heard.put)
+    except PoolError as error:
+        heard.put(error)
+    else:
+        heard.put(None)
+
+
 def warm_in_background(config: Config, name: str = "local") -> threading.Thread:
     """Opens a pool in a thread; a failure shows when a cell needs the pool."""
     pool = pool_named(name, config)
-    return Background(lambda tell: pool.open(1, tell)).thread
+    thread = threading.Thread(
+        target=_try_open, args=(pool, 1, queue.SimpleQueue()), name="taas-warm", daemon=True
+    )
+    thread.start()
+    return thread
 
 
 def stop(run_id: str | None, config: Config) -> str:
@@ -207,7 +225,7 @@ def down(name: str, config: Config) -> None:
     pool_named(name, config).down()
 
 
-def capture_settings(cell: Cell, shell: "InteractiveShell", config: Config) -> dict[str, Any]:
+def _capture_settings(cell: Cell, shell: "InteractiveShell", config: Config) -> dict[str, Any]:
     return {
         "transform": shell.transform_cell,
         "project": Path.cwd(),

@@ -73,13 +73,13 @@ class TaasMagics(Magics):
     run_line.__doc__ = commands.HELP
 
     def _run(self, asked: Flags, cell: "Cell", settings: Config) -> None:
-        from taas_magic import dry_run, launch
+        from taas_magic import launch
 
         note = settings.pool_note(asked.pool)
         if note:
             _say(note)
         if asked.dry_run:
-            _say(dry_run.tell(asked, cell, self.shell, settings))
+            _say(launch.dry_run(asked, cell, self.shell, settings))
         else:
             launch.execute(asked, cell, self.shell, settings)
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from taas_magic.data_plan import DataPlan
 from taas_magic.errors import UsageError
 from taas_magic.store import StoreRule
 
@@ -115,10 +114,8 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     cpus: int = 0
     units: int | None = None
-    prefill: Prefill | None = None
     notes: tuple[str, ...] = ()
     store: StoreRule | None = None
-    data: DataPlan | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values, for the journal and the wire."""
@@ -129,15 +126,9 @@ class Plan:
         """The inverse of `to_json`."""
         hosts = tuple(HostPlan(**host) for host in values["hosts"])
         rule = values.get("store")
-        fill = values.get("prefill")
-        parsed = {
-            "hosts": hosts,
-            "store": StoreRule.from_json(rule) if rule else None,
-            "prefill": Prefill(**fill) if fill else None,
-            "data": DataPlan.from_json(values["data"]) if values.get("data") else None,
-        }
+        store = StoreRule.from_json(rule) if rule else None
         tuples = {key: tuple(values[key]) for key in ("out", "notes")}
-        return cls(**{**values, **tuples, **parsed})
+        return cls(**{**values, **tuples, "hosts": hosts, "store": store})
 
 
 def new_run_id(now: float | None = None) -> str:
@@ -194,7 +185,6 @@ def make_plan(
         env=dict(flags.env),
         cpus=flags.cpus,
         units=flags.units,
-        prefill=flags.prefill,
         notes=_notes(flags, host),
         store=store,
     )

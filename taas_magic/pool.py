@@ -106,7 +106,7 @@ class Pool:
         if on_wait is not None:
             client.subscribe_topic(POOL_TOPIC, lambda pair: on_wait(list(pair[1]["awaited"])))
         try:
-            answer = self.call("taas_ready", owner=client.id, hosts=hosts)
+            answer = self._call("taas_ready", owner=client.id, hosts=hosts)
         finally:
             if on_wait is not None:
                 client.unsubscribe_topic(POOL_TOPIC)
@@ -117,7 +117,7 @@ class Pool:
         """Waits for no host any more: `open`, in another thread, raises PoolError."""
         self._given_up = True
         if self._client is not None:
-            self.call("taas_give_up", owner=self._client.id)
+            self._call("taas_give_up", owner=self._client.id)
 
     def connect(self) -> None:
         """Returns when the pool's process answers; starts it if need be. It takes no host.
@@ -140,44 +140,28 @@ class Pool:
                 timeout=self.config.start_timeout_s,
             )
 
-    def launch(
-        self, spec: Mapping[str, Any], on_event: Callable[[Event], None], said: list[Event]
-    ) -> list[str]:
+    def launch(self, spec: Mapping[str, Any], on_event: Callable[[Event], None]) -> list[str]:
         """Starts a run; returns the names of its hosts.
 
         Args:
             spec: A `HostSpec` as plain values.
             on_event: Called with every event of the run, in the thread of the Dask client.
-            said: What its fetchers have said before.
 
         Raises:
             PoolError: The hosts could not be had.
             StoreError: Another run writes to the project store.
         """
-        answer = self.start(
-            "taas_launch", spec["plan"]["run_id"], on_event, spec=dict(spec), said=said
-        )
-        if "store_error" in answer:
-            raise StoreError(answer["store_error"])
-        names: list[str] = answer["hosts"]
-        return names
-
-    def start(
-        self, call: str, topic_id: str, on_event: Callable[[Event], None], **arguments: Any
-    ) -> dict[str, Any]:
-        """Has the keeper start something for this kernel, and listens to it.
-
-        Raises:
-            PoolError: It could not be started.
-        """
         from taas_magic.remote.topics import topic
 
         client = self._connected()
-        client.subscribe_topic(topic(topic_id), lambda pair: on_event(pair[1]))
-        answer: dict[str, Any] = self.call(call, owner=client.id, **arguments)
+        client.subscribe_topic(topic(spec["plan"]["run_id"]), lambda pair: on_event(pair[1]))
+        answer = self._call("taas_launch", owner=client.id, spec=dict(spec))
+        if "store_error" in answer:
+            raise StoreError(answer["store_error"])
         if "error" in answer:
             raise PoolError(f"pool {self.name!r}: {answer['error']}")
-        return answer
+        names: list[str] = answer["hosts"]
+        return names
 
     def forget(self, run_id: str) -> None:
         """Stops listening to a run."""
@@ -188,11 +172,11 @@ class Pool:
 
     def halt(self, run_id: str, how: str) -> None:
         """Interrupts (`interrupt`) or ends (`kill`) a run; does not wait for its end."""
-        self.call("taas_halt", run_id=run_id, how=how)
+        self._call("taas_halt", run_id=run_id, how=how)
 
     def status(self) -> dict[str, Any]:
         """The pool's hosts and what each does."""
-        status: dict[str, Any] = self.call("taas_status")
+        status: dict[str, Any] = self._call("taas_status")
         return status
 
     def facts(self, packages: Iterable[str], mark: str) -> list[tuple[Facts, str]]:
@@ -202,14 +186,14 @@ class Pool:
             packages: Distributions whose versions are asked for.
             mark: A file in the project store.
         """
-        said = self.call("taas_facts", packages=list(packages), mark=mark)
+        said = self._call("taas_facts", packages=list(packages), mark=mark)
         return [(Facts.from_json(one["facts"]["host"], one["facts"]), one["means"]) for one in said]
 
     def down(self) -> None:
         """Ends the pool: its runs, its hosts, its process."""
         if self.is_alive():
             self.connect()
-            self.call("taas_down")
+            self._call("taas_down")
         self.close()
         self._wait_until(lambda: not self.is_alive(), "did not end")
         if self._process is not None:
@@ -229,12 +213,7 @@ class Pool:
             raise PoolError(f"pool {self.name!r} is not open")
         return self._client
 
-    def call(self, name: str, **arguments: Any) -> Any:
-        """Calls the keeper.
-
-        Raises:
-            PoolError: It does not answer.
-        """
+    def _call(self, name: str, **arguments: Any) -> Any:
         client = self._connected()
         try:
             return client.sync(getattr(client.scheduler, name), **arguments)

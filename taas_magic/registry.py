@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import cloudpickle
 
 from taas_magic.capture.culprit import refusal
-from taas_magic.config import DataConfig
 from taas_magic.data import service
 from taas_magic.data.shard import UNEVEN, Uneven
 
@@ -71,7 +70,6 @@ class Registered:
             uneven=self.uneven,
             seed=self.seed,
             attributes=_small_attributes(loader.dataset),
-            has_state=iterable and _has_state(loader.dataset),
         )
 
 
@@ -165,12 +163,7 @@ def noting() -> Iterator[dict[str, Registered]]:
 
 
 def serve(
-    loaders: Mapping[str, Registered],
-    run_dir: Path,
-    fetchers: int,
-    units: int | None,
-    memory: DataConfig,
-    tls: bool = False,
+    loaders: Mapping[str, Registered], run_dir: Path, fetchers: int, units: int | None
 ) -> None:
     """Write what a run's ranks and fetchers need of the loaders that its cell uses.
 
@@ -179,8 +172,6 @@ def serve(
         run_dir: The run's folder.
         fetchers: How many fetchers run them; 0: the ranks do it themselves.
         units: The bound of `--units`.
-        memory: What fetchers and ranks may hold.
-        tls: Whether batches go from host to host over a network that is not the user's alone.
     """
     if not loaders:
         return
@@ -196,9 +187,7 @@ def serve(
         )
         for entry in loaders.values()
     )
-    certificate = service.new_certificate() if tls else None
-    key = service.new_key()
-    described = service.Service(key, seed, fetchers, units, served, memory, certificate)
+    described = service.Service(service.new_key(), seed, fetchers, units, served)
     payloads = {name: entry.payload() for name, entry in loaders.items()}
     service.write(run_dir, described, payloads)
 
@@ -279,10 +268,6 @@ def _length(value: Any) -> int | None:
         return len(value)
     except (TypeError, NotImplementedError):
         return None
-
-
-def _has_state(dataset: Any) -> bool:
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def _small_attributes(dataset: Any) -> dict[str, Any]:

@@ -2,25 +2,19 @@
 
 import queue
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from taas_magic import journal
 from taas_magic.capture import pickling
 from taas_magic.display.failure import to_exception
 from taas_magic.errors import PoolError, RunError, RunLost, StoreError, TaasError
-from taas_magic.fetching import Fetching
 from taas_magic.interrupts import Interrupts
 from taas_magic.journal import ENDED_STATES, Event, RunFolder, event
 from taas_magic.plan import Plan
 from taas_magic.pool import Pool
 from taas_magic.receipt import Receipt
-from taas_magic.remote.filling import Filling
 from taas_magic.remote.spec import VALUE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 CHECK_S = 1.0
 """How often a run's pool is asked whether it lives, while nothing is heard."""
@@ -74,76 +68,19 @@ class Run:
         """All that a rank wrote to its standard output and error."""
         return journal.record(self._folder).logs(rank)
 
-    @property
-    def advice(self) -> str:
-        """What to change when ranks waited for data; "" where there is nothing to say."""
-        return journal.record(self._folder).advice
-
-    @property
-    def waited(self) -> dict[str, float]:
-        """The share of their time with each loader that ranks waited for it, from 0 to 1."""
-        return journal.record(self._folder).waited
-
-    def plot(self) -> "Figure":
-        """Draws how long ranks waited for data, and how fast it came, over time.
-
-        Raises:
-            UsageError: matplotlib is missing, or the run used no registered loader.
-        """
-        return journal.record(self._folder).plot()
-
     def put(self, event: Event) -> None:
         """Takes an event; called by any thread."""
         self._events.put(event)
 
-    def fill(self, fetching: Fetching, view: Viewer, interrupts: Interrupts) -> None:
-        """Shows how fetchers prepare what `--prefill` asks for; returns when it is there.
-
-        Raises:
-            PoolError: It was not there in `--timeout`.
-            KeyboardInterrupt: The user did not want to wait.
-        """
-        assert self.plan.prefill is not None and self.plan.data is not None
-        data, limit_s = self.plan.data, self.plan.timeout_s
-        fetchers, loaders = len(data.fetchers), len(data.loaders)
-        filling = Filling(self.plan.prefill, fetchers, loaders, self.plan.units)
-        deadline = time.monotonic() + limit_s if limit_s is not None else None
-        interrupts.wake = lambda: self._events.put(None)
-        with self.giving_up(view):
-            while not filling.is_enough:
-                for seen in (events := list(self._wait(view))):
-                    if filling.take(seen):
-                        fetching.say(event("filling", seen["host"], **filling.fields))
-                self._show(view, events)
-                interrupts.check()
-                if deadline is not None and time.monotonic() > deadline:
-                    raise PoolError(f"--timeout came while data was prepared: {filling.fields}")
-
-    @contextmanager
-    def giving_up(self, view: Viewer) -> Iterator[None]:
-        """Has the run end with the block if that fails, before any rank was started."""
-        try:
-            yield
-        except (PoolError, KeyboardInterrupt) as error:
-            self.state = "INTERRUPTED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-            view.feed(self._journal_end(self.state, str(error)))
-            view.close()
-            raise
-
-    def start(self, pool: Pool, spec: dict[str, Any], said: list[Event]) -> None:
+    def start(self, pool: Pool, spec: dict[str, Any]) -> None:
         """Has the pool start the ranks.
-
-        Args:
-            pool: The pool.
-            spec: A `HostSpec` of the run as plain values.
-            said: What its fetchers have said before.
 
         Raises:
             PoolError: It has no hosts for them.
             StoreError: Another run writes to the project store.
         """
         try:
-            self.hosts = pool.launch(spec, self.put, said)
+            self.hosts = pool.launch(spec, self.put)
         except (PoolError, StoreError):
             self.state = "FAILED"
             self._journal_end("FAILED")

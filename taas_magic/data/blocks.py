@@ -65,11 +65,6 @@ class SharedBlocks:
         """Map a block that the lane has made."""
         self._blocks[number] = mmap.mmap(descriptor, size)
 
-    @property
-    def held_bytes(self) -> int:
-        """Size of all of them."""
-        return sum(map(len, list(self._blocks.values())))
-
     def look(self, number: int, size: int) -> memoryview:
         """The block's first bytes; the lane leaves them alone until `freed` has named it."""
         self._read.add(number)

@@ -4,9 +4,7 @@ import torch
 
 MASK = (1 << 64) - 1
 
-_CHUNK_WORDS = 31 << 10
-"""Under torch's bound for summing with several threads, which would fight with the rank's own."""
-
+_SUM_CHUNK_BYTES = 256 << 10
 _FEW_BYTES = 2048
 
 
@@ -23,10 +21,9 @@ def checksum(data: bytes | memoryview) -> int:
     if isinstance(data, bytes) or data.readonly:
         # frombuffer warns of memory that it may not write.
         data = memoryview(bytearray(data))
-    words, rest = size >> 3, size & 7
-    total = int.from_bytes(data[size - rest :], "little") if rest else 0
-    for start in range(0, words, _CHUNK_WORDS):
-        few = min(_CHUNK_WORDS, words - start)
-        chunk = torch.frombuffer(data, dtype=torch.int64, offset=8 * start, count=few)
-        total += int(chunk.sum())
+    total, whole = int.from_bytes(data[size & ~7 :], "little"), size & ~7
+    for start in range(0, whole, _SUM_CHUNK_BYTES):
+        words = min(_SUM_CHUNK_BYTES, whole - start) >> 3
+        chunk = torch.frombuffer(data, dtype=torch.int64, offset=start, count=words)
+        total += int(chunk.sum().item())
     return total & MASK

@@ -7,15 +7,14 @@ the dataset.
 
 import socket
 import ssl
-import time
 from collections import deque
 from collections.abc import MutableSequence
 
-from taas_magic.data import encode, sockets, wire
+from taas_magic.data import encode, link, wire
 from taas_magic.data.blocks import WrittenBlocks
+from taas_magic.data.link import TICK_S, Part, Socket
 from taas_magic.data.shard import VOID
 from taas_magic.data.shelf import Key, Shelf
-from taas_magic.data.sockets import TICK_S, Part, Socket
 from taas_magic.data.talk import Assembler, Talk
 from taas_magic.data.wire import Flag, Frame, Kind
 
@@ -23,8 +22,6 @@ _SHARE_FROM_BYTES = 32 << 10
 _GATHER_BYTES = 1 << 20
 _GATHER_PARTS = 400
 _HEAR_BYTES = 64 << 10
-_GATHER_S = 0.0005
-"""How long small answers gather before the next are sent: each call costs the lane more."""
 
 
 class Answer:
@@ -75,7 +72,7 @@ class Connection:
         self._assembler = Assembler(talk)
         self._asked: deque[tuple[Frame, Key]] = deque()
         self._on_this_host = sock.family == socket.AF_UNIX
-        self.sums = not self._on_this_host and not isinstance(sock, ssl.SSLSocket)
+        self._sums = not self._on_this_host and not isinstance(sock, ssl.SSLSocket)
         self._blocks = WrittenBlocks(shared_bytes)
 
     def run(self) -> None:
@@ -105,13 +102,13 @@ class Connection:
     def _receive(self) -> bytes:
         if not isinstance(self._socket, ssl.SSLSocket):
             return self._socket.recv(_HEAR_BYTES, socket.MSG_DONTWAIT if self._asked else 0)
-        sockets.tick(self._socket, 0.0 if self._asked else TICK_S)
+        link.tick(self._socket, 0.0 if self._asked else TICK_S)
         try:
             return self._socket.recv(_HEAR_BYTES)
         except ssl.SSLWantReadError:
             raise BlockingIOError from None
         finally:
-            sockets.tick(self._socket, TICK_S)
+            link.tick(self._socket, TICK_S)
 
     def _speak(self) -> None:
         """Answer the first question, and with it all that follow and are ready."""
@@ -126,18 +123,16 @@ class Connection:
             patience_s = 0.0
             head, body, descriptors = self._pack(frame, answer)
             if descriptors:
-                sockets.send(self._socket, parts)
-                sockets.send(self._socket, [head], descriptors)
+                link.send(self._socket, parts)
+                link.send(self._socket, [head], descriptors)
                 parts = []
                 continue
             parts += [head, *body]
             size += answer.size if body else 0
         if not parts and patience_s:
             parts = [wire.pack(Frame(Kind.ALIVE))]
-        sockets.send(self._socket, parts)
+        link.send(self._socket, parts)
         self._shelf.sent(self)
-        if 0 < size < _GATHER_BYTES and self._asked:
-            time.sleep(_GATHER_S)
 
     def _look_up(self, frame: Frame, key: Key, patience_s: float) -> Answer | None:
         if frame.kind is not Kind.PEEK:
@@ -150,21 +145,22 @@ class Connection:
         return Answer(Kind.PEEKED, units=units) if units != VOID else Answer(Kind.VOID, units=0)
 
     def _pack(self, asked: Frame, answer: Answer) -> tuple[bytes, list[Part], list[int]]:
-        units, body = max(answer.units, 0), answer.body
-        about = answer.kind, asked.epoch, asked.batch, units
-        if isinstance(body, bytes):
-            return wire.pack(Frame(*about, 0, len(body), order=answer.order)), [body], []
-        sizes = len(body.head), body.body_bytes
-        self._sent.add(body.body_bytes)
-        if self._on_this_host and body.body_bytes >= _SHARE_FROM_BYTES:
-            block = self._blocks.write(body.parts(), body.body_bytes)
+        units = max(answer.units, 0)
+        frame = Frame(answer.kind, asked.epoch, asked.batch, units=units, order=answer.order)
+        if isinstance(answer.body, bytes):
+            return wire.pack(frame._replace(body_bytes=len(answer.body))), [answer.body], []
+        encoded = answer.body
+        frame = frame._replace(head_bytes=len(encoded.head), body_bytes=encoded.body_bytes)
+        self._sent.add(encoded.body_bytes)
+        if self._on_this_host and encoded.body_bytes >= _SHARE_FROM_BYTES:
+            block = self._blocks.write(encoded.parts(), encoded.body_bytes)
             if block is not None:
                 flags = Flag.SHARED | (Flag.NEW_BLOCK if block.new else 0)
-                head = wire.pack(Frame(*about, *sizes, 0, flags, block.number, answer.order))
-                return head, [], [block.descriptor] if block.new else []
-        total, flags = (answer.checksum(), Flag.SUMMED) if self.sums else (0, 0)
-        head = wire.pack(Frame(*about, *sizes, total, flags, order=answer.order))
-        return head, body.parts(), []
+                frame = frame._replace(flags=flags, block=block.number)
+                return wire.pack(frame), [], [block.descriptor] if block.new else []
+        if self._sums:
+            frame = frame._replace(flags=Flag.SUMMED, body_sum=answer.checksum())
+        return wire.pack(frame), list(encoded.parts()), []
 
 
 def _key_of(frame: Frame, body: bytes) -> Key:

@@ -59,11 +59,6 @@ class Cursor:
             raise Ended
         return items
 
-    def state(self, item: int) -> tuple[int, Any] | None:
-        """The dataset's last known state before `item`, and the item that it is of."""
-        usable = [at for at in self._snapshots if at <= item]
-        return (max(usable), pickle.loads(self._snapshots[max(usable)])) if usable else None
-
     def restore(self, dataset: Any, item: int) -> int:
         """Bring a fresh dataset as near to `item` as snapshots allow; returns where it stands."""
         usable = [at for at in self._snapshots if at <= item]

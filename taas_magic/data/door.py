@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from taas_magic.data import sockets, wire
+from taas_magic.data import link, wire
 from taas_magic.data.lane_spec import LaneSpec
-from taas_magic.data.sockets import TICK_S, Socket
+from taas_magic.data.link import TICK_S, Socket
 from taas_magic.data.talk import Role, Talk, prove, proven
 from taas_magic.data.wire import Frame, Kind
 from taas_magic.errors import ProtocolError
@@ -76,7 +76,7 @@ class Door:
                 talk = _introduce(sock, spec.key, self._about)
             finally:
                 self._greeters.release()
-            sockets.tick(sock, TICK_S)
+            link.tick(sock, TICK_S)
             self._let_in(sock, talk)
         except ProtocolError as error:
             self._refused()
@@ -89,16 +89,11 @@ class Door:
 
     def _greet(self, sock: Socket) -> Socket:
         sock.settimeout(_PROOF_S)
-        sockets.keep_watch(sock)
+        link.keep_watch(sock)
         if self._tls is None or sock.family == socket.AF_UNIX:
-            sockets.tick(sock, _PROOF_S)
+            link.tick(sock, _PROOF_S)
             return sock
-        try:
-            return self._tls.wrap_socket(sock, server_side=True)
-        except ssl.SSLError as error:
-            raise ProtocolError(
-                f"it does not have the run's certificate ({error.reason})"
-            ) from error
+        return self._tls.wrap_socket(sock, server_side=True)
 
 
 def _introduce(sock: Socket, key: bytes, about: bytes) -> Talk:
@@ -109,18 +104,18 @@ def _introduce(sock: Socket, key: bytes, about: bytes) -> Talk:
         OSError: It is gone, or too slow.
     """
     talk, nonce = Talk(Role.LANE), os.urandom(wire.NONCE_BYTES)
-    sockets.send(sock, [wire.pack(Frame(Kind.CHALLENGE, body_bytes=len(nonce))), nonce])
+    link.send(sock, [wire.pack(Frame(Kind.CHALLENGE, body_bytes=len(nonce))), nonce])
     header = memoryview(bytearray(wire.HEADER_BYTES))
-    sockets.receive_into(sock, header, _PROOF_S)
+    link.receive_into(sock, header, _PROOF_S)
     frame = wire.unpack(header)
     talk.hear(frame.kind)
     body = memoryview(bytearray(frame.body_bytes))
-    sockets.receive_into(sock, body, _PROOF_S)
+    link.receive_into(sock, body, _PROOF_S)
     theirs, mac = bytes(body[: wire.NONCE_BYTES]), bytes(body[wire.NONCE_BYTES :])
     if not proven(key, Role.RANK, nonce, mac):
         why = b"this peer does not know the run's key"
-        sockets.send(sock, [wire.pack(Frame(Kind.REFUSED, body_bytes=len(why))), why])
+        link.send(sock, [wire.pack(Frame(Kind.REFUSED, body_bytes=len(why))), why])
         raise ProtocolError(why.decode())
     welcome = prove(key, Role.LANE, theirs) + about
-    sockets.send(sock, [wire.pack(Frame(Kind.WELCOME, body_bytes=len(welcome))), welcome])
+    link.send(sock, [wire.pack(Frame(Kind.WELCOME, body_bytes=len(welcome))), welcome])
     return talk

@@ -8,30 +8,25 @@ Body of a batch: `[head][buffer][buffer]…`, each aligned to 64 bytes (`wire.la
 """
 
 import copyreg
-import functools
 import io
 import pickle
 import struct
 from collections import ChainMap
-from collections.abc import Hashable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cloudpickle
 import torch
 
-from taas_magic.data import forms, tensors, wire
+from taas_magic.data import tensors, wire
 from taas_magic.data.checksum import MASK, checksum
 
 _ZEROS = bytes(wire.ALIGN)
 _PREFIX = struct.Struct("<II")
-_MOST_FORMS = 256
-
-_heads: dict[Hashable, tuple[bytes, int]] = {}
-"""The table of contents and the size of a body, for each form of common batches (`forms`)."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Encoded:
     """A batch ready to be sent.
 
@@ -56,7 +51,7 @@ class Encoded:
 
     def checksum(self) -> int:
         """The checksum of the body (see `checksum`)."""
-        return sum([checksum(buffer) for buffer in self.buffers], _head_sum(self.head)) & MASK
+        return sum([checksum(piece) for piece in self._pieces()]) & MASK
 
     def _pieces(self) -> list[bytes | memoryview]:
         return [self.head, *self.buffers]
@@ -111,39 +106,17 @@ def encode(value: object) -> Encoded:
     Raises:
         Exception: Whatever the pickling of a custom type raises.
     """
-    common = forms.take_apart(value)
-    if common is None:
-        return _encode_any(value)
-    form, buffers = common
-    if form not in _heads:
-        if len(_heads) >= _MOST_FORMS:
-            _heads.clear()
-        _heads[form] = _common_head(value, [len(buffer) for buffer in buffers])
-    head, body_bytes = _heads[form]
-    return Encoded(head, buffers, body_bytes)
-
-
-def _encode_any(value: object) -> Encoded:
     try:
         pickled, arrays, numbered = _pickle(value, _FastPickler)
     except (pickle.PicklingError, AttributeError, TypeError):
         pickled, arrays, numbered = _pickle(value, _CloudPickler)
     rows, spans = tensors.lay_out(numbered, first_buffer=len(arrays))
     buffers = (*(array.raw() for array in arrays), *spans)
-    head, body_bytes = _head(pickled, [len(buffer) for buffer in buffers], rows)
-    return Encoded(head, buffers, body_bytes)
-
-
-def _common_head(value: object, sizes: list[int]) -> tuple[bytes, int]:
-    pickled, _, numbered = _pickle(value, _FastPickler)
-    return _head(pickled, sizes, [tensors.row(at, one) for at, one in enumerate(numbered)])
-
-
-def _head(pickled: bytes, sizes: list[int], rows: list[tensors.Row]) -> tuple[bytes, int]:
-    """The table of contents, and the size of the whole body."""
+    sizes = [len(buffer) for buffer in buffers]
     table = pickle.dumps((sizes, [tuple(row) for row in rows]), protocol=5)
     head = _PREFIX.pack(len(table), len(pickled)) + table + pickled
-    return head, wire.layout(len(head), sizes)[1]
+    _, body_bytes = wire.layout(len(head), sizes)
+    return Encoded(head, buffers, body_bytes)
 
 
 def decode(body: memoryview, head_bytes: int) -> Any:
@@ -157,29 +130,13 @@ def decode(body: memoryview, head_bytes: int) -> Any:
     """
     table_bytes, pickle_bytes = _PREFIX.unpack_from(body)
     after = _PREFIX.size + table_bytes
-    spans, places = _table(head_bytes, bytes(body[_PREFIX.size : after]))
-    made = tensors.rebuild(places, body)
-    pickled = bytes(body[after : after + pickle_bytes])
-    if pickled == _LONE_TENSOR:
-        return made[0]
-    buffers = [body[at : at + size] for at, size in spans]
-    unpickler = _Unpickler(io.BytesIO(pickled), buffers=buffers)
-    unpickler.tensors = made
-    return unpickler.load()
-
-
-@functools.lru_cache(_MOST_FORMS)
-def _table(head_bytes: int, table: bytes) -> tuple[list[tuple[int, int]], list[tensors.Place]]:
-    """Where the buffers of a body lie (start and size), and its tensors in them."""
-    sizes, rows = pickle.loads(table)
+    sizes, rows = pickle.loads(body[_PREFIX.size : after])
     offsets, _ = wire.layout(head_bytes, sizes)
-    spans = list(zip(offsets, sizes, strict=True))
-    return spans, tensors.places([tensors.Row(*row) for row in rows], spans)
-
-
-@functools.lru_cache(_MOST_FORMS)
-def _head_sum(head: bytes) -> int:
-    return checksum(head)
+    buffers = [body[at : at + n] for at, n in zip(offsets, sizes, strict=True)]
+    pickled = io.BytesIO(body[after : after + pickle_bytes])
+    unpickler = _Unpickler(pickled, buffers=buffers)
+    unpickler.tensors = tensors.rebuild(rows, buffers)
+    return unpickler.load()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -187,9 +144,6 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, number: int) -> torch.Tensor:
         return self.tensors[number]
-
-
-_LONE_TENSOR = _pickle(torch.empty(0), _FastPickler)[0]
 
 
 def as_bytes(value: object) -> bytes:

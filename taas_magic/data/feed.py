@@ -1,7 +1,7 @@
 """What a rank knows of the run's data service, and of each loader."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.data.ledger import Ledger
@@ -29,7 +29,6 @@ class LoaderShape:
         uneven: What happens when batches do not divide by the ranks.
         seed: The seed of its randomness; None: the run's.
         attributes: The dataset's small attributes.
-        has_state: Whether an iterable-style dataset has a `state_dict` of its own.
     """
 
     name: str
@@ -44,7 +43,6 @@ class LoaderShape:
     uneven: Uneven = "pad"
     seed: int | None = None
     attributes: dict[str, Any] = field(default_factory=dict)
-    has_state: bool = False
 
 
 @dataclass
@@ -84,4 +82,15 @@ class Feed:
 
     def counts(self) -> dict[str, dict[str, float]]:
         """What this rank was handed so far, for each loader."""
-        return {loader.name: loader.counted() for loader in self.loaders}
+        return {loader.name: asdict(loader.counts) for loader in self.loaders}
+
+
+@dataclass
+class Counts:
+    """What a rank was handed of one loader, and how long it waited for it."""
+
+    batches: int = 0
+    units: int = 0
+    bytes: int = 0
+    waited_s: float = 0.0
+    retried: int = 0

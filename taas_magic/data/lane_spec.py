@@ -1,7 +1,6 @@
 """What the process of a lane is told by the fetcher that starts it."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,6 @@ class LaneSpec:
         first: The first of them.
         buffer_bytes: How much prepared data may wait in memory.
         shared_bytes: How much memory may be shared with the ranks of this host.
-        spill: Folder for what memory has no room for; None: the lane waits instead.
-        spill_bytes: How much may lie there.
-        fill_batches: Before any rank asks, so many are prepared, of later epochs, too.
-        fill_bytes: The same in bytes; 0 of both: of the first epoch, as many as there is room for.
         units: The bound of `--units`, None for none.
         host: Name of the host, for messages.
         follows_a_death: Whether it takes the place of a lane that died, perhaps of a batch.
@@ -42,10 +37,6 @@ class LaneSpec:
     first: int = 0
     buffer_bytes: int = 256 << 20
     shared_bytes: int = 512 << 20
-    spill: Path | None = None
-    spill_bytes: int = 16 << 30
-    fill_batches: int = 0
-    fill_bytes: int = 0
     units: int | None = None
     host: str = ""
     follows_a_death: bool = False

@@ -11,10 +11,11 @@ import pickle
 import secrets
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
@@ -23,10 +24,32 @@ import torch
 from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.link import Address, machine
 from taas_magic.data.server import STATS, Lane
-from taas_magic.data.tls import Tls
 
 _PRELOAD_FROM_BYTES = 8 << 20
 _BACKLOG = 512
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Files of the certificate, its key and the authority that both ends trust (PEM)."""
+
+    cert: str
+    key: str
+    ca: str
+
+    def server(self) -> ssl.SSLContext:
+        """The lane's context."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(self.cert, self.key)
+        return context
+
+    def client(self) -> ssl.SSLContext:
+        """The rank's context: the certificate is the run's own, so its host name says nothing."""
+        context = ssl.create_default_context(cafile=self.ca)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        return context
 
 
 class Lanes:
@@ -75,13 +98,8 @@ class Lanes:
         return [process.sentinel for process in self._processes]
 
     def stats(self) -> dict[str, float]:
-        """What all lanes counted together (`server.STATS`), and how many they are.
-
-        `fetch_most_s` is how long the busiest of them prepared.
-        """
-        counted = {name: sum(lane[at] for lane in self._stats) for at, name in enumerate(STATS)}
-        most_s = max(lane[STATS.index("fetch_s")] for lane in self._stats)
-        return {**counted, "fetch_most_s": most_s, "lanes": len(self._stats)}
+        """What all lanes counted together (`server.STATS`)."""
+        return {name: sum(lane[at] for lane in self._stats) for at, name in enumerate(STATS)}
 
     def mend(self) -> list[str]:
         """Start dead lanes again; returns a sentence for each."""
@@ -165,8 +183,7 @@ def _listen(host: str) -> list[socket.socket]:
         unix.bind("\0taas-" + secrets.token_hex(12))
         listeners.append(unix)
     if host:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listeners.append(socket.create_server((host, 0), family=family))
+        listeners.append(socket.create_server((host, 0)))
     for listener in listeners:
         listener.listen(_BACKLOG)
     return listeners

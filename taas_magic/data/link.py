@@ -1,4 +1,4 @@
-"""A rank's connection to a lane.
+"""Sockets under the wire: how a rank reaches a lane, and how each side sends and receives.
 
 On one host a lane is reached through a Unix socket in the abstract namespace (it leaves no file,
 whatever dies), and large batches lie in memory that both map; between hosts through TCP, with TLS
@@ -9,20 +9,29 @@ import json
 import os
 import socket
 import ssl
+import struct
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from taas_magic.data import wire
 from taas_magic.data.blocks import Blocks, SharedBlocks
-from taas_magic.data.inbox import Inbox
-from taas_magic.data.sockets import TICK_S, Socket, keep_watch, send, tick
+from taas_magic.data.checksum import checksum
 from taas_magic.data.talk import Role, Talk, prove, proven
 from taas_magic.data.wire import Flag, Frame, Kind
 from taas_magic.errors import ProtocolError
 
+Part = bytes | memoryview
+Socket = socket.socket | ssl.SSLSocket
+
+TICK_S = 1.0
+"""How often someone who waits looks up; a lane that prepares says ALIVE as often."""
+
 _CONNECT_S = 3.0
+_MAX_PARTS = 500
+_PEER_GONE_S = 10
 
 
 class Address(NamedTuple):
@@ -54,6 +63,83 @@ def machine() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
+class Corrupted(ProtocolError):
+    """A batch's checksum does not match what arrived."""
+
+
+class Silent(OSError):
+    """Nothing came for a tick."""
+
+
+def keep_watch(sock: socket.socket) -> None:
+    """Let the kernel notice a peer that is gone, and send small frames at once."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PEER_GONE_S * 1000)
+
+
+def tick(sock: Socket, seconds: float) -> None:
+    """Make every receive give up after `seconds` (as OSError), in the kernel where possible."""
+    if isinstance(sock, ssl.SSLSocket):
+        sock.settimeout(seconds)
+        return
+    sock.settimeout(None)
+    whole = int(seconds)
+    timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+
+
+def send(sock: Socket, parts: Sequence[Part], descriptors: Sequence[int] = ()) -> None:
+    """Send all parts, gathered by the kernel; `descriptors` go along with the first byte."""
+    if isinstance(sock, ssl.SSLSocket):
+        for part in parts:
+            sock.sendall(part)
+        return
+    ancillary = [
+        (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))
+    ]
+    for start in range(0, len(parts), _MAX_PARTS):
+        group = parts[start : start + _MAX_PARTS]
+        sent = sock.sendmsg(group, ancillary if descriptors else ())
+        descriptors = ()
+        for part in unsent(group, sent):
+            sock.sendall(part)
+
+
+def unsent(parts: Iterable[Part], sent: int) -> Iterable[Part]:
+    """What is left of parts after `sent` bytes of them have gone."""
+    for part in parts:
+        if sent < len(part):
+            yield memoryview(part)[sent:]
+        sent = max(0, sent - len(part))
+
+
+def receive_into(sock: Socket, memory: memoryview, patience_s: float) -> None:
+    """Fill `memory`.
+
+    Raises:
+        ConnectionError: The peer closed, or sent nothing for `patience_s`.
+    """
+    flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
+    done, heard, size = 0, time.monotonic(), len(memory)
+    while done < size:
+        try:
+            got = sock.recv_into(memory[done:], flags=flags)
+        except (BlockingIOError, TimeoutError):
+            got = -1
+        if got == 0:
+            raise ConnectionError("the peer closed the connection")
+        if got > 0:
+            done, heard = done + got, time.monotonic()
+        elif time.monotonic() - heard > patience_s:
+            raise ConnectionError(f"the peer stopped in the middle of a frame for {patience_s} s")
+
+
 class Link:
     """A rank's connection to one lane.
 
@@ -78,9 +164,12 @@ class Link:
         patience_s: float = 5.0,
     ) -> None:
         self.address = address
+        self._patience_s = patience_s
+        self._talk = Talk(Role.RANK)
         self._shared = SharedBlocks()
+        self._header = bytearray(wire.HEADER_BYTES)
+        self._sum = True
         self._socket = self._connect(tls, direct)
-        self._inbox = Inbox(self._socket, Talk(Role.RANK), patience_s)
         self.close = weakref.finalize(self, self._socket.close)
         """Close the connection; memory that batches look at stays."""
         try:
@@ -125,26 +214,37 @@ class Link:
             Corrupted: The body was damaged on its way.
             OSError, ProtocolError: The connection is of no use any more.
         """
-        return self._mapped(*self._inbox.receive(blocks))
-
-    def here(self) -> tuple[Frame, memoryview] | None:
-        """What `receive` would return at once, if anything; raises the same."""
-        whole = self._inbox.here()
-        return None if whole is None else self._mapped(*whole)
-
-    def _mapped(self, frame: Frame, body: memoryview) -> tuple[Frame, memoryview]:
+        frame = self._receive_header()
         if frame.flags & Flag.SHARED:
-            if frame.flags & Flag.NEW_BLOCK:
-                descriptor = self._inbox.descriptor()
-                self._shared.add(frame.block, descriptor, os.fstat(descriptor).st_size)
-                os.close(descriptor)
             return frame, self._shared.look(frame.block, frame.body_bytes)
+        body = blocks.take(frame.body_bytes) if frame.body_bytes else memoryview(b"")
+        receive_into(self._socket, body, self._patience_s)
+        if frame.flags & Flag.SUMMED and checksum(body) != frame.body_sum:
+            raise Corrupted(
+                f"batch {frame.batch} of epoch {frame.epoch} from {self.address} is damaged"
+            )
         return frame, body
 
-    @property
-    def shared_bytes(self) -> int:
-        """Memory of the lane's that this process maps."""
-        return self._shared.held_bytes
+    def _receive_header(self) -> Frame:
+        header = memoryview(self._header)
+        try:
+            if self._socket.family == socket.AF_UNIX:
+                got, ancillary, _, _ = self._socket.recvmsg_into([header], socket.CMSG_SPACE(4))
+            else:
+                got, ancillary = self._socket.recv_into(header), []
+        except (BlockingIOError, TimeoutError):
+            raise Silent(f"{self.address} is silent") from None
+        if got == 0:
+            raise ConnectionError(f"{self.address} closed the connection")
+        if got < len(header):
+            receive_into(self._socket, header[got:], self._patience_s)
+        frame = wire.unpack(header)
+        self._talk.hear(frame.kind)
+        for _, _, data in ancillary:
+            (descriptor,) = struct.unpack("i", data[:4])
+            self._shared.add(frame.block, descriptor, os.fstat(descriptor).st_size)
+            os.close(descriptor)
+        return frame
 
     def freed(self) -> list[int]:
         """Numbers of the shared blocks that nobody looks at any more."""

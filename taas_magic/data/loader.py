@@ -12,9 +12,7 @@ from torch.utils.data import DataLoader
 
 from taas_magic.data import standins
 from taas_magic.data.blocks import Blocks
-from taas_magic.data.feed import Feed, LoaderShape
-from taas_magic.data.gauge import Counts
-from taas_magic.data.import_hook import when_imported
+from taas_magic.data.feed import Counts, Feed, LoaderShape
 from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.lanes import Lanes
 from taas_magic.data.one_pass import Pass
@@ -37,15 +35,14 @@ class RemoteLoader(DataLoader[Any]):
         feed: What this rank knows of the data service.
     """
 
-    # accelerate shards what does not carry this mark; here every rank has its share.
+    # accelerate shards and wraps what does not carry this mark; here every rank has its share.
     _is_accelerate_prepared = True
 
     def __init__(self, shape: LoaderShape, feed: Feed) -> None:
         self.shape, self.feed = shape, feed
         self._seed = feed.seed if shape.seed is None else shape.seed
-        self.next_epoch, self._turn, self.spent = 0, 0, 0
+        self._next_epoch, self._turn, self.spent = 0, 0, 0
         self._resume = Place()
-        self._states: dict[int, tuple[int, Any]] = {}
         self._current: Pass | None = None
         self._route: Route | None = None
         self._source: Source | None = None
@@ -71,31 +68,19 @@ class RemoteLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """Begin the next epoch, or go on where `load_state_dict` said."""
-        epoch, place = self.next_epoch, self._resume
-        self.next_epoch, self._resume = epoch + 1, Place()
+        epoch, place = self._next_epoch, self._resume
+        self._next_epoch, self._resume = epoch + 1, Place()
         self._turn += 1
         self._current = Pass(self, epoch, place, self._turn - 1)
         return self._current
 
-    def counted(self) -> dict[str, float]:
-        """What this rank was handed so far. Any thread may ask."""
-        return self.counts.now(self._current.watch if self._current is not None else None)
-
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iterator gives; it still begins where a loaded state stands."""
-        if epoch != self.next_epoch:
-            self.next_epoch, self._resume, self._states = epoch, Place(), {}
+        """Say which epoch the next iterator gives."""
+        self._next_epoch, self._resume = epoch, Place()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands after the last batch handed out (torchdata's protocol).
-
-        With the state of an iterable-style dataset that has one, which fetchers are asked for.
-        """
-        return self.with_states(self.position())
-
-    def position(self) -> dict[str, Any]:
-        """The same without a dataset's own state."""
-        epoch, place = self.next_epoch, self._resume
+        """Where the stream stands after the last batch handed out (torchdata's protocol)."""
+        epoch, place = self._next_epoch, self._resume
         if self._current is not None and not self._current.ended:
             epoch, place = self._current.epoch, self._current.after
         return {"epoch": epoch, "place": list(place), "units": self.spent, "seed": self._seed}
@@ -112,33 +97,9 @@ class RemoteLoader(DataLoader[Any]):
                 f"the state stands at batch {position} of epoch {state['epoch']}, which is in the "
                 f"middle of a step of {self.feed.world_size} ranks"
             )
-        self.next_epoch, self.spent = state["epoch"], state["units"]
-        self.counts.resumed = self.spent
+        self._next_epoch, self.spent = state["epoch"], state["units"]
         self._resume = Place(position, slot, tuple(first_slots))
         self._seed, self._current = state["seed"], None
-        self._states = state.get("streams", {})
-
-    def with_states(self, position: dict[str, Any]) -> dict[str, Any]:
-        """A position and where the streams of the dataset stood there, or a little before."""
-        epoch, place = position["epoch"], Place(*position["place"])
-        if not self.shape.has_state or place == Place():
-            return position
-        if self._states:
-            return {**position, "streams": self._states}
-        supply = self.supply()
-        try:
-            streams = supply.open(epoch).streams or 1
-            slots = {slot % streams: slot for slot in range(place.slot, place.slot + streams)}
-            found = {stream: supply.state(epoch, slot) for stream, slot in slots.items()}
-        finally:
-            supply.close()
-        return {**position, "streams": {key: value for key, value in found.items() if value}}
-
-    def give_states(self, supply: Supply, epoch: int, streams: int) -> None:
-        """Tell those who prepare an epoch where its streams stood, if that was loaded."""
-        states, self._states = self._states, {}
-        for stream, (item, state) in states.items():
-            supply.restore(epoch, item * streams + stream, state)
 
     def close(self) -> None:
         """Close all connections; the loader can still be iterated."""
@@ -231,12 +192,6 @@ def use_feed(feed: Feed | None) -> None:
     _feed = feed
 
 
-def _teach_accelerate() -> None:
-    from taas_magic.data.accelerated import teach_accelerate
-
-    teach_accelerate()
-
-
 def arrive(shape: LoaderShape) -> RemoteLoader:
     """What a registered loader is unpickled to.
 
@@ -245,8 +200,6 @@ def arrive(shape: LoaderShape) -> RemoteLoader:
     """
     if _feed is None:
         raise RuntimeError(f"loader {shape.name!r} arrived in process {os.getpid()}, no rank")
-    if not _feed.loaders:
-        when_imported("accelerate.accelerator", _teach_accelerate)
     loader = RemoteLoader(shape, _feed)
     _feed.loaders.append(loader)
     return loader

@@ -1,5 +1,6 @@
 """One iterator of a registered loader: one rank's share of one epoch."""
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +8,6 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from taas_magic.data.audit import Handed
-from taas_magic.data.gauge import Watch, sampled
 from taas_magic.data.pull import Pull
 from taas_magic.data.shard import Place
 from taas_magic.data.stream import Ahead, Step, steps
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from taas_magic.data.loader import RemoteLoader
 
 _AHEAD_FROM_BYTES = 1 << 20
-_LOOK_EVERY = 16
 
 
 class Pass(Iterator[Any]):
@@ -29,22 +28,21 @@ class Pass(Iterator[Any]):
         self._steps: Iterator[Step] | Ahead | None = None
         self._line = -1
         self._pins = loader.shape.pin_memory and torch.cuda.is_available()
-        self.watch = Watch(loader.counts)
         self.ended = False
 
     def __next__(self) -> Any:
         if self.ended:
             raise StopIteration
-        self.watch.start()
+        started = time.perf_counter()
         try:
             if self._steps is None:
-                self._steps = sampled(self._begin(), self._loader.counts)
+                self._steps = self._begin()
             step = next(self._steps)
         except BaseException:
-            self.watch.stop()
             self.close()
             raise
-        self.watch.stop()
+        finally:
+            self._loader.counts.waited_s += time.perf_counter() - started
         return self._hand_out(step)
 
     def __len__(self) -> int:
@@ -55,7 +53,6 @@ class Pass(Iterator[Any]):
         if self.ended:
             return
         self.ended = True
-        self.watch.end()
         if isinstance(self._steps, Ahead):
             self._steps.close()
         if self._supply is not None:
@@ -71,7 +68,6 @@ class Pass(Iterator[Any]):
         loader, feed = self._loader, self._loader.feed
         self._supply = loader.supply()
         opened = self._supply.open(self.epoch)
-        loader.give_states(self._supply, self.epoch, opened.streams or 1)
         if feed.ledger is not None:
             first = self.after.position // feed.world_size
             name, place = loader.shape.name, (feed.rank, feed.world_size, first, 0)
@@ -87,11 +83,12 @@ class Pass(Iterator[Any]):
         if bound is not None and loader.spent + step.row_units > bound:
             self.close()
             raise StopIteration
-        if not isinstance(self._steps, Ahead):
-            if reply.size >= _AHEAD_FROM_BYTES:
-                assert self._steps is not None
-                self._steps = Ahead(self._steps, self._pinned)
-            reply = self._pinned(reply) if self._pins else reply
+        if reply.size >= _AHEAD_FROM_BYTES and not isinstance(self._steps, Ahead):
+            assert self._steps is not None
+            self._steps = Ahead(self._steps, self._pinned)
+            reply = self._pinned(reply)
+        elif not isinstance(self._steps, Ahead):
+            reply = self._pinned(reply)
         if self._line >= 0 and loader.feed.ledger is not None:
             loader.feed.ledger.hand(self._line)
         self.after = step.after
@@ -100,8 +97,6 @@ class Pass(Iterator[Any]):
         counts.batches += 1
         counts.units += max(reply.units, 0)
         counts.bytes += reply.size
-        if counts.batches % _LOOK_EVERY == 1 and isinstance(self._supply, Pull):
-            counts.held_bytes = self._supply.held_bytes
         if reply.failure is not None:
             reply.failure.reraise()
         return reply.batch

@@ -154,10 +154,6 @@ class Order:
                 del self._epochs[old]
         return self._epochs[number]
 
-    def known(self, number: int) -> Epoch | None:
-        """The order of an epoch, if it is enumerated."""
-        return self._epochs.get(number)
-
     def _run(self, number: int) -> Epoch:
         while len(self._starts) <= number and not self._forgets():
             self._enumerate(len(self._starts) - 1)

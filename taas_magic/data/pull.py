@@ -7,17 +7,15 @@ late comes to a closed link, so nothing is handed out twice.
 
 import json
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from taas_magic.data import encode
 from taas_magic.data.blocks import Blocks
-from taas_magic.data.inbox import Silent
-from taas_magic.data.link import Link
+from taas_magic.data.link import TICK_S, Link, Silent
 from taas_magic.data.outcome import Opened
 from taas_magic.data.route import Route, refused
 from taas_magic.data.shard import VOID, Ask
-from taas_magic.data.sockets import TICK_S
 from taas_magic.data.supply import Patience, Reply
 from taas_magic.data.wire import Frame, Kind
 from taas_magic.errors import ProtocolError, RunLost
@@ -75,7 +73,6 @@ class Pull:
         self._open: dict[int, _Open] = {}
         self._where: dict[Question, int] = {}
         self._here: dict[Question, Answered] = {}
-        self._replies: dict[Question, Reply] = {}
         self._tries: dict[Question, int] = {}
         self._streams: int | None = None
         self._orders: dict[int, int] = {}
@@ -87,12 +84,6 @@ class Pull:
         """How many lanes share the work."""
         return self._route.lanes
 
-    @property
-    def held_bytes(self) -> int:
-        """Memory that batches lie in, in use or kept for the next ones."""
-        links = list(self._open.values())
-        return self.blocks.held_bytes + sum(open_.link.shared_bytes for open_ in links)
-
     def open(self, epoch: int) -> Opened:
         """Say how long an epoch is; the first lane that answers says it for all.
 
@@ -103,8 +94,7 @@ class Pull:
         ask = Question(Kind.OPEN, epoch, 0)
         self._send_later(ask)
         self._flush()
-        self._until(ask, self._here)
-        frame, body = self._here.pop(ask)
+        frame, body = self._until(ask)
         if frame.kind is Kind.ERROR:
             encode.from_bytes(bytes(body)).reraise()
         opened = Opened(*json.loads(bytes(body)))
@@ -125,25 +115,19 @@ class Pull:
             RuntimeError: It took longer than the loader's `timeout`.
         """
         question = _question(epoch, ask)
-        if question not in self._replies:
-            if question not in self._where:
-                self._send_later(question)
-                self._flush()
-            self._until(question, self._replies)
-        return self._replies.pop(question)
+        if question not in self._where and question not in self._here:
+            self._send_later(question)
+            self._flush()
+        return _reply_of(*self._until(question))
 
     def sample(self, index: Any) -> Any:
         """Return `dataset[index]` from a fetcher's dataset."""
-        return self._value(Question(Kind.SAMPLE, 0, 0, encode.as_bytes(index)))
-
-    def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
-        """Where the dataset of a slot's stream stood, and after how many items."""
-        found: tuple[int, Any] | None = self._value(Question(Kind.STATE, epoch, slot))
-        return found
-
-    def restore(self, epoch: int, slot: int, state: Any) -> None:
-        """Have the stream of a slot begin there, in a dataset that has loaded this state."""
-        self._value(Question(Kind.STATE, epoch, slot, encode.as_bytes(state)))
+        ask = Question(Kind.SAMPLE, 0, 0, encode.as_bytes(index))
+        self._send_later(ask)
+        self._flush()
+        frame, body = self._until(ask)
+        value = encode.from_bytes(bytes(body))
+        return value.reraise() if frame.kind is Kind.ERROR else value
 
     def close(self) -> None:
         """End the pass: links with answers under way are closed, the others kept."""
@@ -153,16 +137,8 @@ class Pull:
             else:
                 self._route.give_back(number, open_.link)
         self._open.clear()
-        for book in (self._where, self._here, self._replies):
-            book.clear()
-
-    def _value(self, ask: Question) -> Any:
-        self._send_later(ask)
-        self._flush()
-        self._until(ask, self._here)
-        frame, body = self._here.pop(ask)
-        value = encode.from_bytes(bytes(body))
-        return value.reraise() if frame.kind is Kind.ERROR else value
+        self._where.clear()
+        self._here.clear()
 
     def _send_later(self, ask: Question) -> None:
         """Lay a question ready for the lane that has to answer it."""
@@ -189,11 +165,11 @@ class Pull:
             except OSError as error:
                 self._lost(number, error)
 
-    def _until(self, ask: Question, answers: Container[Question]) -> None:
-        """Receive until the answer to `ask` is among `answers`."""
+    def _until(self, ask: Question) -> Answered:
+        """Receive until the answer to `ask` is here."""
         silent_s = 0.0
         patience = Patience(self._timeout_s) if self._timeout_s else None
-        while ask not in answers:
+        while ask not in self._here:
             if patience is not None:
                 patience.check()
             number = self._where[ask]
@@ -209,42 +185,35 @@ class Pull:
             except (OSError, ProtocolError) as error:
                 self._lost(number, error)
             silent_s = 0.0
+        return self._here.pop(ask)
 
     def _receive(self, number: int) -> None:
-        """Take the next frame of a lane, and all that have come with it."""
         open_ = self._open[number]
-        whole: Answered | None = open_.link.receive(self.blocks)
+        frame, body = open_.link.receive(self.blocks)
         self._route.answered(number)
-        while whole is not None and self._open.get(number) is open_:
-            if whole[0].kind is not Kind.ALIVE:
-                self._take(open_, *whole)
-            whole = open_.link.here()
-
-    def _take(self, open_: _Open, frame: Frame, body: memoryview) -> None:
+        if frame.kind is Kind.ALIVE:
+            return
         ask = open_.asked.popleft()
-        if frame.batch != ask.slot or frame.epoch != ask.epoch:
+        if (frame.epoch, frame.batch) != (ask.epoch, ask.slot):
             raise ProtocolError(
                 f"{open_.link.address} was asked for batch {ask.slot} of epoch {ask.epoch} and "
                 f"answered with batch {frame.batch} of epoch {frame.epoch}"
             )
         del self._where[ask]
-        if self._tries:
-            self._tries.pop(ask, None)
-        first = self._instead.pop(ask, None) if self._instead else None
+        self._tries.pop(ask, None)
+        first = self._instead.pop(ask, None)
         if first is None and self._is_other_order(ask, frame):
             self._ask_instead(Question(Kind.ORDER, ask.epoch, ask.slot), ask)
         elif first is not None and ask.kind is Kind.ORDER and frame.kind is Kind.VALUE:
             if self._is_other_order(ask, frame):
                 raise RunLost(_ORDER_LOST.format(epoch=ask.epoch))
             self._ask_instead(first._replace(body=bytes(body)), first)
-        elif ask.kind is Kind.GET or ask.kind is Kind.PEEK or first is not None:
-            self._replies[first or ask] = _reply_of(frame, body)
         else:
-            self._here[ask] = frame, body
+            self._here[first or ask] = frame, body
 
     def _is_other_order(self, ask: Question, frame: Frame) -> bool:
         """Whether the lane's order of the epoch is not the one that all ranks follow."""
-        return frame.order != self._orders.get(ask.epoch, frame.order) and frame.order != 0
+        return frame.order not in (0, self._orders.get(ask.epoch, frame.order))
 
     def _ask_instead(self, question: Question, ask: Question) -> None:
         """Let the lane that opened the epoch say the batch's indices, and ask by those.
@@ -284,12 +253,12 @@ def _question(epoch: int, ask: Ask) -> Question:
 
 
 def _reply_of(frame: Frame, body: memoryview) -> Reply:
-    if frame.kind is Kind.BATCH:
-        return Reply(frame.units, encode.decode(body, frame.head_bytes), frame.body_bytes)
     if frame.kind is Kind.ERROR:
         return Reply(1, failure=encode.from_bytes(bytes(body)))
     if frame.kind is Kind.VOID:
         return Reply(VOID)
     if frame.kind is Kind.PEEKED:
         return Reply(frame.units)
-    raise ProtocolError(f"a question for a batch was answered with {frame.kind.name}")
+    if frame.kind is not Kind.BATCH:
+        raise ProtocolError(f"a question for a batch was answered with {frame.kind.name}")
+    return Reply(frame.units, encode.decode(body, frame.head_bytes), frame.body_bytes)

@@ -6,12 +6,11 @@ while is the run lost, and it says so instead of waiting for ever.
 """
 
 import json
-import os
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from taas_magic.data.link import Address, Link
 from taas_magic.data.shard import home
@@ -28,36 +27,17 @@ class Found(NamedTuple):
         lanes: How many there are in all.
         stride: Distance of the slots that they are asked for (see `shard.home`).
         addresses: Where those listen whose fetcher has started, by number.
-        failed: Why none will ever start; "" while one may.
     """
 
     lanes: int
     stride: int
     addresses: dict[int, Address]
-    failed: str = ""
 
 
 class Directory(Protocol):
     """Says where the lanes of a loader are; asked again whenever one does not answer."""
 
     def __call__(self, loader: str) -> Found: ...
-
-
-Entry = Mapping[str, Mapping[str, Any]]
-"""Where a fetcher's lanes listen, by loader: `lanes` in all, and `addresses` by number. Or, of one
-that could not start, `failed`, why, and `fetchers`, how many were to run the loader."""
-
-
-def write_entry(folder: Path, number: int, entry: Entry) -> Path:
-    """Write where the lanes of fetcher `number` listen; a rank sees the whole file or none."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    file, text = folder / f"fetcher-{number}.json", json.dumps(entry)
-    if file.exists() and file.read_text() == text:
-        return file  # the folder is shared, and the fetcher has written it itself
-    draft = folder / f"{number}-{os.getpid()}.draft"
-    draft.write_text(text)
-    os.replace(draft, file)
-    return file
 
 
 class FolderDirectory:
@@ -68,18 +48,14 @@ class FolderDirectory:
 
     def __call__(self, loader: str) -> Found:
         """Read what is there."""
-        files = sorted(self._folder.glob("fetcher-*.json"))
-        entries = [entry for file in files if (entry := json.loads(file.read_text()).get(loader))]
-        failed = [entry for entry in entries if "failed" in entry]
-        if failed and len(failed) == failed[0]["fetchers"]:
-            return Found(0, 1, {}, failed[0]["failed"])
-        started = [entry for entry in entries if "failed" not in entry]
-        addresses = {
-            int(number): Address(*address)
-            for entry in started
-            for number, address in entry["addresses"].items()
-        }
-        return Found(started[0]["lanes"] if started else 0, 1, addresses)
+        lanes, addresses = 0, dict[int, Address]()
+        for file in sorted(self._folder.glob("fetcher-*.json")):
+            entry = json.loads(file.read_text()).get(loader)
+            if entry is not None:
+                lanes = entry["lanes"]
+                for number, address in entry["addresses"].items():
+                    addresses[int(number)] = Address(*address)
+        return Found(lanes, 1, addresses)
 
 
 class Timing(NamedTuple):
@@ -142,8 +118,6 @@ class Route:
         self._await_lanes()
         found = self._found
         wanted = home(slot, streams, found.lanes, found.stride)
-        if not self._paused and wanted in found.addresses:
-            return wanted
         up = self._up()
         if wanted in up or not up:
             return wanted
@@ -201,15 +175,11 @@ class Route:
         ]
 
     def _await_lanes(self) -> None:
-        if self._found.addresses:
-            return
         deadline = self._clock() + self.timing.start_s
         while not self._found.addresses:
             self._found = self._directory(self._loader)
             if self._found.addresses:
                 return
-            if self._found.failed:
-                raise RunLost(f"no fetcher of loader {self._loader!r}: {self._found.failed}")
             if self._clock() > deadline:
                 raise RunLost(
                     f"no fetcher of loader {self._loader!r} has started within "

@@ -21,27 +21,22 @@ from taas_magic.data import encode
 from taas_magic.data.connection import Answer, Connection, Sent
 from taas_magic.data.door import Door
 from taas_magic.data.lane_spec import LaneSpec
+from taas_magic.data.link import Socket
 from taas_magic.data.outcome import Ended, Failed, Opened, is_counted, units_of
 from taas_magic.data.shard import VOID
 from taas_magic.data.share import Share
 from taas_magic.data.shelf import Key, Shelf
-from taas_magic.data.sockets import Socket
 from taas_magic.data.source import Source
-from taas_magic.data.spill import Spill
 from taas_magic.data.talk import Talk
 from taas_magic.data.wire import Kind
 
 STATS = (
     *("prepared", "sent", "sent_bytes", "ready", "ready_bytes"),
-    *("fetch_s", "fetch_cpu_s", "refused", "idle"),
-    *("spilled_bytes", "spill_refused"),
+    *("fetch_s", "fetch_cpu_s", "refused"),
 )
 """What a lane counts, in the order of its slots in the shared array."""
 
-_IDLE, _SPILLED = STATS.index("idle"), STATS.index("spilled_bytes")
 _STOCK_S = 0.1
-_SUM_NOW_BYTES = 1 << 20
-"""Up to here a checksum costs less than the interpreter lock that a connection needs for it."""
 
 
 class Lane:
@@ -75,19 +70,11 @@ class Lane:
             self._broken = _failed(failure)
         except Exception:
             self._broken = _caught(f"in {where} (loader {spec.loader!r}, when it was unpickled)")
-        self._spill = Spill(spec.spill, spec.spill_bytes) if spec.spill is not None else None
-        self.shelf = Shelf(
-            spec.buffer_bytes,
-            self._follows,
-            spec.follows_a_death,
-            on_idle=self._rest,
-            disk=self._spill,
-        )
-        self._ahead = Share(spec, self._opened, self._is_filled)
+        self.shelf = Shelf(spec.buffer_bytes, self._follows, spec.follows_a_death)
+        self._ahead = Share(spec, self._opened)
         self._sent = Sent(self.stats, STATS.index("sent"), STATS.index("sent_bytes"))
         self._door = Door(spec, tls, self._serve, self._refused)
         self._stock_taken = 0.0
-        self._summing = 0
 
     def run(self) -> None:
         """Serve until the process ends. Blocks; call it in the main thread."""
@@ -97,7 +84,6 @@ class Lane:
             self._door.open(listener)
         self.shelf.work_ahead(self._ahead)
         while (key := self.shelf.next()) is not None:
-            self.stats[_IDLE] = 0.0
             if self.shelf.wants(key):
                 self._ahead.reached(key.epoch, key.slot)
             self.shelf.put(key, self._prepare(key))
@@ -109,37 +95,17 @@ class Lane:
         except Failed:
             return None
 
-    def _is_filled(self) -> bool:
-        """Whether there is as much as was asked for before the ranks."""
-        spec, shelf = self._spec, self.shelf
-        spilled_bytes = self._spill.bytes if self._spill is not None else 0
-        has_batches = shelf.ready_batches >= spec.fill_batches
-        return has_batches and shelf.ready_bytes + spilled_bytes >= spec.fill_bytes
-
     def _follows(self, epoch: int, slot: int) -> bool:
         return self._source is None or self._source.follows(epoch, slot)
 
-    def _rest(self) -> None:
-        """There is nothing to prepare, or no room for it."""
-        self.stats[_IDLE] = 1.0
-        self._take_stock()
-
     def _take_stock(self) -> None:
         self.stats[3], self.stats[4] = self.shelf.ready_batches, self.shelf.ready_bytes
-        if self._spill is not None:
-            self.stats[_SPILLED] = self._spill.bytes
-            self.stats[_SPILLED + 1] = float(self._spill.is_full)
         if (now := time.monotonic()) - self._stock_taken > _STOCK_S:
             # A system call, so not for every batch; this thread does nothing but prepare.
             self._stock_taken, self.stats[6] = now, time.thread_time()
 
     def _serve(self, sock: Socket, talk: Talk) -> None:
-        connection = Connection(sock, talk, self.shelf, self._sent, self._spec.shared_bytes)
-        self._summing += connection.sums
-        try:
-            connection.run()
-        finally:
-            self._summing -= connection.sums
+        Connection(sock, talk, self.shelf, self._sent, self._spec.shared_bytes).run()
 
     def _refused(self) -> None:
         self.stats[STATS.index("refused")] += 1
@@ -171,26 +137,13 @@ class Lane:
         if key.kind is Kind.SAMPLE:
             index = encode.from_bytes(key.detail)
             return Answer(Kind.VALUE, encode.as_bytes(self._source.sample(index)))
-        if key.kind is Kind.STATE:
-            return Answer(Kind.VALUE, encode.as_bytes(self._state(key)))
-        order = self._source.digest(key.epoch)
+        order = self._source.open(key.epoch).order
         if key.kind is Kind.ORDER:
             indices = encode.as_bytes(self._source.indices(key.epoch, key.slot))
             return Answer(Kind.VALUE, indices, order=order)
         given = encode.from_bytes(key.detail) if key.detail else None
         batch = self._source.prepare(key.epoch, key.slot, given)
-        answer = Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
-        if self._summing and answer.size <= _SUM_NOW_BYTES:
-            answer.checksum()
-        return answer
-
-    def _state(self, key: Key) -> Any:
-        """What a stream's dataset says of itself; or, where a rank has it, what it is to be."""
-        assert self._source is not None
-        if not key.detail:
-            return self._source.state(key.epoch, key.slot)
-        self._source.restore(key.epoch, key.slot, encode.from_bytes(key.detail))
-        return None
+        return Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
 
     def _is_counted(self, epoch: int) -> bool:
         assert self._source is not None

@@ -1,7 +1,7 @@
 """What a run's data service is, in files of the run folder that only the user reads.
 
 <run folder>/data/            0700
-    service.json              0600: key, certificate, loaders, the flags that concern them
+    service.json              0600: the key, the loaders, the flags that concern them
     <name>.loader             a registered loader, pickled
     fetchers/                 where each fetcher's lanes listen (route.FolderDirectory)
     ledger/                   what each rank was handed (ledger.py)
@@ -14,9 +14,6 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from taas_magic.config import DataConfig
-from taas_magic.data.tls import Tls
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,6 @@ class Service:
         fetchers: How many hosts run the loaders; 0: the ranks do it themselves.
         units: The bound of `--units`.
         loaders: What is served.
-        memory: What fetchers and ranks may hold.
-        tls: The run's certificate, for batches that go from host to host; None: they go plain.
     """
 
     key: bytes
@@ -55,21 +50,11 @@ class Service:
     fetchers: int
     units: int | None
     loaders: tuple[Served, ...]
-    memory: DataConfig = DataConfig()  # noqa: RUF009
-    tls: Tls | None = None
 
 
 def new_key() -> bytes:
     """A key that nobody can guess."""
     return secrets.token_bytes(32)
-
-
-def new_certificate() -> Tls:
-    """A certificate for one run."""
-    # cryptography takes a while to import, and most runs stay on one host.
-    from taas_magic import certificate
-
-    return Tls(*certificate.make("taas-magic run"))
 
 
 def folder_of(run_dir: Path) -> Path:
@@ -101,8 +86,4 @@ def read(run_dir: Path) -> Service | None:
         return None
     values = json.loads(file.read_text())
     loaders = tuple(Served(**loader) for loader in values["loaders"])
-    memory = DataConfig(**values["memory"])
-    tls = Tls(**values["tls"]) if values["tls"] else None
-    key = bytes.fromhex(values["key"])
-    parsed = {"key": key, "loaders": loaders, "memory": memory, "tls": tls}
-    return Service(**{**values, **parsed})
+    return Service(**{**values, "key": bytes.fromhex(values["key"]), "loaders": loaders})

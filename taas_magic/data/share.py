@@ -18,17 +18,10 @@ class Share(Iterator[Key]):
     Args:
         spec: Which share.
         opened: Says what is known of an epoch; None when its sampler raised.
-        is_filled: Says whether there is as much as is to be ready before ranks ask.
     """
 
-    def __init__(
-        self,
-        spec: LaneSpec,
-        opened: Callable[[int], Opened | None],
-        is_filled: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._spec, self._opened, self._is_filled = spec, opened, is_filled
-        self._is_asked = False
+    def __init__(self, spec: LaneSpec, opened: Callable[[int], Opened | None]) -> None:
+        self._spec, self._opened = spec, opened
         self._epoch = self._slot = 0
         self._keys = self._share(0, 0)
         self._ends: dict[int, int] = {}
@@ -38,7 +31,6 @@ class Share(Iterator[Key]):
 
     def reached(self, epoch: int, slot: int) -> None:
         """A rank asked for this batch; what the lane works ahead on lies behind it."""
-        self._is_asked = True
         if epoch > self._epoch or (epoch == self._epoch and slot >= self._slot):
             self._epoch, self._slot = epoch, slot + 1
             self._keys = self._share(epoch, slot + 1)
@@ -48,31 +40,20 @@ class Share(Iterator[Key]):
         self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
 
     def _share(self, epoch: int, first_slot: int) -> Iterator[Key]:
-        left = self._spec.units
-        for ahead in count():
-            if ahead > 1 and self._is_enough():
-                return
+        spec = self._spec
+        for ahead in (0, 1):
             # Enumerating the order takes time: it is work like any other.
             yield Key(Kind.OPEN, epoch + ahead, 0)
             opened = self._opened(epoch + ahead)
             if opened is None:
                 return
             slots = self._slots(epoch + ahead, opened, first_slot if not ahead else 0)
-            done = 0
-            for slot in slots:
-                if ahead and done >= _NEXT_EPOCH_BATCHES and self._is_enough():
+            for done, slot in enumerate(slots):
+                if ahead and done >= _NEXT_EPOCH_BATCHES:
                     return
-                if left is not None and slot >= left:
+                if spec.units is not None and slot >= spec.units:
                     return
                 yield Key(Kind.GET, epoch + ahead, slot)
-                done += 1
-            if ahead and not done:
-                return
-            end = self._ends.get(epoch + ahead, opened.batches)
-            left = left if left is None or end is None else left - end
-
-    def _is_enough(self) -> bool:
-        return self._is_asked or self._is_filled()
 
     def _slots(self, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
         """This lane's slots of an epoch, as long as there are any."""

@@ -1,18 +1,16 @@
 """What a lane has prepared and is asked to prepare: bounded in bytes, shared by its threads.
 
 One thread prepares (`next`, `put`), one thread for each connection asks (`want`, `take`). What is
-asked for comes first, the connections in turn, each in the order of its asking; when nothing is
-asked for, the lane works ahead on its own share. When the memory budget is used up the lane lays on
-disk what nobody has asked for, or it waits, except that a connection with nothing to send may
-always have its next batch: so a slow rank never starves another one.
+asked for comes first, in the order of asking; when nothing is asked for, the lane works ahead on
+its own share. When the memory budget is used up the lane waits, except that a connection with
+nothing to send may always have its next batch: so a slow rank never starves another one.
 """
 
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from taas_magic.data.disk import Disk, Item, NoDisk
 from taas_magic.data.wire import Kind
 
 _KEEP_COUNTS = 100_000
@@ -20,15 +18,27 @@ _MOMENT_S = 0.05
 
 
 class Key(NamedTuple):
-    """A pure question: GET (a batch by the lane's own order), or OPEN, SAMPLE, ORDER, STATE.
+    """A pure question: GET (a batch by the lane's own order), or OPEN, SAMPLE, ORDER.
 
-    `detail` is what else the question says: given indices, the index of a sample, a state.
+    `detail` is what else the question says: given indices, or the index of a sample.
     """
 
     kind: Kind
     epoch: int
     slot: int
     detail: bytes = b""
+
+
+class Item(Protocol):
+    """An answer on the shelf."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory that it holds."""
+
+    @property
+    def units(self) -> int:
+        """What it counts in `--units`; VOID for a slot without a batch."""
 
 
 class Shelf:
@@ -39,8 +49,6 @@ class Shelf:
         follows: Whether a batch can be prepared without going back in its stream.
         is_careful: Whether what is wanted and ready has a moment to be sent before the next is
             prepared: if that one ends the process, nothing else is lost with it.
-        on_idle: Called before `next` waits.
-        disk: Where answers lie that nobody has asked for and that memory has no room for.
     """
 
     def __init__(
@@ -48,15 +56,11 @@ class Shelf:
         budget_bytes: int,
         follows: Callable[[int, int], bool] = lambda epoch, slot: True,
         is_careful: bool = False,
-        on_idle: Callable[[], None] = lambda: None,
-        disk: Disk | None = None,
     ) -> None:
         self._budget_bytes, self._follows, self._is_careful = budget_bytes, follows, is_careful
-        self._on_idle, self._disk = on_idle, disk or NoDisk()
         self._changed = threading.Condition()
         self._waiting: dict[Key, set[Hashable]] = {}
-        self._open: OrderedDict[Hashable, dict[Key, None]] = OrderedDict()
-        self._asker: dict[Key, Hashable] = {}
+        self._open: OrderedDict[Key, None] = OrderedDict()
         self._ready: dict[Key, Item] = {}
         self._unasked: dict[Key, None] = {}
         self._to_send: Counter[Hashable] = Counter()
@@ -65,7 +69,12 @@ class Shelf:
         self._ahead: Iterator[Key] = iter(())
         self._doing: Key | None = None
         self._closed = False
-        self.ready_bytes = self.ready_batches = 0
+        self.ready_bytes = 0
+
+    @property
+    def ready_batches(self) -> int:
+        """How many answers are prepared and not sent."""
+        return len(self._ready)
 
     def want(self, who: Hashable, key: Key, only_count: bool = False) -> None:
         """Take note that a connection waits for an answer (or only for what it counts)."""
@@ -80,8 +89,7 @@ class Shelf:
                 self._to_send[who] += 1
                 self._unasked.pop(key, None)
             elif len(waiting) == 1 and key != self._doing:
-                self._open.setdefault(who, {})[key] = None
-                self._asker[key] = who
+                self._open[key] = None
                 self._changed.notify_all()
 
     def gone(self, who: Hashable) -> None:
@@ -105,7 +113,6 @@ class Shelf:
                 self._changed.wait_for(lambda: key in self._ready, timeout_s)
             item = self._ready.get(key)
             if item is not None:
-                item = self._disk.fetch(item)
                 self._leave(who, key)
                 self._taken[who] += 1
                 if key in self._unasked:
@@ -154,7 +161,6 @@ class Shelf:
                 if key is not None:
                     self._doing = key
                     return key
-                self._on_idle()
                 self._changed.wait()
             return None
 
@@ -164,15 +170,14 @@ class Shelf:
 
     def put(self, key: Key, item: Item) -> None:
         """Lay an answer on the shelf."""
-        if self.ready_bytes + item.size > self._budget_bytes and key not in self._waiting:
-            item = self._disk.lay(item) or item
         with self._changed:
             self._doing = None
             if key.kind is Kind.GET:
                 self._counts[key] = item.units
                 if len(self._counts) > _KEEP_COUNTS:
                     self._counts.popitem(last=False)
-            self._lay(key, item)
+            self._ready[key] = item
+            self.ready_bytes += item.size
             waiting = self._waiting.get(key)
             if waiting:
                 self._to_send.update(waiting)
@@ -199,29 +204,13 @@ class Shelf:
             self._to_send[who] -= 1
         if not waiting:
             del self._waiting[key]
-            self._close(key)
+            self._open.pop(key, None)
             if key in self._ready:
                 self._unasked[key] = None
 
-    def _close(self, key: Key) -> None:
-        """Nobody has to prepare `key` any more."""
-        who = self._asker.pop(key, None)
-        if who is not None:
-            del self._open[who][key]
-            if not self._open[who]:
-                del self._open[who]
-
-    def _lay(self, key: Key, item: Item) -> None:
-        self._ready[key] = item
-        self.ready_bytes += item.size
-        self.ready_batches += key.kind is Kind.GET
-
     def _remove(self, key: Key) -> None:
         self._unasked.pop(key, None)
-        item = self._ready.pop(key)
-        self._disk.drop(item)
-        self.ready_bytes -= item.size
-        self.ready_batches -= key.kind is Kind.GET
+        self.ready_bytes -= self._ready.pop(key).size
 
     def _choose(self) -> Key | None:
         if not self._open:
@@ -230,7 +219,7 @@ class Shelf:
             self._make_room()
         full = self.ready_bytes >= self._budget_bytes
         chosen = None
-        for key in (key for keys in self._open.values() for key in keys):
+        for key in self._open:
             if full and not self._starves(key):
                 continue
             if self._follows(key.epoch, key.slot):
@@ -238,9 +227,7 @@ class Shelf:
                 break
             chosen = chosen or key
         if chosen is not None:
-            who = self._asker[chosen]
-            self._open.move_to_end(who)
-            self._close(chosen)
+            del self._open[chosen]
         return chosen
 
     def _starves(self, key: Key) -> bool:
@@ -248,23 +235,14 @@ class Shelf:
         return any(not self._to_send[who] for who in self._waiting[key])
 
     def _make_room(self) -> None:
-        """Lay on disk what nobody has asked for, the latest first, or throw it away.
-
-        It can be prepared again.
-        """
+        """Throw away what nobody has asked for, the latest first; it can be prepared again."""
         for key in sorted(self._unasked, reverse=True):
-            if not self._ready[key].size:
-                continue
-            laid = self._disk.lay(self._ready[key])
             self._remove(key)
-            if laid is not None:
-                self._lay(key, laid)
-                self._unasked[key] = None
             if self.ready_bytes < self._budget_bytes:
                 return
 
     def _first_ahead(self) -> Key | None:
-        if self.ready_bytes >= self._budget_bytes and not self._disk.has_room:
+        if self.ready_bytes >= self._budget_bytes:
             return None
         for key in self._ahead:
             if key not in self._ready and key not in self._counts:

@@ -48,7 +48,6 @@ class Source:
         self.streams = streams_of(self.loader)
         self._order = Order(self.loader, seed) if self.streams is None else None
         self._cursors: dict[int, Cursor] = {}
-        self._given: dict[int, tuple[int, int, Any]] = {}
         self._at = ""
         self._info: Any = None
         if self._order and worker_id is not None:
@@ -63,19 +62,8 @@ class Source:
         if self._order is None:
             return Opened(None, self.streams, 0)
         self._at = f"epoch {epoch}, its order"
-        order = self._guarded(self._order.epoch, epoch)
+        order = self._guarded(lambda: self._require_order().epoch(epoch))
         return Opened(order.batches, None, order.digest)
-
-    def digest(self, epoch: int) -> int:
-        """Hash of an epoch's order; 0 where there is none.
-
-        Raises:
-            Failed: The sampler raised.
-        """
-        if self._order is None:
-            return 0
-        known = self._order.known(epoch)
-        return self.open(epoch).order if known is None else known.digest
 
     def indices(self, epoch: int, slot: int) -> Any:
         """The indices of a batch of a map-style loader."""
@@ -95,8 +83,8 @@ class Source:
         """
         self._at = f"epoch {epoch}, batch {slot}"
         if self.streams is not None:
-            return self._guarded(self._next_of, epoch, slot)
-        return self._guarded(self._fetch, epoch, slot, indices)
+            return self._guarded(lambda: self._next_of(epoch, slot))
+        return self._guarded(lambda: self._fetch(epoch, slot, indices))
 
     def sample(self, index: Any) -> Any:
         """Return `dataset[index]`.
@@ -106,26 +94,7 @@ class Source:
         """
         self._at = f"dataset[{index!r}]"
         dataset: Any = self.loader.dataset
-        return self._guarded(dataset.__getitem__, index)
-
-    def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
-        """Where the dataset of a slot's stream stood, by its own `state_dict`.
-
-        Returns:
-            How many items the stream had given then, not more than there are before `slot`, and the
-            state; None where it is not known.
-        """
-        if self.streams is None:
-            return None
-        item, stream = divmod(slot, self.streams)
-        cursor = self._cursors.get(stream)
-        return cursor.state(item) if cursor is not None and cursor.epoch == epoch else None
-
-    def restore(self, epoch: int, slot: int, state: Any) -> None:
-        """Have the stream of a slot begin there, in a dataset that has loaded this state."""
-        assert self.streams is not None
-        item, stream = divmod(slot, self.streams)
-        self._given[stream] = epoch, item, state
+        return self._guarded(lambda: dataset[index])
 
     def follows(self, epoch: int, slot: int) -> bool:
         """Whether a slot is not behind what its stream has already given."""
@@ -139,10 +108,10 @@ class Source:
             raise TypeError(f"loader {self._name!r} is iterable-style: its batches have no indices")
         return self._order
 
-    def _guarded(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    def _guarded(self, work: Callable[[], Any]) -> Any:
         before, torch_worker._worker_info = torch_worker._worker_info, self._info
         try:
-            return work(*arguments)
+            return work()
         except (Ended, Failed):
             raise
         except Exception:
@@ -180,18 +149,11 @@ class Source:
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
         cursor = self._cursors.get(stream)
-        goes_on = cursor is not None and cursor.epoch == epoch and cursor.item <= item
-        if not goes_on or cursor is None or cursor.item < self._given_item(epoch, slot) <= item:
+        if cursor is None or cursor.epoch != epoch or cursor.item > item:
             cursor = self._cursors[stream] = self._new_cursor(epoch, stream, item, cursor)
         while cursor.item < item:
             self._advance(cursor)
         return self._advance(cursor)
-
-    def _given_item(self, epoch: int, slot: int) -> int:
-        """Where the stream of a slot may begin in a state that was loaded; -1 without one."""
-        assert self.streams is not None
-        given_epoch, item, _ = self._given.get(slot % self.streams, (-1, -1, None))
-        return item if given_epoch == epoch else -1
 
     def _advance(self, cursor: "Cursor") -> Any:
         assert self.streams is not None
@@ -210,11 +172,6 @@ class Source:
         start = 0
         if old is not None and old.epoch == epoch:
             start = old.restore(loader.dataset, item)
-        given_item = self._given_item(epoch, stream)
-        if start < given_item <= item:
-            state = self._given[stream][2]
-            self._guarded(lambda: loader.dataset.load_state_dict(state))  # type: ignore[attr-defined]
-            start = given_item
         return Cursor(loader, epoch, stream, start, info)
 
     def _start_worker(self, loader: DataLoader[Any], worker_id: int, seed: int) -> Any:
@@ -230,7 +187,7 @@ class Source:
         if init is not None:
             self._info, self._at = info, "worker_init_fn"
             seed_all(info.seed)
-            self._guarded(init, info.id)
+            self._guarded(lambda: init(info.id))
             self._info = None
         return info
 

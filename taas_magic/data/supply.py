@@ -51,12 +51,6 @@ class Supply(Protocol):
     def reply(self, epoch: int, ask: Ask) -> Reply:
         """Return the answer to a question that was asked; blocks until it is there."""
 
-    def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
-        """Where the dataset of a slot's stream stood, and after how many items."""
-
-    def restore(self, epoch: int, slot: int, state: Any) -> None:
-        """Have the stream of a slot begin there, in a dataset that has loaded this state."""
-
     def close(self) -> None:
         """The pass is over; questions without an answer are forgotten."""
 
@@ -100,14 +94,6 @@ class LocalSupply:
         with own_random_state():
             reply = self._prepare(epoch, ask.slot)
         return reply if ask.mine else reply._replace(batch=None)
-
-    def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
-        """Where the dataset of a slot's stream stood, and after how many items."""
-        return self._source.state(epoch, slot)
-
-    def restore(self, epoch: int, slot: int, state: Any) -> None:
-        """Have the stream of a slot begin there, in a dataset that has loaded this state."""
-        self._source.restore(epoch, slot, state)
 
     def close(self) -> None:
         """Nothing is under way."""

@@ -39,7 +39,7 @@ class Role(enum.Enum):
     RANK = "rank"
 
 
-_ASKED = (Kind.OPEN, Kind.GET, Kind.PEEK, Kind.SAMPLE, Kind.ORDER, Kind.STATE)
+_ASKED = (Kind.OPEN, Kind.GET, Kind.PEEK, Kind.SAMPLE, Kind.ORDER)
 _ANSWERED = (
     *(Kind.OPENED, Kind.BATCH, Kind.PEEKED, Kind.VOID),
     *(Kind.ERROR, Kind.ALIVE, Kind.VALUE),

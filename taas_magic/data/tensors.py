@@ -6,9 +6,7 @@ attributes) is built from those that are.
 """
 
 import ctypes
-import math
 import pickle
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ _DTYPES = {
 _NAMES = {value: name for name, value in _DTYPES.items()}
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """Where a tensor lies: which buffer (-1: it is empty), at which byte, and its form."""
 
     buffer: int
@@ -89,11 +87,6 @@ def reduce(tensor: torch.Tensor) -> Any:
     return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
 
 
-def row(buffer: int, tensor: torch.Tensor) -> Row:
-    """The row of a tensor that lies at the start of a buffer."""
-    return Row(buffer, 0, _NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride())
-
-
 class _Extent(NamedTuple):
     start: int
     end: int
@@ -124,15 +117,15 @@ def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
 
 def lay_out(
     tensors: Sequence[torch.Tensor], first_buffer: int
-) -> tuple[list[Row], list[memoryview]]:
+) -> tuple[list[_Row], list[memoryview]]:
     """Decide which bytes travel, and where each tensor lies in them."""
-    rows = [row(-1, tensor) for tensor in tensors]
+    rows = [_Row(-1, 0, _NAMES[t.dtype], tuple(t.shape), t.stride()) for t in tensors]
     spans: list[memoryview] = []
 
     def travel(start: int, end: int, members: Iterable[_Extent], owner: torch.Tensor) -> None:
         for at, _, number in members:
             _, _, dtype, shape, stride = rows[number]
-            rows[number] = Row(first_buffer + len(spans), at - start, dtype, shape, stride)
+            rows[number] = _Row(first_buffer + len(spans), at - start, dtype, shape, stride)
         spans.append(_memory(start, end - start, owner))
 
     for group in _overlapping([_extent(k, t) for k, t in enumerate(tensors) if t.numel()]):
@@ -161,45 +154,15 @@ def _memory(address: int, size: int, owner: torch.Tensor) -> memoryview:
     return pickle.PickleBuffer(array).raw()
 
 
-class Place(NamedTuple):
-    """Where a tensor lies in a body: at which byte, how many values, in what (None: alone), how."""
-
-    at: int
-    values: int
-    storage: tuple[int, int] | None
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-def places(rows: Sequence[Row], spans: Sequence[tuple[int, int]]) -> list[Place]:
-    """Find the tensors of a body whose buffers lie at `spans` (start and size)."""
-    uses = Counter(row.buffer for row in rows)
-    found = []
-    for buffer, offset, name, shape, stride in rows:
-        dtype, values = _DTYPES[name], math.prod(shape)
-        start, size = spans[buffer] if buffer >= 0 else (0, 0)
-        is_alone = uses[buffer] == 1 and values * dtype.itemsize == size
-        storage = None if is_alone or not values else (start, size)
-        found.append(Place(start + offset, values, storage, dtype, shape, stride))
-    return found
-
-
-def rebuild(places: Iterable[Place], body: memoryview) -> list[torch.Tensor]:
-    """Put the tensors of a body together, as views of it."""
-    storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+def rebuild(rows: Iterable[tuple[Any, ...]], buffers: list[memoryview]) -> list[torch.Tensor]:
+    storages: dict[int, torch.UntypedStorage] = {}
     tensors = []
-    for at, values, storage, dtype, shape, stride in places:
-        if not values:
-            tensors.append(torch.empty(shape, dtype=dtype))
-        elif storage is None:
-            tensor = torch.frombuffer(body, dtype=dtype, offset=at, count=values)
-            tensors.append(tensor if len(shape) == 1 else tensor.as_strided_(shape, stride))
-        else:
-            start, size = storage
-            if storage not in storages:
-                flat = torch.frombuffer(body, dtype=torch.uint8, offset=start, count=size)
-                storages[storage] = flat.untyped_storage()
-            tensor, offset = torch.empty(0, dtype=dtype), (at - start) // dtype.itemsize
-            tensors.append(tensor.set_(storages[storage], offset, shape, stride))
+    for buffer, offset, dtype_name, shape, stride in rows:
+        tensor = torch.empty(0 if buffer >= 0 else shape, dtype=_DTYPES[dtype_name])
+        if buffer >= 0:
+            if buffer not in storages:
+                flat = torch.frombuffer(buffers[buffer], dtype=torch.uint8)
+                storages[buffer] = flat.untyped_storage()
+            tensor.set_(storages[buffer], offset // tensor.element_size(), shape, stride)
+        tensors.append(tensor)
     return tensors

@@ -20,12 +20,9 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_BATCH_BYTES = 16 << 30
 
-_LAYOUT = struct.Struct("<4sBBHIIIIqqQQ4x")
+_LAYOUT = struct.Struct("<4sBBHIIIIqqQQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _LAYOUT.size + _CRC.size
-
-_CRC_OF_ALL = 0x2144DF1C
-"""The CRC of whatever ends with its own CRC."""
 
 
 class Kind(enum.IntEnum):
@@ -47,7 +44,6 @@ class Kind(enum.IntEnum):
     SAMPLE = 19
     ORDER = 20
     VALUE = 21
-    STATE = 22
 
 
 _KINDS = {kind.value: kind for kind in Kind}
@@ -81,7 +77,6 @@ _MAX_BODY_BYTES: dict[Kind, int] = {
     Kind.SAMPLE: 1 << 16,
     Kind.ORDER: 0,
     Kind.VALUE: MAX_BATCH_BYTES,
-    Kind.STATE: 1 << 24,
 }
 
 
@@ -141,11 +136,11 @@ def unpack(header: bytes | bytearray | memoryview) -> Frame:
     Raises:
         ProtocolError: Not ours, another version, damaged, or a number out of its bounds.
     """
-    fields = _LAYOUT.unpack_from(header)
-    magic, version, kind, flags, block, head, units, order, epoch, batch, body, body_sum = fields
+    magic, version, kind, flags, block, head, units, order, *numbers = _LAYOUT.unpack_from(header)
+    epoch, batch, body, body_sum = numbers
     if magic != MAGIC:
         raise ProtocolError(f"the peer does not speak this protocol (it began with {magic!r})")
-    if zlib.crc32(header) != _CRC_OF_ALL:
+    if _CRC.unpack_from(header, _LAYOUT.size)[0] != zlib.crc32(header[: _LAYOUT.size]):
         raise ProtocolError("a frame's header is damaged: its checksum does not match")
     if version != VERSION:
         raise ProtocolError(

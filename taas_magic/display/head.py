@@ -8,7 +8,6 @@ outside is escaped.
 import re
 from html import escape
 
-from taas_magic.display import loaders
 from taas_magic.display.failure import cut, headline, others, others_summary
 from taas_magic.display.receipt import lines as receipt_lines
 from taas_magic.display.state import TQDM, RunState
@@ -49,8 +48,6 @@ def facts(state: RunState, now: float) -> list[tuple[str, str]]:
         ("host" if state.n_hosts == 1 else "hosts", _hosts(state)),
         ("elapsed", duration(state.elapsed(now), decimals=int(state.has_ended))),
     ]
-    if filling := loaders.filling(state.flow):
-        shown.append(("filling", filling))
     if state.gpus:
         shown.append(("GPU-seconds", f"{int(state.gpu_seconds(now)):,}"))
     if state.restarts:
@@ -72,11 +69,6 @@ def text(state: RunState, now: float) -> str:
     lines = [" · ".join([title, *(f"{label} {value}" for label, value in facts(state, now))])]
     if state.progress:
         lines.append(f"rank 0: {plain(state.progress)}")
-    for name, found in loaders.lines(state.flow, state.units, state.has_ended):
-        said = " · ".join(f"{label} {value}" for label, value in found)
-        lines.append(f"{cut(name, WORDS_CHARS)}: {said}".rstrip(": "))
-    if state.advice:
-        lines.append(f"advice: {state.advice}")
     lines += [f"note: {note}" for note in _notes(state)]
     if outcome := _outcome(state):
         lines.append(outcome)
@@ -92,9 +84,6 @@ def html(state: RunState, now: float) -> str:
     rows = [_title_row(state, colour), _facts_row(state, now)]
     if state.progress:
         rows.append(_progress_row(state.progress))
-    rows += _loader_rows(state)
-    if state.advice:
-        rows.append(_labelled_row("advice", state.advice))
     rows += [_row(f"note: {escape(note)}", "opacity:0.8") for note in _notes(state)]
     if outcome := _outcome(state):
         rows.append(_row(escape(outcome), f"color:{COLOURS['FAILED']}"))
@@ -125,19 +114,12 @@ def _title_row(state: RunState, colour: str) -> str:
 
 
 def _facts_row(state: RunState, now: float) -> str:
-    return _row(_facts(facts(state, now)))
-
-
-def _loader_rows(state: RunState) -> list[str]:
-    found = loaders.lines(state.flow, state.units, state.has_ended)
-    return [_row(f"<b>{escape(cut(name, WORDS_CHARS))}</b> {_facts(said)}") for name, said in found]
-
-
-def _facts(found: list[tuple[str, str]]) -> str:
-    return "".join(
-        f"<span style='display:inline-block;margin:0px 18px 0px 0px'>"
-        f"<span style='{LABEL}'>{label}</span> {escape(value)}</span>"
-        for label, value in found
+    return _row(
+        "".join(
+            f"<span style='display:inline-block;margin:0px 18px 0px 0px'>"
+            f"<span style='{LABEL}'>{label}</span> {escape(value)}</span>"
+            for label, value in facts(state, now)
+        )
     )
 
 

@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from taas_magic.advice import advice
 from taas_magic.display.failure import headline
-from taas_magic.flow import Flow
 from taas_magic.journal import ENDED_STATES
 from taas_magic.receipt import Receipt
 
@@ -26,7 +24,6 @@ class RunState:
         n_hosts: Hosts that the plan asks for.
         run_dir: The run folder.
         gpus: GPUs that the run holds; 0 for CPU ranks.
-        units: The bound of `--units` for each loader; None for none.
         began: When the run began, on the caller's clock.
     """
 
@@ -37,7 +34,6 @@ class RunState:
     n_hosts: int = 1
     run_dir: str = ""
     gpus: int = 0
-    units: int | None = None
     began: float = 0.0
     state: str = "STARTING"
     hosts: list[str] = field(default_factory=list)
@@ -53,8 +49,6 @@ class RunState:
     first: Mapping[str, Any] | None = None
     why: str = ""
     receipt: Receipt | None = None
-    flow: Flow = field(default_factory=Flow)
-    advice: str = ""
 
     def apply(self, event: Mapping[str, Any], now: float | None = None) -> None:
         """Takes the next event; kinds that say nothing about the head are ignored.
@@ -65,7 +59,6 @@ class RunState:
                 clocks may be days apart, so that a live view gives its own.
         """
         now = float(event.get("time", 0.0)) if now is None else now
-        self.flow.apply(event, now)
         match event.get("kind"):
             case "state":
                 self._enter(str(event["state"]), now)
@@ -151,4 +144,3 @@ class RunState:
         self.first = event.get("first")
         self.why = str(event.get("why") or "")
         self.failures = list(event.get("failures") or ())
-        self.advice = advice(self.flow)

@@ -61,7 +61,6 @@ class View:
             n_hosts=len(plan.hosts),
             run_dir=str(run_dir),
             gpus=gpus,
-            units=plan.units,
             began=now,
             notes=list(plan.notes),
         )

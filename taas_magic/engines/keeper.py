@@ -8,7 +8,6 @@ here first.
 import asyncio
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from distributed import Scheduler, SchedulerPlugin
 from taas_magic.config import PoolConfig
 from taas_magic.engines import fitness
 from taas_magic.engines.base import HostSource
-from taas_magic.engines.kept_fetch import KeptFetch
 from taas_magic.engines.kept_run import KeptRun
 from taas_magic.engines.members import Member, Members
 from taas_magic.engines.upkeep import Upkeep
@@ -25,7 +23,7 @@ from taas_magic.errors import PoolError, ProtocolError, StoreError
 from taas_magic.journal import Event, Writer, event
 from taas_magic.plan import Plan
 from taas_magic.remote.spec import HostSpec
-from taas_magic.remote.topics import ASK_STORE, EVENT, share_id, topic
+from taas_magic.remote.topics import ASK_STORE, EVENT, topic
 from taas_magic.store import owned
 
 
@@ -49,7 +47,7 @@ class Keeper(SchedulerPlugin):
         linger_s: float,
     ) -> None:
         self._scheduler, self._linger_s = scheduler, linger_s
-        self._runs: dict[str, KeptRun | KeptFetch] = {}
+        self._runs: dict[str, KeptRun] = {}
         self._kernels: set[str] = set()
         self._waiting: dict[str, asyncio.Future[list[Member]]] = {}
         self._lingering: asyncio.TimerHandle | None = None
@@ -62,8 +60,6 @@ class Keeper(SchedulerPlugin):
         scheduler.handlers["taas_ready"] = self.ready
         scheduler.handlers["taas_give_up"] = self.give_up
         scheduler.handlers["taas_launch"] = self.launch
-        scheduler.handlers["taas_fetch"] = self.fetch
-        scheduler.handlers["taas_relay"] = self.relay
         scheduler.handlers["taas_halt"] = self.halt
         scheduler.handlers["taas_status"] = self.status
         scheduler.handlers["taas_facts"] = self.facts
@@ -102,13 +98,12 @@ class Keeper(SchedulerPlugin):
         if waiting := self._waiting.pop(owner, None):
             waiting.cancel()
 
-    async def launch(self, owner: str, spec: dict[str, Any], said: list[Event]) -> dict[str, Any]:
+    async def launch(self, owner: str, spec: dict[str, Any]) -> dict[str, Any]:
         """Starts a run on as many hosts as its plan has.
 
         Args:
             owner: The Dask client of the kernel; when it is gone, so is the run.
             spec: A `HostSpec` as plain values, of the first host.
-            said: What the run's fetchers have said before.
 
         Returns:
             `hosts`: their names. Or `error`, why there are none, or `store_error`, why the run may
@@ -123,7 +118,6 @@ class Keeper(SchedulerPlugin):
                 run = KeptRun(spec, owner, self.members, self._publisher(journal))
                 self._runs[run.run_id] = run
                 until_end.callback(self._runs.pop, run.run_id)
-                await run.relay(said)
                 hosts = await run.start()
             except StoreError as error:
                 return {"store_error": str(error)}
@@ -131,35 +125,6 @@ class Keeper(SchedulerPlugin):
                 return {"error": str(error)}
             self._in_background(_carry_out(run, journal, until_end.pop_all()))
         return {"hosts": hosts}
-
-    async def fetch(self, owner: str, spec: dict[str, Any]) -> dict[str, Any]:
-        """Starts a run's fetchers on hosts of this pool.
-
-        Args:
-            owner: The Dask client of the kernel; when it is gone, so are they.
-            spec: A `HostSpec` of the run as plain values.
-
-        Returns:
-            `hosts`: their names. Or `error`, why there are none.
-        """
-        name = topic(share_id(spec["plan"]["run_id"]))
-        publish = functools.partial(self._scheduler.log_event, name)
-        fetch = KeptFetch(spec, owner, self.members, publish)
-        self._runs[fetch.run_id] = fetch
-        try:
-            hosts = await fetch.start()
-        except PoolError as error:
-            await fetch.halt("kill")
-            return {"error": str(error)}
-        finally:
-            self._in_background(self._carry_out_fetch(fetch))
-        return {"hosts": hosts}
-
-    async def relay(self, run_id: str, events: list[Event]) -> None:
-        """Takes what the fetchers of a run said, perhaps those of another pool."""
-        run = self._runs.get(run_id)
-        if isinstance(run, KeptRun):
-            await run.relay(events)
 
     async def halt(self, run_id: str, how: str) -> str:
         """Interrupts or kills a run on all its hosts; says whether it is running."""
@@ -260,10 +225,6 @@ class Keeper(SchedulerPlugin):
     def _on_lost(self, member: Member, why: str) -> None:
         for run in list(self._runs.values()):
             run.lose(member, why)
-
-    async def _carry_out_fetch(self, fetch: KeptFetch) -> None:
-        await fetch.carry_out()
-        del self._runs[fetch.run_id]
 
     def _linger(self) -> None:
         loop = asyncio.get_running_loop()

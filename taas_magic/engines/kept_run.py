@@ -21,7 +21,7 @@ from taas_magic.journal import Event, event
 from taas_magic.remote.interface import LOOPBACK
 from taas_magic.remote.report import host_failure
 from taas_magic.remote.spec import HostSpec
-from taas_magic.remote.topics import CALL_AGAIN, CALL_END, CALL_PLACE, CALL_START, CALL_STOP
+from taas_magic.remote.topics import CALL_AGAIN, CALL_END, CALL_START, CALL_STOP
 from taas_magic.remote.watch import first_failure
 
 TICK_S = 0.1
@@ -63,7 +63,6 @@ class KeptRun:
         self.run_id = self.plan.run_id
         self._door = StoreDoor(self.plan.store)
         self._attempt = 0
-        self._fetchers: dict[str, Any] = {}
         self._shares: dict[str, _Share] = {}
         self._changed = asyncio.Event()
         self._halted = asyncio.Event()
@@ -137,15 +136,6 @@ class KeptRun:
         self._halted.set()
         await self._tell_all(CALL_STOP, how=how)
 
-    async def relay(self, events: list[Event]) -> None:
-        """Takes what the run's fetchers said; its hosts are told where they listen."""
-        for said in events:
-            entry = said.pop("entry", None)
-            self.publish(said)
-            if entry:
-                self._fetchers[str(said["number"])] = entry
-                await self._tell_all(CALL_PLACE, number=said["number"], entry=entry)
-
     def _report(self, share: _Share, state: str, cause: str, failures: list[Any]) -> None:
         """Takes down how a host's ranks ended; what it says first counts."""
         if share.report is None:
@@ -218,7 +208,6 @@ class KeptRun:
         spec = {
             **self._spec,
             "attempt": self._attempt,
-            "fetchers": self._fetchers,
             "master_addr": members[0].place if several else LOOPBACK,
         }
         first, *others = shares

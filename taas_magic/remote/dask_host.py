@@ -19,12 +19,10 @@ from typing import Any
 from distributed import Security, Worker
 from distributed.comm import get_address_host
 
-from taas_magic.data.route import Entry
 from taas_magic.provision import probe
 from taas_magic.remote import guard, interface
 from taas_magic.remote.clock import use_steady_clock
 from taas_magic.remote.devices import count_gpus
-from taas_magic.remote.fetch_share import FetchShare
 from taas_magic.remote.head import Handler, Head
 from taas_magic.remote.host_run import HostRun
 from taas_magic.remote.lease import Lease, end_agent
@@ -34,14 +32,10 @@ from taas_magic.remote.topics import (
     ASK_STORE,
     CALL_AGAIN,
     CALL_END,
-    CALL_END_FETCH,
     CALL_FACTS,
-    CALL_FETCH,
     CALL_HELLO,
-    CALL_PLACE,
     CALL_START,
     CALL_STOP,
-    share_id,
 )
 from taas_magic.travel.ask import Ask
 
@@ -66,7 +60,6 @@ class AgentWorker(Worker):
         )
         self._place = place
         self._runs: dict[str, HostRun] = {}
-        self._shares: dict[str, tuple[FetchShare, threading.Thread]] = {}
         calls: dict[str, Handler] = {
             CALL_HELLO: self.hello,
             CALL_FACTS: self.facts,
@@ -74,9 +67,6 @@ class AgentWorker(Worker):
             CALL_AGAIN: self.start_again,
             CALL_STOP: self.stop_run,
             CALL_END: self.end_run,
-            CALL_FETCH: self.start_fetch,
-            CALL_END_FETCH: self.end_fetch,
-            CALL_PLACE: self.place_fetcher,
         }
         self.head = Head(self, lease, calls)
 
@@ -136,39 +126,6 @@ class AgentWorker(Worker):
         if run_id in self._runs:
             self._runs[run_id].end()
 
-    async def start_fetch(self, spec: dict[str, Any]) -> None:
-        """Starts this host's fetchers of a run, in a thread of their own.
-
-        Args:
-            spec: A `HostSpec` as plain values; its `host_rank` counts the fetchers' hosts.
-        """
-        parsed = HostSpec.from_json(spec)
-        run_id = share_id(parsed.plan.run_id)
-        emit = functools.partial(self.head.emit, run_id)
-        ask = self._asking(run_id)
-        share = FetchShare(parsed, self._place, emit, self._is_alone, ask)
-        thread = threading.Thread(target=self._fetch, args=(run_id, share), name=f"run-{run_id}")
-        self._shares[run_id] = share, thread
-        thread.start()
-
-    async def end_fetch(self, run_id: str) -> None:
-        """Ends fetchers; returns when nothing of them is left here."""
-        if run_id in self._shares:
-            share, thread = self._shares[run_id]
-            share.stop()
-            await asyncio.to_thread(thread.join)
-
-    async def place_fetcher(self, run_id: str, number: int, entry: Entry) -> None:
-        """Tells a run's ranks on this host where a fetcher listens."""
-        if run_id in self._runs:
-            self._runs[run_id].place(number, entry)
-
-    def _fetch(self, run_id: str, share: FetchShare) -> None:
-        try:
-            share.run()
-        finally:
-            del self._shares[run_id]
-
     def _carry_out(self, run_id: str, run: HostRun) -> None:
         try:
             run.run()
@@ -176,7 +133,7 @@ class AgentWorker(Worker):
             del self._runs[run_id]
 
     def _asking(self, run_id: str) -> Ask:
-        """How a run, or its fetchers, ask for files that this host does not share."""
+        """How a run asks for its project store."""
 
         def ask(what: str, **arguments: Any) -> Any:
             words = {"run_id": run_id, "address": self.address, "what": what}
@@ -185,7 +142,7 @@ class AgentWorker(Worker):
         return ask
 
     def _is_alone(self) -> bool:
-        return len(self._runs) + len(self._shares) == 1
+        return len(self._runs) == 1
 
 
 async def serve(settings: Mapping[str, Any], warm: Callable[[], None]) -> None:

@@ -4,21 +4,21 @@ Started by the host's agent, before the ranks exist. It tells the agent where it
 how they stand, starts lanes again that died, and ends with the agent or when it is told to.
 """
 
+import json
 import multiprocessing
 import os
-import shutil
 import signal
+import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from taas_magic.data.lane_spec import LaneSpec
-from taas_magic.data.lanes import Lanes
-from taas_magic.data.route import Entry, write_entry
-from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
+from taas_magic.data.lanes import Lanes, Tls
 from taas_magic.remote.process import die_with_parent
 
 REPORT_S = 0.5
@@ -27,26 +27,116 @@ REPORT_S = 0.5
 _MAX_MENDS = 100
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """One registered loader, as a fetcher is told about it.
+
+    Attributes:
+        name: Its name.
+        payload: File with the pickled loader.
+        num_workers: Lanes; 0 is one for each of the fetcher's cores.
+        context: multiprocessing's start method of the lanes, "" for the default.
+        seed: The seed of its randomness.
+    """
+
+    name: str
+    payload: Path
+    num_workers: int = 0
+    context: str = ""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a fetcher takes over from the notebook, so that its loaders unpickle.
+
+    Attributes:
+        cwd: The notebook's folder.
+        environ: The kernel's environment.
+        sys_path: The kernel's import path.
+        payload: The run's payload, which has the project's own modules.
+        log: File for what the dataset's code prints.
+    """
+
+    cwd: str
+    environ: dict[str, str]
+    sys_path: tuple[str, ...]
+    payload: Path
+    log: Path
+
+    def take(self) -> None:
+        """Make it this process's."""
+        from taas_magic.capture import modules, payload
+
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(self.environ)
+        os.chdir(self.cwd)
+        sys.path[:] = self.sys_path
+        modules.install(payload.read(self.payload).modules)
+
+
+@dataclass(frozen=True)
+class FetcherSpec:
+    """What a fetcher is to do.
+
+    Attributes:
+        number: Its number, from 0.
+        fetchers: How many there are in the run.
+        loaders: What it runs.
+        key: The run's key.
+        folder: Where it writes its addresses (`route.FolderDirectory`).
+        cores: Processors that it may use.
+        host: Its host's name, for messages.
+        listen: Address to listen at for TCP; "" for this host's ranks only.
+        buffer_bytes: How much prepared data may wait in memory, over all loaders and lanes.
+        units: The bound of `--units`.
+        tls: Certificate files; None for plain TCP.
+        setting: What it takes over from the notebook; None: nothing.
+    """
+
+    number: int
+    fetchers: int
+    loaders: tuple[Fetched, ...]
+    key: bytes
+    folder: Path
+    cores: int
+    host: str = ""
+    listen: str = "127.0.0.1"
+    buffer_bytes: int = 1 << 30
+    units: int | None = None
+    tls: Tls | None = None
+    setting: Setting | None = None
+
+
 class Fetcher:
     """The lanes of all loaders on one host."""
 
     def __init__(self, spec: FetcherSpec) -> None:
         self._spec = spec
-        self._mends, self._began = 0, time.monotonic()
-        self._has_warned = False
-        self._lanes = max(1, sum(loader.num_workers or spec.cores for loader in spec.loaders))
-        self._budget_bytes = spec.buffer_bytes // self._lanes
+        self._mends = 0
+        lanes = sum(loader.num_workers or spec.cores for loader in spec.loaders)
+        self._budget_bytes = spec.buffer_bytes // max(1, lanes)
         self.lanes = {loader.name: self._start(loader) for loader in spec.loaders}
 
-    def entry(self) -> Entry:
-        """Where the lanes listen, for `FolderDirectory`s here and on the ranks' hosts."""
-        return {
+    def publish(self) -> Path:
+        """Write where the lanes listen; a rank sees the whole file or none."""
+        entry = {
             name: {
                 "lanes": self._spec.fetchers * len(lanes.addresses),
-                "addresses": {str(number): list(at) for number, at in lanes.addresses.items()},
+                "addresses": {number: tuple(at) for number, at in lanes.addresses.items()},
             }
             for name, lanes in self.lanes.items()
         }
+        self._spec.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = self._spec.folder / f"fetcher-{self._spec.number}.json"
+        draft = file.with_suffix(".draft")
+        draft.write_text(json.dumps(entry))
+        os.replace(draft, file)
+        return file
 
     def wait(self, control: Connection | None, timeout_s: float) -> bool:
         """Wait until a lane dies or the agent speaks; returns False when this fetcher is to end."""
@@ -67,56 +157,17 @@ class Fetcher:
         return said
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """What the lanes counted, for each loader (`Lanes.stats`), and what they may hold."""
-        up_s = time.monotonic() - self._began
-        return {
-            name: {
-                **lanes.stats(),
-                "budget_bytes": len(lanes.addresses) * self._budget_bytes,
-                "up_s": up_s,
-            }
-            for name, lanes in self.lanes.items()
-        }
-
-    def about(self) -> dict[str, Any]:
-        """What an agent wants to know of it once."""
-        lanes = {name: len(lanes.addresses) for name, lanes in self.lanes.items()}
-        cores = len(os.sched_getaffinity(0))
-        return {
-            "number": self._spec.number,
-            "pid": os.getpid(),
-            "cores": cores,
-            "lanes": lanes,
-            "entry": self.entry(),
-        }
-
-    def warnings(self) -> list[str]:
-        """What the user should know; each is said once."""
-        spill = self._spec.spill
-        if spill is None or self._has_warned:
-            return []
-        if not any(stats["spill_refused"] for stats in self.stats().values()):
-            return []
-        self._has_warned = True
-        free_mb = shutil.disk_usage(spill).free / 1e6
-        return [
-            f"fetcher {self._spec.number} on host {self._spec.host}: the disk at {spill} takes "
-            f"no more batches ({free_mb:,.0f} MB free): lanes wait for the ranks instead; TMPDIR "
-            "names another disk, spill in taas.toml's [data] bounds what is written"
-        ]
+        """What the lanes counted, for each loader (`server.STATS`)."""
+        return {name: lanes.stats() for name, lanes in self.lanes.items()}
 
     def close(self) -> None:
         """End all lanes."""
         for lanes in self.lanes.values():
             lanes.close()
-        if self._spec.spill is not None:
-            shutil.rmtree(self._spec.spill, ignore_errors=True)
 
     def _start(self, loader: Fetched) -> Lanes:
         spec, payload = self._spec, loader.payload.read_bytes()
         count = loader.num_workers or spec.cores
-        all_lanes = spec.fetchers * self._lanes
-        place = spec.loaders.index(loader)
         specs = [
             LaneSpec(
                 payload,
@@ -125,13 +176,9 @@ class Fetcher:
                 spec.key,
                 fetcher=spec.number,
                 lane=lane,
-                number=spec.index * count + lane,
+                number=spec.number * count + lane,
                 lanes=spec.fetchers * count,
                 buffer_bytes=self._budget_bytes,
-                spill=spec.spill / f"{place}-{lane}" if spec.spill is not None else None,
-                spill_bytes=spec.spill_bytes // self._lanes,
-                fill_batches=-(-spec.fill_batches // all_lanes),
-                fill_bytes=-(-spec.fill_bytes // all_lanes),
                 units=spec.units,
                 host=spec.host,
             )
@@ -144,7 +191,7 @@ class Fetcher:
 def running(spec: FetcherSpec) -> Iterator[Fetcher]:
     """A fetcher in this process, its addresses published, ended on leaving."""
     fetcher = Fetcher(spec)
-    file = write_entry(spec.folder, spec.number, fetcher.entry())
+    file = fetcher.publish()
     try:
         yield fetcher
     finally:
@@ -156,8 +203,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """A fetcher's process, started by the agent.
 
     Says `{"kind": "fetcher", …}` once it listens, `{"kind": "fetched", "loaders": stats}` every
-    `REPORT_S`, `{"kind": "note", "text": …}` when it had to mend a lane, and `{"kind":
-    "fetcher_failed", "why": …}` when it could not go on. Ends when `control` is
+    `REPORT_S`, `{"kind": "note", "text": …}` when it had to mend a lane. Ends when `control` is
     closed or anything comes over it.
 
     Args:
@@ -167,34 +213,17 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
-    with suppress(BrokenPipeError):
-        try:
-            if spec.setting is not None:
-                spec.setting.take()
-            with running(spec) as fetcher:
-                _report(spec.number, fetcher, control)
-        except Exception as error:
-            traceback.print_exc()
-            why = f"{type(error).__name__}: {error}"
-            control.send({"kind": "fetcher_failed", "number": spec.number, "why": why})
-
-
-def _report(number: int, fetcher: Fetcher, control: Connection) -> None:
-    """Says how a fetcher stands, and mends it, until it is to end."""
-    control.send({"kind": "fetcher", **fetcher.about()})
-    reported = time.monotonic()
-    while fetcher.wait(control, REPORT_S):
-        for sentence in (*fetcher.mend(), *fetcher.warnings()):
-            control.send({"kind": "note", "text": sentence})
-        if time.monotonic() - reported >= REPORT_S:
-            reported = time.monotonic()
-            control.send(fetched(number, fetcher))
-    control.send(fetched(number, fetcher))
-
-
-def fetched(number: int, fetcher: Fetcher) -> dict[str, Any]:
-    """How a fetcher's lanes stand."""
-    return {"kind": "fetched", "number": number, "loaders": fetcher.stats()}
+    if spec.setting is not None:
+        spec.setting.take()
+    with running(spec) as fetcher, suppress(BrokenPipeError):
+        control.send({"kind": "fetcher", "number": spec.number, "pid": os.getpid()})
+        reported = time.monotonic()
+        while fetcher.wait(control, REPORT_S):
+            for sentence in fetcher.mend():
+                control.send({"kind": "note", "text": sentence})
+            if time.monotonic() - reported >= REPORT_S:
+                reported = time.monotonic()
+                control.send({"kind": "fetched", "number": spec.number, "loaders": fetcher.stats()})
 
 
 def start(spec: FetcherSpec, context: Any = None) -> tuple[Any, Connection]:

@@ -38,52 +38,19 @@ def hold(
     Returns:
         What holds the rule now.
     """
-    if rank == 0:
-        scratch.mkdir(mode=0o700)
-        divert.install(divert.Watched(rule.path, _holes(rule, means, run_folder, scratch), note))
-        return means
-    return hold_off(
-        rule, f"rank {rank}", means=means, scratch=scratch, run_folder=run_folder, note=note
-    )
-
-
-def hold_off(
-    rule: StoreRule,
-    who: str,
-    *,
-    means: Means,
-    scratch: Path,
-    run_folder: str,
-    note: Callable[[str], None],
-) -> Means:
-    """Makes the store read-only for this process, as `hold` does for a rank that is not 0.
-
-    Args:
-        rule: The run's.
-        who: What the process is called in messages.
-        means: As for `hold`, like the others.
-        scratch: As for `hold`.
-        run_folder: As for `hold`.
-        note: As for `hold`.
-
-    Returns:
-        What holds the rule now.
-    """
     scratch.mkdir(mode=0o700)
-    holes = _holes(rule, means, run_folder, scratch)
+    caches = guard.writable_folders(os.path.expanduser("~"), os.environ)
+    holes = guard.holes(rule.path, [*rule.shared, *caches, run_folder, str(scratch)], means)
+    if rank == 0:
+        divert.install(divert.Watched(rule.path, holes, note))
+        return means
     used = guard.protect(rule.path, holes, means)
     _move_temporary_folder(rule.path, used, scratch)
     if rule.writes == "refuse":
-        divert.install(divert.Refused(who, rule.path, holes, note))
+        divert.install(divert.Refused(rank, rule.path, holes, note))
     else:
-        divert.install(divert.Discarded(who, str(scratch), rule.path, holes, note))
+        divert.install(divert.Discarded(rank, str(scratch), rule.path, holes, note))
     return used
-
-
-def _holes(rule: StoreRule, means: Means, run_folder: str, scratch: Path) -> list[str]:
-    """What stays writable in the store."""
-    caches = guard.writable_folders(os.path.expanduser("~"), os.environ)
-    return guard.holes(rule.path, [*rule.shared, *caches, run_folder, str(scratch)], means)
 
 
 def _move_temporary_folder(store: str, means: Means, scratch: Path) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 from torch.distributed.elastic.agent.server.api import WorkerState
 
-from taas_magic.data.route import Entry
 from taas_magic.journal import Event, event
 from taas_magic.receipt import STORE_KINDS
 from taas_magic.remote import feeding, guard, link, report
@@ -81,9 +80,6 @@ class HostRun:
         self._failures: list[Failure] = []
         self._elastic: RunAgent | None = None
         self._files = HostFiles(spec, place, ask, emit)
-        self._placing = threading.Lock()
-        self._is_prepared = False
-        self._fetchers = {int(number): entry for number, entry in spec.fetchers.items()}
 
     def run(self) -> None:
         """Runs to the end, and emits `host_ended` when nothing of the run is left here."""
@@ -91,7 +87,8 @@ class HostRun:
         self._pump: Pump | None = None
         try:
             if self._prepare():
-                self._run_elastic()
+                with feeding.fetchers(self._spec, self._host, self._emit):
+                    self._run_elastic()
         except Exception as error:
             self._verdict = Verdict("FAILED", "host")
             self._failures = [report.host_failure(self._host, error)]
@@ -133,13 +130,6 @@ class HostRun:
         """All hosts have settled, and this was the last attempt; called by another thread."""
         self._command(_Order())
 
-    def place(self, number: int, entry: Entry) -> None:
-        """Tells the ranks where a fetcher of another host listens; called by another thread."""
-        with self._placing:
-            self._fetchers[number] = entry
-            if self._is_prepared:
-                feeding.place(self._spec.folder.path, number, entry)
-
     def _command(self, order: _Order) -> None:
         self._order = order
         self._changed.set()
@@ -149,10 +139,6 @@ class HostRun:
         if not self._files.bring_in(self._is_wanted):
             return False
         self._spec = self._files.local(self._spec)
-        with self._placing:
-            self._is_prepared = True
-            for number, entry in self._fetchers.items():
-                feeding.place(self._spec.folder.path, number, entry)
         self._pump = Pump(
             self._pipes,
             self._spec.folder,

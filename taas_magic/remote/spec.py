@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from taas_magic.data.route import Entry
 from taas_magic.environ import applied, users_path
 from taas_magic.journal import RunFolder
 from taas_magic.plan import HostPlan, Plan
@@ -90,7 +89,6 @@ class HostSpec:
         master_addr: Where the first host has the ranks' store.
         master_port: Its port; 0 on the first host, which makes it.
         attempt: Which start of the ranks this is, from 0.
-        fetchers: Where the fetchers that have started listen, by number.
         home_dir: The run's folder on the notebook's machine, where `run_dir` is another.
         requires: Modules that must be installed on the hosts; None asks hosts nothing.
     """
@@ -102,7 +100,6 @@ class HostSpec:
     master_addr: str = LOOPBACK
     master_port: int = 0
     attempt: int = 0
-    fetchers: Mapping[str, Entry] = field(default_factory=dict)
     home_dir: str = ""
     requires: tuple[str, ...] | None = None
 

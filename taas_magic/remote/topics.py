@@ -22,9 +22,6 @@ CALL_START = "taas_start"
 CALL_AGAIN = "taas_again"
 CALL_STOP = "taas_stop"
 CALL_END = "taas_end"
-CALL_FETCH = "taas_fetch"
-CALL_END_FETCH = "taas_end_fetch"
-CALL_PLACE = "taas_place"
 
 ASK_STORE = "taas_store"
 
@@ -32,8 +29,3 @@ ASK_STORE = "taas_store"
 def topic(run_id: str) -> str:
     """The Dask topic that carries a run's events."""
     return f"taas-{run_id}"
-
-
-def share_id(run_id: str) -> str:
-    """What a run's fetchers are known by, apart from its ranks: they begin before them."""
-    return f"{run_id}.data"

@@ -142,9 +142,9 @@ class Watched(View):
 class Refused(View):
     """`--store-writes refuse`: PermissionError, at the line that tries."""
 
-    def __init__(self, who: str, *args: Any) -> None:
+    def __init__(self, rank: int, *args: Any) -> None:
         super().__init__(*args)
-        self._who = who
+        self._rank = rank
 
     def target(self, place: str, *, keep: bool = False) -> str | None:
         self._refuse(place)
@@ -158,7 +158,7 @@ class Refused(View):
     def _refuse(self, place: str) -> NoReturn:
         self.note(place)
         rule = "only rank 0 writes to the project store (--store-writes refuse)"
-        raise PermissionError(errno.EACCES, f"{self._who} may not: {rule}", place)
+        raise PermissionError(errno.EACCES, f"rank {self._rank} may not: {rule}", place)
 
 
 class Discarded(View):
@@ -169,16 +169,16 @@ class Discarded(View):
     remove one file. Whether it was right is seen where it counts, on rank 0.
 
     Args:
-        who: What the process is called in messages.
+        rank: This rank.
         scratch: An empty folder outside the store; whoever made it removes it.
         args: As for `View`.
     """
 
     diverts = True
 
-    def __init__(self, who: str, scratch: str, *args: Any) -> None:
+    def __init__(self, rank: int, scratch: str, *args: Any) -> None:
         super().__init__(*args)
-        self._who = who
+        self._rank = rank
         self._tree = os.path.join(scratch, "store")
         self._stand_ins = os.path.join(scratch, "stand-ins")
         os.mkdir(self._tree)
@@ -230,14 +230,14 @@ class Discarded(View):
     def _copy(self, place: str, path: str) -> None:
         if os.path.getsize(place) > COPY_LIMIT_BYTES:
             limit = f"over {COPY_LIMIT_BYTES >> 20} MiB is not copied for it: open it for reading"
-            text = f"{self._who} may not change it: {limit}"
+            text = f"rank {self._rank} may not change it: {limit}"
             raise PermissionError(errno.EACCES, text, place)
         shutil.copyfile(place, path)
 
     def _needs_sharing(self, place: str) -> str:
         folder = os.path.relpath(os.path.dirname(place), self.store)
         return (
-            f"{self._who} writes a shard of a checkpoint into the project store: "
+            f"rank {self._rank} writes a shard of a checkpoint into the project store: "
             f"open its folder to all ranks with --shared-writes {folder}"
         )
 
