@@ -23,13 +23,11 @@ import cloudpickle
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from taas_magic.data import service
 from taas_magic.data.feed import Feed, LoaderShape
+from taas_magic.data.lanes import Tls
 from taas_magic.data.loader import RemoteLoader
 from taas_magic.data.route import FolderDirectory
-from taas_magic.data.tls import Tls
 from taas_magic.remote import fetcher
-from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
 
 SIZES = {"196 KiB": 196 << 10, "36.75 MiB": 37632 << 10}
 ENDLESS = 1 << 30
@@ -37,20 +35,16 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Ready(Dataset):
-    """Hands out batches that are ready: what is measured is delivery.
-
-    Each is a tensor of its own over the same memory: a local worker would move one and the same
-    tensor into shared memory once, and then deliver nothing but its name.
-    """
+    """Hands out batches that are ready: what is measured is delivery."""
 
     def __init__(self, size: int) -> None:
-        self.memory = bytearray(size)
+        self.batch = torch.zeros(size, dtype=torch.uint8)
 
     def __len__(self) -> int:
         return 100_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.frombuffer(self.memory, dtype=torch.uint8)
+        return self.batch
 
 
 class Samples(Dataset):
@@ -118,9 +112,8 @@ def ours(
     (folder / "train.pkl").write_bytes(payload)
     running = []
     for number in range(fetchers):
-        fetched = (Fetched("train", folder / "train.pkl", lanes),)
-        spec = FetcherSpec(
-            number,
+        fetched = (fetcher.Fetched("train", folder / "train.pkl", lanes),)
+        spec = fetcher.FetcherSpec(
             number,
             fetchers,
             fetched,
@@ -161,6 +154,17 @@ def local(loader: DataLoader) -> Iterator[Callable[[], object]]:
     yield lambda: next(batches)
 
 
+def certificate() -> Tls:
+    from taas_magic.engines.keys import make_security
+
+    made, folder = make_security(), Path(tempfile.mkdtemp())
+    for name in ("tls_ca_file", "tls_worker_cert", "tls_worker_key"):
+        (folder / name).write_text(str(made[name]))
+    return Tls(
+        *(str(folder / name) for name in ("tls_worker_cert", "tls_worker_key", "tls_ca_file"))
+    )
+
+
 def measure(take: Callable[[], object], seconds: float) -> tuple[float, float, float]:
     """Batches/s, bytes/s and CPU seconds of this process per GB."""
     for _ in range(3):
@@ -198,7 +202,7 @@ def compare(title: str, rows: dict[str, Callable], rounds: int, seconds: float) 
 
 
 def delivery(rounds: int, seconds: float) -> None:
-    tls = service.new_certificate()
+    tls = certificate()
     for name, size in SIZES.items():
         loader = DataLoader(Ready(size), batch_size=None)
         rows = {

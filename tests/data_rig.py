@@ -19,7 +19,6 @@ from taas_magic.data.feed import Feed, LoaderShape
 from taas_magic.data.loader import RemoteLoader
 from taas_magic.data.route import FolderDirectory, Timing
 from taas_magic.remote import fetcher
-from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
 
 SEED = 7
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -67,25 +66,6 @@ class Lines(IterableDataset):
             yield torch.tensor([number])
 
 
-class Remembering(IterableDataset):
-    """Numbers, and how many of them this very object has counted; it has a state of its own."""
-
-    def __init__(self, size):
-        self.size, self.at, self.counted = size, 0, 0
-
-    def __iter__(self):
-        while self.at < self.size:
-            self.at += 1
-            self.counted += 1
-            yield torch.tensor([self.at - 1, self.counted])
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
 def shape_of(loader, name="train", **changes):
     iterable = isinstance(loader.dataset, IterableDataset)
     shape = LoaderShape(
@@ -96,7 +76,6 @@ def shape_of(loader, name="train", **changes):
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
         num_workers=loader.num_workers,
-        has_state=iterable and hasattr(loader.dataset, "state_dict"),
     )
     return dataclasses.replace(shape, **changes)
 
@@ -117,7 +96,7 @@ class Service:
 
     def spec(self, number):
         fetched = tuple(
-            Fetched(
+            fetcher.Fetched(
                 name,
                 self.folder / f"{name}.pkl",
                 num_workers=loader.num_workers or self.lanes,
@@ -125,9 +104,8 @@ class Service:
             )
             for name, loader in self.loaders.items()
         )
-        folder = self.folder / "fetchers"
-        return FetcherSpec(
-            number, number, self.fetchers, fetched, self.key, folder, 1, **self.changes
+        return fetcher.FetcherSpec(
+            number, self.fetchers, fetched, self.key, self.folder / "fetchers", 1, **self.changes
         )
 
     def start(self, number):

@@ -13,18 +13,11 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config as ShellConfig
 
-from taas_magic import journal, launch, taas_toml
+from taas_magic import journal, launch
 from taas_magic.config import Config
 from tests.harness import Notebook, below, listening_ports, mapped, shared_memory
 
 GONE_WITHIN_S = 10.0
-
-_SEVERAL = """
-[pools.many]
-engine = "local"
-gpus = 2
-max_hosts = 3
-"""
 
 _KEPT = ("taas_magic.engines.process", "taas_magic.remote.supervisor", "taas_magic.remote.agent")
 _KEPT += ("multiprocessing.resource_tracker",)
@@ -112,40 +105,3 @@ def memory_limit() -> Iterator[Path]:
     (folder / limit).write_text(str(600 << 20))
     yield folder
     folder.rmdir()
-
-
-@pytest.fixture(scope="module")
-def several_settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration folder with a pool of three hosts."""
-    folder = tmp_path_factory.mktemp("config")
-    (folder / "taas").mkdir()
-    (folder / "taas" / "taas.toml").write_text(_SEVERAL)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def several_given_back(warm_notebook: Notebook, several_settings: Path) -> Iterator[None]:
-    """The pool goes on from test to test; it is given back in the end, and leaves nothing."""
-    before = set(below(psutil.Process().pid))
-    yield
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
-        patch.setenv("XDG_CONFIG_HOME", str(several_settings))
-        patch.chdir(warm_notebook.project)
-        launch.down("many", taas_toml.load(warm_notebook.project))
-    _, left = psutil.wait_procs(set(below(psutil.Process().pid)) - before, timeout=60)
-    assert not left
-
-
-@pytest.fixture
-def several(
-    warm_notebook: Notebook,
-    several_settings: Path,
-    several_given_back: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Notebook:
-    """A notebook whose pool `many` has three hosts with two ranks each."""
-    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(several_settings))
-    monkeypatch.chdir(warm_notebook.project)
-    return warm_notebook

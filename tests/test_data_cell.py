@@ -1,7 +1,6 @@
 """Registered loaders in `%%taas` cells: the whole way, from a notebook."""
 
 import pytest
-import torch
 
 from taas_magic import registry
 from taas_magic.capture import pickling
@@ -80,62 +79,3 @@ def test_units_and_a_datasets_exception(notebook: Notebook) -> None:
     assert outcome.error is not None
     assert "ninety is bad" in outcome.shown
     assert "index 90" in outcome.shown
-
-
-RESUMED = """
-def train(path, dies_at=None):
-    import os, signal
-    import taas
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(1, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    first, step, attempt = 0, 0, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if os.path.exists(path):
-        state = torch.load(path, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        loader.load_state_dict(state["loader"])
-        first, step = state["epoch"], state["step"]
-    print("from step", step)
-    for epoch in range(first, 2):
-        for batch in loader:
-            print(attempt, epoch, *(int(value) for value in batch))
-            if (attempt, step, dist.get_rank()) == (0, dies_at, 1):
-                os.kill(os.getpid(), signal.SIGKILL)
-            loss = (model(batch / 40) - batch.sum()).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            step += 1
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            taas.save(state | {"loader": loader.state_dict(), "epoch": epoch, "step": step}, path)
-            dist.barrier()
-    return model.module.weight.detach()
-"""
-
-
-def test_22_a_rank_that_dies_with_a_batch_in_hand(notebook: Notebook) -> None:
-    notebook.define(LOADER)
-    notebook.define(RESUMED)
-    notebook.define("loader = taas.register(DataLoader(Numbers(40), 2, shuffle=True))")
-    whole = notebook.run("weights = train('whole.pt')", "--cpus 1 --out weights")
-    assert whole.error is None, whole.shown
-    undisturbed = notebook.shell.user_ns["weights"]
-    flags = "--cpus 2 --out weights --max-restarts 1"
-    outcome = notebook.run("weights = train('torn.pt', dies_at=13)", flags)
-    assert outcome.error is None, outcome.shown
-    assert torch.equal(notebook.shell.user_ns["weights"], undisturbed)
-    assert outcome.lines[0].count("from step 13") == 1
-    assert outcome.run is not None
-    handed = ledger.read(outcome.run.path / "data" / "ledger")
-    assert audit.audit(handed) == []
-    assert {line.generation for line in handed} == {0, 1}
-    assert sum(line.batches for line in handed if line.generation) == 2 * (20 - 13)
-    for rank in (0, 1):
-        steps = [line.split()[1:] for line in whole.lines[rank][1:]]
-        after = [line.split()[1:] for line in outcome.lines[rank] if line.startswith("1 ")]
-        assert after == steps[13:]

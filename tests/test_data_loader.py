@@ -17,7 +17,6 @@ from tests.data_rig import (
     SEED,
     Lines,
     Noise,
-    Remembering,
     Rows,
     forkserver_for_this_module,  # noqa: F401
     plain,
@@ -194,7 +193,7 @@ def test_several_loaders_iterators_and_early_leave(tmp_path):
         train, val = running.loader("train"), running.loader("val")
         for batch, other in zip(train, val, strict=False):
             assert len(batch) == len(other)
-        assert train.next_epoch == 1
+        assert train._next_epoch == 1
         one, two = iter(train), iter(train)
         pairs = [(plain(next(one)), plain(next(two))) for _ in range(20)]
         assert [pair[0] for pair in pairs] == local(loaders["train"], 1)
@@ -223,31 +222,6 @@ def test_a_state_goes_on_with_another_number_of_fetchers(tmp_path, stop, style):
             remote = running.loader(rank=rank, world_size=2)
             remote.load_state_dict(states[rank])
             assert heads[rank] + [plain(batch) for batch in remote] == whole[rank]
-
-
-@pytest.mark.parametrize("arguments", [{}, {"local": True}], ids=["fetchers", "in the rank"])
-def test_a_state_has_the_datasets_own(tmp_path, arguments):
-    loader = DataLoader(Remembering(200), 1)
-    with service(tmp_path / "one", loader) as running:
-        batches = iter(remote := running.loader(**arguments))
-        first = [next(batches)[0, 0].item() for _ in range(140)]
-        state = remote.state_dict()
-    assert state["streams"] == {0: (128, {"at": 128})}
-    with service(tmp_path / "two", loader, fetchers=2) as running:
-        remote = running.loader(**arguments)
-        remote.load_state_dict(state)
-        assert remote.state_dict() == state, "before the first batch it is what was loaded"
-        rest = [batch[0].tolist() for batch in remote]
-        assert first + [number for number, _ in rest] == list(range(200))
-        assert rest[0] == [140, 13], "it began at 128, not at 0"
-        assert next(iter(remote))[0].tolist() == [0, 1], "the next epoch is a whole one"
-
-
-def test_without_a_dataset_that_has_one_a_state_is_a_place(tmp_path):
-    with service(tmp_path, DataLoader(Lines(20), 1)) as running:
-        batches = iter(remote := running.loader())
-        next(batches)
-        assert "streams" not in remote.state_dict()
 
 
 def test_a_state_at_the_end_begins_the_next_epoch(tmp_path):

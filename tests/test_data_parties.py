@@ -55,54 +55,6 @@ for epoch in range(2):
 accelerator.end_training()
 """
 
-PLACED = """
-from accelerate import Accelerator
-import torch
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-prepared = accelerator.prepare(loader)
-print("type", isinstance(prepared, type(loader)), prepared.device == accelerator.device)
-print("total", prepared.total_batch_size, len(prepared), len(prepared.dataset))
-for step, (batch,) in enumerate(prepared):
-    with accelerator.accumulate():
-        print("step", step, accelerator.sync_gradients, prepared.end_of_dataloader)
-    seen = accelerator.gather_for_metrics(batch)
-    print("gathered", *sorted(int(value) for value in seen))
-    if step == 1:
-        state = prepared.state_dict()
-prepared.device = torch.device("meta")
-print("placed", *{batch.device.type for (batch,) in prepared})
-prepared.load_state_dict(state)
-prepared.device = None
-print("resumed", *(int(value) for (batch,) in prepared for value in batch))
-left = accelerator.prepare(loader, device_placement=[False])
-print("left", left.device)
-accelerator.end_training()
-"""
-
-
-def test_accelerate_places_batches_and_knows_the_epochs_end(notebook: Notebook) -> None:
-    notebook.define(LOADER)
-    outcome = notebook.run(PLACED, "--cpus 1")
-    assert outcome.error is None, outcome.shown
-    lines = outcome.lines[0]
-    assert lines[:2] == ["type True True", "total 4 4 16"]
-    steps = [line for line in lines if line.startswith("step")]
-    assert steps == [
-        *("step 0 False False", "step 1 False False", "step 2 True False", "step 3 True True")
-    ]
-    gathered = [line.split()[1:] for line in lines if line.startswith("gathered")]
-    assert sorted(int(value) for values in gathered for value in values) == list(range(16))
-    assert "placed meta" in lines
-    assert "left None" in lines
-    resumed = [
-        int(value)
-        for rank in (0, 1)
-        for line in outcome.lines[rank]
-        if line.startswith("resumed")
-        for value in line.split()[1:]
-    ]
-    assert sorted(resumed) == sorted(int(value) for values in gathered[2:] for value in values)
-
 
 @pytest.mark.parametrize("source", [LIGHTNING, ACCELERATE], ids=["lightning", "accelerate"])
 def test_every_sample_is_seen_once_an_epoch(notebook: Notebook, source: str) -> None:

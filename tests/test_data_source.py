@@ -244,24 +244,6 @@ class Stateful(Count):
         self.at = state["at"]
 
 
-def test_a_state_that_was_loaded_shortens_the_replay():
-    payload = __import__("pickle").dumps(DataLoader(Stateful(400), 2))
-    first = Source(payload, "train", SEED, "test")
-    forward = flat(stream(first))
-    found = first.state(0, 130)
-    assert found == (128, {"at": 256})
-    other = Source(payload, "train", SEED, "test")
-    assert other.state(0, 130) is None
-    other.prepare(0, 3)
-    other.restore(0, 128, found[1])
-    Stateful.replayed = 0
-    assert other.prepare(0, 130).tolist() == forward[130]
-    assert Stateful.replayed == 2 * 3
-    other.restore(0, 128, found[1])
-    assert other.prepare(0, 131).tolist() == forward[131]
-    assert Stateful.replayed == 2 * 4, "another rank that loads the same state costs nothing"
-
-
 def test_a_datasets_own_state_shortens_the_replay():
     source = Source(__import__("pickle").dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
     forward = flat(stream(source))

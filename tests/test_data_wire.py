@@ -30,7 +30,7 @@ def forged(**changes):
     fields = {"magic": wire.MAGIC, "version": 1, "kind": int(wire.Kind.GET), "epoch": 0}
     fields |= {"batch": 0, "body": 0, **changes}
     raw = struct.pack(
-        "<4sBBHIIIIqqQQ4x",
+        "<4sBBHIIIIqqQQ",
         *(fields["magic"], fields["version"], fields["kind"], 0, 0, 0, 0, 0),
         *(fields["epoch"], fields["batch"], fields["body"], 0),
     )

@@ -51,7 +51,7 @@ def test_all_flags() -> None:
     ],
 )
 def test_prefill_is_bytes_batches_or_all(text: str, wanted: Prefill) -> None:
-    assert parse(f"--gpus 2 --cpus 2 --units 5 --prefill {text}", NO_FILE).prefill == wanted
+    assert parse(f"--gpus 2 --units 5 --prefill {text}", NO_FILE).prefill == wanted
 
 
 def test_a_run_may_grow() -> None:
@@ -109,8 +109,6 @@ def test_each_field_of_flags_has_a_flag() -> None:
         ("--gpus 2 --name 'x", "a quote is left open"),
         ("--gpus 8:4", "--gpus 8:4: possible is a whole number from 1 to 1000000, or two such as"),
         ("--gpus 2 --prefill all", "--prefill all needs --units"),
-        ("--gpus 2 --prefill 20", "--prefill needs --cpus"),
-        ("--gpus 2 --cpus 2 --prefill 3GB", "2 fetchers may hold 2147483648 bytes"),
         ("--gpus 2 --prefill lots", "--prefill lots: possible is a size such as 500MB"),
         ("--gpus 2 --data-pool nowhere", "no pool 'nowhere'"),
         ("--gpus 2 --pool nowhere", "no pool 'nowhere'; possible without a taas.toml: local"),

@@ -59,9 +59,6 @@ def words_of_text(source: str) -> set[str]:
     return {word.rstrip(":") for word in re.sub(r"\|[^|]*\|| · ", " ", source).split()}
 
 
-COUNTS = {"batches": 9, "units": 9, "bytes": 1e6, "waited_s": 6.0, "span_s": 8.0}
-
-
 STATES = {
     "starting": run_state(event("started", attempt=0, pids={"0": 1})),
     "running": run_state(STARTED, RUNNING, event("progress", rank=0, text=BAR)),
@@ -83,13 +80,6 @@ STATES = {
     "lost": run_state(
         event("ended", state="LOST", first=None, failures=[], elapsed_s=2.5, why="the pool is gone")
     ),
-    "fed": run_state(
-        STARTED,
-        *(event("data", rank=rank, loaders={"<train>": COUNTS}) for rank in (0, 0, 1)),
-        event("ended", state="SUCCEEDED", failures=[], first=None, elapsed_s=2.5),
-        units=100,
-    ),
-    "filling": run_state(event("filling", done=3, wanted=40, unit="batches")),
     "hosts": run_state(*(event("started", f"h{i}", pids={}) for i in range(6)), n_hosts=6),
 }
 
@@ -148,17 +138,6 @@ def test_a_failed_head_collapses_consequences() -> None:
     assert "<details><summary>3 more ranks failed as a consequence</summary>" in html(
         STATES["failed"], 99.0
     )
-
-
-def test_a_fed_head_ends_with_advice() -> None:
-    shown = text(STATES["fed"], 12.0).split("\n")
-    assert shown[1].startswith(
-        "<train>: batches 18 of 100 · per second 2.2 · 0.2 MB/s · waited 75%"
-    )
-    assert shown[2].startswith(
-        "advice: ranks waited 75% for '<train>': it is prepared in the ranks"
-    )
-    assert "filling 3 of 40 batches" in text(STATES["filling"], 12.0)
 
 
 def test_a_lost_run_says_why() -> None:

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "taas_magic"
 FLOORS = (
     ("kernel", "__init__"),
     ("magic", "completion", "commands", "api"),
-    ("check", "launch", "dry_run", "fetching", "run", "interrupts"),
+    ("check", "launch", "run", "interrupts"),
     (
         "display",
         "pool",
@@ -32,19 +32,8 @@ FLOORS = (
         "flag_table",
         "environ",
     ),
-    (
-        "journal",
-        "data",
-        "taas_toml",
-        "config",
-        "store",
-        "publish",
-        "receipt",
-        "capture",
-        "data_plan",
-    ),
-    ("advice", "plot", "flow"),
-    ("pragma", "errors", "certificate"),
+    ("journal", "data", "taas_toml", "config", "store", "publish", "receipt", "capture"),
+    ("pragma", "errors"),
 )
 
 LIGHT = ["", ".plan", ".config", ".errors", ".journal", ".pragma", ".flags", ".magic", ".api"]

@@ -16,7 +16,7 @@ from taas_magic.errors import RunLost
 from tests.harness import Notebook, Outcome
 from tests.rig.hosts import Hosts, hosts_up
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.network
 
 WITHIN_S = 60.0
 

@@ -12,7 +12,7 @@ from traitlets.config import Config as ShellConfig
 
 import taas
 import taas_magic
-from taas_magic import dry_run, journal
+from taas_magic import journal
 from taas_magic.capture.payload import Cell
 from taas_magic.config import Config
 from taas_magic.errors import UsageError
@@ -30,6 +30,10 @@ class FakeLaunch(ModuleType):
 
     def execute(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> None:
         self.asked.append(("execute", flags, cell))
+
+    def dry_run(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> str:
+        self.asked.append(("dry_run", flags, cell))
+        return "the plan"
 
     def stop(self, run_id: str, config: Config) -> str:
         self.asked.append(("stop", run_id))
@@ -211,11 +215,11 @@ def test_an_alias_of_local_says_so(
 
 
 def test_dry_run_prints_the_plan(
-    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shell: InteractiveShell, launch: FakeLaunch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(dry_run, "tell", lambda flags, cell, shell, config: f"{flags.gpus} ranks")
     run(shell, "%%taas --gpus 2 --dry-run\nx = 1")
-    assert capsys.readouterr().out == "2 ranks\n"
+    assert launch.asked[0][0] == "dry_run"
+    assert capsys.readouterr().out == "the plan\n"
 
 
 def test_status_and_logs_read_the_journal(

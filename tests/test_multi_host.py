@@ -1,12 +1,21 @@
 """Ranks over several hosts: agents on this machine that share nothing but the pool."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import psutil
 import pytest
 
+from taas_magic import launch, taas_toml
 from taas_magic.errors import RankFailed, RunLost
-from tests.harness import Notebook, Outcome
+from tests.harness import Notebook, Outcome, below
 
-pytestmark = pytest.mark.timeout(300)
+SETTINGS = """
+[pools.many]
+engine = "local"
+gpus = 2
+max_hosts = 3
+"""
 
 ALL_REDUCE = """
 import os, sys, time, torch, torch.distributed as dist
@@ -14,6 +23,44 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 dist.all_reduce(torch.ones(1))
 """
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration folder with a pool of three hosts."""
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "taas").mkdir()
+    (folder / "taas" / "taas.toml").write_text(SETTINGS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def no_hosts_left(warm_notebook: Notebook, settings: Path) -> Iterator[None]:
+    """The pool goes on from test to test; it is given back in the end, and leaves nothing."""
+    before = set(below(psutil.Process().pid))
+    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
+        patch.setenv("XDG_CONFIG_HOME", str(settings))
+        patch.chdir(warm_notebook.project)
+        config = taas_toml.load(warm_notebook.project)
+        launch.down("many", config)
+    _, left = psutil.wait_procs(set(below(psutil.Process().pid)) - before, timeout=30)
+    assert not left
+
+
+@pytest.fixture
+def several(
+    warm_notebook: Notebook,
+    settings: Path,
+    no_hosts_left: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Notebook:
+    """A notebook whose pool `many` has three hosts with two ranks each."""
+    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(settings))
+    monkeypatch.chdir(warm_notebook.project)
+    return warm_notebook
 
 
 def run(notebook: Notebook, source: str, flags: str = "", gpus: int = 6) -> Outcome:
@@ -114,7 +161,6 @@ def test_one_host_whose_ranks_leave_early_is_named(several: Notebook) -> None:
 def test_an_agent_that_is_killed_is_named_and_its_ranks_are_gone(several: Notebook) -> None:
     source = """
 import psutil
-import pytest
 if rank == 2:
     psutil.Process().parent().parent().kill()
 dist.barrier()
@@ -132,7 +178,6 @@ time.sleep(600)
 def test_a_lost_host_is_replaced_when_restarts_are_left(several: Notebook) -> None:
     source = """
 import psutil
-import pytest
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 if rank == 0 and attempt == 0:
     psutil.Process().parent().parent().kill()

@@ -101,33 +101,3 @@ def check_store(notebook: NotebookNode) -> None:
     assert "kept out: weights.pt of ranks 1-3" in text and "held by:" in text
     assert "every rank reads [0.0, 0.0, 0.0]" in text
     assert "restarts 1" in text and "from step 12" in text
-
-
-@pytest.mark.timeout(300)
-def test_fetchers_end_the_waiting(folder: Path) -> None:
-    notebook = nbformat.read(folder / "data_service.ipynb", as_version=4)
-    notebook.cells.append(nbformat.v4.new_code_cell("%taas down"))
-    resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, kernel_name="taas", timeout=240, resources=resources).execute()
-    check_data_service(notebook)
-
-
-def test_the_data_services_notebook_is_stored_with_its_outputs() -> None:
-    notebook = nbformat.read(NOTEBOOKS / "data_service.ipynb", as_version=4)
-    nbformat.validate(notebook)
-    assert str(ROOT) not in texts(notebook)
-    check_data_service(notebook)
-
-
-def check_data_service(notebook: NotebookNode) -> None:
-    """Whether the outputs show less waiting, equal weights, and pictures of both."""
-    assert not [output for output in outputs(notebook) if output.output_type == "error"]
-    text = texts(notebook)
-    shares = re.findall(r"^(\d|no) fetchers? +waited +(\d+) %", text, re.MULTILINE)
-    waited = {fetchers: int(share) for fetchers, share in shares}
-    assert waited["4"] < waited["no"] / 2
-    assert "advice: ranks waited" in text and "--cpus" in text
-    assert "all three networks are equal to the last bit" in text
-    found = ACCURACY.search(text)
-    assert found is not None and float(found[1]) > 0.9
-    assert len([o for o in outputs(notebook) if "image/png" in o.get("data", {})]) == 2
