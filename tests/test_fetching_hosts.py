@@ -204,7 +204,8 @@ def test_15_16_17_a_bad_network_costs_time_and_nothing_else(
     """FAULTS.md 15 (30 % loss), 16 (1 Mbit/s) and 17 (resets in the middle of batches)."""
     remote.define("loader = taas.register(DataLoader(Pictures(60, width=2_000, wait_s=0.02), 2))")
     here = result(train(remote, "--cpus 0"))
-    resets = f"INPUT -s {hosts.address(2)} -p tcp --sport 1024: -m statistic --mode nth --every 40"
+    every_40th = "-m statistic --mode nth --every 40 --packet 0"
+    resets = f"INPUT -s {hosts.address(2)} -p tcp --sport 1024: {every_40th}"
     with contextlib.ExitStack() as healed:
         if fault == "lossy":
             hosts.lose(1, "30")
@@ -225,5 +226,6 @@ def test_18_a_host_with_fetchers_is_powered_off(remote: Notebook, hosts: Hosts) 
     """FAULTS.md 11 and 18: the other host's fetcher takes over, each batch comes once."""
     remote.define("loader = taas.register(DataLoader(Pictures(200, 20_000, wait_s=0.05), 2))")
     outcome = during(lambda: train(remote, "--cpus 2"), hosts, lambda: hosts.kill(3))
+    assert any("is gone" in note["text"] for note in outcome.of_kind("note"))
     host, batches, _ = result(outcome)
     assert (host, batches) == (hosts.name(1), 100)

@@ -3,13 +3,22 @@
 Two hosts of the rig are its nodes; they share the folders of notebook and runs with this machine.
 """
 
-from collections.abc import Iterator
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+import psutil
 import pytest
 
 from taas_magic import launch, taas_toml
+from taas_magic.errors import PoolError, RunLost
 from taas_magic.pool import Pool
+from taas_magic.remote.spec import RUN_TOKEN
 from tests.harness import Notebook, Outcome
 from tests.rig.slurm import CORES, PATH, Slurm, slurm_up
 
@@ -21,14 +30,7 @@ engine = "dask_jobqueue.SLURMCluster"
 gpus = 2
 max_hosts = 3
 start_timeout_s = {start_timeout_s}
-
-[pools.hpc.options]
-queue = "debug"
-cores = {cores}
-memory = "1GB"
-walltime = "00:10:00"
-interface = "eth0"
-scheduler_options = {{ host = "{head}" }}
+options = {{ {options} }}
 """
 
 MEET = """
@@ -39,6 +41,13 @@ dist.all_reduce(ones)
 print(socket.gethostname(), int(ones))
 """
 
+ENDLESS = """
+import time
+print("begun", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
 
 @dataclass
 class Hpc:
@@ -47,10 +56,20 @@ class Hpc:
     notebook: Notebook
     slurm: Slurm
 
-    def configure(self, start_timeout_s: int = 100) -> None:
+    def configure(self, start_timeout_s: int = 100, **changed: str) -> None:
+        """Writes taas.toml; every job has a node of its own."""
         assert self.slurm.hosts is not None
-        values = {"start_timeout_s": start_timeout_s, "cores": CORES}
-        text = TOML.format(head=self.slurm.hosts.caller, **values)
+        options = {
+            "queue": '"debug"',
+            "cores": str(CORES),
+            "memory": '"1GB"',
+            "walltime": '"00:10:00"',
+            "interface": '"eth0"',
+            "scheduler_options": f'{{ host = "{self.slurm.hosts.caller}" }}',
+            **changed,
+        }
+        written = ", ".join(f"{key} = {value}" for key, value in options.items())
+        text = TOML.format(start_timeout_s=start_timeout_s, options=written)
         (self.notebook.project / "taas.toml").write_text(text)
 
     @property
@@ -59,6 +78,44 @@ class Hpc:
 
     def run(self, source: str, gpus: int = 4) -> Outcome:
         return self.notebook.run(source, "--pool hpc", gpus=gpus)
+
+    @contextmanager
+    def once(self, condition: Callable[[], object], harm: Callable[[], object]) -> Iterator[None]:
+        """In a thread, does something as soon as it is so."""
+        over = threading.Event()
+
+        def wait() -> None:
+            while not over.wait(0.05):
+                if condition():
+                    harm()
+                    return
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        yield
+        over.set()
+        waiting.join()
+
+    def has_begun(self) -> bool:
+        """Whether a rank of the newest run has said so."""
+        logs = (self.notebook.state_dir / "runs").glob("*/logs/*")
+        return any("begun" in log.read_text() for log in logs)
+
+    def forget_runs(self) -> None:
+        shutil.rmtree(self.notebook.state_dir / "runs", ignore_errors=True)
+
+    def ranks(self) -> list[psutil.Process]:
+        """Processes of runs on any host."""
+        hosts = self.slurm.hosts
+        assert hosts is not None
+        found = [p for number in (1, 2) for p in hosts.processes(number)]
+        return [p for p in found if RUN_TOKEN in _environ(p)]
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    with suppress(psutil.Error):
+        return process.environ()
+    return {}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +131,7 @@ def hpc(notebook: Notebook, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("PATH", PATH)
     made = Hpc(notebook, slurm)
     made.configure()
+    made.forget_runs()
     yield made
     made.pool.down()
     (notebook.project / "taas.toml").unlink()
@@ -88,3 +146,68 @@ def test_a_cell_runs_on_two_hosts(hpc: Hpc, capsys: pytest.CaptureFixture[str]) 
     assert sorted(words[0] for words in said) == [n for n in hpc.slurm.hosts.names for _ in "ab"]
     assert {words[1] for words in said} == {"4"}
     assert "Slurm job" in capsys.readouterr().out
+
+
+def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
+    hpc: Hpc, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FAULT 57: a host that never starts."""
+    hpc.configure(start_timeout_s=60)
+    outcome = hpc.run(MEET, gpus=6)
+    assert isinstance(outcome.error, PoolError) and outcome.run is None
+    third = re.compile(r"hpc-\d: Slurm job \d+ PENDING \((Resources|Priority)\)")
+    assert "of 3 hosts joined within 60 s" in outcome.shown
+    assert third.search(outcome.shown) and third.search(capsys.readouterr().out)
+    hpc.slurm.wait_until_empty()
+    again = hpc.run(MEET)
+    assert again.error is None, f"not on hosts that are given back: {again.shown}"
+
+
+def test_an_interrupt_while_hosts_are_awaited_gives_them_back(hpc: Hpc) -> None:
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with hpc.once(lambda: "PENDING" in hpc.slurm.jobs().values(), interrupt):
+        outcome = hpc.run(MEET, gpus=6)
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    hpc.slurm.wait_until_empty()
+
+
+def test_a_cancelled_job_is_named_with_its_reason_and_the_next_cell_runs(hpc: Hpc) -> None:
+    """FAULT 57: a host that is killed; nothing of the run goes on elsewhere."""
+    with hpc.once(hpc.has_begun, lambda: hpc.slurm.run("scancel", max(hpc.slurm.jobs()))):
+        outcome = hpc.run(ENDLESS)
+    assert isinstance(outcome.error, RunLost), outcome.shown
+    assert re.search(r"Slurm job \d+ is (CANCELLED|COMPLETING)", outcome.shown)
+    assert not hpc.ranks()
+    assert hpc.run(MEET).error is None
+
+
+def test_a_job_that_is_started_again_does_not_join_the_old_run(hpc: Hpc) -> None:
+    """FAULT 57: a host that is requeued; nothing runs twice."""
+    hpc.configure(job_extra_directives='["--requeue"]')
+    with hpc.once(
+        hpc.has_begun, lambda: hpc.slurm.run("scontrol", "requeue", max(hpc.slurm.jobs()))
+    ):
+        outcome = hpc.run(ENDLESS)
+    assert isinstance(outcome.error, RunLost), outcome.shown
+    assert "Slurm job" in outcome.shown
+    assert not hpc.ranks()
+    assert outcome.run is not None
+    started = [event for event in outcome.of_kind("started")]
+    assert len(started) == 2, "each host started its ranks once"
+
+
+def test_a_job_that_ends_early_shows_what_it_wrote(hpc: Hpc) -> None:
+    hpc.configure(python='"/nowhere/python"')
+    outcome = hpc.run(MEET, gpus=2)
+    assert isinstance(outcome.error, PoolError)
+    assert re.search(r"Slurm job \d+ ended before host hpc-\d was ready: FAILED", outcome.shown)
+    assert "/nowhere/python: No such file or directory" in outcome.shown
+
+
+def test_what_slurm_says_of_a_job_that_it_refuses_is_shown(hpc: Hpc) -> None:
+    hpc.configure(queue='"nosuch"')
+    outcome = hpc.run(MEET, gpus=2)
+    assert isinstance(outcome.error, PoolError)
+    assert "invalid partition specified: nosuch" in outcome.shown

@@ -49,6 +49,7 @@ def remote(warm_notebook: Notebook, hosts: Hosts) -> Iterator["Remote"]:
         made = Remote(warm_notebook, hosts)
         made.pool("one", 1)
         made.pool("two", 2)
+        made.pool("three", 3)
         made.pool("both", 1, 2, gpus=2)
         yield made
         made.down()
@@ -308,18 +309,19 @@ def test_12_13_a_host_that_cannot_hear_us_ends_what_it_runs(
 
 
 def test_a_killed_pool_process_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> None:
-    outcome = remote.run_until(ENDLESS, "one", lambda: remote.pool_process("one").kill())
+    outcome = remote.run_until(ENDLESS, "three", lambda: remote.pool_process("three").kill())
     assert isinstance(outcome.error, RunLost)
-    assert not left_on(hosts, 1)
-    assert remote.run("print('again')", "one").lines == {0: ["again"]}
+    assert not left_on(hosts, 3)
+    assert remote.run("print('again')", "three").lines == {0: ["again"]}
+    launch.down("three", remote.config)
 
 
 def test_a_pool_that_hangs_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> None:
-    assert remote.run("1", "one").error is None
-    process = remote.pool_process("one")
+    assert remote.run("1", "three").error is None
+    process = remote.pool_process("three")
     process.suspend()
     try:
-        assert not left_on(hosts, 1, besides="sshd")  # the connection itself still stands
+        assert not left_on(hosts, 3, besides="sshd")  # the connection itself still stands
     finally:
         process.kill()
 

@@ -12,7 +12,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from tests.frontend import environment
+from tests.frontend import environment, kernel
 from tests.rig.hosts import Hosts, hosts_up
 
 ROOT = Path(__file__).parent.parent
@@ -87,6 +87,22 @@ def test_it_trains_on_two_hosts(folder: tuple[Path, Hosts]) -> None:
     resources = {"metadata": {"path": str(path)}}
     NotebookClient(notebook, kernel_name="taas", timeout=300, resources=resources).execute()
     check(notebook)
+
+
+@pytest.mark.network
+@pytest.mark.timeout(400)
+def test_31_a_killed_kernel_leaves_clean_hosts(folder: tuple[Path, Hosts]) -> None:
+    path, hosts = folder
+    with kernel(path) as frontend:
+        cell = (
+            "%%taas --pool lab --gpus 1\nimport time\nprint('begun')\nwhile True: time.sleep(0.1)"
+        )
+        request = frontend.send(cell)
+        frontend.wait(lambda: "begun" in frontend.text(request))
+        assert hosts.processes(1)
+        psutil.Process(frontend.manager.provisioner.pid).kill()
+        _, alive = psutil.wait_procs(hosts.processes(1), timeout=100)
+        assert not alive
 
 
 def test_it_is_stored_with_its_outputs() -> None:

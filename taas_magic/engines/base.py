@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from taas_magic.config import PoolConfig
@@ -96,21 +96,28 @@ class HostSource:
 
     engine: Engine
     cluster: Any
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Hosts that are being given back and hosts that are asked for may have the same names."""
 
     async def ensure(self, count: int) -> list[str]:
         """See `Engine.ensure`. Who gives up waiting does not undo half of it.
 
         A host that was asked for at that moment would otherwise be known to nobody.
         """
-        return await asyncio.shield(self.engine.ensure(self.cluster, count))
+        return await asyncio.shield(self._ensure(count))
 
     async def release(self, keep: Collection[str]) -> None:
         """See `Engine.release`."""
-        await self.engine.release(self.cluster, keep)
+        async with self._turn:
+            await self.engine.release(self.cluster, keep)
 
     async def why_lost(self, agent: str) -> str:
         """See `Engine.why_lost`."""
         return await self.engine.why_lost(agent)
+
+    async def _ensure(self, count: int) -> list[str]:
+        async with self._turn:
+            return await self.engine.ensure(self.cluster, count)
 
 
 def find_engine(pool: PoolConfig) -> Engine:

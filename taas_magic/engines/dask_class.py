@@ -92,7 +92,9 @@ class DaskClassEngine(Engine):
         return lines
 
     async def release(self, cluster: Any, keep: Collection[str]) -> None:
-        await super().release(cluster, {vehicle_of(name) for name in keep})
+        kept = {vehicle_of(name) for name in keep}
+        await super().release(cluster, kept)
+        self._vehicles.forget(kept)
 
     async def why_lost(self, agent: str) -> str:
         return await self._vehicles.why_lost(vehicle_of(agent))

@@ -44,6 +44,7 @@ class Member:
         place: Where its ranks and fetchers are reached by those of other hosts.
         runs: What it runs.
         gpus: CUDA devices that it has.
+        leaves: Whether it is being given back.
         taken_at: When it was last given to somebody, by this process's monotonic clock.
         has: Modules that are known to be installed there; None while nothing is known.
     """
@@ -57,6 +58,7 @@ class Member:
     place: str = ""
     runs: set[str] = field(default_factory=set)
     gpus: int = 0
+    leaves: bool = False
     taken_at: float = float("-inf")
     has: set[str] | None = None
     pending: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
@@ -101,7 +103,7 @@ class Members(SchedulerPlugin):
 
     def all(self) -> list[Member]:
         """The hosts that have joined and can start ranks, in the order in which they came."""
-        return [member for member in self._members.values() if member.name]
+        return [m for m in self._members.values() if m.name and not m.leaves]
 
     def get(self, address: str) -> Member | None:
         """The host of that address, if it is (still) one."""
@@ -143,7 +145,9 @@ class Members(SchedulerPlugin):
             stays: Says which are kept; left out, those that have a run.
         """
         if not self._takes:
-            await self._source.release({m.agent for m in self._members.values() if stays(m)})
+            for member in self._members.values():
+                member.leaves = member.leaves or not stays(member)
+            await self._source.release({m.agent for m in self._members.values() if not m.leaves})
 
     async def call(self, address: str, name: str, **arguments: Any) -> Any:
         """Calls a host's agent and returns what it answers.

@@ -31,14 +31,17 @@ class Vehicles:
         self._system, self._output = system, output
         self._jobs: dict[str, str] = {}
         self._served: set[str] = set()
+        """Jobs that need not be watched: their agents have joined, or nobody wants them."""
         self._looked = float("-inf")
         self._said: list[str] = []
 
     def note(self, workers: Iterable[tuple[object, Any]]) -> None:
         """Learns the jobs of a cluster's workers: pairs of name and worker object."""
         for name, worker in workers:
-            if job_id := getattr(worker, "job_id", None):
+            job_id = getattr(worker, "job_id", None)
+            if job_id and str(job_id) not in self._jobs:
                 self._jobs[str(job_id)] = str(name)
+                self._looked = float("-inf")
 
     async def look(
         self, asked: Collection[str], up: Collection[str], agents: Collection[str]
@@ -53,8 +56,7 @@ class Vehicles:
         Raises:
             PoolError: A job has ended before its agent joined.
         """
-        served = {job_id for job_id, name in self._jobs.items() if name in agents}
-        self._served |= served
+        self._served |= {job_id for job_id, name in self._jobs.items() if name in agents}
         if time.monotonic() - self._looked < LOOK_S:
             return self._said
         awaited = {j: name for j, name in self._jobs.items() if j not in self._served}
@@ -66,11 +68,16 @@ class Vehicles:
         ]
         return self._said
 
+    def forget(self, kept: Collection[str]) -> None:
+        """Nobody wants the vehicles any more but those kept."""
+        self._served |= {job_id for job_id, name in self._jobs.items() if name not in kept}
+
     async def why_lost(self, name: str) -> str:
         """What the batch system says of a lost host's job; "" when it says nothing."""
         job_id = next((j for j in reversed(self._jobs) if self._jobs[j] == name), None)
         if job_id is None or self._system is None:
             return ""
+        self._served.add(job_id)
         deadline = time.monotonic() + SETTLE_S
         job = await self._find(job_id)
         while job is not None and not job.ended and time.monotonic() < deadline:
@@ -117,9 +124,9 @@ class Vehicles:
     def _about(
         self, name: str, up: Collection[str], awaited: dict[str, str], jobs: dict[str, Job]
     ) -> str:
+        own = [jobs[j] for j, vehicle in awaited.items() if vehicle == name and j in jobs]
+        title = self._system.title if self._system else ""
+        said = [f"{title} job {job.job_id} {job}" for job in own]
         if name in up:
-            return "its Dask worker has joined, the agent starts"
-        job_id = next((j for j, vehicle in awaited.items() if vehicle == name), None)
-        if self._system is None or job_id is None:
-            return "asked for"
-        return f"{self._system.title} job {job_id} {jobs[job_id]}"
+            said.append("its Dask worker has joined, the agent starts")
+        return "; ".join(said) or "asked for"

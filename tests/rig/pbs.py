@@ -27,6 +27,7 @@ from typing import Any
 SERVER = "rig"
 FOLDER = "TAAS_RIG_PBS"
 KILL_DELAY_S = 10.0
+EMPTY_WITHIN_S = 60.0
 ENDED_BY_SIGNAL = 256
 FULL = "Not Running: Insufficient amount of resource: ncpus"
 COMMANDS = ("qsub", "qstat", "qdel")
@@ -54,20 +55,30 @@ class Pbs:
         with _state(self.folder) as state:
             return {job_id: job["state"] for job_id, job in state["jobs"].items()}
 
+    def wait_until_empty(self) -> None:
+        """Waits until no job waits or runs."""
+        deadline = time.monotonic() + EMPTY_WITHIN_S
+        while set(self.jobs().values()) - {"F"}:
+            assert time.monotonic() < deadline, f"jobs did not end: {self.jobs()}"
+            time.sleep(0.05)
+
     def delete(self, job_id: str) -> None:
         _delete(self.folder, job_id)
 
 
 @contextlib.contextmanager
-def pbs_up(slots: int, commands: list[list[str]] | None = None) -> Iterator[Pbs]:
+def pbs_up(
+    slots: int, commands: list[list[str]] | None = None, parent: Path | None = None
+) -> Iterator[Pbs]:
     """A queue for the time of the block.
 
     Args:
         slots: Jobs that may run at a time.
         commands: What the script of the job in each slot is run with, such as one that enters a
             host of the rig; None runs all on this machine.
+        parent: Where its folder is made, which hosts must see.
     """
-    folder = Path(tempfile.mkdtemp(prefix="taas-pbs-"))
+    folder = Path(tempfile.mkdtemp(prefix="taas-pbs-", dir=parent))
     (folder / "bin").mkdir()
     for name in COMMANDS:
         file = folder / "bin" / name
@@ -82,8 +93,7 @@ def pbs_up(slots: int, commands: list[list[str]] | None = None) -> Iterator[Pbs]
         for job_id, letter in pbs.jobs().items():
             if letter != "F":
                 pbs.delete(job_id)
-        while set(pbs.jobs().values()) - {"F"}:
-            time.sleep(0.05)
+        pbs.wait_until_empty()
         shutil.rmtree(folder)
 
 
@@ -147,6 +157,8 @@ def _watch(folder: Path, job_id: str) -> int:
     """Runs a job's script to its end, as PBS's mom does."""
     with _state(folder) as state:
         job = state["jobs"][job_id]
+        if job["state"] == "F":
+            return 0
         enter = state["enter"][job["slot"]]
         with (
             open(Path(job["output"]) / f"{job_id}.OU", "wb") as output,
@@ -177,12 +189,10 @@ def _delete(folder: Path, job_id: str) -> int:
             return _complain(f"qdel: Unknown Job Id {job_id}", 153)
         if job["state"] == "F":
             return _complain(f"qdel: Job has finished {job_id}", 35)
-        if job["state"] == "Q":
+        if "pid" not in job:  # it waits, or its watcher has not begun
             job.update(state="F", exit=ENDED_BY_SIGNAL + signal.SIGTERM, comment="Job deleted")
             return 0
-        pid = job.get("pid")
-    if pid is not None:
-        _end(pid)
+    _end(job["pid"])
     return 0
 
 

@@ -1,6 +1,7 @@
 """Libraries with ways of their own to a file: torch's C++ writer, numpy's maps, temporary files."""
 
 import functools
+import importlib.util
 import inspect
 import os
 import shutil
@@ -76,6 +77,8 @@ def _map_privately(view: View) -> None:
 
     What is changed in a private map is seen by this rank alone, and nothing is copied for it.
     """
+    if importlib.util.find_spec("numpy") is None:  # torch does without
+        return
     import numpy
 
     real: Any = numpy.memmap.__new__

@@ -1,0 +1,126 @@
+"""Which jobs are waited for, which have failed a host, and which nobody wants any more."""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from taas_magic.engines import waiting
+from taas_magic.engines.batch import BatchSystem, Job, parse_squeue
+from taas_magic.engines.waiting import Vehicles
+from taas_magic.errors import PoolError
+
+
+@dataclass(frozen=True)
+class Told(BatchSystem):
+    """A batch system that says what it is told to."""
+
+    jobs: dict[str, Job] = field(default_factory=dict)
+
+    async def look(self, job_ids: Collection[str]) -> dict[str, Job]:
+        return {job_id: self.jobs[job_id] for job_id in job_ids if job_id in self.jobs}
+
+
+@dataclass
+class Submitted:
+    """A Dask worker object that stands for a job."""
+
+    job_id: str
+
+
+PENDING = Job("1", "PENDING", "Resources", ended=False)
+RUNNING = Job("1", "RUNNING", "", ended=False)
+FAILED = Job("1", "FAILED", "NonZeroExitCode", ended=True)
+
+
+@pytest.fixture(autouse=True)
+def look_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "LOOK_S", 0.0)
+
+
+@pytest.fixture
+def system() -> Told:
+    return Told("Slurm", lambda ids: [], parse_squeue, jobs={"1": PENDING})
+
+
+@pytest.fixture
+def vehicles(system: Told, tmp_path: Path) -> Vehicles:
+    """One vehicle, `hpc-0`, whose job is 1."""
+    made = Vehicles(system, tmp_path)
+    made.note([("hpc-0", Submitted("1"))])
+    return made
+
+
+def look(vehicles: Vehicles, up: Collection[str] = (), agents: Collection[str] = ()) -> list[str]:
+    return asyncio.run(vehicles.look(["hpc-0"], up, agents))
+
+
+def test_what_is_said_follows_the_job(vehicles: Vehicles) -> None:
+    assert look(vehicles) == ["hpc-0: Slurm job 1 PENDING (Resources)"]
+    assert "the agent starts" in look(vehicles, up=["hpc-0"])[0]
+    assert look(vehicles, up=["hpc-0"], agents=["hpc-0"]) == []
+
+
+def test_a_job_that_ends_early_is_an_error_once(vehicles: Vehicles, system: Told) -> None:
+    (Path(str(vehicles._output)) / "taas-1.err").write_text("no module named torch\n")
+    system.jobs["1"] = FAILED
+    with pytest.raises(
+        PoolError, match=r"job 1 ended before host hpc-0 was ready: FAILED"
+    ) as error:
+        look(vehicles)
+    assert "no module named torch" in str(error.value)
+    assert look(vehicles) == ["hpc-0: asked for"], "another job is to come"
+
+
+def test_a_job_that_the_system_has_forgotten_has_ended(vehicles: Vehicles, system: Told) -> None:
+    system.jobs.clear()
+    with pytest.raises(PoolError, match="known no more; it wrote nothing"):
+        look(vehicles)
+
+
+def test_jobs_that_nobody_wants_any_more_may_end(vehicles: Vehicles, system: Told) -> None:
+    vehicles.forget(kept=[])
+    system.jobs["1"] = FAILED
+    assert look(vehicles) == ["hpc-0: asked for"]
+
+
+def test_a_job_whose_host_has_served_may_end(vehicles: Vehicles, system: Told) -> None:
+    system.jobs["1"] = Job("1", "TIMEOUT", "TimeLimit", ended=True)
+    assert asyncio.run(vehicles.why_lost("hpc-0")) == "Slurm job 1 is TIMEOUT (TimeLimit)"
+    assert look(vehicles) == ["hpc-0: asked for"]
+
+
+def test_a_lost_hosts_job_is_given_time_to_settle(
+    vehicles: Vehicles, system: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system.jobs["1"] = RUNNING
+    monkeypatch.setattr(waiting, "SETTLE_S", 60.0)
+
+    async def lose() -> str:
+        why = asyncio.ensure_future(vehicles.why_lost("hpc-0"))
+        await asyncio.sleep(0)
+        system.jobs["1"] = FAILED
+        return await why
+
+    assert asyncio.run(lose()) == "Slurm job 1 is FAILED (NonZeroExitCode)"
+
+
+@pytest.mark.parametrize("worker", [object(), Submitted("")])
+def test_without_a_batch_system_there_is_little_to_say(worker: Any) -> None:
+    vehicles = Vehicles(None, None)
+    vehicles.note([("hpc-0", worker)])
+    assert look(vehicles) == ["hpc-0: asked for"]
+    assert asyncio.run(vehicles.why_lost("hpc-0")) == ""
+
+
+def test_a_system_that_cannot_be_asked_ends_no_wait(tmp_path: Path) -> None:
+    class Silent(Told):
+        async def look(self, job_ids: Collection[str]) -> dict[str, Job]:
+            raise OSError("slurm_load_jobs error")
+
+    vehicles = Vehicles(Silent("Slurm", lambda ids: [], parse_squeue), tmp_path)
+    vehicles.note([("hpc-0", Submitted("1"))])
+    assert look(vehicles) == ["hpc-0: Slurm job 1 of unknown state (slurm_load_jobs error)"]
