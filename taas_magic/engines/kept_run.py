@@ -20,7 +20,7 @@ from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.journal import Event, event
 from taas_magic.remote.interface import LOOPBACK
 from taas_magic.remote.report import host_failure
-from taas_magic.remote.spec import HostSpec
+from taas_magic.remote.spec import HostSpec, of_host
 from taas_magic.remote.topics import CALL_AGAIN, CALL_END, CALL_PLACE, CALL_START, CALL_STOP
 from taas_magic.remote.watch import first_failure
 
@@ -232,7 +232,7 @@ class KeptRun:
 
     async def _start_one(self, share: _Share, spec: dict[str, Any], running: set[str]) -> int:
         """Starts an attempt on a host; returns the port of its meeting place, 0 if it failed."""
-        spec = {**spec, "host_rank": share.host_rank}
+        spec = of_host(spec, share.host_rank)
         address = share.member.address
         share.member.runs.add(self.run_id)
         try:
