@@ -101,6 +101,20 @@ class HostPlan:
 
 
 @dataclass(frozen=True)
+class Room:
+    """How far a run may grow: to `most` ranks, on hosts of `per_host` ranks and `cores` processors.
+
+    Attributes:
+        uneven: Whether its hosts may have different numbers of ranks.
+    """
+
+    most: int
+    per_host: int
+    cores: int
+    uneven: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """One run, decided."""
 
@@ -119,6 +133,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     store: StoreRule | None = None
     data: DataPlan | None = None
+    room: Room | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values, for the journal and the wire."""
@@ -134,6 +149,7 @@ class Plan:
             "hosts": hosts,
             "store": StoreRule.from_json(rule) if rule else None,
             "prefill": Prefill(**fill) if fill else None,
+            "room": Room(**values["room"]) if values.get("room") else None,
             "data": DataPlan.from_json(values["data"]) if values.get("data") else None,
         }
         tuples = {key: tuple(values[key]) for key in ("out", "notes")}
@@ -177,6 +193,12 @@ def make_plan(
             f"({max_hosts} host{'s' * (max_hosts > 1)} with {per_host} each); "
             f"possible is 1 to {per_host * max_hosts}"
         )
+    room = Room(flags.max_gpus, per_host, host.cores, flags.uneven_hosts)
+    if flags.max_gpus > per_host * max_hosts:
+        raise UsageError(
+            f"--gpus {flags.gpus}:{flags.max_gpus}: pool {flags.pool!r} cannot grow beyond "
+            f"{per_host * max_hosts}"
+        )
     if flags.gpus % n_hosts and not flags.uneven_hosts:
         raise UsageError(
             f"--gpus {flags.gpus} does not divide evenly over {n_hosts} hosts of {per_host}; "
@@ -186,8 +208,8 @@ def make_plan(
         run_id=run_id,
         name=flags.name,
         pool=flags.pool,
-        world_size=flags.gpus,
-        hosts=_host_plans(flags.gpus, n_hosts, host.cores),
+        world_size=max(flags.gpus, _most_on(room, n_hosts)),
+        hosts=_host_plans(max(flags.gpus, _most_on(room, n_hosts)), n_hosts, host.cores),
         out=flags.out,
         max_restarts=flags.max_restarts,
         timeout_s=flags.timeout_s,
@@ -197,7 +219,26 @@ def make_plan(
         prefill=flags.prefill,
         notes=_notes(flags, host),
         store=store,
+        room=room if flags.max_gpus else None,
     )
+
+
+def next_size(plan: Plan) -> Plan | None:
+    """The same run on as few more hosts as give it more ranks; None where it may not grow."""
+    room = plan.room
+    if room is None or plan.world_size >= room.most:
+        return None
+    for n_hosts in range(len(plan.hosts) + 1, -(-room.most // room.per_host) + 1):
+        ranks = _most_on(room, n_hosts)
+        if ranks > plan.world_size:
+            hosts = _host_plans(ranks, n_hosts, room.cores)
+            return dataclasses.replace(plan, world_size=ranks, hosts=hosts)
+    return None
+
+
+def _most_on(room: Room, n_hosts: int) -> int:
+    ranks = min(room.most, room.per_host * n_hosts)
+    return ranks if room.uneven else ranks - ranks % n_hosts
 
 
 def _host_plans(world_size: int, n_hosts: int, cores: int) -> tuple[HostPlan, ...]:

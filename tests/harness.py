@@ -66,7 +66,7 @@ class Notebook:
         """Runs an ordinary cell in the notebook's own process."""
         self.shell.run_cell(source, store_history=True).raise_error()
 
-    def run(self, source: str, flags: str = "", gpus: int = 2) -> Outcome:
+    def run(self, source: str, flags: str = "", gpus: int | str = 2) -> Outcome:
         """Runs a cell below a `%%taas` head."""
         before = launch.last_run
         result = self.shell.run_cell(f"%%taas --gpus {gpus} {flags}\n{source}", store_history=True)

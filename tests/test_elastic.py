@@ -9,13 +9,13 @@ from taas_magic.errors import PoolError
 from taas_magic.plan import Flags, HostCapacity, make_plan
 from taas_magic.remote import elastic
 from taas_magic.remote.elastic import HostRendezvous, serve_store
-from taas_magic.remote.spec import HostSpec, Origin
+from taas_magic.remote.spec import HostSpec, Origin, of_host
 
 
 def spec(host_rank: int, port: int = 0) -> HostSpec:
     plan = make_plan(Flags(gpus=2), HostCapacity(gpus=1, cores=1), "run", max_hosts=2)
     origin = Origin("/", {}, ())
-    return HostSpec(plan, host_rank, "/nowhere", origin, "127.0.0.1", port)
+    return HostSpec(plan, host_rank, "/nowhere", origin, "127.0.0.1", port, n_hosts=2)
 
 
 def test_hosts_meet_and_get_their_places() -> None:
@@ -54,3 +54,10 @@ def test_a_first_host_that_cannot_be_reached_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(elastic, "REACH_TIMEOUT_S", 0.1)
     with pytest.raises(PoolError, match=r"127\.0\.0\.1, port 1: .*`interface`"):
         HostRendezvous(spec(1, port=1), None).next_rendezvous()
+
+
+def test_a_host_is_told_only_its_own_ranks() -> None:
+    whole = spec(0).to_json()
+    mine = HostSpec.from_json(of_host(whole, 1))
+    assert (mine.n_hosts, mine.host_rank, len(mine.plan.hosts)) == (2, 1, 1)
+    assert mine.share == HostSpec.from_json(whole).plan.hosts[1]

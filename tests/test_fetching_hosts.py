@@ -4,7 +4,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -83,8 +83,16 @@ def pools(warm_notebook: Notebook, hosts: Hosts) -> Iterator[None]:
         for name in ("g", "c"):
             launch.down(name, config)
     for number in range(1, hosts.count + 1):
-        _, left = psutil.wait_procs(hosts.processes(number), timeout=GONE_WITHIN_S)
+        _, left = psutil.wait_procs(processes_of(hosts, number), timeout=GONE_WITHIN_S)
         assert not left
+
+
+def processes_of(hosts: Hosts, number: int) -> list[psutil.Process]:
+    """The processes of a host; none where its power is off."""
+    try:
+        return hosts.processes(number)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def pool_table(name: str, names: list[str], ssh_config: Path, more: str = "") -> str:
@@ -119,7 +127,7 @@ def fetchers_on(hosts: Hosts) -> list[psutil.Process]:
     """The fetchers and lanes on the data pool's hosts: what a forkserver has started."""
     found = []
     for number in FETCHERS:
-        for process in hosts.processes(number):
+        for process in processes_of(hosts, number):
             with contextlib.suppress(psutil.Error):
                 parents = [" ".join(parent.cmdline()) for parent in process.parents()]
                 if sum("taas_magic.remote.agent" in words for words in parents) > 1:
@@ -167,3 +175,57 @@ def test_data_goes_from_fetcher_host_to_rank_host_and_nowhere_else(
     data_bytes = 40 * 500_000 * 4
     assert arrived > data_bytes
     assert by_caller < data_bytes / 4
+
+
+def during(outcome_of: Callable[[], Outcome], hosts: Hosts, harm: Callable[[], None]) -> Outcome:
+    """A cell's outcome; something happens as soon as data flows to host 1."""
+    flowing = received(hosts, 1) + 300_000
+    ended = threading.Event()
+
+    def wait_and_harm() -> None:
+        while not ended.wait(0.05):
+            if received(hosts, 1) > flowing:
+                harm()
+                return
+
+    thread = threading.Thread(target=wait_and_harm)
+    thread.start()
+    try:
+        return outcome_of()
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("fault", ["lossy", "slow", "reset"])
+def test_15_16_17_a_bad_network_costs_time_and_nothing_else(
+    remote: Notebook, hosts: Hosts, fault: str
+) -> None:
+    """FAULTS.md 15 (30 % loss), 16 (1 Mbit/s) and 17 (resets in the middle of batches)."""
+    remote.define("loader = taas.register(DataLoader(Pictures(60, width=2_000, wait_s=0.02), 2))")
+    here = result(train(remote, "--cpus 0"))
+    every_40th = "-m statistic --mode nth --every 40 --packet 0"
+    resets = f"INPUT -s {hosts.address(2)} -p tcp --sport 1024: {every_40th}"
+    with contextlib.ExitStack() as healed:
+        if fault == "lossy":
+            hosts.lose(1, "30")
+            healed.callback(hosts.lose, 1, "none")
+        elif fault == "slow":
+            for number in FETCHERS:
+                hosts.limit(number, "1mbit")
+                healed.callback(hosts.limit, number, "none")
+        else:
+            rule = [*resets.split(), "-j", "REJECT", "--reject-with", "tcp-reset"]
+            hosts.exec(1, "iptables", "-A", *rule)
+            healed.callback(hosts.exec, 1, "iptables", "-D", *rule)
+        outcome = train(remote, "--cpus 2")
+    assert result(outcome) == here
+
+
+def test_18_a_host_with_fetchers_is_powered_off(remote: Notebook, hosts: Hosts) -> None:
+    """FAULTS.md 11 and 18: the other host's fetcher takes over, each batch comes once."""
+    remote.define("loader = taas.register(DataLoader(Pictures(200, 20_000, wait_s=0.05), 2))")
+    outcome = during(lambda: train(remote, "--cpus 2"), hosts, lambda: hosts.kill(3))
+    assert any("is gone" in note["text"] for note in outcome.of_kind("note"))
+    host, batches, _ = result(outcome)
+    assert (host, batches) == (hosts.name(1), 100)

@@ -173,3 +173,20 @@ except KeyboardInterrupt:
     assert {rank for rank, lines in outcome.lines.items() if "interrupted" in lines} == set(
         range(6)
     )
+
+
+def test_a_run_grows_when_hosts_come(several: Notebook) -> None:
+    source = """
+world_size, attempt = dist.get_world_size(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+while world_size < 6:
+    time.sleep(0.1)
+total = torch.ones(1)
+dist.all_reduce(total)
+print(attempt, int(total))
+"""
+    outcome = several.run(ALL_REDUCE + source, "--pool many", gpus="2:6")
+    assert outcome.error is None
+    grown = outcome.of_kind("restart")
+    assert [event["world_size"] for event in grown] == [4, 6]
+    assert grown[0]["cause"] == "it grows from 2 to 4 ranks"
+    assert outcome.lines == {rank: ["2 6"] for rank in range(6)}

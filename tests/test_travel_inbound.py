@@ -218,6 +218,20 @@ def test_two_runs_at_once_have_mirrors_of_their_own(travel: Travel) -> None:
     assert take(travel.rule.path, "me", travel.folder / "host-0").path == first.path
 
 
+def test_a_mirror_that_nobody_used_for_long_is_removed(travel: Travel) -> None:
+    fill(travel.store)
+    old, _ = travel.mirrored()
+    cache = travel.folder / "host-0"
+    lock = Path(old.path).parent / "lock"
+    os.utime(lock, (1, 1))
+    take("/another", "me", cache).close()
+    assert lock.exists(), "it is in use"
+    old.close()
+    os.utime(lock, (1, 1))
+    take("/another", "me", cache).close()
+    assert [folder.name.split("-")[0] for folder in cache.iterdir()] == ["another"]
+
+
 NAMES = st.sampled_from(["a", "b", "c", "a/x", "a/y", "b/x", "b/x/z", "c/d/e"])
 TREES = st.dictionaries(NAMES, st.binary(max_size=3), max_size=6)
 

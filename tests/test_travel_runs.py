@@ -16,9 +16,9 @@ from taas_magic.errors import RunLost, StoreError
 from taas_magic.journal import RunFolder
 from tests.harness import Notebook, Outcome, below
 from tests.rig.hosts import Hosts, hosts_up
-from tests.travel_rig import eventually, tree_of
+from tests.travel_rig import STARTED_WITHIN_S, eventually, tree_of
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
 
 POOLS = {"one": [1], "two": [1, 2], "doomed": [3]}
 
@@ -199,7 +199,7 @@ time.sleep(600)
     processes: list[psutil.Process] = []
 
     def cut() -> None:
-        eventually(lambda: "writing" in said(far))
+        eventually(lambda: "writing" in said(far), STARTED_WITHIN_S)
         processes.extend(hosts.processes(3))
         hosts.cut(3)
 
@@ -232,7 +232,7 @@ time.sleep(600)
 """
 
     def cut_power() -> None:
-        eventually(lambda: "saved" in said(far))
+        eventually(lambda: "saved" in said(far), STARTED_WITHIN_S)
         threading.Event().wait(a_second())
         hosts.kill(3)
 

@@ -18,6 +18,8 @@ from taas_magic.travel.mirror import Mirror, take
 from taas_magic.travel.outbound import Outbound
 
 WITHIN_S = 60.0
+STARTED_WITHIN_S = 240.0
+"""How long a pool and a run on it may take to be under way on a machine that has much to do."""
 
 
 def wired(desk: Desk, host_rank: int = 0) -> Ask:
@@ -80,10 +82,10 @@ def tree_of(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-def eventually(holds: Callable[[], bool]) -> None:
+def eventually(holds: Callable[[], bool], within_s: float = WITHIN_S) -> None:
     """Waits until something holds."""
     deadline = threading.Event()
-    timer = threading.Timer(WITHIN_S, deadline.set)
+    timer = threading.Timer(within_s, deadline.set)
     timer.start()
     while not holds():
         assert not deadline.wait(0.02), "it did not come true"

@@ -140,7 +140,9 @@ class RunState:
 
     def _restarted(self, event: Mapping[str, Any]) -> None:
         self.restarts = int(event["attempt"])
-        self.restart_cause = headline(event["failure"]) if event.get("failure") else ""
+        failure = event.get("failure")
+        self.restart_cause = headline(failure) if failure else str(event.get("cause", ""))
+        self.world_size = int(event.get("world_size", self.world_size))
         self.up.clear()
         self.failures.clear()
         self.first = None

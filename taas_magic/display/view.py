@@ -134,4 +134,5 @@ class View:
 def _restart_line(event: dict[str, Any]) -> str:
     failure = event.get("failure")
     because = f" after {headline(failure)}" if failure else ""
+    because = because or f": {event['cause']}" * ("cause" in event)
     return f"── restart {event['attempt']} of all ranks{because} ──"

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from taas_magic.engines import fitness
+from taas_magic.engines.growth import Growth
 from taas_magic.engines.members import Member, Members
 from taas_magic.engines.run_desk import QUESTIONS, RunDesk
 from taas_magic.engines.store_door import StoreDoor
 from taas_magic.engines.verdict import Outcome, Report, Standing, decide, worst
 from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.journal import Event, event
+from taas_magic.plan import Plan
 from taas_magic.remote.interface import LOOPBACK
 from taas_magic.remote.report import host_failure
-from taas_magic.remote.spec import HostSpec
+from taas_magic.remote.spec import HostSpec, of_host
 from taas_magic.remote.topics import CALL_AGAIN, CALL_END, CALL_PLACE, CALL_START, CALL_STOP
 from taas_magic.remote.watch import first_failure
 
@@ -62,11 +64,12 @@ class KeptRun:
         self.plan, self._desk = first.plan, RunDesk(first.folder)
         self.run_id = self.plan.run_id
         self._door = StoreDoor(self.plan.store)
-        self._attempt = 0
+        self._attempt = self._restarts = 0
         self._fetchers: dict[str, Any] = {}
         self._shares: dict[str, _Share] = {}
         self._changed = asyncio.Event()
         self._halted = asyncio.Event()
+        self._growth = Growth(members, self._changed.set)
         self._started = time.monotonic()
 
     async def start(self) -> list[str]:
@@ -86,6 +89,7 @@ class KeptRun:
         outcome = await self._outcome()
         while self._may_restart(outcome) and await self._start_again(outcome):
             outcome = await self._outcome()
+        self._growth.close()
         lost = await self._end_hosts()
         await self._door.close()
         failures = [*outcome.failures, *lost]
@@ -160,8 +164,27 @@ class KeptRun:
     async def _outcome(self) -> Outcome:
         while (outcome := decide(self._standings(), time.monotonic())) is None:
             settling = any(share.report for share in self._shares.values())
+            found = None if settling or self._halted.is_set() else self._growth.found()
+            if found is not None:
+                await self._grow(*found)
             await self._change(TICK_S if settling else None)
         return outcome
+
+    async def _grow(self, plan: Plan, members: list[Member]) -> None:
+        """Starts all ranks again, with those of hosts that have come since."""
+        cause = f"it grows from {self.plan.world_size} to {plan.world_size} ranks"
+        self._attempt += 1
+        self.plan, self._spec = plan, {**self._spec, "plan": plan.to_json()}
+        grown: dict[str, Any] = {"attempt": self._attempt, "failure": None, "cause": cause}
+        self.publish(event("restart", **grown, world_size=plan.world_size))
+        await self._start_on(self._seated(members))
+
+    def _seated(self, members: list[Member]) -> list[Member]:
+        """Hosts in the order of an attempt: each that was in the last one keeps its place."""
+        old = {share.host_rank: share.member for share in self._shares.values()}
+        stay = {rank: member for rank, member in old.items() if member in members}
+        new = (member for member in members if member not in stay.values())
+        return [stay[rank] if rank in stay else next(new) for rank in range(len(members))]
 
     def _standings(self) -> list[Standing]:
         return [Standing(share.report, share.member.heard_at) for share in self._shares.values()]
@@ -172,7 +195,7 @@ class KeptRun:
         self._changed.clear()
 
     def _may_restart(self, outcome: Outcome) -> bool:
-        left = self.plan.max_restarts - self._attempt
+        left = self.plan.max_restarts - self._restarts
         return outcome.curable and left > 0 and not self._halted.is_set()
 
     async def _start_again(self, outcome: Outcome) -> bool:
@@ -188,7 +211,8 @@ class KeptRun:
         if members is None:
             return False
         self._attempt += 1
-        await self._start_on(members)
+        self._restarts += 1
+        await self._start_on(self._seated(members))
         return True
 
     async def _take_again(self) -> list[Member] | None:
@@ -229,10 +253,11 @@ class KeptRun:
         else:
             for share in others:
                 share.ended = share.member.address not in running
+        self._growth.seek(self.plan, list(self._shares))
 
     async def _start_one(self, share: _Share, spec: dict[str, Any], running: set[str]) -> int:
         """Starts an attempt on a host; returns the port of its meeting place, 0 if it failed."""
-        spec = {**spec, "host_rank": share.host_rank}
+        spec = of_host(spec, share.host_rank)
         address = share.member.address
         share.member.runs.add(self.run_id)
         try:

@@ -71,7 +71,7 @@ class HostRendezvous(RendezvousHandler):
         spec = self._spec
         store = self._store or _reach_store(spec.master_addr, spec.master_port)
         place = RendezvousStoreInfo(spec.master_addr, store.port)
-        return RendezvousInfo(store, spec.host_rank, len(spec.plan.hosts), place)
+        return RendezvousInfo(store, spec.host_rank, spec.n_hosts, place)
 
     def call_again(self, spec: HostSpec, store: TCPStore | None) -> None:
         """Makes torch's agent end its ranks and enter the next attempt."""

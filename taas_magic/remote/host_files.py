@@ -49,6 +49,15 @@ class HostFiles:
             spec = dataclasses.replace(spec, origin=origin)
         return self._project.local(self._folder.local(spec))
 
+    def again(self, spec: HostSpec) -> None:
+        """Makes ready for the next attempt; called when the ranks of the last are gone.
+
+        Raises:
+            StoreError: The store cannot be copied to this host any more.
+        """
+        assert self._project is not None
+        self._project.again(spec)
+
     def take(self, rank: int, message: Mapping[str, str]) -> None:
         """Takes down what a rank says of the store."""
         if self._project is not None:

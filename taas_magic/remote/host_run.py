@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ POLL_S = 0.25
 FAILED_GRACE_S = 1.0
 """How long the other ranks may take to end after SIGTERM, once one has failed."""
 
+OBEY_S = 120.0
+"""How long the other hosts wait at most until this one has made ready for the next attempt."""
+
 
 @dataclass(frozen=True)
 class _Order:
@@ -45,6 +48,8 @@ class _Order:
 
     spec: HostSpec | None = None
     store: Any = None
+    obeyed: threading.Event = field(default_factory=threading.Event)
+    """The last attempt's ranks are gone, and what they wrote is where other hosts find it."""
 
 
 class HostRun:
@@ -96,6 +101,8 @@ class HostRun:
             self._verdict = Verdict("FAILED", "host")
             self._failures = [report.host_failure(self._host, error)]
         finally:
+            if self._order is not None:
+                self._order.obeyed.set()
             self._elastic = self._store = self._order = None
             gc.collect()  # it lies in cycles, and the semaphores of its queues with it
             if self._pump is not None:
@@ -126,7 +133,9 @@ class HostRun:
             The port of the attempt's store, on the first host.
         """
         store = serve_store(spec)
-        self._command(_Order(spec, store))
+        order = _Order(spec, store)
+        self._command(order)
+        order.obeyed.wait(OBEY_S)
         return store.port if store else 0
 
     def end(self) -> None:
@@ -179,7 +188,8 @@ class HostRun:
     def _run_elastic(self) -> None:
         order, self._order = self._order, None
         if order is not None and order.spec is not None:
-            self._spec, self._store = self._files.local(order.spec), order.store
+            self._make_ready(order, order.spec)
+            self._store = order.store
         self._elastic = RunAgent(
             self._spec,
             self._rank_spec(self._spec),
@@ -266,11 +276,19 @@ class HostRun:
     def _obey(self, order: _Order) -> WorkerState:
         self._end_ranks(0.0)
         if order.spec is not None and self._elastic is not None:
-            self._spec = self._files.local(order.spec)
+            self._make_ready(order, order.spec)
             self._elastic.start_again(self._spec, self._rank_spec(self._spec), order.store)
             return WorkerState.HEALTHY
         succeeded = self._verdict is not None and self._verdict.state == "SUCCEEDED"
         return WorkerState.SUCCEEDED if succeeded else WorkerState.FAILED
+
+    def _make_ready(self, order: _Order, spec: HostSpec) -> None:
+        """Has the files of the next attempt here, and lets the other hosts begin theirs."""
+        try:
+            self._files.again(spec)
+        finally:
+            order.obeyed.set()
+        self._spec = self._files.local(spec)
 
     def _end_ranks(self, grace_s: float) -> None:
         alive = self._ranks.alive()

@@ -83,7 +83,7 @@ class HostSpec:
     """One host's share of a run.
 
     Attributes:
-        plan: The run's.
+        plan: The run's; of its hosts, as it is sent to one (`of_host`), only that one.
         host_rank: This host's place among the run's hosts.
         run_dir: The run's folder.
         origin: What the ranks take over from the notebook.
@@ -93,6 +93,7 @@ class HostSpec:
         fetchers: Where the fetchers that have started listen, by number.
         home_dir: The run's folder on the notebook's machine, where `run_dir` is another.
         requires: Modules that must be installed on the hosts; None asks hosts nothing.
+        n_hosts: Hosts of the run.
     """
 
     plan: Plan
@@ -105,11 +106,12 @@ class HostSpec:
     fetchers: Mapping[str, Entry] = field(default_factory=dict)
     home_dir: str = ""
     requires: tuple[str, ...] | None = None
+    n_hosts: int = 1
 
     @property
     def share(self) -> HostPlan:
         """The ranks of this host."""
-        return self.plan.hosts[self.host_rank]
+        return next(host for host in self.plan.hosts if host.host_rank == self.host_rank)
 
     @property
     def folder(self) -> RunFolder:
@@ -136,11 +138,11 @@ class HostSpec:
             "OMP_NUM_THREADS": str(self.share.threads_per_rank),
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         }
-        if len(self.plan.hosts) == 1:
+        if self.n_hosts == 1:
             interface = name_of(LOOPBACK)
         # gloo listens on what the host's name resolves to, which may be any interface or none
         defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
-        if len(self.plan.hosts) > 1:
+        if self.n_hosts > 1:
             defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"
         return defaults
 
@@ -165,3 +167,13 @@ class HostSpec:
             "means": means,
             "defaults": self._defaults(interface),
         }
+
+
+def of_host(spec: Mapping[str, Any], host_rank: int) -> dict[str, Any]:
+    """A `HostSpec` as plain values, for one of the run's hosts.
+
+    What all others are to do is left out: told to each of a thousand hosts, it would be a million.
+    """
+    plan = spec["plan"]
+    mine = {**plan, "hosts": [plan["hosts"][host_rank]]}
+    return {**spec, "plan": mine, "host_rank": host_rank, "n_hosts": len(plan["hosts"])}

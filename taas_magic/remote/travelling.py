@@ -41,7 +41,7 @@ class Travelling:
         self._rule, self._ask, self._note = spec.plan.store, ask, note
         self._written: dict[str, int] = {}
         self._refused: dict[str, str] = {}
-        self._has_others = len(spec.plan.hosts) > 1
+        self._has_others = spec.n_hosts > 1
         self._news: News | None = None
         self._outbound: Outbound | None = None
         self._mirror = take(self._rule.path, spec.origin.store.kernel)

@@ -5,8 +5,10 @@ import hashlib
 import os
 import platform
 import re
+import shutil
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from taas_magic.errors import StoreError
@@ -16,6 +18,9 @@ from taas_magic.travel.tree import Tree
 
 MAX_MIRRORS = 16
 """Copies of one store on a host: one for each run at a time."""
+
+KEPT_S = 30 * 24 * 3600.0
+"""How long a mirror that nobody uses is kept."""
 
 
 def cache_folder() -> Path:
@@ -72,6 +77,7 @@ def take(store: str, owner: str, cache: Path | None = None) -> Mirror:
     cache = cache or cache_folder()
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _forget_old(cache, time.time() - KEPT_S)
         for folder in _candidates(cache, store, owner):
             folder.mkdir(mode=0o700, exist_ok=True)
             with ExitStack() as opening:
@@ -90,6 +96,14 @@ def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
         yield cache / f"{readable}-{digest}{f'-{number}' if number else ''}"
 
 
+def _forget_old(cache: Path, before: float) -> None:
+    """Removes mirrors that were last used before a time, and that nobody uses now."""
+    for lock in cache.glob("*/lock"):
+        with suppress(FileNotFoundError), ExitStack() as removing:
+            if lock.stat().st_mtime < before and _lock(lock, removing):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+
+
 def _lock(path: Path, opening: ExitStack) -> bool:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     opening.callback(os.close, descriptor)
@@ -97,4 +111,5 @@ def _lock(path: Path, opening: ExitStack) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    os.utime(descriptor)
     return True
