@@ -36,9 +36,9 @@ def hosts(settings: Config, names: Sequence[str] = ()) -> Report:
         PoolError: A pool that is up does not answer.
         KeyboardInterrupt: The user did not want to wait.
     """
-    pools = [settings.pool(name) for name in names or settings.pools]
+    asked = [settings.pool(name) for name in names or settings.pools]
     with _mark(settings.store_path or Path.cwd()) as mark:
-        return _report(pools, settings, this_kernel(mark))
+        return _report(asked, settings, this_kernel(mark))
 
 
 @contextmanager
@@ -57,15 +57,15 @@ def _mark(store: Path) -> Iterator[str]:
         os.unlink(mark)
 
 
-def _report(pools: Sequence[PoolConfig], settings: Config, here: Kernel) -> Report:
-    from taas_magic import launch
+def _report(asked: Sequence[PoolConfig], settings: Config, here: Kernel) -> Report:
+    from taas_magic import pools
 
-    up = {row["pool"]: row for row in launch.pools(settings)}
-    rows = check(pools, _ways, here)
+    up = {row["pool"]: row for row in pools.rows(settings)}
+    rows = check(asked, _ways, here)
     rows = [replace(row, means=_means(row, up[row.pool])) for row in rows]
-    asked = {row.pool for row in rows}
-    for pool in pools:
-        if pool.name not in asked:
+    known = {row.pool for row in rows}
+    for pool in asked:
+        if pool.name not in known:
             rows += _asked_of_agents(pool, settings, here, up[pool.name])
     return Report(table.text(rows, here), table.html(rows, here))
 
@@ -83,10 +83,10 @@ def _asked_of_agents(
     pool: PoolConfig, settings: Config, here: Kernel, up: Mapping[str, Any]
 ) -> list[Row]:
     """The rows of a pool whose hosts are there only while they are taken."""
-    from taas_magic import launch
+    from taas_magic import pools
 
     if not up["hosts"]:
         todo = f"They are checked when a run takes them; %taas warm {pool.name} takes one now"
         return [Row(pool.name, "", None, (Finding(REMARK, "no host is up", todo),))]
-    found = launch.pool_named(pool.name, settings).facts(packages_needed(), here.mark)
+    found = pools.named(pool.name, settings).facts(packages_needed(), here.mark)
     return [judged(pool, facts, here, means) for facts, means in found]

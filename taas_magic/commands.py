@@ -74,19 +74,19 @@ def _logs(words: Sequence[str], settings: Config) -> str:
 
 
 def _stop(words: Sequence[str], settings: Config) -> str:
-    from taas_magic import launch
+    from taas_magic import pools
 
     record = _to_stop(_take("stop", words, 1))
-    return f"stopping run {launch.stop(record.run_id, settings)}"
+    return f"stopping run {pools.stop(record.run_id, settings)}"
 
 
 def _pools(words: Sequence[str], settings: Config) -> "str | Report":
-    from taas_magic import launch
+    from taas_magic import pools
 
     if words and words[0] == "--check":
         return _check(words[1:], settings)
     _take("pools", words, 0)
-    found = launch.pools(settings)
+    found = pools.rows(settings)
     rows = [line for pool in found for line in _pool_lines(pool)]
     head = ("pool", "engine", "state", "host", "does", "since", "GPU-hours")
     source = settings.source or "no taas.toml: everything runs on this machine"
@@ -101,18 +101,18 @@ def _check(words: Sequence[str], settings: Config) -> "Report":
 
 
 def _warm(words: Sequence[str], settings: Config) -> str:
-    from taas_magic import launch
+    from taas_magic import pools
 
     pool = settings.pool(_take("warm", words, 1) or LOCAL)
-    launch.warm_in_background(settings, pool.name)
+    pools.warm(settings, pool.name)
     return f"pool {pool.name!r} is warming up in the background; %taas pools says when it is ready"
 
 
 def _down(words: Sequence[str], settings: Config) -> str:
-    from taas_magic import launch
+    from taas_magic import pools
 
     pool = settings.pool(_take("down", words, 1) or LOCAL)
-    launch.down(pool.name, settings)
+    pools.down(pool.name, settings)
     return f"pool {pool.name!r} is down"
 
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from taas_magic import launch, registry
+from taas_magic import launch, pools, registry
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Cell, Payload
 from taas_magic.config import Config
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
     """What `execute` would do: the plan, what travels and why, and what would fail."""
-    plan = launch.plan_of(flags, launch.pool_named(flags.pool, config), config)
+    plan = launch.plan_of(flags, pools.named(flags.pool, config), config)
     settings = launch.capture_settings(cell, shell, config)
     with registry.noting() as loaders:
         captured, problems = payload.survey(cell, shell.user_ns, **settings)

@@ -1,20 +1,19 @@
-"""From a cell's head and body to a finished run; and the pools that this kernel uses."""
+"""From a cell's head and body to a finished run."""
 
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taas_magic import data_plan, environ, fetching, journal, registry, store
+from taas_magic import data_plan, environ, fetching, journal, pools, registry, store
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Cell, CellSource
 from taas_magic.config import Config
 from taas_magic.display.view import View
-from taas_magic.errors import PoolError, UsageError
-from taas_magic.interrupts import Background, Interrupts
+from taas_magic.errors import PoolError
+from taas_magic.interrupts import Interrupts
 from taas_magic.journal import RunFolder
 from taas_magic.plan import Flags, Plan, make_plan, new_run_id
 from taas_magic.pool import Pool
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 
 last_run: Run | None = None
 """The newest run of this kernel."""
-
-_pools: dict[str, Pool] = {}
-_lock = threading.Lock()
 
 
 def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> Run:
@@ -45,8 +41,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         RunError: The cell failed on a rank.
         KeyboardInterrupt: The user interrupted it.
     """
-    global last_run
-    pool = pool_named(flags.pool, config)
+    pool = pools.named(flags.pool, config)
     plan = plan_of(flags, pool, config)
     rule = plan.store
     assert rule is not None
@@ -56,38 +51,53 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     plan = with_fetchers(plan, flags, tuple(loaders), config)
     folder = RunFolder.create(plan.run_id, plan.to_json(), cell.raw)
     payload.write(captured, folder.payload)
-    registry.serve(
-        loaders, folder.path, plan.cpus, plan.units, config.data, _needs_tls(plan, config)
-    )
-    origin = _origin(shell, rule.path)
+    needs_tls = _needs_tls(plan, config)
+    registry.serve(loaders, folder.path, plan.cpus, plan.units, config.data, needs_tls)
     requires = None if pool.config.engine == "local" else captured.requires
-    spec = HostSpec(plan, 0, str(folder.path), origin, requires=requires).to_json()
+    origin = _origin(shell, rule.path)
+    spec = HostSpec(plan, 0, str(folder.path), origin, requires=requires)
     run = Run(plan, folder)
-    data_pool = pool_named(plan.data.pool, config) if plan.data else None
+    _carry_out(run, spec.to_json(), pool, config, flags.log_ranks)
+    run.conclude(shell.user_ns)
+    return run
+
+
+def _carry_out(
+    run: Run, spec: dict[str, Any], pool: Pool, config: Config, log_ranks: frozenset[int] | None
+) -> None:
+    """Gets fetchers and hosts, starts the ranks, and shows the run until it has ended."""
+    global last_run
+    plan = run.plan
+    data_pool = pools.named(plan.data.pool, config) if plan.data else None
     coming = fetching.fetchers(data_pool, spec, run.put, waits=data_pool is not pool)
     with Interrupts() as interrupts, coming as fetchers:
-        try:
-            if not plan.prefill:
-                open_pool(pool, interrupts, len(plan.hosts))
-            if fetchers:
-                fetchers.wait(interrupts, _say)
-        except (PoolError, KeyboardInterrupt):
-            folder.discard()
-            raise
+        _wait_for_hosts(run, pool, fetchers, interrupts)
         last_run = run
         gpus = plan.world_size if pool.capacity().gpus else 0
-        view = View(plan, folder.path, log_ranks=flags.log_ranks, gpus=gpus)
+        view = View(plan, run.path, log_ranks=log_ranks, gpus=gpus)
         if fetchers and plan.prefill:
             run.fill(fetchers, view, interrupts)
             with run.giving_up(view):
-                open_pool(pool, interrupts, len(plan.hosts))
+                pools.wait_for(pool, interrupts, len(plan.hosts))
         run.start(pool, spec, fetchers.said() if fetchers else [])
         if fetchers:
             fetchers.pass_on(pool)
         journal.prune(config.keep_runs, config.keep_bytes)  # while the ranks start
         run.follow(pool, view, interrupts)
-    run.conclude(shell.user_ns)
-    return run
+
+
+def _wait_for_hosts(
+    run: Run, pool: Pool, fetchers: fetching.Fetching | None, interrupts: Interrupts
+) -> None:
+    """Returns when the hosts are there that the run begins with; else it leaves no trace."""
+    try:
+        if not run.plan.prefill:
+            pools.wait_for(pool, interrupts, len(run.plan.hosts))
+        if fetchers:
+            fetchers.wait(interrupts, pools.say)
+    except (PoolError, KeyboardInterrupt):
+        run.discard()
+        raise
 
 
 def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
@@ -112,8 +122,8 @@ def with_fetchers(plan: Plan, flags: Flags, loaders: Sequence[str], config: Conf
     if not loaders or not plan.cpus:
         return replace(plan, prefill=None)
     settings, note = data_plan.choose_pool(plan.pool, flags.data_pool, config)
-    pool = pool_named(settings.name, config)
-    own = pool is pool_named(plan.pool, config)
+    pool = pools.named(settings.name, config)
+    own = pool is pools.named(plan.pool, config)
     data = data_plan.place(
         loaders,
         plan.cpus,
@@ -131,80 +141,6 @@ def _needs_tls(plan: Plan, config: Config) -> bool:
         return False
     pools = (config.pool(plan.pool), config.pool(plan.data.pool))
     return any(pool.network != "private" for pool in pools)
-
-
-def pool_named(name: str, config: Config) -> Pool:
-    """This kernel's pool of that name; not opened.
-
-    Raises:
-        UsageError: There is none in taas.toml.
-    """
-    settings = config.pool(name)
-    with _lock:
-        known = _pools.get(settings.name)
-        if known is None or known.config != settings:
-            known = _pools[settings.name] = Pool(settings, Path.cwd())
-        return known
-
-
-def open_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> None:
-    """Returns when a pool has so many hosts; says meanwhile what it waits for.
-
-    Raises:
-        PoolError: They could not be had.
-        KeyboardInterrupt: The user did not want to wait: hosts that nobody uses are given back.
-    """
-    if pool.has_hosts(hosts):
-        return
-    _say(f"waiting for pool {pool.name!r} to warm up …")
-    try:
-        Background(lambda tell: pool.open(hosts, tell)).wait(interrupts, _say)
-    except KeyboardInterrupt:
-        pool.give_up()
-        raise
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def warm_in_background(config: Config, name: str = "local") -> threading.Thread:
-    """Opens a pool in a thread; a failure shows when a cell needs the pool."""
-    pool = pool_named(name, config)
-    return Background(lambda tell: pool.open(1, tell)).thread
-
-
-def stop(run_id: str | None, config: Config) -> str:
-    """Ends a run, of this kernel or of another one of the user's; says which.
-
-    Raises:
-        UsageError: It is not running.
-    """
-    record = journal.find(run_id)
-    if record.state in journal.ENDED_STATES:
-        raise UsageError(f"run {record.run_id} is not running: {record.state}")
-    pool = pool_named(record.pool, config)
-    pool.connect()
-    pool.halt(record.run_id, "interrupt")
-    return record.run_id
-
-
-def pools(config: Config) -> list[dict[str, Any]]:
-    """Every pool of taas.toml: name, engine, state, and the hosts that it has."""
-    rows = []
-    for name, settings in config.pools.items():
-        pool = pool_named(name, config)
-        alive = pool.is_alive()
-        status = pool.status() if pool.is_ready else {"hosts": []}
-        state = "ready" if pool.is_ready else "starting" if alive else "down"
-        rows.append({"pool": name, "engine": settings.engine, "state": state, **status})
-    return rows
-
-
-def down(name: str, config: Config) -> None:
-    """Ends a pool: its runs, its hosts, its process."""
-    pool_named(name, config).down()
 
 
 def capture_settings(cell: Cell, shell: "InteractiveShell", config: Config) -> dict[str, Any]:

@@ -160,9 +160,9 @@ def _warm_local(magics: TaasMagics) -> None:
         return
 
     def warm() -> None:
-        from taas_magic import launch
+        from taas_magic import pools
 
-        launch.warm_in_background(settings)
+        pools.warm(settings)
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(warm,), name="taas-load", daemon=True).start()

@@ -92,6 +92,10 @@ class Run:
         """
         return journal.record(self._folder).plot()
 
+    def discard(self) -> None:
+        """Removes its folder: it was never started."""
+        self._folder.discard()
+
     def put(self, event: Event) -> None:
         """Takes an event; called by any thread."""
         self._events.put(event)

@@ -13,7 +13,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config as ShellConfig
 
-from taas_magic import journal, launch, taas_toml
+from taas_magic import journal, pools, taas_toml
 from taas_magic.config import Config
 from tests.harness import Notebook, below, listening_ports, mapped, shared_memory
 
@@ -41,9 +41,9 @@ def warm_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook
         patch.setenv("TAAS_WARM", "0")
         shell = InteractiveShell.instance(config=settings)
         shell.run_line_magic("load_ext", "taas_magic")
-        launch.warm_in_background(Config()).join()
+        pools.warm(Config()).join()
         yield Notebook(shell, Path.cwd(), journal.state_dir())
-        launch.down("local", Config())
+        pools.down("local", Config())
         InteractiveShell.clear_instance()
 
 
@@ -132,7 +132,7 @@ def several_given_back(warm_notebook: Notebook, several_settings: Path) -> Itera
         patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
         patch.setenv("XDG_CONFIG_HOME", str(several_settings))
         patch.chdir(warm_notebook.project)
-        launch.down("many", taas_toml.load(warm_notebook.project))
+        pools.down("many", taas_toml.load(warm_notebook.project))
     _, left = psutil.wait_procs(set(below(psutil.Process().pid)) - before, timeout=60)
     assert not left
 

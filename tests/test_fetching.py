@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from taas_magic import launch, registry, taas_toml
+from taas_magic import pools, registry, taas_toml
 from taas_magic.capture import pickling
 from taas_magic.data import audit, ledger
 from taas_magic.errors import PoolError, RankFailed
@@ -89,7 +89,7 @@ def no_hosts_left(warm_notebook: Notebook, settings: Path) -> Iterator[None]:
         patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
         patch.setenv("XDG_CONFIG_HOME", str(settings))
         patch.chdir(warm_notebook.project)
-        launch.down("data", taas_toml.load(warm_notebook.project))
+        pools.down("data", taas_toml.load(warm_notebook.project))
     _, left = psutil.wait_procs(set(below(psutil.Process().pid)) - before, timeout=30)
     assert not left
 
@@ -114,7 +114,7 @@ def two_pools(
 
 
 def running_in_data_pool() -> list[str]:
-    rows = launch.pools(taas_toml.load(Path.cwd()))
+    rows = pools.rows(taas_toml.load(Path.cwd()))
     hosts = next(row["hosts"] for row in rows if row["pool"] == "data")
     return [run_id for host in hosts for run_id in host["runs"]]
 
@@ -257,8 +257,8 @@ def test_the_journal_says_where_fetchers_were_but_not_where_they_listen(
 
 
 def test_an_interrupt_while_fetchers_come_up_leaves_none(two_pools: Notebook) -> None:
-    launch.down("data", taas_toml.load(two_pools.project))
-    pool = launch.pool_named("data", taas_toml.load(two_pools.project))
+    pools.down("data", taas_toml.load(two_pools.project))
+    pool = pools.named("data", taas_toml.load(two_pools.project))
     called = threading.Event()
     original = pool.open
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from taas_magic import launch, registry
+from taas_magic import pools, registry
 from taas_magic.capture import pickling
 from taas_magic.data import audit, ledger
 from taas_magic.taas_toml import load
@@ -66,7 +66,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture(scope="module")
-def pools(warm_notebook: Notebook, hosts: Hosts) -> Iterator[None]:
+def far_pools(warm_notebook: Notebook, hosts: Hosts) -> Iterator[None]:
     """The notebook's pools: `g` with host 1, `c` for data with hosts 2 and 3."""
     settings = warm_notebook.project / "taas.toml"
     data = [hosts.name(number) for number in FETCHERS]
@@ -81,7 +81,7 @@ def pools(warm_notebook: Notebook, hosts: Hosts) -> Iterator[None]:
         config = load(warm_notebook.project)
         settings.unlink()
         for name in ("g", "c"):
-            launch.down(name, config)
+            pools.down(name, config)
     for number in range(1, hosts.count + 1):
         _, left = psutil.wait_procs(processes_of(hosts, number), timeout=GONE_WITHIN_S)
         assert not left
@@ -110,7 +110,7 @@ options = {{ ssh_config = "{ssh_config}" }}
 
 @pytest.fixture
 def remote(
-    warm_notebook: Notebook, pools: None, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+    warm_notebook: Notebook, far_pools: None, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Notebook]:
     """A notebook with these pools; after each test no fetcher is left on its hosts."""
     monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))

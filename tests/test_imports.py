@@ -16,7 +16,7 @@ PACKAGE = ROOT / "taas_magic"
 FLOORS = (
     ("kernel", "__init__"),
     ("magic", "completion", "commands", "api"),
-    ("check", "launch", "dry_run", "fetching", "run", "interrupts"),
+    ("check", "dry_run", "launch", "pools", "fetching", "run", "interrupts"),
     (
         "display",
         "pool",

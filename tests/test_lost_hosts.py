@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from taas_magic import launch, taas_toml
+from taas_magic import pools, taas_toml
 from taas_magic.errors import RunLost
 from tests.harness import Notebook, Outcome
 from tests.rig.hosts import Hosts, hosts_up
@@ -86,7 +86,7 @@ def far(
     for number in range(1, hosts.count + 1):
         hosts.heal(number)
         hosts.undeafen(number)
-    launch.down("far", taas_toml.load(warm_notebook.project))
+    pools.down("far", taas_toml.load(warm_notebook.project))
     for number in range(1, hosts.count + 1):
         assert not left_on(hosts, number)
 

@@ -21,7 +21,7 @@ from taas_magic.plan import Flags
 
 
 class FakeLaunch(ModuleType):
-    """Remembers what it was asked for."""
+    """Stands for `launch` and `pools`; remembers what it was asked for."""
 
     def __init__(self) -> None:
         super().__init__("taas_magic.launch")
@@ -35,7 +35,7 @@ class FakeLaunch(ModuleType):
         self.asked.append(("stop", run_id))
         return run_id
 
-    def pools(self, config: Config) -> list[dict[str, Any]]:
+    def rows(self, config: Config) -> list[dict[str, Any]]:
         hosts = [
             {"host": "here", "runs": ["a"], "means": "Landlock", "idle_s": None},
             {"host": "there", "runs": [], "means": "read-only mount", "idle_s": 61.0},
@@ -44,7 +44,7 @@ class FakeLaunch(ModuleType):
         pool = {"pool": "local", "engine": "local", "state": "ready", "hosts": hosts}
         return [{**pool, "gpu_hours": 8.0, "used_gpu_hours": 2.0}]
 
-    def warm_in_background(self, config: Config, name: str = "local") -> None:
+    def warm(self, config: Config, name: str = "local") -> None:
         self.asked.append(("warm", name))
 
     def down(self, name: str, config: Config) -> None:
@@ -54,8 +54,9 @@ class FakeLaunch(ModuleType):
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> FakeLaunch:
     fake = FakeLaunch()
-    monkeypatch.setitem(sys.modules, "taas_magic.launch", fake)
-    monkeypatch.setattr(taas_magic, "launch", fake, raising=False)
+    for name in ("launch", "pools"):
+        monkeypatch.setitem(sys.modules, f"taas_magic.{name}", fake)
+        monkeypatch.setattr(taas_magic, name, fake, raising=False)
     return fake
 
 

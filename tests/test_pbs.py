@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic import launch, taas_toml
+from taas_magic import pools, taas_toml
 from taas_magic.errors import PoolError
 from tests.harness import Notebook
 from tests.rig.hosts import SCRIPT, Hosts, hosts_up
@@ -60,7 +60,7 @@ def pbs(
         settings = notebook.project / "taas.toml"
         settings.write_text(TOML.format(head=hosts.caller, start_timeout_s=100))
         yield up
-        launch.down("hpc", taas_toml.load(notebook.project))
+        pools.down("hpc", taas_toml.load(notebook.project))
         settings.unlink()
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from taas_magic import launch
 from taas_magic import pool as pool_module
+from taas_magic import pools
 from taas_magic.config import Config, PoolConfig
 from taas_magic.engines.process import take_lock
 from taas_magic.errors import PoolError
@@ -23,7 +23,7 @@ from tests.harness import Notebook, below, listening_ports
 
 
 def the_pool(notebook: Notebook) -> Pool:
-    return launch.pool_named("local", Config())
+    return pools.named("local", Config())
 
 
 def test_its_files_are_the_users_alone(notebook: Notebook) -> None:
@@ -85,8 +85,8 @@ def test_a_second_kernel_attaches_to_the_same_pool(notebook: Notebook) -> None:
     source = """
 from pathlib import Path
 from taas_magic.config import Config
-from taas_magic.launch import pool_named
-pool = pool_named("local", Config())
+from taas_magic.pools import named
+pool = named("local", Config())
 assert pool.is_alive() and not pool.is_ready
 pool.open()
 print(len(pool.status()["hosts"]), pool.status()["kernels"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic import check, launch
+from taas_magic import check
 from taas_magic.errors import PoolError
 from taas_magic.provision.facts import this_kernel
 from taas_magic.taas_toml import load
@@ -50,7 +50,7 @@ def remote(notebook: Notebook, hosts: Hosts, pythons: dict[str, Path]) -> Iterat
     yield notebook
     settings.unlink()
     for name in pools:
-        launch.down(name, config)
+        pools.down(name, config)
 
 
 def pool_table(name: str, hosts: Hosts, python: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from taas_magic import launch, taas_toml
+from taas_magic import pools, taas_toml
 from taas_magic.errors import PoolError, RunLost
 from taas_magic.pool import Pool
 from taas_magic.remote.spec import RUN_TOKEN
@@ -74,7 +74,7 @@ class Hpc:
 
     @property
     def pool(self) -> Pool:
-        return launch.pool_named("hpc", taas_toml.load(self.notebook.project))
+        return pools.named("hpc", taas_toml.load(self.notebook.project))
 
     def run(self, source: str, gpus: int = 4) -> Outcome:
         return self.notebook.run(source, "--pool hpc", gpus=gpus)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from taas_magic import launch
+from taas_magic import pools
 from taas_magic.config import Config
 from taas_magic.engines import ssh as engine
 from taas_magic.errors import PoolError, RunLost
@@ -74,7 +74,7 @@ class Remote:
     def down(self) -> None:
         """Ends all pools but the local one; their hosts are clean then."""
         for name in self.config.pools.keys() - {"local"}:
-            launch.down(name, self.config)
+            pools.down(name, self.config)
         for number in range(1, self.hosts.count + 1):
             assert not left_on(self.hosts, number)
 
@@ -126,7 +126,7 @@ class Remote:
         return list((self.notebook.state_dir / "runs").glob("*"))
 
     def pool_process(self, name: str) -> psutil.Process:
-        place = launch.pool_named(name, self.config).folder / "lock"
+        place = pools.named(name, self.config).folder / "lock"
         found = [p for p in psutil.Process().children() if str(place) in open_files(p)]
         assert len(found) == 1
         return found[0]
@@ -313,7 +313,7 @@ def test_a_killed_pool_process_leaves_clean_hosts(remote: Remote, hosts: Hosts) 
     assert isinstance(outcome.error, RunLost)
     assert not left_on(hosts, 3)
     assert remote.run("print('again')", "three").lines == {0: ["again"]}
-    launch.down("three", remote.config)
+    pools.down("three", remote.config)
 
 
 def test_a_pool_that_hangs_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> None:
@@ -328,7 +328,7 @@ def test_a_pool_that_hangs_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> N
 
 def test_down_ends_a_host_that_is_just_starting(remote: Remote, hosts: Hosts) -> None:
     remote.pool("late", 3)
-    opening = launch.warm_in_background(remote.config, "late")
+    opening = pools.warm(remote.config, "late")
     while not any(re.match("python", process.name()) for process in hosts.processes(3)):
         assert opening.is_alive()
     remote.pool_process("late").terminate()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from taas_magic import launch, taas_toml
+from taas_magic import pools, taas_toml
 from taas_magic.errors import RunLost, StoreError
 from taas_magic.journal import RunFolder
 from tests.harness import Notebook, Outcome, below
@@ -53,7 +53,7 @@ def settings(
         patch.setenv("XDG_CONFIG_HOME", str(folder))
         patch.chdir(warm_notebook.project)
         for name in POOLS:
-            launch.down(name, taas_toml.load(warm_notebook.project))
+            pools.down(name, taas_toml.load(warm_notebook.project))
     _, left = psutil.wait_procs(set(below(psutil.Process().pid)) - before, timeout=60)
     assert not left
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from taas_magic import launch, taas_toml
+from taas_magic import pools, taas_toml
 from taas_magic.errors import RankFailed
 from taas_magic.journal import RunFolder
 from tests.harness import Notebook
@@ -53,7 +53,7 @@ options = {{ ssh_config = "{hosts.ssh_config}" }}
         patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
         patch.setenv("XDG_CONFIG_HOME", str(folder))
         patch.chdir(warm_notebook.project)
-        launch.down("far", taas_toml.load(warm_notebook.project))
+        pools.down("far", taas_toml.load(warm_notebook.project))
     for number in (1, 2):
         _, left = psutil.wait_procs(hosts.processes(number), timeout=60)
         assert not left
