@@ -60,7 +60,8 @@ IMPORT_ALL = """
 import importlib, pkgutil, taas_magic.remote, taas_magic.data, taas_magic.capture, taas_magic.travel
 for package in (taas_magic.remote, taas_magic.data, taas_magic.capture, taas_magic.travel):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
+        if not module.name.endswith(".accelerated"):  # imported once accelerate is
+            importlib.import_module(module.name)
 import importlib.metadata, taas
 print(importlib.metadata.version("dask"), taas.__name__, taas_magic.__file__)
 """
