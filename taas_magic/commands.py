@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from taas_magic import journal
 from taas_magic.config import LOCAL, Config, closest
 from taas_magic.errors import UsageError
-from taas_magic.flag_table import whole
+from taas_magic.flag_values import whole
 from taas_magic.journal import ENDED_STATES, RunRecord
 
 if TYPE_CHECKING:

@@ -11,11 +11,13 @@ from taas_magic import data_plan, environ, fetching, journal, pools, registry, s
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Cell, CellSource
 from taas_magic.config import Config
+from taas_magic.data import registered
 from taas_magic.display.view import View
 from taas_magic.errors import PoolError
 from taas_magic.interrupts import Interrupts
 from taas_magic.journal import RunFolder
-from taas_magic.plan import Flags, Plan, make_plan, new_run_id
+from taas_magic.plan import Flags, Plan
+from taas_magic.planning import make_plan, new_run_id
 from taas_magic.pool import Pool
 from taas_magic.remote.spec import HostSpec, Origin
 from taas_magic.run import Run
@@ -52,7 +54,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     folder = RunFolder.create(plan.run_id, plan.to_json(), cell.raw)
     payload.write(captured, folder.payload)
     needs_tls = _needs_tls(plan, config)
-    registry.serve(loaders, folder.path, plan.cpus, plan.units, config.data, needs_tls)
+    registered.serve(loaders, folder.path, plan.cpus, plan.units, config.data, needs_tls)
     requires = None if pool.config.engine == "local" else captured.requires
     origin = _origin(shell, rule.path)
     spec = HostSpec(plan, 0, str(folder.path), origin, requires=requires)

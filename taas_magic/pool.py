@@ -3,15 +3,8 @@
 Every method may be called from any thread of the kernel; the Dask client runs a loop of its own.
 """
 
-import dataclasses
-import hashlib
-import json
 import logging
-import os
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,21 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import find_engine
-from taas_magic.engines.process import take_lock
 from taas_magic.errors import PoolError, StoreError
-from taas_magic.journal import Event, state_dir
+from taas_magic.journal import Event
 from taas_magic.plan import HostCapacity
+from taas_magic.pool_process import PoolProcess
 from taas_magic.provision.facts import Facts
-from taas_magic.remote.process import spawn_command
 
 if TYPE_CHECKING:
     from distributed import Client
-
-LINGER_S = 5.0
-"""How long a pool's process waits for a kernel after the last one has gone."""
-
-_POLL_S = 0.02
-_LOG_LINES = 15
 
 
 class Pool:
@@ -46,11 +32,10 @@ class Pool:
 
     def __init__(self, config: PoolConfig, project: Path) -> None:
         self.config = config
-        self._project = project
+        self._process = PoolProcess(config, project)
         self._opening = threading.Lock()
         self._client: Client | None = None
         self._given_up = False
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def name(self) -> str:
@@ -59,11 +44,7 @@ class Pool:
     @property
     def folder(self) -> Path:
         """The pool's private folder: its address and key, its lock, its log."""
-        mark = f"{sys.prefix}|{self._project}|{self.config}"
-        digest = hashlib.sha256(mark.encode()).hexdigest()[:8]
-        path = state_dir() / "pools" / f"{self.name}-{digest}"
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return path
+        return self._process.folder
 
     def capacity(self) -> HostCapacity:
         """What one host offers; takes none."""
@@ -76,10 +57,7 @@ class Pool:
 
     def is_alive(self) -> bool:
         """Whether the pool's process lives, whoever started it."""
-        lock = take_lock(self.folder)
-        if lock is not None:
-            os.close(lock)
-        return lock is None
+        return self._process.is_alive()
 
     def has_hosts(self, count: int) -> bool:
         """Whether a launch on so many hosts would start at once."""
@@ -129,10 +107,10 @@ class Pool:
             if self.is_ready:
                 return
             self.close()
-            self._begin()
+            self._process.begin()
             from distributed import Client, Security  # takes 0.8 s, while the process starts
 
-            place = self._wait_for_place()
+            place = self._process.wait_for_place()
             self._client = Client(
                 place["address"],
                 security=Security(**place["security"]),
@@ -211,9 +189,7 @@ class Pool:
             self.connect()
             self.call("taas_down")
         self.close()
-        self._wait_until(lambda: not self.is_alive(), "did not end")
-        if self._process is not None:
-            self._process.wait(self.config.start_timeout_s)
+        self._process.wait_for_end()
 
     def close(self) -> None:
         """Leaves the pool; its process decides what follows."""
@@ -221,8 +197,7 @@ class Pool:
             with _without_dasks_complaints():
                 self._client.close(timeout=2)
             self._client = None
-        if self._process is not None and self._process.poll() is not None:
-            self._process = None
+        self._process.forget_ended()
 
     def _connected(self) -> "Client":
         if self._client is None:
@@ -240,58 +215,6 @@ class Pool:
             return client.sync(getattr(client.scheduler, name), **arguments)
         except OSError as error:
             raise PoolError(f"pool {self.name!r} does not answer: {error}") from error
-
-    def _begin(self) -> None:
-        """Starts the pool's process, unless one lives; first removes what a killed one left."""
-        lock = take_lock(self.folder)
-        if lock is not None:
-            (self.folder / "pool.json").unlink(missing_ok=True)
-            os.close(lock)
-            self._process = self._start_process()
-
-    def _start_process(self) -> subprocess.Popen[bytes]:
-        words = {
-            "folder": str(self.folder),
-            "pool": dataclasses.asdict(self.config),
-            "linger_s": LINGER_S,
-        }
-        with (self.folder / "pool.log").open("ab") as log:
-            process = subprocess.Popen(
-                spawn_command("taas_magic.engines.process"),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(words).encode() + b"\n")
-        process.stdin.close()
-        return process
-
-    def _wait_for_place(self) -> dict[str, Any]:
-        path = self.folder / "pool.json"
-        self._wait_until(lambda: path.exists() or self._begin_again(), "did not start")
-        place: dict[str, Any] = json.loads(path.read_text())
-        return place
-
-    def _begin_again(self) -> bool:
-        """Starts a process if there is none: the one that lived before was about to end."""
-        if self._process is None or self._process.poll() == 0:
-            self._begin()
-        return False
-
-    def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
-        deadline = time.monotonic() + self.config.start_timeout_s
-        while not condition():
-            ended = self._process is not None and self._process.poll() not in (None, 0)
-            if ended or time.monotonic() > deadline:
-                raise PoolError(f"pool {self.name!r} {otherwise}. Its log:\n{self._log_tail()}")
-            time.sleep(_POLL_S)
-
-    def _log_tail(self) -> str:
-        path = self.folder / "pool.log"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        return "\n".join([*lines[-_LOG_LINES:], f"({path})"])
 
 
 @contextmanager

@@ -13,9 +13,10 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config as ShellConfig
 
-from taas_magic import journal, pools, taas_toml
+from taas_magic import journal, pools
 from taas_magic.config import Config
 from tests.harness import Notebook, below, listening_ports, mapped, shared_memory
+from tests.rig.pools import enter, given_back, settings_in
 
 GONE_WITHIN_S = 10.0
 
@@ -117,24 +118,14 @@ def memory_limit() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def several_settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration folder with a pool of three hosts."""
-    folder = tmp_path_factory.mktemp("config")
-    (folder / "taas").mkdir()
-    (folder / "taas" / "taas.toml").write_text(_SEVERAL)
-    return folder
+    return settings_in(tmp_path_factory.mktemp("config"), _SEVERAL)
 
 
 @pytest.fixture(scope="module")
 def several_given_back(warm_notebook: Notebook, several_settings: Path) -> Iterator[None]:
     """The pool goes on from test to test; it is given back in the end, and leaves nothing."""
-    before = set(below(psutil.Process().pid))
-    yield
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
-        patch.setenv("XDG_CONFIG_HOME", str(several_settings))
-        patch.chdir(warm_notebook.project)
-        pools.down("many", taas_toml.load(warm_notebook.project))
-    _, left = psutil.wait_procs(set(below(psutil.Process().pid)) - before, timeout=60)
-    assert not left
+    with given_back(warm_notebook, several_settings, "many"):
+        yield
 
 
 @pytest.fixture
@@ -145,7 +136,5 @@ def several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Notebook:
     """A notebook whose pool `many` has three hosts with two ranks each."""
-    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(several_settings))
-    monkeypatch.chdir(warm_notebook.project)
+    enter(warm_notebook, several_settings, monkeypatch)
     return warm_notebook

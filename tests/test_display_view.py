@@ -18,7 +18,8 @@ Execute = Callable[[str], list[Message]]
 PRELUDE = """
 import time
 from taas_magic.display.view import View
-from taas_magic.plan import Flags, HostCapacity, make_plan
+from taas_magic.plan import Flags, HostCapacity
+from taas_magic.planning import make_plan
 
 def event(kind, host="gpu1", **values):
     return {"kind": kind, "time": 0.0, "host": host, **values}

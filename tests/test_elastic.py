@@ -6,7 +6,8 @@ import psutil
 import pytest
 
 from taas_magic.errors import PoolError
-from taas_magic.plan import Flags, HostCapacity, make_plan
+from taas_magic.plan import Flags, HostCapacity
+from taas_magic.planning import make_plan
 from taas_magic.remote import elastic
 from taas_magic.remote.elastic import HostRendezvous, serve_store
 from taas_magic.remote.spec import HostSpec, Origin, of_host

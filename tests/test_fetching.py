@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from taas_magic import pools, registry, taas_toml
 from taas_magic.capture import pickling
 from taas_magic.data import audit, ledger
 from taas_magic.errors import PoolError, RankFailed
-from tests.harness import Notebook, Outcome, below
+from tests.harness import Notebook, Outcome
+from tests.rig.pools import enter, given_back, settings_in
 
 SETTINGS = """
 [pools.data]
@@ -74,24 +74,14 @@ def nothing_registered() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration folder with a data pool of two hosts."""
-    folder = tmp_path_factory.mktemp("config")
-    (folder / "taas").mkdir()
-    (folder / "taas" / "taas.toml").write_text(SETTINGS)
-    return folder
+    return settings_in(tmp_path_factory.mktemp("config"), SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def no_hosts_left(warm_notebook: Notebook, settings: Path) -> Iterator[None]:
     """The data pool goes on from test to test; it is given back in the end, and leaves nothing."""
-    before = set(below(psutil.Process().pid))
-    yield
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
-        patch.setenv("XDG_CONFIG_HOME", str(settings))
-        patch.chdir(warm_notebook.project)
-        pools.down("data", taas_toml.load(warm_notebook.project))
-    _, left = psutil.wait_procs(set(below(psutil.Process().pid)) - before, timeout=30)
-    assert not left
+    with given_back(warm_notebook, settings, "data"):
+        yield
 
 
 @pytest.fixture
@@ -102,9 +92,7 @@ def two_pools(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Notebook]:
     """A notebook whose loaders run in pool `data`; no run leaves a fetcher."""
-    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(settings))
-    monkeypatch.chdir(warm_notebook.project)
+    enter(warm_notebook, settings, monkeypatch)
     warm_notebook.define(LOADERS)
     yield warm_notebook
     deadline = time.monotonic() + 30

@@ -1,11 +1,9 @@
 """Fetchers on other hosts than the ranks, over a network that is cut, slowed and lossy."""
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +14,7 @@ from taas_magic.data import audit, ledger
 from taas_magic.taas_toml import load
 from tests.harness import Notebook, Outcome
 from tests.rig.hosts import Hosts, hosts_up
+from tests.rig.pools import ssh_pool
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
 
@@ -69,11 +68,8 @@ def hosts() -> Iterator[Hosts]:
 def far_pools(warm_notebook: Notebook, hosts: Hosts) -> Iterator[None]:
     """The notebook's pools: `g` with host 1, `c` for data with hosts 2 and 3."""
     settings = warm_notebook.project / "taas.toml"
-    data = [hosts.name(number) for number in FETCHERS]
-    settings.write_text(
-        pool_table("g", [hosts.name(1)], hosts.ssh_config)
-        + pool_table("c", data, hosts.ssh_config, 'role = "data"')
-    )
+    data = ssh_pool("c", hosts, FETCHERS, gpus=0, more='role = "data"')
+    settings.write_text(ssh_pool("g", hosts, [1], gpus=0) + data)
     yield
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
@@ -93,19 +89,6 @@ def processes_of(hosts: Hosts, number: int) -> list[psutil.Process]:
         return hosts.processes(number)
     except psutil.NoSuchProcess:
         return []
-
-
-def pool_table(name: str, names: list[str], ssh_config: Path, more: str = "") -> str:
-    return f"""
-[pools.{name}]
-engine = "ssh"
-hosts = {names}
-python = "{sys.executable}"
-gpus = 0
-cores = 1
-options = {{ ssh_config = "{ssh_config}" }}
-{more}
-"""
 
 
 @pytest.fixture

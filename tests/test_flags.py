@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taas_magic import flag_table
+from taas_magic import flag_values
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import UsageError
 from taas_magic.flag_table import FLAGS
@@ -135,19 +135,19 @@ def test_with_a_taas_toml_a_pool_must_be_in_it() -> None:
 
 @given(st.integers(1, 10**15))
 def test_any_spelling_of_a_count_is_exact(number: int) -> None:
-    assert flag_table.count(str(number)) == flag_table.count(f"{number:_}") == number
+    assert flag_values.count(str(number)) == flag_values.count(f"{number:_}") == number
 
 
 @pytest.mark.parametrize(
     ("text", "number"), [("20M", 20_000_000), ("1.5G", 1_500_000_000), ("1k", 1000), ("0.5K", 500)]
 )
 def test_counts_with_units(text: str, number: int) -> None:
-    assert flag_table.count(text) == number
+    assert flag_values.count(text) == number
 
 
 @given(st.sets(st.integers(0, 50), min_size=1))
 def test_ranks_are_read_back(ranks: set[int]) -> None:
-    assert flag_table.ranks(",".join(map(str, ranks))) == ranks
+    assert flag_values.ranks(",".join(map(str, ranks))) == ranks
 
 
 @given(st.text(max_size=40))

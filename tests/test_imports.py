@@ -20,6 +20,7 @@ FLOORS = (
     (
         "display",
         "pool",
+        "pool_process",
         "engines",
         "ssh",
         "remote",
@@ -27,9 +28,11 @@ FLOORS = (
         "provision",
         "preflight",
         "plan",
+        "planning",
         "registry",
         "flags",
         "flag_table",
+        "flag_values",
         "environ",
     ),
     (

@@ -15,6 +15,7 @@ from taas_magic import pools, taas_toml
 from taas_magic.errors import RunLost
 from tests.harness import Notebook, Outcome
 from tests.rig.hosts import Hosts, hosts_up
+from tests.rig.pools import enter, settings_in, ssh_pool
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
 
@@ -60,18 +61,7 @@ def settings(hosts: Hosts, tmp_path: Path) -> Path:
     python.write_text(f'#!/bin/sh\n. {tmp_path}/environment\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     (tmp_path / "environment").touch()
-    (tmp_path / "taas").mkdir()
-    (tmp_path / "taas" / "taas.toml").write_text(f"""
-[pools.far]
-engine = "ssh"
-hosts = {hosts.names}
-python = "{python}"
-gpus = 1
-cores = 1
-lease_s = 6
-options = {{ ssh_config = "{hosts.ssh_config}" }}
-""")
-    return tmp_path
+    return settings_in(tmp_path, ssh_pool("far", hosts, python=python, more="lease_s = 6"))
 
 
 @pytest.fixture
@@ -79,9 +69,7 @@ def far(
     warm_notebook: Notebook, settings: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Notebook]:
     """A notebook with the pool; at the end nothing of it is left on any host."""
-    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(settings))
-    monkeypatch.chdir(warm_notebook.project)
+    enter(warm_notebook, settings, monkeypatch)
     yield warm_notebook
     for number in range(1, hosts.count + 1):
         hosts.heal(number)

@@ -12,7 +12,8 @@ from taas_magic.engines.base import HostSource, find_engine
 from taas_magic.engines.head import HeadScheduler
 from taas_magic.engines.keeper import Keeper
 from taas_magic.engines.keys import make_security
-from taas_magic.engines.members import Member, Members
+from taas_magic.engines.member import Member
+from taas_magic.engines.members import Members
 from taas_magic.errors import PoolError
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")

@@ -7,16 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taas_magic.errors import UsageError
-from taas_magic.plan import (
-    MAX_RANKS_PER_CPU_HOST,
-    Flags,
-    HostCapacity,
-    HostPlan,
-    Plan,
-    make_plan,
-    new_run_id,
-    next_size,
-)
+from taas_magic.plan import Flags, HostCapacity, HostPlan, Plan
+from taas_magic.planning import MAX_RANKS_PER_CPU_HOST, make_plan, new_run_id, next_size
 
 CPU_HOST = HostCapacity(gpus=0, cores=4)
 GPU_HOST = HostCapacity(gpus=8, cores=64)

@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from taas_magic import pool as pool_module
-from taas_magic import pools
+from taas_magic import pool_process, pools
 from taas_magic.config import Config, PoolConfig
 from taas_magic.engines.process import take_lock
 from taas_magic.errors import PoolError
@@ -108,7 +107,7 @@ def test_a_pool_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
 def test_a_pool_without_kernels_ends_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "LINGER_S", 0.2)
+    monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
     pool = Pool(PoolConfig("local"), tmp_path)
     before = psutil.Process().children()
     pool.open()
@@ -156,7 +155,7 @@ def test_runs_of_two_kernels_do_not_touch_each_other(notebook: Notebook, tmp_pat
 def test_a_pool_that_is_just_ending_is_followed_by_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "LINGER_S", 0.2)
+    monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
     pool = Pool(PoolConfig("local", start_timeout_s=60), tmp_path)
     lock = take_lock(pool.folder)
     assert lock is not None

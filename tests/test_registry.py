@@ -11,6 +11,7 @@ from taas_magic import registry
 from taas_magic.capture import pickling
 from taas_magic.data.feed import Feed
 from taas_magic.data.loader import RemoteLoader, use_feed
+from taas_magic.data.registered import Registered
 from tests.data_rig import Lines, Rows
 
 
@@ -91,11 +92,11 @@ def test_a_live_iterator():
 
 def test_the_shape_says_what_the_loader_says():
     loader = DataLoader(Rows(10), 3, num_workers=2, drop_last=True, timeout=5)
-    shape = registry.Registered("train", loader).shape()
+    shape = Registered("train", loader).shape()
     assert (shape.batches, shape.samples, shape.batch_size) == (3, 10, 3)
     assert (shape.num_workers, shape.timeout_s, shape.iterable) == (2, 5, False)
     assert shape.attributes == {"size": 10, "width": 8, "classes": ["a", "b"]}
-    assert registry.Registered("lines", DataLoader(Lines(3))).shape().iterable
+    assert Registered("lines", DataLoader(Lines(3))).shape().iterable
 
 
 def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are():
@@ -119,7 +120,7 @@ def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are():
 
 def test_any_iterable_is_a_loader():
     batches = [[1, 2], [3]]
-    entry = registry.Registered("plain", batches)
+    entry = Registered("plain", batches)
     feed = Feed(0, 1, lambda name: entry.payload())
     assert list(RemoteLoader(entry.shape(), feed)) == batches
 

@@ -8,7 +8,8 @@ import pytest
 from taas_magic.engines.run_desk import RunDesk
 from taas_magic.errors import ProtocolError
 from taas_magic.journal import RunFolder
-from taas_magic.plan import Flags, HostCapacity, Plan, make_plan
+from taas_magic.plan import Flags, HostCapacity, Plan
+from taas_magic.planning import make_plan
 from taas_magic.remote import run_files
 from taas_magic.remote.run_files import READ, WRITE, RunFiles
 from taas_magic.remote.spec import HostSpec, Origin

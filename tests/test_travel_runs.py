@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +10,11 @@ import psutil
 import pytest
 import torch
 
-from taas_magic import pools, taas_toml
 from taas_magic.errors import RunLost, StoreError
 from taas_magic.journal import RunFolder
-from tests.harness import Notebook, Outcome, below
+from tests.harness import Notebook, Outcome
 from tests.rig.hosts import Hosts, hosts_up
+from tests.rig.pools import enter, given_back, settings_in, ssh_pool
 from tests.travel_rig import STARTED_WITHIN_S, eventually, tree_of
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
@@ -42,40 +41,17 @@ def settings(
     warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
     """A configuration folder with pools of them; in the end the pools are given back."""
-    folder = tmp_path_factory.mktemp("config")
-    (folder / "taas").mkdir()
-    tables = [pool_table(name, numbers, hosts) for name, numbers in POOLS.items()]
-    (folder / "taas" / "taas.toml").write_text('[store]\nlimit = "4MiB"\n' + "".join(tables))
-    before = set(below(psutil.Process().pid))
-    yield folder
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
-        patch.setenv("XDG_CONFIG_HOME", str(folder))
-        patch.chdir(warm_notebook.project)
-        for name in POOLS:
-            pools.down(name, taas_toml.load(warm_notebook.project))
-    _, left = psutil.wait_procs(set(below(psutil.Process().pid)) - before, timeout=60)
-    assert not left
-
-
-def pool_table(name: str, numbers: list[int], hosts: Hosts) -> str:
-    return f"""
-[pools.{name}]
-engine = "ssh"
-hosts = {[hosts.name(number) for number in numbers]}
-python = "{sys.executable}"
-gpus = 2
-cores = 2
-options = {{ ssh_config = "{hosts.ssh_config}" }}
-"""
+    tables = [ssh_pool(name, hosts, numbers, gpus=2) for name, numbers in POOLS.items()]
+    toml = '[store]\nlimit = "4MiB"\n' + "".join(tables)
+    folder = settings_in(tmp_path_factory.mktemp("config"), toml)
+    with given_back(warm_notebook, folder, *POOLS):
+        yield folder
 
 
 @pytest.fixture
 def far(warm_notebook: Notebook, settings: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
     """A notebook with an empty project, whose pools do not have it."""
-    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(settings))
-    monkeypatch.chdir(warm_notebook.project)
+    enter(warm_notebook, settings, monkeypatch)
     for path in warm_notebook.project.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     return warm_notebook

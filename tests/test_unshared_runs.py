@@ -1,18 +1,17 @@
 """Runs on hosts that share nothing with the notebook: all travels through the pool."""
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from taas_magic import pools, taas_toml
 from taas_magic.errors import RankFailed
 from taas_magic.journal import RunFolder
 from tests.harness import Notebook
 from tests.rig.hosts import Hosts, hosts_up
+from tests.rig.pools import enter, give_back, settings_in, ssh_pool
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
 
@@ -36,24 +35,10 @@ def settings(
     warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
     """A configuration folder with a pool of them; in the end it is given back."""
-    folder = tmp_path_factory.mktemp("config")
-    (folder / "taas").mkdir()
-    (folder / "taas" / "taas.toml").write_text(f"""
-[pools.far]
-engine = "ssh"
-hosts = {hosts.names}
-python = "{sys.executable}"
-gpus = 1
-cores = 1
-lease_s = 20
-options = {{ ssh_config = "{hosts.ssh_config}" }}
-""")
+    toml = ssh_pool("far", hosts, more="lease_s = 20")
+    folder = settings_in(tmp_path_factory.mktemp("config"), toml)
     yield folder
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
-        patch.setenv("XDG_CONFIG_HOME", str(folder))
-        patch.chdir(warm_notebook.project)
-        pools.down("far", taas_toml.load(warm_notebook.project))
+    give_back(warm_notebook, folder, "far")
     for number in (1, 2):
         _, left = psutil.wait_procs(hosts.processes(number), timeout=60)
         assert not left
@@ -64,9 +49,7 @@ def far(
     warm_notebook: Notebook, hosts: Hosts, settings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Notebook]:
     """A notebook with the pool; after the test no folder of a run is left on its hosts."""
-    monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(settings))
-    monkeypatch.chdir(warm_notebook.project)
+    enter(warm_notebook, settings, monkeypatch)
     yield warm_notebook
     for number in (1, 2):
         left = hosts.exec(number, "sh", "-c", "ls -A ~/.cache/taas/runs /tmp").split()

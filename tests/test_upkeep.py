@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.members import Member
+from taas_magic.engines.member import Member
 from taas_magic.engines.upkeep import Upkeep
 from taas_magic.pool import Pool as RealPool
 

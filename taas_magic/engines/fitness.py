@@ -5,7 +5,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from taas_magic.engines.members import Member, Members
+from taas_magic.engines.member import Member
+from taas_magic.engines.members import Members
 from taas_magic.preflight.judge import Needs, refuse
 from taas_magic.provision.facts import Facts, this_kernel
 from taas_magic.remote.topics import CALL_FACTS

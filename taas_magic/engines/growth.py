@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Callable, Collection
 
-from taas_magic.engines.members import Member, Members
+from taas_magic.engines.member import Member
+from taas_magic.engines.members import Members
 from taas_magic.errors import PoolError
-from taas_magic.plan import Plan, next_size
+from taas_magic.plan import Plan
+from taas_magic.planning import next_size
 
 AGAIN_S = 5.0
 """After hosts could not be had, how long until they are asked for again."""

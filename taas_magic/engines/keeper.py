@@ -19,7 +19,9 @@ from taas_magic.engines import fitness
 from taas_magic.engines.base import HostSource
 from taas_magic.engines.kept_fetch import KeptFetch
 from taas_magic.engines.kept_run import KeptRun
-from taas_magic.engines.members import Member, Members
+from taas_magic.engines.kernels import Kernels
+from taas_magic.engines.member import Member
+from taas_magic.engines.members import Members
 from taas_magic.engines.upkeep import Upkeep
 from taas_magic.errors import PoolError, ProtocolError, StoreError
 from taas_magic.journal import Event, Writer, event
@@ -42,25 +44,18 @@ class Keeper(SchedulerPlugin):
     name = "taas-keeper"
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        source: HostSource,
-        pool: PoolConfig,
-        linger_s: float,
+        self, scheduler: Scheduler, source: HostSource, pool: PoolConfig, linger_s: float
     ) -> None:
-        self._scheduler, self._linger_s = scheduler, linger_s
+        self._scheduler = scheduler
         self._runs: dict[str, KeptRun | KeptFetch] = {}
-        self._kernels: set[str] = set()
-        self._waiting: dict[str, asyncio.Future[list[Member]]] = {}
-        self._lingering: asyncio.TimerHandle | None = None
         self._background: set[asyncio.Future[Any]] = set()
-        self.over = asyncio.Event()
         self.members = Members(scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost)
+        self._kernels = Kernels(self.members, linger_s, lambda: bool(self._runs))
         self._upkeep = Upkeep(self.members, pool.idle_timeout_s)
         scheduler.add_plugin(self)
         scheduler.stream_handlers[EVENT] = self._on_event
-        scheduler.handlers["taas_ready"] = self.ready
-        scheduler.handlers["taas_give_up"] = self.give_up
+        scheduler.handlers["taas_ready"] = self._kernels.ready
+        scheduler.handlers["taas_give_up"] = self._kernels.give_up
         scheduler.handlers["taas_launch"] = self.launch
         scheduler.handlers["taas_fetch"] = self.fetch
         scheduler.handlers["taas_relay"] = self.relay
@@ -71,36 +66,11 @@ class Keeper(SchedulerPlugin):
         scheduler.handlers[ASK_STORE] = self.ask_store
         self._in_background(self.members.watch())
         self._in_background(self._upkeep.watch())
-        self._linger()
 
-    async def ready(self, owner: str, hosts: int) -> dict[str, Any]:
-        """Returns when so many hosts are there and can start ranks at once.
-
-        Args:
-            owner: The Dask client of the kernel; when it is gone or gives up, so is its wait.
-            hosts: How many.
-
-        Returns:
-            `hosts`: their names. Or `error`, why there are none.
-        """
-        self.give_up(owner)
-        waiting = self._waiting[owner] = asyncio.ensure_future(self.members.take(hosts))
-        try:
-            return {"hosts": [member.name for member in await waiting]}
-        except PoolError as error:
-            return {"error": str(error)}
-        except asyncio.CancelledError:
-            if not waiting.cancelled():
-                raise
-            return {"error": "nobody waits for its hosts any more"}
-        finally:
-            if self._waiting.get(owner) is waiting:
-                del self._waiting[owner]
-
-    def give_up(self, owner: str) -> None:
-        """A kernel does not wait for hosts any more: those that nobody uses are given back."""
-        if waiting := self._waiting.pop(owner, None):
-            waiting.cancel()
+    @property
+    def over(self) -> asyncio.Event:
+        """Set when the pool is to end."""
+        return self._kernels.over
 
     async def launch(self, owner: str, spec: dict[str, Any], said: list[Event]) -> dict[str, Any]:
         """Starts a run on as many hosts as its plan has.
@@ -183,7 +153,7 @@ class Keeper(SchedulerPlugin):
             for member in self.members.all()
         ]
         refused = self.members.refused
-        counted = {"kernels": len(self._kernels), "refused": refused, **self._upkeep.pool()}
+        counted = {"kernels": self._kernels.count, "refused": refused, **self._upkeep.pool()}
         return {"hosts": hosts, **counted}
 
     async def ask_store(
@@ -225,21 +195,16 @@ class Keeper(SchedulerPlugin):
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
         """Called by Dask when a kernel has connected."""
-        self._kernels.add(client)
-        if self._lingering is not None:
-            self._lingering.cancel()
+        self._kernels.come(client)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Called by Dask when a kernel has left or died: its runs end."""
-        self._kernels.discard(client)
-        self.give_up(client)
         for run in self._runs.values():
             if run.owner == client:
                 note = event("note", text="the notebook's kernel is gone: the run is ended")
                 run.publish(note)
                 self._in_background(run.halt("interrupt"))
-        if not self._kernels:
-            self._linger()
+        self._kernels.go(client)
 
     def _publisher(self, journal: Writer) -> Callable[[Event], None]:
         """Takes a run's events: into its journal, and to the kernels that listen."""
@@ -264,16 +229,6 @@ class Keeper(SchedulerPlugin):
     async def _carry_out_fetch(self, fetch: KeptFetch) -> None:
         await fetch.carry_out()
         del self._runs[fetch.run_id]
-
-    def _linger(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._lingering = loop.call_later(self._linger_s, self._end_if_alone)
-
-    def _end_if_alone(self) -> None:
-        if self._kernels or self._runs:
-            self._linger()
-        else:
-            self.over.set()
 
     def _in_background(self, work: Awaitable[Any]) -> None:
         task = asyncio.ensure_future(work)

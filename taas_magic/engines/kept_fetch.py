@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from taas_magic.engines import fitness
-from taas_magic.engines.members import Member, Members
+from taas_magic.engines.member import Member
+from taas_magic.engines.members import Members
 from taas_magic.engines.run_desk import QUESTIONS, RunDesk
 from taas_magic.engines.store_door import StoreDoor
 from taas_magic.errors import PoolError, ProtocolError

@@ -8,37 +8,26 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from taas_magic.engines import fitness
 from taas_magic.engines.growth import Growth
-from taas_magic.engines.members import Member, Members
+from taas_magic.engines.member import Member
+from taas_magic.engines.members import Members
 from taas_magic.engines.run_desk import QUESTIONS, RunDesk
+from taas_magic.engines.run_hosts import RunHosts
 from taas_magic.engines.store_door import StoreDoor
-from taas_magic.engines.verdict import Outcome, Report, Standing, decide, worst
+from taas_magic.engines.verdict import Outcome, decide, worst
 from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.journal import Event, event
 from taas_magic.plan import Plan
-from taas_magic.remote.interface import LOOPBACK
 from taas_magic.remote.report import host_failure
-from taas_magic.remote.spec import HostSpec, of_host
-from taas_magic.remote.topics import CALL_AGAIN, CALL_END, CALL_PLACE, CALL_START, CALL_STOP
+from taas_magic.remote.spec import HostSpec
+from taas_magic.remote.topics import CALL_PLACE, CALL_STOP
 from taas_magic.remote.watch import first_failure
 
 TICK_S = 0.1
 """How often hosts that settled are judged again, while others have not."""
-
-
-@dataclass
-class _Share:
-    """One host's part in an attempt."""
-
-    member: Member
-    host_rank: int
-    report: Report | None = None
-    ended: bool = False
-    """Nothing of the run is on the host (any more)."""
 
 
 class KeptRun:
@@ -66,8 +55,8 @@ class KeptRun:
         self._door = StoreDoor(self.plan.store)
         self._attempt = self._restarts = 0
         self._fetchers: dict[str, Any] = {}
-        self._shares: dict[str, _Share] = {}
         self._changed = asyncio.Event()
+        self._hosts = RunHosts(self.run_id, members, self._changed.set)
         self._halted = asyncio.Event()
         self._growth = Growth(members, self._changed.set)
         self._started = time.monotonic()
@@ -90,7 +79,7 @@ class KeptRun:
         while self._may_restart(outcome) and await self._start_again(outcome):
             outcome = await self._outcome()
         self._growth.close()
-        lost = await self._end_hosts()
+        lost = await self._hosts.end()
         await self._door.close()
         failures = [*outcome.failures, *lost]
         ended = {"state": worst([outcome.state, "LOST"] if lost else [outcome.state])}
@@ -100,16 +89,16 @@ class KeptRun:
 
     def take(self, address: str, event: Event) -> bool:
         """Takes an event from a host; False when the run has nothing to do with it."""
-        share = self._shares.get(address)
-        if share is None or share.ended:
+        share = self._hosts.share(address)
+        if share is None:
             return False
         event["time"] = time.time()  # clocks of hosts may be days apart
         self.publish(event)
         if event["kind"] == "settled" and event["attempt"] == self._attempt:
-            self._report(share, event["state"], event["cause"], event["failures"])
+            self._hosts.report(share, event["state"], event["cause"], event["failures"])
         elif event["kind"] == "host_ended":
-            self._report(share, event["state"], "host", event["failures"])
-            self._leave(share)
+            self._hosts.report(share, event["state"], "host", event["failures"])
+            self._hosts.leave(share)
         return True
 
     async def ask_store(self, address: str, what: str, arguments: Mapping[str, Any]) -> Any:
@@ -118,8 +107,8 @@ class KeptRun:
         Raises:
             ProtocolError: The run is not on that host (any more).
         """
-        share = self._shares.get(address)
-        if share is None or share.ended:
+        share = self._hosts.share(address)
+        if share is None:
             raise ProtocolError(f"run {self.run_id} is not on the host at {address} (any more)")
         if what in QUESTIONS:
             return await asyncio.to_thread(self._desk.answer, share.host_rank, what, arguments)
@@ -127,19 +116,19 @@ class KeptRun:
 
     def lose(self, member: Member, why: str) -> None:
         """A host is gone; of no concern where the run is not on it."""
-        share = self._shares.get(member.address)
-        if share is None or share.ended:
+        share = self._hosts.share(member.address)
+        if share is None:
             return
         failure = {**host_failure(member.name, PoolError(why)), "traceback": []}
         self.publish(event("failure", member.name, failure=failure))
         share.report = None
-        self._report(share, "LOST", "lost", [failure])
-        self._leave(share)
+        self._hosts.report(share, "LOST", "lost", [failure])
+        self._hosts.leave(share)
 
     async def halt(self, how: str) -> None:
         """Interrupts or kills the run on all its hosts; it is not started again."""
         self._halted.set()
-        await self._tell_all(CALL_STOP, how=how)
+        await self._hosts.tell_all(CALL_STOP, how=how)
 
     async def relay(self, events: list[Event]) -> None:
         """Takes what the run's fetchers said; its hosts are told where they listen."""
@@ -148,22 +137,11 @@ class KeptRun:
             self.publish(said)
             if entry:
                 self._fetchers[str(said["number"])] = entry
-                await self._tell_all(CALL_PLACE, number=said["number"], entry=entry)
-
-    def _report(self, share: _Share, state: str, cause: str, failures: list[Any]) -> None:
-        """Takes down how a host's ranks ended; what it says first counts."""
-        if share.report is None:
-            share.report = Report(state, cause, time.monotonic(), tuple(failures))
-            self._changed.set()
-
-    def _leave(self, share: _Share) -> None:
-        share.ended = True
-        share.member.runs.discard(self.run_id)
-        self._changed.set()
+                await self._hosts.tell_all(CALL_PLACE, number=said["number"], entry=entry)
 
     async def _outcome(self) -> Outcome:
-        while (outcome := decide(self._standings(), time.monotonic())) is None:
-            settling = any(share.report for share in self._shares.values())
+        while (outcome := decide(self._hosts.standings(), time.monotonic())) is None:
+            settling = self._hosts.any_settled()
             found = None if settling or self._halted.is_set() else self._growth.found()
             if found is not None:
                 await self._grow(*found)
@@ -177,17 +155,7 @@ class KeptRun:
         self.plan, self._spec = plan, {**self._spec, "plan": plan.to_json()}
         grown: dict[str, Any] = {"attempt": self._attempt, "failure": None, "cause": cause}
         self.publish(event("restart", **grown, world_size=plan.world_size))
-        await self._start_on(self._seated(members))
-
-    def _seated(self, members: list[Member]) -> list[Member]:
-        """Hosts in the order of an attempt: each that was in the last one keeps its place."""
-        old = {share.host_rank: share.member for share in self._shares.values()}
-        stay = {rank: member for rank, member in old.items() if member in members}
-        new = (member for member in members if member not in stay.values())
-        return [stay[rank] if rank in stay else next(new) for rank in range(len(members))]
-
-    def _standings(self) -> list[Standing]:
-        return [Standing(share.report, share.member.heard_at) for share in self._shares.values()]
+        await self._start_on(self._hosts.seated(members))
 
     async def _change(self, timeout_s: float | None = None) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
@@ -212,12 +180,12 @@ class KeptRun:
             return False
         self._attempt += 1
         self._restarts += 1
-        await self._start_on(self._seated(members))
+        await self._start_on(self._hosts.seated(members))
         return True
 
     async def _take_again(self) -> list[Member] | None:
         """The hosts of the next attempt; None when the run was halted while it waited for them."""
-        keep = [address for address, share in self._shares.items() if not share.ended]
+        keep = self._hosts.running()
         taking = asyncio.ensure_future(self._members.take(len(self.plan.hosts), keep))
         halted = asyncio.ensure_future(self._halted.wait())
         await asyncio.wait({taking, halted}, return_when=asyncio.FIRST_COMPLETED)
@@ -234,60 +202,6 @@ class KeptRun:
             await fitness.require(self._members, members, requires)
 
     async def _start_on(self, members: list[Member]) -> None:
-        """Starts an attempt: the first host makes the meeting place, the others are told of it."""
-        running = {address for address, share in self._shares.items() if not share.ended}
-        shares = [_Share(member, number) for number, member in enumerate(members)]
-        self._shares = {share.member.address: share for share in shares}
-        several = len(shares) > 1
-        spec = {
-            **self._spec,
-            "attempt": self._attempt,
-            "fetchers": self._fetchers,
-            "master_addr": members[0].place if several else LOOPBACK,
-        }
-        first, *others = shares
-        port = await self._start_one(first, spec, running)
-        if port:
-            spec = {**spec, "master_port": port}
-            await asyncio.gather(*(self._start_one(share, spec, running) for share in others))
-        else:
-            for share in others:
-                share.ended = share.member.address not in running
-        self._growth.seek(self.plan, list(self._shares))
-
-    async def _start_one(self, share: _Share, spec: dict[str, Any], running: set[str]) -> int:
-        """Starts an attempt on a host; returns the port of its meeting place, 0 if it failed."""
-        spec = of_host(spec, share.host_rank)
-        address = share.member.address
-        share.member.runs.add(self.run_id)
-        try:
-            if address in running:
-                said = await self._call(address, CALL_AGAIN, run_id=self.run_id, spec=spec)
-            else:
-                said = await self._call(address, CALL_START, spec=spec)
-        except PoolError as error:
-            failure = host_failure(share.member.name, error)
-            self._report(share, "FAILED", "host", [failure])
-            self._leave(share)
-            return 0
-        port: int = said["port"]
-        return port
-
-    async def _call(self, address: str, name: str, **arguments: Any) -> Any:
-        return await self._members.call(address, name, **arguments)
-
-    async def _tell_all(self, name: str, **arguments: Any) -> None:
-        there = [address for address, share in self._shares.items() if not share.ended]
-        calls = (self._call(address, name, run_id=self.run_id, **arguments) for address in there)
-        await asyncio.gather(*calls, return_exceptions=True)
-
-    async def _end_hosts(self) -> list[dict[str, Any]]:
-        """Has all hosts end their ranks and clean up; returns the failures of those lost then."""
-        there = [share for share in self._shares.values() if not share.ended]
-        for share in there:
-            share.report = None
-        await self._tell_all(CALL_END)
-        while not all(share.ended for share in there):
-            await self._change()
-        reports = [share.report for share in there if share.report is not None]
-        return [f for report in reports if report.state == "LOST" for f in report.failures]
+        spec = {**self._spec, "attempt": self._attempt, "fetchers": self._fetchers}
+        await self._hosts.start(members, spec)
+        self._growth.seek(self.plan, self._hosts.addresses())

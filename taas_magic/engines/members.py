@@ -5,17 +5,16 @@ Nobody connects to a host: calls, answers and beats go through the stream that i
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 from distributed.comm import CommClosedError
 
 from taas_magic.engines.base import HostSource
+from taas_magic.engines.member import Member
 from taas_magic.errors import PoolError
 from taas_magic.remote.topics import AGENT, ANSWER, BEAT, CALL, CALL_HELLO, HEARD, POOL_TOPIC
 
@@ -28,40 +27,6 @@ LOST_AFTER_S = 1.0
 _CHECKS_PER_LEASE = 32
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Member:
-    """A host that has joined.
-
-    Attributes:
-        address: Its agent's, by which Dask knows it.
-        agent: Its agent's name, by which the engine knows it.
-        joined: When, in seconds since 1970.
-        heard_at: When it was last heard, by this process's monotonic clock.
-        name: What the notebook calls it; "" until it has said so.
-        means: What holds its ranks off the project store.
-        place: Where its ranks and fetchers are reached by those of other hosts.
-        runs: What it runs.
-        gpus: CUDA devices that it has.
-        leaves: Whether it is being given back.
-        taken_at: When it was last given to somebody, by this process's monotonic clock.
-        has: Modules that are known to be installed there; None while nothing is known.
-    """
-
-    address: str
-    agent: str = ""
-    joined: float = field(default_factory=time.time)
-    heard_at: float = field(default_factory=time.monotonic)
-    name: str = ""
-    means: str = ""
-    place: str = ""
-    runs: set[str] = field(default_factory=set)
-    gpus: int = 0
-    leaves: bool = False
-    taken_at: float = float("-inf")
-    has: set[str] | None = None
-    pending: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
 
 
 class Members(SchedulerPlugin):
@@ -90,7 +55,6 @@ class Members(SchedulerPlugin):
         self._on_lost = on_lost
         self._members: dict[str, Member] = {}
         self._silent: dict[str, str] = {}
-        self._numbers = itertools.count(1)
         self._changed = asyncio.Condition()
         self._background: set[asyncio.Task[None]] = set()
         self._takes = 0
@@ -158,13 +122,9 @@ class Members(SchedulerPlugin):
         member = self._members.get(address)
         if member is None:
             raise PoolError(f"the host at {address} is gone")
-        number = next(self._numbers)
-        answer = member.pending[number] = asyncio.get_running_loop().create_future()
-        try:
+        with member.asked() as (number, answer):
             self._send(address, op=CALL, id=number, name=name, arguments=arguments)
             return await answer
-        finally:
-            member.pending.pop(number, None)
 
     async def watch(self) -> None:
         """Takes hosts that are not heard any more for lost; runs until it is cancelled."""
@@ -191,9 +151,7 @@ class Members(SchedulerPlugin):
         why = self._silent.pop(worker, "its agent ended, or its connection broke")
         if member is None:
             return
-        for answer in member.pending.values():
-            if not answer.done():
-                answer.set_exception(PoolError(f"host {member.name or worker} is gone: {why}"))
+        member.is_gone(why)
         self._in_background(self._lose(member, why))
 
     async def _lose(self, member: Member, why: str) -> None:
@@ -247,13 +205,8 @@ class Members(SchedulerPlugin):
 
     def _on_answer(self, worker: str, id: int, answer: Any = None, error: str = "") -> None:
         member = self._members.get(worker)
-        waiting = member.pending.get(id) if member else None
-        if member is None or waiting is None or waiting.done():
+        if member is None or not member.answers(id, answer, error):
             self.refused += 1
-        elif error:
-            waiting.set_exception(PoolError(f"host {member.name or worker}: {error}"))
-        else:
-            waiting.set_result(answer)
 
     def _on_beat(self, worker: str, beat: int) -> None:
         member = self._members.get(worker)

@@ -19,7 +19,7 @@ from taas_magic.remote.interface import LOOPBACK
 if TYPE_CHECKING:
     from distributed import SpecCluster
 
-    from taas_magic.engines.ssh_host import SshCluster
+    from taas_magic.engines.ssh_cluster import SshCluster
     from taas_magic.ssh.target import Target
 
 PYTHON = "python3"
@@ -68,7 +68,8 @@ class SshEngine(Engine):
     def open(self, scheduler: type, security: Mapping[str, Any], folder: str) -> "SpecCluster":
         from distributed import Security
 
-        from taas_magic.engines.ssh_host import Roster, SshCluster, SshHost
+        from taas_magic.engines.ssh_cluster import Roster, SshCluster
+        from taas_magic.engines.ssh_host import SshHost
 
         secure = Security(**security)
         roster = Roster(self.pool, targets(self.pool), dict(security))

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from taas_magic.engines.members import Member, Members
+from taas_magic.engines.member import Member
+from taas_magic.engines.members import Members
 
 LOOK_S = 1.0
 """How often hosts are looked at; times of use are known to so many seconds."""

@@ -2,20 +2,51 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from taas_magic.data import service
 from taas_magic.data.route import Entry, write_entry
+from taas_magic.data.service import Service
 from taas_magic.remote.link import Link
+
+if TYPE_CHECKING:
+    from taas_magic.data.feed import Feed
 
 REPORT_S = 1.0
 """How often a rank says what it was handed and how long it waited."""
 
 
-def place(run_dir: Path, number: int, entry: Entry) -> None:
-    """Writes down where a fetcher of another host listens, for the ranks of this one."""
+class Places:
+    """Where the fetchers of other hosts listen, for the ranks of this one; any thread may call it.
+
+    Args:
+        known: The entries that are known from the start, by the fetchers' numbers.
+    """
+
+    def __init__(self, known: Mapping[str, Entry]) -> None:
+        self._entries = {int(number): entry for number, entry in known.items()}
+        self._run_dir: Path | None = None
+        self._lock = threading.Lock()
+
+    def put(self, number: int, entry: Entry) -> None:
+        """Takes down where a fetcher listens, and writes it where ranks look, once that is here."""
+        with self._lock:
+            self._entries[number] = entry
+            if self._run_dir is not None:
+                _place(self._run_dir, number, entry)
+
+    def open(self, run_dir: Path) -> None:
+        """The run's folder is on this host: all that is known is written there."""
+        with self._lock:
+            self._run_dir = run_dir
+            for number, entry in self._entries.items():
+                _place(run_dir, number, entry)
+
+
+def _place(run_dir: Path, number: int, entry: Entry) -> None:
     write_entry(service.folder_of(run_dir) / "fetchers", number, entry)
 
 
@@ -33,13 +64,21 @@ def feed(run_dir: Path, rank: int, attempt: int, link: Link) -> Iterator[None]:
     if served is None:
         yield
         return
+    from taas_magic.data.loader import use_feed
+
+    here = _feed_of(served, run_dir, rank, attempt)
+    use_feed(here)
+    with _reporting(here, link):
+        yield
+
+
+def _feed_of(served: Service, run_dir: Path, rank: int, attempt: int) -> "Feed":
     from taas_magic.data.feed import Feed
     from taas_magic.data.ledger import Ledger
-    from taas_magic.data.loader import use_feed
     from taas_magic.data.route import FolderDirectory
 
     folder = service.folder_of(run_dir)
-    here = Feed(
+    return Feed(
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
         payload=lambda name: service.payload_file(run_dir, name).read_bytes(),
@@ -52,20 +91,23 @@ def feed(run_dir: Path, rank: int, attempt: int, link: Link) -> Iterator[None]:
         generation=attempt,
         window_bytes=served.memory.rank_buffer_bytes // 2,
     )
-    use_feed(here)
+
+
+@contextmanager
+def _reporting(feed: "Feed", link: Link) -> Iterator[None]:
+    """Says now and then what was handed out, and once more at the end of the block."""
     ended = threading.Event()
 
     def report() -> None:
         while not ended.wait(REPORT_S):
-            _report(here.counts(), link)
+            _report(feed.counts(), link)
 
-    reporter = threading.Thread(target=report, name="taas-feed", daemon=True)
-    reporter.start()
+    threading.Thread(target=report, name="taas-feed", daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        _report(here.counts(), link)
+        _report(feed.counts(), link)
 
 
 def _report(counts: dict[str, dict[str, float]], link: Link) -> None:

@@ -9,25 +9,21 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from taas_magic.data import service
 from taas_magic.data.route import write_entry
-from taas_magic.data.service import Service
-from taas_magic.data_plan import DataPlan, FetcherPlan
 from taas_magic.errors import PoolError, StoreError
 from taas_magic.journal import Event, event
-from taas_magic.remote import fetcher, guard
+from taas_magic.remote import fetcher
 from taas_magic.remote.fetch_files import FetchFiles
-from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
-from taas_magic.remote.filling import lanes_fill
+from taas_magic.remote.fetcher_spec import FetcherSpec
+from taas_magic.remote.fetchers_here import specs_of
 from taas_magic.remote.process import end_all, signal_name
-from taas_magic.remote.setting import Setting
-from taas_magic.remote.spec import RUN_TOKEN, HostSpec, Place
+from taas_magic.remote.spec import HostSpec, Place
 from taas_magic.remote.sweep import leftovers
 from taas_magic.remote.topics import share_id
 from taas_magic.travel.ask import Ask
@@ -89,7 +85,7 @@ class FetchShare:
             self._emit(event("fetch_ended", self._host))
 
     def _run_fetchers(self) -> None:
-        for spec in self._specs():
+        for spec in specs_of(self._spec, self._host, self._address, self._scratch):
             process, control = fetcher.start(spec)
             self._running[control] = _Running(spec, process)
         self._listen()
@@ -189,64 +185,6 @@ class FetchShare:
         how = one.why or (f"killed by {signal_name(code)}" if code < 0 else f"exit code {code}")
         log = f"logs/fetcher-{one.spec.number}.log"
         return f"fetcher {one.spec.number} on host {self._host} ended: {how} (see {log} of the run)"
-
-    def _specs(self) -> Iterator[FetcherSpec]:
-        data, served = self._spec.plan.data, service.read(self._spec.folder.path)
-        assert data is not None and served is not None
-        for plan in data.on(self._spec.host_rank):
-            yield self._fetcher_spec(plan, served, data)
-
-    def _fetcher_spec(self, plan: FetcherPlan, served: Service, data: DataPlan) -> FetcherSpec:
-        run_dir, memory = self._spec.folder.path, served.memory
-        groups = len(data.fetchers) // served.fetchers
-        fill_batches, fill_bytes = (
-            -(-fill // groups) for fill in lanes_fill(self._spec.plan.prefill)
-        )
-        loaders = tuple(
-            Fetched(
-                one.name,
-                service.payload_file(run_dir, one.name),
-                one.num_workers,
-                one.context,
-                one.seed,
-            )
-            for one in served.loaders
-            if one.name in plan.loaders
-        )
-        return FetcherSpec(
-            number=plan.number,
-            index=plan.index,
-            fetchers=served.fetchers,
-            loaders=loaders,
-            key=served.key,
-            folder=service.folder_of(run_dir) / "fetchers",
-            cores=data.cores,
-            host=self._host,
-            # no port that nobody needs: ranks beside their fetchers come by Unix sockets
-            listen=self._address if data.crosses else "",
-            tls=served.tls,
-            buffer_bytes=memory.buffer_bytes,
-            spill=self._scratch / f"spill-{plan.number}" if memory.over == "spill" else None,
-            spill_bytes=memory.spill_bytes,
-            fill_batches=fill_batches,
-            fill_bytes=fill_bytes,
-            units=served.units,
-            setting=self._setting(plan.number),
-        )
-
-    def _setting(self, number: int) -> Setting:
-        spec, origin = self._spec, self._spec.origin
-        return Setting(
-            cwd=origin.cwd,
-            environ={**origin.environ, RUN_TOKEN: self._token},
-            sys_path=origin.sys_path,
-            payload=spec.folder.payload,
-            log=spec.folder.path / "logs" / f"fetcher-{number}.log",
-            who=f"fetcher {number}",
-            store=spec.plan.store,
-            means=guard.strongest(),
-            scratch=self._scratch / str(number),
-        )
 
 
 def _tell_to_end(control: Connection) -> None:

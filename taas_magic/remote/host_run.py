@@ -1,4 +1,4 @@
-"""One run on one host: starts its ranks, lets `watch` judge them, and does what the keeper says.
+"""One run on one host: starts its ranks, has them judged, and does what the keeper says.
 
 Lives in the agent, in a thread of its own. Three threads meet here: this one runs torch's elastic
 agent, the pump's brings the ranks' messages, the agent's event loop asks to stop. `_changed` wakes
@@ -15,28 +15,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from taas_magic.data.route import Entry
 from taas_magic.journal import Event, event
 from taas_magic.receipt import STORE_KINDS
-from taas_magic.remote import feeding, guard, link, report
+from taas_magic.remote import feeding, guard, report
+from taas_magic.remote.attempt import Attempt
 from taas_magic.remote.elastic import HostRendezvous, RunAgent, serve_store
 from taas_magic.remote.host_files import HostFiles
-from taas_magic.remote.process import end_all, signal_name
+from taas_magic.remote.process import end_all
 from taas_magic.remote.pump import Pump
-from taas_magic.remote.ranks import OWN_KINDS, Ranks
+from taas_magic.remote.ranks import OWN_KINDS
 from taas_magic.remote.spec import HostSpec, Place
 from taas_magic.remote.sweep import leftovers
-from taas_magic.remote.watch import Failure, Verdict, decide, guilty
+from taas_magic.remote.watch import Failure
 from taas_magic.travel.ask import Ask
 
 POLL_S = 0.25
 """How often the system is asked about the ranks when nothing else wakes the judge."""
-
-FAILED_GRACE_S = 1.0
-"""How long the other ranks may take to end after SIGTERM, once one has failed."""
 
 OBEY_S = 120.0
 """How long the other hosts wait at most until this one has made ready for the next attempt."""
@@ -78,17 +75,14 @@ class HostRun:
         timeout_s = spec.plan.timeout_s
         self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         self._changed = threading.Event()
-        self._ranks = Ranks()
+        self._attempt: Attempt | None = None
         self._interrupted_at: float | None = None
         self._killed = False
         self._order: _Order | None = None
-        self._verdict: Verdict | None = None
-        self._failures: list[Failure] = []
+        self._gone_wrong: tuple[str, Failure] | None = None
         self._elastic: RunAgent | None = None
         self._files = HostFiles(spec, place, ask, emit)
-        self._placing = threading.Lock()
-        self._is_prepared = False
-        self._fetchers = {int(number): entry for number, entry in spec.fetchers.items()}
+        self._places = feeding.Places(spec.fetchers)
 
     def run(self) -> None:
         """Runs to the end, and emits `host_ended` when nothing of the run is left here."""
@@ -98,8 +92,7 @@ class HostRun:
             if self._prepare():
                 self._run_elastic()
         except Exception as error:
-            self._verdict = Verdict("FAILED", "host")
-            self._failures = [report.host_failure(self._host, error)]
+            self._gone_wrong = "FAILED", report.host_failure(self._host, error)
         finally:
             if self._order is not None:
                 self._order.obeyed.set()
@@ -110,8 +103,8 @@ class HostRun:
             self._sweep()
             shutil.rmtree(self._pipes, ignore_errors=True)
             self._bring_home()
-        state = self._verdict.state if self._verdict else "INTERRUPTED"
-        ended = {"host_rank": self._spec.host_rank, "state": state, "failures": self._failures}
+        state, failures = self._how_it_ended()
+        ended = {"host_rank": self._spec.host_rank, "state": state, "failures": failures}
         self._emit(event("host_ended", self._host, **ended))
 
     def stop(self, how: str) -> None:
@@ -122,7 +115,8 @@ class HostRun:
         """
         if self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
-            self._ranks.interrupt()
+            if self._attempt is not None:
+                self._attempt.interrupt()
         self._killed = self._killed or how == "kill"
         self._changed.set()
 
@@ -144,10 +138,7 @@ class HostRun:
 
     def place(self, number: int, entry: Entry) -> None:
         """Tells the ranks where a fetcher of another host listens; called by another thread."""
-        with self._placing:
-            self._fetchers[number] = entry
-            if self._is_prepared:
-                feeding.place(self._spec.folder.path, number, entry)
+        self._places.put(number, entry)
 
     def _command(self, order: _Order) -> None:
         self._order = order
@@ -158,10 +149,7 @@ class HostRun:
         if not self._files.bring_in(self._is_wanted):
             return False
         self._spec = self._files.local(self._spec)
-        with self._placing:
-            self._is_prepared = True
-            for number, entry in self._fetchers.items():
-                feeding.place(self._spec.folder.path, number, entry)
+        self._places.open(self._spec.folder.path)
         self._pump = Pump(
             self._pipes,
             self._spec.folder,
@@ -183,7 +171,16 @@ class HostRun:
         except Exception as error:
             failure = report.host_failure(self._host, error)
             self._emit(event("failure", self._host, failure=failure))
-            self._verdict, self._failures = Verdict("LOST", "host"), [failure]
+            self._gone_wrong = "LOST", failure
+
+    def _how_it_ended(self) -> tuple[str, list[Failure]]:
+        if self._gone_wrong is not None:
+            state, failure = self._gone_wrong
+            return state, [failure]
+        last = self._attempt
+        if last is None or last.verdict is None:
+            return "INTERRUPTED", []
+        return last.verdict.state, last.failures
 
     def _run_elastic(self) -> None:
         order, self._order = self._order, None
@@ -203,30 +200,23 @@ class HostRun:
     def _rank_spec(self, spec: HostSpec) -> dict[str, Any]:
         return spec.for_ranks(self._pipes, guard.strongest().value, self._interface)
 
-    def _local(self, rank: int) -> int:
-        return rank - self._spec.share.first_rank
-
     def _before_start(self, attempt: int) -> None:
-        share = self._spec.share
-        ranks = range(share.first_rank, share.first_rank + share.ranks)
-        self._ranks = Ranks(ranks)
-        if self._interrupted_at is not None:
-            self._ranks.interrupt()
-        self._failures, self._verdict = [], None
         assert self._pump is not None
-        self._pump.open(attempt, [(rank, self._local(rank)) for rank in ranks])
+        self._attempt = Attempt(self._spec, self._host, self._pump, self._pipes, self._emit)
+        if self._interrupted_at is not None:
+            self._attempt.interrupt()
+        self._attempt.open()
 
     def _after_start(self, attempt: int, pids: dict[int, int]) -> None:
-        self._ranks.started(pids)
-        named = {str(rank): pid for rank, pid in pids.items()}
-        self._emit(event("started", self._host, attempt=attempt, pids=named))
+        assert self._attempt is not None
+        self._attempt.started(pids)
 
     def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
         if kind in STORE_KINDS:
             self._files.take(rank, message)
-        elif kind in OWN_KINDS:
-            self._ranks.note(rank, kind, message)
+        elif kind in OWN_KINDS and self._attempt is not None:
+            self._attempt.note(rank, kind, message)
             self._changed.set()
         else:
             self._emit(event(kind, self._host, rank=rank, **message))
@@ -235,51 +225,23 @@ class HostRun:
         """Waits until something changed; returns how the ranks stand, after acting on it."""
         self._changed.wait(POLL_S)
         self._changed.clear()
+        assert self._attempt is not None and self._elastic is not None
         order, self._order = self._order, None
         if order is not None:
-            return self._obey(order)
-        if self._verdict is None:
-            self._look()
+            return self._obey(order, self._attempt, self._elastic)
+        if self._attempt.verdict is None:
+            self._attempt.look(
+                self._elastic.exitcode, self._deadline, self._interrupted_at, self._killed
+            )
         return WorkerState.HEALTHY
 
-    def _look(self) -> None:
-        now = time.monotonic()
-        self._ranks.poll(now, self._exitcode, self._stack_file)
-        verdict = decide(self._ranks.states(), now, self._deadline, self._interrupted_at)
-        if verdict is None and self._killed:
-            verdict = Verdict("INTERRUPTED", "interrupt")
-        if verdict is not None:
-            self._verdict = verdict
-            self._settle(verdict)
-
-    def _exitcode(self, rank: int) -> int | None:
-        return self._elastic.exitcode(self._local(rank)) if self._elastic else None
-
-    def _stack_file(self, rank: int) -> Path:
-        return link.stack_file(self._pipes, self._spec.attempt, self._local(rank))
-
-    def _settle(self, verdict: Verdict) -> None:
-        """Says how the ranks stand, before anything that takes time; ends them if they failed.
-
-        Those that succeeded stay until all hosts' have: a rank elsewhere may need them.
-        """
-        failures = self._report(verdict)
-        if verdict.state == "FAILED":
-            self._failures = failures
-            for failure in failures:
-                self._emit(event("failure", self._host, failure=failure))
-        said = {"attempt": self._spec.attempt, "state": verdict.state, "cause": verdict.cause}
-        self._emit(event("settled", self._host, failures=failures, **said))
-        if verdict.state != "SUCCEEDED":
-            self._end_ranks(FAILED_GRACE_S if verdict.state == "FAILED" else 0.0)
-
-    def _obey(self, order: _Order) -> WorkerState:
-        self._end_ranks(0.0)
-        if order.spec is not None and self._elastic is not None:
+    def _obey(self, order: _Order, attempt: Attempt, elastic: RunAgent) -> WorkerState:
+        attempt.end_ranks(0.0)
+        if order.spec is not None:
             self._make_ready(order, order.spec)
-            self._elastic.start_again(self._spec, self._rank_spec(self._spec), order.store)
+            elastic.start_again(self._spec, self._rank_spec(self._spec), order.store)
             return WorkerState.HEALTHY
-        succeeded = self._verdict is not None and self._verdict.state == "SUCCEEDED"
+        succeeded = attempt.verdict is not None and attempt.verdict.state == "SUCCEEDED"
         return WorkerState.SUCCEEDED if succeeded else WorkerState.FAILED
 
     def _make_ready(self, order: _Order, spec: HostSpec) -> None:
@@ -290,32 +252,5 @@ class HostRun:
             order.obeyed.set()
         self._spec = self._files.local(spec)
 
-    def _end_ranks(self, grace_s: float) -> None:
-        alive = self._ranks.alive()
-        below = [child for process in alive for child in _children(process)]
-        end_all(alive, grace_s=grace_s)
-        end_all(below, grace_s=0.0)
-
-    def _report(self, verdict: Verdict) -> list[Failure]:
-        """The failures of this host; of ranks that succeeded, those that left by themselves."""
-        return [
-            report.failure(
-                state,
-                verdict,
-                host=self._host,
-                log_path=self._spec.told_log(state.rank),
-                tail=self._pump.tail(state.rank) if self._pump else [],
-                signal_name=signal_name(state.exitcode or 0),
-            )
-            for state in guilty(self._ranks.states(), verdict.cause)
-        ]
-
     def _sweep(self) -> None:
         end_all(leftovers(self._spec.plan.run_id, self._pipes, self._alone()), grace_s=0)
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
