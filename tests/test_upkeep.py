@@ -89,6 +89,6 @@ def test_an_idle_host_of_a_real_pool_goes_and_comes_again(tmp_path: Path) -> Non
         while pool.status()["hosts"]:
             assert time.monotonic() < deadline
             threading.Event().wait(0.1)
-        assert pool._call("taas_ready", owner="test", hosts=1)["hosts"]
+        assert pool.call("taas_ready", owner="test", hosts=1)["hosts"]
     finally:
         pool.down()
