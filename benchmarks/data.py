@@ -1,4 +1,4 @@
-"""Delivery and preparation of batches: the data service against a raw socket and local loaders.
+"""Delivery and preparation of batches: the data service, a raw socket, local loaders, its peers.
 
     python benchmarks/data.py [--rounds 5] [--seconds 2] [--only delivery|first|collate|slow|cpu]
 
@@ -6,7 +6,8 @@ Every row is measured in rounds that take turns, so that a slow moment of the ma
 them, and each time in a fresh process; printed are medians and the spread. The consumer touches
 every batch (reads one value of each 4 KiB page). "memory" is the peak of the consumer's resident
 memory, shared memory that it looks at included, over what it had before the first batch. Ratios are
-taken within a round. Figures move from machine to machine: compare rows of one run only.
+taken within a round. Figures move from machine to machine: compare rows of one run only. Ray Data
+and the tf.data service have rows where they are installed (`pip install '.[bench]'`).
 """
 
 import argparse
@@ -17,8 +18,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple
 
+import peers
 import psutil
 import torch
 from deliverers import Ready, Samples, local, ours, raw, service
@@ -49,8 +52,9 @@ def touch(batch: object) -> torch.Tensor:
 def consume(make: Callable, seconds: float, results: Connection) -> None:
     """The consumer's process."""
     torch.set_num_threads(1)
-    before = psutil.Process().memory_info().rss
     with make() as take:
+        before = psutil.Process().memory_info().rss
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of imports
         for _ in range(3):
             touch(take())
         batches = size = 0
@@ -114,7 +118,7 @@ def compare(title: str, rows: dict[str, Callable], rounds: int, seconds: float) 
 
 
 def delivery(rounds: int, seconds: float) -> None:
-    tls = new_certificate()
+    tls, others = new_certificate(), peers.installed()
     for name, size in SIZES.items():
         loader = DataLoader(Ready(size), batch_size=None)
         rows = {
@@ -126,6 +130,7 @@ def delivery(rounds: int, seconds: float) -> None:
         for workers in (0, 1, 2):
             made = DataLoader(Ready(size), batch_size=None, num_workers=workers)
             rows[f"local DataLoader, {workers} workers"] = partial(local, made)
+        rows |= {peer: partial(make, size) for peer, make in others.items()}
         compare(f"Delivery of ready batches of {name}", rows, rounds, seconds)
 
 

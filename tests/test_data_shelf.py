@@ -82,6 +82,66 @@ def test_the_owner_is_told_before_it_waits() -> None:
         assert chosen.result(60) == key(7)
 
 
+def test_a_lane_forgets_what_all_ranks_are_past() -> None:
+    shelf, slots, most = Shelf(1 << 30), 100, 0
+    small = Answer(Kind.BATCH, b"batch", units=1)
+    for epoch in range(50):
+        shelf.work_ahead(iter([Key(Kind.OPEN, epoch, 0), *(key(s, epoch) for s in range(slots))]))
+        for _ in range(slots + 1):
+            chosen = shelf.next()
+            assert chosen is not None
+            shelf.put(chosen, small)
+        for slot in range(slots // 2):  # the rank leaves its loop in the middle of the epoch
+            shelf.want("rank", key(slot, epoch))
+            assert shelf.take("rank", key(slot, epoch), 0.0) is small
+        most = max(most, shelf.entries)
+    left, counts = slots // 2 + 1, slots
+    assert most == 2 * (left + counts)
+
+
+def test_of_a_long_epoch_a_lane_remembers_the_latest_counts() -> None:
+    shelf, slots = Shelf(1 << 30), 40_000
+    small = Answer(Kind.BATCH, b"batch", units=7)
+    for slot in range(slots):
+        shelf.want("rank", key(slot))
+        assert shelf.next() == key(slot)
+        shelf.put(key(slot), small)
+        assert shelf.take("rank", key(slot), 0.0) is small
+    assert shelf.entries < slots // 2
+    assert shelf.count("other rank", key(slots - 1), 0.0) == 7
+
+
+def test_a_count_that_was_forgotten_is_found_out_again() -> None:
+    shelf = Shelf(1 << 30)
+    prepare(shelf, range(5))
+    shelf.want("slow", key(3), only_count=True)
+    for epoch in (1, 2):
+        shelf.want("fast", key(0, epoch))
+        assert shelf.next() == key(0, epoch)
+        shelf.put(key(0, epoch), answer(0))
+    assert shelf.count("slow", key(3), 0.0) is None
+    assert shelf.next() == key(3)
+    shelf.put(key(3), answer(3))
+    assert shelf.count("slow", key(3), 0.0) == 3
+
+
+def test_many_small_batches_take_no_more_memory_than_there_is() -> None:
+    idle = threading.Event()
+    shelf = Shelf(1 << 20, on_idle=idle.set)
+    shelf.work_ahead(iter([key(slot) for slot in range(100_000)]))
+
+    def work() -> None:
+        while (chosen := shelf.next()) is not None:
+            shelf.put(chosen, Answer(Kind.BATCH, b"x"))
+
+    with ThreadPoolExecutor() as pool:
+        working = pool.submit(work)
+        assert idle.wait(60)
+        shelf.close()
+        working.result(60)
+    assert 100 < shelf.ready_batches < 2000
+
+
 def test_over_the_budget_batches_lie_on_disk_and_come_back_bit_for_bit(tmp_path: Path) -> None:
     shelf, spill = shelf_of(tmp_path)
     prepare(shelf, range(6))

@@ -268,3 +268,14 @@ def test_a_datasets_own_state_shortens_the_replay():
     Stateful.replayed = 0
     assert source.prepare(0, 130).tolist() == forward[130]
     assert Stateful.replayed <= 2 * (130 - 128 + 1)
+
+
+def test_of_a_long_stream_few_states_are_kept_and_they_reach_all_of_it():
+    size = 64 * 600
+    payload = __import__("pickle").dumps(DataLoader(Stateful(size), None))
+    source = Source(payload, "train", SEED, "test")
+    for slot in range(size):
+        source.prepare(0, slot)
+    behind = {slot: slot - source.state(0, slot)[0] for slot in range(0, size, 64)}
+    assert max(behind.values()) < 64 * 4
+    assert len({slot - lag for slot, lag in behind.items()}) <= 256

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from taas_magic.data.outcome import Ended
 
 _SNAPSHOT_EVERY = 64
+_MOST_SNAPSHOTS = 256
 
 
 class Cursor:
@@ -20,7 +21,8 @@ class Cursor:
         self.epoch, self.stream, self.item, self.info = epoch, stream, item, info
         self._loader, self._dataset = loader, loader.dataset
         self._samples: Iterator[Any] | None = None
-        self._snapshots: dict[int, Any] = {}
+        self._snapshots: dict[int, bytes] = {}
+        self._every = _SNAPSHOT_EVERY
         self._ended = False
 
     def next_batch(self) -> Any:
@@ -33,11 +35,19 @@ class Cursor:
             raise Ended
         if self._samples is None:
             self._samples = iter(self._dataset)
-        if self.item % _SNAPSHOT_EVERY == 0 and hasattr(self._dataset, "state_dict"):
+        if self.item % self._every == 0 and hasattr(self._dataset, "state_dict"):
             self._snapshots[self.item] = pickle.dumps(self._dataset.state_dict())
+            self._thin_out()
         batch = self._loader.collate_fn(self._gather(self._samples))
         self.item += 1
         return batch
+
+    def _thin_out(self) -> None:
+        """Keep half of too many snapshots, so that all of a long stream can be gone back to."""
+        if len(self._snapshots) > _MOST_SNAPSHOTS:
+            self._every *= 2
+            kept = {at: state for at, state in self._snapshots.items() if at % self._every == 0}
+            self._snapshots = kept
 
     def _gather(self, samples: Iterator[Any]) -> Any:
         if self._loader.batch_size is None:

@@ -17,6 +17,8 @@ from taas_magic.data.link import Address, Link
 from taas_magic.data.shard import home
 from taas_magic.errors import ProtocolError, RunLost
 
+_FIRST_LOOK_S = 0.001
+_LONGEST_LOOK_S = 0.02
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
@@ -203,7 +205,7 @@ class Route:
     def _await_lanes(self) -> None:
         if self._found.addresses:
             return
-        deadline = self._clock() + self.timing.start_s
+        deadline, pause_s = self._clock() + self.timing.start_s, _FIRST_LOOK_S
         while not self._found.addresses:
             self._found = self._directory(self._loader)
             if self._found.addresses:
@@ -215,7 +217,8 @@ class Route:
                     f"no fetcher of loader {self._loader!r} has started within "
                     f"{self.timing.start_s:g} s; the run's log says why"
                 )
-            time.sleep(0.02)
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, _LONGEST_LOOK_S)
 
     def _wait_for_any(self) -> None:
         """Every lane is aside: wait for the first to be tried again, but not for ever."""

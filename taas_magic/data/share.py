@@ -39,6 +39,8 @@ class Share(Iterator[Key]):
     def reached(self, epoch: int, slot: int) -> None:
         """A rank asked for this batch; what the lane works ahead on lies behind it."""
         self._is_asked = True
+        if epoch > self._epoch:
+            self._ends = {at: end for at, end in self._ends.items() if at >= epoch}
         if epoch > self._epoch or (epoch == self._epoch and slot >= self._slot):
             self._epoch, self._slot = epoch, slot + 1
             self._keys = self._share(epoch, slot + 1)

@@ -5,6 +5,9 @@ asked for comes first, the connections in turn, each in the order of its asking;
 asked for, the lane works ahead on its own share. When the memory budget is used up the lane lays on
 disk what nobody has asked for, or it waits, except that a connection with nothing to send may
 always have its next batch: so a slow rank never starves another one.
+
+What lies here of epochs that all ranks should be past is forgotten. A rank that is not gets the
+same answers, prepared again.
 """
 
 import threading
@@ -15,7 +18,10 @@ from typing import NamedTuple
 from taas_magic.data.disk import Disk, Item, NoDisk
 from taas_magic.data.wire import Kind
 
-_KEEP_COUNTS = 100_000
+_KEEP_COUNTS = 1 << 14
+_KEEP_EPOCHS = 2
+_ITEM_BYTES = 1280
+"""What an answer in memory takes beside its data: of small batches, most."""
 _MOMENT_S = 0.05
 
 
@@ -65,6 +71,7 @@ class Shelf:
         self._ahead: Iterator[Key] = iter(())
         self._doing: Key | None = None
         self._closed = False
+        self._latest_epoch = self._memory_bytes = 0
         self.ready_bytes = self.ready_batches = 0
 
     def want(self, who: Hashable, key: Key, only_count: bool = False) -> None:
@@ -72,6 +79,9 @@ class Shelf:
         with self._changed:
             if only_count and key in self._counts:
                 return
+            if key.epoch > self._latest_epoch:
+                self._latest_epoch = key.epoch
+                self._forget_before(key.epoch - _KEEP_EPOCHS + 1)
             waiting = self._waiting.setdefault(key, set())
             if who in waiting:
                 return
@@ -127,11 +137,14 @@ class Shelf:
             None when it is not known within `timeout_s`.
         """
         with self._changed:
-            if key not in self._counts and timeout_s:
-                self._changed.wait_for(lambda: key in self._counts, timeout_s)
-            if key in self._counts:
+            # It may have been known when it was asked for, and be forgotten since.
+            self.want(who, key, only_count=True)
+            if timeout_s:
+                self._changed.wait_for(lambda: self._units(key) is not None, timeout_s)
+            units = self._units(key)
+            if units is not None:
                 self._leave(who, key)
-            return self._counts.get(key)
+            return units
 
     def work_ahead(self, keys: Iterator[Key]) -> None:
         """Say what to prepare, in this order, when nobody waits for anything."""
@@ -164,7 +177,8 @@ class Shelf:
 
     def put(self, key: Key, item: Item) -> None:
         """Lay an answer on the shelf."""
-        if self.ready_bytes + item.size > self._budget_bytes and key not in self._waiting:
+        is_over = self._memory_bytes + _memory_of(item) > self._budget_bytes
+        if is_over and key not in self._waiting:
             item = self._disk.lay(item) or item
         with self._changed:
             self._doing = None
@@ -180,6 +194,12 @@ class Shelf:
                 self._unasked[key] = None
             self._changed.notify_all()
 
+    @property
+    def entries(self) -> int:
+        """How many answers, counts and questions are remembered."""
+        with self._changed:
+            return len(self._ready) + len(self._counts) + len(self._waiting)
+
     def close(self) -> None:
         """Let the preparing thread go."""
         with self._changed:
@@ -188,6 +208,16 @@ class Shelf:
 
     def _has_gone(self) -> bool:
         return not any((*self._to_send.values(), *self._taken.values()))
+
+    def _units(self, key: Key) -> int | None:
+        item = self._ready.get(key)
+        return self._counts.get(key) if item is None else item.units
+
+    def _forget_before(self, epoch: int) -> None:
+        for key in [key for key in self._unasked if key.epoch < epoch]:
+            self._remove(key)
+        for key in [key for key in self._counts if key.epoch < epoch]:
+            del self._counts[key]
 
     def _leave(self, who: Hashable, key: Key) -> None:
         """`who` waits for `key` no more."""
@@ -213,6 +243,7 @@ class Shelf:
 
     def _lay(self, key: Key, item: Item) -> None:
         self._ready[key] = item
+        self._memory_bytes += _memory_of(item)
         self.ready_bytes += item.size
         self.ready_batches += key.kind is Kind.GET
 
@@ -220,15 +251,16 @@ class Shelf:
         self._unasked.pop(key, None)
         item = self._ready.pop(key)
         self._disk.drop(item)
+        self._memory_bytes -= _memory_of(item)
         self.ready_bytes -= item.size
         self.ready_batches -= key.kind is Kind.GET
 
     def _choose(self) -> Key | None:
         if not self._open:
             return self._first_ahead()
-        if self.ready_bytes >= self._budget_bytes:
+        if self._is_full():
             self._make_room()
-        full = self.ready_bytes >= self._budget_bytes
+        full = self._is_full()
         chosen = None
         for key in (key for keys in self._open.values() for key in keys):
             if full and not self._starves(key):
@@ -242,6 +274,9 @@ class Shelf:
             self._open.move_to_end(who)
             self._close(chosen)
         return chosen
+
+    def _is_full(self) -> bool:
+        return self._memory_bytes >= self._budget_bytes
 
     def _starves(self, key: Key) -> bool:
         """Whether someone who waits for `key` has nothing else on the shelf."""
@@ -260,13 +295,18 @@ class Shelf:
             if laid is not None:
                 self._lay(key, laid)
                 self._unasked[key] = None
-            if self.ready_bytes < self._budget_bytes:
+            if not self._is_full():
                 return
 
     def _first_ahead(self) -> Key | None:
-        if self.ready_bytes >= self._budget_bytes and not self._disk.has_room:
+        if self._is_full() and not self._disk.has_room:
             return None
         for key in self._ahead:
             if key not in self._ready and key not in self._counts:
                 return key
         return None
+
+
+def _memory_of(item: Item) -> int:
+    """What an item takes; on disk, none that is worth counting."""
+    return item.size + _ITEM_BYTES if item.size else 0

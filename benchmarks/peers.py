@@ -1,0 +1,103 @@
+"""Other services that deliver batches to a process, as rows of benchmarks/data.py.
+
+Each is used as its documentation says, with one process that prepares. Where one is not installed
+(`pip install '.[bench]'`) its row is left out.
+"""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
+
+import torch
+from deliverers import FORK, Take
+
+SAMPLES = 64
+BLOCK_BYTES = 64 << 20
+BLOCKS = 2000
+STORE_BYTES = 1 << 30
+
+
+@contextlib.contextmanager
+def ray_data(size: int) -> Iterator[Take]:
+    """Ray Data: a task prepares blocks in shared memory, the consumer cuts batches from them."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import numpy
+    import ray.data
+
+    ray.init(
+        "local",
+        num_cpus=1,
+        object_store_memory=STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    batch = {"x": numpy.zeros((SAMPLES, size // SAMPLES), numpy.uint8)}
+    batches = BLOCKS * max(1, BLOCK_BYTES // size)
+    dataset = ray.data.range(batches, override_num_blocks=BLOCKS)
+    dataset = dataset.map_batches(lambda _: batch, batch_size=1)
+    received = iter(dataset.iter_torch_batches(batch_size=SAMPLES))
+    try:
+        yield lambda: next(received)["x"]
+    finally:
+        ray.shutdown()
+
+
+def _serve(address: Connection) -> None:
+    """The process of the tf.data service: one dispatcher and one worker."""
+    import tensorflow
+
+    service = tensorflow.data.experimental.service
+    dispatcher = service.DispatchServer()
+    where = dispatcher.target.split("://")[1]
+    worker = service.WorkerServer(service.WorkerConfig(dispatcher_address=where))
+    address.send(dispatcher.target)
+    worker.join()
+
+
+@contextlib.contextmanager
+def tf_data(size: int) -> Iterator[Take]:
+    """The tf.data service: a worker prepares tensors and sends them by gRPC."""
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    ours, theirs = FORK.Pipe()
+    server = FORK.Process(target=_serve, args=(theirs,), daemon=True)
+    server.start()
+    theirs.close()
+    try:
+        target = ours.recv()
+        import tensorflow
+
+        dataset = tensorflow.data.Dataset.from_tensors(
+            tensorflow.zeros([size], tensorflow.uint8)
+        ).repeat()
+        distribute = tensorflow.data.experimental.service.distribute
+        distributed = dataset.apply(distribute(processing_mode="parallel_epochs", service=target))
+        received = iter(distributed)
+        to_dlpack = tensorflow.experimental.dlpack.to_dlpack
+        yield lambda: torch.utils.dlpack.from_dlpack(to_dlpack(next(received)))
+    finally:
+        server.terminate()
+        server.join()
+
+
+Make = Callable[[int], AbstractContextManager[Take]]
+PEERS: dict[str, tuple[str, Make]] = {
+    "Ray Data": ("ray", ray_data),
+    "tf.data service": ("tensorflow", tf_data),
+}
+"""By the name of the row: the package that it needs, and who makes it."""
+
+
+def installed() -> dict[str, Make]:
+    """The rows that can be measured here; says which are left out."""
+    rows = {}
+    for name, (package, make) in PEERS.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"{name} is not installed (pip install '.[bench]'): its row is left out")
+        else:
+            rows[name] = make
+    return rows
