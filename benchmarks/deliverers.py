@@ -130,6 +130,7 @@ def service(
     lanes: int = 1,
     direct: bool = False,
     tls: Tls | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
 ) -> Iterator[Service]:
     """The data service."""
     folder = Path(tempfile.mkdtemp())
@@ -139,7 +140,7 @@ def service(
     for number in range(fetchers):
         fetched = (Fetched("train", folder / "train.pkl", lanes),)
         spec = FetcherSpec(number, number, fetchers, fetched, key, addresses, lanes)
-        spec = dataclasses.replace(spec, tls=tls, buffer_bytes=BUFFER_BYTES)
+        spec = dataclasses.replace(spec, tls=tls, buffer_bytes=buffer_bytes)
         running.append(fetcher.start(spec, FORK))
     for _, control in running:
         control.recv()

@@ -14,38 +14,6 @@ from multiprocessing.connection import Connection
 import torch
 from deliverers import FORK, Take
 
-SAMPLES = 64
-BLOCK_BYTES = 64 << 20
-BLOCKS = 2000
-STORE_BYTES = 1 << 30
-
-
-@contextlib.contextmanager
-def ray_data(size: int) -> Iterator[Take]:
-    """Ray Data: a task prepares blocks in shared memory, the consumer cuts batches from them."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import numpy
-    import ray.data
-
-    ray.init(
-        "local",
-        num_cpus=1,
-        object_store_memory=STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    batch = {"x": numpy.zeros((SAMPLES, size // SAMPLES), numpy.uint8)}
-    batches = BLOCKS * max(1, BLOCK_BYTES // size)
-    dataset = ray.data.range(batches, override_num_blocks=BLOCKS)
-    dataset = dataset.map_batches(lambda _: batch, batch_size=1)
-    received = iter(dataset.iter_torch_batches(batch_size=SAMPLES))
-    try:
-        yield lambda: next(received)["x"]
-    finally:
-        ray.shutdown()
-
 
 def _serve(address: Connection) -> None:
     """The process of the tf.data service: one dispatcher and one worker."""
@@ -86,7 +54,6 @@ def tf_data(size: int) -> Iterator[Take]:
 
 Make = Callable[[int], AbstractContextManager[Take]]
 PEERS: dict[str, tuple[str, Make]] = {
-    "Ray Data": ("ray", ray_data),
     "tf.data service": ("tensorflow", tf_data),
 }
 """By the name of the row: the package that it needs, and who makes it."""

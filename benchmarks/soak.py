@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 
 MOMENTS = 20
 EPOCH = 50_000
+# How far a lane is ahead changes all the time: it must not look like growth.
+BUFFER_BYTES = 4 << 20
 MOST_MIB = 10.0
 MOST_HANDLES = 0.5
 
@@ -48,7 +50,8 @@ def counts() -> dict[str, float]:
 def seen(batches: int, tcp: bool) -> Iterator[tuple[int, dict[str, float]]]:
     """Take so many batches; yield the counts on the way."""
     every = batches // MOMENTS
-    with service(DataLoader(Small(), batch_size=None), direct=not tcp) as running:
+    loader = DataLoader(Small(), batch_size=None)
+    with service(loader, direct=not tcp, buffer_bytes=BUFFER_BYTES) as running:
         remote = running.remote()
         stream = itertools.chain.from_iterable(itertools.repeat(remote))
         for number, batch in enumerate(itertools.islice(stream, batches), 1):
