@@ -20,7 +20,7 @@ from taas_magic.errors import PoolError, RunLost
 from taas_magic.pool import Pool
 from taas_magic.remote.spec import RUN_TOKEN
 from tests.harness import Notebook, Outcome
-from tests.rig.slurm import CORES, PATH, Slurm, slurm_up
+from tests.rig.slurm import CORES, GPUS, PATH, Slurm, slurm_up
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
 
@@ -39,6 +39,12 @@ dist.init_process_group("gloo")
 ones = torch.ones(1)
 dist.all_reduce(ones)
 print(socket.gethostname(), int(ones))
+"""
+
+OF_SLURM = """
+import os
+slurms = [os.environ.get(name) for name in ("SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES")]
+print(socket.gethostname(), int(ones), *slurms)
 """
 
 ENDLESS = """
@@ -96,6 +102,11 @@ class Hpc:
         over.set()
         waiting.join()
 
+    def nodes_of_jobs(self) -> set[tuple[str, ...]]:
+        """The jobs that run, each with its node."""
+        lines = self.slurm.run("squeue", "--noheader", "--states=R", "--format=%i %N").splitlines()
+        return {tuple(line.split()) for line in lines}
+
     def has_begun(self) -> bool:
         """Whether a rank of the newest run has said so."""
         logs = (self.notebook.state_dir / "runs").glob("*/logs/*")
@@ -139,12 +150,16 @@ def hpc(notebook: Notebook, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def test_a_cell_runs_on_two_hosts(hpc: Hpc, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = hpc.run(MEET)
+    """In the environment that Slurm gives to their jobs."""
+    hpc.configure(job_extra_directives=f'["--gres=gpu:{GPUS}"]')
+    outcome = hpc.run(MEET + OF_SLURM)
     assert outcome.error is None, outcome.shown
     assert hpc.slurm.hosts is not None
     said = [outcome.lines[rank][-1].split() for rank in range(4)]
     assert sorted(words[0] for words in said) == [n for n in hpc.slurm.hosts.names for _ in "ab"]
     assert {words[1] for words in said} == {"4"}
+    assert {(words[2], words[0]) for words in said} == hpc.nodes_of_jobs()
+    assert {words[3] for words in said} == {"0,1"}
     assert "Slurm job" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""The notebook for SSH hosts: whole as it is stored, and executed on two hosts of the rig."""
+"""The notebook for SSH hosts: whole as it is stored, and executed on three hosts of the rig."""
 
 import re
 import shutil
@@ -18,13 +18,19 @@ from tests.rig.hosts import Hosts, hosts_up
 ROOT = Path(__file__).parent.parent
 STORED = ROOT / "notebooks" / "ssh.ipynb"
 ACCURACY = re.compile(r"^accuracy (0\.\d+)", re.MULTILINE)
-NAMES = ("gpu1", "gpu2")
+NAMES = ("gpu1", "gpu2", "cpu1")
 
 TOML = """\
 [pools.lab]
 engine = "ssh"
 hosts = ["gpu1", "gpu2"]
 gpus = 2
+python = "~/venvs/train/bin/python"
+
+[pools.prepare]
+engine = "ssh"
+hosts = ["cpu1"]
+role = "data"
 python = "~/venvs/train/bin/python"
 """
 
@@ -35,23 +41,26 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 def folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> Iterator[tuple[Path, Hosts]]:
-    """A copy of the notebook with a taas.toml, in a home folder whose ssh knows the hosts."""
+    """A copy of the notebook with a taas.toml, and hosts that its user's ssh knows.
+
+    They share no folder with it.
+    """
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     copy = tmp_path / "project"
     copy.mkdir()
     shutil.copy(STORED, copy)
     (copy / "taas.toml").write_text(TOML)
-    with hosts_up(2, share=[tmp_path]) as hosts:
+    with hosts_up(len(NAMES)) as hosts:
         home = tmp_path / "home"
         (home / ".ssh").mkdir(parents=True)
         (home / ".ssh" / "config").write_text(ssh_config(hosts))
         monkeypatch.setenv("HOME", str(home))
-        for number in (1, 2):
-            link = f"mkdir -p ~/venvs && ln -s {sys.prefix} ~/venvs/train"
+        for number, name in enumerate(NAMES, 1):
+            link = f"mkdir -p ~/venvs && ln -s {sys.prefix} ~/venvs/train && hostname {name}"
             hosts.exec(number, "env", "HOME=/root", "sh", "-c", link)
         yield copy, hosts
-        for number in (1, 2):
+        for number in range(1, hosts.count + 1):
             _, alive = psutil.wait_procs(hosts.processes(number), timeout=60)
             assert not alive
 
@@ -71,22 +80,26 @@ def texts(notebook: NotebookNode) -> str:
 
 
 def check(notebook: NotebookNode) -> None:
-    """Whether it shows two hosts and a training that worked."""
+    """Whether it shows two trainings that worked, a checkpoint, and batches of the data host."""
     text = texts(notebook)
-    assert "SUCCEEDED" in text and "hosts 2" in text
-    assert "['gpu1', 'gpu2']" in text
-    found = ACCURACY.search(text)
-    assert found is not None and float(found[1]) > 0.9
+    assert text.count("SUCCEEDED") == 2 and "rank 0 wrote: digits.pt" in text
+    assert "['digits.pt'] ['gpu1', 'gpu2']" in text
+    for host in ("gpu1", "gpu2"):
+        assert f"batches for {host} come from cpu1" in text
+    found = [float(number) for number in ACCURACY.findall(text)]
+    assert len(found) == 2 and min(found) > 0.9
+    assert re.search(r"prepare +ssh +ready +cpu1", text)
 
 
 @pytest.mark.network
 @pytest.mark.timeout(400)
-def test_it_trains_on_two_hosts(folder: tuple[Path, Hosts]) -> None:
+def test_it_trains_on_hosts_that_share_nothing(folder: tuple[Path, Hosts]) -> None:
     path, _ = folder
     notebook = nbformat.read(path / "ssh.ipynb", as_version=4)
     resources = {"metadata": {"path": str(path)}}
     NotebookClient(notebook, kernel_name="taas", timeout=300, resources=resources).execute()
     check(notebook)
+    assert sorted(file.name for file in path.iterdir()) == ["digits.pt", "ssh.ipynb", "taas.toml"]
 
 
 @pytest.mark.network
