@@ -38,12 +38,6 @@ def applied(own: Mapping[str, str], changed: Mapping[str, str | None]) -> dict[s
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def without(own: Mapping[str, str], added: Mapping[str, object]) -> dict[str, str]:
-    """An environment without variables that somebody added, where they still have those values."""
-    gone = {name: str(value) for name, value in added.items()}
-    return {name: value for name, value in own.items() if value != gone.get(name)}
-
-
 def users_path(
     path: Iterable[str], prefixes: Iterable[str] = (sys.prefix, sys.base_prefix)
 ) -> list[str]:

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from taas_magic.environ import applied, changes, users_path, without
+from taas_magic.environ import applied, changes, users_path
 
 
 def test_only_what_changed_travels() -> None:
@@ -20,12 +20,6 @@ def test_the_hosts_own_environment_holds_but_for_the_changes() -> None:
         "CUDA_VISIBLE_DEVICES": "3",
         "NEW": "x",
     }
-
-
-def test_what_was_added_goes_unless_it_was_changed_since() -> None:
-    own = {"HOME": "/home/me", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "4"}
-    added = {"OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1, "OPENBLAS_NUM_THREADS": 1}
-    assert without(own, added) == {"HOME": "/home/me", "MKL_NUM_THREADS": "4"}
 
 
 def test_a_process_knows_what_it_changed() -> None:

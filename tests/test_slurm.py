@@ -20,7 +20,7 @@ from taas_magic.errors import PoolError, RunLost
 from taas_magic.pool import Pool
 from taas_magic.remote.spec import RUN_TOKEN
 from tests.harness import Notebook, Outcome
-from tests.rig.slurm import CORES, GPUS, PATH, Slurm, slurm_up
+from tests.rig.slurm import CORES, PATH, Slurm, slurm_up
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
 
@@ -41,10 +41,10 @@ dist.all_reduce(ones)
 print(socket.gethostname(), int(ones))
 """
 
-OF_SLURM = """
+OF_THE_JOB = """
 import os
-slurms = [os.environ.get(name) for name in ("SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES")]
-print(socket.gethostname(), int(ones), *slurms)
+job = [os.environ.get(name) for name in ("SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES")]
+print(socket.gethostname(), int(ones), *job)
 """
 
 ENDLESS = """
@@ -150,16 +150,16 @@ def hpc(notebook: Notebook, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def test_a_cell_runs_on_two_hosts(hpc: Hpc, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the environment that Slurm gives to their jobs."""
-    hpc.configure(job_extra_directives=f'["--gres=gpu:{GPUS}"]')
-    outcome = hpc.run(MEET + OF_SLURM)
+    """In the environment of their jobs."""
+    hpc.configure(job_script_prologue='["export CUDA_VISIBLE_DEVICES=4,5"]')
+    outcome = hpc.run(MEET + OF_THE_JOB)
     assert outcome.error is None, outcome.shown
     assert hpc.slurm.hosts is not None
     said = [outcome.lines[rank][-1].split() for rank in range(4)]
     assert sorted(words[0] for words in said) == [n for n in hpc.slurm.hosts.names for _ in "ab"]
     assert {words[1] for words in said} == {"4"}
     assert {(words[2], words[0]) for words in said} == hpc.nodes_of_jobs()
-    assert {words[3] for words in said} == {"0,1"}
+    assert {words[3] for words in said} == {"4,5"}
     assert "Slurm job" in capsys.readouterr().out
 
 

@@ -35,8 +35,8 @@ while True:
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with hosts_up(3) as hosts:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with hosts_up(3, share=[tmp_path_factory.getbasetemp()]) as hosts:
         yield hosts
 
 
@@ -110,7 +110,7 @@ class Remote:
         def wait() -> None:
             while not over.wait(0.05):
                 new = set(self.runs()) - known
-                if any('"begun"' in log.read_text() for run in new for log in run.glob("events*")):
+                if any("begun" in log.read_text() for run in new for log in run.glob("logs/*")):
                     harm()
                     return
 

@@ -10,15 +10,12 @@ everything on the host ends.
 import asyncio
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Mapping
 from typing import Any
 
-import dask
 from distributed import Worker, WorkerPlugin
 
-from taas_magic.environ import without
 from taas_magic.remote.naming import agent_name, vehicle_of
 from taas_magic.remote.process import spawn_command
 
@@ -73,7 +70,6 @@ class Vehicle(WorkerPlugin):
         self._supervisor = await asyncio.create_subprocess_exec(
             *spawn_command("taas_magic.remote.supervisor"),
             stdin=asyncio.subprocess.PIPE,
-            env=_environ_of_host(worker),
             start_new_session=True,
         )
         assert self._supervisor.stdin is not None
@@ -108,12 +104,3 @@ class Vehicle(WorkerPlugin):
 
     def _leave(self, worker: Worker, why: str) -> None:
         worker.loop.add_callback(worker.close, reason=f"taas-vehicle: {why}")
-
-
-def _environ_of_host(worker: Worker) -> dict[str, str]:
-    """What the job, or whoever started the worker, has set; ranks get it.
-
-    A nanny holds its worker's libraries to one thread; ranks get threads by the host's cores.
-    """
-    added = dask.config.get("distributed.nanny.pre-spawn-environ", {}) if worker.nanny else {}
-    return without(os.environ, added)

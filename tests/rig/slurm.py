@@ -25,8 +25,6 @@ NEEDS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel")
 READY_WITHIN_S = 60.0
 PATH = f"{os.environ['PATH']}:/usr/sbin"
 CORES = 8
-GPUS = 2
-"""What each node says that it has; Slurm asks for device files only, and does not use them."""
 
 CONFIG = """
 ClusterName=rig
@@ -42,7 +40,6 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-GresTypes=gpu
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -144,8 +141,7 @@ def _configure(slurm: Slurm) -> None:
         places = [slurm.hosts.address(number + 1) for number in range(slurm.hosts.count)]
         spool = Path("/var/tmp/slurmd")
     nodes = [
-        f"NodeName={name} NodeAddr={place} CPUs={CORES} Gres=gpu:{GPUS} RealMemory=8000 "
-        "State=UNKNOWN"
+        f"NodeName={name} NodeAddr={place} CPUs={CORES} RealMemory=8000 State=UNKNOWN"
         for name, place in zip(names, places, strict=True)
     ]
     values = {
@@ -160,10 +156,6 @@ def _configure(slurm: Slurm) -> None:
     }
     slurm.conf.write_text(CONFIG.format(**values))
     (slurm.folder / "cgroup.conf").write_text("CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n")
-    devices = f"{slurm.folder}/gpu[0-{GPUS - 1}]"
-    (slurm.folder / "gres.conf").write_text(f"Name=gpu File={devices}\n")
-    for number in range(GPUS):
-        (slurm.folder / f"gpu{number}").touch()
     key = slurm.folder / "munge.key"
     key.write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)
