@@ -15,10 +15,12 @@ MAX_RANKS_PER_CPU_HOST = 64
 def new_run_id(now: float | None = None) -> str:
     """A name that sorts by time and that two kernels cannot both choose.
 
-    For example `20260131-142501-3f9a1c`.
+    For example `20260131-142501-0423f9a1`: the day, the time to the millisecond, and four digits
+    of chance.
     """
+    now = time.time() if now is None else now
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-    return f"{stamp}-{secrets.token_hex(3)}"
+    return f"{stamp}-{int(now % 1 * 1000):03}{secrets.token_hex(2)}"
 
 
 def make_plan(

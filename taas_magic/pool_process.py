@@ -61,6 +61,8 @@ class PoolProcess:
         if lock is not None:
             (self.folder / "pool.json").unlink(missing_ok=True)
             os.close(lock)
+            if self._started is not None:  # it has let go of the lock, so it is all but gone
+                self._started.wait(self._config.start_timeout_s)
             self._started = self._start_process()
 
     def wait_for_place(self) -> dict[str, Any]:

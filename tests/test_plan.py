@@ -73,7 +73,7 @@ def test_a_plan_survives_the_wire() -> None:
 
 def test_run_ids_differ_and_sort_by_time() -> None:
     assert new_run_id(1e9) != new_run_id(1e9)
-    assert new_run_id(1e9) < new_run_id(2e9)
+    assert new_run_id(1e9) < new_run_id(1e9 + 0.002) < new_run_id(1e9 + 1) < new_run_id(2e9)
 
 
 def test_a_run_grows_by_the_fewest_hosts_that_give_it_more_ranks() -> None:

@@ -143,7 +143,8 @@ def connect(
             undo.callback(sock.close)
         transport = Transport(sock)
         undo.callback(_end_transport, transport)
-        transport.banner_timeout = transport.auth_timeout = timeout_s
+        transport.auth_timeout = timeout_s
+        transport.banner_timeout = 2 * timeout_s  # our own patience ends first, and says more
         transport.channel_timeout = timeout_s
         _agree_on_keys(transport, target, patience)
         verify(target, transport.get_remote_server_key())
