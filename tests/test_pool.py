@@ -17,7 +17,9 @@ from taas_magic import pool_process, pools
 from taas_magic.config import Config, PoolConfig
 from taas_magic.engines.process import take_lock
 from taas_magic.errors import PoolError
+from taas_magic.journal import Event
 from taas_magic.pool import Pool
+from taas_magic.run import Run
 from tests.harness import Notebook, below, listening_ports
 
 
@@ -78,6 +80,27 @@ print(sorted({c.laddr.ip for c in found}))
 dist.barrier()
 """
     assert notebook.run(source).lines[0] == ["['127.0.0.1']"]
+
+
+def test_the_kernel_hears_a_run_from_its_first_event_on(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, put = the_pool(notebook)._client, Run.put
+    send, heard = client._send_to_scheduler, []
+
+    def send_late(message: dict[str, object]) -> None:
+        if message["op"] != "subscribe-topic":
+            send(message)
+
+    def hear(run: Run, event: Event | None) -> None:
+        heard.append(event["kind"])
+        put(run, event)
+
+    monkeypatch.setattr(client, "_send_to_scheduler", send_late)
+    monkeypatch.setattr(Run, "put", hear)
+    outcome = notebook.run("print('here')")
+    assert heard[:2] == ["state", "started"]
+    assert heard == [event["kind"] for event in outcome.events]
 
 
 def test_a_second_kernel_attaches_to_the_same_pool(notebook: Notebook) -> None:

@@ -85,6 +85,7 @@ class Keeper(SchedulerPlugin):
             not have its project store: in one line.
         """
         first = HostSpec.from_json(spec)
+        self._subscribe(owner, first.plan.run_id)
         with contextlib.ExitStack() as until_end:
             try:
                 _own_store(until_end, first.plan)
@@ -112,8 +113,9 @@ class Keeper(SchedulerPlugin):
         Returns:
             `hosts`: their names. Or `error`, why there are none.
         """
-        name = topic(share_id(spec["plan"]["run_id"]))
-        publish = functools.partial(self._scheduler.log_event, name)
+        name = share_id(spec["plan"]["run_id"])
+        self._subscribe(owner, name)
+        publish = functools.partial(self._scheduler.log_event, topic(name))
         fetch = KeptFetch(spec, owner, self.members, publish)
         self._runs[fetch.run_id] = fetch
         try:
@@ -205,6 +207,10 @@ class Keeper(SchedulerPlugin):
                 run.publish(note)
                 self._in_background(run.halt("interrupt"))
         self._kernels.go(client)
+
+    def _subscribe(self, owner: str, name: str) -> None:
+        """Has a kernel get the events: its own word for it goes another way than its call."""
+        self._scheduler.subscribe_topic(topic(name), owner)
 
     def _publisher(self, journal: Writer) -> Callable[[Event], None]:
         """Takes a run's events: into its journal, and to the kernels that listen."""
