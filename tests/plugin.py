@@ -58,9 +58,10 @@ def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.chdir(warm_notebook.project)
     _empty(warm_notebook.shell)
     files = shared_memory()
+    of_others = set(_left_behind(files))
     yield warm_notebook
     deadline = time.monotonic() + GONE_WITHIN_S
-    while (left := _left_behind(files)) and time.monotonic() < deadline:
+    while (left := set(_left_behind(files)) - of_others) and time.monotonic() < deadline:
         threading.Event().wait(0.1)
     assert not left
 
@@ -79,7 +80,7 @@ def _left_behind(files_before: set[str]) -> list[str]:
     agents = [process for process in tree if "taas_magic.remote.agent" in _words(process)]
     left += [f"rank {process}" for process in agents[2:]]  # the agent, its forkserver, their forks
     ports = listening_ports(tree)
-    left += [f"ports {ports}"] if len(ports) > 2 else []  # the scheduler's and the agent's
+    left += [f"ports {sorted(ports)}"] if len(ports) > 2 else []  # the scheduler's and the agent's
     new = shared_memory() - files_before
     return left + sorted(new - _mapped_elsewhere() if new else new)
 

@@ -12,8 +12,9 @@ import torch
 
 from taas_magic.data import encode
 from taas_magic.data.connection import Answer
-from taas_magic.data.shelf import Key, Shelf
+from taas_magic.data.shelf import Shelf
 from taas_magic.data.spill import Spill
+from taas_magic.data.stock import Key
 from taas_magic.data.wire import Kind
 
 BATCH_BYTES = 64 << 10
@@ -62,6 +63,38 @@ def test_connections_are_served_in_turn() -> None:
         order.append(chosen.slot)
         shelf.put(chosen, answer(0))
     assert order == [0, 1, 2, 3, 4]
+
+
+def test_a_full_lane_prepares_what_a_connection_sends_next() -> None:
+    """Though what follows in its stream was nearer, and has used up the memory."""
+    shelf = Shelf(BATCH_BYTES, follows=lambda epoch, slot: slot >= 2)
+    for slot in (0, 2, 4):
+        shelf.want("rank", key(slot))
+    assert shelf.next() == key(2)
+    shelf.put(key(2), answer(2))
+    with ThreadPoolExecutor() as pool:
+        chosen = pool.submit(shelf.next)
+        assert shelf.take("rank", key(0), 0.0) is None
+        assert chosen.result(60) == key(0)
+        shelf.put(key(0), answer(0))
+        assert shelf.take("rank", key(0), 60.0) is not None
+
+
+def test_an_answer_that_was_thrown_away_for_room_is_prepared_again() -> None:
+    shelf = Shelf(BATCH_BYTES)
+    shelf.want("rank", key(0), only_count=True)
+    shelf.want("rank", key(0))
+    assert shelf.next() == key(0)
+    shelf.put(key(0), answer(0))
+    assert shelf.count("rank", key(0), 0.0) == 0
+    shelf.want("other", key(1))
+    with ThreadPoolExecutor() as pool:
+        chosen = pool.submit(shelf.next)
+        assert chosen.result(60) == key(1)
+        shelf.put(key(1), answer(1))
+        chosen = pool.submit(shelf.next)
+        assert shelf.take("rank", key(0), 0.0) is None
+        assert chosen.result(60) == key(0)
 
 
 def test_what_a_connection_wanted_is_not_prepared_when_it_is_gone() -> None:

@@ -270,6 +270,19 @@ def test_a_datasets_own_state_shortens_the_replay():
     assert Stateful.replayed <= 2 * (130 - 128 + 1)
 
 
+def test_the_states_of_an_epoch_outlive_the_work_ahead_on_the_next():
+    source = Source(__import__("pickle").dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
+    forward = flat(stream(source))
+    source.prepare(1, 0)
+    assert source.state(0, 130) == (128, {"at": 256})
+    Stateful.replayed = 0
+    assert source.prepare(0, 130).tolist() == forward[130]
+    assert Stateful.replayed <= 2 * (130 - 128 + 1)
+    source.forget_before(1)
+    assert source.state(0, 130) is None
+    assert source.state(1, 0) == (0, {"at": 0})
+
+
 def test_of_a_long_stream_few_states_are_kept_and_they_reach_all_of_it():
     size = 64 * 600
     payload = __import__("pickle").dumps(DataLoader(Stateful(size), None))

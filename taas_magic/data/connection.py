@@ -14,8 +14,9 @@ from collections.abc import MutableSequence
 from taas_magic.data import encode, sockets, wire
 from taas_magic.data.blocks import WrittenBlocks
 from taas_magic.data.shard import VOID
-from taas_magic.data.shelf import Key, Shelf
+from taas_magic.data.shelf import Shelf
 from taas_magic.data.sockets import TICK_S, Part, Socket
+from taas_magic.data.stock import Key
 from taas_magic.data.talk import Assembler, Talk
 from taas_magic.data.wire import Flag, Frame, Kind
 

@@ -24,10 +24,11 @@ from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.outcome import Ended, Failed, Opened, is_counted, units_of
 from taas_magic.data.shard import VOID
 from taas_magic.data.share import Share
-from taas_magic.data.shelf import Key, Shelf
+from taas_magic.data.shelf import Shelf
 from taas_magic.data.sockets import Socket
 from taas_magic.data.source import Source
 from taas_magic.data.spill import Spill
+from taas_magic.data.stock import Key
 from taas_magic.data.talk import Talk
 from taas_magic.data.wire import Kind
 
@@ -132,6 +133,8 @@ class Lane:
         if (now := time.monotonic()) - self._stock_taken > _STOCK_S:
             # A system call, so not for every batch; this thread does nothing but prepare.
             self._stock_taken, self.stats[6] = now, time.thread_time()
+            if self._source is not None:
+                self._source.forget_before(self.shelf.oldest_epoch)
 
     def _serve(self, sock: Socket, talk: Talk) -> None:
         connection = Connection(sock, talk, self.shelf, self._sent, self._spec.shared_bytes)

@@ -6,7 +6,7 @@ from itertools import count
 from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.outcome import Opened
 from taas_magic.data.shard import home
-from taas_magic.data.shelf import Key
+from taas_magic.data.stock import Key
 from taas_magic.data.wire import Kind
 
 _NEXT_EPOCH_BATCHES = 2

@@ -15,7 +15,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
-from taas_magic.data.cursor import Cursor
+from taas_magic.data.cursor import Cursor, Snapshots
 from taas_magic.data.order import Order, seed_all
 from taas_magic.data.outcome import Ended, Failed, Opened
 from taas_magic.data.shard import seed_of
@@ -48,6 +48,7 @@ class Source:
         self.streams = streams_of(self.loader)
         self._order = Order(self.loader, seed) if self.streams is None else None
         self._cursors: dict[int, Cursor] = {}
+        self._snapshots: dict[tuple[int, int], Snapshots] = {}
         self._given: dict[int, tuple[int, int, Any]] = {}
         self._at = ""
         self._info: Any = None
@@ -118,14 +119,19 @@ class Source:
         if self.streams is None:
             return None
         item, stream = divmod(slot, self.streams)
-        cursor = self._cursors.get(stream)
-        return cursor.state(item) if cursor is not None and cursor.epoch == epoch else None
+        snapshots = self._snapshots.get((epoch, stream))
+        return None if snapshots is None else snapshots.before(item)
 
     def restore(self, epoch: int, slot: int, state: Any) -> None:
         """Have the stream of a slot begin there, in a dataset that has loaded this state."""
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
         self._given[stream] = epoch, item, state
+
+    def forget_before(self, epoch: int) -> None:
+        """Nobody asks for earlier epochs any more."""
+        for key in [key for key in self._snapshots if key[0] < epoch]:
+            del self._snapshots[key]
 
     def follows(self, epoch: int, slot: int) -> bool:
         """Whether a slot is not behind what its stream has already given."""
@@ -182,7 +188,7 @@ class Source:
         cursor = self._cursors.get(stream)
         goes_on = cursor is not None and cursor.epoch == epoch and cursor.item <= item
         if not goes_on or cursor is None or cursor.item < self._given_item(epoch, slot) <= item:
-            cursor = self._cursors[stream] = self._new_cursor(epoch, stream, item, cursor)
+            cursor = self._cursors[stream] = self._new_cursor(epoch, stream, item)
         while cursor.item < item:
             self._advance(cursor)
         return self._advance(cursor)
@@ -193,29 +199,28 @@ class Source:
         given_epoch, item, _ = self._given.get(slot % self.streams, (-1, -1, None))
         return item if given_epoch == epoch else -1
 
-    def _advance(self, cursor: "Cursor") -> Any:
+    def _advance(self, cursor: Cursor) -> Any:
         assert self.streams is not None
         slot = cursor.item * self.streams + cursor.stream
         torch_worker._worker_info = cursor.info
         seed_all(seed_of(self._seed, cursor.epoch, slot))
         return cursor.next_batch()
 
-    def _new_cursor(self, epoch: int, stream: int, item: int, old: "Cursor | None") -> "Cursor":
+    def _new_cursor(self, epoch: int, stream: int, item: int) -> Cursor:
         loader: DataLoader[Any] = pickle.loads(self._payload)
         with suppress(AttributeError):
             loader.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
         seed = seed_of(self._seed, epoch)
         info = self._start_worker(loader, stream, seed) if loader.num_workers else None
         seed_all(seed + stream)
-        start = 0
-        if old is not None and old.epoch == epoch:
-            start = old.restore(loader.dataset, item)
+        snapshots = self._snapshots.setdefault((epoch, stream), Snapshots())
+        start = snapshots.restore(loader.dataset, item)
         given_item = self._given_item(epoch, stream)
         if start < given_item <= item:
             state = self._given[stream][2]
             self._guarded(lambda: loader.dataset.load_state_dict(state))  # type: ignore[attr-defined]
             start = given_item
-        return Cursor(loader, epoch, stream, start, info)
+        return Cursor(loader, epoch, stream, start, info, snapshots)
 
     def _start_worker(self, loader: DataLoader[Any], worker_id: int, seed: int) -> Any:
         """What a local worker does first; returns what `get_worker_info()` shall answer."""

@@ -86,6 +86,7 @@ class LocalSupply:
 
     def open(self, epoch: int) -> Opened:
         """Say how long an epoch is."""
+        self._source.forget_before(epoch - 1)
         with own_random_state(), reraised():
             opened = self._source.open(epoch)
             if self._bounded:
