@@ -35,7 +35,8 @@ class Pool:
         self._process = PoolProcess(config, project)
         self._opening = threading.Lock()
         self._client: Client | None = None
-        self._given_up = False
+        self._given_up = self._is_retired = False
+        self._listens_to: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -151,8 +152,11 @@ class Pool:
         from taas_magic.remote.topics import topic
 
         client = self._connected()
+        self._listens_to.add(topic_id)
         client.subscribe_topic(topic(topic_id), lambda pair: on_event(pair[1]))
         answer: dict[str, Any] = self.call(call, owner=client.id, **arguments)
+        if "hosts" not in answer:
+            self.forget(topic_id)
         if "error" in answer:
             raise PoolError(f"pool {self.name!r}: {answer['error']}")
         return answer
@@ -161,8 +165,11 @@ class Pool:
         """Stops listening to a run."""
         from taas_magic.remote.topics import topic
 
+        self._listens_to.discard(run_id)
         if self._client is not None:
             self._client.unsubscribe_topic(topic(run_id))
+        if self._is_retired:
+            self.retire()
 
     def halt(self, run_id: str, how: str) -> None:
         """Interrupts (`interrupt`) or ends (`kill`) a run; does not wait for its end."""
@@ -190,6 +197,16 @@ class Pool:
             self.call("taas_down")
         self.close()
         self._process.wait_for_end()
+
+    def retire(self) -> None:
+        """Leaves the pool, as soon as no run of this kernel is on it: its settings have changed."""
+        self._is_retired = True
+        if not self._listens_to:
+            self.close()
+
+    def is_over(self) -> bool:
+        """Whether this kernel has left it, and waits for no process of it."""
+        return self._client is None and self._process.is_over()
 
     def close(self) -> None:
         """Leaves the pool; its process decides what follows."""

@@ -86,6 +86,11 @@ class PoolProcess:
         if self._started is not None:
             self._started.wait(self._config.start_timeout_s)
 
+    def is_over(self) -> bool:
+        """Whether no process that was started here lives."""
+        self.forget_ended()
+        return self._started is None
+
     def forget_ended(self) -> None:
         """Forgets the process that was started here, if it has ended."""
         if self._started is not None and self._started.poll() is not None:

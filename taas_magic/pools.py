@@ -12,6 +12,7 @@ from taas_magic.interrupts import Background, Interrupts
 from taas_magic.pool import Pool
 
 _pools: dict[str, Pool] = {}
+_retired: list[Pool] = []
 _lock = threading.Lock()
 
 
@@ -25,8 +26,16 @@ def named(name: str, config: Config) -> Pool:
     with _lock:
         known = _pools.get(settings.name)
         if known is None or known.config != settings:
+            if known is not None:
+                _retire(known)
             known = _pools[settings.name] = Pool(settings, Path.cwd())
         return known
+
+
+def _retire(pool: Pool) -> None:
+    """Leaves a pool whose settings are no more those of taas.toml; without kernels it ends."""
+    pool.retire()
+    _retired[:] = [one for one in (*_retired, pool) if not one.is_over()]
 
 
 def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> None:

@@ -186,3 +186,23 @@ def test_a_pool_that_is_just_ending_is_followed_by_a_new_one(
     pool.open()
     assert pool.is_ready
     pool.down()
+
+
+def test_a_pool_whose_settings_have_changed_is_left_after_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
+    monkeypatch.chdir(tmp_path)
+    before, after = (
+        Config(pools={"brief": PoolConfig("brief", start_timeout_s=limit_s)})
+        for limit_s in (60, 61)
+    )
+    pool = pools.named("brief", before)
+    pool.open()
+    pool.start("taas_ready", "busy", print, hosts=1)
+    assert pools.named("brief", after) is not pool
+    assert pool.is_ready, "a run is on it"
+    pool.forget("busy")
+    while not pool.is_over():
+        threading.Event().wait(0.05)
+    assert not pool.is_alive()

@@ -32,6 +32,9 @@ from taas_magic.provision.wheels import bundle_for, our_bundle
 PIP_LIMIT_S = 60.0
 LANDING_LIMIT_S = 180.0
 
+_parsing = threading.Lock()
+"""Markers are read with `ast`: Python 3.11 fails at that in two threads (python/cpython#106905)."""
+
 _making = threading.Lock()
 _bundles: dict[str, bytes] = {}
 
@@ -78,7 +81,8 @@ def prepare(shell: Shell, pool: PoolConfig) -> Prepared:
 def packages_needed(facts: Facts | None = None) -> dict[str, Wanted]:
     """What a host needs besides torch and taas-magic; without facts, on any Linux host."""
     environment = environment_of(facts) if facts and facts.system else {"sys_platform": "linux"}
-    return wanted(_installed(), environment=environment)
+    with _parsing:
+        return wanted(_installed(), environment=environment)
 
 
 @lru_cache(maxsize=1)
