@@ -19,6 +19,8 @@ from tests.rig.pools import ssh_pool
 pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
 
 GONE_WITHIN_S = 60.0
+BUFFER_KIB = 64
+BATCH_BYTES = 2 * 2_000 * 4
 FETCHERS = (2, 3)
 """The hosts of the data pool; the ranks are on host 1."""
 
@@ -194,6 +196,9 @@ def test_15_16_17_a_bad_network_costs_time_and_nothing_else(
             hosts.lose(1, "30")
             healed.callback(hosts.lose, 1, "none")
         elif fault == "slow":
+            settings = remote.project / "taas.toml"
+            healed.callback(settings.write_text, whole := settings.read_text())
+            settings.write_text(f'[data]\nbuffer = "{BUFFER_KIB}KiB"\n{whole}')
             for number in FETCHERS:
                 hosts.limit(number, "1mbit")
                 healed.callback(hosts.limit, number, "none")
@@ -203,6 +208,14 @@ def test_15_16_17_a_bad_network_costs_time_and_nothing_else(
             healed.callback(hosts.exec, 1, "iptables", "-D", *rule)
         outcome = train(remote, "--cpus 2")
     assert result(outcome) == here
+    if fault == "slow":
+        assert 0 < most_ready(outcome) <= (BUFFER_KIB << 10) + BATCH_BYTES
+
+
+def most_ready(outcome: Outcome) -> int:
+    """The most memory that a fetcher said its prepared batches take."""
+    told = [one for event in outcome.of_kind("fetched") for one in event["loaders"].values()]
+    return max(int(one["ready_bytes"]) for one in told)
 
 
 def test_18_a_host_with_fetchers_is_powered_off(remote: Notebook, hosts: Hosts) -> None:
