@@ -64,7 +64,7 @@ def say(line: str) -> None:
 def warm(config: Config, name: str = "local") -> threading.Thread:
     """Opens a pool in a thread; a failure shows when a cell needs the pool."""
     pool = named(name, config)
-    return Background(lambda tell: pool.open(1, tell)).thread
+    return Background(lambda tell: pool.open(1)).thread
 
 
 def stop(run_id: str | None, config: Config) -> str:

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -185,6 +186,17 @@ def test_a_pool_that_is_just_ending_is_followed_by_a_new_one(
     threading.Timer(0.5, os.close, [lock]).start()
     pool.open()
     assert pool.is_ready
+    pool.down()
+
+
+def test_a_cell_waits_beside_the_warming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
+    pool = Pool(PoolConfig("local", start_timeout_s=60), tmp_path)
+    pool.connect()
+    with ThreadPoolExecutor() as threads:
+        for waiting in [threads.submit(pool.open) for _ in range(3)]:
+            waiting.result()
+    assert pool.has_hosts(1)
     pool.down()
 
 

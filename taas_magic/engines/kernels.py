@@ -24,7 +24,7 @@ class Kernels:
     def __init__(self, members: Members, linger_s: float, is_busy: Callable[[], bool]) -> None:
         self._members, self._linger_s, self._is_busy = members, linger_s, is_busy
         self._connected: set[str] = set()
-        self._waiting: dict[str, asyncio.Future[list[Member]]] = {}
+        self._waiting: dict[str, set[asyncio.Future[list[Member]]]] = {}
         self._lingering: asyncio.TimerHandle | None = None
         self.over = asyncio.Event()
         """Nobody needs the pool any more."""
@@ -51,6 +51,8 @@ class Kernels:
     async def ready(self, owner: str, hosts: int) -> dict[str, Any]:
         """Returns when so many hosts are there and can start ranks at once.
 
+        A kernel may wait several times at once: a cell does while its pool is being warmed.
+
         Args:
             owner: The Dask client of the kernel; when it is gone or gives up, so is its wait.
             hosts: How many.
@@ -58,8 +60,8 @@ class Kernels:
         Returns:
             `hosts`: their names. Or `error`, why there are none.
         """
-        self.give_up(owner)
-        waiting = self._waiting[owner] = asyncio.ensure_future(self._members.take(hosts))
+        waiting = asyncio.ensure_future(self._members.take(hosts))
+        self._waiting.setdefault(owner, set()).add(waiting)
         try:
             return {"hosts": [member.name for member in await waiting]}
         except PoolError as error:
@@ -69,12 +71,11 @@ class Kernels:
                 raise
             return {"error": "nobody waits for its hosts any more"}
         finally:
-            if self._waiting.get(owner) is waiting:
-                del self._waiting[owner]
+            self._waiting.get(owner, set()).discard(waiting)
 
     def give_up(self, owner: str) -> None:
         """A kernel does not wait for hosts any more: those that nobody uses are given back."""
-        if waiting := self._waiting.pop(owner, None):
+        for waiting in self._waiting.pop(owner, set()):
             waiting.cancel()
 
     def _linger(self) -> None:
