@@ -165,6 +165,8 @@ class Service:
 
     def close(self):
         for process, control in self.processes:
+            with contextlib.suppress(OSError):
+                control.send("end")  # lanes in this process's ranks have the pipe open, too
             control.close()
             process.join(10)
             if process.is_alive():

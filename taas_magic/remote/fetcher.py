@@ -167,12 +167,14 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
-    with suppress(BrokenPipeError):
+    with suppress(BrokenPipeError):  # nobody listens any more: this is the end
         try:
             if spec.setting is not None:
                 spec.setting.take()
             with running(spec) as fetcher:
                 _report(spec.number, fetcher, control)
+        except BrokenPipeError:
+            raise
         except Exception as error:
             traceback.print_exc()
             why = f"{type(error).__name__}: {error}"
