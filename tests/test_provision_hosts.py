@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic import check
+from taas_magic import check, pools
 from taas_magic.errors import PoolError
 from taas_magic.provision.facts import this_kernel
 from taas_magic.taas_toml import load
@@ -43,13 +43,13 @@ def hosts(pythons: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 def remote(notebook: Notebook, hosts: Hosts, pythons: dict[str, Path]) -> Iterator[Notebook]:
     """A notebook whose pools are those hosts with those Pythons."""
     settings = notebook.project / "taas.toml"
-    pools = {name: str(path) for name, path in pythons.items()}
-    pools["old"] = next((name for name in old_pythons() if name.startswith("/")), "/none")
-    settings.write_text("".join(pool_table(name, hosts, path) for name, path in pools.items()))
+    paths = {name: str(path) for name, path in pythons.items()}
+    paths["old"] = next((name for name in old_pythons() if name.startswith("/")), "/none")
+    settings.write_text("".join(pool_table(name, hosts, path) for name, path in paths.items()))
     config = load(notebook.project)
     yield notebook
     settings.unlink()
-    for name in pools:
+    for name in paths:
         pools.down(name, config)
 
 

@@ -167,11 +167,11 @@ def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
     hpc: Hpc, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """FAULT 57: a host that never starts."""
-    hpc.configure(start_timeout_s=60)
+    hpc.configure(start_timeout_s=30)
     outcome = hpc.run(MEET, gpus=6)
     assert isinstance(outcome.error, PoolError) and outcome.run is None
     third = re.compile(r"hpc-\d: Slurm job \d+ PENDING \((Resources|Priority)\)")
-    assert "of 3 hosts joined within 60 s" in outcome.shown
+    assert "of 3 hosts joined within 30 s" in outcome.shown
     assert third.search(outcome.shown) and third.search(capsys.readouterr().out)
     hpc.slurm.wait_until_empty()
     again = hpc.run(MEET)
