@@ -27,9 +27,11 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.head import HeadScheduler
 from taas_magic.engines.keeper import Keeper
 from taas_magic.engines.keys import make_security
+from taas_magic.engines.process import DASK_SETTINGS
 from taas_magic.journal import Event, RunFolder, event
 from taas_magic.plan import Plan
 from taas_magic.remote import topics
+from taas_magic.remote.lease import BEATS_PER_LEASE
 from taas_magic.remote.spec import HostSpec, Origin
 
 LEASE_S = 8.0
@@ -141,7 +143,7 @@ class Agent:
             while True:
                 number += 1
                 self._stream.send({"op": topics.BEAT, "beat": number})
-                await asyncio.sleep(LEASE_S / 8)
+                await asyncio.sleep(LEASE_S / BEATS_PER_LEASE)
 
     async def _hear(self) -> None:
         with contextlib.suppress(CommClosedError):
@@ -284,9 +286,7 @@ class _Nowhere:
 
 @contextlib.asynccontextmanager
 async def _pool() -> AsyncIterator[tuple[str, Security, Keeper]]:
-    dask.config.set({"distributed.scheduler.active-memory-manager.start": False})
-    dask.config.set({"distributed.scheduler.work-stealing": False})
-    dask.config.set({"distributed.admin.low-level-log-length": 1})
+    dask.config.set(DASK_SETTINGS)
     security = Security(**make_security())
     scheduler = HeadScheduler(host="127.0.0.1", protocol="tls://", security=security)
     async with scheduler:

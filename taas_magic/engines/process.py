@@ -20,7 +20,7 @@ from typing import Any
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine, HostSource, find_engine
 
-_DASK_SETTINGS = {
+DASK_SETTINGS = {
     "distributed.admin.low-level-log-length": 1,
     "distributed.deploy.lost-worker-timeout": "100ms",
     "distributed.scheduler.active-memory-manager.start": False,
@@ -63,7 +63,7 @@ async def _keep(engine: Engine, folder: Path, linger_s: float) -> None:
     from taas_magic.remote.clock import use_steady_clock
 
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    dask.config.set(_DASK_SETTINGS)
+    dask.config.set(DASK_SETTINGS)
     use_steady_clock()
     security = make_security()
     async with engine.open(HeadScheduler, security, str(folder)) as cluster:

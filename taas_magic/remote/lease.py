@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-BEATS_PER_LEASE = 8
+BEATS_PER_LEASE = 4
 EXPIRED = 75
 """Exit code of an agent whose lease has expired (EX_TEMPFAIL)."""
 
