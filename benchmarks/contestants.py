@@ -56,7 +56,7 @@ def taas() -> Figures:
         cold.run("%taas down")
     with notebook() as warm:
         warm.run("%load_ext taas_magic")
-        while "(0 runs)" not in warm.run("%taas pools").text:
+        while "nothing for" not in warm.run("%taas pools").text:
             time.sleep(POLL_S)
         figures["after warming"] = first_line_s(warm.run(cell(ALL_PRINT)))
         figures |= _warm_figures(warm, cell)

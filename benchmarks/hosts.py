@@ -148,6 +148,7 @@ def _notebook(folder: Path) -> Iterator[Notebook]:
     (folder / "project").mkdir()
     os.environ["TAAS_STATE_DIR"] = str(folder / "state")
     os.environ["TAAS_WARM"] = "0"
+    before = Path.cwd()
     os.chdir(folder / "project")
     settings = ShellConfig()
     settings.HistoryManager.hist_file = ":memory:"
@@ -155,6 +156,7 @@ def _notebook(folder: Path) -> Iterator[Notebook]:
     shell.run_line_magic("load_ext", "taas_magic")
     with (folder / "shown").open("w") as shown, contextlib.redirect_stdout(shown):
         yield Notebook(shell, Path.cwd(), journal.state_dir())
+    os.chdir(before)  # IPython looks where it is when it leaves
 
 
 def _table(name: str, **values: Any) -> str:
