@@ -14,9 +14,9 @@ import cloudpickle
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from taas_magic.data.entries import FolderDirectory
 from taas_magic.data.feed import Feed, LoaderShape
 from taas_magic.data.loader import RemoteLoader
-from taas_magic.data.route import FolderDirectory
 from taas_magic.data.tls import Tls
 from taas_magic.remote import fetcher
 from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec

@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 
-from taas_magic.data.route import Found
+from taas_magic.data.entries import Found
 
 
 class Proxy:

@@ -15,9 +15,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from taas_magic.data import ledger
+from taas_magic.data.entries import FolderDirectory
 from taas_magic.data.feed import Feed, LoaderShape
 from taas_magic.data.loader import RemoteLoader
-from taas_magic.data.route import FolderDirectory, Timing
+from taas_magic.data.route import Timing
 from taas_magic.remote import fetcher
 from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
 

@@ -51,6 +51,9 @@ FLOORS = (
 )
 
 LIGHT = ["", ".plan", ".config", ".errors", ".journal", ".pragma", ".flags", ".magic", ".api"]
+LIGHT += [".launch", ".dry_run", ".check", ".fetching", ".remote.supervisor"]
+"""What a kernel loads before and with its first cell: torch would take it 2 s."""
+
 HEAVY = {"torch", "distributed", "dask", "numpy", "paramiko"}
 
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from taas_magic.data.entries import Directory
 from taas_magic.data.ledger import Ledger
-from taas_magic.data.route import Directory, Timing
+from taas_magic.data.route import Timing
 from taas_magic.data.shard import Uneven
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from taas_magic.data.entries import Address
 from taas_magic.data.lane_spec import LaneSpec
-from taas_magic.data.link import Address, machine
+from taas_magic.data.link import machine
 from taas_magic.data.server import STATS, Lane
 from taas_magic.data.tls import Tls
 

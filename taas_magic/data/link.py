@@ -12,10 +12,10 @@ import ssl
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from taas_magic.data import wire
 from taas_magic.data.blocks import Blocks, SharedBlocks
+from taas_magic.data.entries import Address
 from taas_magic.data.inbox import Inbox
 from taas_magic.data.sockets import TICK_S, Socket, keep_watch, send, tick
 from taas_magic.data.talk import Role, Talk, prove, proven
@@ -23,29 +23,6 @@ from taas_magic.data.wire import Flag, Frame, Kind
 from taas_magic.errors import ProtocolError
 
 _CONNECT_S = 3.0
-
-
-class Address(NamedTuple):
-    """Where a lane listens.
-
-    Attributes:
-        fetcher: Number of its fetcher.
-        lane: Its number in the fetcher.
-        host: Name or IP address for TCP.
-        port: TCP port.
-        unix: Name in the abstract namespace, "" for none.
-        machine: `machine()` of its host.
-    """
-
-    fetcher: int
-    lane: int
-    host: str
-    port: int
-    unix: str
-    machine: str
-
-    def __str__(self) -> str:
-        return f"fetcher {self.fetcher}, lane {self.lane} at {self.host}:{self.port}"
 
 
 def machine() -> str:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from taas_magic.data import standins
 from taas_magic.data.blocks import Blocks
+from taas_magic.data.entries import Directory, Found
 from taas_magic.data.feed import Feed, LoaderShape
 from taas_magic.data.gauge import Counts
 from taas_magic.data.import_hook import when_imported
@@ -19,7 +20,7 @@ from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.lanes import Lanes
 from taas_magic.data.one_pass import Pass
 from taas_magic.data.pull import Pull
-from taas_magic.data.route import Directory, Found, Route
+from taas_magic.data.route import Route
 from taas_magic.data.shard import Part, Place
 from taas_magic.data.shard import steps as steps_of
 from taas_magic.data.source import Source

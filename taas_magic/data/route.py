@@ -5,15 +5,13 @@ was asked goes to another lane, which gives the same answer. Only when no lane h
 while is the run lost, and it says so instead of waiting for ever.
 """
 
-import json
-import os
 import ssl
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
-from taas_magic.data.link import Address, Link
+from taas_magic.data.entries import Directory, Found
+from taas_magic.data.link import Link
 from taas_magic.data.shard import home
 from taas_magic.errors import ProtocolError, RunLost
 
@@ -21,67 +19,6 @@ _FIRST_LOOK_S = 0.001
 _LONGEST_LOOK_S = 0.02
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
-
-
-class Found(NamedTuple):
-    """The lanes of a loader, as far as they are known.
-
-    Attributes:
-        lanes: How many there are in all.
-        stride: Distance of the slots that they are asked for (see `shard.home`).
-        addresses: Where those listen whose fetcher has started, by number.
-        failed: Why none will ever start; "" while one may.
-    """
-
-    lanes: int
-    stride: int
-    addresses: dict[int, Address]
-    failed: str = ""
-
-
-class Directory(Protocol):
-    """Says where the lanes of a loader are; asked again whenever one does not answer."""
-
-    def __call__(self, loader: str) -> Found: ...
-
-
-Entry = Mapping[str, Mapping[str, Any]]
-"""Where a fetcher's lanes listen, by loader: `lanes` in all, and `addresses` by number. Or, of one
-that could not start, `failed`, why, and `fetchers`, how many were to run the loader."""
-
-
-def write_entry(folder: Path, number: int, entry: Entry) -> Path:
-    """Write where the lanes of fetcher `number` listen; a rank sees the whole file or none."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    file, text = folder / f"fetcher-{number}.json", json.dumps(entry)
-    if file.exists() and file.read_text() == text:
-        return file  # the folder is shared, and the fetcher has written it itself
-    draft = folder / f"{number}-{os.getpid()}.draft"
-    draft.write_text(text)
-    os.replace(draft, file)
-    return file
-
-
-class FolderDirectory:
-    """The addresses that fetchers have written into a folder, one file each."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __call__(self, loader: str) -> Found:
-        """Read what is there."""
-        files = sorted(self._folder.glob("fetcher-*.json"))
-        entries = [entry for file in files if (entry := json.loads(file.read_text()).get(loader))]
-        failed = [entry for entry in entries if "failed" in entry]
-        if failed and len(failed) == failed[0]["fetchers"]:
-            return Found(0, 1, {}, failed[0]["failed"])
-        started = [entry for entry in entries if "failed" not in entry]
-        addresses = {
-            int(number): Address(*address)
-            for entry in started
-            for number, address in entry["addresses"].items()
-        }
-        return Found(started[0]["lanes"] if started else 0, 1, addresses)
 
 
 class Timing(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 from distributed import Security, Worker
 from distributed.comm import get_address_host
 
-from taas_magic.data.route import Entry
+from taas_magic.data.entries import Entry
 from taas_magic.provision import probe
 from taas_magic.remote import guard, interface
 from taas_magic.remote.clock import use_steady_clock

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from taas_magic.data import service
-from taas_magic.data.route import Entry, write_entry
+from taas_magic.data.entries import Entry, write_entry
 from taas_magic.data.service import Service
 from taas_magic.remote.link import Link
 
@@ -73,9 +73,9 @@ def feed(run_dir: Path, rank: int, attempt: int, link: Link) -> Iterator[None]:
 
 
 def _feed_of(served: Service, run_dir: Path, rank: int, attempt: int) -> "Feed":
+    from taas_magic.data.entries import FolderDirectory
     from taas_magic.data.feed import Feed
     from taas_magic.data.ledger import Ledger
-    from taas_magic.data.route import FolderDirectory
 
     folder = service.folder_of(run_dir)
     return Feed(

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from taas_magic.data.route import write_entry
+from taas_magic.data.entries import write_entry
 from taas_magic.errors import PoolError, StoreError
 from taas_magic.journal import Event, event
 from taas_magic.remote import fetcher

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from taas_magic.data.entries import Entry, write_entry
 from taas_magic.data.lane_spec import LaneSpec
 from taas_magic.data.lanes import Lanes
-from taas_magic.data.route import Entry, write_entry
 from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
 from taas_magic.remote.process import die_with_parent
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerState
 
-from taas_magic.data.route import Entry
+from taas_magic.data.entries import Entry
 from taas_magic.journal import Event, event
 from taas_magic.receipt import STORE_KINDS
 from taas_magic.remote import feeding, guard, report

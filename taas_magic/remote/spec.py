@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from taas_magic.data.route import Entry
+from taas_magic.data.entries import Entry
 from taas_magic.environ import applied, users_path
 from taas_magic.journal import RunFolder
 from taas_magic.plan import HostPlan, Plan
