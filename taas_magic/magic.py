@@ -4,6 +4,7 @@ Runs in the notebook's kernel. Nothing that imports torch or Dask is imported be
 """
 
 import contextvars
+import importlib
 import os
 import sys
 import threading
@@ -163,6 +164,7 @@ def _warm_local(magics: TaasMagics) -> None:
         from taas_magic import pools
 
         pools.warm(settings)
+        importlib.import_module("taas_magic.dry_run")  # with all that the first cell needs
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(warm,), name="taas-load", daemon=True).start()
