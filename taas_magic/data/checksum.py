@@ -25,8 +25,7 @@ def checksum(data: bytes | memoryview) -> int:
         data = memoryview(bytearray(data))
     words, rest = size >> 3, size & 7
     total = int.from_bytes(data[size - rest :], "little") if rest else 0
+    values = torch.frombuffer(data, dtype=torch.int64, count=words)
     for start in range(0, words, _CHUNK_WORDS):
-        few = min(_CHUNK_WORDS, words - start)
-        chunk = torch.frombuffer(data, dtype=torch.int64, offset=8 * start, count=few)
-        total += int(chunk.sum())
+        total += int(values[start : start + _CHUNK_WORDS].sum())
     return total & MASK

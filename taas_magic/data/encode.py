@@ -36,7 +36,7 @@ class Encoded:
     """A batch ready to be sent.
 
     Attributes:
-        head: Table of contents: sizes of the buffers, tensors, pickle.
+        head: Table of contents: sizes of the buffers, tensors, pickle; padded as buffers are.
         buffers: The bytes themselves, in place; they keep their memory alive.
         body_bytes: Size of the body on the wire.
     """
@@ -47,19 +47,19 @@ class Encoded:
 
     def parts(self) -> list[bytes | memoryview]:
         """The body as consecutive pieces, padding included, for a vectored write."""
-        parts: list[bytes | memoryview] = []
-        for part in self._pieces():
-            parts.append(part)
-            if padding := -len(part) % wire.ALIGN:
+        parts: list[bytes | memoryview] = [self.head]
+        for buffer in self.buffers:
+            parts.append(buffer)
+            if padding := -len(buffer) % wire.ALIGN:
                 parts.append(_ZEROS[:padding])
         return parts
 
     def checksum(self) -> int:
         """The checksum of the body (see `checksum`)."""
-        return sum([checksum(buffer) for buffer in self.buffers], _head_sum(self.head)) & MASK
-
-    def _pieces(self) -> list[bytes | memoryview]:
-        return [self.head, *self.buffers]
+        total = _head_sum(self.head)
+        for buffer in self.buffers:
+            total += checksum(buffer)
+        return total & MASK
 
 
 _Table = MutableMapping[type, Any]
@@ -143,6 +143,7 @@ def _head(pickled: bytes, sizes: list[int], rows: list[tensors.Row]) -> tuple[by
     """The table of contents, and the size of the whole body."""
     table = pickle.dumps((sizes, [tuple(row) for row in rows]), protocol=5)
     head = _PREFIX.pack(len(table), len(pickled)) + table + pickled
+    head += _ZEROS[: -len(head) % wire.ALIGN]
     return head, wire.layout(len(head), sizes)[1]
 
 

@@ -1,15 +1,16 @@
 """A lane: one process of a fetcher, which prepares one loader's batches and sends them itself.
 
-The main thread runs the user's dataset and nothing else, so that it meets the same conditions as in
-a worker of a local DataLoader. One thread for each connection hears a rank's questions, answers
-them in order, and gathers what is ready into one system call. A batch goes from the memory where
-the dataset left it straight into the socket, or once into memory that the rank maps.
+The main thread runs the user's dataset, so that it meets the same conditions as in a worker of a
+local DataLoader, and between two batches it may serve the connections; each of them has a thread of
+its own for when the dataset takes its time. A batch goes from the memory where the dataset left it
+straight into the socket, or once into memory that the rank maps.
 """
 
 import json
 import socket
 import ssl
 import sys
+import threading
 import time
 from collections.abc import MutableSequence, Sequence
 from typing import Any
@@ -18,9 +19,11 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from taas_magic.data import encode
-from taas_magic.data.connection import Answer, Connection, Sent
+from taas_magic.data.answer import Answer, Sent
+from taas_magic.data.connection import Connection
 from taas_magic.data.door import Door
 from taas_magic.data.lane_spec import LaneSpec
+from taas_magic.data.outbox import Outbox
 from taas_magic.data.outcome import Ended, Failed, Opened, is_counted, units_of
 from taas_magic.data.shard import VOID
 from taas_magic.data.share import Share
@@ -41,8 +44,11 @@ STATS = (
 
 _IDLE, _SPILLED = STATS.index("idle"), STATS.index("spilled_bytes")
 _STOCK_S = 0.1
-_SUM_NOW_BYTES = 1 << 20
-"""Up to here a checksum costs less than the interpreter lock that a connection needs for it."""
+_VISIT_S = 0.002
+"""How long small answers gather before the next are sent: each call costs the lane more."""
+
+_OFTEN_S = 5 * _VISIT_S
+"""So long after a visit a connection relies on the next one."""
 
 
 class Lane:
@@ -77,9 +83,10 @@ class Lane:
         except Exception:
             self._broken = _caught(f"in {where} (loader {spec.loader!r}, when it was unpickled)")
         self._spill = Spill(spec.spill, spec.spill_bytes) if spec.spill is not None else None
+        follows = self._source.follows if self._source and self._source.streams else None
         self.shelf = Shelf(
             spec.buffer_bytes,
-            self._follows,
+            follows,
             spec.follows_a_death,
             on_idle=self._rest,
             disk=self._spill,
@@ -87,8 +94,9 @@ class Lane:
         self._ahead = Share(spec, self._opened, self._is_filled)
         self._sent = Sent(self.stats, STATS.index("sent"), STATS.index("sent_bytes"))
         self._door = Door(spec, tls, self._serve, self._refused)
-        self._stock_taken = 0.0
-        self._summing = 0
+        self._changing = threading.Lock()
+        self._connections: tuple[Connection, ...] = ()
+        self._stock_taken = self._visited = 0.0
 
     def run(self) -> None:
         """Serve until the process ends. Blocks; call it in the main thread."""
@@ -102,7 +110,7 @@ class Lane:
             if self.shelf.wants(key):
                 self._ahead.reached(key.epoch, key.slot)
             self.shelf.put(key, self._prepare(key))
-            self._take_stock()
+            self._look_around(time.monotonic())
 
     def _opened(self, epoch: int) -> Opened | None:
         try:
@@ -117,32 +125,49 @@ class Lane:
         has_batches = shelf.ready_batches >= spec.fill_batches
         return has_batches and shelf.ready_bytes + spilled_bytes >= spec.fill_bytes
 
-    def _follows(self, epoch: int, slot: int) -> bool:
-        return self._source is None or self._source.follows(epoch, slot)
-
     def _rest(self) -> None:
         """There is nothing to prepare, or no room for it."""
         self.stats[_IDLE] = 1.0
+        self._visit(0.0)
         self._take_stock()
 
+    def _look_around(self, now: float) -> None:
+        """Between two batches: what else is to be done now and then."""
+        # After a death each batch waits until the ones before it have gone: not by this thread.
+        if now - self._visited > _VISIT_S and not self._spec.follows_a_death:
+            self._visit(now)
+        if now - self._stock_taken > _STOCK_S:
+            self._take_stock()
+
+    def _visit(self, now: float) -> None:
+        self._visited = now
+        for connection in self._connections:
+            connection.visit()
+
+    def _is_visiting(self) -> bool:
+        return time.monotonic() - self._visited < _OFTEN_S
+
     def _take_stock(self) -> None:
+        self._stock_taken = time.monotonic()
         self.stats[3], self.stats[4] = self.shelf.ready_batches, self.shelf.ready_bytes
+        # A system call, so not for every batch; this thread does nothing but prepare.
+        self.stats[6] = time.thread_time()
         if self._spill is not None:
             self.stats[_SPILLED] = self._spill.bytes
             self.stats[_SPILLED + 1] = float(self._spill.is_full)
-        if (now := time.monotonic()) - self._stock_taken > _STOCK_S:
-            # A system call, so not for every batch; this thread does nothing but prepare.
-            self._stock_taken, self.stats[6] = now, time.thread_time()
-            if self._source is not None:
-                self._source.forget_before(self.shelf.oldest_epoch)
+        if self._source is not None:
+            self._source.forget_before(self.shelf.oldest_epoch)
 
     def _serve(self, sock: Socket, talk: Talk) -> None:
-        connection = Connection(sock, talk, self.shelf, self._sent, self._spec.shared_bytes)
-        self._summing += connection.sums
+        outbox = Outbox(sock, self._sent, self._spec.shared_bytes)
+        connection = Connection(sock, talk, self.shelf, outbox, self._is_visiting)
+        with self._changing:
+            self._connections += (connection,)
         try:
             connection.run()
         finally:
-            self._summing -= connection.sums
+            with self._changing:
+                self._connections = tuple(one for one in self._connections if one != connection)
 
     def _refused(self) -> None:
         self.stats[STATS.index("refused")] += 1
@@ -182,10 +207,7 @@ class Lane:
             return Answer(Kind.VALUE, indices, order=order)
         given = encode.from_bytes(key.detail) if key.detail else None
         batch = self._source.prepare(key.epoch, key.slot, given)
-        answer = Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
-        if self._summing and answer.size <= _SUM_NOW_BYTES:
-            answer.checksum()
-        return answer
+        return Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
 
     def _state(self, key: Key) -> Any:
         """What a stream's dataset says of itself; or, where a rank has it, what it is to be."""

@@ -57,6 +57,17 @@ def send(sock: Socket, parts: Sequence[Part], descriptors: Sequence[int] = ()) -
             sock.sendall(part)
 
 
+def send_some(sock: socket.socket, parts: Sequence[Part]) -> list[Part]:
+    """Send what the kernel has room for; returns what is left."""
+    if not parts:
+        return []
+    try:
+        sent = sock.sendmsg(parts[:_MAX_PARTS], (), socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return list(parts)
+    return list(unsent(parts, sent))
+
+
 def _joined(parts: Iterable[Part]) -> Iterable[Part]:
     """The same bytes, small parts put together: TLS makes a record of each piece at least."""
     small = bytearray()
@@ -75,12 +86,14 @@ def _joined(parts: Iterable[Part]) -> Iterable[Part]:
         yield bytes(small)
 
 
-def unsent(parts: Iterable[Part], sent: int) -> Iterable[Part]:
+def unsent(parts: Sequence[Part], sent: int) -> Iterable[Part]:
     """What is left of parts after `sent` bytes of them have gone."""
-    for part in parts:
+    for at, part in enumerate(parts):
         if sent < len(part):
             yield memoryview(part)[sent:]
-        sent = max(0, sent - len(part))
+            yield from parts[at + 1 :]
+            return
+        sent -= len(part)
 
 
 def receive_into(sock: Socket, memory: memoryview, patience_s: float) -> None:

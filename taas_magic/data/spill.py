@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from taas_magic.data import wire
-from taas_magic.data.connection import Answer
+from taas_magic.data.answer import Answer
 from taas_magic.data.disk import Item
 from taas_magic.data.encode import Encoded
 

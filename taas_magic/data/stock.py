@@ -10,6 +10,7 @@ from taas_magic.data.disk import Disk, Item
 from taas_magic.data.wire import Kind
 
 _KEEP_COUNTS = 1 << 14
+_GAP = 7 / 8
 _ITEM_BYTES = 1280
 """What an answer in memory takes beside its data: of small batches, most."""
 
@@ -58,6 +59,11 @@ class Stock:
         return self._memory_bytes >= self._budget_bytes
 
     @property
+    def has_gap(self) -> bool:
+        """Whether there is room that is worth waking up for."""
+        return self._memory_bytes <= self._budget_bytes * _GAP
+
+    @property
     def may_grow(self) -> bool:
         """Whether there is room for what nobody has asked for."""
         return not self.is_full or self._disk.has_room
@@ -90,23 +96,16 @@ class Stock:
         self._tally(key, item, 1)
 
     def set_asked(self, key: Key, asked: bool) -> None:
-        """Say whether anyone waits for an answer that lies here; if not, it may make room."""
+        """Say whether anyone waits for an answer; one that nobody waits for may make room."""
         if asked:
             self._unasked.pop(key, None)
-        else:
+        elif key in self._ready:
             self._unasked[key] = None
-
-    def hand_over(self, key: Key) -> bool:
-        """Take an answer away, unless someone waits for it; returns whether it is gone."""
-        if key not in self._unasked:
-            return False
-        self._remove(key)
-        return True
 
     def forget_before(self, epoch: int) -> None:
         """Forget what nobody has asked for, and all counts, of earlier epochs."""
         for key in [key for key in self._unasked if key.epoch < epoch]:
-            self._remove(key)
+            self.remove(key)
         for key in [key for key in self._counts if key.epoch < epoch]:
             del self._counts[key]
 
@@ -119,14 +118,15 @@ class Stock:
             if not self._ready[key].size:
                 continue
             laid = self._disk.lay(self._ready[key])
-            self._remove(key)
+            self.remove(key)
             if laid is not None:
                 self.lay(key, laid)
                 self._unasked[key] = None
             if not self.is_full:
                 return
 
-    def _remove(self, key: Key) -> None:
+    def remove(self, key: Key) -> None:
+        """Take an answer away."""
         self._unasked.pop(key, None)
         item = self._ready.pop(key)
         self._disk.drop(item)

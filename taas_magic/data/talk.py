@@ -44,16 +44,15 @@ _ANSWERED = (
     *(Kind.OPENED, Kind.BATCH, Kind.PEEKED, Kind.VOID),
     *(Kind.ERROR, Kind.ALIVE, Kind.VALUE),
 )
-_MAY_HEAR: dict[Role, dict[tuple[State, Kind], State]] = {
+_MAY_HEAR: dict[Role, dict[State, dict[Kind, State]]] = {
     Role.LANE: {
-        (State.PROVING, Kind.PROOF): State.READY,
-        **{(State.READY, kind): State.READY for kind in _ASKED},
+        State.PROVING: {Kind.PROOF: State.READY},
+        State.READY: dict.fromkeys(_ASKED, State.READY),
     },
     Role.RANK: {
-        (State.GREETING, Kind.CHALLENGE): State.PROVING,
-        (State.PROVING, Kind.WELCOME): State.READY,
-        (State.PROVING, Kind.REFUSED): State.GREETING,
-        **{(State.READY, kind): State.READY for kind in _ANSWERED},
+        State.GREETING: {Kind.CHALLENGE: State.PROVING},
+        State.PROVING: {Kind.WELCOME: State.READY, Kind.REFUSED: State.GREETING},
+        State.READY: dict.fromkeys(_ANSWERED, State.READY),
     },
 }
 
@@ -63,7 +62,7 @@ class Talk:
 
     def __init__(self, role: Role) -> None:
         self._role = role
-        self.state = State.PROVING if role is Role.LANE else State.GREETING
+        self._go_to(State.PROVING if role is Role.LANE else State.GREETING)
 
     def hear(self, kind: Kind) -> None:
         """Take note of a frame that came in.
@@ -71,12 +70,17 @@ class Talk:
         Raises:
             ProtocolError: The table does not allow it in this state.
         """
-        try:
-            self.state = _MAY_HEAR[self._role][self.state, kind]
-        except KeyError:
+        state = self._may_hear.get(kind)
+        if state is None:
             raise ProtocolError(
                 f"a {self._role.value} that is {self.state.value} may not hear {kind.name}"
-            ) from None
+            )
+        if state is not self.state:
+            self._go_to(state)
+
+    def _go_to(self, state: State) -> None:
+        # Every frame comes by here, so what may be heard now is at hand.
+        self.state, self._may_hear = state, _MAY_HEAR[self._role][state]
 
 
 class Assembler:

@@ -1,0 +1,164 @@
+"""A lane's connection: served by its own thread, or by the thread that prepares."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from taas_magic.data import encode, wire
+from taas_magic.data.answer import Answer, Sent
+from taas_magic.data.connection import Connection
+from taas_magic.data.outbox import LIGHT_BYTES, Outbox
+from taas_magic.data.shelf import Shelf
+from taas_magic.data.sockets import TICK_S, receive_into, tick
+from taas_magic.data.stock import Key
+from taas_magic.data.talk import Role, State, Talk
+from taas_magic.data.wire import Frame, Kind
+
+SMALL = 40 << 10
+PATIENCE_S = 30.0
+
+
+class Ends:
+    """A lane's end and a rank's end of one connection over TCP."""
+
+    def __init__(self, is_visited: bool) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.rank = socket.create_connection(server.getsockname())
+            self.lane, _ = server.accept()
+        tick(self.lane, TICK_S)
+        self.stats = [0.0, 0.0]
+        self.shelf = Shelf(1 << 30)
+        talk = Talk(Role.LANE)
+        talk.hear(Kind.PROOF)
+        assert talk.state is State.READY
+        self.visits = threading.Event()
+        self.outbox = Outbox(self.lane, Sent(self.stats, 0, 1), 1 << 20)
+        self.connection = Connection(self.lane, talk, self.shelf, self.outbox, self._is_visited)
+        self._visited, self.asked = is_visited, threading.Event()
+        self.raised: list[BaseException] = []
+        self.thread = threading.Thread(target=self._run)
+
+    def _is_visited(self) -> bool:
+        self.asked.set()
+        return self._visited
+
+    def _run(self) -> None:
+        try:
+            self.connection.run()
+        except OSError as error:
+            self.raised.append(error)
+
+    def ask(self, *slots: int) -> None:
+        self.rank.sendall(b"".join(wire.pack(Frame(Kind.GET, 0, slot)) for slot in slots))
+
+    def prepare(self, slot: int, size: int = SMALL) -> None:
+        """Lay a batch on the shelf, as the thread that prepares does."""
+        batch = torch.full((size,), slot, dtype=torch.uint8)
+        self.shelf.put(Key(Kind.GET, 0, slot), Answer(Kind.BATCH, encode.encode(batch)))
+
+    def hear(self) -> tuple[Frame, torch.Tensor]:
+        header = memoryview(bytearray(wire.HEADER_BYTES))
+        receive_into(self.rank, header, PATIENCE_S)
+        frame = wire.unpack(header)
+        body = memoryview(bytearray(frame.body_bytes))
+        receive_into(self.rank, body, PATIENCE_S)
+        return frame, encode.decode(body, frame.head_bytes)
+
+
+@contextmanager
+def connected(is_visited: bool) -> Iterator[Ends]:
+    ends = Ends(is_visited)
+    ends.thread.start()
+    try:
+        yield ends
+    finally:
+        ends.rank.close()
+        ends.thread.join()
+        ends.lane.close()
+
+
+def test_a_visit_sends_what_is_ready_and_waits_for_nothing() -> None:
+    with connected(is_visited=True) as ends:
+        ends.prepare(0)
+        ends.ask(0, 1)
+        assert ends.asked.wait(PATIENCE_S)
+        ends.connection.visit()
+        frame, batch = ends.hear()
+        assert frame.batch == 0 and batch.tolist() == [0] * SMALL
+        ends.connection.visit()
+        ends.prepare(1)
+        ends.connection.visit()
+        assert ends.hear()[0].batch == 1
+        assert ends.stats[0] == 2
+
+
+def test_without_visits_the_connection_answers_by_itself() -> None:
+    with connected(is_visited=False) as ends:
+        ends.ask(0)
+        ends.prepare(0)
+        assert ends.hear()[0].batch == 0
+
+
+def test_what_the_kernel_has_no_room_for_goes_later_and_in_order() -> None:
+    count, size = 64, 700 << 10
+    assert size < LIGHT_BYTES
+    with connected(is_visited=True) as ends:
+        for slot in range(count):
+            ends.prepare(slot, size)
+        ends.ask(*range(count))
+        assert ends.asked.wait(PATIENCE_S)
+        ends.connection.visit()
+        assert ends.outbox, "so much does not fit into a socket"
+        heard: list[tuple[int, list[int]]] = []
+
+        def listen() -> None:
+            for _ in range(count):
+                frame, batch = ends.hear()
+                heard.append((frame.batch, batch.unique().tolist()))
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        while listener.is_alive():
+            ends.connection.visit()
+            listener.join(0.001)
+        assert heard == [(slot, [slot]) for slot in range(count)]
+
+
+def test_large_batches_are_left_to_the_connections_own_thread() -> None:
+    with connected(is_visited=True) as ends:
+        ends.prepare(0, 2 * LIGHT_BYTES)
+        ends.ask(0)
+        assert ends.hear()[0].batch == 0
+        ends.prepare(1, 2 * LIGHT_BYTES)
+        ends.ask(1)
+        assert ends.hear()[0].batch == 1
+
+
+def test_a_peer_that_is_gone_ends_the_connection_and_not_the_visitor() -> None:
+    ends = Ends(is_visited=True)
+    ends.thread.start()
+    ends.ask(*range(200))
+    assert ends.asked.wait(PATIENCE_S)
+    for slot in range(200):
+        ends.prepare(slot)
+    ends.rank.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    ends.rank.close()
+    while ends.thread.is_alive():
+        ends.connection.visit()
+        ends.thread.join(0.001)
+    assert isinstance(ends.raised[0], OSError)
+    assert ends.shelf.ready_batches, "what is prepared stays for whoever asks again"
+    ends.lane.close()
+
+
+@pytest.mark.parametrize("is_visited", [True, False])
+def test_a_peer_that_says_goodbye_ends_the_connection(is_visited: bool) -> None:
+    with connected(is_visited) as ends:
+        ends.rank.shutdown(socket.SHUT_WR)
+        ends.thread.join(PATIENCE_S)
+        assert not ends.thread.is_alive()
+        assert not ends.raised
