@@ -80,6 +80,17 @@ class Unsized(Sampler):
         return iter([3, 1, 2])
 
 
+class Endless(Sampler):
+    """Draws for ever, from the process's own random numbers."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        while True:
+            yield int(torch.randint(self.size, ()))
+
+
 def source_of(loader, **changes):
     arguments = {"name": "train", "seed": SEED, "where": "test"} | changes
     return Source(cloudpickle.dumps(loader), **arguments)
@@ -151,6 +162,23 @@ def test_a_sampler_without_length_is_read_to_its_end():
     source = source_of(DataLoader(Squares(4), batch_size=2, sampler=Unsized()))
     assert flat(stream(source)) == [[9, 1], [4]]
     assert source.open(0).batches is None
+
+
+def test_an_endless_sampler_draws_the_same_whatever_is_prepared_meanwhile():
+    loader = DataLoader(Noise(100), batch_size=4, sampler=Endless(100))
+    one, other = Order(loader, SEED).epoch(0).indices, source_of(loader)
+    for slot in (0, 5000, 4999, 2):
+        other.prepare(0, slot)
+        assert other.indices(0, slot) == one[slot]
+    assert one[0] != one[1]
+
+
+def test_an_endless_sampler_is_remembered_in_bounded_memory():
+    loader = DataLoader(Squares(100), batch_size=1, sampler=Endless(100))
+    indices = Order(loader, SEED).epoch(0).indices
+    first = [indices[batch] for batch in range(40_000)]
+    assert len(indices._seen) < 20_000
+    assert [indices[batch] for batch in range(40_000)] == first, "it begins again"
 
 
 def test_set_epoch_reaches_the_sampler():

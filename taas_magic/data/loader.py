@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from taas_magic.data import standins
+from taas_magic.data import randomness, standins
 from taas_magic.data.blocks import Blocks
 from taas_magic.data.entries import Directory, Found
 from taas_magic.data.feed import Feed, LoaderShape
@@ -24,7 +24,7 @@ from taas_magic.data.route import Route
 from taas_magic.data.shard import Part, Place
 from taas_magic.data.shard import steps as steps_of
 from taas_magic.data.source import Source
-from taas_magic.data.supply import LocalSupply, Supply, own_random_state, reraised
+from taas_magic.data.supply import LocalSupply, Supply, reraised
 
 
 class RemoteLoader(DataLoader[Any]):
@@ -152,7 +152,7 @@ class RemoteLoader(DataLoader[Any]):
         try:
             if isinstance(supply, Pull):
                 return supply.sample(index)
-            with own_random_state(), reraised():
+            with randomness.kept(), reraised():
                 return self._local_source().sample(index)
         finally:
             supply.close()

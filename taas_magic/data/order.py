@@ -10,28 +10,22 @@ import hashlib
 import io
 import itertools
 import pickle
-import random
-import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import cloudpickle
 import torch
 from torch.utils.data import DataLoader
 
+from taas_magic.data import randomness
+from taas_magic.data.randomness import seed_all
 from taas_magic.data.shard import seed_of
 
 _KEEP_EPOCHS = 3
 _ENDLESS_STEP = 1024
-
-
-def seed_all(seed: int) -> None:
-    """Seed torch (CPU), random, and numpy where it is in use; a few microseconds."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & 0xFFFF_FFFF)
+_KEEP_ENDLESS = 16 * _ENDLESS_STEP
 
 
 class Indices(Protocol):
@@ -75,11 +69,18 @@ def _hash(data: bytes) -> int:
 
 
 class Endless:
-    """The batches of a sampler that does not know its length: enumerated as far as asked."""
+    """The batches of a sampler that does not know its length: enumerated as far as asked.
 
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._rest = iter(batches)
-        self._seen: list[Any] = []
+    Remembers the last of them and begins again for an earlier one. What the sampler draws does not
+    depend on what else is seeded in the meantime.
+
+    Args:
+        begin: Begins the enumeration, under seeds of its own.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+        self._restart()
 
     def __getitem__(self, batch: int) -> Any:
         """The batch.
@@ -87,12 +88,31 @@ class Endless:
         Raises:
             IndexError: The sampler ended before it.
         """
-        while len(self._seen) <= batch:
-            more = list(itertools.islice(self._rest, _ENDLESS_STEP))
+        if batch < self._first:
+            self._restart()
+        while self._first + len(self._seen) <= batch:
+            more = self._next_ones()
             if not more:
                 raise IndexError(batch)
-            self._seen += more
-        return self._seen[batch]
+            self._seen.extend(more)
+            while len(self._seen) > _KEEP_ENDLESS:
+                self._seen.popleft()
+                self._first += 1
+        return self._seen[batch - self._first]
+
+    def _restart(self) -> None:
+        self._seen: deque[Any] = deque()
+        self._first = 0
+        with randomness.kept():
+            self._rest = self._begin()
+            self._random = randomness.state()
+
+    def _next_ones(self) -> list[Any]:
+        with randomness.kept():
+            randomness.go_to(self._random)
+            more = list(itertools.islice(self._rest, _ENDLESS_STEP))
+            self._random = randomness.state()
+        return more
 
 
 class Epoch:
@@ -102,13 +122,10 @@ class Epoch:
         indices: The batches' indices.
         batches: How many there are; None where the sampler does not know.
         digest: Hash of the order, 0 where it has no end.
-        seed: The base seed that a local DataLoader would have drawn.
     """
 
-    def __init__(
-        self, indices: Indices | Endless, batches: int | None, digest: int, seed: int
-    ) -> None:
-        self.indices, self.batches, self.digest, self.seed = indices, batches, digest, seed
+    def __init__(self, indices: Indices | Endless, batches: int | None, digest: int) -> None:
+        self.indices, self.batches, self.digest = indices, batches, digest
 
 
 class _SamplerPickler(cloudpickle.Pickler):
@@ -168,20 +185,25 @@ class Order:
         return len(self._starts) > 1 and self._starts[0] == self._starts[1]
 
     def _enumerate(self, number: int) -> Epoch:
+        sampler, generator, indices = self._begin(number)
+        if not _has_length(sampler):
+            self._starts[1:] = [self._starts[0]]
+            return Epoch(Endless(lambda: self._begin(number)[2]), None, 0)
+        packed, digest = _pack(list(indices))
+        if len(self._starts) == number + 1:
+            _set_epoch(sampler, 0)
+            self._starts.append(self._dump((sampler, generator)))
+        return Epoch(packed, len(packed), digest)
+
+    def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
+        """A sampler at the beginning of an epoch, its generator, and its batches."""
         sampler, generator = self._load(self._starts[min(number, len(self._starts) - 1)])
         _set_epoch(sampler, number)
         seed_all(seed_of(self._seed, number))
         # A local DataLoader's order of draws: the sampler's iterator, the base seed, the indices.
         indices = iter(sampler)
-        base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-        if not _has_length(sampler):
-            self._starts.append(self._starts[0])
-            return Epoch(Endless(indices), None, 0, base_seed)
-        packed, digest = _pack(list(indices))
-        if len(self._starts) == number + 1:
-            _set_epoch(sampler, 0)
-            self._starts.append(self._dump((sampler, generator)))
-        return Epoch(packed, len(packed), digest, base_seed)
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        return sampler, generator, indices
 
     def _dump(self, value: object) -> bytes:
         file = io.BytesIO()

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from taas_magic.data.cursor import Cursor, Snapshots
-from taas_magic.data.order import Order, seed_all
+from taas_magic.data.order import Order
 from taas_magic.data.outcome import Ended, Failed, Opened
+from taas_magic.data.randomness import seed_all
 from taas_magic.data.shard import seed_of
 
 

@@ -5,15 +5,12 @@ asks the lanes of fetchers, and `LocalSupply` here, which prepares in the rank i
 batches is the same, because both answer from a `Source` and a `Course` decides what to ask.
 """
 
-import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
+from taas_magic.data import randomness
 from taas_magic.data.outcome import Ended, Failed, Opened, is_counted, units_of
 from taas_magic.data.shard import VOID, Ask
 from taas_magic.data.source import Source
@@ -61,21 +58,6 @@ class Supply(Protocol):
         """The pass is over; questions without an answer are forgotten."""
 
 
-@contextmanager
-def own_random_state() -> Iterator[None]:
-    """Keep the rank's own random numbers as they are while a dataset draws its."""
-    torch_state, python_state = torch.default_generator.get_state(), random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(torch_state)
-        random.setstate(python_state)
-        if numpy and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-
-
 class LocalSupply:
     """Prepares batches in the rank, when they are wanted."""
 
@@ -87,7 +69,7 @@ class LocalSupply:
     def open(self, epoch: int) -> Opened:
         """Say how long an epoch is."""
         self._source.forget_before(epoch - 1)
-        with own_random_state(), reraised():
+        with randomness.kept(), reraised():
             opened = self._source.open(epoch)
             if self._bounded:
                 opened = opened._replace(counted=self._is_counted(epoch))
@@ -98,7 +80,7 @@ class LocalSupply:
 
     def reply(self, epoch: int, ask: Ask) -> Reply:
         """Prepare a batch."""
-        with own_random_state():
+        with randomness.kept():
             reply = self._prepare(epoch, ask.slot)
         return reply if ask.mine else reply._replace(batch=None)
 
