@@ -7,7 +7,7 @@ them, and each time in a fresh process; printed are medians and the spread. The 
 every batch (reads one value of each 4 KiB page). "memory" is the peak of the consumer's resident
 memory, shared memory that it looks at included, over what it had before the first batch. Ratios are
 taken within a round. Figures move from machine to machine: compare rows of one run only. The
-tf.data service has a row where it is installed (`pip install '.[bench]'`).
+tf.data service and Ray Data have rows where they are installed (`pip install '.[bench]'`).
 """
 
 import argparse

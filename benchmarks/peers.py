@@ -6,6 +6,7 @@ Each is used as its documentation says, with one process that prepares. Where on
 
 import contextlib
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -52,8 +53,39 @@ def tf_data(size: int) -> Iterator[Take]:
         server.join()
 
 
+@contextlib.contextmanager
+def ray_data(size: int) -> Iterator[Take]:
+    """Ray Data: a task makes rows, which come through the object store of this host."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        # Ray's processes would look for each other through it.
+        del os.environ[name]
+    import numpy
+    import ray
+
+    ray.init(
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        row = {"batch": numpy.zeros((1, size), numpy.uint8)}
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        dataset = ray.data.range(1_000_000).map_batches(lambda _: row, batch_size=1)
+        batches = iter(dataset.iter_torch_batches(batch_size=1))
+        try:
+            yield lambda: next(batches)["batch"]
+        finally:
+            batches.close()
+    finally:
+        ray.shutdown()
+
+
 Make = Callable[[int], AbstractContextManager[Take]]
 PEERS: dict[str, tuple[str, Make]] = {
+    "Ray Data": ("ray", ray_data),
     "tf.data service": ("tensorflow", tf_data),
 }
 """By the name of the row: the package that it needs, and who makes it."""

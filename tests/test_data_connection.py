@@ -152,6 +152,9 @@ def test_a_peer_that_is_gone_ends_the_connection_and_not_the_visitor() -> None:
         ends.thread.join(0.001)
     assert isinstance(ends.raised[0], OSError)
     assert ends.shelf.ready_batches, "what is prepared stays for whoever asks again"
+    sent = ends.stats[0]
+    ends.connection.visit()
+    assert ends.stats[0] == sent
     ends.lane.close()
 
 

@@ -63,8 +63,11 @@ class Connection:
             while self._go_on():
                 pass
         finally:
-            self._shelf.gone(self)
-            self.outbox.close()
+            with self._serving:
+                # Whoever visits from here on finds nothing to do.
+                self._asked.clear()
+                self._shelf.gone(self)
+                self.outbox.close()
 
     def visit(self) -> None:
         """Answer what is ready, without waiting for anything; the thread that prepares."""

@@ -96,7 +96,7 @@ class Lane:
         self._door = Door(spec, tls, self._serve, self._refused)
         self._changing = threading.Lock()
         self._connections: tuple[Connection, ...] = ()
-        self._stock_taken = self._visited = 0.0
+        self._stock_taken = self._visited = self._visiting_cpu_s = 0.0
 
     def run(self) -> None:
         """Serve until the process ends. Blocks; call it in the main thread."""
@@ -141,8 +141,10 @@ class Lane:
 
     def _visit(self, now: float) -> None:
         self._visited = now
+        began = time.thread_time()
         for connection in self._connections:
             connection.visit()
+        self._visiting_cpu_s += time.thread_time() - began
 
     def _is_visiting(self) -> bool:
         return time.monotonic() - self._visited < _OFTEN_S
@@ -150,8 +152,8 @@ class Lane:
     def _take_stock(self) -> None:
         self._stock_taken = time.monotonic()
         self.stats[3], self.stats[4] = self.shelf.ready_batches, self.shelf.ready_bytes
-        # A system call, so not for every batch; this thread does nothing but prepare.
-        self.stats[6] = time.thread_time()
+        # A system call, so not for every batch; beside visits this thread does nothing but prepare.
+        self.stats[6] = time.thread_time() - self._visiting_cpu_s
         if self._spill is not None:
             self.stats[_SPILLED] = self._spill.bytes
             self.stats[_SPILLED + 1] = float(self._spill.is_full)
