@@ -64,8 +64,9 @@ def consume(make: Callable, seconds: float, results: Connection) -> None:
             batches += 1
         cpu = time.process_time() - cpu
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    memory = (peak - before) / 2**20
-    results.send(Figures(batches / elapsed, size / elapsed, cpu / (size / 1e9), memory))
+        memory = (peak - before) / 2**20
+        # Not every peer leaves the process in a state to send anything afterwards.
+        results.send(Figures(batches / elapsed, size / elapsed, cpu / (size / 1e9), memory))
 
 
 def first_batches(make: Callable, results: Connection) -> None:
