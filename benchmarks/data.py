@@ -1,6 +1,7 @@
 """Delivery and preparation of batches: the data service, a raw socket, local loaders, its peers.
 
     python benchmarks/data.py [--rounds 5] [--seconds 2] [--only delivery|first|collate|slow|cpu]
+                                        [--row "ours, TCP"]…
 
 Every row is measured in rounds that take turns, so that a slow moment of the machine hits all of
 them, and each time in a fresh process; printed are medians and the spread. The consumer touches
@@ -118,7 +119,7 @@ def compare(title: str, rows: dict[str, Callable], rounds: int, seconds: float) 
         )
 
 
-def delivery(rounds: int, seconds: float) -> None:
+def delivery(rounds: int, seconds: float, wanted: list[str]) -> None:
     tls, others = new_certificate(), peers.installed()
     for name, size in SIZES.items():
         loader = DataLoader(Ready(size), batch_size=None)
@@ -132,6 +133,7 @@ def delivery(rounds: int, seconds: float) -> None:
             made = DataLoader(Ready(size), batch_size=None, num_workers=workers)
             rows[f"local DataLoader, {workers} workers"] = partial(local, made)
         rows |= {peer: partial(make, size) for peer, make in others.items()}
+        rows = {name: make for name, make in rows.items() if not wanted or name in wanted}
         compare(f"Delivery of ready batches of {name}", rows, rounds, seconds)
 
 
@@ -173,11 +175,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--only", choices=["delivery", "first", "collate", "slow", "cpu"])
+    parser.add_argument("--row", action="append", default=[], help="of delivery, only these")
     asked = parser.parse_args()
     CONTEXT.set_forkserver_preload(["torch", "taas_magic.remote.fetcher", "deliverers"])
     rounds, seconds = asked.rounds, asked.seconds
     if asked.only in (None, "delivery"):
-        delivery(rounds, seconds)
+        delivery(rounds, seconds, asked.row)
     if asked.only in (None, "first"):
         first(rounds)
     if asked.only in (None, "collate"):
