@@ -30,6 +30,7 @@ class Ends:
             self.rank = socket.create_connection(server.getsockname())
             self.lane, _ = server.accept()
         tick(self.lane, TICK_S)
+        tick(self.rank, PATIENCE_S)
         self.stats = [0.0, 0.0]
         self.shelf = Shelf(1 << 30)
         talk = Talk(Role.LANE)
@@ -126,6 +127,14 @@ def test_what_the_kernel_has_no_room_for_goes_later_and_in_order() -> None:
             ends.connection.visit()
             listener.join(0.001)
         assert heard == [(slot, [slot]) for slot in range(count)]
+
+
+def test_a_rank_that_waits_hears_that_the_lane_is_alive_however_often_it_is_visited() -> None:
+    with connected(is_visited=True) as ends:
+        ends.ask(0)
+        header = memoryview(bytearray(wire.HEADER_BYTES))
+        receive_into(ends.rank, header, PATIENCE_S)
+        assert wire.unpack(header).kind is Kind.ALIVE
 
 
 def test_large_batches_are_left_to_the_connections_own_thread() -> None:

@@ -53,12 +53,23 @@ def sent(sock, data, cuts=()):
     return thread
 
 
+def over_unix():
+    return socket.socketpair()
+
+
+def over_tcp():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        lane = socket.create_connection(server.getsockname())
+        return lane, server.accept()[0]
+
+
+@pytest.mark.parametrize("connected", [over_unix, over_tcp])
 @hypothesis.settings(deadline=None, max_examples=25)
 @hypothesis.given(st.lists(SIZES, min_size=1, max_size=9), st.data())
-def test_frames_come_whole_and_stay_what_they_are(sizes, data):
+def test_frames_come_whole_and_stay_what_they_are(connected, sizes, data):
     stream = b"".join(batch(number, size) for number, size in enumerate(sizes))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
-    lane, rank = socket.socketpair()
+    lane, rank = connected()
     tick(rank, 60.0)
     with lane, rank:
         sender, box, blocks = sent(lane, stream, cuts), box_of(rank), Blocks(8 << 20)

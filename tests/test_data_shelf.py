@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from taas_magic.data import encode
-from taas_magic.data.connection import Answer
+from taas_magic.data.answer import Answer
+from taas_magic.data.disk import NoDisk
 from taas_magic.data.shelf import Shelf
 from taas_magic.data.spill import Spill
-from taas_magic.data.stock import Key
+from taas_magic.data.stock import Key, Stock
 from taas_magic.data.wire import Kind
 
 BATCH_BYTES = 64 << 10
@@ -256,3 +257,18 @@ def test_a_lane_that_follows_a_dead_one_clears_its_files(tmp_path: Path) -> None
     _, spill = shelf_of(tmp_path)
     assert spill.bytes == 0
     assert not list((tmp_path / "spill").iterdir())
+
+
+def test_a_full_lane_is_woken_for_an_eighth_of_its_memory_and_not_for_each_batch() -> None:
+    count = 64
+    one = Answer(Kind.VALUE, bytes(1 << 20))
+    stock = Stock(count * one.size, NoDisk())
+    keys = [Key(Kind.GET, 0, slot) for slot in range(count)]
+    for key in keys:
+        stock.lay(key, one)
+    assert stock.is_full
+    stock.remove(keys[0])
+    assert not stock.has_gap
+    for key in keys[1:10]:
+        stock.remove(key)
+    assert stock.has_gap

@@ -52,6 +52,7 @@ class Connection:
         self._asked: deque[tuple[Frame, Key]] = deque()
         self._serving = threading.Lock()
         self._failure: OSError | ProtocolError | None = None
+        self._answered = time.monotonic()
 
     def run(self) -> None:
         """Hear and answer until the peer closes; the connection's own thread.
@@ -94,7 +95,7 @@ class Connection:
         """Serve once, or leave it to the thread that prepares; returns whether there is more."""
         if self._failure is not None:
             raise self._failure
-        if self._asked and self.outbox.is_light and self._is_visited():
+        if self._may_stand_aside():
             time.sleep(_ASIDE_S)
             return True
         with self._serving:
@@ -104,6 +105,12 @@ class Connection:
             self.outbox.send()
             self._shelf.sent(self)
         return is_open
+
+    def _may_stand_aside(self) -> bool:
+        # A rank that has heard nothing for a while is told that the lane is alive: not by visits.
+        is_silent = time.monotonic() - self._answered > TICK_S
+        is_served = self.outbox.is_light and self._is_visited()
+        return bool(self._asked) and is_served and not is_silent
 
     def _hear(self) -> bool:
         """Read what has come; waits only when there is nothing to answer."""
@@ -148,7 +155,10 @@ class Connection:
             outbox.add(frame, answer)
         if self._asked and patience_s:
             outbox.add_sign_of_life()
-        return len(self._asked) < before
+        has_more = len(self._asked) < before
+        if has_more:
+            self._answered = time.monotonic()
+        return has_more
 
     def _look_up(self, frame: Frame, key: Key, patience_s: float) -> Answer | None:
         if frame.kind is not Kind.PEEK:

@@ -46,14 +46,12 @@ class Inbox:
     def __init__(self, sock: Socket, talk: Talk, patience_s: float) -> None:
         self._socket, self._talk, self._patience_s = sock, talk, patience_s
         self._is_unix = sock.family == socket.AF_UNIX
-        self._is_tls = isinstance(sock, ssl.SSLSocket)
-        self._wait_for_all = 0 if self._is_tls else socket.MSG_WAITALL
+        self._wait_for_all = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
         self._chunk = memoryview(b"")
         self._start = self._end = 0
         self._frame: Frame | None = None
         self._body_bytes = 0
         self._follows_large = False
-        self._low_bytes = 1
         self._heard = time.monotonic()
         self._descriptors: deque[int] = deque()
 
@@ -126,10 +124,9 @@ class Inbox:
         if len(self._chunk) - self._start < max(needed, _LEAST_ROOM_BYTES):
             self._renew(blocks)
         room, flags = self._chunk[self._end :], 0
-        if self._follows_large:
+        if self._frame or self._follows_large:
             room, flags = self._chunk[self._end : self._start + needed], self._wait_for_all
             self._follows_large = False
-        self._wake_from(self._start + needed - self._end if self._frame else 1)
         try:
             got = self._receive_into(room, flags)
         except (BlockingIOError, TimeoutError):
@@ -138,12 +135,6 @@ class Inbox:
         if not got:
             raise ConnectionError("the peer closed the connection")
         self._end, self._heard = self._end + got, time.monotonic()
-
-    def _wake_from(self, size: int) -> None:
-        """Let the kernel wake this process when so much has come, not for each piece of it."""
-        if self._low_bytes != size and not self._is_unix and not self._is_tls:
-            self._low_bytes = size
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def _receive_into(self, room: memoryview, flags: int) -> int:
         if isinstance(self._socket, ssl.SSLSocket) or not self._is_unix:
