@@ -70,26 +70,31 @@ class Connection:
                 self._shelf.gone(self)
                 self.outbox.close()
 
-    def visit(self) -> None:
-        """Answer what is ready, without waiting for anything; the thread that prepares."""
+    def visit(self) -> bool:
+        """Answer what is ready, without waiting for anything; the thread that prepares.
+
+        Returns:
+            Whether anything has gone.
+        """
         if not self._serving.acquire(blocking=False):
-            return
+            return False
         try:
-            if self._asked and self.outbox.is_light:
-                self._serve_what_is_ready()
+            return bool(self._asked) and self.outbox.is_light and self._serve_what_is_ready()
         except (OSError, ProtocolError) as error:
             # The connection's own thread is the one that ends with it.
             self._failure = error
+            return False
         finally:
             self._serving.release()
 
-    def _serve_what_is_ready(self) -> None:
+    def _serve_what_is_ready(self) -> bool:
         self._hear()
-        self.outbox.send_some()
+        has_gone = self.outbox.send_some()
         while self._gather(0.0):
-            self.outbox.send_some()
+            has_gone |= self.outbox.send_some()
         if not self.outbox:
             self._shelf.sent(self)
+        return has_gone
 
     def _go_on(self) -> bool:
         """Serve once, or leave it to the thread that prepares; returns whether there is more."""

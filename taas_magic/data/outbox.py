@@ -87,11 +87,13 @@ class Outbox:
         parts, self._parts, self._bytes = self._parts, [], 0
         sockets.send(self._socket, parts)
 
-    def send_some(self) -> None:
-        """Send what the kernel has room for now (not for TLS)."""
+    def send_some(self) -> bool:
+        """Send what the kernel has room for now (not for TLS); returns whether anything went."""
         assert not isinstance(self._socket, ssl.SSLSocket)
+        before = self._bytes
         self._parts = sockets.send_some(self._socket, self._parts)
         self._bytes = sum(map(len, self._parts))
+        return self._bytes < before
 
     def close(self) -> None:
         """Give shared memory back; the rank's mappings stay valid."""

@@ -6,6 +6,7 @@ its own for when the dataset takes its time. A batch goes from the memory where 
 straight into the socket, or once into memory that the rank maps.
 """
 
+import gc
 import json
 import socket
 import ssl
@@ -46,6 +47,9 @@ _IDLE, _SPILLED = STATS.index("idle"), STATS.index("spilled_bytes")
 _STOCK_S = 0.1
 _VISIT_S = 0.002
 """How long small answers gather before the next are sent: each call costs the lane more."""
+
+_REST_S = 0.001
+"""The same while there is nothing to prepare."""
 
 _OFTEN_S = 5 * _VISIT_S
 """So long after a visit a connection relies on the next one."""
@@ -96,10 +100,13 @@ class Lane:
         self._door = Door(spec, tls, self._serve, self._refused)
         self._changing = threading.Lock()
         self._connections: tuple[Connection, ...] = ()
-        self._stock_taken = self._visited = self._visiting_cpu_s = 0.0
+        self._stock_taken = self._visiting_cpu_s = 0.0
+        self._visited = self._active = 0.0
 
     def run(self) -> None:
         """Serve until the process ends. Blocks; call it in the main thread."""
+        # What is here stays; looking through it for garbage would touch all of a large dataset.
+        gc.freeze()
         sys.setswitchinterval(0.001)
         torch.set_num_threads(1)
         for listener in self._listeners:
@@ -125,14 +132,21 @@ class Lane:
         has_batches = shelf.ready_batches >= spec.fill_batches
         return has_batches and shelf.ready_bytes + spilled_bytes >= spec.fill_bytes
 
-    def _rest(self) -> None:
-        """There is nothing to prepare, or no room for it."""
+    def _rest(self) -> float | None:
+        """There is nothing to prepare, or no room for it; returns for how long to rest."""
         self.stats[_IDLE] = 1.0
-        self._visit(0.0)
+        now = time.monotonic()
+        self._visit(now)
         self._take_stock()
+        if now - self._active < _OFTEN_S:
+            return _REST_S
+        # Whoever is asked something has a thread that waits for it better than this one.
+        self._visited = 0.0
+        return None
 
     def _look_around(self, now: float) -> None:
         """Between two batches: what else is to be done now and then."""
+        self._active = now
         # After a death each batch waits until the ones before it have gone: not by this thread.
         if now - self._visited > _VISIT_S and not self._spec.follows_a_death:
             self._visit(now)
@@ -142,8 +156,8 @@ class Lane:
     def _visit(self, now: float) -> None:
         self._visited = now
         began = time.thread_time()
-        for connection in self._connections:
-            connection.visit()
+        if any([connection.visit() for connection in self._connections]):
+            self._active = now
         self._visiting_cpu_s += time.thread_time() - began
 
     def _is_visiting(self) -> bool:

@@ -29,7 +29,8 @@ class Shelf:
         follows: Whether a batch can be prepared without going back in its stream; None: any can.
         is_careful: Whether what is wanted and ready has a moment to be sent before the next is
             prepared: if that one ends the process, nothing else is lost with it.
-        on_idle: Called before `next` waits; may take what is ready.
+        on_idle: Called before `next` waits; may take what is ready. Returns for how many seconds to
+            wait at most; None: until there is something to prepare.
         disk: Where answers lie that nobody has asked for and that memory has no room for.
     """
 
@@ -38,7 +39,7 @@ class Shelf:
         budget_bytes: int,
         follows: Callable[[int, int], bool] | None = None,
         is_careful: bool = False,
-        on_idle: Callable[[], None] = lambda: None,
+        on_idle: Callable[[], float | None] = lambda: None,
         disk: Disk | None = None,
     ) -> None:
         self._is_careful, self._on_idle = is_careful, on_idle
@@ -127,7 +128,7 @@ class Shelf:
         Returns:
             None when the shelf is closed.
         """
-        has_rested = False
+        has_rested, rest_s = False, None
         with self._lock:
             while not self._closed:
                 if self._is_careful:
@@ -137,9 +138,9 @@ class Shelf:
                 if self._doing is not None:
                     return self._doing
                 if has_rested:
-                    self._work.wait()
+                    self._work.wait(rest_s)
                 else:
-                    self._on_idle()
+                    rest_s = self._on_idle()
                 has_rested = not has_rested
             return None
 
