@@ -54,7 +54,8 @@ class Ends:
             self.raised.append(error)
 
     def ask(self, *slots: int) -> None:
-        self.rank.sendall(b"".join(wire.pack(Frame(Kind.GET, 0, slot)) for slot in slots))
+        body = wire.pack_numbers(slots[1:])
+        self.rank.sendall(wire.pack(Frame(Kind.GET, 0, slots[0], body_bytes=len(body))) + body)
 
     def prepare(self, slot: int, size: int = SMALL) -> None:
         """Lay a batch on the shelf, as the thread that prepares does."""

@@ -54,9 +54,9 @@ def prepare(shelf: Shelf, slots: range) -> None:
 def test_connections_are_served_in_turn() -> None:
     shelf = Shelf(1 << 30)
     for slot in range(0, 200, 2):
-        shelf.want("rank 0", key(slot))
+        shelf.want("rank 0", [key(slot)])
     for slot in (1, 3):
-        shelf.want("rank 1", key(slot))
+        shelf.want("rank 1", [key(slot)])
     order = []
     for _ in range(5):
         chosen = shelf.next()
@@ -70,7 +70,7 @@ def test_a_full_lane_prepares_what_a_connection_sends_next() -> None:
     """Though what follows in its stream was nearer, and has used up the memory."""
     shelf = Shelf(BATCH_BYTES, follows=lambda epoch, slot: slot >= 2)
     for slot in (0, 2, 4):
-        shelf.want("rank", key(slot))
+        shelf.want("rank", [key(slot)])
     assert shelf.next() == key(2)
     shelf.put(key(2), answer(2))
     with ThreadPoolExecutor() as pool:
@@ -83,12 +83,12 @@ def test_a_full_lane_prepares_what_a_connection_sends_next() -> None:
 
 def test_an_answer_that_was_thrown_away_for_room_is_prepared_again() -> None:
     shelf = Shelf(BATCH_BYTES)
-    shelf.want("rank", key(0), only_count=True)
-    shelf.want("rank", key(0))
+    shelf.want("rank", [key(0)], only_count=True)
+    shelf.want("rank", [key(0)])
     assert shelf.next() == key(0)
     shelf.put(key(0), answer(0))
     assert shelf.count("rank", key(0), 0.0) == 0
-    shelf.want("other", key(1))
+    shelf.want("other", [key(1)])
     with ThreadPoolExecutor() as pool:
         chosen = pool.submit(shelf.next)
         assert chosen.result(60) == key(1)
@@ -100,8 +100,8 @@ def test_an_answer_that_was_thrown_away_for_room_is_prepared_again() -> None:
 
 def test_what_a_connection_wanted_is_not_prepared_when_it_is_gone() -> None:
     shelf = Shelf(1 << 30)
-    shelf.want("rank 0", key(0))
-    shelf.want("rank 1", key(1))
+    shelf.want("rank 0", [key(0)])
+    shelf.want("rank 1", [key(1)])
     shelf.gone("rank 0")
     assert shelf.next() == key(1)
 
@@ -112,7 +112,7 @@ def test_the_owner_is_told_before_it_waits() -> None:
     with ThreadPoolExecutor() as pool:
         chosen = pool.submit(shelf.next)
         assert told.wait(60)
-        shelf.want("rank", key(7))
+        shelf.want("rank", [key(7)])
         assert chosen.result(60) == key(7)
 
 
@@ -126,7 +126,7 @@ def test_a_lane_forgets_what_all_ranks_are_past() -> None:
             assert chosen is not None
             shelf.put(chosen, small)
         for slot in range(slots // 2):  # the rank leaves its loop in the middle of the epoch
-            shelf.want("rank", key(slot, epoch))
+            shelf.want("rank", [key(slot, epoch)])
             assert shelf.take("rank", key(slot, epoch), 0.0) is small
         most = max(most, shelf.entries)
     left, counts = slots // 2 + 1, slots
@@ -137,7 +137,7 @@ def test_of_a_long_epoch_a_lane_remembers_the_latest_counts() -> None:
     shelf, slots = Shelf(1 << 30), 40_000
     small = Answer(Kind.BATCH, b"batch", units=7)
     for slot in range(slots):
-        shelf.want("rank", key(slot))
+        shelf.want("rank", [key(slot)])
         assert shelf.next() == key(slot)
         shelf.put(key(slot), small)
         assert shelf.take("rank", key(slot), 0.0) is small
@@ -148,9 +148,9 @@ def test_of_a_long_epoch_a_lane_remembers_the_latest_counts() -> None:
 def test_a_count_that_was_forgotten_is_found_out_again() -> None:
     shelf = Shelf(1 << 30)
     prepare(shelf, range(5))
-    shelf.want("slow", key(3), only_count=True)
+    shelf.want("slow", [key(3)], only_count=True)
     for epoch in (1, 2):
-        shelf.want("fast", key(0, epoch))
+        shelf.want("fast", [key(0, epoch)])
         assert shelf.next() == key(0, epoch)
         shelf.put(key(0, epoch), answer(0))
     assert shelf.count("slow", key(3), 0.0) is None
@@ -186,7 +186,7 @@ def test_over_the_budget_batches_lie_on_disk_and_come_back_bit_for_bit(tmp_path:
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     assert spill.bytes == sum(file.stat().st_size for file in files)
     for slot in range(6):
-        shelf.want("rank", key(slot))
+        shelf.want("rank", [key(slot)])
         item = shelf.take("rank", key(slot), 5.0)
         assert isinstance(item, Answer)
         assert (item.units, item.order) == (slot, 9)
@@ -200,12 +200,12 @@ def test_what_is_asked_for_makes_room_by_going_to_disk(tmp_path: Path) -> None:
     shelf, _ = shelf_of(tmp_path)
     prepare(shelf, range(2))
     for slot in (10, 12, 14):
-        shelf.want("rank", key(slot))
+        shelf.want("rank", [key(slot)])
         assert shelf.next() == key(slot)
         shelf.put(key(slot), answer(slot))
     assert list((tmp_path / "spill").iterdir())
     for slot in (0, 1):
-        shelf.want("rank", key(slot))
+        shelf.want("rank", [key(slot)])
         assert opened(shelf.take("rank", key(slot), 5.0)) == ([float(slot)], f"batch {slot}")
 
 
@@ -247,7 +247,7 @@ def test_a_full_disk_makes_the_lane_wait_and_nothing_is_lost(small_disk: Path) -
     assert not spill.has_room
     assert 4 <= len(slots) < 10
     for slot in slots:
-        shelf.want("rank", key(slot))
+        shelf.want("rank", [key(slot)])
         assert opened(shelf.take("rank", key(slot), 5.0)) == ([float(slot)], f"batch {slot}")
 
 

@@ -10,7 +10,7 @@ import pytest
 from taas_magic.data import wire
 from taas_magic.errors import ProtocolError
 
-frames = st.builds(
+ALONE = st.builds(
     wire.Frame,
     kind=st.sampled_from([wire.Kind.BATCH, wire.Kind.VALUE]),
     epoch=st.integers(0, 2**63 - 1),
@@ -22,17 +22,26 @@ frames = st.builds(
     flags=st.integers(0, 7),
     block=st.integers(0, 2**32 - 1),
     order=st.integers(0, 2**32 - 1),
+    batches=st.just(1),
 )
+GROUPS = st.builds(
+    wire.Frame._replace,
+    ALONE,
+    kind=st.just(wire.Kind.BATCH),
+    body_bytes=st.integers(0, 1 << 20),
+    batches=st.integers(2, 1 << 14),
+)
+frames = ALONE | GROUPS
 
 
 def forged(**changes):
     """A header whose own checksum is right and whose fields are not."""
-    fields = {"magic": wire.MAGIC, "version": 1, "kind": int(wire.Kind.GET), "epoch": 0}
-    fields |= {"batch": 0, "body": 0, **changes}
+    fields = {"magic": wire.MAGIC, "version": wire.VERSION, "kind": int(wire.Kind.GET), "epoch": 0}
+    fields |= {"batch": 0, "body": 0, "batches": 1, **changes}
     raw = struct.pack(
-        "<4sBBHIIIIqqQQ4x",
+        "<4sBBHIIIIqqQQI",
         *(fields["magic"], fields["version"], fields["kind"], 0, 0, 0, 0, 0),
-        *(fields["epoch"], fields["batch"], fields["body"], 0),
+        *(fields["epoch"], fields["batch"], fields["body"], 0, fields["batches"]),
     )
     return raw + struct.pack("<I", zlib.crc32(raw))
 
@@ -62,6 +71,9 @@ def test_a_flipped_bit_is_seen(frame, bit):
         ({"batch": -(2**63)}, "batch -9223372036854775808"),
         ({"body": 2**63}, "9223372036854775808 bytes"),
         ({"body": 2**64 - 1}, "the limit is"),
+        ({"kind": int(wire.Kind.BATCH), "body": 8 << 30, "batches": 3}, "25769803776 bytes"),
+        ({"kind": int(wire.Kind.BATCH), "batches": 0}, "BATCH announces 0 batches"),
+        ({"batches": 2}, "GET announces 2 batches"),
     ],
 )
 def test_numbers_out_of_bounds_are_refused(changes, says):

@@ -1,9 +1,12 @@
 """What a rank asks on one link, and what the answers mean."""
 
+import itertools
+import operator
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from taas_magic.data import encode
+from taas_magic.data import encode, wire
 from taas_magic.data.link import Link
 from taas_magic.data.shard import VOID
 from taas_magic.data.supply import Reply
@@ -18,6 +21,9 @@ class Question(NamedTuple):
     epoch: int
     slot: int
     body: bytes = b""
+
+
+_SHARED = operator.attrgetter("kind", "epoch", "body")
 
 
 class Asked:
@@ -38,11 +44,23 @@ class Asked:
         """Send what was laid ready, and with it which shared blocks are free again."""
         questions, self.unsent = self.unsent, []
         self.asked += questions
-        free, frames = self.link.free_blocks(), []
-        for kind, epoch, slot, body in questions:
-            block = free.pop() if free else 0
-            frames.append((Frame(kind, epoch, slot, body_bytes=len(body), block=block), body))
-        self.link.send(frames)
+        frames = []
+        if blocks := self.link.free_blocks():
+            body = wire.pack_numbers(blocks)
+            frames.append((Frame(Kind.FREE, body_bytes=len(body)), body))
+        self.link.send([*frames, *_frames(questions)])
+
+
+def _frames(questions: Iterable[Question]) -> Iterator[tuple[Frame, bytes]]:
+    """Frames that ask this; questions for batches that follow each other share one."""
+    for (kind, epoch, detail), group in itertools.groupby(questions, _SHARED):
+        first, *others = [question.slot for question in group]
+        if kind is Kind.GET or kind is Kind.PEEK:
+            body = wire.pack_numbers(others)
+            yield Frame(kind, epoch, first, body_bytes=len(body)), body
+            continue
+        for slot in (first, *others):
+            yield Frame(kind, epoch, slot, body_bytes=len(detail)), detail
 
 
 def reply_of(frame: Frame, body: memoryview) -> Reply:

@@ -60,7 +60,6 @@ class SharedBlocks:
     def __init__(self) -> None:
         self._blocks: dict[int, mmap.mmap] = {}
         self._read: set[int] = set()
-        self._free: list[int] = []
 
     def add(self, number: int, descriptor: int, size: int) -> None:
         """Map a block that the lane has made."""
@@ -77,14 +76,13 @@ class SharedBlocks:
         return memoryview(self._blocks[number])[:size]
 
     def free(self) -> list[int]:
-        """Numbers of blocks that nobody looks at any more; who tells the lane takes them out."""
+        """Numbers of blocks that nobody looks at any more, each of them once."""
         numbers = list(self._read)
         references = _references([self._blocks[number] for number in numbers])
         # One reference more than in a pool: the list above is not where the block lives.
         free = [n for n, count in zip(numbers, references, strict=True) if count == _IDLE + 1]
         self._read.difference_update(free)
-        self._free += free
-        return self._free
+        return free
 
 
 @dataclass

@@ -26,6 +26,7 @@ def checksum(data: bytes | memoryview) -> int:
     words, rest = size >> 3, size & 7
     total = int.from_bytes(data[size - rest :], "little") if rest else 0
     values = torch.frombuffer(data, dtype=torch.int64, count=words)
-    for start in range(0, words, _CHUNK_WORDS):
-        total += int(values[start : start + _CHUNK_WORDS].sum())
+    chunks = (values,) if words <= _CHUNK_WORDS else values.split(_CHUNK_WORDS)  # type: ignore[no-untyped-call]
+    for chunk in chunks:
+        total += int(chunk.sum())
     return total & MASK

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from taas_magic.data import sockets
+from taas_magic.data import sockets, wire
 from taas_magic.data.answer import Answer
 from taas_magic.data.outbox import Outbox
 from taas_magic.data.shard import VOID
@@ -49,7 +49,7 @@ class Connection:
     ) -> None:
         self._socket, self._shelf, self.outbox, self._is_visited = sock, shelf, outbox, is_visited
         self._assembler = Assembler(talk)
-        self._asked: deque[tuple[Frame, Key]] = deque()
+        self._asked: deque[tuple[Kind, Key]] = deque()
         self._serving = threading.Lock()
         self._failure: OSError | ProtocolError | None = None
         self._answered = time.monotonic()
@@ -124,11 +124,12 @@ class Connection:
         except (BlockingIOError, TimeoutError):
             return True
         for frame, body in self._assembler.feed(data):
-            if frame.block:
-                self.outbox.free(frame.block)
-            key = _key_of(frame, body)
-            self._asked.append((frame, key))
-            self._shelf.want(self, key, only_count=frame.kind is Kind.PEEK)
+            if frame.kind is Kind.FREE:
+                self.outbox.free(wire.numbers(body))
+                continue
+            keys = _keys_of(frame, body)
+            self._asked.extend([(frame.kind, key) for key in keys])
+            self._shelf.want(self, keys, only_count=frame.kind is Kind.PEEK)
         return bool(data)
 
     def _receive(self) -> bytes:
@@ -151,13 +152,13 @@ class Connection:
         outbox = self.outbox
         before = len(self._asked)
         while self._asked and outbox.has_room:
-            frame, key = self._asked[0]
-            answer = self._look_up(frame, key, patience_s)
+            kind, key = self._asked[0]
+            answer = self._look_up(kind, key, patience_s)
             if answer is None:
                 break
             self._asked.popleft()
             patience_s = 0.0
-            outbox.add(frame, answer)
+            outbox.add(key, answer)
         if self._asked and patience_s:
             outbox.add_sign_of_life()
         has_more = len(self._asked) < before
@@ -165,8 +166,8 @@ class Connection:
             self._answered = time.monotonic()
         return has_more
 
-    def _look_up(self, frame: Frame, key: Key, patience_s: float) -> Answer | None:
-        if frame.kind is not Kind.PEEK:
+    def _look_up(self, kind: Kind, key: Key, patience_s: float) -> Answer | None:
+        if kind is not Kind.PEEK:
             item = self._shelf.take(self, key, patience_s)
             assert item is None or isinstance(item, Answer)
             return item
@@ -176,6 +177,8 @@ class Connection:
         return Answer(Kind.PEEKED, units=units) if units != VOID else Answer(Kind.VOID, units=0)
 
 
-def _key_of(frame: Frame, body: bytes) -> Key:
-    kind = Kind.GET if frame.kind is Kind.PEEK else frame.kind
-    return Key(kind, frame.epoch, frame.batch, body)
+def _keys_of(frame: Frame, body: bytes) -> list[Key]:
+    kind, epoch, slot = frame.kind, frame.epoch, frame.batch
+    if kind is Kind.GET or kind is Kind.PEEK:
+        return [Key(Kind.GET, epoch, one) for one in (slot, *wire.numbers(body))]
+    return [Key(Kind.GET if kind is Kind.GIVEN else kind, epoch, slot, body)]

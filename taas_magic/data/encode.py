@@ -15,7 +15,7 @@ import struct
 from collections import ChainMap
 from collections.abc import Hashable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 import torch
@@ -26,6 +26,7 @@ from taas_magic.data.checksum import MASK, checksum
 _ZEROS = bytes(wire.ALIGN)
 _PREFIX = struct.Struct("<II")
 _MOST_FORMS = 256
+_COMMON_HEAD_BYTES = 4096
 
 _heads: dict[Hashable, tuple[bytes, int]] = {}
 """The table of contents and the size of a body, for each form of common batches (`forms`)."""
@@ -156,26 +157,43 @@ def decode(body: memoryview, head_bytes: int) -> Any:
         body: The whole body, writable, its start aligned.
         head_bytes: Size of its table of contents.
     """
-    table_bytes, pickle_bytes = _PREFIX.unpack_from(body)
-    after = _PREFIX.size + table_bytes
-    spans, places = _table(head_bytes, bytes(body[_PREFIX.size : after]))
-    made = tensors.rebuild(places, body)
-    pickled = bytes(body[after : after + pickle_bytes])
-    if pickled == _LONE_TENSOR:
+    read = _contents if head_bytes <= _COMMON_HEAD_BYTES else _contents.__wrapped__
+    contents = read(bytes(body[:head_bytes]))
+    made = tensors.rebuild(contents.places, body)
+    if contents.is_lone:
         return made[0]
-    buffers = [body[at : at + size] for at, size in spans]
-    unpickler = _Unpickler(io.BytesIO(pickled), buffers=buffers)
+    buffers = [body[at : at + size] for at, size in contents.spans]
+    unpickler = _Unpickler(io.BytesIO(contents.pickled), buffers=buffers)
     unpickler.tensors = made
     return unpickler.load()
 
 
+class _Contents(NamedTuple):
+    """What the table of contents of a body says.
+
+    Attributes:
+        spans: Where its buffers lie (start and size).
+        places: Its tensors in them.
+        pickled: The rest of the batch.
+        is_lone: Whether the batch is its only tensor.
+    """
+
+    spans: list[tuple[int, int]]
+    places: list[tensors.Place]
+    pickled: bytes
+    is_lone: bool
+
+
 @functools.lru_cache(_MOST_FORMS)
-def _table(head_bytes: int, table: bytes) -> tuple[list[tuple[int, int]], list[tensors.Place]]:
-    """Where the buffers of a body lie (start and size), and its tensors in them."""
-    sizes, rows = pickle.loads(table)
-    offsets, _ = wire.layout(head_bytes, sizes)
+def _contents(head: bytes) -> _Contents:
+    table_bytes, pickle_bytes = _PREFIX.unpack_from(head)
+    after = _PREFIX.size + table_bytes
+    sizes, rows = pickle.loads(head[_PREFIX.size : after])
+    pickled = head[after : after + pickle_bytes]
+    offsets, _ = wire.layout(len(head), sizes)
     spans = list(zip(offsets, sizes, strict=True))
-    return spans, tensors.places([tensors.Row(*row) for row in rows], spans)
+    places = tensors.places([tensors.Row(*row) for row in rows], spans)
+    return _Contents(spans, places, pickled, pickled == _LONE_TENSOR)
 
 
 @functools.lru_cache(_MOST_FORMS)

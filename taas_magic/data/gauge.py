@@ -28,6 +28,7 @@ class Counts:
         receive_cpu_s: Of that, what this process computed.
         held_bytes: Memory that batches are received into.
         resumed: Units, over all ranks, before the state that was loaded.
+        spent: Units, over all ranks, that were handed out, those included.
     """
 
     batches: int = 0
@@ -41,6 +42,7 @@ class Counts:
     receive_cpu_s: float = 0.0
     held_bytes: int = 0
     resumed: int = 0
+    spent: int = 0
 
     def now(self, watch: "Watch | None") -> dict[str, float]:
         """All counts, with the time of a pass that goes on. Any thread may ask."""

@@ -18,12 +18,11 @@ from taas_magic.data.talk import Talk
 from taas_magic.data.wire import Flag, Frame
 from taas_magic.errors import ProtocolError
 
-_CHUNK_BYTES = 1 << 20
-_LARGE_BYTES = _CHUNK_BYTES // 2
-_LEAST_ROOM_BYTES = _CHUNK_BYTES // 8
+_LARGE_BYTES = wire.CHUNK_BYTES - wire.HEADER_BYTES
+_LEAST_ROOM_BYTES = wire.CHUNK_BYTES // 8
 _PIECE_BYTES = 992 << 10
 _FEW_BYTES = 32 << 10
-"""Bodies up to this are copied out: one of them that is kept must not keep a whole chunk."""
+"""Bodies up to this are copied out: a batch that is kept must not keep a whole chunk."""
 
 
 class Silent(OSError):
@@ -50,7 +49,7 @@ class Inbox:
         self._chunk = memoryview(b"")
         self._start = self._end = 0
         self._frame: Frame | None = None
-        self._body_bytes = 0
+        self._body_bytes = self._latest_bytes = 0
         self._follows_large = False
         self._heard = time.monotonic()
         self._descriptors: deque[int] = deque()
@@ -64,7 +63,7 @@ class Inbox:
             OSError, ProtocolError: The connection is of no use any more.
         """
         while (whole := self.here()) is None:
-            if self._frame is not None and self._body_bytes >= _LARGE_BYTES:
+            if self._frame is not None and self._body_bytes > _LARGE_BYTES:
                 return self._large(blocks)
             self._fill(blocks)
         return whole
@@ -78,16 +77,17 @@ class Inbox:
             frame = wire.unpack(self._chunk[self._start : after])
             self._talk.hear(frame.kind)
             self._frame, self._start = frame, after
-            self._body_bytes = 0 if frame.flags & Flag.SHARED else frame.body_bytes
+            is_shared = frame.flags & Flag.SHARED
+            self._body_bytes = 0 if is_shared else frame.batches * frame.body_bytes
         at, size = self._start, self._body_bytes
         if self._end - at < size:
             return None
         frame, self._frame = self._frame, None
-        self._start += size
+        self._start, self._latest_bytes = at + size, wire.HEADER_BYTES + size
         body = self._chunk[at : at + size]
         if frame.flags & Flag.SUMMED:
             _check(frame, checksum(body))
-        if size <= _FEW_BYTES or at % wire.ALIGN:
+        if frame.body_bytes <= _FEW_BYTES or at % wire.ALIGN:
             body = memoryview(bytearray(body))
         return frame, body
 
@@ -121,9 +121,10 @@ class Inbox:
     def _fill(self, blocks: Blocks) -> None:
         """Receive what has come: the rest of a body, or as many frames as there are."""
         needed = self._body_bytes if self._frame else wire.HEADER_BYTES
-        if len(self._chunk) - self._start < max(needed, _LEAST_ROOM_BYTES):
+        least = max(needed, _LEAST_ROOM_BYTES, 0 if self._frame else self._latest_bytes)
+        if len(self._chunk) - self._start < least:
             self._renew(blocks)
-        room, flags = self._chunk[self._end :], 0
+        room, flags = self._chunk[self._end :][: self._whole_frames()], 0
         if self._frame or self._follows_large:
             room, flags = self._chunk[self._end : self._start + needed], self._wait_for_all
             self._follows_large = False
@@ -135,6 +136,14 @@ class Inbox:
         if not got:
             raise ConnectionError("the peer closed the connection")
         self._end, self._heard = self._end + got, time.monotonic()
+
+    def _whole_frames(self) -> int:
+        """Up to where to receive: what is cut by the end of a chunk has to be copied to the next.
+
+        Frames that follow each other are mostly alike.
+        """
+        room = len(self._chunk) - self._start
+        return room - room % (self._latest_bytes or 1) - (self._end - self._start)
 
     def _receive_into(self, room: memoryview, flags: int) -> int:
         if isinstance(self._socket, ssl.SSLSocket) or not self._is_unix:
@@ -157,7 +166,7 @@ class Inbox:
         """Go on in another chunk; bodies in this one stay as long as someone looks at them."""
         rest = bytes(self._chunk[self._start : self._end])
         self._chunk = memoryview(b"")
-        self._chunk = blocks.take(_CHUNK_BYTES)
+        self._chunk = blocks.take(wire.CHUNK_BYTES)
         self._chunk[: len(rest)] = rest
         self._start, self._end = 0, len(rest)
 

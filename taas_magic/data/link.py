@@ -124,7 +124,7 @@ class Link:
         return self._shared.held_bytes
 
     def free_blocks(self) -> list[int]:
-        """Numbers of shared blocks that the lane may write again; who tells it takes them out."""
+        """Numbers of shared blocks that the lane may write again; whoever asks tells it."""
         return self._shared.free()
 
 

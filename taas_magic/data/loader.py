@@ -44,7 +44,7 @@ class RemoteLoader(DataLoader[Any]):
     def __init__(self, shape: LoaderShape, feed: Feed) -> None:
         self.shape, self.feed = shape, feed
         self._seed = feed.seed if shape.seed is None else shape.seed
-        self.next_epoch, self._turn, self.spent = 0, 0, 0
+        self.next_epoch, self._turn = 0, 0
         self._resume = Place()
         self._states: dict[int, tuple[int, Any]] = {}
         self._current: Pass | None = None
@@ -99,7 +99,12 @@ class RemoteLoader(DataLoader[Any]):
         epoch, place = self.next_epoch, self._resume
         if self._current is not None and not self._current.ended:
             epoch, place = self._current.epoch, self._current.after
-        return {"epoch": epoch, "place": list(place), "units": self.spent, "seed": self._seed}
+        return {
+            "epoch": epoch,
+            "place": list(place),
+            "units": self.counts.spent,
+            "seed": self._seed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, with any number of fetchers.
@@ -113,8 +118,8 @@ class RemoteLoader(DataLoader[Any]):
                 f"the state stands at batch {position} of epoch {state['epoch']}, which is in the "
                 f"middle of a step of {self.feed.world_size} ranks"
             )
-        self.next_epoch, self.spent = state["epoch"], state["units"]
-        self.counts.resumed = self.spent
+        self.next_epoch = state["epoch"]
+        self.counts.resumed = self.counts.spent = state["units"]
         self._resume = Place(position, slot, tuple(first_slots))
         self._seed, self._current = state["seed"], None
         self._states = state.get("streams", {})
@@ -130,16 +135,16 @@ class RemoteLoader(DataLoader[Any]):
         try:
             streams = supply.open(epoch).streams or 1
             slots = {slot % streams: slot for slot in range(place.slot, place.slot + streams)}
-            found = {stream: supply.state(epoch, slot) for stream, slot in slots.items()}
+            found = {stream: supply.state(slot) for stream, slot in slots.items()}
         finally:
             supply.close()
         return {**position, "streams": {key: value for key, value in found.items() if value}}
 
-    def give_states(self, supply: Supply, epoch: int, streams: int) -> None:
-        """Tell those who prepare an epoch where its streams stood, if that was loaded."""
+    def give_states(self, supply: Supply, streams: int) -> None:
+        """Tell those who prepare the epoch where its streams stood, if that was loaded."""
         states, self._states = self._states, {}
         for stream, (item, state) in states.items():
-            supply.restore(epoch, item * streams + stream, state)
+            supply.restore(item * streams + stream, state)
 
     def close(self) -> None:
         """Close all connections; the loader can still be iterated."""
@@ -164,7 +169,7 @@ class RemoteLoader(DataLoader[Any]):
     def part(self) -> Part:
         """What is this rank's, and how much of it is left."""
         feed, units = self.feed, self.feed.units
-        left = None if units is None else units - self.spent
+        left = None if units is None else units - self.counts.spent
         return Part(feed.rank, feed.world_size, self.shape.uneven, left)
 
     def supply(self) -> Supply:

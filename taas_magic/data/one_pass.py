@@ -71,7 +71,7 @@ class Pass(Iterator[Any]):
         loader, feed = self._loader, self._loader.feed
         self._supply = loader.supply()
         opened = self._supply.open(self.epoch)
-        loader.give_states(self._supply, self.epoch, opened.streams or 1)
+        loader.give_states(self._supply, opened.streams or 1)
         if feed.ledger is not None:
             first = self.after.position // feed.world_size
             name, place = loader.shape.name, (feed.rank, feed.world_size, first, 0)
@@ -79,12 +79,12 @@ class Pass(Iterator[Any]):
                 Handed(feed.generation, name, self._turn, self.epoch, *place)
             )
         part = loader.part()
-        return steps(self._supply, opened, part, self.epoch, self.after, feed.window_bytes)
+        return steps(self._supply, opened, part, self.after, feed.window_bytes)
 
     def _hand_out(self, step: Step) -> Any:
-        loader, reply = self._loader, step.reply
-        bound = loader.feed.units
-        if bound is not None and loader.spent + step.row_units > bound:
+        loader, (reply, row_units, after) = self._loader, step
+        counts, bound = loader.counts, loader.feed.units
+        if bound is not None and counts.spent + row_units > bound:
             self.close()
             raise StopIteration
         if not isinstance(self._steps, Ahead):
@@ -94,9 +94,8 @@ class Pass(Iterator[Any]):
             reply = self._pinned(reply) if self._pins else reply
         if self._line >= 0 and loader.feed.ledger is not None:
             loader.feed.ledger.hand(self._line)
-        self.after = step.after
-        loader.spent += step.row_units
-        counts = loader.counts
+        self.after = after
+        counts.spent += row_units
         counts.batches += 1
         counts.units += max(reply.units, 0)
         counts.bytes += reply.size

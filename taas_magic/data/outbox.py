@@ -6,19 +6,25 @@ stays here and goes first the next time.
 
 import socket
 import ssl
+from collections.abc import Iterable, Sequence
 
 from taas_magic.data import sockets, wire
 from taas_magic.data.answer import Answer, Sent
 from taas_magic.data.blocks import WrittenBlocks
+from taas_magic.data.checksum import MASK
 from taas_magic.data.sockets import Part, Socket
+from taas_magic.data.stock import Key
 from taas_magic.data.wire import Flag, Frame, Kind
 
 LIGHT_BYTES = 1 << 20
 """A batch up to here is small: what it costs is the work around it, not its bytes."""
 
 _SHARE_FROM_BYTES = 32 << 10
-_GATHER_BYTES = 1 << 20
+_GATHER_BYTES = wire.CHUNK_BYTES * 15 // 16
 _GATHER_PARTS = 400
+_GROUP_BYTES = wire.CHUNK_BYTES - wire.HEADER_BYTES
+_GROUP_BATCHES = 16
+"""A small batch that is kept keeps its whole group in memory."""
 
 
 class Outbox:
@@ -41,25 +47,27 @@ class Outbox:
         self.sums = self.is_light and not self._on_this_host
         self._blocks = WrittenBlocks(shared_bytes)
         self._parts: list[Part] = []
+        self._group: _Group | None = None
         self._bytes = 0
 
     def __bool__(self) -> bool:
         """Whether something has still to go."""
-        return bool(self._parts)
+        return bool(self._parts) or self._group is not None
 
     @property
     def has_room(self) -> bool:
         """Whether one more answer may be gathered."""
         return self._bytes < _GATHER_BYTES and len(self._parts) < _GATHER_PARTS
 
-    def free(self, block: int) -> None:
-        """The rank reads this block of shared memory no more."""
-        self._blocks.free(block)
+    def free(self, blocks: Iterable[int]) -> None:
+        """The rank reads these blocks of shared memory no more."""
+        for block in blocks:
+            self._blocks.free(block)
 
-    def add(self, asked: Frame, answer: Answer) -> None:
+    def add(self, asked: Key, answer: Answer) -> None:
         """Lay an answer ready; one that needs a descriptor goes at once, after what lay here."""
         units, body = max(answer.units, 0), answer.body
-        about = answer.kind, asked.epoch, asked.batch, units
+        about = answer.kind, asked.epoch, asked.slot, units
         if isinstance(body, bytes):
             self._gather(wire.pack(Frame(*about, 0, len(body), order=answer.order)), body)
             return
@@ -74,9 +82,12 @@ class Outbox:
                 self._announce(head, block.descriptor if block.new else None)
                 return
         total, flags = (answer.checksum(), Flag.SUMMED) if self.sums else (0, 0)
-        head = wire.pack(Frame(*about, *sizes, total, flags, order=answer.order))
-        first, *rest = body.parts()
-        self._gather(head + first, *rest)
+        first = Frame(*about, *sizes, total, flags, order=answer.order)
+        if self._group is None or not self._group.takes(first):
+            self._seal()
+            self._group = _Group(first)
+        self._group.add(total, body.parts())
+        self._bytes += body.body_bytes
 
     def add_sign_of_life(self) -> None:
         """Say that the lane is alive, and still prepares."""
@@ -84,12 +95,14 @@ class Outbox:
 
     def send(self) -> None:
         """Send everything; waits for the peer to take it."""
+        self._seal()
         parts, self._parts, self._bytes = self._parts, [], 0
         sockets.send(self._socket, parts)
 
     def send_some(self) -> bool:
         """Send what the kernel has room for now (not for TLS); returns whether anything went."""
         assert not isinstance(self._socket, ssl.SSLSocket)
+        self._seal()
         before = self._bytes
         self._parts = sockets.send_some(self._socket, self._parts)
         self._bytes = sum(map(len, self._parts))
@@ -99,7 +112,14 @@ class Outbox:
         """Give shared memory back; the rank's mappings stay valid."""
         self._blocks.close()
 
+    def _seal(self) -> None:
+        """No more batches come into the group."""
+        if self._group is not None:
+            self._parts += self._group.sealed()
+            self._group = None
+
     def _gather(self, *parts: Part) -> None:
+        self._seal()
         self._parts += parts
         self._bytes += sum(map(len, parts))
 
@@ -109,3 +129,36 @@ class Outbox:
             return
         self.send()
         sockets.send(self._socket, [head], [descriptor])
+
+
+class _Group:
+    """Batches that were asked for one after the other and go with one header, as they are alike.
+
+    Args:
+        first: The header of the first.
+    """
+
+    def __init__(self, first: Frame) -> None:
+        self._first, self._alike = first, _alike(first)
+        self._count = self._sum = 0
+        self._parts: list[Part] = []
+
+    def takes(self, frame: Frame) -> bool:
+        """Whether one more has room, and would have the same header."""
+        has_room = (self._count + 1) * frame.body_bytes <= _GROUP_BYTES
+        return has_room and self._count < _GROUP_BATCHES and _alike(frame) == self._alike
+
+    def add(self, total: int, parts: Sequence[Part]) -> None:
+        """Put one more in; `total` is its checksum, and a sum's terms come in any order."""
+        self._count += 1
+        self._sum += total
+        self._parts += parts
+
+    def sealed(self) -> list[Part]:
+        """All of them behind their header."""
+        frame = self._first._replace(batches=self._count, body_sum=self._sum & MASK)
+        return [wire.pack(frame), *self._parts]
+
+
+def _alike(frame: Frame) -> tuple[int, ...]:
+    return frame.units, frame.head_bytes, frame.body_bytes, frame.epoch, frame.order

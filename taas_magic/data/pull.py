@@ -6,10 +6,10 @@ late comes to a closed link, so nothing is handed out twice.
 """
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from taas_magic.data import encode
+from taas_magic.data import encode, wire
 from taas_magic.data.asked import Asked, Question, reply_of
 from taas_magic.data.blocks import Blocks
 from taas_magic.data.inbox import Silent
@@ -44,10 +44,11 @@ class Pull:
         self._open: dict[int, Asked] = {}
         self._where: dict[Question, int] = {}
         self._here: dict[Question, Answered] = {}
-        self._replies: dict[Question, Reply] = {}
+        self._replies: dict[tuple[int, bool], Reply] = {}
         self._tries: dict[Question, int] = {}
+        self._epoch = 0
         self._streams: int | None = None
-        self._orders: dict[int, int] = {}
+        self._order: int | None = None
         self._instead: dict[Question, Question] = {}
         self.retried = 0
 
@@ -63,7 +64,7 @@ class Pull:
         return self.blocks.held_bytes + sum(open_.link.shared_bytes for open_ in links)
 
     def open(self, epoch: int) -> Opened:
-        """Say how long an epoch is; the first lane that answers says it for all.
+        """Begin an epoch, and say how long it is; the first lane that answers says it for all.
 
         Raises:
             RunLost: No fetcher answers.
@@ -72,47 +73,47 @@ class Pull:
         ask = Question(Kind.OPEN, epoch, 0)
         self._send_later(ask)
         self._flush()
-        self._until(ask, self._here)
+        self._until(ask)
         frame, body = self._here.pop(ask)
         if frame.kind is Kind.ERROR:
             encode.from_bytes(bytes(body)).reraise()
         opened = Opened(*json.loads(bytes(body)))
-        self._streams, self._orders[epoch] = opened.streams, opened.order
+        self._epoch, self._streams, self._order = epoch, opened.streams, opened.order
         return opened
 
-    def ask(self, epoch: int, asks: Sequence[Ask]) -> None:
+    def ask(self, asks: Sequence[Ask]) -> None:
         """Send questions ahead."""
         for ask in asks:
-            self._send_later(_question(epoch, ask))
+            self._send_later(self._question(ask))
         self._flush()
 
-    def reply(self, epoch: int, ask: Ask) -> Reply:
+    def reply(self, ask: Ask) -> Reply:
         """Return the answer to a question.
 
         Raises:
             RunLost: No fetcher answers.
             RuntimeError: It took longer than the loader's `timeout`.
         """
-        question = _question(epoch, ask)
-        if question not in self._replies:
+        if ask not in self._replies:
+            question = self._question(ask)
             if question not in self._where:
                 self._send_later(question)
                 self._flush()
-            self._until(question, self._replies)
-        return self._replies.pop(question)
+            self._until(question)
+        return self._replies.pop(ask)
 
     def sample(self, index: Any) -> Any:
         """Return `dataset[index]` from a fetcher's dataset."""
         return self._value(Question(Kind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
-    def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
+    def state(self, slot: int) -> tuple[int, Any] | None:
         """Where the dataset of a slot's stream stood, and after how many items."""
-        found: tuple[int, Any] | None = self._value(Question(Kind.STATE, epoch, slot))
+        found: tuple[int, Any] | None = self._value(Question(Kind.STATE, self._epoch, slot))
         return found
 
-    def restore(self, epoch: int, slot: int, state: Any) -> None:
+    def restore(self, slot: int, state: Any) -> None:
         """Have the stream of a slot begin there, in a dataset that has loaded this state."""
-        self._value(Question(Kind.STATE, epoch, slot, encode.as_bytes(state)))
+        self._value(Question(Kind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
     def close(self) -> None:
         """End the pass: links with answers under way are closed, the others kept."""
@@ -125,10 +126,13 @@ class Pull:
         for book in (self._where, self._here, self._replies):
             book.clear()
 
+    def _question(self, ask: Ask) -> Question:
+        return Question(Kind.GET if ask.mine else Kind.PEEK, self._epoch, ask.slot)
+
     def _value(self, ask: Question) -> Any:
         self._send_later(ask)
         self._flush()
-        self._until(ask, self._here)
+        self._until(ask)
         frame, body = self._here.pop(ask)
         value = encode.from_bytes(bytes(body))
         return value.reraise() if frame.kind is Kind.ERROR else value
@@ -158,11 +162,11 @@ class Pull:
             except OSError as error:
                 self._lost(number, error)
 
-    def _until(self, ask: Question, answers: Container[Question]) -> None:
-        """Receive until the answer to `ask` is among `answers`."""
+    def _until(self, ask: Question) -> None:
+        """Receive until `ask` is answered."""
         silent_s = 0.0
         patience = Patience(self._timeout_s) if self._timeout_s else None
-        while ask not in answers:
+        while ask in self._where:
             if patience is not None:
                 patience.check()
             number = self._where[ask]
@@ -190,30 +194,39 @@ class Pull:
             whole = open_.link.here()
 
     def _take(self, open_: Asked, frame: Frame, body: memoryview) -> None:
-        ask = open_.asked.popleft()
-        if frame.batch != ask.slot or frame.epoch != ask.epoch:
+        """Take the answer to the oldest question on a link, or to as many as it holds batches."""
+        ask = open_.asked[0]
+        if frame.batch != ask.slot or frame.epoch != ask.epoch or frame.batches > len(open_.asked):
             raise ProtocolError(
                 f"{open_.link.address} was asked for batch {ask.slot} of epoch {ask.epoch} and "
                 f"answered with batch {frame.batch} of epoch {frame.epoch}"
             )
+        for part in wire.parts(frame, body):
+            self._answered(open_.asked.popleft(), frame, part)
+
+    def _answered(self, ask: Question, frame: Frame, body: memoryview) -> None:
         del self._where[ask]
         if self._tries:
             self._tries.pop(ask, None)
-        first = self._instead.pop(ask, None) if self._instead else None
-        if first is None and self._is_other_order(ask, frame):
+        first = self._instead.pop(ask, ask) if self._instead else ask
+        if first is not ask:
+            if ask.kind is Kind.ORDER and frame.kind is Kind.VALUE:
+                if self._has_other_order(frame):
+                    raise RunLost(_ORDER_LOST.format(epoch=ask.epoch))
+                self._ask_instead(first._replace(kind=Kind.GIVEN, body=bytes(body)), first)
+                return
+            del self._where[first]
+        elif self._has_other_order(frame):
             self._ask_instead(Question(Kind.ORDER, ask.epoch, ask.slot), ask)
-        elif first is not None and ask.kind is Kind.ORDER and frame.kind is Kind.VALUE:
-            if self._is_other_order(ask, frame):
-                raise RunLost(_ORDER_LOST.format(epoch=ask.epoch))
-            self._ask_instead(first._replace(body=bytes(body)), first)
-        elif ask.kind is Kind.GET or ask.kind is Kind.PEEK or first is not None:
-            self._replies[first or ask] = reply_of(frame, body)
+            return
+        if first.kind is Kind.GET or first.kind is Kind.PEEK:
+            self._replies[first.slot, first.kind is Kind.GET] = reply_of(frame, body)
         else:
-            self._here[ask] = frame, body
+            self._here[first] = frame, body
 
-    def _is_other_order(self, ask: Question, frame: Frame) -> bool:
+    def _has_other_order(self, frame: Frame) -> bool:
         """Whether the lane's order of the epoch is not the one that all ranks follow."""
-        return frame.order != self._orders.get(ask.epoch, frame.order) and frame.order != 0
+        return frame.order != self._order and frame.order != 0 and self._order is not None
 
     def _ask_instead(self, question: Question, ask: Question) -> None:
         """Let the lane that opened the epoch say the batch's indices, and ask by those.
@@ -246,7 +259,3 @@ class Pull:
                 f"time the lane that prepared it was lost, at last with: {error}. Its data may "
                 "crash the process that reads it, or need more memory than the fetcher's host has"
             )
-
-
-def _question(epoch: int, ask: Ask) -> Question:
-    return Question(Kind.GET if ask.mine else Kind.PEEK, epoch, ask.slot)

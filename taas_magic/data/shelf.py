@@ -11,7 +11,7 @@ same answers, prepared again.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from taas_magic.data.disk import Disk, Item, NoDisk
 from taas_magic.data.stock import Key, Stock
@@ -54,20 +54,12 @@ class Shelf:
         self._closed = False
         self._latest_epoch = 0
 
-    def want(self, who: Hashable, key: Key, only_count: bool = False) -> None:
-        """Take note that a connection waits for an answer (or only for what it counts)."""
+    def want(self, who: Hashable, keys: Iterable[Key], only_count: bool = False) -> None:
+        """Take note that a connection waits for answers (or only for what they count)."""
         with self._lock:
-            if only_count and self._stock.counts(key):
-                return
-            if key.epoch > self._latest_epoch:
-                self._latest_epoch = key.epoch
-                self._stock.forget_before(self.oldest_epoch)
-            is_here = key in self._stock
-            self._wanted.add(who, key, is_here or key == self._doing)
-            if is_here:
-                self._stock.set_asked(key, True)
-            else:
-                self._work.notify()
+            for key in keys:
+                if not only_count or not self._stock.counts(key):
+                    self._want(who, key)
 
     def gone(self, who: Hashable) -> None:
         """Forget what a connection waited for; what is prepared stays for whoever asks again."""
@@ -185,6 +177,17 @@ class Shelf:
             self._closed = True
             self._work.notify()
 
+    def _want(self, who: Hashable, key: Key) -> None:
+        if key.epoch > self._latest_epoch:
+            self._latest_epoch = key.epoch
+            self._stock.forget_before(self.oldest_epoch)
+        is_here = key in self._stock
+        self._wanted.add(who, key, is_here or key == self._doing)
+        if is_here:
+            self._stock.set_asked(key, True)
+        else:
+            self._work.notify()
+
     def _has_gone(self) -> bool:
         """Whether nothing that is ready and wanted has still to be sent."""
         return not self._sending and not any(key in self._stock for key in self._wanted)
@@ -195,7 +198,7 @@ class Shelf:
         """Wait for what a connection sends next; it may have been there once, and be forgotten."""
         if is_there():
             return True
-        self.want(who, key)
+        self._want(who, key)
         self._wanted.stand_by(who, key)
         if self._stock.is_full:
             self._work.notify()

@@ -39,7 +39,8 @@ class Window:
 
     def saw(self, size: int) -> None:
         """Take note of a batch's size."""
-        self._largest = max(self._largest, size)
+        if size > self._largest:
+            self._largest = size
 
     @property
     def steps(self) -> int:
@@ -50,16 +51,16 @@ class Window:
 
 
 def steps(
-    supply: Supply, opened: Opened, part: Part, epoch: int, place: Place, window_bytes: int
+    supply: Supply, opened: Opened, part: Part, place: Place, window_bytes: int
 ) -> Iterator[Step]:
-    """Yield a rank's steps of an epoch from `place` on."""
+    """Yield a rank's steps, from `place` on, of the epoch that its supply was opened for."""
     course: Course | ScoutedCourse
     if opened.batches is not None and not opened.counted:
         course = Course(part, opened.batches, place)
     else:
         course = ScoutedCourse(part, opened.batches, opened.streams or 1, place)
     window = Window(window_bytes, 2 * -(-supply.lanes // part.world_size) + 1)
-    walk = _Walk(supply, course, epoch, window)
+    walk = _Walk(supply, course, window)
     step = place.position // part.world_size
     while (slot := walk.slot_at(step)) is not None:
         reply = walk.reply(slot)
@@ -73,10 +74,8 @@ def steps(
 class _Walk:
     """Asks ahead along a course, and learns what the course needs to know."""
 
-    def __init__(
-        self, supply: Supply, course: Course | ScoutedCourse, epoch: int, window: Window
-    ) -> None:
-        self._supply, self._course, self._epoch, self._window = supply, course, epoch, window
+    def __init__(self, supply: Supply, course: Course | ScoutedCourse, window: Window) -> None:
+        self._supply, self._course, self._window = supply, course, window
         self._scouts = isinstance(course, ScoutedCourse)
         self._unlearnt: deque[Ask] = deque()
         self._kept: dict[int, Reply] = {}
@@ -94,23 +93,23 @@ class _Walk:
 
     def reply(self, slot: int) -> Reply:
         """The batch in a slot."""
-        reply = self._kept.pop(slot, None) or self._supply.reply(self._epoch, Ask(slot, True))
+        reply = self._kept.pop(slot, None) or self._supply.reply(Ask(slot, True))
         if reply.units < 0:
-            raise ProtocolError(f"batch {slot} of epoch {self._epoch} does not exist after all")
+            raise ProtocolError(f"batch {slot} does not exist after all")
         return reply
 
     def _ask_ahead(self, step: int) -> None:
         """Ask for a whole window; the next time when a quarter of it is used up."""
         ahead = self._window.steps
         asks = list(self._course.asks(step + ahead))
-        self._supply.ask(self._epoch, asks)
+        self._supply.ask(asks)
         if self._scouts:
             self._unlearnt += asks
         self._ask_again_at = step + max(1, ahead // 4)
 
     def _learn(self) -> None:
         ask = self._unlearnt.popleft()
-        reply = self._supply.reply(self._epoch, ask)
+        reply = self._supply.reply(ask)
         self._course.learn(ask.slot, reply.units)
         if ask.mine and reply.units >= 0:
             self._kept[ask.slot] = reply

@@ -1,8 +1,9 @@
 """Where a rank's batches come from: the questions it asks, and the answers.
 
-A `Supply` answers questions about one loader in one epoch at a time. There are two: `Pull`, which
-asks the lanes of fetchers, and `LocalSupply` here, which prepares in the rank itself. The stream of
-batches is the same, because both answer from a `Source` and a `Course` decides what to ask.
+A `Supply` answers questions about one loader, and, once it is opened, about one epoch. There are
+two: `Pull`, which asks the lanes of fetchers, and `LocalSupply` here, which prepares in the rank
+itself. The stream of batches is the same, because both answer from a `Source` and a `Course`
+decides what to ask.
 """
 
 import time
@@ -40,18 +41,18 @@ class Supply(Protocol):
         """How many processes share the work."""
 
     def open(self, epoch: int) -> Opened:
-        """Say how long an epoch is; blocks until it is known."""
+        """Begin an epoch, and say how long it is; blocks until that is known."""
 
-    def ask(self, epoch: int, asks: Sequence[Ask]) -> None:
+    def ask(self, asks: Sequence[Ask]) -> None:
         """Send questions ahead; does not wait for answers."""
 
-    def reply(self, epoch: int, ask: Ask) -> Reply:
+    def reply(self, ask: Ask) -> Reply:
         """Return the answer to a question that was asked; blocks until it is there."""
 
-    def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
+    def state(self, slot: int) -> tuple[int, Any] | None:
         """Where the dataset of a slot's stream stood, and after how many items."""
 
-    def restore(self, epoch: int, slot: int, state: Any) -> None:
+    def restore(self, slot: int, state: Any) -> None:
         """Have the stream of a slot begin there, in a dataset that has loaded this state."""
 
     def close(self) -> None:
@@ -64,10 +65,11 @@ class LocalSupply:
     lanes = 1
 
     def __init__(self, source: Source, bounded: bool) -> None:
-        self._source, self._bounded = source, bounded
+        self._source, self._bounded, self._epoch = source, bounded, 0
 
     def open(self, epoch: int) -> Opened:
-        """Say how long an epoch is."""
+        """Begin an epoch, and say how long it is."""
+        self._epoch = epoch
         self._source.forget_before(epoch - 1)
         with randomness.kept(), reraised():
             opened = self._source.open(epoch)
@@ -75,29 +77,29 @@ class LocalSupply:
                 opened = opened._replace(counted=self._is_counted(epoch))
             return opened
 
-    def ask(self, epoch: int, asks: Sequence[Ask]) -> None:
+    def ask(self, asks: Sequence[Ask]) -> None:
         """Nothing is prepared ahead here."""
 
-    def reply(self, epoch: int, ask: Ask) -> Reply:
+    def reply(self, ask: Ask) -> Reply:
         """Prepare a batch."""
         with randomness.kept():
-            reply = self._prepare(epoch, ask.slot)
+            reply = self._prepare(ask.slot)
         return reply if ask.mine else reply._replace(batch=None)
 
-    def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
+    def state(self, slot: int) -> tuple[int, Any] | None:
         """Where the dataset of a slot's stream stood, and after how many items."""
-        return self._source.state(epoch, slot)
+        return self._source.state(self._epoch, slot)
 
-    def restore(self, epoch: int, slot: int, state: Any) -> None:
+    def restore(self, slot: int, state: Any) -> None:
         """Have the stream of a slot begin there, in a dataset that has loaded this state."""
-        self._source.restore(epoch, slot, state)
+        self._source.restore(self._epoch, slot, state)
 
     def close(self) -> None:
         """Nothing is under way."""
 
-    def _prepare(self, epoch: int, slot: int) -> Reply:
+    def _prepare(self, slot: int) -> Reply:
         try:
-            batch = self._source.prepare(epoch, slot)
+            batch = self._source.prepare(self._epoch, slot)
         except Ended:
             return Reply(VOID)
         except Failed as failure:

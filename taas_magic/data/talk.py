@@ -9,10 +9,11 @@ The protocol is a transition table, and a frame that the table does not list is 
     WELCOME MAC + about        ─────►                           (now both know: same run)
                                ◄─────  OPEN epoch               how long is it, in which order
     OPENED                     ─────►
-                               ◄─────  GET epoch, batch         a pure question, may be repeated
+                               ◄─────  GET epoch, batches       a pure question, may be repeated
     ALIVE … BATCH | VOID | ERROR ───►
-                               ◄─────  PEEK epoch, batch        what does it count, is it there
+                               ◄─────  PEEK epoch, batches      what do they count, are they there
     PEEKED | VOID | ERROR      ─────►
+                               ◄─────  FREE blocks              of shared memory, not read any more
 """
 
 import enum
@@ -39,7 +40,10 @@ class Role(enum.Enum):
     RANK = "rank"
 
 
-_ASKED = (Kind.OPEN, Kind.GET, Kind.PEEK, Kind.SAMPLE, Kind.ORDER, Kind.STATE)
+_ASKED = (
+    *(Kind.OPEN, Kind.GET, Kind.PEEK, Kind.SAMPLE),
+    *(Kind.ORDER, Kind.STATE, Kind.GIVEN, Kind.FREE),
+)
 _ANSWERED = (
     *(Kind.OPENED, Kind.BATCH, Kind.PEEKED, Kind.VOID),
     *(Kind.ERROR, Kind.ALIVE, Kind.VALUE),

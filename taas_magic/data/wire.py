@@ -8,21 +8,25 @@ whose size is limited by the kind of the frame. `talk` says who may send which f
 import enum
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from taas_magic.errors import ProtocolError
 
 MAGIC = b"TaaS"
-VERSION = 1
+VERSION = 2
 ALIGN = 64
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_BATCH_BYTES = 16 << 30
+CHUNK_BYTES = 1 << 20
+"""What a rank receives small frames into; the batches of one frame do not exceed it."""
 
-_LAYOUT = struct.Struct("<4sBBHIIIIqqQQ4x")
+_LAYOUT = struct.Struct("<4sBBHIIIIqqQQI")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _LAYOUT.size + _CRC.size
+
+_NUMBER_BYTES = 8
 
 _CRC_OF_ALL = 0x2144DF1C
 """The CRC of whatever ends with its own CRC."""
@@ -48,6 +52,8 @@ class Kind(enum.IntEnum):
     ORDER = 20
     VALUE = 21
     STATE = 22
+    GIVEN = 23
+    FREE = 24
 
 
 _KINDS = {kind.value: kind for kind in Kind}
@@ -71,9 +77,9 @@ _MAX_BODY_BYTES: dict[Kind, int] = {
     Kind.REFUSED: 1 << 12,
     Kind.OPEN: 0,
     Kind.OPENED: 1 << 12,
-    Kind.GET: 1 << 24,
+    Kind.GET: 1 << 16,
     Kind.BATCH: MAX_BATCH_BYTES,
-    Kind.PEEK: 0,
+    Kind.PEEK: 1 << 16,
     Kind.PEEKED: 0,
     Kind.VOID: 0,
     Kind.ERROR: 1 << 24,
@@ -82,6 +88,8 @@ _MAX_BODY_BYTES: dict[Kind, int] = {
     Kind.ORDER: 0,
     Kind.VALUE: MAX_BATCH_BYTES,
     Kind.STATE: 1 << 24,
+    Kind.GIVEN: 1 << 24,
+    Kind.FREE: 1 << 20,
 }
 
 
@@ -91,14 +99,17 @@ class Frame(NamedTuple):
     Attributes:
         kind: What it is.
         epoch: The epoch it is about.
-        batch: The batch (its place in the epoch's order) it is about; for PEEKED, see `units`.
+        batch: The batch (its place in the epoch's order) it is about; of GET and PEEK the first,
+            the others are the body (`numbers`).
         units: What the batch counts in `--units` (BATCH, PEEKED).
         head_bytes: How many bytes at the body's start are its table of contents (BATCH).
-        body_bytes: Size of the body.
-        body_sum: Checksum of the body, when `flags` has SUMMED.
+        body_bytes: Size of the body; where it holds several batches, of each of them.
+        body_sum: Checksum of the whole body, when `flags` has SUMMED.
         flags: How the body arrives.
-        block: Which shared memory block holds the body, or (GET) which one is free again.
+        block: Which shared memory block holds the body (BATCH).
         order: Hash of the epoch's order as the lane has it; 0 where it did not use its own.
+        batches: How many batches the body holds, alike in `units` and sizes: this one and those
+            that were asked for after it (BATCH).
     """
 
     kind: Kind
@@ -111,6 +122,7 @@ class Frame(NamedTuple):
     flags: int = 0
     block: int = 0
     order: int = 0
+    batches: int = 1
 
 
 def pack(frame: Frame) -> bytes:
@@ -128,6 +140,7 @@ def pack(frame: Frame) -> bytes:
         frame.batch,
         frame.body_bytes,
         frame.body_sum,
+        frame.batches,
     )
     return fields + _CRC.pack(zlib.crc32(fields))
 
@@ -142,7 +155,8 @@ def unpack(header: bytes | bytearray | memoryview) -> Frame:
         ProtocolError: Not ours, another version, damaged, or a number out of its bounds.
     """
     fields = _LAYOUT.unpack_from(header)
-    magic, version, kind, flags, block, head, units, order, epoch, batch, body, body_sum = fields
+    magic, version, kind, flags, block, head, units, order, epoch, batch = fields[:10]
+    body, body_sum, count = fields[10:]
     if magic != MAGIC:
         raise ProtocolError(f"the peer does not speak this protocol (it began with {magic!r})")
     if zlib.crc32(header) != _CRC_OF_ALL:
@@ -156,11 +170,37 @@ def unpack(header: bytes | bytearray | memoryview) -> Frame:
         raise ProtocolError(f"there is no frame of kind {kind}")
     if epoch < 0 or batch < 0:
         raise ProtocolError(f"{known.name} asks for epoch {epoch}, batch {batch}")
-    if body > _MAX_BODY_BYTES[known] or head > body:
+    if body * count > _MAX_BODY_BYTES[known] or head > body:
         raise ProtocolError(
-            f"{known.name} announces {body} bytes; the limit is {_MAX_BODY_BYTES[known]}"
+            f"{known.name} announces {body * count} bytes; the limit is {_MAX_BODY_BYTES[known]}"
         )
-    return Frame(known, epoch, batch, units, head, body, body_sum, flags, block, order)
+    if count != 1 and (known is not Kind.BATCH or not count):
+        raise ProtocolError(f"{known.name} announces {count} batches")
+    return Frame(known, epoch, batch, units, head, body, body_sum, flags, block, order, count)
+
+
+def parts(frame: Frame, body: memoryview) -> Sequence[memoryview]:
+    """The bodies of the batches that a frame brought."""
+    if frame.batches == 1:
+        return (body,)
+    size = frame.body_bytes
+    return [body[at : at + size] for at in range(0, frame.batches * size, size)]
+
+
+def pack_numbers(numbers: Sequence[int]) -> bytes:
+    """Return the body of a frame that is about several batches, or blocks."""
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+def numbers(body: bytes) -> tuple[int, ...]:
+    """Undo `pack_numbers`.
+
+    Raises:
+        ProtocolError: It is cut.
+    """
+    if len(body) % _NUMBER_BYTES:
+        raise ProtocolError(f"{len(body)} bytes are no list of numbers")
+    return struct.unpack(f"<{len(body) // _NUMBER_BYTES}q", body)
 
 
 def aligned(size: int) -> int:
