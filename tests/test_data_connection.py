@@ -1,5 +1,6 @@
 """A lane's connection: served by its own thread, or by the thread that prepares."""
 
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -10,13 +11,14 @@ import torch
 
 from taas_magic.data import encode, wire
 from taas_magic.data.answer import Answer, Sent
+from taas_magic.data.checksum import checksum, combined
 from taas_magic.data.connection import Connection
 from taas_magic.data.outbox import LIGHT_BYTES, Outbox
 from taas_magic.data.shelf import Shelf
 from taas_magic.data.sockets import TICK_S, receive_into, tick
 from taas_magic.data.stock import Key
 from taas_magic.data.talk import Role, State, Talk
-from taas_magic.data.wire import Frame, Kind
+from taas_magic.data.wire import Flag, Frame, Kind
 
 SMALL = 40 << 10
 PATIENCE_S = 30.0
@@ -36,16 +38,13 @@ class Ends:
         talk = Talk(Role.LANE)
         talk.hear(Kind.PROOF)
         assert talk.state is State.READY
-        self.visits = threading.Event()
         self.outbox = Outbox(self.lane, Sent(self.stats, 0, 1), 1 << 20)
-        self.connection = Connection(self.lane, talk, self.shelf, self.outbox, self._is_visited)
-        self._visited, self.asked = is_visited, threading.Event()
+        self.connection = Connection(
+            self.lane, talk, self.shelf, self.outbox, lambda: self.is_visited
+        )
+        self.is_visited = is_visited
         self.raised: list[BaseException] = []
         self.thread = threading.Thread(target=self._run)
-
-    def _is_visited(self) -> bool:
-        self.asked.set()
-        return self._visited
 
     def _run(self) -> None:
         try:
@@ -56,19 +55,24 @@ class Ends:
     def ask(self, *slots: int) -> None:
         body = wire.pack_numbers(slots[1:])
         self.rank.sendall(wire.pack(Frame(Kind.GET, 0, slots[0], body_bytes=len(body))) + body)
+        if self.is_visited:
+            assert select.select([self.lane], [], [], PATIENCE_S)[0]
 
     def prepare(self, slot: int, size: int = SMALL) -> None:
         """Lay a batch on the shelf, as the thread that prepares does."""
         batch = torch.full((size,), slot, dtype=torch.uint8)
         self.shelf.put(Key(Kind.GET, 0, slot), Answer(Kind.BATCH, encode.encode(batch)))
 
-    def hear(self) -> tuple[Frame, torch.Tensor]:
+    def hear(self) -> tuple[Frame, list[torch.Tensor]]:
+        """The next frame, and the batches that it brings."""
         header = memoryview(bytearray(wire.HEADER_BYTES))
         receive_into(self.rank, header, PATIENCE_S)
         frame = wire.unpack(header)
-        body = memoryview(bytearray(frame.body_bytes))
+        body = memoryview(bytearray(frame.batches * frame.body_bytes))
         receive_into(self.rank, body, PATIENCE_S)
-        return frame, encode.decode(body, frame.head_bytes)
+        parts = wire.parts(frame, body)
+        assert frame.flags & Flag.SUMMED and combined(map(checksum, parts)) == frame.body_sum
+        return frame, [encode.decode(part, frame.head_bytes) for part in parts]
 
 
 @contextmanager
@@ -78,6 +82,7 @@ def connected(is_visited: bool) -> Iterator[Ends]:
     try:
         yield ends
     finally:
+        ends.is_visited = False
         ends.rank.close()
         ends.thread.join()
         ends.lane.close()
@@ -87,15 +92,29 @@ def test_a_visit_sends_what_is_ready_and_waits_for_nothing() -> None:
     with connected(is_visited=True) as ends:
         ends.prepare(0)
         ends.ask(0, 1)
-        assert ends.asked.wait(PATIENCE_S)
-        ends.connection.visit()
-        frame, batch = ends.hear()
+        assert ends.connection.visit()
+        frame, (batch,) = ends.hear()
         assert frame.batch == 0 and batch.tolist() == [0] * SMALL
-        ends.connection.visit()
+        assert not ends.connection.visit()
         ends.prepare(1)
-        ends.connection.visit()
+        assert ends.connection.visit()
         assert ends.hear()[0].batch == 1
         assert ends.stats[0] == 2
+
+
+def test_batches_that_are_alike_share_a_header() -> None:
+    with connected(is_visited=True) as ends:
+        sizes = [SMALL, SMALL, SMALL, SMALL // 2, SMALL]
+        for slot, size in enumerate(sizes):
+            ends.prepare(slot, size)
+        ends.ask(*range(len(sizes)))
+        assert ends.connection.visit()
+        heard = []
+        while sum(map(len, heard)) < len(sizes):
+            heard.append(ends.hear()[1])
+        assert [len(group) for group in heard] == [3, 1, 1]
+        batches = [batch for group in heard for batch in group]
+        assert [batch.tolist() for batch in batches] == [[n] * size for n, size in enumerate(sizes)]
 
 
 def test_without_visits_the_connection_answers_by_itself() -> None:
@@ -112,14 +131,13 @@ def test_what_the_kernel_has_no_room_for_goes_later_and_in_order() -> None:
         for slot in range(count):
             ends.prepare(slot, size)
         ends.ask(*range(count))
-        assert ends.asked.wait(PATIENCE_S)
         ends.connection.visit()
         assert ends.outbox, "so much does not fit into a socket"
         heard: list[tuple[int, list[int]]] = []
 
         def listen() -> None:
             for _ in range(count):
-                frame, batch = ends.hear()
+                frame, (batch,) = ends.hear()
                 heard.append((frame.batch, batch.unique().tolist()))
 
         listener = threading.Thread(target=listen)
@@ -133,6 +151,7 @@ def test_what_the_kernel_has_no_room_for_goes_later_and_in_order() -> None:
 def test_a_rank_that_waits_hears_that_the_lane_is_alive_however_often_it_is_visited() -> None:
     with connected(is_visited=True) as ends:
         ends.ask(0)
+        ends.connection.visit()
         header = memoryview(bytearray(wire.HEADER_BYTES))
         receive_into(ends.rank, header, PATIENCE_S)
         assert wire.unpack(header).kind is Kind.ALIVE
@@ -142,8 +161,10 @@ def test_large_batches_are_left_to_the_connections_own_thread() -> None:
     with connected(is_visited=True) as ends:
         ends.prepare(0, 2 * LIGHT_BYTES)
         ends.ask(0)
+        ends.connection.visit()
         assert ends.hear()[0].batch == 0
         ends.prepare(1, 2 * LIGHT_BYTES)
+        ends.is_visited = False
         ends.ask(1)
         assert ends.hear()[0].batch == 1
 
@@ -152,7 +173,6 @@ def test_a_peer_that_is_gone_ends_the_connection_and_not_the_visitor() -> None:
     ends = Ends(is_visited=True)
     ends.thread.start()
     ends.ask(*range(200))
-    assert ends.asked.wait(PATIENCE_S)
     for slot in range(200):
         ends.prepare(slot)
     ends.rank.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -172,6 +192,9 @@ def test_a_peer_that_is_gone_ends_the_connection_and_not_the_visitor() -> None:
 def test_a_peer_that_says_goodbye_ends_the_connection(is_visited: bool) -> None:
     with connected(is_visited) as ends:
         ends.rank.shutdown(socket.SHUT_WR)
+        if is_visited:
+            assert select.select([ends.lane], [], [], PATIENCE_S)[0]
+            assert not ends.connection.visit()
         ends.thread.join(PATIENCE_S)
         assert not ends.thread.is_alive()
         assert not ends.raised

@@ -10,7 +10,7 @@ import pytest
 
 from taas_magic.data import wire
 from taas_magic.data.blocks import Blocks
-from taas_magic.data.checksum import checksum
+from taas_magic.data.checksum import checksum, combined
 from taas_magic.data.inbox import Corrupted, Inbox, Silent
 from taas_magic.data.sockets import tick
 from taas_magic.data.talk import Role, Talk
@@ -18,12 +18,15 @@ from taas_magic.data.wire import Flag, Frame, Kind
 from taas_magic.errors import ProtocolError
 
 SIZES = st.sampled_from([0, 64, 4096, 32 << 10, 200 << 10, 448 << 10, 600 << 10, 3 << 20])
+GROUPS = st.sampled_from([(64, 16), (32 << 10, 16), (200 << 10, 2), (200 << 10, 5)])
 
 
-def batch(number, size):
+def batch(number, size, batches=1):
+    """A frame of some batches, all of whose bytes are the number of the first of them."""
     body = bytes([number % 251 + 1]) * size
-    frame = Frame(Kind.BATCH, 1, number, body_bytes=size, flags=Flag.SUMMED, body_sum=0)
-    return wire.pack(frame._replace(body_sum=checksum(body))) + body
+    total = combined([checksum(body)] * batches)
+    frame = Frame(Kind.BATCH, 1, number, body_bytes=size, flags=Flag.SUMMED, body_sum=total)
+    return wire.pack(frame._replace(batches=batches)) + body * batches
 
 
 @pytest.fixture
@@ -65,9 +68,11 @@ def over_tcp():
 
 @pytest.mark.parametrize("connected", [over_unix, over_tcp])
 @hypothesis.settings(deadline=None, max_examples=25)
-@hypothesis.given(st.lists(SIZES, min_size=1, max_size=9), st.data())
+@hypothesis.given(
+    st.lists(st.tuples(SIZES, st.just(1)) | GROUPS, min_size=1, max_size=9), st.data()
+)
 def test_frames_come_whole_and_stay_what_they_are(connected, sizes, data):
-    stream = b"".join(batch(number, size) for number, size in enumerate(sizes))
+    stream = b"".join(batch(number, *size) for number, size in enumerate(sizes))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
     lane, rank = connected()
     tick(rank, 60.0)
@@ -77,8 +82,10 @@ def test_frames_come_whole_and_stay_what_they_are(connected, sizes, data):
         sender.join()
         # All are looked at only now: none may have been written over by a later one.
         for number, (frame, body) in enumerate(heard):
-            assert (frame.batch, len(body)) == (number, sizes[number])
-            assert bytes(body) == bytes([number % 251 + 1]) * sizes[number]
+            size, batches = sizes[number]
+            assert (frame.batch, len(body)) == (number, size * batches)
+            assert bytes(body) == bytes([number % 251 + 1]) * size * batches
+            assert list(map(len, wire.parts(frame, body))) == [size] * batches
 
 
 def test_one_call_brings_all_that_has_come(ends):
@@ -110,6 +117,21 @@ def test_24_a_damaged_body_is_refused(ends, size):
     lane, box = ends
     data = bytearray(batch(0, size))
     data[-1] ^= 1
+    sender = sent(lane, bytes(data))
+    with pytest.raises(Corrupted, match="batch 0 of epoch 1"):
+        for _ in range(300):
+            receive_once(box)
+    sender.join()
+
+
+@pytest.mark.parametrize("bit", [1, 128])
+def test_24_damage_of_two_batches_in_a_frame_does_not_cancel_out(ends, bit):
+    lane, box = ends
+    size = 4096
+    data = bytearray(batch(0, size, batches=3))
+    first, third = wire.HEADER_BYTES + 7, wire.HEADER_BYTES + 2 * size + 7
+    data[first] = (data[first] + bit) % 256
+    data[third] = (data[third] - bit) % 256
     sender = sent(lane, bytes(data))
     with pytest.raises(Corrupted, match="batch 0 of epoch 1"):
         for _ in range(300):

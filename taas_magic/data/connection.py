@@ -6,8 +6,6 @@ itself between two batches: threads that pass the interpreter lock to and fro co
 more than all the rest.
 """
 
-import socket
-import ssl
 import threading
 import time
 from collections import deque
@@ -52,7 +50,7 @@ class Connection:
         self._asked: deque[tuple[Kind, Key]] = deque()
         self._serving = threading.Lock()
         self._failure: OSError | ProtocolError | None = None
-        self._answered = time.monotonic()
+        self._answered, self._is_open = time.monotonic(), True
 
     def run(self) -> None:
         """Hear and answer until the peer closes; the connection's own thread.
@@ -66,20 +64,22 @@ class Connection:
         finally:
             with self._serving:
                 # Whoever visits from here on finds nothing to do.
+                self._is_open = False
                 self._asked.clear()
                 self._shelf.gone(self)
                 self.outbox.close()
 
-    def visit(self) -> bool:
+    def visit(self) -> bool | None:
         """Answer what is ready, without waiting for anything; the thread that prepares.
 
         Returns:
-            Whether anything has gone.
+            Whether anything has gone; None while the connection's own thread is at it.
         """
         if not self._serving.acquire(blocking=False):
-            return False
+            return None
         try:
-            return bool(self._asked) and self.outbox.is_light and self._serve_what_is_ready()
+            may_visit = self._is_open and self._failure is None and self.outbox.is_light
+            return may_visit and self._serve_what_is_ready()
         except (OSError, ProtocolError) as error:
             # The connection's own thread is the one that ends with it.
             self._failure = error
@@ -88,7 +88,7 @@ class Connection:
             self._serving.release()
 
     def _serve_what_is_ready(self) -> bool:
-        self._hear()
+        self._hear(0.0)
         has_gone = self.outbox.send_some()
         while self._gather(0.0):
             has_gone |= self.outbox.send_some()
@@ -102,27 +102,31 @@ class Connection:
             raise self._failure
         if self._may_stand_aside():
             time.sleep(_ASIDE_S)
-            return True
+            return self._is_open
+        if not self._asked:
+            sockets.await_data(self._socket)
         with self._serving:
             self.outbox.send()
-            is_open = self._hear()
+            self._hear(0.0 if self._asked else TICK_S)
             self._gather(TICK_S)
             self.outbox.send()
             self._shelf.sent(self)
-        return is_open
+        return self._is_open
 
     def _may_stand_aside(self) -> bool:
         # A rank that has heard nothing for a while is told that the lane is alive: not by visits.
-        is_silent = time.monotonic() - self._answered > TICK_S
-        is_served = self.outbox.is_light and self._is_visited()
-        return bool(self._asked) and is_served and not is_silent
+        is_silent = bool(self._asked) and time.monotonic() - self._answered > TICK_S
+        return self.outbox.is_light and self._is_visited() and not is_silent
 
-    def _hear(self) -> bool:
-        """Read what has come; waits only when there is nothing to answer."""
+    def _hear(self, patience_s: float) -> None:
+        """Read what has come."""
         try:
-            data = self._receive()
+            data = sockets.receive(self._socket, _HEAR_BYTES, patience_s)
         except (BlockingIOError, TimeoutError):
-            return True
+            return
+        self._is_open = bool(data)
+        if not self._asked:
+            self._answered = time.monotonic()
         for frame, body in self._assembler.feed(data):
             if frame.kind is Kind.FREE:
                 self.outbox.free(wire.numbers(body))
@@ -130,18 +134,6 @@ class Connection:
             keys = _keys_of(frame, body)
             self._asked.extend([(frame.kind, key) for key in keys])
             self._shelf.want(self, keys, only_count=frame.kind is Kind.PEEK)
-        return bool(data)
-
-    def _receive(self) -> bytes:
-        if not isinstance(self._socket, ssl.SSLSocket):
-            return self._socket.recv(_HEAR_BYTES, socket.MSG_DONTWAIT if self._asked else 0)
-        sockets.tick(self._socket, 0.0 if self._asked else TICK_S)
-        try:
-            return self._socket.recv(_HEAR_BYTES)
-        except ssl.SSLWantReadError:
-            raise BlockingIOError from None
-        finally:
-            sockets.tick(self._socket, TICK_S)
 
     def _gather(self, patience_s: float) -> bool:
         """Lay the first answer ready, and with it all that follow and are there.

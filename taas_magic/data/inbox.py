@@ -12,7 +12,7 @@ from collections import deque
 
 from taas_magic.data import wire
 from taas_magic.data.blocks import Blocks
-from taas_magic.data.checksum import MASK, checksum
+from taas_magic.data.checksum import MASK, checksum, combined
 from taas_magic.data.sockets import Socket, receive_into
 from taas_magic.data.talk import Talk
 from taas_magic.data.wire import Flag, Frame
@@ -86,7 +86,7 @@ class Inbox:
         self._start, self._latest_bytes = at + size, wire.HEADER_BYTES + size
         body = self._chunk[at : at + size]
         if frame.flags & Flag.SUMMED:
-            _check(frame, checksum(body))
+            _check(frame, [checksum(part) for part in wire.parts(frame, body)])
         if frame.body_bytes <= _FEW_BYTES or at % wire.ALIGN:
             body = memoryview(bytearray(body))
         return frame, body
@@ -115,7 +115,7 @@ class Inbox:
             receive_into(self._socket, piece[max(0, begun - at) :], self._patience_s)
             total += checksum(piece) if frame.flags & Flag.SUMMED else 0
         if frame.flags & Flag.SUMMED:
-            _check(frame, total & MASK)
+            _check(frame, [total & MASK])
         return frame, body
 
     def _fill(self, blocks: Blocks) -> None:
@@ -171,6 +171,6 @@ class Inbox:
         self._start, self._end = 0, len(rest)
 
 
-def _check(frame: Frame, total: int) -> None:
-    if total != frame.body_sum:
+def _check(frame: Frame, checksums: list[int]) -> None:
+    if combined(checksums) != frame.body_sum:
         raise Corrupted(f"batch {frame.batch} of epoch {frame.epoch} was damaged on its way")

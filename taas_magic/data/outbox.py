@@ -6,12 +6,13 @@ stays here and goes first the next time.
 
 import socket
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from taas_magic.data import sockets, wire
 from taas_magic.data.answer import Answer, Sent
 from taas_magic.data.blocks import WrittenBlocks
-from taas_magic.data.checksum import MASK
+from taas_magic.data.encode import Encoded
+from taas_magic.data.group import Alike, Group
 from taas_magic.data.sockets import Part, Socket
 from taas_magic.data.stock import Key
 from taas_magic.data.wire import Flag, Frame, Kind
@@ -22,9 +23,6 @@ LIGHT_BYTES = 1 << 20
 _SHARE_FROM_BYTES = 32 << 10
 _GATHER_BYTES = wire.CHUNK_BYTES * 15 // 16
 _GATHER_PARTS = 400
-_GROUP_BYTES = wire.CHUNK_BYTES - wire.HEADER_BYTES
-_GROUP_BATCHES = 16
-"""A small batch that is kept keeps its whole group in memory."""
 
 
 class Outbox:
@@ -47,7 +45,7 @@ class Outbox:
         self.sums = self.is_light and not self._on_this_host
         self._blocks = WrittenBlocks(shared_bytes)
         self._parts: list[Part] = []
-        self._group: _Group | None = None
+        self._group: Group | None = None
         self._bytes = 0
 
     def __bool__(self) -> bool:
@@ -66,28 +64,24 @@ class Outbox:
 
     def add(self, asked: Key, answer: Answer) -> None:
         """Lay an answer ready; one that needs a descriptor goes at once, after what lay here."""
-        units, body = max(answer.units, 0), answer.body
-        about = answer.kind, asked.epoch, asked.slot, units
+        body = answer.body
         if isinstance(body, bytes):
-            self._gather(wire.pack(Frame(*about, 0, len(body), order=answer.order)), body)
+            units = max(answer.units, 0)
+            frame = Frame(answer.kind, asked.epoch, asked.slot, units, 0, len(body))
+            self._gather(wire.pack(frame._replace(order=answer.order)), body)
             return
-        self.is_light &= body.body_bytes <= LIGHT_BYTES
-        sizes = len(body.head), body.body_bytes
-        self._sent.add(body.body_bytes)
-        if self._on_this_host and body.body_bytes >= _SHARE_FROM_BYTES:
-            block = self._blocks.write(body.parts(), body.body_bytes)
-            if block is not None:
-                flags = Flag.SHARED | (Flag.NEW_BLOCK if block.new else 0)
-                head = wire.pack(Frame(*about, *sizes, 0, flags, block.number, answer.order))
-                self._announce(head, block.descriptor if block.new else None)
-                return
-        total, flags = (answer.checksum(), Flag.SUMMED) if self.sums else (0, 0)
-        first = Frame(*about, *sizes, total, flags, order=answer.order)
-        if self._group is None or not self._group.takes(first):
+        size = body.body_bytes
+        if size > LIGHT_BYTES:
+            self.is_light = False
+        self._sent.add(size)
+        alike = Alike(asked.epoch, answer.units, len(body.head), size, answer.order)
+        if self._on_this_host and size >= _SHARE_FROM_BYTES and self._share(asked, body, alike):
+            return
+        if self._group is None or not self._group.takes(alike):
             self._seal()
-            self._group = _Group(first)
-        self._group.add(total, body.parts())
-        self._bytes += body.body_bytes
+            self._group = Group(asked.slot, alike, self.sums)
+        self._group.add(body.parts(), answer.checksum() if self.sums else 0)
+        self._bytes += size
 
     def add_sign_of_life(self) -> None:
         """Say that the lane is alive, and still prepares."""
@@ -123,42 +117,16 @@ class Outbox:
         self._parts += parts
         self._bytes += sum(map(len, parts))
 
-    def _announce(self, head: bytes, descriptor: int | None) -> None:
-        if descriptor is None:
+    def _share(self, asked: Key, body: Encoded, alike: Alike) -> bool:
+        """Write a batch into memory that the rank maps; returns whether there was room."""
+        block = self._blocks.write(body.parts(), body.body_bytes)
+        if block is None:
+            return False
+        flags = Flag.SHARED | (Flag.NEW_BLOCK if block.new else 0)
+        head = wire.pack(alike.frame(asked.slot)._replace(flags=flags, block=block.number))
+        if not block.new:
             self._gather(head)
-            return
+            return True
         self.send()
-        sockets.send(self._socket, [head], [descriptor])
-
-
-class _Group:
-    """Batches that were asked for one after the other and go with one header, as they are alike.
-
-    Args:
-        first: The header of the first.
-    """
-
-    def __init__(self, first: Frame) -> None:
-        self._first, self._alike = first, _alike(first)
-        self._count = self._sum = 0
-        self._parts: list[Part] = []
-
-    def takes(self, frame: Frame) -> bool:
-        """Whether one more has room, and would have the same header."""
-        has_room = (self._count + 1) * frame.body_bytes <= _GROUP_BYTES
-        return has_room and self._count < _GROUP_BATCHES and _alike(frame) == self._alike
-
-    def add(self, total: int, parts: Sequence[Part]) -> None:
-        """Put one more in; `total` is its checksum, and a sum's terms come in any order."""
-        self._count += 1
-        self._sum += total
-        self._parts += parts
-
-    def sealed(self) -> list[Part]:
-        """All of them behind their header."""
-        frame = self._first._replace(batches=self._count, body_sum=self._sum & MASK)
-        return [wire.pack(frame), *self._parts]
-
-
-def _alike(frame: Frame) -> tuple[int, ...]:
-    return frame.units, frame.head_bytes, frame.body_bytes, frame.epoch, frame.order
+        sockets.send(self._socket, [head], [block.descriptor])
+        return True

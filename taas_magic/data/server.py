@@ -24,7 +24,7 @@ from taas_magic.data.answer import Answer, Sent
 from taas_magic.data.connection import Connection
 from taas_magic.data.door import Door
 from taas_magic.data.lane_spec import LaneSpec
-from taas_magic.data.outbox import Outbox
+from taas_magic.data.outbox import LIGHT_BYTES, Outbox
 from taas_magic.data.outcome import Ended, Failed, Opened, is_counted, units_of
 from taas_magic.data.shard import VOID
 from taas_magic.data.share import Share
@@ -51,6 +51,7 @@ _VISIT_S = 0.002
 _REST_S = 0.001
 """The same while there is nothing to prepare."""
 
+_GIVE_WAY_S = 0.0001
 _OFTEN_S = 5 * _VISIT_S
 """So long after a visit a connection relies on the next one."""
 
@@ -100,6 +101,7 @@ class Lane:
         self._door = Door(spec, tls, self._serve, self._refused)
         self._changing = threading.Lock()
         self._connections: tuple[Connection, ...] = ()
+        self._sums = False
         self._stock_taken = self._visiting_cpu_s = 0.0
         self._visited = self._active = 0.0
 
@@ -156,8 +158,13 @@ class Lane:
     def _visit(self, now: float) -> None:
         self._visited = now
         began = time.thread_time()
-        if any([connection.visit() for connection in self._connections]):
+        visits = [connection.visit() for connection in self._connections]
+        if any(visits):
             self._active = now
+        if None in visits:
+            # A thread that comes back from a system call hardly gets the interpreter from one that
+            # is never long without such a call, as this one.
+            time.sleep(_GIVE_WAY_S)
         self._visiting_cpu_s += time.thread_time() - began
 
     def _is_visiting(self) -> bool:
@@ -179,6 +186,7 @@ class Lane:
         connection = Connection(sock, talk, self.shelf, outbox, self._is_visiting)
         with self._changing:
             self._connections += (connection,)
+            self._sums |= outbox.sums
         try:
             connection.run()
         finally:
@@ -223,7 +231,12 @@ class Lane:
             return Answer(Kind.VALUE, indices, order=order)
         given = encode.from_bytes(key.detail) if key.detail else None
         batch = self._source.prepare(key.epoch, key.slot, given)
-        return Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
+        answer = Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
+        if self._sums and answer.size <= LIGHT_BYTES:
+            # By a connection's thread it would take longer: each call of torch's hands the
+            # interpreter over to this one. For a large batch that is as it should be.
+            answer.checksum()
+        return answer
 
     def _state(self, key: Key) -> Any:
         """What a stream's dataset says of itself; or, where a rank has it, what it is to be."""

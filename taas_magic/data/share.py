@@ -30,10 +30,12 @@ class Share(Iterator[Key]):
         self._spec, self._opened, self._is_filled = spec, opened, is_filled
         self._is_asked = False
         self._epoch = self._slot = 0
-        self._keys = self._share(0, 0)
+        self._keys: Iterator[Key] | None = None
         self._ends: dict[int, int] = {}
 
     def __next__(self) -> Key:
+        if self._keys is None:
+            self._keys = self._share(self._epoch, self._slot)
         return next(self._keys)
 
     def reached(self, epoch: int, slot: int) -> None:
@@ -43,7 +45,7 @@ class Share(Iterator[Key]):
             self._ends = {at: end for at, end in self._ends.items() if at >= epoch}
         if epoch > self._epoch or (epoch == self._epoch and slot >= self._slot):
             self._epoch, self._slot = epoch, slot + 1
-            self._keys = self._share(epoch, slot + 1)
+            self._keys = None
 
     def ended(self, epoch: int, slot: int) -> None:
         """There is no batch in this slot: not worth going on behind it."""

@@ -13,6 +13,7 @@ same answers, prepared again.
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
+from taas_magic.data.bell import Bell
 from taas_magic.data.disk import Disk, Item, NoDisk
 from taas_magic.data.stock import Key, Stock
 from taas_magic.data.wanted import Wanted
@@ -47,7 +48,7 @@ class Shelf:
         self._stock, self._wanted = Stock(budget_bytes, self._disk), Wanted(follows)
         # Taken for every batch, and entered in C where a condition is entered in Python.
         self._lock = threading.RLock()
-        self._work, self._laid = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._work, self._laid = Bell(self._lock), Bell(self._lock)
         self._sending: set[Hashable] = set()
         self._ahead: Iterator[Key] = iter(())
         self._doing: Key | None = None
@@ -67,7 +68,7 @@ class Shelf:
             for key in self._wanted.forget(who):
                 self._stock.set_asked(key, False)
             self._sending.discard(who)
-            self._work.notify()
+            self._work.ring()
 
     def take(self, who: Hashable, key: Key, timeout_s: float) -> Item | None:
         """Return the answer, and take it from the shelf unless another connection waits for it.
@@ -78,14 +79,17 @@ class Shelf:
             None when it is not there within `timeout_s`.
         """
         with self._lock:
-            if not self._await(who, key, lambda: key in self._stock, timeout_s):
-                return None
             item = self._stock.get(key)
+            if item is None:
+                self._await(who, key, lambda: key in self._stock, timeout_s)
+                item = self._stock.get(key)
+                if item is None:
+                    return None
             self._sending.add(who)
             if self._wanted.leave(who, key):
                 self._stock.remove(key)
                 if self._stock.has_gap:
-                    self._work.notify()
+                    self._work.ring()
             return item
 
     def sent(self, who: Hashable) -> None:
@@ -93,7 +97,7 @@ class Shelf:
         with self._lock:
             self._sending.discard(who)
             if self._is_careful:
-                self._work.notify()
+                self._work.ring()
 
     def count(self, who: Hashable, key: Key, timeout_s: float) -> int | None:
         """What a batch counts (VOID: there is none), without taking it.
@@ -112,7 +116,7 @@ class Shelf:
         """Say what to prepare, in this order, when nobody waits for anything."""
         with self._lock:
             self._ahead = keys
-            self._work.notify()
+            self._work.ring()
 
     def next(self) -> Key | None:
         """Return what to prepare now; waits until there is something and there is room.
@@ -148,7 +152,7 @@ class Shelf:
             self._doing = None
             self._stock.lay(key, item)
             self._stock.set_asked(key, key in self._wanted)
-            self._laid.notify_all()
+            self._laid.ring()
 
     @property
     def ready_bytes(self) -> int:
@@ -175,7 +179,7 @@ class Shelf:
         """Let the preparing thread go."""
         with self._lock:
             self._closed = True
-            self._work.notify()
+            self._work.ring()
 
     def _want(self, who: Hashable, key: Key) -> None:
         if key.epoch > self._latest_epoch:
@@ -186,7 +190,7 @@ class Shelf:
         if is_here:
             self._stock.set_asked(key, True)
         else:
-            self._work.notify()
+            self._work.ring()
 
     def _has_gone(self) -> bool:
         """Whether nothing that is ready and wanted has still to be sent."""
@@ -201,7 +205,7 @@ class Shelf:
         self._want(who, key)
         self._wanted.stand_by(who, key)
         if self._stock.is_full:
-            self._work.notify()
+            self._work.ring()
         return timeout_s > 0 and self._laid.wait_for(is_there, timeout_s)
 
     def _choose(self) -> Key | None:

@@ -1,5 +1,6 @@
 """Sockets under the wire: what both ends of a connection set, send and receive."""
 
+import contextlib
 import socket
 import ssl
 import struct
@@ -38,6 +39,30 @@ def tick(sock: Socket, seconds: float) -> None:
     whole = int(seconds)
     timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+
+
+def await_data(sock: Socket) -> None:
+    """Wait for a tick at most until something can be received (not for TLS: it may be here)."""
+    if not isinstance(sock, ssl.SSLSocket):
+        with contextlib.suppress(BlockingIOError):
+            sock.recv(1, socket.MSG_PEEK)
+
+
+def receive(sock: Socket, most_bytes: int, patience_s: float) -> bytes:
+    """Return what has come.
+
+    Raises:
+        BlockingIOError, TimeoutError: Nothing has; only TLS waits for it.
+    """
+    if not isinstance(sock, ssl.SSLSocket):
+        return sock.recv(most_bytes, socket.MSG_DONTWAIT)
+    tick(sock, patience_s)
+    try:
+        return sock.recv(most_bytes)
+    except ssl.SSLWantReadError:
+        raise BlockingIOError from None
+    finally:
+        tick(sock, TICK_S)
 
 
 def send(sock: Socket, parts: Sequence[Part], descriptors: Sequence[int] = ()) -> None:

@@ -4,6 +4,7 @@ Connections take turns, each in the order of its asking. Knows nothing of thread
 is around every call.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
@@ -80,14 +81,14 @@ class Wanted:
         Args:
             only_due: Only what somebody stands by for.
         """
-        chosen = None
-        for key in (key for keys in self._open.values() for key in keys):
-            if only_due and not self._is_due(key):
-                continue
-            if self._follows is None or self._follows(key.epoch, key.slot):
-                chosen = key
-                break
-            chosen = chosen or key
+        keys: Iterator[Key] = (key for keys in self._open.values() for key in keys)
+        if only_due:
+            keys = (key for key in keys if self._is_due(key))
+        chosen = next(keys, None)
+        if chosen is not None and self._follows is not None:
+            keys = itertools.chain((chosen,), keys)
+            keys = (key for key in keys if self._follows(key.epoch, key.slot))
+            chosen = next(keys, chosen)
         if chosen is not None:
             self._open.move_to_end(self._asker[chosen])
             self._close(chosen)

@@ -63,7 +63,7 @@ class Flag:
     """How the body of a BATCH arrives; plain bits, tested for every batch."""
 
     SUMMED = 1
-    """`body_sum` holds the checksum of the body."""
+    """`body_sum` holds the body's checksums."""
     SHARED = 2
     """The body is in shared memory block `block`; no byte of it follows."""
     NEW_BLOCK = 4
@@ -104,7 +104,7 @@ class Frame(NamedTuple):
         units: What the batch counts in `--units` (BATCH, PEEKED).
         head_bytes: How many bytes at the body's start are its table of contents (BATCH).
         body_bytes: Size of the body; where it holds several batches, of each of them.
-        body_sum: Checksum of the whole body, when `flags` has SUMMED.
+        body_sum: Checksums of the batches in the body, combined, when `flags` has SUMMED.
         flags: How the body arrives.
         block: Which shared memory block holds the body (BATCH).
         order: Hash of the epoch's order as the lane has it; 0 where it did not use its own.
