@@ -140,7 +140,8 @@ class Lane:
         now = time.monotonic()
         self._visit(now)
         self._take_stock()
-        if now - self._active < _OFTEN_S:
+        is_light = any([connection.outbox.is_light for connection in self._connections])
+        if is_light and now - self._active < _OFTEN_S:
             return _REST_S
         # Whoever is asked something has a thread that waits for it better than this one.
         self._visited = 0.0
