@@ -13,6 +13,7 @@ from taas_magic.data import encode, wire
 from taas_magic.data.asked import Asked, Question, reply_of
 from taas_magic.data.blocks import Blocks
 from taas_magic.data.inbox import Silent
+from taas_magic.data.orders import Orders
 from taas_magic.data.outcome import Opened
 from taas_magic.data.route import Route, refused
 from taas_magic.data.shard import Ask
@@ -22,11 +23,6 @@ from taas_magic.data.wire import Frame, Kind
 from taas_magic.errors import ProtocolError, RunLost
 
 _TRIES = 10
-_ORDER_LOST = (
-    "epoch {epoch}: the loader's sampler gives another order each time it is asked, and the "
-    "fetcher that had drawn this epoch's is gone. A sampler that draws from the generator of "
-    "torch, numpy or random survives that"
-)
 Answered = tuple[Frame, memoryview]
 
 
@@ -48,8 +44,7 @@ class Pull:
         self._tries: dict[Question, int] = {}
         self._epoch = 0
         self._streams: int | None = None
-        self._order: int | None = None
-        self._instead: dict[Question, Question] = {}
+        self._orders = Orders()
         self.retried = 0
 
     @property
@@ -78,7 +73,7 @@ class Pull:
         if frame.kind is Kind.ERROR:
             encode.from_bytes(bytes(body)).reraise()
         opened = Opened(*json.loads(bytes(body)))
-        self._epoch, self._streams, self._order = epoch, opened.streams, opened.order
+        self._epoch, self._streams, self._orders.holds = epoch, opened.streams, opened.order
         return opened
 
     def ask(self, asks: Sequence[Ask]) -> None:
@@ -94,12 +89,14 @@ class Pull:
             RunLost: No fetcher answers.
             RuntimeError: It took longer than the loader's `timeout`.
         """
-        if ask not in self._replies:
-            question = self._question(ask)
-            if question not in self._where:
-                self._send_later(question)
-                self._flush()
-            self._until(question)
+        reply = self._replies.pop(ask, None)
+        if reply is not None:
+            return reply
+        question = self._question(ask)
+        if question not in self._where:
+            self._send_later(question)
+            self._flush()
+        self._until(question)
         return self._replies.pop(ask)
 
     def sample(self, index: Any) -> Any:
@@ -150,8 +147,7 @@ class Pull:
                 continue
             self._open[number].unsent.append(ask)
             self._where[ask] = number
-            if ask in self._instead:
-                self._where[self._instead[ask]] = number
+            self._where[self._orders.first(ask)] = number
             return
 
     def _flush(self) -> None:
@@ -208,35 +204,17 @@ class Pull:
         del self._where[ask]
         if self._tries:
             self._tries.pop(ask, None)
-        first = self._instead.pop(ask, ask) if self._instead else ask
-        if first is not ask:
-            if ask.kind is Kind.ORDER and frame.kind is Kind.VALUE:
-                if self._has_other_order(frame):
-                    raise RunLost(_ORDER_LOST.format(epoch=ask.epoch))
-                self._ask_instead(first._replace(kind=Kind.GIVEN, body=bytes(body)), first)
-                return
-            del self._where[first]
-        elif self._has_other_order(frame):
-            self._ask_instead(Question(Kind.ORDER, ask.epoch, ask.slot), ask)
+        first = self._orders.first(ask)
+        instead = self._orders.next(ask, frame, body)
+        if instead is not None:
+            self._send_later(instead)
+            self._flush()
             return
+        self._where.pop(first, None)
         if first.kind is Kind.GET or first.kind is Kind.PEEK:
             self._replies[first.slot, first.kind is Kind.GET] = reply_of(frame, body)
         else:
             self._here[first] = frame, body
-
-    def _has_other_order(self, frame: Frame) -> bool:
-        """Whether the lane's order of the epoch is not the one that all ranks follow."""
-        return frame.order != self._order and frame.order != 0 and self._order is not None
-
-    def _ask_instead(self, question: Question, ask: Question) -> None:
-        """Let the lane that opened the epoch say the batch's indices, and ask by those.
-
-        A sampler that draws from something else than the seeded generators gives every lane another
-        order; then the one of that lane, enumerated once, holds for all ranks.
-        """
-        self._instead[question] = ask
-        self._send_later(question)
-        self._flush()
 
     def _lost(self, number: int, error: Exception) -> None:
         """A link is of no use any more: ask everything that it still owes elsewhere."""

@@ -11,7 +11,6 @@ import json
 import socket
 import ssl
 import sys
-import threading
 import time
 from collections.abc import MutableSequence, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ from taas_magic.data.source import Source
 from taas_magic.data.spill import Spill
 from taas_magic.data.stock import Key
 from taas_magic.data.talk import Talk
+from taas_magic.data.visits import Visits
 from taas_magic.data.wire import Kind
 
 STATS = (
@@ -45,15 +45,6 @@ STATS = (
 
 _IDLE, _SPILLED = STATS.index("idle"), STATS.index("spilled_bytes")
 _STOCK_S = 0.1
-_VISIT_S = 0.002
-"""How long small answers gather before the next are sent: each call costs the lane more."""
-
-_REST_S = 0.001
-"""The same while there is nothing to prepare."""
-
-_GIVE_WAY_S = 0.0001
-_OFTEN_S = 5 * _VISIT_S
-"""So long after a visit a connection relies on the next one."""
 
 
 class Lane:
@@ -99,11 +90,8 @@ class Lane:
         self._ahead = Share(spec, self._opened, self._is_filled)
         self._sent = Sent(self.stats, STATS.index("sent"), STATS.index("sent_bytes"))
         self._door = Door(spec, tls, self._serve, self._refused)
-        self._changing = threading.Lock()
-        self._connections: tuple[Connection, ...] = ()
-        self._sums = False
-        self._stock_taken = self._visiting_cpu_s = 0.0
-        self._visited = self._active = 0.0
+        self._visits = Visits(is_allowed=not spec.follows_a_death)
+        self._stock_taken = 0.0
 
     def run(self) -> None:
         """Serve until the process ends. Blocks; call it in the main thread."""
@@ -137,45 +125,20 @@ class Lane:
     def _rest(self) -> float | None:
         """There is nothing to prepare, or no room for it; returns for how long to rest."""
         self.stats[_IDLE] = 1.0
-        now = time.monotonic()
-        self._visit(now)
         self._take_stock()
-        is_light = any([connection.outbox.is_light for connection in self._connections])
-        if is_light and now - self._active < _OFTEN_S:
-            return _REST_S
-        # Whoever is asked something has a thread that waits for it better than this one.
-        self._visited = 0.0
-        return None
+        return self._visits.rest(time.monotonic())
 
     def _look_around(self, now: float) -> None:
         """Between two batches: what else is to be done now and then."""
-        self._active = now
-        # After a death each batch waits until the ones before it have gone: not by this thread.
-        if now - self._visited > _VISIT_S and not self._spec.follows_a_death:
-            self._visit(now)
+        self._visits.look_in(now)
         if now - self._stock_taken > _STOCK_S:
             self._take_stock()
-
-    def _visit(self, now: float) -> None:
-        self._visited = now
-        began = time.thread_time()
-        visits = [connection.visit() for connection in self._connections]
-        if any(visits):
-            self._active = now
-        if None in visits:
-            # A thread that comes back from a system call hardly gets the interpreter from one that
-            # is never long without such a call, as this one.
-            time.sleep(_GIVE_WAY_S)
-        self._visiting_cpu_s += time.thread_time() - began
-
-    def _is_visiting(self) -> bool:
-        return time.monotonic() - self._visited < _OFTEN_S
 
     def _take_stock(self) -> None:
         self._stock_taken = time.monotonic()
         self.stats[3], self.stats[4] = self.shelf.ready_batches, self.shelf.ready_bytes
         # A system call, so not for every batch; beside visits this thread does nothing but prepare.
-        self.stats[6] = time.thread_time() - self._visiting_cpu_s
+        self.stats[6] = time.thread_time() - self._visits.cpu_s
         if self._spill is not None:
             self.stats[_SPILLED] = self._spill.bytes
             self.stats[_SPILLED + 1] = float(self._spill.is_full)
@@ -184,15 +147,12 @@ class Lane:
 
     def _serve(self, sock: Socket, talk: Talk) -> None:
         outbox = Outbox(sock, self._sent, self._spec.shared_bytes)
-        connection = Connection(sock, talk, self.shelf, outbox, self._is_visiting)
-        with self._changing:
-            self._connections += (connection,)
-            self._sums |= outbox.sums
+        connection = Connection(sock, talk, self.shelf, outbox, self._visits.are_frequent)
+        self._visits.add(connection)
         try:
             connection.run()
         finally:
-            with self._changing:
-                self._connections = tuple(one for one in self._connections if one != connection)
+            self._visits.remove(connection)
 
     def _refused(self) -> None:
         self.stats[STATS.index("refused")] += 1
@@ -216,6 +176,8 @@ class Lane:
 
     def _answer(self, key: Key) -> Answer:
         assert self._source is not None
+        if key.kind is Kind.GET:
+            return self._batch(self._source, key)
         if key.kind is Kind.OPEN:
             opened = self._source.open(key.epoch)
             if self._spec.units is not None:
@@ -226,14 +188,15 @@ class Lane:
             return Answer(Kind.VALUE, encode.as_bytes(self._source.sample(index)))
         if key.kind is Kind.STATE:
             return Answer(Kind.VALUE, encode.as_bytes(self._state(key)))
-        order = self._source.digest(key.epoch)
-        if key.kind is Kind.ORDER:
-            indices = encode.as_bytes(self._source.indices(key.epoch, key.slot))
-            return Answer(Kind.VALUE, indices, order=order)
+        indices = encode.as_bytes(self._source.indices(key.epoch, key.slot))
+        return Answer(Kind.VALUE, indices, order=self._source.digest(key.epoch))
+
+    def _batch(self, source: Source, key: Key) -> Answer:
+        order = source.digest(key.epoch)
         given = encode.from_bytes(key.detail) if key.detail else None
-        batch = self._source.prepare(key.epoch, key.slot, given)
+        batch = source.prepare(key.epoch, key.slot, given)
         answer = Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
-        if self._sums and answer.size <= LIGHT_BYTES:
+        if self._visits.sums and answer.size <= LIGHT_BYTES:
             # By a connection's thread it would take longer: each call of torch's hands the
             # interpreter over to this one. For a large batch that is as it should be.
             answer.checksum()

@@ -101,6 +101,7 @@ class Course:
 
     def __init__(self, part: Part, batches: int, place: Place = Place()) -> None:  # noqa: B008
         self._part, self._batches = part, batches
+        self._rank, self._world_size = part.rank, part.world_size
         self._asked = self._first = place.position // part.world_size
         self._steps = steps(batches, part.rank, part.world_size, part.uneven)
         if part.units is not None:
@@ -115,8 +116,8 @@ class Course:
     def asks(self, until_step: int) -> Iterator[Ask]:
         """Yield what is to be asked for so that steps before `until_step` can be taken."""
         while self._asked < min(until_step, self._steps):
+            yield Ask((self._asked * self._world_size + self._rank) % self._batches, True)
             self._asked += 1
-            yield Ask(self._slot(self._asked - 1), mine=True)
 
     def learn(self, slot: int, units: int) -> None:
         """Take note of what a slot counts, or that it is VOID."""
@@ -128,18 +129,17 @@ class Course:
 
     def at(self, step: int) -> int | Verdict:
         """The slot to hand out at a step."""
-        return self._slot(step) if step < self._steps else Verdict.END
+        if step >= self._steps:
+            return Verdict.END
+        return (step * self._world_size + self._rank) % self._batches
 
     def row_units(self, step: int) -> int:
         """What the batches of a step count, over all ranks."""
-        world_size = self._part.world_size
         if self._part.uneven == "keep":
-            return min(self._batches - step * world_size, world_size)
-        return world_size
+            return min(self._batches - step * self._world_size, self._world_size)
+        return self._world_size
 
     def place(self, step: int) -> Place:
         """Where the epoch goes on after `step` steps."""
-        return Place(step * self._part.world_size, step * self._part.world_size)
-
-    def _slot(self, step: int) -> int:
-        return (step * self._part.world_size + self._part.rank) % self._batches
+        position = step * self._world_size
+        return Place(position, position)

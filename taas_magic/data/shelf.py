@@ -151,7 +151,8 @@ class Shelf:
         with self._lock:
             self._doing = None
             self._stock.lay(key, item)
-            self._stock.set_asked(key, key in self._wanted)
+            if key not in self._wanted:
+                self._stock.set_asked(key, False)
             self._laid.ring()
 
     @property

@@ -1,5 +1,6 @@
 """One rank's batches of one epoch, in order: what the course says, from what the supply answers."""
 
+import itertools
 import queue
 import threading
 from collections import deque
@@ -60,42 +61,43 @@ def steps(
     else:
         course = ScoutedCourse(part, opened.batches, opened.streams or 1, place)
     window = Window(window_bytes, 2 * -(-supply.lanes // part.world_size) + 1)
-    walk = _Walk(supply, course, window)
-    step = place.position // part.world_size
-    while (slot := walk.slot_at(step)) is not None:
-        reply = walk.reply(slot)
-        window.saw(reply.size)
-        if part.units is not None and isinstance(course, Course):
-            course.learn(slot, reply.units)
+    walk = _Walk(supply, course, window, is_bounded=part.units is not None)
+    for step in itertools.count(place.position // part.world_size):
+        reply = walk.take(step)
+        if reply is None:
+            return
         yield Step(reply, course.row_units(step), course.place(step + 1))
-        step += 1
 
 
 class _Walk:
     """Asks ahead along a course, and learns what the course needs to know."""
 
-    def __init__(self, supply: Supply, course: Course | ScoutedCourse, window: Window) -> None:
+    def __init__(
+        self, supply: Supply, course: Course | ScoutedCourse, window: Window, is_bounded: bool
+    ) -> None:
         self._supply, self._course, self._window = supply, course, window
         self._scouts = isinstance(course, ScoutedCourse)
+        self._learns_late = is_bounded and not self._scouts
         self._unlearnt: deque[Ask] = deque()
         self._kept: dict[int, Reply] = {}
         self._ask_again_at = 0
 
-    def slot_at(self, step: int) -> int | None:
-        """The slot to hand out at a step; None at the end."""
+    def take(self, step: int) -> Reply | None:
+        """The batch to hand out at a step; None at the end."""
         if step >= self._ask_again_at:
             self._ask_ahead(step)
-        while (verdict := self._course.at(step)) is Verdict.WAIT:
+        while (slot := self._course.at(step)) is Verdict.WAIT:
             if not self._unlearnt:
                 self._ask_ahead(step)
             self._learn()
-        return None if isinstance(verdict, Verdict) else verdict
-
-    def reply(self, slot: int) -> Reply:
-        """The batch in a slot."""
-        reply = self._kept.pop(slot, None) or self._supply.reply(Ask(slot, True))
+        if isinstance(slot, Verdict):
+            return None
+        reply = self._kept.pop(slot) if slot in self._kept else self._supply.reply(Ask(slot, True))
         if reply.units < 0:
             raise ProtocolError(f"batch {slot} does not exist after all")
+        if self._learns_late:
+            self._course.learn(slot, reply.units)
+        self._window.saw(reply.size)
         return reply
 
     def _ask_ahead(self, step: int) -> None:
