@@ -3,6 +3,7 @@
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ from taas_magic.data.shelf import Shelf
 from taas_magic.data.sockets import TICK_S, receive_into, tick
 from taas_magic.data.stock import Key
 from taas_magic.data.talk import Role, State, Talk
+from taas_magic.data.visits import Visits
 from taas_magic.data.wire import Flag, Frame, Kind
 
 SMALL = 40 << 10
@@ -198,3 +200,36 @@ def test_a_peer_that_says_goodbye_ends_the_connection(is_visited: bool) -> None:
         ends.thread.join(PATIENCE_S)
         assert not ends.thread.is_alive()
         assert not ends.raised
+
+
+def test_visits_go_on_while_the_connections_own_thread_does_not_know_what_is_left() -> None:
+    count, size = 64, 700 << 10
+    visits = Visits(is_allowed=True)
+    with connected(is_visited=False) as ends:
+        visits.add(ends.connection)
+        for slot in range(count):
+            ends.prepare(slot, size)
+        while not ends.connection._is_waiting:
+            ends.thread.join(0.001)
+        # What a visitor hears before the thread wakes up, the thread has not heard of.
+        ends.connection._is_waiting, ends.is_visited = True, True
+        ends.ask(*range(count))
+        assert visits.rest(time.monotonic()) is not None
+        assert ends.outbox, "so much does not fit into a socket"
+        ends.connection._is_waiting = True
+        assert visits.rest(time.monotonic() + 60) is not None
+        ends.connection._is_waiting = False
+        assert visits.rest(time.monotonic() + 60) is None
+
+
+def test_after_a_death_there_are_no_visits() -> None:
+    visits = Visits(is_allowed=False)
+    with connected(is_visited=True) as ends:
+        visits.add(ends.connection)
+        ends.prepare(0)
+        ends.ask(0)
+        visits.look_in(time.monotonic())
+        assert visits.rest(time.monotonic()) is None
+        assert not visits.are_frequent()
+        ends.is_visited = False
+        assert ends.hear()[0].batch == 0

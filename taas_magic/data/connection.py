@@ -51,6 +51,7 @@ class Connection:
         self._serving = threading.Lock()
         self._failure: OSError | ProtocolError | None = None
         self._answered, self._is_open = time.monotonic(), True
+        self._is_waiting = False
 
     def run(self) -> None:
         """Hear and answer until the peer closes; the connection's own thread.
@@ -87,6 +88,11 @@ class Connection:
         finally:
             self._serving.release()
 
+    @property
+    def relies_on_visits(self) -> bool:
+        """Whether there is more to do, and the connection's own thread does not know it."""
+        return self._is_waiting and bool(self._asked or self.outbox)
+
     def _serve_what_is_ready(self) -> bool:
         self._hear(0.0)
         has_gone = self.outbox.send_some()
@@ -100,11 +106,13 @@ class Connection:
         """Serve once, or leave it to the thread that prepares; returns whether there is more."""
         if self._failure is not None:
             raise self._failure
+        if not self._asked and not self.outbox:
+            self._is_waiting = True
+            sockets.await_data(self._socket)
+            self._is_waiting = False
         if self._may_stand_aside():
             time.sleep(_ASIDE_S)
             return self._is_open
-        if not self._asked:
-            sockets.await_data(self._socket)
         with self._serving:
             self.outbox.send()
             self._hear(0.0 if self._asked else TICK_S)

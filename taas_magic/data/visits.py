@@ -71,7 +71,8 @@ class Visits:
         if self._is_allowed:
             self._visit(now)
             is_light = any([connection.outbox.is_light for connection in self._connections])
-            if is_light and now - self._busy < _OFTEN_S:
+            is_needed = any([connection.relies_on_visits for connection in self._connections])
+            if is_needed or (is_light and now - self._busy < _OFTEN_S):
                 return _AT_REST_S
         self._latest = 0.0
         return None
