@@ -110,6 +110,7 @@ class Outbox:
         """No more batches come into the group."""
         if self._group is not None:
             self._parts += self._group.sealed()
+            self._bytes += wire.HEADER_BYTES
             self._group = None
 
     def _gather(self, *parts: Part) -> None:
