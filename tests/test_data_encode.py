@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import pickle
+import random
 
 import hypothesis
 import hypothesis.strategies as st
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from taas_magic.data import encode, wire
-from taas_magic.data.checksum import checksum
+from taas_magic.data.checksum import checksum, with_numpy, with_torch
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8),
@@ -101,6 +102,13 @@ def test_the_checksum_is_the_sum_of_words(data):
     padded = data + bytes(-len(data) % 8)
     words = (int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8))
     assert checksum(data) == sum(words) % 2**64
+
+
+@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.given(st.integers(0, 600_000), st.integers(0, 9))
+def test_the_checksum_is_the_same_without_numpy(size, seed):
+    data = random.Random(seed).randbytes(size)
+    assert with_torch(data, size // 8) == with_numpy(data, size // 8)
 
 
 def test_the_checksum_of_a_large_body_sees_one_flipped_bit():

@@ -1,5 +1,6 @@
 """The checksum of a batch's body: as fast as memory is read."""
 
+import importlib.util
 from collections.abc import Iterable
 
 import torch
@@ -13,8 +14,6 @@ _BASE = 0x9E37_79B9_7F4A_7C15
 _CHUNK_WORDS = 31 << 10
 """Under torch's bound for summing with several threads, which would fight with the rank's own."""
 
-_FEW_BYTES = 2048
-
 
 def checksum(data: bytes | memoryview) -> int:
     """Sum of the data's 64-bit little-endian words, the last filled up with zeros.
@@ -24,18 +23,30 @@ def checksum(data: bytes | memoryview) -> int:
     16-bit sum lets through. It runs without the interpreter lock.
     """
     size = len(data)
-    if size < _FEW_BYTES:
-        return sum(memoryview(bytes(data) + bytes(-size % 8)).cast("Q")) & MASK
-    if isinstance(data, bytes) or data.readonly:
-        # frombuffer warns of memory that it may not write.
-        data = memoryview(bytearray(data))
-    words, rest = size >> 3, size & 7
-    total = int.from_bytes(data[size - rest :], "little") if rest else 0
-    values = torch.frombuffer(data, dtype=torch.int64, count=words)
-    chunks = (values,) if words <= _CHUNK_WORDS else values.split(_CHUNK_WORDS)  # type: ignore[no-untyped-call]
-    for chunk in chunks:
-        total += int(chunk.sum())
+    rest = int.from_bytes(data[size - (size & 7) :], "little") if size & 7 else 0
+    return (sum_of_words(data, size >> 3) + rest) & MASK
+
+
+def with_numpy(data: bytes | memoryview, words: int) -> int:
+    """The sum of the first words, modulo 2**64; a call costs half of what one of torch's does."""
+    import numpy
+
+    return int(numpy.add.reduce(numpy.frombuffer(data, "<u8", words)))
+
+
+def with_torch(data: bytes | memoryview, words: int) -> int:
+    """The same where torch has no numpy beside it."""
+    if not words:
+        return 0
+    # frombuffer warns of memory that it may not write.
+    values = torch.frombuffer(bytearray(data), dtype=torch.int64, count=words)
+    total = 0
+    for start in range(0, words, _CHUNK_WORDS):
+        total += int(values[start : start + _CHUNK_WORDS].sum())
     return total & MASK
+
+
+sum_of_words = with_numpy if importlib.util.find_spec("numpy") else with_torch
 
 
 def combined(checksums: Iterable[int]) -> int:
