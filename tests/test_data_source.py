@@ -158,6 +158,18 @@ def test_a_sampler_with_a_memory_is_replayed():
     assert flat(stream(source_of(DataLoader(Squares(12), 3, sampler=Remembering(12)))))
 
 
+@pytest.mark.parametrize("is_stateful", [True, False])
+def test_many_epochs_are_remembered_in_bounded_memory(is_stateful):
+    generator = torch.Generator().manual_seed(5) if is_stateful else None
+    order = Order(DataLoader(Squares(12), 3, shuffle=True, generator=generator), SEED)
+    digests = [order.epoch(number).digest for number in range(40)]
+    assert len(set(digests)) == 40
+    assert len(order._starts) < 8
+    assert [order.epoch(number).digest for number in (3, 39, 0, 20)] == [
+        digests[number] for number in (3, 39, 0, 20)
+    ], "it begins again"
+
+
 def test_a_sampler_without_length_is_read_to_its_end():
     source = source_of(DataLoader(Squares(4), batch_size=2, sampler=Unsized()))
     assert flat(stream(source)) == [[9, 1], [4]]

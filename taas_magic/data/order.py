@@ -160,7 +160,7 @@ class Order:
         self._dataset, self._seed = loader.dataset, seed
         self._collates = loader.batch_sampler is not None
         sampler = loader.batch_sampler if self._collates else loader.sampler
-        self._starts = [self._dump((sampler, loader.generator))]
+        self._starts = {0: self._dump((sampler, loader.generator))}
         self._epochs: dict[int, Epoch] = {}
 
     def epoch(self, number: int) -> Epoch:
@@ -176,28 +176,34 @@ class Order:
         return self._epochs.get(number)
 
     def _run(self, number: int) -> Epoch:
-        while len(self._starts) <= number and not self._forgets():
-            self._enumerate(len(self._starts) - 1)
-        return self._enumerate(number)
+        latest = max(start for start in self._starts if start <= number)
+        for before in range(latest, number):
+            if not self._forgets():
+                self._enumerate(before)
+        epoch = self._enumerate(number)
+        for old in [start for start in self._starts if 1 < start <= number - _KEEP_EPOCHS]:
+            del self._starts[old]
+        return epoch
 
     def _forgets(self) -> bool:
         """Whether an epoch leaves the sampler as it was, so that all epochs begin alike."""
-        return len(self._starts) > 1 and self._starts[0] == self._starts[1]
+        return self._starts.get(1) == self._starts[0]
 
     def _enumerate(self, number: int) -> Epoch:
         sampler, generator, indices = self._begin(number)
         if not _has_length(sampler):
-            self._starts[1:] = [self._starts[0]]
+            self._starts[1] = self._starts[0]
             return Epoch(Endless(lambda: self._begin(number)[2]), None, 0)
         packed, digest = _pack(list(indices))
-        if len(self._starts) == number + 1:
+        if not self._forgets():
             _set_epoch(sampler, 0)
-            self._starts.append(self._dump((sampler, generator)))
+            self._starts[number + 1] = self._dump((sampler, generator))
         return Epoch(packed, len(packed), digest)
 
     def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
         """A sampler at the beginning of an epoch, its generator, and its batches."""
-        sampler, generator = self._load(self._starts[min(number, len(self._starts) - 1)])
+        start = self._starts[0] if self._forgets() else self._starts[number]
+        sampler, generator = self._load(start)
         _set_epoch(sampler, number)
         seed_all(seed_of(self._seed, number))
         # A local DataLoader's order of draws: the sampler's iterator, the base seed, the indices.
