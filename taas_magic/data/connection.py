@@ -23,7 +23,7 @@ from taas_magic.data.wire import Frame, Kind
 from taas_magic.errors import ProtocolError
 
 _HEAR_BYTES = 64 << 10
-_ASIDE_S = 0.004
+_ASIDE_S = 0.008
 
 
 class Connection:

@@ -116,12 +116,12 @@ def encode(value: object) -> Encoded:
     if common is None:
         return _encode_any(value)
     form, buffers = common
-    if form not in _heads:
+    known = _heads.get(form)
+    if known is None:
         if len(_heads) >= _MOST_FORMS:
             _heads.clear()
-        _heads[form] = _common_head(value, [len(buffer) for buffer in buffers])
-    head, body_bytes = _heads[form]
-    return Encoded(head, buffers, body_bytes)
+        known = _heads[form] = _common_head(value, [len(buffer) for buffer in buffers])
+    return Encoded(known[0], buffers, known[1])
 
 
 def _encode_any(value: object) -> Encoded:
