@@ -233,3 +233,19 @@ def test_after_a_death_there_are_no_visits() -> None:
         assert not visits.are_frequent()
         ends.is_visited = False
         assert ends.hear()[0].batch == 0
+
+
+def test_many_connections_are_left_to_their_own_threads() -> None:
+    visits = Visits(is_allowed=True)
+    with connected(is_visited=False) as ends:
+        visits.add(ends.connection)
+        visits.look_in(time.monotonic())
+        assert visits.are_frequent()
+        for _ in range(40):
+            visits.add(ends.connection)
+        assert visits.rest(time.monotonic()) is None
+        visits.look_in(time.monotonic() + 60)
+        assert not visits.are_frequent()
+        visits.remove(ends.connection)
+        visits.look_in(time.monotonic() + 120)
+        assert visits.are_frequent()

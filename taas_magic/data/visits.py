@@ -18,7 +18,12 @@ _AT_REST_S = 0.001
 _OFTEN_S = 5 * _EVERY_S
 """So long after a visit a connection relies on the next one."""
 
+_MOST_CONNECTIONS = 32
+"""More of them would take the preparing thread's time by their number alone."""
+
 _GIVE_WAY_S = 0.0001
+"""A thread that comes back from a system call hardly gets the interpreter from one that is never
+long without such a call, as the preparing one; so much of a rest lets it through."""
 
 
 class Visits:
@@ -37,7 +42,7 @@ class Visits:
         self._is_allowed = is_allowed
         self._changing = threading.Lock()
         self._connections: tuple[Connection, ...] = ()
-        self._latest = self._busy = 0.0
+        self._looked = self._latest = self._busy = 0.0
         self.sums, self.cpu_s = False, 0.0
 
     def add(self, connection: Connection) -> None:
@@ -58,8 +63,12 @@ class Visits:
     def look_in(self, now: float) -> None:
         """Visit all of them if it is time for that; called between two batches."""
         self._busy = now
-        if now - self._latest > _EVERY_S and self._is_allowed:
-            self._visit(now)
+        if now - self._looked > _EVERY_S:
+            self._looked = now
+            if self._are_welcome:
+                self._visit(now)
+            elif self._connections:
+                time.sleep(_GIVE_WAY_S)
 
     def rest(self, now: float) -> float | None:
         """Visit all of them while there is nothing to prepare, or no room for it.
@@ -68,7 +77,7 @@ class Visits:
             For how many seconds to rest before the next visit; None: no more are needed, as a
             connection's own thread waits for questions and for the network better than this one.
         """
-        if self._is_allowed:
+        if self._are_welcome:
             self._visit(now)
             is_light = any([connection.outbox.is_light for connection in self._connections])
             is_needed = any([connection.relies_on_visits for connection in self._connections])
@@ -77,6 +86,10 @@ class Visits:
         self._latest = 0.0
         return None
 
+    @property
+    def _are_welcome(self) -> bool:
+        return self._is_allowed and len(self._connections) <= _MOST_CONNECTIONS
+
     def _visit(self, now: float) -> None:
         self._latest = now
         began = time.thread_time()
@@ -84,7 +97,5 @@ class Visits:
         if any(visits):
             self._busy = now
         if None in visits:
-            # A thread that comes back from a system call hardly gets the interpreter from one that
-            # is never long without such a call, as this one.
             time.sleep(_GIVE_WAY_S)
         self.cpu_s += time.thread_time() - began
