@@ -79,3 +79,11 @@ def test_a_flipped_bit_is_seen(frame, bit):
 def test_numbers_out_of_bounds_are_refused(changes, says):
     with pytest.raises(ProtocolError, match=says):
         wire.unpack(forged(**changes))
+
+
+@hypothesis.given(st.lists(st.integers(0, 2**63 - 1), max_size=300))
+def test_numbers_come_back_and_cut_ones_are_refused(numbers):
+    body = wire.pack_numbers(numbers)
+    assert wire.numbers(body) == tuple(numbers)
+    with pytest.raises(ProtocolError, match="no list of numbers"):
+        wire.numbers(body + b"\0")
