@@ -28,7 +28,8 @@ GROUPS = st.builds(
     wire.Frame._replace,
     ALONE,
     kind=st.just(wire.Kind.BATCH),
-    body_bytes=st.integers(0, 1 << 20),
+    body_bytes=st.integers(1, 1 << 20),
+    flags=st.integers(0, 1),
     batches=st.integers(2, 1 << 14),
 )
 frames = ALONE | GROUPS
@@ -72,7 +73,8 @@ def test_a_flipped_bit_is_seen(frame, bit):
         ({"body": 2**63}, "9223372036854775808 bytes"),
         ({"body": 2**64 - 1}, "the limit is"),
         ({"kind": int(wire.Kind.BATCH), "body": 8 << 30, "batches": 3}, "25769803776 bytes"),
-        ({"kind": int(wire.Kind.BATCH), "batches": 0}, "BATCH announces 0 batches"),
+        ({"kind": int(wire.Kind.BATCH), "body": 64, "batches": 0}, "BATCH announces 0 batches"),
+        ({"kind": int(wire.Kind.BATCH), "batches": 2}, "2 batches of 0 bytes"),
         ({"batches": 2}, "GET announces 2 batches"),
     ],
 )

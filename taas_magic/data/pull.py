@@ -195,10 +195,12 @@ class Pull:
         if frame.batch != ask.slot or frame.epoch != ask.epoch or frame.batches > len(open_.asked):
             raise ProtocolError(
                 f"{open_.link.address} was asked for batch {ask.slot} of epoch {ask.epoch} and "
-                f"answered with batch {frame.batch} of epoch {frame.epoch}"
+                f"answered with {frame.batches} from batch {frame.batch} of epoch {frame.epoch} on"
             )
-        for part in wire.parts(frame, body):
-            self._answered(open_.asked.popleft(), frame, part)
+        # All of them before the first is dealt with: that may lose this link, and ask what is left.
+        asks = [open_.asked.popleft() for _ in range(frame.batches)]
+        for ask, part in zip(asks, wire.parts(frame, body), strict=True):
+            self._answered(ask, frame, part)
 
     def _answered(self, ask: Question, frame: Frame, body: memoryview) -> None:
         del self._where[ask]

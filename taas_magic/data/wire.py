@@ -20,7 +20,7 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_BATCH_BYTES = 16 << 30
 CHUNK_BYTES = 1 << 20
-"""What a rank receives small frames into; the batches of one frame do not exceed it."""
+"""What a rank receives small frames into; several batches that share a frame do not exceed it."""
 
 _LAYOUT = struct.Struct("<4sBBHIIIIqqQQI")
 _CRC = struct.Struct("<I")
@@ -174,8 +174,8 @@ def unpack(header: bytes | bytearray | memoryview) -> Frame:
         raise ProtocolError(
             f"{known.name} announces {body * count} bytes; the limit is {_MAX_BODY_BYTES[known]}"
         )
-    if count != 1 and (known is not Kind.BATCH or not count):
-        raise ProtocolError(f"{known.name} announces {count} batches")
+    if count != 1 and (known is not Kind.BATCH or not count * body or flags & Flag.SHARED):
+        raise ProtocolError(f"{known.name} announces {count} batches of {body} bytes")
     return Frame(known, epoch, batch, units, head, body, body_sum, flags, block, order, count)
 
 
