@@ -3,6 +3,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; 
   "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$p" && break; done)
 BIN := .venv/bin
 PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
 
 .PHONY: demo test lint bench clean
 
@@ -10,7 +11,9 @@ demo: .venv/.examples
 	$(BIN)/python notebooks/demo.py
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@tests/rig/debian.sh
+	$(BIN)/python -m compileall -q taas_magic
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
 
 lint: .venv/.test
 	$(BIN)/ruff check .

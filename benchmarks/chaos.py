@@ -1,8 +1,15 @@
-"""A thousand faults at random during runs; the stream, the weights and the ledger stay the same.
+"""Faults at random: of the data service, of the processes of a pool; or none, and many runs.
 
-    python -m benchmarks.chaos [--faults 1000] [--seed 1]
+    python -m benchmarks.chaos [--faults 1000] [--seed 1] [--tls] [--rest 5]
+    python -m benchmarks.chaos --processes 500 [--only "kill agent"] [--seed 1]
+    python -m benchmarks.chaos --runs 300
 
-Kills, stops and resumes fetchers and their lanes and cuts connections. The same seed plays the same
+The first kills, stops and resumes fetchers and their workers and cuts connections while ranks
+train, one on the fetchers' host and one that comes by TCP (`--tls`: under TLS), and, with `--rest`,
+every 40 steps rests so many seconds in the mean; the stream, the weights and the ledger must stay
+the same. The second kills or stops a
+process of a kernel's tree in the middle of a cell; the cell must end and the next one run. The
+third says what runs cost the kernel, the pool and the agent for ever. The same seed plays the same
 faults again.
 """
 
@@ -10,21 +17,91 @@ import argparse
 import collections
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from taas_magic.data.service import new_certificate
 from tests.chaos.harm import play
+from tests.chaos.tree import HARMS, NEXT, Chaos, memory_of
+from tests.frontend import Frontend, Scene
+
+END_S = 45.0
+WARM_RUNS = 20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--processes", type=int, metavar="ROUNDS")
+    parser.add_argument("--only", choices=HARMS, action="append")
+    parser.add_argument("--runs", type=int)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--rest", type=float, default=0.0, metavar="SECONDS")
     asked = parser.parse_args()
+    if asked.processes:
+        harm_processes(asked.processes, asked.seed, tuple(asked.only or HARMS))
+    elif asked.runs:
+        run_again_and_again(asked.runs)
+    else:
+        harm_the_data_service(asked.faults, asked.seed, asked.tls, asked.rest)
+
+
+def harm_the_data_service(faults: int, seed: int, is_tls: bool, rest_s: float) -> None:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        done = play(Path(folder), asked.seed, asked.faults)
+        tls = new_certificate() if is_tls else None
+        done = play(Path(folder), seed, faults, tls=tls, rest_s=rest_s)
     counts = ", ".join(f"{count} x {kind}" for kind, count in collections.Counter(done).items())
     print(f"{len(done)} faults ({counts}) in {time.perf_counter() - started:.0f} s: all the same")
+
+
+def harm_processes(rounds: int, seed: int, harms: tuple[str, ...]) -> None:
+    started = time.perf_counter()
+    with _scene() as scene:
+        result = Chaos(scene, seed, harms, END_S).play(rounds, say=_say)
+    counts = ", ".join(f"{count} x {harm}" for harm, count in sorted(result.harms.items()))
+    print(f"{counts}\n{result} ({time.perf_counter() - started:.0f} s)")
+    for line in result.late + result.broken + result.left:
+        print(f"    {line}")
+
+
+def run_again_and_again(runs: int) -> None:
+    with _scene() as scene, scene.kernel() as frontend:
+        _run(frontend, WARM_RUNS)
+        before = memory_of(frontend)
+        began = time.perf_counter()
+        _run(frontend, runs)
+        took_s = time.perf_counter() - began
+        after = memory_of(frontend)
+    print(f"{runs} runs after {WARM_RUNS} to warm up, {took_s / runs:.2f} s each")
+    for name, (size, descriptors, threads) in after.items():
+        old_size, old_descriptors, old_threads = before[name]
+        print(
+            f"{name:10} {old_size / 1e6:7.1f} -> {size / 1e6:7.1f} MB "
+            f"({(size - old_size) / runs / 1e3:+.1f} kB a run), descriptors "
+            f"{old_descriptors} -> {descriptors}, threads {old_threads} -> {threads}"
+        )
+
+
+def _run(frontend: Frontend, runs: int) -> None:
+    for _ in range(runs):
+        frontend.run(NEXT)
+        frontend.outputs.clear()
+        frontend.replies.clear()
+
+
+@contextmanager
+def _scene() -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory() as folder:
+        scene = Scene(Path(folder))
+        yield scene
+        scene.close()
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

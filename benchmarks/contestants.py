@@ -17,6 +17,7 @@ from programs import (
     FLOOD,
     ONE_PRINTS,
     RANKS,
+    STEP_PRINTS,
     Flood,
     delay_s,
     first_line_s,
@@ -28,6 +29,7 @@ Figures = dict[str, float]
 
 POLL_S = 0.2
 HERE = Path(__file__).parent
+COLD = {"cold": ALL_PRINT, "cold, optimizer step": STEP_PRINTS}
 TOKEN = "TAAS_BENCHMARK"
 """In the environment of every process that a benchmark starts."""
 
@@ -46,17 +48,19 @@ def notebook() -> Iterator[Notebook]:
 
 
 def taas() -> Figures:
-    """Two kernels: in the one all is sent at once; in the other the pool is warm before."""
+    """Fresh kernels to which all is sent at once, and one whose pool is warm before."""
 
     def cell(program: str) -> str:
         return f"%%taas --gpus {RANKS}\n{program}"
 
-    with notebook() as cold:
-        figures = {"cold": first_line_s(cold.run("%load_ext taas_magic", cell(ALL_PRINT)))}
-        cold.run("%taas down")
+    figures: Figures = {}
+    for column, program in COLD.items():
+        with notebook() as cold:
+            figures[column] = first_line_s(cold.run("%load_ext taas_magic", cell(program)))
+            cold.run("%taas down")
     with notebook() as warm:
         warm.run("%load_ext taas_magic")
-        while "nothing for" not in warm.run("%taas pools").text:
+        while "idle" not in warm.run("%taas pools").text:
             time.sleep(POLL_S)
         figures["after warming"] = first_line_s(warm.run(cell(ALL_PRINT)))
         figures |= _warm_figures(warm, cell)
@@ -74,7 +78,9 @@ def torchrun() -> Figures:
     launcher = Path(sys.executable).with_name("torchrun")
     with TemporaryDirectory() as folder, notebook() as any_kernel:
         file = f"{folder}/script.py"
-        figures = {"cold": first_line_s(any_kernel.run(cell(ALL_PRINT)))}
+        figures = {
+            column: first_line_s(any_kernel.run(cell(program))) for column, program in COLD.items()
+        }
         return figures | _warm_figures(any_kernel, cell)
 
 
@@ -87,7 +93,9 @@ def accelerate() -> Figures:
         return f"from accelerate import notebook_launcher\n{function}\n{call}"
 
     with notebook() as kernel:
-        figures = {"cold": first_line_s(kernel.run(cell(ALL_PRINT)))}
+        figures = {
+            column: first_line_s(kernel.run(cell(program))) for column, program in COLD.items()
+        }
         return figures | _warm_figures(kernel, cell)
 
 
@@ -107,6 +115,7 @@ def _warm_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
     figures = {
         "warm": first_line_s(kernel.run(cell(ALL_PRINT))),
         "warm, one prints": first_line_s(kernel.run(cell(ONE_PRINTS))),
+        "warm, optimizer step": first_line_s(kernel.run(cell(STEP_PRINTS))),
         "delay": delay_s(kernel.run(cell(CLOCK))),
     }
     seen: Flood = flood(kernel.run(cell(FLOOD)))

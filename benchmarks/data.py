@@ -1,47 +1,104 @@
-"""Delivery and preparation of batches: the data service, a raw socket, local loaders, its peers.
+"""Delivery and preparation of batches: the data service, bare sockets, local loaders, its peers.
 
-    python benchmarks/data.py [--rounds 5] [--seconds 2] [--only delivery|first|collate|slow|cpu]
-                                        [--row "ours, TCP"]…
+    python benchmarks/data.py [--rounds 5] [--seconds 2] [--only delivery|ranks|first|step|collate|
+                                        slow|cpu] [--row "ours, TCP"]…
 
 Every row is measured in rounds that take turns, so that a slow moment of the machine hits all of
 them, and each time in a fresh process; printed are medians and the spread. The consumer touches
 every batch (reads one value of each 4 KiB page). "memory" is the peak of the consumer's resident
-memory, shared memory that it looks at included, over what it had before the first batch. Ratios are
-taken within a round. Figures move from machine to machine: compare rows of one run only. The
-tf.data service and Ray Data have rows where they are installed (`pip install '.[bench]'`).
+memory, shared memory that it looks at included, over what it had before the first batch. "all
+CPU" is that of the consumer and of every process below it, so it has the fetchers, too (of Ray, the
+consumer's alone). Ratios are taken within a round. Figures move from machine to machine: compare
+rows of one run only, and only where the machine did nothing else: between the rounds the script
+looks how much others compute, and the last line says whether the run was a quiet one. The tf.data
+service and Ray Data have rows where they are installed (`pip install '.[bench]'`).
 """
 
 import argparse
 import multiprocessing
+import os
 import resource
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import NamedTuple
 
 import peers
 import psutil
 import torch
-from deliverers import Ready, Samples, local, ours, raw, service
+from deliverers import FORK, Ready, Samples, Service, Take, local, ours, raw, service
 from torch.utils.data import DataLoader, Dataset
 
 from taas_magic.data.service import new_certificate
 
-SIZES = {"196 KiB": 196 << 10, "36.75 MiB": 37632 << 10}
+SIZES = {"4 KiB": 4 << 10, "196 KiB": 196 << 10, "36.75 MiB": 37632 << 10}
 FIRST_BATCHES = 9
+STEPS, STEP_S = 3, 5.0
+RANKS = 8
+QUIET_LOAD, QUIET_CORES, QUIET_SHARE = 0.5, 0.1, 0.9
+LOOK_S = 0.3
+PARTS = ("delivery", "ranks", "first", "step", "collate", "slow", "cpu")
+RAW, RAW_TLS = "bare TCP socket, reused buffer", "bare TLS socket, reused buffer"
+BESIDE = {"ours, TCP + TLS": RAW_TLS}
+"""Rows that are compared with another one than the first."""
+
 CONTEXT = multiprocessing.get_context("forkserver")
+
+
+used_elsewhere: list[float] = []
+"""Cores that others used, at the moments between the rounds when nothing is measured."""
+
+
+def look_elsewhere() -> None:
+    """Note how much others compute while this script does nothing."""
+    before = busy_s()
+    time.sleep(LOOK_S)
+    used_elsewhere.append((busy_s() - before) / LOOK_S)
+
+
+def busy_s() -> float:
+    """What all processors have done, and what was taken from this machine, in seconds."""
+    times = psutil.cpu_times()
+    return sum((times.user, times.nice, times.system, times.irq, times.softirq, times.steal))
+
+
+def verdict(load: float) -> str:
+    """Whether the machine was quiet: before, and in nearly all looks that were taken."""
+    quiet = sum(cores <= QUIET_CORES for cores in used_elsewhere) / len(used_elsewhere)
+    others = f"others used {statistics.median(used_elsewhere):.2f} cores in the median"
+    is_quiet = load <= QUIET_LOAD and quiet >= QUIET_SHARE
+    said = "a quiet machine" if is_quiet else "NOT a quiet machine, the figures say nothing"
+    return f"{others}, at most {max(used_elsewhere):.2f}; {quiet:.0%} of looks quiet: {said}"
 
 
 class Figures(NamedTuple):
     """What one measurement of one row gives."""
 
-    batches_s: float
-    bytes_s: float
-    cpu_s_per_gb: float
+    batches: int
+    size: int
+    elapsed_s: float
+    cpu_s: float
+    all_cpu_s: float
     memory_mib: float
+
+    @property
+    def rate(self) -> float:
+        """Batches a second."""
+        return self.batches / self.elapsed_s
+
+    @property
+    def cpu_us(self) -> float:
+        """The consumer's, a batch."""
+        return self.cpu_s / self.batches * 1e6
+
+    @property
+    def all_cpu_us(self) -> float:
+        """Of all processes, a batch."""
+        return self.all_cpu_s / self.batches * 1e6
 
 
 def touch(batch: object) -> torch.Tensor:
@@ -50,24 +107,82 @@ def touch(batch: object) -> torch.Tensor:
     return tensor
 
 
+def cpu_of_all_s() -> float:
+    """Processor time of this process and of all below it."""
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        times = process.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+def measured(take: Take, seconds: float, before: int) -> Figures:
+    """Take batches for a while."""
+    batches = size = 0
+    all_cpu = cpu_of_all_s()
+    started, cpu = time.perf_counter(), time.process_time()
+    while (elapsed := time.perf_counter() - started) < seconds:
+        size += touch(take()).nbytes
+        batches += 1
+    cpu = time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    memory = (peak - before) / 2**20
+    return Figures(batches, size, elapsed, cpu, cpu_of_all_s() - all_cpu, memory)
+
+
+def memory_from_here() -> int:
+    """Resident memory now; the peak counts from here on, and forgets that of imports."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(psutil.Process().memory_info().rss)
+
+
 def consume(make: Callable, seconds: float, results: Connection) -> None:
     """The consumer's process."""
     torch.set_num_threads(1)
     with make() as take:
-        before = psutil.Process().memory_info().rss
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of imports
+        before = memory_from_here()
         for _ in range(3):
             touch(take())
-        batches = size = 0
-        started, cpu = time.perf_counter(), time.process_time()
-        while (elapsed := time.perf_counter() - started) < seconds:
-            size += touch(take()).nbytes
-            batches += 1
-        cpu = time.process_time() - cpu
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        memory = (peak - before) / 2**20
         # Not every peer leaves the process in a state to send anything afterwards.
-        results.send(Figures(batches / elapsed, size / elapsed, cpu / (size / 1e9), memory))
+        results.send(measured(take, seconds, before))
+
+
+def consume_by_ranks(ranks: int, make: Callable, seconds: float, results: Connection) -> None:
+    """Several ranks, each in a process of its own; their figures together."""
+    torch.set_num_threads(1)
+    with make() as running:
+        turns, (ours, theirs) = FORK.Barrier(ranks + 1), FORK.Pipe()
+        arguments = (ranks, seconds, turns, theirs)
+        children = [
+            FORK.Process(target=one_rank, args=(running, rank, *arguments)) for rank in range(ranks)
+        ]
+        for child in children:
+            child.start()
+        turns.wait()
+        all_cpu = cpu_of_all_s()
+        turns.wait()
+        all_cpu = cpu_of_all_s() - all_cpu
+        batches, size, elapsed, cpu, _, memory = zip(*[ours.recv() for _ in children], strict=True)
+        for child in children:
+            child.join()
+    sums = Figures(sum(batches), sum(size), max(elapsed), sum(cpu), all_cpu, max(memory))
+    results.send(sums)
+
+
+def one_rank(
+    running: Service, rank: int, ranks: int, seconds: float, turns: Barrier, results: Connection
+) -> None:
+    remote = running.remote(rank, ranks)
+    batches = iter(remote)
+    before = memory_from_here()
+    for _ in range(3):
+        touch(next(batches))
+    turns.wait()
+    figures = measured(lambda: next(batches), seconds, before)
+    turns.wait()
+    results.send(figures)
+    batches.close()
+    remote.close()
 
 
 def first_batches(make: Callable, results: Connection) -> None:
@@ -85,6 +200,19 @@ def first_batches(make: Callable, results: Connection) -> None:
     results.send(times)
 
 
+def after_steps(make: Callable, results: Connection) -> None:
+    """Milliseconds to the next batch, each time after the rank has computed for long."""
+    times = []
+    with make() as take:
+        touch(take())
+        for _ in range(STEPS):
+            time.sleep(STEP_S)
+            started = time.perf_counter()
+            touch(take())
+            times.append((time.perf_counter() - started) * 1e3)
+        results.send(times)
+
+
 def in_a_process(target: Callable, *arguments: object) -> object:
     """What a target sends from a process of its own."""
     ours, theirs = CONTEXT.Pipe()
@@ -96,27 +224,42 @@ def in_a_process(target: Callable, *arguments: object) -> object:
     return result
 
 
-def compare(title: str, rows: dict[str, Callable], rounds: int, seconds: float) -> None:
-    """Measure rows in turn; the first is what the others are compared with."""
+def compare(
+    title: str, rows: dict[str, Callable], rounds: int, seconds: float, by: Callable = consume
+) -> None:
+    """Measure rows in turn; the first is what the others are compared with, but for `BESIDE`."""
     figures: dict[str, list[Figures]] = {name: [] for name in rows}
     for _ in range(rounds):
+        look_elsewhere()
         for name, make in rows.items():
-            figures[name].append(in_a_process(consume, make, seconds))
-    head = f"{'batches/s':>12}{'spread':>8}{'MB/s':>8}{'CPU s/GB':>10}{'memory':>10}"
-    print(f"\n{title}\n{'':30}{head}{'rate x':>9}{'CPU x':>8}")
-    first = next(iter(figures.values()))
+            figures[name].append(in_a_process(by, make, seconds))
+    head = (
+        f"{'batches/s':>12}{'spread':>8}{'MB/s':>8}{'CPU s/GB':>10}{'CPU µs':>10}{'all CPU µs':>12}"
+    )
+    print(f"\n{title} (CPU µs: a batch)\n{'':32}{head}{'memory':>10}{'rate x':>9}{'CPU x':>8}")
+    first = next(iter(figures))
     for name, results in figures.items():
-        rates, sizes, cpus, memory = zip(*results, strict=True)
-        rate = statistics.median(rates)
-        pairs = list(zip(results, first, strict=True))
-        ratio = statistics.median(one.batches_s / other.batches_s for one, other in pairs)
-        cpu_ratio = statistics.median(one.cpu_s_per_gb / other.cpu_s_per_gb for one, other in pairs)
-        print(
-            f"{name:30}{rate:12.1f}{(max(rates) - min(rates)) / rate:8.0%}"
-            f"{statistics.median(sizes) / 1e6:8.0f}{statistics.median(cpus):10.2f}"
-            f"{statistics.median(memory):6.0f} MiB{ratio:9.2f}{cpu_ratio:8.2f}",
-            flush=True,
-        )
+        print_row(name, results, figures.get(BESIDE.get(name, first), figures[first]))
+
+
+def print_row(name: str, results: list[Figures], others: list[Figures]) -> None:
+    """One row, beside another one of the same rounds."""
+    rates = [one.rate for one in results]
+    rate = statistics.median(rates)
+    spread = (max(rates) - min(rates)) / rate
+    per_s = statistics.median(one.size / one.elapsed_s for one in results) / 1e6
+    per_gb = statistics.median(one.cpu_s / one.size * 1e9 for one in results)
+    cpu_us = statistics.median(one.cpu_us for one in results)
+    all_cpu_us = statistics.median(one.all_cpu_us for one in results)
+    memory = statistics.median(one.memory_mib for one in results)
+    pairs = list(zip(results, others, strict=True))
+    ratio = statistics.median(one.rate / other.rate for one, other in pairs)
+    cpu_ratio = statistics.median(one.cpu_us / other.cpu_us for one, other in pairs)
+    print(
+        f"{name:32}{rate:12.1f}{spread:8.0%}{per_s:8.0f}{per_gb:10.2f}{cpu_us:10.1f}"
+        f"{all_cpu_us:12.1f}{memory:6.0f} MiB{ratio:9.2f}{cpu_ratio:8.2f}",
+        flush=True,
+    )
 
 
 def delivery(rounds: int, seconds: float, wanted: list[str]) -> None:
@@ -124,7 +267,8 @@ def delivery(rounds: int, seconds: float, wanted: list[str]) -> None:
     for name, size in SIZES.items():
         loader = DataLoader(Ready(size), batch_size=None)
         rows = {
-            "raw TCP socket, reused buffer": partial(raw, size),
+            RAW: partial(raw, size),
+            RAW_TLS: partial(raw, size, tls),
             "ours, TCP": partial(ours, loader),
             "ours, TCP + TLS": partial(ours, loader, tls=tls),
             "ours, shared memory": partial(ours, loader, direct=True),
@@ -134,7 +278,22 @@ def delivery(rounds: int, seconds: float, wanted: list[str]) -> None:
             rows[f"local DataLoader, {workers} workers"] = partial(local, made)
         rows |= {peer: partial(make, size) for peer, make in others.items()}
         rows = {name: make for name, make in rows.items() if not wanted or name in wanted}
-        compare(f"Delivery of ready batches of {name}", rows, rounds, seconds)
+        if rows:
+            compare(f"Delivery of ready batches of {name}", rows, rounds, seconds)
+
+
+def several(rounds: int, seconds: float) -> None:
+    """Several ranks of one fetcher, and several fetchers of one rank; figures of all together."""
+    loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None)
+    for way, direct in (("TCP", False), ("shared memory", True)):
+        make = partial(service, loader, direct=direct)
+        for ranks in (1, RANKS):
+            rows = {
+                f"ours, {fetchers} fetcher{'s' * (fetchers > 1)}": partial(make, fetchers=fetchers)
+                for fetchers in (1, 2)
+            }
+            title = f"{ranks} rank{'s' * (ranks > 1)}, batches of 196 KiB by {way}"
+            compare(title, rows, rounds, seconds, partial(consume_by_ranks, ranks))
 
 
 def first(rounds: int) -> None:
@@ -144,8 +303,28 @@ def first(rounds: int) -> None:
     rows = {"TCP": {}, "TCP + TLS": {"tls": tls}, "shared memory": {"direct": True}}
     for name, arguments in rows.items():
         make = partial(service, loader, **arguments)
-        times = [ms for _ in range(rounds) for ms in in_a_process(first_batches, make)]
-        print(f"{'ours, ' + name:30}{statistics.median(times):8.1f}, at most {max(times):.1f}")
+        print_times(f"ours, {name}", first_batches, make, rounds)
+
+
+def step(rounds: int) -> None:
+    print(f"\nTime to the next batch of 196 KiB after a step of {STEP_S:g} s, in ms")
+    loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None)
+    local_loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None, num_workers=1)
+    rows = {
+        "ours, TCP": partial(ours, loader),
+        "ours, TCP + TLS": partial(ours, loader, tls=new_certificate()),
+        "ours, shared memory": partial(ours, loader, direct=True),
+        "local DataLoader, 1 workers": partial(local, local_loader),
+    }
+    for name, make in rows.items():
+        print_times(name, after_steps, make, rounds)
+
+
+def print_times(name: str, target: Callable, make: Callable, rounds: int) -> None:
+    """The median and the longest of what a target measures, in ms."""
+    look_elsewhere()
+    times = [ms for _ in range(rounds) for ms in in_a_process(target, make)]
+    print(f"{name:32}{statistics.median(times):8.2f}, at most {max(times):.2f}", flush=True)
 
 
 def prepared(title: str, dataset: Dataset, rounds: int, seconds: float) -> None:
@@ -154,8 +333,8 @@ def prepared(title: str, dataset: Dataset, rounds: int, seconds: float) -> None:
             f"local DataLoader, {workers} workers": partial(
                 local, DataLoader(dataset, 64, num_workers=workers)
             ),
-            f"ours, {workers} lanes": partial(
-                ours, DataLoader(dataset, 64), lanes=workers, direct=True
+            f"ours, {workers} workers": partial(
+                ours, DataLoader(dataset, 64), workers=workers, direct=True
             ),
         }
         compare(title, rows, rounds, seconds)
@@ -174,21 +353,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--only", choices=["delivery", "first", "collate", "slow", "cpu"])
+    parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--row", action="append", default=[], help="of delivery, only these")
     asked = parser.parse_args()
-    CONTEXT.set_forkserver_preload(["torch", "taas_magic.remote.fetcher", "deliverers"])
+    CONTEXT.set_forkserver_preload(["torch", "taas_magic.host.fetcher", "deliverers"])
     rounds, seconds = asked.rounds, asked.seconds
-    if asked.only in (None, "delivery"):
-        delivery(rounds, seconds, asked.row)
-    if asked.only in (None, "first"):
-        first(rounds)
-    if asked.only in (None, "collate"):
-        prepared("Collation of 64 samples", Samples(), rounds, seconds)
-    if asked.only in (None, "slow"):
-        storage(rounds, 3 * seconds)
-    if asked.only in (None, "cpu"):
-        prepared("2 ms of CPU a sample", Samples(compute_s=0.002), rounds, 2 * seconds)
+    parts = {
+        "delivery": partial(delivery, rounds, seconds, asked.row),
+        "ranks": partial(several, rounds, seconds),
+        "first": partial(first, rounds),
+        "step": partial(step, rounds),
+        "collate": partial(prepared, "Collation of 64 samples", Samples(), rounds, seconds),
+        "slow": partial(storage, rounds, 3 * seconds),
+        "cpu": partial(
+            prepared, "2 ms of CPU a sample", Samples(compute_s=0.002), rounds, 2 * seconds
+        ),
+    }
+    load = os.getloadavg()[0]
+    print(f"load average before: {load:.2f}", flush=True)
+    for part in (asked.only,) if asked.only else PARTS:
+        parts[part]()
+    look_elsewhere()
+    after = os.getloadavg()[0]
+    print(f"\nload average before: {load:.2f}, after: {after:.2f} (its own work in it)")
+    print(verdict(load))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,10 @@ import cloudpickle
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from taas_magic.data.entries import FolderDirectory
-from taas_magic.data.feed import Feed, LoaderShape
-from taas_magic.data.loader import RemoteLoader
-from taas_magic.data.tls import Tls
-from taas_magic.remote import fetcher
-from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
+from taas_magic.data.loader import Feed, LoaderShape, RemoteLoader
+from taas_magic.data.service import FolderDirectory, Tls
+from taas_magic.host import fetcher
+from taas_magic.host.fetcher_spec import Fetched, FetcherSpec
 
 Take = Callable[[], object]
 """Returns the next batch."""
@@ -64,26 +62,34 @@ class Samples(Dataset):
         return torch.full((3, 32, 32), float(index % 7))[:, :16, :16]
 
 
-def _send(port: int, size: int) -> None:
+def _send(port: int, size: int, tls: Tls | None) -> None:
     data = memoryview(bytearray(size))
-    with socket.create_connection(("127.0.0.1", port)) as sock, contextlib.suppress(OSError):
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock = tls.server().wrap_socket(sock, server_side=True) if tls else sock
+    with sock, contextlib.suppress(OSError):
         while True:
             sock.sendall(data)
 
 
 @contextlib.contextmanager
-def raw(size: int) -> Iterator[Take]:
-    """A plain TCP socket into one reused buffer: the ceiling."""
+def raw(size: int, tls: Tls | None = None) -> Iterator[Take]:
+    """A bare TCP or TLS socket into one reused buffer: the ceiling."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = FORK.Process(target=_send, args=(server.getsockname()[1], size))
+        sender = FORK.Process(target=_send, args=(server.getsockname()[1], size, tls))
         sender.start()
         sock, _ = server.accept()
+    sock = tls.client().wrap_socket(sock) if tls else sock
+    # A TLS socket takes no flags, and returns one record at a time.
+    flags = 0 if tls else socket.MSG_WAITALL
     memory = bytearray(size)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    room, tensor = memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8)
 
     def receive() -> torch.Tensor:
-        done = sock.recv_into(memory, flags=socket.MSG_WAITALL)
-        assert done == size
+        done = 0
+        while done < size:
+            got = sock.recv_into(room[done:], flags=flags)
+            assert got, "the sender is gone"
+            done += got
         return tensor
 
     try:
@@ -108,10 +114,11 @@ class Service:
     feed: Feed
     controls: list
 
-    def remote(self) -> RemoteLoader:
-        loader = self.loader
-        shape = LoaderShape("train", len(loader), None, False, loader.batch_size, False, 0)
-        return RemoteLoader(shape, self.feed)
+    def remote(self, rank: int = 0, world_size: int = 1) -> RemoteLoader:
+        loader, feed = self.loader, dataclasses.replace(self.feed, rank=rank, world_size=world_size)
+        settings = {"batch_size": loader.batch_size, "drop_last": False, "num_workers": 0}
+        shape = LoaderShape("train", len(loader), None, False, settings)
+        return RemoteLoader(shape, feed)
 
     def wait_until_filled(self) -> None:
         """Wait until each fetcher's buffer grows no more."""
@@ -127,7 +134,7 @@ class Service:
 def service(
     loader: DataLoader,
     fetchers: int = 1,
-    lanes: int = 1,
+    workers: int = 1,
     direct: bool = False,
     tls: Tls | None = None,
     buffer_bytes: int = BUFFER_BYTES,
@@ -138,8 +145,8 @@ def service(
     (folder / "train.pkl").write_bytes(payload)
     addresses, running = folder / "fetchers", []
     for number in range(fetchers):
-        fetched = (Fetched("train", folder / "train.pkl", lanes),)
-        spec = FetcherSpec(number, number, fetchers, fetched, key, addresses, lanes)
+        fetched = (Fetched("train", folder / "train.pkl", workers),)
+        spec = FetcherSpec(number, number, fetchers, fetched, key, addresses, workers)
         spec = dataclasses.replace(spec, tls=tls, buffer_bytes=buffer_bytes)
         running.append(fetcher.start(spec, FORK))
     for _, control in running:

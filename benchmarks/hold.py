@@ -15,10 +15,9 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from taas_magic.remote import guard
-from taas_magic.remote.guard import Means
-from taas_magic.remote.hold import hold
-from taas_magic.store import StoreRule
+from taas_magic.store import guard
+from taas_magic.store.guard import Means, hold
+from taas_magic.store.rule import StoreRule
 
 RANKS = 15
 AIM_MS = 10.0

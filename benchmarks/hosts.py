@@ -26,7 +26,9 @@ from traitlets.config import Config as ShellConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from taas_magic import journal, launch, pools, taas_toml
+from taas_magic.config import load_config
+from taas_magic.journal import folder as journal
+from taas_magic.notebook import launch, pools
 from tests.harness import Notebook
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.slurm import CORES, PATH, slurm_up
@@ -95,7 +97,7 @@ def _print(line: str) -> None:
 
 def measure(notebook: Notebook, rounds: int) -> list[str]:
     """One row: medians, with the lowest and the highest."""
-    config = taas_toml.load(notebook.project)
+    config = load_config(notebook.project)
     up, meet, delay, rate = [], [], [], []
     for number in range(rounds):
         up.append(_seconds(lambda: _ok(notebook.run(MEET, "--pool ranks", gpus=2))))

@@ -98,7 +98,8 @@ class Notebook:
             CellError: One of them failed, or they took longer than CELL_TIMEOUT_S.
         """
         output = Output(time.time())
-        ids = [self._client.execute(cell, store_history=True) for cell in cells]
+        # a kernel drops what comes soon after a failure, unless it is told not to
+        ids = [self._client.execute(cell, stop_on_error=False) for cell in cells]
         socket = self._client.iopub_channel.socket
         deadline = output.sent + CELL_TIMEOUT_S
         while socket.poll(1000 * max(0.0, deadline - time.time())):
@@ -109,7 +110,7 @@ class Notebook:
             if header["msg_type"] == "stream":
                 output.pieces.append(Piece(arrived, content["text"]))
             elif header["msg_type"] == "error":
-                raise CellError("\n".join(content["traceback"]))
+                raise CellError("\n".join([output.text, *content["traceback"]]))
             elif content.get("execution_state") == "idle" and parent["msg_id"] == ids[-1]:
                 return output
         raise CellError(f"no end after {CELL_TIMEOUT_S:.0f} s; so far: {output.text[-2000:]}")

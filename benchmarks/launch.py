@@ -20,7 +20,7 @@ from importlib.metadata import version
 
 import hold
 import psutil
-from contestants import CONTESTANTS, TOKEN, Figures
+from contestants import COLD, CONTESTANTS, TOKEN, Figures
 
 NAMES = {
     "taas-magic": "`%%taas`",
@@ -30,13 +30,22 @@ NAMES = {
 }
 COLUMNS = {
     "cold": "cold, imports counted",
+    "cold, optimizer step": "cold, after a first optimizer step",
     "after warming": "first cell after the warming",
     "warm": "warm",
     "warm, one prints": "warm, only rank 0 prints",
+    "warm, optimizer step": "warm, after a first optimizer step",
     "delay": "a flushed line arrives after",
     "flood": "2 x 10,000 lines of 80 characters",
 }
-AIMS = {"warm": 0.1, "warm, one prints": 0.1, "after warming": 0.1, "delay": 0.01, "flood": 0.3}
+AIMS = {
+    "warm": 0.1,
+    "warm, one prints": 0.1,
+    "warm, optimizer step": 0.1,
+    "after warming": 0.1,
+    "delay": 0.01,
+    "flood": 0.3,
+}
 """What `%%taas` is to reach, in seconds; cold, it is to be no slower than torchrun."""
 
 Rounds = dict[str, list[Figures]]
@@ -121,7 +130,8 @@ def ratios(rounds: Rounds) -> list[str]:
 def aims(rounds: Rounds) -> list[str]:
     """What `%%taas` was to reach, and whether it did."""
     lines = []
-    for column, aim in {**AIMS, "cold": median(rounds, "torchrun", "cold")}.items():
+    cold = {column: median(rounds, "torchrun", column) for column in COLD}
+    for column, aim in {**AIMS, **cold}.items():
         ours = median(rounds, "taas-magic", column)
         if ours is not None and aim is not None:
             verdict = "reached" if ours <= aim else "MISSED"

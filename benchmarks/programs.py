@@ -22,6 +22,20 @@ print(f"rank {dist.get_rank()} summed {total.item():.0f}", flush=True)
 dist.destroy_process_group()
 """
 ONE_PRINTS = ALL_PRINT.replace("print(", "if dist.get_rank() == 0:\n    print(")
+STEP_PRINTS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()} summed {total.item():.0f}", flush=True)
+dist.destroy_process_group()
+"""
 FIRST_LINE_MARK = f"summed {RANKS}"
 
 CLOCK = """

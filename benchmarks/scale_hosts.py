@@ -1,7 +1,7 @@
 """What the pool's process does for a run of many hosts, made up at the agent's contract.
 
-The scheduler, the keeper, its journal, TLS and the kernel's Dask client are the real ones. A
-made-up agent is a connection that joins as an agent does, beats, answers the keeper's calls and
+The scheduler, the controller, its journal, TLS and the kernel's Dask client are the real ones. A
+made-up agent is a connection that joins as an agent does, beats, answers the controller's calls and
 sends the events of eight ranks; no process is behind it. All is in one process, so a figure is the
 sum of what the pool's process, the kernel and all agents' ends of the connections would spend.
 """
@@ -24,15 +24,15 @@ from distributed.comm import CommClosedError, connect
 from scale_view import LINES, host_of, plan_of
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.head import HeadScheduler
-from taas_magic.engines.keeper import Keeper
-from taas_magic.engines.keys import make_security
-from taas_magic.engines.process import DASK_SETTINGS
-from taas_magic.journal import Event, RunFolder, event
+from taas_magic.engines.keys import Keys
+from taas_magic.host import topics
+from taas_magic.host.spec import HostSpec, Origin, pack, unpack
+from taas_magic.journal.folder import Event, RunFolder, event
+from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.plan import Plan
-from taas_magic.remote import topics
-from taas_magic.remote.lease import BEATS_PER_LEASE
-from taas_magic.remote.spec import HostSpec, Origin
+from taas_magic.pool.controller import Controller
+from taas_magic.pool.head import HeadScheduler
+from taas_magic.pool.process import DASK_SETTINGS
 
 LEASE_S = 8.0
 """The lease that the agents' beats are made for."""
@@ -77,9 +77,9 @@ class Figures(NamedTuple):
 class Agent:
     """A made-up agent."""
 
-    def __init__(self, number: int, ranks: range, security: Security) -> None:
+    def __init__(self, number: int, ranks: range, keys: Keys) -> None:
         self.name, self._number, self._ranks = host_of(ranks[0]), number, ranks
-        self._security = security
+        self._security = Security(**keys.host(str(number)))
         self._stream = BatchedSend(interval="2ms")
         self._run_id = ""
         self._tasks: list[asyncio.Task[None]] = []
@@ -158,7 +158,7 @@ class Agent:
             case topics.CALL_HELLO:
                 said = {"host": self.name, "address": "10.1.0.1", "means": "mount", "gpus": 8}
             case topics.CALL_START:
-                spec = HostSpec.from_json(call["arguments"]["spec"])
+                spec = HostSpec.from_json(unpack(call["arguments"]["spec"]))
                 self._run_id = spec.plan.run_id
                 said = {"port": 1000}
         self._stream.send({"op": topics.ANSWER, "id": call["id"], "answer": said})
@@ -178,8 +178,8 @@ class Kernel:
         self.counts: dict[str, int] = {}
         self._changed = asyncio.Condition()
 
-    async def take(self, pair: tuple[float, Event]) -> None:
-        kind = pair[1]["kind"]
+    async def take(self, pair: tuple[float, tuple[str, Event]]) -> None:
+        kind = pair[1][1]["kind"]
         self.counts[kind] = self.counts.get(kind, 0) + 1
         async with self._changed:
             self._changed.notify_all()
@@ -201,14 +201,14 @@ async def _measure(world_size: int, folder: Path) -> Figures:
     plan = plan_of(world_size)
     memory = psutil.Process().memory_info
     before = memory().rss
-    async with _pool() as (address, security, keeper), _client(address, security) as client:
+    async with _pool() as (address, keys, controller), _client(address, keys) as client:
         agents = [
-            Agent(host.host_rank, range(host.first_rank, host.first_rank + host.ranks), security)
+            Agent(host.host_rank, range(host.first_rank, host.first_rank + host.ranks), keys)
             for host in plan.hosts
         ]
         kernel = Kernel()
-        client.subscribe_topic(topics.topic(plan.run_id), kernel.take)
-        join_s = await _cpu(_join(agents, address, keeper))
+        client.subscribe_topic(topics.topic(client.id), kernel.take)
+        join_s = await _cpu(_join(agents, address, controller))
         launch_s = await _cpu(_launch(plan, folder, client, kernel, len(agents)))
         late: list[float] = []
         lines_s = await _cpu(_print(agents, kernel, LINES * world_size, late))
@@ -235,16 +235,16 @@ async def _cpu(work: Awaitable[None]) -> float:
     return time.process_time() - began
 
 
-async def _join(agents: Sequence[Agent], address: str, keeper: Keeper) -> None:
+async def _join(agents: Sequence[Agent], address: str, controller: Controller) -> None:
     for start in range(0, len(agents), JOINING):
         await asyncio.gather(*(agent.join(address) for agent in agents[start : start + JOINING]))
-    await keeper.members.take(len(agents))
+    await controller.members.take(len(agents))
 
 
 async def _launch(plan: Plan, folder: Path, client: Client, kernel: Kernel, hosts: int) -> None:
     run = RunFolder.create(plan.run_id, plan.to_json(), "")
     origin = Origin(str(folder), dict(os.environ), ())
-    spec = HostSpec(plan, 0, str(run.path), origin).to_json()
+    spec = pack(HostSpec(plan, 0, str(run.path), origin).to_json())
     await client.scheduler.taas_launch(owner=client.id, spec=spec, said=[])
     await kernel.wait_for("started", hosts)
 
@@ -266,7 +266,8 @@ async def _end(agents: Sequence[Agent], kernel: Kernel) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _client(address: str, security: Security) -> AsyncIterator[Client]:
+async def _client(address: str, keys: Keys) -> AsyncIterator[Client]:
+    security = Security(**keys.kernel())
     async with Client(address, security=security, asynchronous=True) as client:
         yield client
 
@@ -285,10 +286,11 @@ class _Nowhere:
 
 
 @contextlib.asynccontextmanager
-async def _pool() -> AsyncIterator[tuple[str, Security, Keeper]]:
+async def _pool() -> AsyncIterator[tuple[str, Keys, Controller]]:
     dask.config.set(DASK_SETTINGS)
-    security = Security(**make_security())
+    keys = Keys()
+    security = Security(**keys.scheduler())
     scheduler = HeadScheduler(host="127.0.0.1", protocol="tls://", security=security)
     async with scheduler:
-        keeper = Keeper(scheduler, _Nowhere(), PoolConfig("big", lease_s=PATIENT_S), 3600.0)
-        yield scheduler.address, security, keeper
+        controller = Controller(scheduler, _Nowhere(), PoolConfig("big", lease_s=PATIENT_S), 3600.0)
+        yield scheduler.address, keys, controller

@@ -17,7 +17,7 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 
 from taas_magic.display.view import View
-from taas_magic.journal import Event, event
+from taas_magic.journal.folder import Event, event
 from taas_magic.plan import HostPlan, Plan
 
 RANKS_PER_HOST = 8

@@ -1,10 +1,10 @@
 """A million small batches: memory, threads and descriptors stay what they were.
 
-    python benchmarks/soak.py [--batches 1000000] [--tcp]
+    python benchmarks/soak.py [--batches 1000000] [--tcp | --tls] [--rest 5]
 
-Counts the rank, its fetcher and the fetcher's lane, at twenty moments, and prints the slope of each
-figure over the last three quarters of the way, per million batches. Ends with exit code 1 when one
-of them grows.
+Counts the rank, its fetcher, the fetcher's worker and that one's parent, at twenty moments, and
+prints the slope of each figure over the last three quarters of the way, per million batches; the
+rank rests at each, if it is told to. Ends with exit code 1 when one of them grows.
 """
 
 import argparse
@@ -21,9 +21,11 @@ import torch
 from deliverers import service
 from torch.utils.data import DataLoader, Dataset
 
+from taas_magic.data.service import new_certificate
+
 MOMENTS = 20
 EPOCH = 50_000
-# How far a lane is ahead changes all the time: it must not look like growth.
+# How far a worker is ahead changes all the time: it must not look like growth.
 BUFFER_BYTES = 4 << 20
 MOST_MIB = 10.0
 MOST_HANDLES = 0.5
@@ -56,31 +58,36 @@ def counts() -> dict[str, float]:
     }
 
 
-def seen(batches: int, tcp: bool) -> Iterator[tuple[int, dict[str, float]]]:
+def seen(batches: int, rest_s: float, **way: object) -> Iterator[tuple[int, dict[str, float]]]:
     """Take so many batches; yield the counts on the way."""
     every = batches // MOMENTS
     loader = DataLoader(Small(), batch_size=None)
-    with service(loader, direct=not tcp, buffer_bytes=BUFFER_BYTES) as running:
+    with service(loader, buffer_bytes=BUFFER_BYTES, **way) as running:  # type: ignore[arg-type]
         remote = running.remote()
         stream = itertools.chain.from_iterable(itertools.repeat(remote))
         for number, batch in enumerate(itertools.islice(stream, batches), 1):
             assert int(batch[0]) == (number - 1) % EPOCH
             if number % every == 0:
                 yield number, counts()
+                time.sleep(rest_s)
         remote.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, default=1_000_000)
-    parser.add_argument("--tcp", action="store_true", help="not through a Unix socket")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--tcp", action="store_true", help="not through a Unix socket")
+    ways.add_argument("--tls", action="store_true", help="by TCP under TLS")
+    parser.add_argument("--rest", type=float, default=0.0, metavar="SECONDS")
     asked = parser.parse_args()
     # As the process that ranks and fetchers are forked from does: else the first full collection,
     # some 600,000 batches on, copies what all of them have imported.
     gc.collect()
     gc.freeze()
     started, moments = time.perf_counter(), []
-    for number, held in seen(asked.batches, asked.tcp):
+    tls = new_certificate() if asked.tls else None
+    for number, held in seen(asked.batches, asked.rest, direct=not (asked.tcp or tls), tls=tls):
         moments.append((number, held))
         text = ", ".join(f"{value:.0f} {name}" for name, value in held.items())
         print(f"{number:>9} batches, {time.perf_counter() - started:6.0f} s: {text}", flush=True)

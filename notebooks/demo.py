@@ -5,14 +5,18 @@ import sys
 import time
 from pathlib import Path
 
+import ipykernel
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from traitlets.config import Config
 
+from taas_magic.kernel import ENCRYPTS_FROM
+
 FOLDER = Path(__file__).parent
 NOTEBOOK = FOLDER / "quickstart.ipynb"
 EXECUTED = FOLDER.parent / "build" / "quickstart.executed.ipynb"
+ENCRYPTION = "auto" if ipykernel.version_info >= ENCRYPTS_FROM else "disabled"
 ACCURACY = re.compile(r"accuracy\D*\d[\d.]*%?", re.IGNORECASE)
 
 
@@ -41,7 +45,7 @@ def main() -> int:
         notebook,
         kernel_name="taas",
         timeout=600,
-        config=Config({"KernelManager": {"transport_encryption": "auto"}}),
+        config=Config({"KernelManager": {"transport_encryption": ENCRYPTION}}),
         resources={"metadata": {"path": str(FOLDER)}},
     )
     failure = None

@@ -4,6 +4,7 @@ Importing this package imports neither torch nor Dask.
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ def __getattr__(name: str) -> Any:
     They are imported when asked for: this package is imported before `taas_magic.kernel` can take
     the notebook's folder, which may hold a random.py, off the import path.
     """
+    if importlib.util.find_spec(f"{__name__}.{name}") is not None:  # `from taas_magic import probe`
+        raise AttributeError(f"{name} is a module: import it")
     return getattr(importlib.import_module("taas_magic.api"), name)
 
 
@@ -27,13 +30,13 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
 
     Runs in the notebook's kernel and returns at once: the warming goes on in a thread.
     """
-    from taas_magic import magic
+    from taas_magic.notebook import magic
 
     magic.load(shell)
 
 
 def unload_ipython_extension(shell: "InteractiveShell") -> None:
     """Takes all of it away again; pools that are up stay up."""
-    from taas_magic import magic
+    from taas_magic.notebook import magic
 
     magic.unload(shell)

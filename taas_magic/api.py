@@ -3,17 +3,23 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from taas_magic.journal import RunRecord, runs
+from taas_magic.journal.folder import RunRecord, runs
 from taas_magic.registry import is_registered, register, registered, unregister
 
 if TYPE_CHECKING:
-    from taas_magic.publish import save
-    from taas_magic.run import Run
+    from taas_magic.farms.farm import farm
+    from taas_magic.federation.federation import Federation as federation
+    from taas_magic.notebook.run import Run
+    from taas_magic.store.publish import save
 
+    device_type: str
     last_run: Run | None
 
 __all__ = [
     "RunRecord",
+    "device_type",
+    "farm",
+    "federation",
     "get_registered_data_loaders_names",
     "get_worker_info",
     "is_registered",
@@ -43,15 +49,29 @@ def get_worker_info() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`last_run`, the newest run that this kernel started (None before the first), and `save`.
+    """`last_run`, the newest run that this kernel started (None before the first); `device_type`,
+    "cuda" or "cpu" (`host.hardware.device_type`); `farm`; `federation`; and `save`.
 
-    What `save` needs is imported when it is asked for: the kernel imports this module while the
-    notebook's folder, which may hold a `random.py`, still comes before the standard library.
+    What the last three need is imported when they are asked for: the kernel imports this module
+    while the notebook's folder, which may hold a `random.py`, still comes before the standard
+    library.
     """
     if name == "last_run":
-        return getattr(sys.modules.get("taas_magic.launch"), "last_run", None)
+        return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)
+    if name == "device_type":
+        from taas_magic.host.hardware import device_type
+
+        return device_type()
+    if name == "farm":
+        from taas_magic.farms.farm import farm
+
+        return farm
+    if name == "federation":
+        from taas_magic.federation.federation import Federation
+
+        return Federation
     if name == "save":
-        from taas_magic.publish import save
+        from taas_magic.store.publish import save
 
         return save
     raise AttributeError(f"module 'taas' has no attribute {name!r}; it has: {', '.join(__all__)}")

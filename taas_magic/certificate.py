@@ -1,11 +1,12 @@
 """Certificates that are made here and trusted by nobody but who was given them."""
 
 import datetime
+import ipaddress
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 VALID_DAYS = 365
 
@@ -13,26 +14,101 @@ VALID_DAYS = 365
 def make(name: str) -> tuple[str, str]:
     """Make a key pair and a certificate that it signs itself, in under a millisecond.
 
+    Whoever holds the key can sign for others, too: where that matters, see `Authority`.
+
     Returns:
         The certificate and its key, as PEM.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    builder = _builder(name, name, key)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    return _pem(builder.sign(key, hashes.SHA256())), _key_pem(key)
+
+
+def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
+    """Make a key pair and a certificate for the server at an address, signed by another one.
+
+    Args:
+        certificate: Of who signs, as `make` returns it.
+        key: Its key.
+        address: The server's IP address.
+
+    Returns:
+        The certificate and its key, as PEM.
+    """
+    issuer = x509.load_pem_x509_certificate(certificate.encode())
+    signer = serialization.load_pem_private_key(key.encode(), None)
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    own = ec.generate_private_key(ec.SECP256R1())
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
+    builder = _builder(address, _name_of(issuer), own).add_extension(names, critical=False)
+    return _pem(builder.sign(signer, hashes.SHA256())), _key_pem(own)
+
+
+class Authority:
+    """Signs certificates of clients; its own key leaves this process by no method.
+
+    Args:
+        name: Its subject.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._key = name, ec.generate_private_key(ec.SECP256R1())
+        builder = _builder(name, name, self._key)
+        limits = x509.BasicConstraints(ca=True, path_length=0)
+        signed = builder.add_extension(limits, critical=True).sign(self._key, hashes.SHA256())
+        self.certificate = _pem(signed)
+
+    def issue(self, name: str, identity: str, serves: bool = False) -> tuple[str, str]:
+        """Make a key pair and a certificate by which its holder connects to others.
+
+        Args:
+            name: Of the subject.
+            identity: A URI that says who the holder is.
+            serves: Whether others may connect to it as well.
+
+        Returns:
+            The certificate and its key, as PEM.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = _builder(name, self._name, key)
+        names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity)])
+        limits = x509.BasicConstraints(ca=False, path_length=None)
+        uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] * serves)]
+        purposes = x509.ExtendedKeyUsage(uses)
+        for extension, critical in ((names, False), (limits, True), (purposes, True)):
+            builder = builder.add_extension(extension, critical)
+        return _pem(builder.sign(self._key, hashes.SHA256())), _key_pem(key)
+
+
+def _builder(name: str, issuer: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.timezone.utc)
-    certificate = (
+    return (
         x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
+        .subject_name(_named(name))
+        .issuer_name(_named(issuer))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=2))  # clocks of hosts may differ
         .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
     )
-    key_pem = key.private_bytes(
+
+
+def _name_of(certificate: x509.Certificate) -> str:
+    return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _pem(certificate: x509.Certificate) -> str:
+    return certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:
+    return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
-    )
-    return certificate.public_bytes(serialization.Encoding.PEM).decode(), key_pem.decode()
+    ).decode()

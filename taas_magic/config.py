@@ -1,28 +1,67 @@
-"""The settings as frozen values; `taas_toml` reads them from the file.
+"""taas.toml -> `Config`: the settings as frozen values. With no file, all runs on this machine.
 
-With no file, everything runs on this machine.
+The file is looked for in the notebook's folder and the folders above it, up to the home folder (or
+the root), then in `$XDG_CONFIG_HOME/taas/`. docs/config.md lists the keys. Like the notebook, it
+may name programs to start, so it is believed only if nobody but the user and root can have
+written it.
 """
 
 import difflib
+import grp
+import os
+import pwd
 import re
+import shlex
+import stat
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta, Struct, field, structs
 
 from taas_magic.errors import UsageError
+from taas_magic.leases import LEAST_FETCH_S, FetchLease
 
 FILE_NAME = "taas.toml"
 LOCAL = "local"
-ROLES = ("ranks", "data")
-NETWORKS = ("shared", "private")
-OVER = ("wait", "spill")
 
 _GPU_POOL = re.compile(r"g\d+\.\d+")
+_MODULE = r"^[^\W\d]\w*(\.\w+)*\Z"
+_T = TypeVar("_T", bound=Struct)
+
+# What a key may hold, and what is said of one that holds something else.
+_Whole = Annotated[int, Meta(ge=1, description="a whole number from 1")]
+_WholeOrZero = Annotated[int, Meta(ge=0, description="a whole number from 0")]
+_Size = Annotated[int, Meta(ge=1, description='a size such as "4GiB", "500MB" or 1000000')]
+_Seconds = Annotated[float, Meta(gt=0, lt=1e9, description="a number of seconds above 0")]
+_SecondsOrZero = Annotated[float, Meta(ge=0, lt=1e9, description="a number of seconds from 0")]
+_FetchSeconds = Annotated[
+    float,
+    Meta(ge=LEAST_FETCH_S, lt=1e9, description=f"a number of seconds from {LEAST_FETCH_S:g}"),
+]
+_Text = Annotated[str, Meta(min_length=1, description="a text")]
+_Texts = Annotated[
+    tuple[_Text, ...], Meta(description='a list of texts such as ["host1", "host2"]')
+]
+_Modules = Annotated[
+    tuple[Annotated[str, Meta(pattern=_MODULE)], ...],
+    Meta(description='a list of modules such as ["xarray", "transformers"]'),
+]
+_Engine = Annotated[
+    str,
+    Meta(
+        description='"local", "ssh", or a Dask cluster class such as "dask_jobqueue.SLURMCluster"'
+    ),
+]
+_Role = Annotated[Literal["ranks", "data"], Meta(description='"ranks" or "data"')]
+_Network = Annotated[Literal["shared", "private"], Meta(description='"shared" or "private"')]
+_Over = Annotated[Literal["wait", "spill"], Meta(description='"wait" or "spill"')]
+_Options = Annotated[Mapping[str, Any], Meta(description="a table")]
 
 
-@dataclass(frozen=True)
-class PoolConfig:
+class PoolConfig(Struct, frozen=True):
     """How one pool gets its hosts.
 
     Attributes:
@@ -39,66 +78,100 @@ class PoolConfig:
         idle_timeout_s: Seconds after which a host that nobody uses is given back; None keeps it.
         lease_s: Seconds without a word from the pool after which a host ends what it runs.
         start_timeout_s: Seconds that a host may take to come up.
+        preload: Modules that ranks find imported, besides torch and IPython.
         options: Handed to the engine as they are.
     """
 
     name: str
-    engine: str = "local"
-    hosts: tuple[str, ...] = ()
-    gpus: int | None = None
-    cores: int | None = None
-    role: str = "ranks"
-    python: str | None = None
-    interface: str | None = None
-    network: str = "shared"
-    max_hosts: int = 1
-    idle_timeout_s: float | None = None
-    lease_s: float = 8.0
-    start_timeout_s: float = 120.0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    engine: _Engine = "local"
+    hosts: _Texts = ()
+    gpus: _WholeOrZero | None = None
+    cores: _Whole | None = None
+    role: _Role = "ranks"
+    python: _Text | None = None
+    interface: _Text | None = None
+    network: _Network = "shared"
+    max_hosts: _Whole = 1
+    idle_timeout_s: _Seconds | None = None
+    lease_s: _Seconds = 8.0
+    start_timeout_s: _Seconds = 120.0
+    preload: _Modules = ()
+    options: _Options = {}
 
 
-@dataclass(frozen=True)
-class DataConfig:
-    """Memory of the data service.
+class DataConfig(
+    Struct,
+    frozen=True,
+    rename={"buffer_bytes": "buffer", "rank_buffer_bytes": "rank_buffer", "spill_bytes": "spill"},
+):
+    """The data service: what may be held of batches, and how long ranks wait for fetchers.
 
     Attributes:
         buffer_bytes: What a fetcher may hold of prepared batches, over all its loaders.
         rank_buffer_bytes: What a rank may hold of batches that came and were not handed out.
         over: What happens over `buffer_bytes`: "wait" stops preparing, "spill" writes to disk.
         spill_bytes: What a fetcher may write to disk.
+        fetch_s: How long no fetcher may answer a rank that waits before the run fails.
     """
 
-    buffer_bytes: int = 1024**3
-    rank_buffer_bytes: int = 256 * 1024**2
-    over: str = "wait"
-    spill_bytes: int = 16 * 1024**3
+    buffer_bytes: _Size = 1024**3
+    rank_buffer_bytes: _Size = 256 * 1024**2
+    over: _Over = "wait"
+    spill_bytes: _Size = 16 * 1024**3
+    fetch_s: _FetchSeconds = FetchLease().fetch_s
+
+
+class StoreConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
+    """The project store.
+
+    Attributes:
+        path: Where it is; None is the notebook's folder.
+        limit_bytes: What of it may travel to hosts that do not share it.
+    """
+
+    path: _Text | None = None
+    limit_bytes: _Size = 1024**3
+
+
+class CaptureConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
+    """What a cell may send to its ranks at most."""
+
+    limit_bytes: _Size = 4 * 1024**3
+
+
+class RunsConfig(Struct, frozen=True, rename={"keep_bytes": "keep_size"}):
+    """The folders of runs.
+
+    Attributes:
+        keep: How many are kept at most.
+        keep_bytes: Bytes that these may hold together.
+        hang_s: Seconds in which no rank came forward, after which a run's head says so; 0: never.
+    """
+
+    keep: _Whole = 50
+    keep_bytes: _Size = 10 * 1024**3
+    hang_s: _SecondsOrZero = 60.0
 
 
 def _local_only() -> Mapping[str, PoolConfig]:
     return {LOCAL: PoolConfig(LOCAL)}
 
 
-@dataclass(frozen=True)
-class Config:
-    """All settings.
+class Config(Struct, frozen=True):
+    """All settings: a table each.
 
     Attributes:
-        store_path: The project store; None is the notebook's folder.
-        store_limit_bytes: What of the store may travel to hosts that do not share it.
-        capture_limit_bytes: What a cell may send to its ranks at most.
-        keep_runs: Run folders that are kept at most.
-        keep_bytes: Bytes that kept run folders may hold together.
-        data: Memory of the data service.
+        store: The project store.
+        capture: What travels with a cell.
+        runs: The folders of runs.
+        data: The data service.
         pools: By name; `local` is always there.
         source: The file that was read; None where there is none.
     """
 
-    store_path: Path | None = None
-    store_limit_bytes: int = 1024**3
-    capture_limit_bytes: int = 4 * 1024**3
-    keep_runs: int = 50
-    keep_bytes: int = 10 * 1024**3
+    store: StoreConfig = StoreConfig()
+    capture: CaptureConfig = CaptureConfig()
+    runs: RunsConfig = RunsConfig()
     data: DataConfig = DataConfig()
     pools: Mapping[str, PoolConfig] = field(default_factory=_local_only)
     source: Path | None = None
@@ -116,23 +189,243 @@ class Config:
         listed = ", ".join(sorted(self.pools))
         if self.source:
             hint = closest(name, self.pools)
-            raise UsageError(f"no pool {name!r} in {self.source}{hint}; possible: {listed}")
+            raise UsageError(f'No pool "{name}" in {self.source}{hint}. It has: {listed}.')
         raise UsageError(
-            f"no pool {name!r}; possible without a {FILE_NAME}: {listed}, or a name such as g2.8, "
-            f"which then means the same"
+            f'No pool "{name}". There is no {FILE_NAME}, so only "{LOCAL}" (this machine) exists.'
         )
 
     def pool_note(self, name: str) -> str | None:
         """The line that tells the user that `name` is an alias of `local`; None where it is not."""
         if name in self.pools or not self._is_alias(name):
             return None
-        return f"no {FILE_NAME}: pool {name!r} means this machine (pool {LOCAL!r})"
+        return f'There is no {FILE_NAME}: pool "{name}" is this machine.'
 
     def _is_alias(self, name: str) -> bool:
         return self.source is None and _GPU_POOL.fullmatch(name) is not None
 
 
 def closest(word: str, possible: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing where no word is near."""
+    """` (did you mean "x"?)`, or nothing where no word is near."""
     near = difflib.get_close_matches(word, list(possible), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    return f' (did you mean "{near[0]}"?)' if near else ""
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+IDLE_TIMEOUT_S = 600.0
+"""After how long hosts that are not this machine are given back, unless the file says so."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_SIZE_FACTORS = {
+    unit + infix: base**power
+    for power, unit in enumerate(["", "k", "m", "g", "t"])
+    for infix, base in (("", 1000), ("i", 1024))
+}
+
+
+def find_config(folder: Path) -> Path | None:
+    """The taas.toml that holds for a notebook in `folder`; None where there is none."""
+    home = Path(os.path.expanduser("~"))
+    folder = folder.resolve()
+    places = [folder]
+    for parent in folder.parents:
+        if places[-1] == home:
+            break
+        places.append(parent)
+    user = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / "taas"
+    files = [place / FILE_NAME for place in (*places, user)]
+    return next((file for file in files if os.path.isfile(file)), None)
+
+
+def load_config(folder: Path) -> Config:
+    """The settings that hold for a notebook in `folder`.
+
+    Raises:
+        UsageError: The file is no TOML, holds what it may not, or is not the user's alone to
+            write; one line.
+    """
+    path = find_config(folder)
+    if path is None:
+        return Config()
+    try:
+        values = tomllib.loads(_read_own(path))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    return parse(values, path)
+
+
+def _read_own(path: Path) -> str:
+    """Read a file that nobody but the user and root can have written: it may name programs.
+
+    Raises:
+        UsageError: Somebody else can; says who, and what mends it.
+        OSError: It cannot be read.
+    """
+    with path.open(encoding="utf-8") as file:
+        seen = [(path.resolve(), os.fstat(file.fileno()))]
+        folders = {path.parent.resolve(), path.resolve().parent}
+        seen += [(folder, folder.stat()) for folder in sorted(folders)]
+        for place, status in seen:
+            if why := _why_foreign(place, status):
+                raise UsageError(
+                    f"{path} is not believed, as it may name programs to run: {why}, "
+                    "or keep it in ~/.config/taas"
+                )
+        return file.read()
+
+
+def _why_foreign(place: Path, status: os.stat_result) -> str:
+    """Why somebody else than the user and root can change a file or folder; "" when nobody can."""
+    user, quoted = os.geteuid(), shlex.quote(str(place))
+    if status.st_uid not in (user, 0):
+        mend = f"sudo chown {user} {quoted}"
+        return f"{place} belongs to {_user_name(status.st_uid)}. If you trust it: {mend}"
+    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    others = status.st_mode & stat.S_IWOTH and not is_sticky
+    group = status.st_mode & stat.S_IWGRP and not is_sticky and not _is_own(status.st_gid)
+    if others or group:
+        who = "everybody" if others else f"group {_group_name(status.st_gid)}"
+        sudo = "" if status.st_uid == user else "sudo "
+        return f"{who} can write {place}. If you trust it: {sudo}chmod go-w {quoted}"
+    return ""
+
+
+def _is_own(group: int) -> bool:
+    """Whether a group is the user's private one, which many systems let write by default."""
+    try:
+        found, own = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    private = (found.gr_gid, found.gr_name) == (own.pw_gid, own.pw_name)
+    return private and set(found.gr_mem) <= {own.pw_name}
+
+
+def _user_name(user: int) -> str:
+    try:
+        return f"{pwd.getpwuid(user).pw_name} (uid {user})"
+    except KeyError:
+        return f"uid {user}"
+
+
+def _group_name(group: int) -> str:
+    try:
+        return grp.getgrgid(group).gr_name
+    except KeyError:
+        return str(group)
+
+
+def parse(values: Mapping[str, Any], source: Path) -> Config:
+    """Checks what a file holds. Relative paths in it are relative to its folder."""
+    _refuse_unknown(
+        values, [name for name in Config.__struct_fields__ if name != "source"], f"{source}:"
+    )
+
+    def table(name: str, kind: type[_T]) -> _T:
+        return _read(values.get(name, {}), kind, f"{source}: [{name}]")
+
+    store = table("store", StoreConfig)
+    if store.path:
+        path = source.parent / Path(store.path).expanduser()
+        store = structs.replace(store, path=str(path))
+    pools = _table(values.get("pools", {}), f"{source}: [pools]")
+    read = {name: _pool(name, found, source) for name, found in pools.items()}
+    return Config(
+        store=store,
+        capture=table("capture", CaptureConfig),
+        runs=table("runs", RunsConfig),
+        data=table("data", DataConfig),
+        pools={**Config().pools, **read},
+        source=source,
+    )
+
+
+def parse_size(text: str) -> int:
+    """ "4GiB", "500MB", "1.5G" or "4096" as bytes.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(text)
+    return int(float(match[1]) * _SIZE_FACTORS[(match[2] or "").lower()])
+
+
+def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
+    """Reads a table of the file.
+
+    Args:
+        table: What the file holds.
+        kind: The struct of its settings.
+        where: The file and the table, for messages.
+        given: Settings that are no keys of it.
+
+    Raises:
+        UsageError: It is no table, or a key of it is unknown or holds what it may not.
+    """
+    held = _table(table, where)
+    fields = {each.encode_name: each.type for each in structs.fields(kind)}
+    _refuse_unknown(held, [name for name in fields if name not in given], where)
+    sizes = {name: _bytes(held[name]) for name in held if _meta(fields[name]) == _meta(_Size)}
+    try:
+        return msgspec.convert({**held, **sizes, **given}, kind)
+    except msgspec.ValidationError as error:
+        name = _key_of(error)
+        needs = f"{name} needs {_meta(fields[name])}; got {held[name]!r}"
+        raise UsageError(f"{where} {needs}") from None
+
+
+def _key_of(error: msgspec.ValidationError) -> str:
+    """The key of a table at which msgspec found something wrong: `$.hosts[0]` is in `hosts`."""
+    return str(error).rpartition("`$.")[2].rstrip("`").partition("[")[0]
+
+
+def _meta(kind: object) -> str:
+    """What a key of a type may hold, in words."""
+    metas = [it for each in (kind, *get_args(kind)) for it in getattr(each, "__metadata__", ())]
+    return next((meta.description for meta in metas if meta.description), "another value")
+
+
+def _bytes(value: object) -> object:
+    """A size in bytes; what is none stays, and is refused."""
+    try:
+        return parse_size(str(value))
+    except ValueError:
+        return value
+
+
+def _pool(name: str, table: object, source: Path) -> PoolConfig:
+    where = f'{source}: [pools."{name}"]'
+    if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
+        raise UsageError(f"{where}: a pool's name is letters, digits, '.', '_' and '-'")
+    pool, given = _read(table, PoolConfig, where, name=name), _table(table, where)
+    if not re.fullmatch(r"local|ssh|\w+(\.\w+)+", pool.engine):
+        raise UsageError(f"{where} engine needs {_meta(_Engine)}; got {pool.engine!r}")
+    if name == LOCAL and pool.engine != "local":
+        raise UsageError(
+            f'{where} engine needs "local", as pool "local" is this machine; got {pool.engine!r}'
+        )
+    if (pool.engine == "ssh") != bool(pool.hosts):
+        raise UsageError(f'{where}: hosts = ["host1", …] and engine = "ssh" belong together')
+    if pool.hosts and "max_hosts" not in given:
+        pool = structs.replace(pool, max_hosts=len(pool.hosts))
+    if pool.engine != "local" and "idle_timeout_s" not in given:
+        pool = structs.replace(pool, idle_timeout_s=IDLE_TIMEOUT_S)
+    return pool
+
+
+def _table(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{where} needs a table; got {value!r}")
+    return value
+
+
+def _refuse_unknown(table: Mapping[str, Any], possible: Iterable[str], where: str) -> None:
+    for name in table:
+        if name not in possible:
+            listed = ", ".join(possible)
+            hint = closest(name, possible)
+            raise UsageError(f'{where} has no key "{name}"{hint}. The keys are: {listed}')

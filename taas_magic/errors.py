@@ -2,11 +2,14 @@
 
     TaasError
     ├── UsageError            the cell's head, a flag, a name, taas.toml: nothing was started
+    ├── CellSyntaxError       the cell is not Python: nothing was started
     ├── CaptureError          the notebook holds something that cannot travel: nothing was started
+    ├── ResultError           the run succeeded, but a name of --out could not come back
     ├── StoreError            the project store cannot be used as asked
     ├── RunError              the user's cell
     │   ├── RankFailed        a rank raised, died, left early or stopped
-    │   └── RunTimeout        --timeout ended the run
+    │   ├── RunTimeout        --timeout ended the run
+    │   └── JobFailed         a job of a farm raised, died or was cancelled
     └── PoolError             the infrastructure
         ├── RunLost           the run's hosts, or what watched over them, are gone
         └── ProtocolError     a peer said what it may not say
@@ -15,6 +18,7 @@ Each says who, what, where and what to do next. IPython shows them through `_ren
 (the idea is ipyparallel's): what the user can act on, without the frames of this package.
 """
 
+import errno
 from collections.abc import Sequence
 
 
@@ -29,8 +33,19 @@ class UsageError(TaasError):
     """Words that cannot be carried out; the message is one line and lists what is possible."""
 
 
+class CellSyntaxError(TaasError):
+    """The cell is not Python; the message is Python's own, with the place in the notebook."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
 class CaptureError(TaasError):
     """A value that the cell uses cannot travel to the ranks; the message names the path to it."""
+
+
+class ResultError(TaasError):
+    """The run succeeded, but names of `--out` could not come back: which, why, what instead."""
 
 
 class StoreError(TaasError):
@@ -63,8 +78,36 @@ class RankFailed(RunError):
         return [*self.details, f"{type(self).__name__}: {self}"]
 
 
+class JobFailed(RunError):
+    """A job of a farm did not return.
+
+    Args:
+        headline: One line: which job, which host, and what happened.
+        details: Its traceback and what else helps, line by line, ready to show.
+        name: The job's.
+        etype: Name of the exception's type ("" when the job died without one).
+    """
+
+    def __init__(
+        self, headline: str, details: Sequence[str] = (), name: str = "", etype: str = ""
+    ) -> None:
+        super().__init__(headline)
+        self.details = tuple(details)
+        self.name, self.etype = name, etype
+
+    def _render_traceback_(self) -> list[str]:
+        return [*self.details, f"{type(self).__name__}: {self}"]
+
+
 class RunTimeout(RankFailed):
     """The run did not end within its `--timeout`; the details say where each rank stood."""
+
+
+def interrupted(text: str) -> KeyboardInterrupt:
+    """The user's interrupt, which IPython shows as one line instead of the frames it met."""
+    error = KeyboardInterrupt(text)
+    error._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]
+    return error
 
 
 class PoolError(TaasError):
@@ -77,3 +120,14 @@ class RunLost(PoolError):
 
 class ProtocolError(PoolError):
     """A peer sent what the protocol does not allow; its connection was closed."""
+
+
+def reason_of(error: OSError) -> str:
+    """Why the system refused to write, in words."""
+    reasons = {
+        errno.EROFS: "its file system is read-only",
+        errno.ENOSPC: "its file system is full",
+        errno.EDQUOT: "your quota on its file system is used up",
+        errno.EACCES: "you have no right to write there",
+    }
+    return reasons.get(error.errno or 0, str(error.strerror))

@@ -1,20 +1,149 @@
-"""What a cell asks for, what hosts offer, and the plan that follows from both: plain values.
+"""What a cell asks for, what hosts offer, and the plan that follows from both. Pure.
 
 A plan says everything about a run before any host is taken, so that `--dry-run` can print it and a
-test can compare it; `planning` makes it.
+test can compare it. `--cpus M` asks for M hosts for each registered loader. Where the pool has
+fewer, they are shared: loaders share fetchers first, then fetchers share hosts. What a rank is
+handed depends on none of this (docs/data.md).
 """
 
-import dataclasses
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from taas_magic.data_plan import DataPlan
-from taas_magic.store import StoreRule
+from msgspec import Struct, structs
+
+from taas_magic.config import LOCAL, Config, PoolConfig
+from taas_magic.errors import UsageError
+from taas_magic.store.rule import StoreRule
 
 
-@dataclass(frozen=True)
-class Prefill:
+class FetcherPlan(Struct, frozen=True):
+    """One fetcher.
+
+    Attributes:
+        number: Its number in the run, which its messages and files carry.
+        index: Its place among the M fetchers of its loaders.
+        loaders: Names of the loaders that it runs.
+        host: Which of the plan's hosts it is on.
+    """
+
+    number: int
+    index: int
+    loaders: tuple[str, ...]
+    host: int
+
+
+class DataPlan(Struct, frozen=True):
+    """The fetchers of a run.
+
+    Attributes:
+        pool: The pool whose hosts they are on.
+        hosts: How many of its hosts are theirs.
+        pool_hosts: Hosts that the pool is to have before they are chosen: where it runs the ranks
+            too, these then find hosts without fetchers, as far as there are any.
+        fetchers: All of them, by number.
+        crosses: Whether batches may go from host to host.
+        cores: Processors that each may use; the same everywhere, since the workers of a loader are
+            counted by it.
+        notes: What the user did not ask for.
+    """
+
+    pool: str
+    hosts: int
+    pool_hosts: int
+    fetchers: tuple[FetcherPlan, ...]
+    crosses: bool
+    cores: int
+    notes: tuple[str, ...] = ()
+
+    def on(self, host: int) -> tuple[FetcherPlan, ...]:
+        """The fetchers of one of the hosts."""
+        return tuple(fetcher for fetcher in self.fetchers if fetcher.host == host)
+
+    @property
+    def loaders(self) -> frozenset[str]:
+        """Names of the loaders that they run."""
+        return frozenset(name for fetcher in self.fetchers for name in fetcher.loaders)
+
+
+def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[PoolConfig, str]:
+    """The pool for the fetchers, and a note where the choice was open; "" where it was not.
+
+    Args:
+        ranks_pool: The pool that runs the ranks.
+        data_pool: `--data-pool`; "" takes the first pool with `role = "data"`, else `ranks_pool`.
+        config: The settings.
+
+    Raises:
+        UsageError: There is no such pool.
+    """
+    if data_pool:
+        return config.pool(data_pool), ""
+    for_data = [pool for pool in config.pools.values() if pool.role == "data"]
+    if not for_data:
+        return config.pool(ranks_pool), ""
+    first, *others = for_data
+    if not others:
+        return first, ""
+    names = ", ".join(f'"{pool.name}"' for pool in for_data)
+    note = f'pools {names} have role "data": "{first.name}" is taken; --data-pool NAME chooses'
+    return first, note
+
+
+def place_fetchers(
+    loaders: Sequence[str],
+    cpus: int,
+    pool: PoolConfig,
+    cores: int,
+    rank_hosts: int = 0,
+    note: str = "",
+) -> DataPlan:
+    """Puts fetchers on hosts.
+
+    Args:
+        loaders: Names of the registered loaders that the cell uses; at least one.
+        cpus: `--cpus`: hosts for each of them; at least one.
+        pool: The pool whose hosts are taken.
+        cores: Processors of each of its hosts.
+        rank_hosts: How many of its hosts run the ranks; 0: those of another pool do.
+        note: Something to be said besides.
+    """
+    groups = max(1, min(len(loaders), pool.max_hosts // cpus))
+    hosts = min(groups * cpus, pool.max_hosts)
+    fetchers = tuple(
+        FetcherPlan(number, index, tuple(loaders[group::groups]), number % hosts)
+        for number, (group, index) in enumerate(
+            (group, index) for group in range(groups) for index in range(cpus)
+        )
+    )
+    per_host = -(-len(fetchers) // hosts)
+    notes = (note, _shared(len(loaders), cpus, pool, len(fetchers)))
+    return DataPlan(
+        pool=pool.name,
+        hosts=hosts,
+        pool_hosts=min(pool.max_hosts, hosts + rank_hosts),
+        fetchers=fetchers,
+        crosses=not rank_hosts or pool.max_hosts > 1,
+        cores=max(1, cores // per_host),
+        notes=tuple(text for text in notes if text),
+    )
+
+
+def _shared(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
+    """What the user is told where hosts are shared."""
+    wanted, have = cpus * loaders, pool.max_hosts
+    if wanted <= have:
+        return ""
+    asked = f"--cpus {cpus} for {loaders} loaders" if loaders > 1 else f"--cpus {cpus}"
+    has = "1 host" if have == 1 else f"{have} hosts"
+    shared = f"{fetchers} fetchers share {'it' if have == 1 else 'them'}"
+    if fetchers <= have:
+        shared = "the loaders share fetchers"
+    return f'{asked} asks for {wanted} hosts, pool "{pool.name}" has {has}: {shared}'
+
+
+class Prefill(Struct, frozen=True):
     """How much must be prepared before ranks start.
 
     Attributes:
@@ -39,16 +168,19 @@ class Flags:
         data_pool: Name of the pool that runs the fetchers; "" finds one.
         prefill: What fetchers must have ready before ranks start; None starts both together.
         uneven_hosts: Whether hosts may have different numbers of ranks.
-        out: Names of variables that rank 0 sends back into the notebook.
+        out: Variables that come back into the notebook, as `out_names` reads them.
         name: What the run is called in lists and in the head.
         max_restarts: How often all ranks may start again after one died.
         timeout_s: Bound on the run's time, in seconds; None is no bound.
+        hang_s: After how long without a sign of progress it is said where ranks stand; 0: never;
+            None: as taas.toml says.
         env: Environment variables of the ranks, on top of the notebook's own.
         log_ranks: Ranks whose lines the notebook shows; None shows all.
         store: The project store; "" is the one of taas.toml, else the notebook's folder.
         store_writes: What becomes of writes to it by ranks that are not 0: discard or refuse.
         shared_writes: Folders in it that every rank may write.
         dry_run: Print the plan instead of carrying it out.
+        federated: One rank a host, and hosts may be lost, as `Plan.federated` says.
     """
 
     gpus: int
@@ -63,12 +195,14 @@ class Flags:
     name: str = ""
     max_restarts: int = 0
     timeout_s: float | None = None
+    hang_s: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     log_ranks: frozenset[int] | None = None
     store: str = ""
     store_writes: str = "discard"
     shared_writes: tuple[str, ...] = ()
     dry_run: bool = False
+    federated: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,8 +218,7 @@ class HostCapacity:
     cores: int
 
 
-@dataclass(frozen=True)
-class HostPlan:
+class HostPlan(Struct, frozen=True):
     """The share of one host: `ranks` processes from global rank `first_rank` on."""
 
     host_rank: int
@@ -94,8 +227,7 @@ class HostPlan:
     threads_per_rank: int
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(Struct, frozen=True):
     """How far a run may grow: to `most` ranks, on hosts of `per_host` ranks and `cores` processors.
 
     Attributes:
@@ -108,9 +240,12 @@ class Room:
     uneven: bool = False
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One run, decided."""
+class Plan(Struct, frozen=True):
+    """One run, decided.
+
+    Attributes:
+        federated: Whether the run goes on when a host that is not the first fails or is lost.
+    """
 
     run_id: str
     name: str
@@ -120,7 +255,8 @@ class Plan:
     out: tuple[str, ...] = ()
     max_restarts: int = 0
     timeout_s: float | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
+    hang_s: float = 60.0
+    env: Mapping[str, str] = {}
     cpus: int = 0
     units: int | None = None
     prefill: Prefill | None = None
@@ -128,23 +264,124 @@ class Plan:
     store: StoreRule | None = None
     data: DataPlan | None = None
     room: Room | None = None
+    federated: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values, for the journal and the wire."""
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Plan":
-        """The inverse of `to_json`."""
-        hosts = tuple(HostPlan(**host) for host in values["hosts"])
-        rule = values.get("store")
-        fill = values.get("prefill")
-        parsed = {
-            "hosts": hosts,
-            "store": StoreRule.from_json(rule) if rule else None,
-            "prefill": Prefill(**fill) if fill else None,
-            "room": Room(**values["room"]) if values.get("room") else None,
-            "data": DataPlan.from_json(values["data"]) if values.get("data") else None,
-        }
-        tuples = {key: tuple(values[key]) for key in ("out", "notes")}
-        return cls(**{**values, **tuples, **parsed})
+NO_GPU = "No GPU found"
+MAX_RANKS_PER_CPU_HOST = 64
+"""Ranks that one host without a GPU runs at most; beyond it, memory ends before patience does."""
+
+
+def new_run_id(now: float | None = None) -> str:
+    """A name that sorts by time and that two kernels cannot both choose.
+
+    For example `20260131-142501-0423f9a1`: the day, the time to the millisecond, and four digits
+    of chance.
+    """
+    now = time.time() if now is None else now
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    return f"{stamp}-{int(now % 1 * 1000):03}{secrets.token_hex(2)}"
+
+
+def make_plan(
+    flags: Flags,
+    host: HostCapacity,
+    run_id: str,
+    max_hosts: int = 1,
+    store: StoreRule | None = None,
+) -> Plan:
+    """Decides how the ranks lie on hosts like `host`.
+
+    Args:
+        flags: What the cell asks for.
+        host: What each host of the pool offers.
+        run_id: From `new_run_id`.
+        max_hosts: Hosts that the pool may have.
+        store: The project store, and who may write to it; None holds no rank to anything.
+
+    Raises:
+        UsageError: The pool cannot hold so many ranks, or not evenly.
+    """
+    room, hosts = _lay_out(flags, host, max_hosts)
+    return Plan(
+        run_id=run_id,
+        name=flags.name,
+        pool=flags.pool,
+        world_size=sum(share.ranks for share in hosts),
+        hosts=hosts,
+        out=flags.out,
+        max_restarts=flags.max_restarts,
+        timeout_s=flags.timeout_s,
+        env=dict(flags.env),
+        cpus=flags.cpus,
+        units=flags.units,
+        prefill=flags.prefill,
+        notes=_notes(flags, host),
+        store=store,
+        room=room if flags.max_gpus else None,
+        federated=flags.federated,
+    )
+
+
+def next_size(plan: Plan) -> Plan | None:
+    """The same run on as few more hosts as give it more ranks; None where it may not grow."""
+    room = plan.room
+    if room is None or plan.world_size >= room.most:
+        return None
+    for n_hosts in range(len(plan.hosts) + 1, -(-room.most // room.per_host) + 1):
+        ranks = _most_on(room, n_hosts)
+        if ranks > plan.world_size:
+            hosts = _host_plans(ranks, n_hosts, room.cores)
+            return structs.replace(plan, world_size=ranks, hosts=hosts)
+    return None
+
+
+def _lay_out(flags: Flags, host: HostCapacity, max_hosts: int) -> tuple[Room, tuple[HostPlan, ...]]:
+    """How far the run may grow, and the shares of the hosts that it begins with."""
+    per_host = 1 if flags.federated else host.gpus or MAX_RANKS_PER_CPU_HOST
+    n_hosts = -(-flags.gpus // per_host)
+    _check_fits(flags, host, per_host, n_hosts, max_hosts)
+    room = Room(flags.max_gpus, per_host, host.cores, flags.uneven_hosts)
+    world_size = max(flags.gpus, _most_on(room, n_hosts))
+    return room, _host_plans(world_size, n_hosts, host.cores)
+
+
+def _check_fits(
+    flags: Flags, host: HostCapacity, per_host: int, n_hosts: int, max_hosts: int
+) -> None:
+    most = per_host * max_hosts
+    asked = max(flags.gpus, flags.max_gpus)
+    if asked > most:
+        where = "this machine" if flags.pool == LOCAL else f'pool "{flags.pool}"'
+        each = f" ({max_hosts} hosts with {per_host} each)" if max_hosts > 1 else ""
+        kind = "GPUs" if host.gpus else "CPU processes"
+        raise UsageError(f"{where} allows 1 to {most} {kind}{each}; you asked for {asked}")
+    if flags.gpus % n_hosts and not flags.uneven_hosts:
+        raise UsageError(
+            f"{flags.gpus} ranks do not divide evenly over {n_hosts} hosts of {per_host}: ask for "
+            f"a multiple of {n_hosts}, or add --uneven-hosts"
+        )
+
+
+def _most_on(room: Room, n_hosts: int) -> int:
+    ranks = min(room.most, room.per_host * n_hosts)
+    return ranks if room.uneven else ranks - ranks % n_hosts
+
+
+def _host_plans(world_size: int, n_hosts: int, cores: int) -> tuple[HostPlan, ...]:
+    """Shares that differ by one rank at most, the larger ones first."""
+    base, larger = divmod(world_size, n_hosts)
+    plans: list[HostPlan] = []
+    for number in range(n_hosts):
+        ranks = base + (number < larger)
+        first = plans[-1].first_rank + plans[-1].ranks if plans else 0
+        plans.append(HostPlan(number, first, ranks, max(1, cores // ranks)))
+    return tuple(plans)
+
+
+def _notes(flags: Flags, host: HostCapacity) -> tuple[str, ...]:
+    if host.gpus:
+        return ()
+    processes = f"{flags.gpus} CPU process{'es' * (flags.gpus > 1)}"
+    where = "" if flags.pool == LOCAL else f' in pool "{flags.pool}"'
+    return (f"{NO_GPU}{where}; running {processes}",)

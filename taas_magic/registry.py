@@ -4,29 +4,100 @@ A registered loader stays what it is in the notebook. When a cell that uses it t
 ranks get under its name is a `RemoteLoader`, and the loader itself goes to the fetchers.
 """
 
-import gc
+import os
+import pickle
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import cloudpickle
+from taas_magic.capture.culprit import is_shard, refusal
+from taas_magic.capture.pickling import ValuePickler
+from taas_magic.config import DataConfig
+from taas_magic.data import service
+from taas_magic.data.sharding import UNEVEN, Uneven
+from taas_magic.errors import CaptureError
+from taas_magic.host.cell_main import PAYLOAD
 
-from taas_magic.capture.culprit import refusal
-from taas_magic.data.registered import Registered
-from taas_magic.data.shard import UNEVEN, Uneven
+if TYPE_CHECKING:
+    from taas_magic.data.dataset import LoaderParts
+    from taas_magic.data.loader import LoaderShape
+
+_BUILT_IN = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
+"""What pickle does not ask anybody about: every rank would get all of it."""
+
+_SMALL_ATTRIBUTE_BYTES = 64 << 10
+_MOST_LOOKS = 1000
+_DEEPEST = 3
 
 _Loader = TypeVar("_Loader")
 
+
+@dataclass(frozen=True)
+class Registered:
+    """A registered loader.
+
+    Attributes:
+        name: Its name in runs; "" as long as it has none.
+        loader: The loader itself.
+        seed: The seed of its randomness; None: the run's.
+        uneven: What happens when its batches do not divide by the ranks: `pad`, `drop`, `keep`.
+        is_named: Whether the user named it; else it goes by its variable, once it has one.
+        start: Where its sampler and generator stood when it was registered; None: where they stand
+            now.
+    """
+
+    name: str
+    loader: Any
+    seed: int | None = None
+    uneven: Uneven = "pad"
+    is_named: bool = True
+    start: bytes | None = field(default=None, repr=False)
+
+    def packed(self) -> "PackedLoader":
+        """Pickle what a run needs of it.
+
+        Raises:
+            CaptureError: Something in it cannot travel, or it would begin in the wrong place.
+        """
+        from taas_magic.data.dataset import as_data_loader, parts_of
+
+        _refuse_a_loaded_state(self.name, self.loader)
+        parts = parts_of(self.loader, self.start)
+        payload = _pickled(self.name, parts)
+        return PackedLoader(self, _shape_of(self, as_data_loader(self.loader), parts), payload)
+
+
+class PackedLoader(NamedTuple):
+    """A registered loader on its way to a run.
+
+    Attributes:
+        entry: The loader.
+        shape: What goes to the ranks in its place; none of its data.
+        payload: Its parts, pickled for the fetchers.
+    """
+
+    entry: Registered
+    shape: "LoaderShape"
+    payload: bytes
+
+
 _registered: dict[int, Registered] = {}
-_listeners: list[Callable[[Registered], None]] = []
+_packed_for: list[dict[str, PackedLoader]] = []
 
 
 def register(
     loader: _Loader, *, name: str | None = None, seed: int | None = None, uneven: Uneven = "pad"
 ) -> _Loader:
-    """Has fetchers run this loader whenever a `%%taas` cell uses it.
+    """Have fetchers run this loader whenever a `%%taas` cell uses it.
+
+    Registering again replaces: the same loader, one of the same name, or the one that was in the
+    same variable before. Runs begin with the sampler and the generator as they are now.
 
     Args:
         loader: A DataLoader, or anything that can be iterated again and again.
@@ -40,26 +111,28 @@ def register(
         The loader, so that `loader = taas.register(DataLoader(...))` works.
 
     Raises:
-        TypeError: It cannot be iterated, or something in it cannot be pickled.
-        ValueError: It is registered already, its name is taken, or it is being iterated.
+        TypeError: It cannot be iterated, something in it cannot be pickled, or it deals its data to
+            ranks itself.
+        ValueError: `uneven` is none of these.
+        RuntimeError: This is a rank.
     """
-    _check_new(loader, uneven)
+    _refuse_in_a_rank()
+    _check_kind(loader, uneven)
+    start = _check_travels(name or _variable_of(loader) or "loader", loader)
+    _name_by_variables()
+    _registered.pop(id(loader), None)
+    if name is not None:
+        _forget(name)
     is_named = name is not None
-    name = name or _variable_of(loader) or f"loader{len(_registered)}"
-    if name in registered():
-        raise ValueError(f"register: the name {name!r} is taken; unregister that loader first")
-    if _is_iterated(loader):
-        raise ValueError(
-            f"register: {name!r} has an iterator that is still alive; delete it and register again"
-        )
-    _check_travels(name, loader)
-    _registered[id(loader)] = Registered(name, loader, seed, uneven, is_named)
+    _registered[id(loader)] = Registered(name or "", loader, seed, uneven, is_named, start)
+    _name_by_variables()
     _teach_capture()
+    _warn_of_own_generators(loader)
     return loader
 
 
 def unregister(loader: Any) -> None:
-    """Takes a loader, given itself or by its name, out again.
+    """Take a loader, given itself or by its name, out again.
 
     Raises:
         ValueError: It is not registered.
@@ -72,32 +145,26 @@ def unregister(loader: Any) -> None:
 
 
 def is_registered(loader: Any) -> bool:
-    """Whether fetchers run this loader."""
+    """Return whether fetchers run this loader."""
     return id(loader) in _registered
 
 
 def registered() -> dict[str, Registered]:
-    """The registered loaders by name."""
-    for entry in [entry for entry in _registered.values() if not entry.is_named]:
-        variable = _variable_of(entry.loader)
-        if variable and all(variable != other.name for other in _registered.values()):
-            _registered[id(entry.loader)] = replace(entry, name=variable)
+    """Return the registered loaders by name."""
+    _name_by_variables()
+    _number_the_others()
     return {entry.name: entry for entry in _registered.values()}
 
 
 @contextmanager
-def noting() -> Iterator[dict[str, Registered]]:
-    """Gives a dict of the registered loaders that are pickled for ranks inside the block."""
-    used: dict[str, Registered] = {}
-
-    def note(entry: Registered) -> None:
-        used[entry.name] = entry
-
-    _listeners.append(note)
+def noting() -> Iterator[dict[str, PackedLoader]]:
+    """Give a dict of the registered loaders that are pickled for ranks inside the block."""
+    used: dict[str, PackedLoader] = {}
+    _packed_for.append(used)
     try:
         yield used
     finally:
-        _listeners.remove(note)
+        _packed_for.remove(used)
 
 
 def reduce_loader(loader: Any) -> Any:
@@ -107,9 +174,50 @@ def reduce_loader(loader: Any) -> Any:
     entry = next(entry for entry in registered().values() if entry.loader is loader)
     from taas_magic.data.loader import arrive
 
-    for note in _listeners:
-        note(entry)
-    return arrive, (entry.shape(),)
+    known = (used[entry.name] for used in _packed_for if entry.name in used)
+    packed = next(known, None) or entry.packed()
+    for used in _packed_for:
+        used[entry.name] = packed
+    return arrive, (packed.shape,)
+
+
+def serve(
+    loaders: Mapping[str, PackedLoader],
+    run_dir: Path,
+    fetchers: int,
+    units: int | None,
+    settings: DataConfig,
+    tls: bool = False,
+) -> None:
+    """Write what a run's ranks and fetchers need of the loaders that its cell uses.
+
+    Args:
+        loaders: Those loaders, by name.
+        run_dir: The run's folder.
+        fetchers: How many fetchers run them; 0: the ranks do it themselves.
+        units: The bound of `--units`.
+        settings: The [data] table of taas.toml.
+        tls: Whether batches go from host to host over a network that is not the user's alone.
+    """
+    if not loaders:
+        return
+    import torch
+
+    seed = torch.initial_seed() & (1 << 63) - 1
+    served = tuple(
+        service.Served(
+            name,
+            shape.num_workers,
+            shape.context,
+            seed if entry.seed is None else entry.seed,
+        )
+        for name, (entry, shape, _) in loaders.items()
+    )
+    certificate = service.new_certificate() if tls else None
+    key = service.new_key()
+    described = service.Service(key, seed, fetchers, units, served, settings, certificate)
+    payloads = {name: packed.payload for name, packed in loaders.items()}
+    service.write(run_dir, described, payloads)
 
 
 def _teach_capture() -> None:
@@ -120,48 +228,277 @@ def _teach_capture() -> None:
         pickling.STAND_INS[kind] = reduce_loader
 
 
-def _check_new(loader: Any, uneven: str) -> None:
+def _refuse_in_a_rank() -> None:
+    # A fetcher that a rank starts has no RANK: a module that it imports may register what it likes.
+    if PAYLOAD in os.environ and "RANK" in os.environ:
+        raise RuntimeError(
+            f"register: this is rank {os.environ['RANK']} of a cell's run, where it has no effect. "
+            "Register the loader in the notebook, in a cell without %%taas, and use it here by its "
+            "variable"
+        )
+
+
+def _check_kind(loader: Any, uneven: str) -> None:
     kind = type(loader).__name__
     if not hasattr(loader, "__iter__"):
         raise TypeError(f"register: a {kind} cannot be iterated; give it a DataLoader")
     if isinstance(loader, Iterator):
         raise TypeError(f"register: a {kind} can be iterated only once; give it what it came from")
+    if type(loader) in _BUILT_IN:
+        raise TypeError(
+            f"register: a {kind} would reach every rank whole; register a DataLoader of it "
+            "(DataLoader(data, batch_size=None) where its elements are the batches)"
+        )
+    if (module := _iterated_by(type(loader))) is not None:
+        raise TypeError(
+            f"register: {kind} is a DataLoader with an `__iter__` of its own ({module}), which "
+            "fetchers do not run. Register the DataLoader without it and do its work in the cell, "
+            "or in the dataset or collate_fn"
+        )
     if uneven not in UNEVEN:
-        raise ValueError(f"register: uneven={uneven!r}; possible is {', '.join(UNEVEN)}")
-    if is_registered(loader):
-        raise ValueError(f"register: this loader is registered already, as {_of(loader).name!r}")
+        raise ValueError(
+            f"register: uneven needs {', '.join(UNEVEN[:-1])} or {UNEVEN[-1]}; got {uneven!r}"
+        )
 
 
-def _of(loader: Any) -> Registered:
-    return _registered[id(loader)]
+def _iterated_by(kind: type) -> str | None:
+    """The module of a DataLoader's `__iter__` if it is neither torch's nor torchdata's."""
+    from torch.utils.data import DataLoader
+
+    module: str = getattr(kind, "__iter__", DataLoader.__iter__).__module__
+    is_known = module.startswith(("torch.", "torchdata."))
+    return module if issubclass(kind, DataLoader) and not is_known else None
 
 
-def _check_travels(name: str, loader: Any) -> None:
-    def probe(value: Any) -> None:
-        cloudpickle.dumps(value, protocol=5)
+def _check_travels(name: str, loader: Any) -> bytes:
+    """Return where the loader's sampler and generator stand.
+
+    Raises:
+        TypeError: It cannot travel; the message has the path to what cannot.
+    """
+    from taas_magic.data import dataset
 
     try:
-        probe(loader)
+        if is_shard(type(loader)):
+            raise refusal(name, loader, lambda value: None, TypeError(), to="fetchers")
+        _refuse_a_loaded_state(name, loader)
+        _pickled(name, dataset.parts_of(loader))
+        return dataset.order_start(loader)
+    except CaptureError as error:
+        raise TypeError(f"register: {error}") from error
+
+
+def _pickled(name: str, parts: "LoaderParts") -> bytes:
+    pickler = ValuePickler(to="fetchers")
+    try:
+        pickler.add(parts)
     except Exception as error:
-        raise TypeError(f"register: {refusal(name, loader, probe, error)}") from error
+        raise refusal(name, parts, pickler.probe, error, to="fetchers") from error
+    return pickler.pickled().data
 
 
-def _variable_of(loader: Any) -> str | None:
-    """The notebook's variable that holds this loader, as far as there is one yet."""
+def _refuse_a_loaded_state(name: str, loader: Any) -> None:
+    """A StatefulDataLoader that is to go on with a state would begin at 0 in the ranks."""
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise CaptureError(
+            f"`{name}` has loaded a state in the notebook (load_state_dict), and fetchers cannot "
+            "go on from a local loader's state: call state_dict() and load_state_dict() of the "
+            "registered loader inside the cell"
+        )
+
+
+def _forget(name: str) -> None:
+    for key in [key for key, entry in _registered.items() if entry.name == name]:
+        del _registered[key]
+
+
+def _name_by_variables() -> None:
+    """Loaders that the user did not name go by their variables.
+
+    One whose variable holds another registered loader now, and that no other variable holds, was
+    replaced by it: the cell that registered it was run again.
+    """
+    variables = _variables()
+    for key, entry in list(_registered.items()):
+        if entry.is_named:
+            continue
+        variable = _variable_of(entry.loader, entry.name)
+        holder = variables.get(entry.name)
+        if variable is None and holder is not entry.loader and is_registered(holder):
+            del _registered[key]
+    for key, entry in list(_registered.items()):
+        variable = None if entry.is_named else _variable_of(entry.loader, entry.name)
+        if variable and all(variable != other.name for other in _registered.values()):
+            _registered[key] = replace(entry, name=variable)
+
+
+def _number_the_others() -> None:
+    for key, entry in list(_registered.items()):
+        if not entry.name:
+            taken = {other.name for other in _registered.values()}
+            free = (f"loader{n}" for n in range(len(_registered)) if f"loader{n}" not in taken)
+            _registered[key] = replace(entry, name=next(free))
+
+
+def _variables() -> dict[str, Any]:
+    """The notebook's variables."""
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive else None
-    variables = shell.user_ns if shell else {}
-    names = (name for name, value in variables.items() if value is loader)
+    return shell.user_ns if shell else {}
+
+
+def _variable_of(loader: Any, preferred: str = "") -> str | None:
+    """The notebook's variable that holds this loader, as far as there is one yet."""
+    variables = _variables()
+    if preferred and variables.get(preferred) is loader:
+        return preferred
+    names = (name for name, value in list(variables.items()) if value is loader)
     return next((name for name in names if not name.startswith("_")), None)
 
 
-def _is_iterated(loader: Any) -> bool:
-    from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
+def _shape_of(entry: Registered, loader: Any, parts: "LoaderParts") -> "LoaderShape":
+    from torch.utils.data import IterableDataset
 
-    if not isinstance(loader, DataLoader):
-        return False
-    return any(
-        issubclass(type(candidate), _BaseDataLoaderIter)
-        and candidate._index_sampler is loader._index_sampler
-        for candidate in gc.get_objects()
+    from taas_magic.data.loader import SETTINGS, LoaderShape
+
+    dataset = loader.dataset
+    iterable = isinstance(dataset, IterableDataset)
+    return LoaderShape(
+        name=entry.name,
+        settings={name: getattr(loader, name) for name in SETTINGS if hasattr(loader, name)},
+        context=_start_method(loader),
+        batches=_batches(parts),
+        samples=_length(dataset),
+        iterable=iterable,
+        has_batch_sampler=parts.batch_sampler is not None,
+        has_own_batch_sampler=parts.batch_sampler is not None and loader.batch_size is None,
+        drawn=None if parts.sampler is None else _length(parts.sampler),
+        varies=_may_vary(parts),
+        uneven=entry.uneven,
+        seed=entry.seed,
+        dataset=type(dataset).__qualname__,
+        attributes=_small_attributes(dataset),
+        has_set_epoch=_is_told_epochs(dataset),
+        has_state=iterable and _has_state(dataset),
+        # apart from the ranks' pickle: a sampler may hold millions of indices
+        shown=pickle.PickleBuffer(parts.shown()),
     )
+
+
+def _start_method(loader: Any) -> str:
+    """The start method that the loader asks for its processes, "" for none."""
+    context = loader.multiprocessing_context
+    return context.get_start_method() if context is not None else ""
+
+
+def _batches(parts: "LoaderParts") -> int | None:
+    """What `len(loader)` is; None where it has none."""
+    if parts.batch_sampler is not None:
+        return _length(parts.batch_sampler)
+    if parts.sampler is not None:
+        return _length(parts.sampler)
+    samples = _length(parts.dataset)
+    if samples is None or parts.batch_size is None:
+        return samples
+    return samples // parts.batch_size if parts.drop_last else -(-samples // parts.batch_size)
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _may_vary(parts: "LoaderParts") -> bool:
+    """Whether the number of batches may change from epoch to epoch."""
+    samplers = [one for one in (parts.sampler, parts.batch_sampler) if one is not None]
+    are_torchs = all(type(one).__module__.startswith(("torch.", "builtins")) for one in samplers)
+    return bool(samplers) and (not are_torchs or _is_told_epochs(parts.dataset))
+
+
+def _is_told_epochs(dataset: Any) -> bool:
+    return callable(getattr(dataset, "set_epoch", None))
+
+
+def _has_state(dataset: Any) -> bool:
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+def _small_attributes(dataset: Any) -> dict[str, Any]:
+    """The dataset's attributes that cost nothing to send, like its classes."""
+    small: dict[str, Any] = {}
+    for name, value in _plain_attributes(dataset):
+        if len(pickle.dumps(value)) <= _SMALL_ATTRIBUTE_BYTES:
+            small[name] = value
+    return small
+
+
+def _plain_attributes(dataset: Any) -> Iterable[tuple[str, Any]]:
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        elements = value if isinstance(value, (list, tuple)) else [value]
+        if len(elements) <= 1000 and all(
+            isinstance(element, (str, int, float, bool, type(None))) for element in elements
+        ):
+            yield name, value
+
+
+def _warn_of_own_generators(loader: Any) -> None:
+    """Warn of a dataset that has random generators of its own."""
+    from torch.utils.data import IterableDataset
+
+    from taas_magic.data.dataset import as_data_loader, goes_on
+
+    name = _registered[id(loader)].name or "loader"
+    loader = as_data_loader(loader)
+    path = next(_own_generators(loader.dataset), None)
+    if path is None:
+        return
+    kept = f'the dataset of loader "{name}" has a random generator of its own ({path})'
+    if not isinstance(loader.dataset, IterableDataset):
+        warnings.warn(
+            f"{kept}. It is not seeded for each batch: what it draws depends on --cpus. Draw from "
+            "torch, numpy.random or random, which are, or seed it in __getitem__",
+            stacklevel=3,
+        )
+    elif goes_on(loader) and not hasattr(loader.dataset, "set_epoch"):
+        warnings.warn(
+            f"{kept}. Every epoch begins with the dataset as it was registered, so that all are "
+            "alike: give it a method set_epoch(epoch) that seeds it",
+            stacklevel=3,
+        )
+
+
+def _own_generators(value: object) -> Iterator[str]:
+    """Yield where an object holds random generators of its own: `rng`, `transform.noise.rng`."""
+    kinds = _generator_kinds()
+    left = deque([("", value)])
+    for _ in range(_MOST_LOOKS):
+        if not left:
+            return
+        path, one = left.popleft()
+        if isinstance(one, kinds):
+            yield path
+        elif path.count(".") < _DEEPEST:
+            left.extend(_parts(path, one))
+
+
+def _generator_kinds() -> tuple[type, ...]:
+    import random
+
+    import torch
+
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
+    return (torch.Generator, random.Random, *of_numpy)
+
+
+def _parts(path: str, value: object) -> list[tuple[str, object]]:
+    import torch
+
+    if isinstance(value, (list, tuple)):
+        return [(f"{path}[{at}]", one) for at, one in enumerate(value[:_MOST_LOOKS])]
+    if isinstance(value, (type, ModuleType, torch.Tensor)):
+        return []
+    attributes = getattr(value, "__dict__", {})
+    return [(f"{path}.{name}".lstrip("."), one) for name, one in attributes.items()]

@@ -2,6 +2,8 @@
 
 import os
 import secrets
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,12 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def own_interrupts() -> None:
+    """Each test begins with Python's own handler of SIGINT, whatever an earlier one left."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
 def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """After the test no process of it lives, and no port or shared-memory file of it is left.
@@ -35,14 +43,18 @@ def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ports, files = listening(), set(SHARED_MEMORY.iterdir())
     yield token
     deadline = time.monotonic() + GONE_WITHIN_S
-    while (left := carriers(token)) and time.monotonic() < deadline:
-        psutil.wait_procs(left, timeout=0.2)
-    found = [f"process {describe(process)}" for process in left]
-    for process in left:
+    while (found := left_behind(token, ports, files)) and time.monotonic() < deadline:
+        threading.Event().wait(0.1)
+    for process in carriers(token):
         end(process)
-    found += [f"port {port}" for port in listening() - ports]
-    found += [f"file {path}" for path in abandoned(set(SHARED_MEMORY.iterdir()) - files)]
     assert not found, "left behind: " + "; ".join(sorted(found))
+
+
+def left_behind(token: str, ports: set[int], files: set[Path]) -> list[str]:
+    """What a test with a token has left so far, besides the ports and files of before."""
+    found = [f"process {describe(process)}" for process in carriers(token)]
+    found += [f"port {port}" for port in listening() - ports]
+    return found + [f"file {path}" for path in abandoned(set(SHARED_MEMORY.iterdir()) - files)]
 
 
 def carriers(token: str) -> list[psutil.Process]:
@@ -87,7 +99,7 @@ def end(process: psutil.Process) -> None:
 
 def listening() -> set[int]:
     """Ports on which this process itself listens; those of others are gone with them."""
-    connections = psutil.Process().net_connections(kind="inet")
+    connections = psutil.Process().net_connections("inet")
     return {seen.laddr.port for seen in connections if seen.status == psutil.CONN_LISTEN}
 
 
@@ -96,7 +108,7 @@ def abandoned(files: set[Path]) -> set[Path]:
     if not files:
         return files
     used = {path for process in psutil.process_iter() for path in mapped(process)}
-    return {path for path in files if path.exists() and str(path) not in used}
+    return {path for path in files if path.is_file() and str(path) not in used}
 
 
 def mapped(process: psutil.Process) -> set[str]:

@@ -1,4 +1,4 @@
-"""A TCP proxy between a rank and its lanes that does what a bad network does."""
+"""A TCP proxy between a rank and its fetchers that does what a bad network does."""
 
 import contextlib
 import select
@@ -6,14 +6,12 @@ import socket
 import struct
 import threading
 
-from taas_magic.data.entries import Found
-
 
 class Proxy:
-    """Forwards connections to lanes and harms what comes back.
+    """Forwards connections to fetchers and harms what comes back.
 
     Attributes:
-        harm: Called with the number of the connection and the bytes from the lane; returns what
+        harm: Called with the number of the connection and the bytes from the fetcher; returns what
             goes on to the rank, or None to reset the connection.
     """
 
@@ -25,7 +23,7 @@ class Proxy:
     def __call__(self, loader):
         found = self._directory(loader)
         through = {n: self._through(n, address) for n, address in found.addresses.items()}
-        return Found(found.lanes, found.stride, through)
+        return found._replace(addresses=through)
 
     def _through(self, number, address):
         self._addresses[number] = address
@@ -34,7 +32,7 @@ class Proxy:
             self._servers[number] = server
             threading.Thread(target=self._accept, args=(server, number), daemon=True).start()
         port = self._servers[number].getsockname()[1]
-        return address._replace(port=port, unix="")
+        return address._replace(port=port)
 
     def _accept(self, server, number):
         with contextlib.suppress(OSError):
@@ -42,30 +40,30 @@ class Proxy:
                 rank, _ = server.accept()
                 address = self._addresses[number]
                 try:
-                    lane = socket.create_connection((address.host, address.port))
+                    fetcher = socket.create_connection((address.host, address.port))
                 except OSError:
                     rank.close()
                     continue
                 self.connections += 1
-                back = (self.connections, lane, rank)
+                back = (self.connections, fetcher, rank)
                 threading.Thread(target=self._back, args=back, daemon=True).start()
-                threading.Thread(target=self._forth, args=(rank, lane), daemon=True).start()
+                threading.Thread(target=self._forth, args=(rank, fetcher), daemon=True).start()
 
-    def _forth(self, rank, lane):
+    def _forth(self, rank, fetcher):
         # Never blocked in a read: the kernel resets a connection only when nobody is.
-        with contextlib.suppress(OSError, ValueError), rank, lane:
+        with contextlib.suppress(OSError, ValueError), rank, fetcher:
             while True:
                 if not select.select([rank], [], [], 0.05)[0]:
                     continue
                 data = rank.recv(1 << 16)
                 if not data:
-                    lane.shutdown(socket.SHUT_RDWR)
+                    fetcher.shutdown(socket.SHUT_RDWR)
                     return
-                lane.sendall(data)
+                fetcher.sendall(data)
 
-    def _back(self, number, lane, rank):
-        with contextlib.suppress(OSError), lane:
-            while data := lane.recv(1 << 16):
+    def _back(self, number, fetcher, rank):
+        with contextlib.suppress(OSError), fetcher:
+            while data := fetcher.recv(1 << 16):
                 data = self.harm(number, data)
                 if data is None:
                     rank.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import types
+import weakref
 from multiprocessing import forkserver
 from unittest import mock
 
@@ -14,17 +15,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from taas_magic.data import ledger
-from taas_magic.data.entries import FolderDirectory
-from taas_magic.data.feed import Feed, LoaderShape
-from taas_magic.data.loader import RemoteLoader
-from taas_magic.data.route import Timing
-from taas_magic.remote import fetcher
-from taas_magic.remote.fetcher_spec import Fetched, FetcherSpec
+from taas_magic.data import metrics
+from taas_magic.data.loader import Feed, RemoteLoader
+from taas_magic.data.service import FolderDirectory
+from taas_magic.host import fetcher
+from taas_magic.host.fetcher_spec import Fetched, FetcherSpec
+from taas_magic.leases import FetchLease
+from taas_magic.messages import FetcherStarted, of_fetcher
+from taas_magic.registry import Registered
 
 SEED = 7
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["taas_magic.remote.fetcher", "tests.data_rig"])
+CONTEXT.set_forkserver_preload(["taas_magic.host.fetcher", "tests.data_rig"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,32 +89,22 @@ class Remembering(IterableDataset):
         self.at = state["at"]
 
 
-def shape_of(loader, name="train", **changes):
-    iterable = isinstance(loader.dataset, IterableDataset)
-    shape = LoaderShape(
-        name=name,
-        batches=None if iterable else len(loader),
-        samples=None if iterable else len(loader.dataset),
-        iterable=iterable,
-        batch_size=loader.batch_size,
-        drop_last=loader.drop_last,
-        num_workers=loader.num_workers,
-        has_state=iterable and hasattr(loader.dataset, "state_dict"),
-    )
-    return dataclasses.replace(shape, **changes)
+def shape_of(loader, name="train", settings=None, **changes):
+    shape = Registered(name, loader).packed().shape
+    return dataclasses.replace(shape, settings={**shape.settings, **(settings or {})}, **changes)
 
 
 class Service:
     """Fetchers for some loaders, in processes of their own; and ranks' loaders."""
 
-    def __init__(self, folder, loaders, fetchers=1, lanes=1, **changes):
+    def __init__(self, folder, loaders, fetchers=1, workers=1, **changes):
         self.folder, self.loaders, self.key = folder, loaders, os.urandom(32)
-        self.processes = []
+        self.processes, self.remotes = [], weakref.WeakSet()
         folder.mkdir(parents=True, exist_ok=True)
         self.payloads = {name: cloudpickle.dumps(loader) for name, loader in loaders.items()}
         for name, payload in self.payloads.items():
             (folder / f"{name}.pkl").write_bytes(payload)
-        self.fetchers, self.lanes, self.changes = fetchers, lanes, changes
+        self.fetchers, self.workers, self.changes = fetchers, workers, changes
         for number in range(fetchers):
             self.start(number)
 
@@ -121,7 +113,7 @@ class Service:
             Fetched(
                 name,
                 self.folder / f"{name}.pkl",
-                num_workers=loader.num_workers or self.lanes,
+                num_workers=loader.num_workers or self.workers,
                 seed=SEED,
             )
             for name, loader in self.loaders.items()
@@ -139,7 +131,7 @@ class Service:
         # A shell of another test may stand for the main module, and spawning looks at that.
         with mock.patch.dict(sys.modules, {"__main__": types.ModuleType("__main__")}):
             started = fetcher.start(self.spec(number), CONTEXT)
-        assert started[1].recv()["kind"] == "fetcher"
+        assert isinstance(of_fetcher(started[1].recv_bytes()), FetcherStarted)
         if number < len(self.processes):
             self.processes[number] = started
         return started
@@ -150,24 +142,28 @@ class Service:
             "directory": None if local else FolderDirectory(self.folder / "fetchers"),
             "key": self.key,
             "seed": SEED,
-            "timing": Timing(start_s=30.0, silence_s=3.0, give_up_s=2.0),
+            "lease": FetchLease(fetch_s=6.0, start_s=30.0),
         }
         return Feed(rank, world_size, **arguments | changes)
 
     def loader(self, name="train", rank=0, world_size=1, shape=None, **changes):
         shape = shape_of(self.loaders[name], name, **(shape or {}))
-        return RemoteLoader(shape, self.feed(rank, world_size, **changes))
+        remote = RemoteLoader(shape, self.feed(rank, world_size, **changes))
+        self.remotes.add(remote)
+        return remote
 
     def ledger(self, rank=0, generation=0):
-        return ledger.Ledger(self.folder / "ledger", generation, rank)
+        return metrics.BatchLedger(self.folder / "ledger", generation, rank)
 
     def handed(self):
-        return ledger.read(self.folder / "ledger")
+        return metrics.read_ledgers(self.folder / "ledger")
 
     def close(self):
+        for remote in self.remotes:
+            remote.end()
         for process, control in self.processes:
             with contextlib.suppress(OSError):
-                control.send("end")  # lanes in this process's ranks have the pipe open, too
+                control.send("end")  # workers of this process's ranks have the pipe open, too
             control.close()
             process.join(10)
             if process.is_alive():

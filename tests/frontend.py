@@ -3,6 +3,7 @@
 import os
 import queue
 import shutil
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -10,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
+from jupyter_client.provisioning import LocalProvisioner
 
 ROOT = Path(__file__).parent.parent
 WAIT_S = 100.0
@@ -69,17 +72,17 @@ class Frontend:
         found: str = self.client.get_control_msg(timeout=WAIT_S)["content"]["subshell_id"]
         return found
 
-    def wait(self, condition: Callable[[], bool]) -> None:
+    def wait(self, condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
         """Takes messages until a condition holds."""
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + wait_s
         while not condition():
             assert time.monotonic() < deadline, f"nothing came in time; seen: {dict(self.outputs)}"
             self._take(self.client.get_shell_msg, 0.01, self._replied)
             self._take(self.client.get_iopub_msg, 0.1, self._shown)
 
-    def finish(self, request: str) -> dict[str, Any]:
+    def finish(self, request: str, wait_s: float = WAIT_S) -> dict[str, Any]:
         """Waits until a cell is answered and all its output is there; returns the reply."""
-        self.wait(lambda: request in self.replies and self._is_idle(request))
+        self.wait(lambda: request in self.replies and self._is_idle(request), wait_s)
         return self.replies[request]
 
     def run(self, code: str) -> str:
@@ -98,6 +101,13 @@ class Frontend:
     def contents(self, request: str, kind: str) -> list[dict[str, Any]]:
         """The messages of one kind that belong to a request."""
         return [m["content"] for m in self.outputs[request] if m["msg_type"] == kind]
+
+    @property
+    def process(self) -> psutil.Process:
+        """The kernel's own process."""
+        provisioner = self.manager.provisioner
+        assert isinstance(provisioner, LocalProvisioner) and provisioner.pid is not None
+        return psutil.Process(provisioner.pid)
 
     def text(self, request: str) -> str:
         """What a request printed."""
@@ -122,6 +132,12 @@ class Frontend:
         self.outputs[message["parent_header"].get("msg_id", "")].append(message)
 
 
+def before_start(frontend: Frontend, request: str) -> str:
+    """What a cell has printed, and its head as it was before its ranks were started."""
+    heads = [it["data"]["text/plain"] for it in frontend.contents(request, "update_display_data")]
+    return frontend.text(request) + "".join(head for head in heads if head.startswith("STARTING"))
+
+
 @contextmanager
 def kernel(project: Path, **environ: str) -> Iterator[Frontend]:
     """A kernel in a folder, for as long as the context; its pool `local` is ended with it."""
@@ -138,3 +154,35 @@ def kernel(project: Path, **environ: str) -> Iterator[Frontend]:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
         manager.cleanup_resources()
+
+
+class Scene:
+    """A kernel's surroundings: a notebook's folder, a state folder and a TMPDIR of its own.
+
+    Attributes:
+        folder: Holds all but TMPDIR.
+        project: The notebook's folder.
+        state: The state folder.
+        tmp: TMPDIR.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.project, self.state = folder, folder / "project", folder / "state"
+        # Unix sockets lie in it, whose names have at most 107 bytes
+        self.tmp = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+        for path in (self.project, self.state):
+            path.mkdir(exist_ok=True)
+
+    def environ(self) -> dict[str, str]:
+        """What a kernel here finds in its environment."""
+        return {**environment(self.folder), "TMPDIR": str(self.tmp)}
+
+    @contextmanager
+    def kernel(self, **environ: str) -> Iterator[Frontend]:
+        """A kernel, for as long as the block."""
+        with kernel(self.project, **{**self.environ(), **environ}) as started:
+            yield started
+
+    def close(self) -> None:
+        """Removes TMPDIR."""
+        shutil.rmtree(self.tmp)

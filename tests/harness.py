@@ -2,16 +2,22 @@
 
 import contextlib
 import re
-from collections.abc import Iterable
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from taas_magic import launch
-from taas_magic.journal import Event, RunFolder
-from taas_magic.run import Run
+from taas_magic.journal.folder import RunFolder
+from taas_magic.messages import Event
+from taas_magic.notebook import launch
+from taas_magic.notebook.run import Run
+from tests.events import Line, line_of
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -31,12 +37,12 @@ class Outcome:
     shown: str = ""
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[Line]:
         """The run's journal."""
         assert self.run is not None
-        return list(RunFolder(self.run.path).read_events())
+        return [line_of(event) for event in RunFolder(self.run.path).read_events()]
 
-    def of_kind(self, kind: str) -> list[Event]:
+    def of_kind(self, kind: str) -> list[Line]:
         return [event for event in self.events if event["kind"] == kind]
 
     @property
@@ -46,6 +52,14 @@ class Outcome:
         for event in self.of_kind("lines"):
             found.setdefault(event["rank"], []).extend(event["lines"])
         return found
+
+
+@contextlib.contextmanager
+def without_pytests_filter() -> Iterator[None]:
+    """Leaves out that warnings are errors: pytest set it, and it would go to the ranks."""
+    with warnings.catch_warnings():
+        warnings.filters[:] = [f for f in warnings.filters if f[0] != "error"]  # type: ignore[index]
+        yield
 
 
 @dataclass
@@ -69,11 +83,31 @@ class Notebook:
     def run(self, source: str, flags: str = "", gpus: int | str = 2) -> Outcome:
         """Runs a cell below a `%%taas` head."""
         before = launch.last_run
-        result = self.shell.run_cell(f"%%taas --gpus {gpus} {flags}\n{source}", store_history=True)
+        cell = f"%%taas --gpus {gpus} {flags}\n{source}"
+        with without_pytests_filter():
+            result = self.shell.run_cell(cell, store_history=True)
         run = launch.last_run if launch.last_run is not before else None
         error = result.error_before_exec or result.error_in_exec
         render = getattr(error, "_render_traceback_", lambda: [str(error)])
         return Outcome(run, error, ANSI.sub("", "\n".join(render())) if error else "")
+
+
+@contextlib.contextmanager
+def on_event(patch: pytest.MonkeyPatch, wanted: Any, act: Any) -> Iterator[list[Line]]:
+    """Calls `act` with a run, in a thread, at its first event that is wanted; gives these."""
+    seen: list[Line] = []
+    put = Run.put
+
+    def take(run: Run, event: Event) -> None:
+        put(run, event)
+        if wanted(line := line_of(event)):
+            seen.append(line)
+            if len(seen) == 1:
+                threading.Thread(target=act, args=(run,), daemon=True).start()
+
+    with patch.context() as inner:
+        inner.setattr(Run, "put", take)
+        yield seen
 
 
 def below(pid: int) -> list[psutil.Process]:
@@ -81,19 +115,57 @@ def below(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
+FORKSERVER = "multiprocessing.forkserver"
+AGENT = "taas_magic.host.agent"
+
+
+def forkservers(tree: Iterable[psutil.Process]) -> set[psutil.Process]:
+    """The agents' forkservers in a tree; what they fork has their command line."""
+    found = set()
+    for process in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = process.parent()
+            if FORKSERVER in words(process) and parent is not None and AGENT in words(parent):
+                found.add(process)
+    return found
+
+
+def waiting_servers(tree: Iterable[psutil.Process]) -> set[psutil.Process]:
+    """Of each forkserver the child that waits to serve the next rendezvous.
+
+    It is the only child of a forkserver that stays between runs.
+    """
+    found: set[psutil.Process] = set()
+    for server in forkservers(tree):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(server.children()[:1])
+    return found
+
+
+def words(process: psutil.Process) -> str:
+    """A process's command line; "" when it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
 def listening_ports(processes: Iterable[psutil.Process]) -> set[int]:
     """The TCP ports on which processes listen."""
-    found = set()
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            connections = process.net_connections("tcp")
-            found |= {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
-    return found
+    return {port for process in processes for port in _ports_of(process)}
+
+
+def _ports_of(process: psutil.Process) -> set[int]:
+    """Those of one process: to look at all of the machine takes ten times as long."""
+    try:
+        seen = process.net_connections("tcp")
+    except psutil.Error:
+        return set()
+    return {c.laddr.port for c in seen if c.status == psutil.CONN_LISTEN}
 
 
 def shared_memory() -> set[str]:
     """The files of POSIX shared memory and semaphores."""
-    return {str(path) for path in Path("/dev/shm").iterdir()}
+    return {str(path) for path in Path("/dev/shm").iterdir() if path.is_file()}
 
 
 def mapped(process: psutil.Process) -> set[str]:

@@ -1,8 +1,11 @@
-"""Fixtures for tests that run cells: one notebook and one warm pool for all of them."""
+"""Fixtures for tests that run cells, and the order of files.
 
-import contextlib
+One notebook and one warm pool serve all tests of a process that do not need their own.
+"""
+
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +16,34 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config as ShellConfig
 
-from taas_magic import journal, pools
 from taas_magic.config import Config
-from tests.harness import Notebook, below, listening_ports, mapped, shared_memory
+from taas_magic.journal import folder as journal
+from taas_magic.notebook import pools
+from tests.conftest import TOKEN, carriers, describe
+from tests.frontend import Frontend, environment, kernel
+from tests.harness import (
+    FORKSERVER,
+    Notebook,
+    below,
+    forkservers,
+    listening_ports,
+    mapped,
+    shared_memory,
+    waiting_servers,
+    words,
+)
 from tests.rig.pools import enter, given_back, settings_in
 
 GONE_WITHIN_S = 10.0
+
+LONGEST = (
+    *("programs", "aftermath", "waits", "browser", "notebooks", "slurm", "lost_hosts", "ssh_host"),
+    *("data_registered", "data_loader", "data_streams", "ssh_notebook", "travel_runs"),
+    *("hpc_notebook", "setup_hosts", "fetching_hosts", "stacks", "faults", "capture_kernel"),
+    *("engines", "multi_host", "kernel_life", "pool", "fetching", "setup_install", "lease"),
+    *("data_fed", "data_parties", "data_faults", "unshared_runs", "data_robust", "install"),
+)
+"""Files that take longest, the longest first; chaos comes before them."""
 
 _SEVERAL = """
 [pools.many]
@@ -27,8 +52,14 @@ gpus = 2
 max_hosts = 3
 """
 
-_KEPT = ("taas_magic.engines.process", "taas_magic.remote.supervisor", "taas_magic.remote.agent")
-_KEPT += ("multiprocessing.resource_tracker",)
+_KEPT = ("taas_magic.pool.process", "taas_magic.host.supervisor", "taas_magic.host.agent")
+_KEPT += ("multiprocessing.resource_tracker", FORKSERVER)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts long files first: handed out one by one, they let all processes end together."""
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda it: (it.path.parent.name != "chaos", order.get(it.path.stem, len(order))))
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +88,8 @@ def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
     monkeypatch.chdir(warm_notebook.project)
     _empty(warm_notebook.shell)
+    if "torch" in sys.modules:  # a seed that an earlier test set would go to the ranks
+        sys.modules["torch"].seed()
     files = shared_memory()
     of_others = set(_left_behind(files))
     yield warm_notebook
@@ -77,8 +110,8 @@ def _left_behind(files_before: set[str]) -> list[str]:
     """What is there besides the pool itself: processes, ports, shared memory."""
     tree = below(os.getpid())
     left = [f"process {process}" for process in tree if not _is_kept(process)]
-    agents = [process for process in tree if "taas_magic.remote.agent" in _words(process)]
-    left += [f"rank {process}" for process in agents[2:]]  # the agent, its forkserver, their forks
+    forks = {process for process in tree if FORKSERVER in words(process)}
+    left += [f"rank {fork}" for fork in forks - forkservers(tree) - waiting_servers(tree)]
     ports = listening_ports(tree)
     left += [f"ports {sorted(ports)}"] if len(ports) > 2 else []  # the scheduler's and the agent's
     new = shared_memory() - files_before
@@ -92,15 +125,22 @@ def _mapped_elsewhere() -> set[str]:
     return {path for process in others for path in mapped(process)}
 
 
-def _words(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return " ".join(process.cmdline())
-    return ""
-
-
 def _is_kept(process: psutil.Process) -> bool:
-    words = _words(process)
-    return not words or any(kept in words for kept in _KEPT)
+    said = words(process)
+    return not said or any(kept in said for kept in _KEPT)
+
+
+@pytest.fixture(scope="module")
+def frontend_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    """A real kernel with a warm pool, for a module's tests; it leaves no process behind."""
+    folder, token = tmp_path_factory.mktemp("kernel"), secrets.token_hex(8)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**environment(folder), TOKEN: token}.items():
+            patch.setenv(name, value)
+        with kernel(folder / "project") as started:
+            yield started
+        left = [describe(process) for process in carriers(token)]
+        assert not left
 
 
 @pytest.fixture
@@ -139,3 +179,14 @@ def several(
     """A notebook whose pool `many` has three hosts with two ranks each."""
     enter(warm_notebook, several_settings, monkeypatch)
     return warm_notebook
+
+
+@pytest.fixture
+def kernel_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
+) -> Iterator[Frontend]:
+    """A kernel, and pools, for one test; all that it starts must be gone after it."""
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    with kernel(tmp_path / "project") as started:
+        yield started

@@ -1,31 +1,30 @@
 """One sentence: what bounded the data, and which flag would help by how much."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from taas_magic.advice import Load, advice, advise
-from taas_magic.flow import Flow
+from taas_magic.journal.analysis import Flow, Load, advice, advise
+from tests.events import event
 
-STORAGE = Load("train", 0.62, ranks=2, fetchers=1, lanes=2, working=2, cpu=0.05, cores=0.02)
+STORAGE = Load("train", 0.62, ranks=2, fetchers=1, workers=2, working=2, cpu=0.05, cores=0.02)
 CPU = replace(STORAGE, cpu=0.95, cores=0.25)
 IDLE = replace(STORAGE, busy=0.3, mb_per_s=110)
-ALONE = Load("train", 0.62, ranks=2, fetchers=0, lanes=0)
+ALONE = Load("train", 0.62, ranks=2, fetchers=0, workers=0)
 
 CASES = {
     "little": (replace(STORAGE, waited=0.1), ""),
-    "nothing known of the lanes": (replace(STORAGE, lanes=0), ""),
+    "nothing known of the workers": (replace(STORAGE, workers=0), ""),
     "storage": (STORAGE, "its storage waits; --cpus 3 instead of 1 would make it about 2.6x as"),
     "storage, many": (
-        replace(STORAGE, fetchers=4, lanes=4, working=4, waited=0.4),
+        replace(STORAGE, fetchers=4, workers=4, working=4, waited=0.4),
         "--cpus 7 instead of 4 would make it about 1.7x as fast",
     ),
     "storage, hopeless": (
         replace(STORAGE, waited=0.99),
         "--cpus 8 instead of 1 would make it about 8.0x as fast",
     ),
-    "storage, lanes idle now and then": (
+    "storage, workers idle now and then": (
         replace(STORAGE, busy=0.8, waited=0.5),
         "--cpus 2 instead of 1 would make it about 2.0x as fast",
     ),
@@ -37,14 +36,31 @@ CASES = {
         "CPU time; --cpus 3 instead of 1 would make it about 2.6x as fast",
     ),
     "storage, but no core left": (replace(STORAGE, cores=0.95), "preparing it takes CPU time"),
-    "one stream": (
-        replace(STORAGE, lanes=4, working=1.05),
-        "cut into 1 stream for 4 lanes; num_workers=4 in the DataLoader",
+    "storage, cores for one more": (
+        replace(STORAGE, room=2),
+        "its storage waits; --cpus 2 instead of 1 would make it about 2.0x as fast",
     ),
-    "network": (IDLE, "the network brings 110 MB/s while its lanes have time left; --cpus 3"),
+    "storage, no core for one more": (
+        replace(STORAGE, room=1),
+        "all cores of this host are in use: fetchers on hosts of their own (--data-pool)",
+    ),
+    "one stream": (
+        replace(STORAGE, workers=4, working=1.05),
+        "cut into 1 stream for 4 workers; num_workers=4 in the DataLoader",
+    ),
+    "network": (IDLE, "the network brings 110 MB/s while its workers have time left; --cpus 3"),
+    "network, no core for one more": (
+        replace(IDLE, room=1),
+        "110 MB/s while its workers have time",
+    ),
+    "one host": (replace(IDLE, crosses=False), "no network lies between; they work further ahead"),
     "receiving": (replace(IDLE, receiving=0.9), "the ranks' own receiving (110 MB/s) bounds it"),
     "first batch": (
         replace(STORAGE, waited=0.3, first=0.28),
+        "most of it for the first batch; --prefill 2 would start",
+    ),
+    "first batch, not the network": (
+        replace(IDLE, first=0.4),
         "most of it for the first batch; --prefill 2 would start",
     ),
     "first batch, no fetchers": (replace(ALONE, first=0.6), "--cpus 1 would prepare it while"),
@@ -55,6 +71,10 @@ CASES = {
     "in the ranks, on their cores": (
         replace(ALONE, receiving=0.9),
         "--cpus 4, with cores of their own, would make it about 2.6x",
+    ),
+    "in the ranks, on a host of two cores": (
+        replace(ALONE, room=2),
+        "prepared in the ranks themselves; --cpus 2 would make it about 1.6x as fast",
     ),
     "in many ranks": (
         replace(ALONE, ranks=64, waited=0.95),
@@ -88,18 +108,23 @@ def test_more_fetchers_are_never_slower(waited: float, fetchers: int, ranks: int
     assert 1.0 < faster <= round(1 / (1 - waited), 1)
 
 
-def run_of(waited_s: float, cpu_s: float, **counts: float) -> Flow:
-    """A run of ten seconds with one fetcher, whose lane prepared all the time."""
+def run_of(waited_s: float, cpu_s: float, host: str = "cpu1", **counts: float) -> Flow:
+    """A run of ten seconds with one fetcher, whose worker prepared all the time."""
     rank = {"batches": 9, "units": 9, "bytes": 1e6, "span_s": 10.0, "waited_s": waited_s} | counts
-    lane = {"fetch_s": 10.0, "fetch_most_s": 10.0, "fetch_cpu_s": cpu_s, "up_s": 10.0, "lanes": 1}
+    worker = {
+        "fetch_s": 10.0,
+        "fetch_most_s": 10.0,
+        "fetch_cpu_s": cpu_s,
+        "up_s": 10.0,
+        "workers": 1,
+    }
     flow = Flow()
-    events: list[dict[str, Any]] = [
-        {"kind": "fetcher", "host": "cpu1", "number": 0, "cores": 4, "lanes": {"train": 1}},
-        {"kind": "fetched", "host": "cpu1", "number": 0, "loaders": {"train": lane}},
-        {"kind": "data", "host": "gpu1", "rank": 0, "loaders": {"train": rank}},
-    ]
-    for event in events:
-        flow.apply(event, 100.0)
+    for seen in (
+        event("fetcher", host, number=0, cores=4, workers={"train": 1}),
+        event("fetched", host, number=0, loaders={"train": worker}),
+        event("data", rank=0, loaders={"train": rank}),
+    ):
+        flow.apply(seen, 100.0)
     return flow
 
 
@@ -110,3 +135,19 @@ def test_the_sums_of_a_run_decide() -> None:
     assert advice(run_of(waited_s=0.5, cpu_s=0.5)) == ""
     assert advice(Flow()) == ""
     assert advice(run_of(waited_s=0.6, cpu_s=0.5, span_s=0.7)) == "", "too short to say"
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 64])
+def test_never_more_workers_than_cores_are_advised(cores: int) -> None:
+    """On one host, with fetchers and without."""
+    flow = run_of(waited_s=9.9, cpu_s=0.5, host="gpu1")
+    flow.fetchers[0].cores = cores
+    alone = Flow()
+    counts = {"batches": 9.0, "span_s": 10.0, "waited_s": 9.9, "workers": 1.0}
+    alone.apply(event("data", rank=0, cores=cores, loaders={"train": counts}), 100.0)
+    for said in (advice(flow), advice(alone)):
+        words = said.split()
+        if cores == 1 and "--cpus" not in words:
+            assert "fetchers on hosts of their own" in said
+        else:
+            assert int(words[words.index("--cpus") + 1]) == min(cores, 8)

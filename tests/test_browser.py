@@ -1,6 +1,7 @@
 """A run as a person sees it: JupyterLab in a real browser."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
@@ -8,20 +9,32 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 chromium = pytest.importorskip("tests.rig.browser.chromium", reason="websocket-client is missing")
-pytest.importorskip("jupyterlab")
-
-from tests.rig.browser.lab import Lab, command, open_lab, open_notebook  # noqa: E402
+from tests.rig.browser.lab import (  # noqa: E402
+    Lab,
+    command,
+    open_lab,
+    open_notebook,
+    show_notebook,
+    wait_until,
+)
 
 BROWSER = chromium.find()
 
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(BROWSER is None, reason="no chromium is installed"),
+    pytest.mark.skipif(find_spec("jupyterlab") is None, reason="jupyterlab is missing"),
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
-OUTPUT = "document.querySelectorAll('.jp-CodeCell')[{}].querySelector('.jp-OutputArea').innerText"
+SHOWN = ".jp-NotebookPanel:not(.lm-mod-hidden) .jp-CodeCell"
+OUTPUT = f"document.querySelectorAll('{SHOWN}')[{{}}].querySelector('.jp-OutputArea').innerText"
+FLOOD = "%%taas --gpus 2\nfor i in range(50_000):\n    print(i, 'x' * 90)"
+WAITS = (
+    "%%taas --gpus 1\nfrom pathlib import Path\nimport time\n"
+    "while not Path('end').exists():\n    time.sleep(0.05)"
+)
 CELLS = (
     "from pathlib import Path\ngo = Path('go')",
     "%%taas --gpus 2 --out total --name seen\n"
@@ -54,6 +67,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cells=[new_code_cell(cell) for cell in CELLS], metadata={"kernelspec": kernel}
     )
     nbformat.write(notebook, folder / "seen.ipynb")
+    for name, cell in {"flood": FLOOD, "waits": WAITS}.items():
+        cells = [new_code_cell(cell), new_code_cell("print('an', 'answer')\n%taas down")]
+        other = new_notebook(cells=cells, metadata={"kernelspec": kernel})
+        nbformat.write(other, folder / f"{name}.ipynb")
     return folder
 
 
@@ -105,3 +122,39 @@ def test_tab_completes_a_flag(page: "chromium.Page") -> None:
     assert "--max-restarts" not in page.evaluate(offered)
     page.press("Enter")
     page.wait_for(f"{last}.innerText.trim() === '%%taas --gpus'")
+
+
+@pytest.fixture
+def another_page(tmp_path: Path) -> Iterator["chromium.Page"]:
+    assert BROWSER is not None
+    with chromium.open_page(BROWSER, tmp_path / "profile") as opened:
+        yield opened
+
+
+def test_a_flood_leaves_the_page_able_to_answer(another_page: "chromium.Page", lab: Lab) -> None:
+    open_notebook(another_page, lab, "flood.ipynb")
+    command(another_page, "notebook:run-all-cells")
+    another_page.wait_for(f"/SUCCEEDED/.test({output(0)}) && /an answer/.test({output(1)})")
+    another_page.wait_for(f"/lines more .*: %taas logs/.test({output(0)})")
+    assert another_page.evaluate(f"{output(0)}.length") < 700_000
+    another_page.wait_for(f"/is down/.test({output(1)})")
+
+
+def test_a_head_that_nothing_reaches_any_more_does_not_say_running(
+    another_page: "chromium.Page", lab: Lab, project: Path, tmp_path: Path
+) -> None:
+    open_notebook(another_page, lab, "waits.ipynb")
+    command(another_page, "notebook:run-cell")
+    another_page.wait_for(f"/RUNNING/.test({output(0)})")
+    command(another_page, "docmanager:save-all")
+    wait_until(lambda: "RUNNING" in (project / "waits.ipynb").read_text(), "it is not saved")
+    assert BROWSER is not None
+    with chromium.open_page(BROWSER, tmp_path / "again") as again:
+        show_notebook(again, lab, "waits.ipynb")
+        again.wait_for(f"/RUNNING/.test({output(0)})")
+        again.call("Animation.enable")
+        again.call("Animation.setPlaybackRate", playbackRate=1000)
+        again.wait_for(f"!/RUNNING/.test({output(0)}) && /%taas status says/.test({output(0)})")
+        assert "RUNNING" in another_page.evaluate(output(0)), "this page is brought up to date"
+        (project / "end").touch()
+        another_page.wait_for(f"/SUCCEEDED/.test({output(0)})")

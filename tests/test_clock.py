@@ -9,7 +9,7 @@ import pytest
 from distributed.batched import BatchedSend
 from tornado.ioloop import IOLoop
 
-from taas_magic.remote.clock import steady, use_steady_clock
+from taas_magic.host.member import steady, use_steady_clock
 
 
 class Comm:

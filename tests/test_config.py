@@ -1,11 +1,13 @@
 """taas.toml: where it is found, what it gives, and the line that each mistake gets."""
 
+import grp
+import os
+import pwd
 from pathlib import Path
 
 import pytest
 
-from taas_magic import taas_toml
-from taas_magic.config import Config, DataConfig, PoolConfig
+from taas_magic.config import Config, DataConfig, PoolConfig, find_config, load_config, parse_size
 from taas_magic.errors import UsageError
 
 
@@ -19,31 +21,31 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def loaded(home: Path, text: str) -> Config:
     (home / "taas.toml").write_text(text)
-    return taas_toml.load(home / "project")
+    return load_config(home / "project")
 
 
 def test_without_a_file_everything_is_local(home: Path) -> None:
-    assert taas_toml.load(home / "project") == Config()
+    assert load_config(home / "project") == Config()
     assert set(Config().pools) == {"local"}
 
 
 def test_the_nearest_file_holds(home: Path) -> None:
     for folder in (home, home / "project"):
         (folder / "taas.toml").write_text("")
-    assert taas_toml.find(home / "project" / "deep") == home / "project" / "taas.toml"
-    assert taas_toml.find(home) == home / "taas.toml"
+    assert find_config(home / "project" / "deep") == home / "project" / "taas.toml"
+    assert find_config(home) == home / "taas.toml"
 
 
 def test_above_the_home_folder_nothing_is_looked_for(home: Path) -> None:
     (home.parent / "taas.toml").write_text("")
-    assert taas_toml.find(home / "project") is None
+    assert find_config(home / "project") is None
 
 
 def test_the_users_own_file_is_the_last_resort(home: Path, tmp_path: Path) -> None:
     user = tmp_path / "config" / "taas" / "taas.toml"
     user.parent.mkdir(parents=True)
     user.write_text("")
-    assert taas_toml.find(home / "project") == user
+    assert find_config(home / "project") == user
 
 
 def test_all_keys(home: Path) -> None:
@@ -56,6 +58,7 @@ def test_all_keys(home: Path) -> None:
     rank_buffer = "64MiB"
     over = "spill"
     spill = "100GB"
+    fetch_s = 30
     [capture]
     limit = "500MB"
     [runs]
@@ -80,11 +83,11 @@ def test_all_keys(home: Path) -> None:
     max_hosts = 4
     """
     found = loaded(home, text)
-    assert (found.store_path, found.source) == (home / "data", home / "taas.toml")
-    assert found.store_limit_bytes == 2_000_000_000
-    assert found.data == DataConfig(2 << 30, 64 << 20, "spill", 100_000_000_000)
-    assert found.capture_limit_bytes == 500_000_000
-    assert (found.keep_runs, found.keep_bytes) == (3, 2 * 1024**3)
+    assert (found.store.path, found.source) == (str(home / "data"), home / "taas.toml")
+    assert found.store.limit_bytes == 2_000_000_000
+    assert found.data == DataConfig(2 << 30, 64 << 20, "spill", 100_000_000_000, 30.0)
+    assert found.capture.limit_bytes == 500_000_000
+    assert (found.runs.keep, found.runs.keep_bytes) == (3, 2 * 1024**3)
     assert found.pools["g2.8"] == PoolConfig(
         "g2.8",
         engine="ssh",
@@ -114,22 +117,32 @@ def test_local_may_be_set_otherwise(home: Path) -> None:
     ("text", "said"),
     [
         ("pools = [", "cannot be read"),
-        ("[pool.x]", "no such key 'pool' (did you mean 'pools'?); possible: store, capture"),
-        ("[pools.x]\ngpu = 1", "no such key 'gpu' (did you mean 'gpus'?); possible: engine"),
-        ("[pools.x]\nengine = 'shh'", 'possible is "local", "ssh", or a Dask'),
+        ("[pool.x]", 'no key "pool" (did you mean "pools"?). The keys are: store, capture'),
+        ("[pools.x]\ngpu = 1", 'no key "gpu" (did you mean "gpus"?). The keys are: engine'),
+        ("[pools.x]\nengine = 'shh'", 'engine needs "local", "ssh", or a Dask'),
         ("[pools.x]\nengine = 'ssh'", "belong together"),
         ("[pools.x]\nhosts = ['a']", "belong together"),
         ("[pools.x]\nhosts = 'a'", "a list of texts"),
-        ("[pools.x]\ngpus = -1", "gpus = -1: possible is a whole number from 0"),
-        ("[pools.x]\ngpus = true", "gpus = True: possible is a whole number from 0"),
+        ("[pools.x]\nhosts = ['a', '']", "hosts needs a list of texts such as"),
+        ("[pools.x]\npreload = ['os.path', '1x']", "preload needs a list of modules such as"),
+        ("[pools.x]\nname = 'y'", 'no key "name"'),
+        ("[pools.x]\noptions = 1", "options needs a table; got 1"),
+        ("[pools.x]\npython = ''", "python needs a text; got ''"),
+        (
+            "[data]\nbuffer = 'much'",
+            "1000000; got 'much'",
+        ),
+        ("[pools.x]\ngpus = -1", "gpus needs a whole number from 0; got -1"),
+        ("[pools.x]\ngpus = true", "gpus needs a whole number from 0; got True"),
         ("[pools.x]\nlease_s = nan", "a number of seconds above 0"),
         ("[data]\nover = 'burst'", '"wait" or "spill"'),
+        ("[data]\nfetch_s = 3", "a number of seconds from 4"),
         ("[pools.x]\nrole = 'tpu'", '"ranks" or "data"'),
         ("[pools.'x y']\n", "a pool's name is"),
-        ("[pools.local]\nengine = 'a.B'", "pool 'local' is this machine"),
+        ("[pools.local]\nengine = 'a.B'", 'pool "local" is this machine'),
         ("[capture]\nlimit = '4 apples'", 'a size such as "4GiB"'),
         ("[capture]\nlimit = 0", 'a size such as "4GiB"'),
-        ("store = 1", "possible is a table"),
+        ("store = 1", "needs a table; got 1"),
         ("[store]\npath = 3", "a text"),
     ],
 )
@@ -146,16 +159,66 @@ def test_a_mistake_gets_one_line_with_the_file(home: Path, text: str, said: str)
     [("4GiB", 4 * 1024**3), ("500MB", 500_000_000), ("1.5G", 1_500_000_000), ("4096", 4096)],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert taas_toml.parse_size(text) == size
+    assert parse_size(text) == size
 
 
 def test_a_gpu_pools_name_is_local_only_without_a_file(home: Path) -> None:
     without = Config()
     assert without.pool("g2.8") == without.pools["local"]
-    assert (
-        without.pool_note("g2.8") == "no taas.toml: pool 'g2.8' means this machine (pool 'local')"
-    )
+    assert without.pool_note("g2.8") == 'There is no taas.toml: pool "g2.8" is this machine.'
     assert without.pool_note("local") is None
     assert loaded(home, "").pool_note("g2.8") is None
-    with pytest.raises(UsageError, match=r"no pool 'g2.8' in .*; possible: local"):
+    with pytest.raises(UsageError, match=r'No pool "g2.8" in .*. It has: local'):
         loaded(home, "").pool("g2.8")
+
+
+def refusal(home: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_config(home / "project")
+    return str(caught.value)
+
+
+def test_a_file_that_others_can_write_is_not_believed(home: Path) -> None:
+    file = home / "taas.toml"
+    loaded(home, "")
+    file.chmod(0o666)
+    assert f"everybody can write {file}. If you trust it: chmod go-w {file}" in refusal(home)
+    file.chmod(0o644)
+    home.chmod(0o777)
+    assert f"everybody can write {home}. If you trust it: chmod go-w {home}" in refusal(home)
+    home.chmod(0o1777)  # nobody can put another file in the place of an own one
+    assert load_config(home / "project").source == file
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files away")
+def test_a_file_of_another_user_is_not_believed(home: Path) -> None:
+    file = home / "taas.toml"
+    loaded(home, "")
+    os.chown(file, 12345, -1)
+    assert f"{file} belongs to uid 12345. If you trust it: sudo chown 0 {file}" in refusal(home)
+    os.chown(file, 0, 12345)
+    file.chmod(0o664)
+    assert f"group 12345 can write {file}. If you trust it: chmod go-w {file}" in refusal(home)
+    file.chmod(0o644)
+    os.chown(home, 12345, -1)
+    assert f"{home} belongs to uid 12345" in refusal(home)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files away")
+def test_a_link_to_what_others_can_write_is_not_believed(home: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "settings").touch()
+    (home / "taas.toml").symlink_to(theirs / "settings")
+    assert load_config(home / "project").source == home / "taas.toml"
+    theirs.chmod(0o777)
+    assert f"everybody can write {theirs}" in refusal(home)
+
+
+def test_the_users_private_group_may_write(home: Path) -> None:
+    loaded(home, "")
+    os.chown(home / "taas.toml", -1, os.getgid())
+    (home / "taas.toml").chmod(0o664)
+    own = pwd.getpwuid(os.geteuid())
+    if grp.getgrgid(os.getgid()).gr_name == own.pw_name:
+        assert load_config(home / "project").source

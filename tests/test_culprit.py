@@ -11,7 +11,8 @@ import pytest
 
 from taas_magic.capture import culprit as culprit_module
 from taas_magic.capture.culprit import culprit, refusal
-from taas_magic.capture.pickling import ValuePickler
+from taas_magic.capture.pickling import ValuePickler, dump
+from taas_magic.errors import CaptureError
 
 LOCK = threading.Lock()
 probe = ValuePickler().probe
@@ -62,6 +63,15 @@ def local_class() -> type:
     return Local
 
 
+def generic(held: Any) -> Any:
+    @functools.singledispatch
+    def inner(x: Any) -> Any:
+        return held
+
+    inner(1)
+    return locally(inner)
+
+
 def using_a_global() -> Any:
     scope: dict[str, Any] = {"held": LOCK, "__name__": "__main__"}
     exec("def f(): return held", scope)
@@ -97,6 +107,8 @@ def locally(function: Any) -> Any:
         (using_a_global(), "v.<global held>"),
         (local_class(), "v.held"),
         (local_class()(), "v.<Local>.held"),
+        (functools.cache(closing_over(LOCK)), "v.<closure held>"),
+        (generic(LOCK), "v.<closure held>"),
     ],
 )
 def test_path(value: Any, path: str) -> None:
@@ -142,3 +154,24 @@ def test_the_users_own_refusal_is_told() -> None:
     message = str(refusal("v", value, probe, caught.value))
     assert message.startswith("`v['model']` is a ")
     assert "PicklingError: use .state()" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (
+            (i for i in range(3)),
+            "`v['x']` is a generator and cannot travel to the {}; make a list of it",
+        ),
+        (LOCK, "`v['x']` is a _thread.lock and cannot travel to the {}; "),
+    ],
+)
+def test_a_result_is_not_told_to_be_made_in_the_cell(value: Any, advice: str) -> None:
+    with pytest.raises(CaptureError) as result:
+        dump({"x": value}, name="v")
+    with pytest.raises(CaptureError) as captured:
+        dump({"x": value}, name="v", globals_dict={})
+    assert str(result.value).startswith(advice.format("notebook"))
+    assert str(captured.value).startswith(advice.format("ranks"))
+    assert "inside the cell" not in str(result.value)
+    assert "inside the cell" in str(captured.value)

@@ -5,7 +5,7 @@ import torch
 
 from taas_magic import registry
 from taas_magic.capture import pickling
-from taas_magic.data import audit, ledger
+from taas_magic.data import metrics
 from tests.harness import Notebook
 
 
@@ -64,8 +64,8 @@ def test_a_cell_gets_the_same_stream_for_every_number_of_hosts(
         handed = [line.split()[1:] for rank in lines for line in lines[rank] if line[0] == epoch]
         assert sorted(int(index) for pair in handed for index in pair) == list(range(20))
     assert lines[0][-1] == "type DataLoader 5 20"
-    handed = ledger.read(outcome.run.path / "data" / "ledger")
-    assert audit.audit(handed) == []
+    handed = metrics.read_ledgers(outcome.run.path / "data" / "ledger")
+    assert metrics.audit(handed) == []
     assert sum(line.batches for line in handed) == 20
     counted = outcome.of_kind("data")[-1]["loaders"]["loader"]
     assert counted["batches"] == 10
@@ -131,11 +131,32 @@ def test_22_a_rank_that_dies_with_a_batch_in_hand(notebook: Notebook) -> None:
     assert torch.equal(notebook.shell.user_ns["weights"], undisturbed)
     assert outcome.lines[0].count("from step 13") == 1
     assert outcome.run is not None
-    handed = ledger.read(outcome.run.path / "data" / "ledger")
-    assert audit.audit(handed) == []
+    handed = metrics.read_ledgers(outcome.run.path / "data" / "ledger")
+    assert metrics.audit(handed) == []
     assert {line.generation for line in handed} == {0, 1}
     assert sum(line.batches for line in handed if line.generation) == 2 * (20 - 13)
     for rank in (0, 1):
         steps = [line.split()[1:] for line in whole.lines[rank][1:]]
         after = [line.split()[1:] for line in outcome.lines[rank] if line.startswith("1 ")]
         assert after == steps[13:]
+
+
+BLOCKS = """
+import resource, taas, torch
+from torch.utils.data import DataLoader
+
+small = taas.register(DataLoader([torch.ones(1 << 18)] * 40))  # 1 MiB a batch
+large = taas.register(DataLoader([torch.ones(20 << 20)]))
+"""
+LIMITED = """
+resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, resource.RLIM_INFINITY))
+print(sum(batch.shape[1] for batch in small) >> 18)
+next(iter(large))
+"""
+
+
+def test_a_limit_on_file_sizes_bounds_batches_and_no_more(notebook: Notebook) -> None:
+    notebook.define(BLOCKS)
+    outcome = notebook.run(LIMITED, "--cpus 0", gpus=1)
+    assert outcome.lines[0] == ["40"]
+    assert "no file may be larger than 67 MB here (ulimit -f)" in outcome.shown

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from taas_magic.data import encode, wire
-from taas_magic.data.checksum import checksum, with_numpy, with_torch
+from taas_magic.data import encode, protocol
+from taas_magic.data.encode import checksum, with_numpy, with_torch
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8),
@@ -34,7 +34,9 @@ def there_and_back(value):
     encoded = encode.encode(value)
     body = bytearray(b"".join(encoded.parts()))
     assert len(body) == encoded.body_bytes
-    assert checksum(bytes(body)) == encoded.checksum()
+    room = bytearray(os.urandom(len(body)))
+    assert encoded.copy_to(memoryview(room), is_summed=True) == checksum(bytes(body))
+    assert room == body
     return encode.decode(memoryview(body), len(encoded.head))
 
 
@@ -241,6 +243,6 @@ def test_small_things_in_one_piece():
 
 
 def test_layout_is_aligned():
-    offsets, size = wire.layout(10, [1, 64, 65, 0])
+    offsets, size = protocol.layout(10, [1, 64, 65, 0])
     assert offsets == [64, 128, 192, 320]
     assert size == 320

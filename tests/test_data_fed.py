@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from taas_magic import journal, registry
+from taas_magic import registry
 from taas_magic.capture import pickling
-from taas_magic.data import audit, ledger
+from taas_magic.data import metrics
+from taas_magic.errors import RankFailed
+from taas_magic.journal import folder as journal
 from tests.harness import Notebook, Outcome
 
 
@@ -26,6 +28,15 @@ def small_buffer(notebook: Notebook) -> Iterator[None]:
     """Fetchers may hold a few batches in memory, and more on disk."""
     settings = notebook.project / "taas.toml"
     settings.write_text('[data]\nbuffer = "100kB"\nrank_buffer = "1MB"\nover = "spill"\n')
+    yield
+    settings.unlink()
+
+
+@pytest.fixture
+def short_lease(notebook: Notebook) -> Iterator[None]:
+    """Ranks wait for fetchers as short as is possible."""
+    settings = notebook.project / "taas.toml"
+    settings.write_text("[data]\nfetch_s = 4\n")
     yield
     settings.unlink()
 
@@ -115,17 +126,22 @@ def test_all_units_may_be_ready_before(notebook: Notebook) -> None:
     assert sum(last.values()) >= 16
 
 
-def handed(outcome: Outcome) -> list[audit.Handed]:
+def handed(outcome: Outcome) -> list[metrics.Handed]:
     assert outcome.run is not None
-    found = ledger.read(outcome.run.path / "data" / "ledger")
-    assert audit.audit(found) == []
+    found = metrics.read_ledgers(outcome.run.path / "data" / "ledger")
+    assert metrics.audit(found) == []
     return found
+
+
+def spilled_here() -> set[Path]:
+    """The folders on this machine for what memory cannot hold."""
+    return set(Path(tempfile.gettempdir()).glob("taas-*/spill-*"))
 
 
 def test_what_memory_cannot_hold_is_on_disk_until_it_is_asked_for(
     notebook: Notebook, small_buffer: None
 ) -> None:
-    before = set(Path(tempfile.gettempdir()).glob("taas-*"))
+    before = spilled_here()
     notebook.define(LOADER)
     notebook.define("loader = taas.register(DataLoader(Pictures(80), 4, shuffle=True))")
     plain = notebook.run(CELL, "--cpus 0")
@@ -134,7 +150,7 @@ def test_what_memory_cannot_hold_is_on_disk_until_it_is_asked_for(
     stats = [event["loaders"]["loader"] for event in spilled.of_kind("fetched")]
     assert max(one["spilled_bytes"] for one in stats) > 10 * 65_536
     assert stats[-1]["budget_bytes"] <= 100_000
-    assert set(Path(tempfile.gettempdir()).glob("taas-*")) <= before
+    assert spilled_here() <= before
 
 
 def test_filling_can_be_interrupted(notebook: Notebook) -> None:
@@ -154,3 +170,34 @@ def test_ranks_say_what_broke_while_it_was_filled(notebook: Notebook) -> None:
     outcome = notebook.run(CELL, "--cpus 1 --units 20 --prefill all")
     assert outcome.error is not None
     assert "ambiguous" in outcome.shown
+
+
+SAYS_WHO = """
+import psutil, warnings
+
+class SaysWho(Pictures):
+    def __getitem__(self, index):
+        return psutil.Process(os.getppid()).ppid()  # of a worker's parent: the fetcher
+
+warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
+"""
+STOPS = """
+import os, signal
+for number, batch in enumerate(loader):
+    if number == 100:
+        os.kill(int(batch[0]), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+def test_a_fetcher_that_answers_nothing_fails_the_run_with_its_name(
+    notebook: Notebook, short_lease: None, workers: int
+) -> None:
+    notebook.define(LOADER)
+    notebook.define(SAYS_WHO)
+    loader = f"DataLoader(SaysWho(100_000), 1, num_workers={workers})"
+    notebook.define(f"loader = taas.register({loader})")
+    outcome = notebook.run(STOPS, "--cpus 1")
+    assert isinstance(outcome.error, RankFailed)
+    assert 'no fetcher of loader "loader" has answered for ' in outcome.shown
+    assert "fetcher 0 on this host says nothing" in outcome.shown

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic import pools, taas_toml
+from taas_magic.config import load_config
 from taas_magic.data import service
+from taas_magic.notebook import pools
 from tests.harness import Notebook
 from tests.test_data_cell import CELL, LOADER, nothing_registered, streams  # noqa: F401
 
@@ -30,7 +31,7 @@ def network(request: pytest.FixtureRequest, notebook: Notebook, tmp_path: Path) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path))
         yield request.param
-        pools.down("apart", taas_toml.load(notebook.project))
+        pools.down("apart", load_config(notebook.project))
 
 
 def test_batches_come_from_host_to_host(notebook: Notebook, network: str) -> None:

@@ -1,15 +1,13 @@
 """Fetchers on hosts, as values."""
 
-import dataclasses
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from taas_magic.config import Config, PoolConfig
-from taas_magic.data_plan import DataPlan, FetcherPlan, choose_pool, place
 from taas_magic.errors import UsageError
+from taas_magic.messages import pack, unpack
+from taas_magic.plan import DataPlan, FetcherPlan, choose_data_pool, place_fetchers
 
 FEW = st.integers(1, 9)
 
@@ -23,17 +21,17 @@ def config(*pools: PoolConfig) -> Config:
 
 
 def test_a_host_for_each_fetcher_where_there_are_enough() -> None:
-    plan = place(["train"], 2, pool(4), cores=8)
+    plan = place_fetchers(["train"], 2, pool(4), cores=8)
     assert (plan.hosts, plan.pool_hosts) == (2, 2)
     assert plan.fetchers == (FetcherPlan(0, 0, ("train",), 0), FetcherPlan(1, 1, ("train",), 1))
     assert (plan.cores, plan.notes) == (8, ())
 
 
 def test_fewer_hosts_are_shared_and_it_is_said() -> None:
-    plan = place(["train"], 4, pool(2), cores=8)
+    plan = place_fetchers(["train"], 4, pool(2), cores=8)
     assert [fetcher.host for fetcher in plan.fetchers] == [0, 1, 0, 1]
     assert plan.cores == 4
-    note = "--cpus 4 asks for 4 hosts, pool 'c' has 2 hosts: 4 fetchers share them"
+    note = '--cpus 4 asks for 4 hosts, pool "c" has 2 hosts: 4 fetchers share them'
     assert plan.notes == (note,)
 
 
@@ -44,7 +42,7 @@ def test_fewer_hosts_are_shared_and_it_is_said() -> None:
         (
             3,
             [("a", "b"), ("a", "b")],
-            "--cpus 2 for 2 loaders asks for 4 hosts, pool 'c' has 3 hosts: "
+            '--cpus 2 for 2 loaders asks for 4 hosts, pool "c" has 3 hosts: '
             "the loaders share fetchers",
         ),
     ],
@@ -52,7 +50,7 @@ def test_fewer_hosts_are_shared_and_it_is_said() -> None:
 def test_each_loader_has_hosts_of_its_own_where_there_are_enough(
     hosts: int, loaders_of: list[tuple[str, ...]], note: str
 ) -> None:
-    plan = place(["a", "b"], 2, pool(hosts), cores=8)
+    plan = place_fetchers(["a", "b"], 2, pool(hosts), cores=8)
     assert [fetcher.loaders for fetcher in plan.fetchers] == loaders_of
     assert [fetcher.index for fetcher in plan.fetchers] == [0, 1] * (len(loaders_of) // 2)
     assert "".join(plan.notes) == note
@@ -62,7 +60,7 @@ def test_each_loader_has_hosts_of_its_own_where_there_are_enough(
 def test_in_their_own_pool_ranks_have_other_hosts_as_far_as_there_are_any(
     max_hosts: int, hosts: int, pool_hosts: int
 ) -> None:
-    plan = place(["train"], 2, pool(max_hosts), cores=8, rank_hosts=1)
+    plan = place_fetchers(["train"], 2, pool(max_hosts), cores=8, rank_hosts=1)
     assert (plan.hosts, plan.pool_hosts) == (hosts, pool_hosts)
 
 
@@ -71,7 +69,7 @@ def test_every_loader_has_each_of_its_fetchers_once(
     loaders: int, cpus: int, hosts: int, rank_hosts: int, cores: int
 ) -> None:
     names = [f"loader{number}" for number in range(loaders)]
-    plan = place(names, cpus, pool(hosts), cores, rank_hosts)
+    plan = place_fetchers(names, cpus, pool(hosts), cores, rank_hosts)
     for name in names:
         indices = [fetcher.index for fetcher in plan.fetchers if name in fetcher.loaders]
         assert indices == list(range(cpus))
@@ -82,20 +80,20 @@ def test_every_loader_has_each_of_its_fetchers_once(
     assert all(plan.on(host) for host in range(plan.hosts))
     assert bool(plan.notes) == (cpus * loaders > hosts)
     assert plan.cores >= 1
-    assert DataPlan.from_json(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
+    assert unpack(pack(plan), DataPlan) == plan
 
 
 def test_the_pool_is_the_one_that_is_named_else_the_one_for_data_else_the_ranks_own() -> None:
     ranks, data = pool(1, "g", "ranks"), pool(2, "c")
-    assert choose_pool("g", "", config(ranks)) == (ranks, "")
-    assert choose_pool("g", "", config(ranks, data)) == (data, "")
-    assert choose_pool("g", "g", config(ranks, data)) == (ranks, "")
-    with pytest.raises(UsageError, match="no pool 'nowhere'"):
-        choose_pool("g", "nowhere", config(ranks, data))
+    assert choose_data_pool("g", "", config(ranks)) == (ranks, "")
+    assert choose_data_pool("g", "", config(ranks, data)) == (data, "")
+    assert choose_data_pool("g", "g", config(ranks, data)) == (ranks, "")
+    with pytest.raises(UsageError, match='No pool "nowhere"'):
+        choose_data_pool("g", "nowhere", config(ranks, data))
 
 
 def test_of_two_pools_for_data_the_first_is_taken_and_it_is_said() -> None:
     first, second = pool(1, "c1"), pool(1, "c2")
-    chosen, note = choose_pool("local", "", config(first, second))
+    chosen, note = choose_data_pool("local", "", config(first, second))
     assert chosen == first
-    assert note == "pools 'c1', 'c2' have role 'data': 'c1' is taken; --data-pool NAME chooses"
+    assert note == 'pools "c1", "c2" have role "data": "c1" is taken; --data-pool NAME chooses'

@@ -8,8 +8,10 @@ import ssl
 import pytest
 from torch.utils.data import DataLoader
 
-from taas_magic.data import link, service, tls
+from taas_magic.data import service
+from taas_magic.data.connection import FetcherLink
 from taas_magic.errors import ProtocolError
+from taas_magic.messages import FetcherReport, of_fetcher
 from tests.data_proxy import Proxy
 from tests.data_rig import Noise, Rows, forkserver_for_this_module, plain  # noqa: F401
 from tests.data_rig import service as data_service
@@ -53,11 +55,11 @@ def is_dropped(sock):
 
 
 def refused(running):
-    """How many peers the lane has refused; waits until its fetcher says of one."""
+    """How many peers the server has refused; waits until its fetcher says of one."""
     control, count = running.processes[0][1], 0
     while not count:
-        said = control.recv()
-        count = said["loaders"]["train"]["refused"] if said["kind"] == "fetched" else 0
+        said = of_fetcher(control.recv_bytes())
+        count = said.loaders["train"].refused if isinstance(said, FetcherReport) else 0
     return count
 
 
@@ -92,22 +94,22 @@ def test_47_a_peer_without_the_runs_certificate_is_refused(tmp_path, ours, shows
             context = service.new_certificate().client()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with pytest.raises(OSError):
-            link.Link(address_of(running), running.key, context, direct=False)
+            FetcherLink(address_of(running), "train", running.key, context, direct=False)
         assert refused(running) == 1
         assert len(over_tcp(running)) == 2
 
 
-def test_47_a_lane_without_the_runs_certificate_is_refused(tmp_path, ours):
+def test_47_a_server_without_the_runs_certificate_is_refused(tmp_path, ours):
     another, loader = service.new_certificate(), DataLoader(Rows(4), 2)
     refuses = pytest.raises(ssl.SSLCertVerificationError)
     with data_service(tmp_path, loader, tls=another) as running, refuses:
-        link.Link(address_of(running), running.key, ours.client(), direct=False)
+        FetcherLink(address_of(running), "train", running.key, ours.client(), direct=False)
 
 
-def test_47_a_plain_peer_of_a_lane_with_tls_is_refused(tmp_path, ours):
+def test_47_a_plain_peer_of_a_server_with_tls_is_refused(tmp_path, ours):
     with data_service(tmp_path, DataLoader(Rows(4), 2), tls=ours) as running:
         with pytest.raises((OSError, ProtocolError)):
-            link.Link(address_of(running), running.key, direct=False)
+            FetcherLink(address_of(running), "train", running.key, direct=False)
         assert len(over_tcp(running)) == 2
 
 
@@ -127,8 +129,8 @@ def test_49_a_recorded_conversation_is_worth_nothing(running):
     proxy = Proxy(running.feed().directory, lambda number, data: data)
     forth = proxy._forth
 
-    def recording(rank, lane):
-        forth(Recorder(rank, said), lane)
+    def recording(rank, server):
+        forth(Recorder(rank, said), server)
 
     proxy._forth = recording
     assert len([*running.loader(direct=False, directory=proxy, tls=client_of(running))]) == 20
@@ -187,4 +189,4 @@ def test_50_five_thousand_connections_at_once(running):
 
 def test_a_key_shows_in_no_repr(ours):
     assert "PRIVATE" not in repr(ours)
-    assert "PRIVATE" not in repr(tls.Tls(ours.certificate, ours.key))
+    assert "PRIVATE" not in repr(service.Tls(ours.certificate, ours.key))

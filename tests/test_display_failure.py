@@ -4,11 +4,22 @@ from typing import Any
 
 import pytest
 
-from taas_magic.display.failure import details, headline, others, others_summary, to_exception
+from taas_magic.display.failure import (
+    NO_GPU_ADVICE,
+    details,
+    headline,
+    no_gpu_advice,
+    others,
+    others_summary,
+    stood,
+    to_exception,
+)
 from taas_magic.errors import RankFailed, RunLost, RunTimeout
+from taas_magic.messages import Failure, RunEnded
+from tests import events
 
 
-def failure(rank: int | None = 3, how: str = "raised", **values: Any) -> dict[str, Any]:
+def failure(rank: int | None = 3, how: str = "raised", **values: Any) -> Failure:
     event = {
         "how": how,
         "rank": rank,
@@ -17,19 +28,18 @@ def failure(rank: int | None = 3, how: str = "raised", **values: Any) -> dict[st
         "etype": "ZeroDivisionError" if how == "raised" else "",
         "message": "division by zero" if how == "raised" else "",
         "traceback": ["Traceback", "Cell In[3], line 1\n----> 1 1 / 0"] if how == "raised" else [],
-        "signal": None,
         "exitcode": None,
         "consequence": False,
         "log_path": "/runs/x/logs/rank-3.log",
         "advice": "",
         "tail": ["loading", "bad"],
     }
-    return event | values
+    return events.failure(**(event | values))
 
 
-def ended(first: dict[str, Any] | None, *rest: dict[str, Any], state: str = "FAILED") -> Any:
+def ended(first: Failure | None, *rest: Failure, state: str = "FAILED") -> RunEnded:
     failures = [first, *rest] if first else list(rest)
-    return {"kind": "ended", "state": state, "first": first, "failures": failures, "elapsed_s": 1.0}
+    return RunEnded(state=state, first=first, failures=failures, elapsed_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +53,8 @@ def ended(first: dict[str, Any] | None, *rest: dict[str, Any], state: str = "FAI
         (failure(how="exit", exitcode=3), "rank 3 on host gpu1 (pid 812): exited with code 3"),
         (failure(None, "host", message="no heartbeat"), "host gpu1: lost: no heartbeat"),
         (
-            failure(how="timeout", pid=None),
-            "rank 3 on host gpu1: still running when --timeout was over",
+            failure(how="timeout", message="exceeded --timeout 3s"),
+            "stopped: exceeded --timeout 3s",
         ),
         (failure(message=""), "rank 3 on host gpu1 (pid 812): ZeroDivisionError"),
         (failure(message="a\nb"), "rank 3 on host gpu1 (pid 812): ZeroDivisionError: a"),
@@ -84,10 +94,32 @@ def test_a_message_of_a_megabyte_is_cut() -> None:
 
 
 def test_a_deep_recursion_keeps_both_ends() -> None:
-    lines = details(failure(traceback=[f"frame {i}" for i in range(3000)], log_path=None))
+    lines = details(failure(traceback=[f"frame {i}" for i in range(3000)], log_path=""))
     assert (lines[0], lines[-1]) == ("frame 0", "frame 2999")
     assert "… [2,800 lines left out]" in lines
     assert len(lines) == 201
+
+
+def test_what_a_rank_says_does_nothing_to_a_terminal_but_colour() -> None:
+    evil = "\x1b]0;title\x07\x1b[31mred\x1b[0m\x1b[2J\x1bP1;x\x1b\\"
+    event = failure(message=evil, traceback=[evil], tail=[evil], how="exit")
+    assert headline(event).endswith(": \x1b[31mred\x1b[0m")
+    assert details(event)[0] == "\x1b[31mred\x1b[0m"
+    assert "    \x1b[31mred\x1b[0m" in details(event)
+
+
+def test_where_ranks_stood_is_the_notebooks_line_and_folded() -> None:
+    def stack(line: int) -> list[str]:
+        cell = [f'  File "Cell In[5]", line {line}, in train', "    loss.backward()"]
+        return [*cell, '  File "/lib/torch/autograd.py", line 9, in run', "    engine()"]
+
+    failures = [failure(rank, "timeout", stack=stack(7 + (rank == 2))) for rank in range(4)]
+    assert stood([*failures, failure(4, "timeout", stack=[])]) == [
+        "where the ranks stood:",
+        "    ranks 0-1,3: Cell In[5], line 7: loss.backward()",
+        "    rank 2: Cell In[5], line 8: loss.backward()",
+        "    rank 4: not seen in Python code yet",
+    ]
 
 
 def test_consequences_are_collapsed() -> None:
@@ -98,7 +130,7 @@ def test_consequences_are_collapsed() -> None:
     ]
     rest.append(failure(7, "exit", exitcode=5))
     assert others_summary(first, [first, *rest]) == (
-        "6 more ranks failed as a consequence; 1 more rank failed"
+        "6 other ranks failed because of this; 1 other rank failed, too"
     )
     assert others(first, [first, *rest]) == [
         "ranks 0-2,4-6: RuntimeError: peer closed (a consequence)",
@@ -119,7 +151,7 @@ def test_the_exception_carries_rank_and_type_and_renders_itself() -> None:
     assert (error.rank, error.etype) == (3, "ZeroDivisionError")
     text = error._render_traceback_()
     assert text[0] == "Traceback"
-    assert "1 more rank failed as a consequence:" in text
+    assert "1 other rank failed because of this:" in text
     assert text[-1] == f"RankFailed: {headline(failure())}"
 
 
@@ -129,3 +161,40 @@ def test_timeout_loss_and_a_run_that_only_ended() -> None:
     assert type(lost) is RunLost
     assert "host gpu1: lost: no heartbeat" in str(lost)
     assert str(to_exception(ended(None, state="INTERRUPTED"))) == "the run ended as INTERRUPTED"
+
+
+@pytest.mark.parametrize(
+    ("etype", "message"),
+    [
+        ("AssertionError", "Torch not compiled with CUDA enabled"),
+        ("RuntimeError", "Found no NVIDIA driver on your system. Please check that you have one"),
+        ("RuntimeError", "No CUDA GPUs are available"),
+        ("AttributeError", "module 'torch._C' has no attribute '_cuda_setDevice'"),
+        ("RuntimeError", "Attempting to deserialize … but torch.cuda.is_available() is False. If"),
+        ("RuntimeError", "torch.cuda.Stream requires CUDA support"),
+        ("RuntimeError", "Tried to instantiate dummy base class Event"),
+        (
+            "ValueError",
+            "DistributedDataParallel device_ids and output_device arguments only work with … but "
+            "got device_ids [0], output_device None, and module parameters {device(type='cpu')}.",
+        ),
+    ],
+)
+def test_a_missing_gpu_is_explained(etype: str, message: str) -> None:
+    assert no_gpu_advice(etype, message) == NO_GPU_ADVICE
+    assert f"advice: {NO_GPU_ADVICE}" in details(failure(etype=etype, message=message))
+    own = failure(etype=etype, message=message, advice="other")
+    assert "advice: other" in details(own)
+
+
+@pytest.mark.parametrize(
+    ("etype", "message"),
+    [
+        ("RuntimeError", "CUDA error: device-side assert triggered"),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        ("KeyError", "No CUDA GPUs are available"),
+        ("AssertionError", ""),
+    ],
+)
+def test_other_errors_say_nothing_of_a_missing_gpu(etype: str, message: str) -> None:
+    assert no_gpu_advice(etype, message) == ""

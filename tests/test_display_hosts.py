@@ -1,13 +1,12 @@
 """The table of hosts, as text and as HTML."""
 
-import dataclasses
+from msgspec import structs
 
 from taas_magic.display.hosts import html, summary, text
-from taas_magic.preflight.gather import Row
-from taas_magic.preflight.judge import ERROR, WARNING, Finding
-from taas_magic.provision.facts import Facts, Kernel
-from taas_magic.provision.prepare import what_to_bring
-from tests.test_preflight_judge import FIT, KERNEL
+from taas_magic.setup.checks import ERROR, WARNING, Finding, Row
+from taas_magic.setup.facts import Facts, Kernel
+from taas_magic.setup.install import what_to_bring
+from tests.test_setup_judge import FIT, KERNEL
 
 
 def row(facts: Facts | None, *findings: Finding, host: str = "gpu1", means: str = "") -> Row:
@@ -23,7 +22,7 @@ def cells(shown: Row, here: Kernel = KERNEL) -> dict[str, str]:
 
 
 def test_a_row_says_what_a_host_is_like() -> None:
-    facts = dataclasses.replace(
+    facts = structs.replace(
         FIT, gpu_names=("H200", "H200"), reached_at="10.0.0.1", sees_store=True, ahead_s=-0.26
     )
     found = cells(row(facts, means="Landlock"))
@@ -37,7 +36,7 @@ def test_a_row_says_what_a_host_is_like() -> None:
 def test_where_our_packages_are_is_said() -> None:
     assert cells(row(FIT))["taas"] == "comes on first use"
     names = tuple(parcel.name for parcel in what_to_bring(FIT, KERNEL))
-    assert cells(row(dataclasses.replace(FIT, sites=names)))["taas"] == "in its cache"
+    assert cells(row(structs.replace(FIT, sites=names)))["taas"] == "in its cache"
 
 
 def test_findings_stand_below_their_host_with_what_to_do() -> None:
@@ -64,6 +63,6 @@ def test_hosts_that_said_little_or_nothing_have_a_row() -> None:
 
 def test_what_a_host_says_is_escaped() -> None:
     evil = "<script>alert(1)</script>"
-    facts = dataclasses.replace(FIT, torch=evil)
+    facts = structs.replace(FIT, torch=evil)
     shown = html([row(facts, Finding(ERROR, evil, evil), host=evil)], KERNEL)
     assert "<script" not in shown and shown.count("&lt;script&gt;") == 5

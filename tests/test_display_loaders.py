@@ -1,27 +1,27 @@
 """What the head says of a run's loaders."""
 
-from typing import Any
-
 from taas_magic.display.loaders import filling, lines
-from taas_magic.flow import Flow
+from taas_magic.journal.analysis import Flow
+from taas_magic.messages import Event
+from tests.events import event
 
 COUNTS = {"batches": 600, "units": 600, "bytes": 6e7, "waited_s": 3.0, "span_s": 10.0}
 STATS = {"ready": 12, "ready_bytes": 1.2e6, "budget_bytes": 1e9}
 
 
-def flow_of(*events: dict[str, Any]) -> Flow:
+def flow_of(*events: Event) -> Flow:
     flow = Flow()
-    for number, event in enumerate(events):
-        flow.apply({"host": "h", **event}, 10.0 + number)
+    for number, seen in enumerate(events):
+        flow.apply(seen, 10.0 + number)
     return flow
 
 
-def data(rank: int, **counts: float) -> dict[str, Any]:
-    return {"kind": "data", "rank": rank, "loaders": {"train": COUNTS | counts}}
+def data(rank: int, **counts: float) -> Event:
+    return event("data", rank=rank, loaders={"train": COUNTS | counts})
 
 
-def fetched(**stats: float) -> dict[str, Any]:
-    return {"kind": "fetched", "number": 0, "loaders": {"train": STATS | stats}}
+def fetched(**stats: float) -> Event:
+    return event("fetched", number=0, loaders={"train": STATS | stats})
 
 
 def facts(flow: Flow, units: int | None = None, has_ended: bool = False) -> dict[str, str]:
@@ -67,7 +67,7 @@ def test_many_ranks_are_shown_by_their_extremes() -> None:
 
 def test_many_loaders_are_bounded() -> None:
     loaders = {f"loader{number:02}": COUNTS for number in range(20)}
-    flow = flow_of({"kind": "data", "rank": 0, "loaders": loaders})
+    flow = flow_of(event("data", rank=0, loaders=loaders))
     assert lines(flow, None, False)[-1] == ("… and 12 more loaders", [])
 
 
@@ -76,9 +76,8 @@ def test_a_run_without_loaders_shows_none() -> None:
 
 
 def test_filling_until_the_ranks_start() -> None:
-    event = {"kind": "filling", "done": 31e6, "wanted": 5e8, "unit": "bytes"}
-    assert filling(flow_of(event)) == "31.0 MB of 500.0 MB"
-    assert filling(flow_of(event | {"done": 31, "wanted": 200, "unit": "batches"})) == (
-        "31 of 200 batches"
-    )
-    assert filling(flow_of(event, {"kind": "started", "pids": {}})) == ""
+    in_bytes = event("filling", done=31e6, wanted=5e8, unit="bytes")
+    assert filling(flow_of(in_bytes)) == "31.0 MB of 500.0 MB"
+    batches = event("filling", done=31, wanted=200, unit="batches")
+    assert filling(flow_of(batches)) == "31 of 200 batches"
+    assert filling(flow_of(in_bytes, event("started", pids={}))) == ""

@@ -1,24 +1,22 @@
 """The log's text: prefixes, bounds, counts of what is left out."""
 
-from typing import Any
-
 import pytest
 
 from taas_magic.display import log
-from taas_magic.display.fold import HOLD_S
-from taas_magic.display.log import LogText, harmless, size_text
+from taas_magic.display.log import HOLD_S, LogText, harmless, size_text
+from taas_magic.messages import Lines, LinesDropped
 
 
-def lines(rank: int, *texts: str, host: str = "gpu1") -> dict[str, Any]:
-    return {"kind": "lines", "rank": rank, "host": host, "lines": list(texts)}
+def lines(rank: int, *texts: str, host: str = "gpu1") -> Lines:
+    return Lines(rank=rank, host=host, lines=list(texts))
 
 
-def dropped(rank: int, n_lines: int, n_bytes: int) -> dict[str, Any]:
-    return {"kind": "dropped", "rank": rank, "lines": n_lines, "bytes": n_bytes}
+def dropped(rank: int, n_lines: int, n_bytes: int) -> LinesDropped:
+    return LinesDropped(rank=rank, lines=n_lines, bytes=n_bytes)
 
 
 def log_text(world_size: int = 1, n_hosts: int = 1, ranks: frozenset[int] | None = None) -> LogText:
-    return LogText(world_size, n_hosts, "/runs/r1/logs", ranks, now=0.0)
+    return LogText(world_size, n_hosts, "/runs/r1/logs", ranks, "r1")
 
 
 def test_prefixes() -> None:
@@ -56,6 +54,25 @@ def test_colours_end_with_their_line_and_the_cursor_stays() -> None:
     assert harmless("\x1b[2J\x1b[3Aup\x1b[?25l") == "up"
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]8;;http://x\x1b\\a link\x1b]8;;\x1b\\ ends", "a link ends"),
+        ("\x1b]0;title\x07text", "text"),
+        ("\x1bPdevice\x1b\\text", "text"),
+        ("bare \x1b and \x1b", "bare  and "),
+        ("\x1b(Bcharacters\x1bc", "characters"),
+        ("\x9b2J\x90x\x9cC1\x9d0;t\x07", "2JC1"),
+        ("bell\x07 and back\x08", "bell and back"),
+        ("a\ttab", "a\ttab"),
+        ("\x1b[1;38:2::1:2:3mred", "\x1b[1;38:2::1:2:3mred\x1b[0m"),
+        ("\x1b]an end is missing", "]an end is missing"),
+    ],
+)
+def test_other_sequences_are_left_out(text: str, shown: str) -> None:
+    assert harmless(text) == shown
+
+
 def test_what_was_dropped_is_said_with_the_file() -> None:
     text = log_text(4)
     text.dropped(dropped(3, 81_000, 6_000_000))
@@ -78,31 +95,81 @@ def test_a_flood_is_said_less_and_less_often() -> None:
     assert "not shown" in text.take()
 
 
-def test_a_burst_keeps_below_what_jupyters_server_allows() -> None:
+def test_a_cell_takes_so_much_and_then_the_last_lines_in_one_display() -> None:
     text = log_text(1)
-    for step in range(30):
-        text.lines(lines(0, *["x" * 99] * 10_000), step / 10)
-    assert 1_900_000 < len(text.take()) < 2_800_000
+    for second in range(60):
+        text.lines(lines(0, *(f"{second:02}-{number:096}" for number in range(10_000))), second)
+    shown = text.take()
+    assert log.CELL_BYTES * 0.9 < len(shown) < log.CELL_BYTES * 1.1
+    rest = text.rest
+    assert rest is not None
+    first, *last = rest.text().splitlines()
+    n_more = 600_000 - shown.count("\n")
+    assert first == f"… {n_more:,} lines more ({n_more / 10_000:.1f} MB): %taas logs r1"
+    assert last == [f"[0] 59-{number:096}" for number in range(10_000 - log.LAST_LINES, 10_000)]
+    assert not text.has_text
 
 
-def test_all_shown_text_is_bounded_then_trickles_but_errors_pass() -> None:
+def test_once_the_cell_is_full_no_later_line_gets_in_before() -> None:
     text = log_text(1)
-    shown = 0
-    for second in range(120):
-        text.lines(lines(0, *["x" * 99] * 10_000), float(second))
-        shown += len(text.take())
-    assert log.TOTAL_BYTES - 1_000 < shown < log.TOTAL_BYTES * 1.1
-    text.lines(lines(0, *["x" * 99] * 10_000, "ValueError: bad"), 121.0)
-    text.close(121.0)
-    assert "[0] ValueError: bad\n" in text.take()
+    text.lines(lines(0, "x" * (log.CELL_BYTES - 10), "too long for what is left", "fits"), 0.0)
+    text.say("── restart ──", 0.0)
+    assert text.take().count("\n") == 1
+    assert text.rest is not None
+    assert text.rest.text().splitlines()[-3:] == [
+        "[0] too long for what is left",
+        "[0] fits",
+        "── restart ──",
+    ]
 
 
-def test_nothing_shown_plus_dropped_is_lost() -> None:
+def test_errors_among_the_rest_are_kept_and_bounded() -> None:
+    text = log_text(1)
+    text.lines(lines(0, *["x" * 99] * 10_000, "ValueError: bad", *["y" * 99] * 100), 0.0)
+    assert text.rest is not None
+    shown = text.rest.text()
+    assert shown.count("[0] ValueError: bad") == 1
+    text.lines(lines(0, *["ValueError: " + "z" * 1_000_000] * 1000), 1.0)
+    assert len(text.rest.text()) < 50_000
+
+
+def test_what_a_host_did_not_send_counts_as_rest() -> None:
+    text = log_text(1)
+    text.lines(lines(0, *["x" * 99] * 10_000), 0.0)
+    assert text.rest is not None
+    before = text.rest.text()
+    text.dropped(dropped(0, 1_000_000, 50_000_000))
+    assert text.has_text and "1,005,000 lines more (50.5 MB)" in text.rest.text() != before
+
+
+def test_a_cleared_cell_takes_as_much_again() -> None:
+    text = log_text(1)
+    text.lines(lines(0, *["x" * 99] * 10_000), 0.0)
+    text.take()
+    text.clear()
+    text.lines(lines(0, "again"), 1.0)
+    assert (text.take(), text.rest) == ("[0] again\n", None)
+
+
+def test_nothing_shown_plus_the_rest_is_lost() -> None:
     text = log_text(1)
     text.lines(lines(0, *["x" * 99] * 100_000), 0.0)
     text.close(0.0)
-    *kept, note = text.take().splitlines()
-    assert len(kept) + int(note.split()[2].replace(",", "")) == 100_000
+    assert text.rest is not None
+    more = int(text.rest.text().split()[1].replace(",", ""))
+    assert len(text.take().splitlines()) + more == 100_000
+
+
+def test_finished_bars_fold_though_their_rates_differ() -> None:
+    text = log_text(2)
+    for rank, rate in enumerate((9.87, 12.3)):
+        text.lines(lines(rank, f"steps: 100%|████| 20/20 [00:0{rank}<00:00, {rate}it/s]"), 0.0)
+    text.flush(0.0)
+    assert text.take() == "[0-1 ×2] steps: 100%|████| 20/20 [00:01<00:00, 12.3it/s]\n"  # noqa: RUF001
+    for rank in range(2):
+        text.lines(lines(rank, f"other {rank}: 100%|█| 1/1 [00:00<00:00, 9.87it/s]"), 1.0)
+    text.flush(1.0)
+    assert text.take().count("\n") == 2
 
 
 def test_a_line_that_no_rank_printed_comes_after_what_was_printed() -> None:

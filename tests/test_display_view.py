@@ -17,12 +17,15 @@ Execute = Callable[[str], list[Message]]
 
 PRELUDE = """
 import time
+import msgspec
 from taas_magic.display.view import View
+from taas_magic.messages import AnyEvent
 from taas_magic.plan import Flags, HostCapacity
-from taas_magic.planning import make_plan
+from taas_magic.plan import make_plan
 
 def event(kind, host="gpu1", **values):
-    return {"kind": kind, "time": 0.0, "host": host, **values}
+    line = {"kind": kind, "time": 0.0, "host": host, **values}
+    return msgspec.convert(line, AnyEvent, str_keys=True)
 
 def lines(rank, *texts):
     return event("lines", rank=rank, lines=list(texts))
@@ -65,18 +68,18 @@ def client() -> Iterator[BlockingKernelClient]:
 
 @pytest.fixture
 def execute(client: BlockingKernelClient) -> Execute:
-    """Runs code in the kernel; returns what a front end would get, status and input left out."""
+    """Runs code in the kernel; returns what a notebook would get, status and input left out."""
+    return lambda code: run_in(client, code, allow_stdin=False)
 
-    def run(code: str) -> list[Message]:
-        messages: list[Message] = []
-        reply = client.execute_interactive(
-            PRELUDE + textwrap.dedent(code), timeout=60, output_hook=messages.append
-        )
-        assert reply["content"]["status"] == "ok", reply["content"].get("traceback")
-        kinds = ("status", "execute_input")
-        return [message for message in messages if message["msg_type"] not in kinds]
 
-    return run
+def run_in(client: BlockingKernelClient, code: str, **how: Any) -> list[Message]:
+    messages: list[Message] = []
+    reply = client.execute_interactive(
+        PRELUDE + textwrap.dedent(code), timeout=60, output_hook=messages.append, **how
+    )
+    assert reply["content"]["status"] == "ok", reply["content"].get("traceback")
+    kinds = ("status", "execute_input")
+    return [message for message in messages if message["msg_type"] not in kinds]
 
 
 def contents(messages: list[Message], kind: str) -> list[dict[str, Any]]:
@@ -111,14 +114,14 @@ def test_a_run_in_a_kernel(execute: Execute) -> None:
     assert last["data"]["text/plain"].startswith("SUCCEEDED digits · ranks 2")
 
 
-def test_ten_thousand_lines_are_one_message(execute: Execute) -> None:
+def test_five_thousand_lines_are_one_message(execute: Execute) -> None:
     messages = execute("""
         stage = Stage(ranks=1)
-        stage.play(lines(0, *(f"{i:079}" for i in range(10_000))))
+        stage.play(lines(0, *(f"{i:079}" for i in range(5_000))))
         stage.end(ended())
     """)
     (stream,) = contents(messages, "stream")
-    assert [int(line[4:]) for line in stream["text"].splitlines()] == list(range(10_000))
+    assert [int(line[4:]) for line in stream["text"].splitlines()] == list(range(5_000))
 
 
 def test_what_hosts_send_is_escaped_in_the_head(execute: Execute) -> None:
@@ -218,6 +221,51 @@ def test_many_small_batches_stay_below_the_servers_message_limit(execute: Execut
     assert text.splitlines() == [f"[0] {step}" for step in range(1000)]
     assert len(streams) <= 400
     assert all(stream["text"].endswith("\n") for stream in streams)
+
+
+def test_a_flood_is_a_full_cell_and_one_display_that_is_updated_once_a_second(
+    execute: Execute,
+) -> None:
+    messages = execute("""
+        stage = Stage(ranks=1)
+        for step in range(300):
+            stage.play(lines(0, *(f"{step} {i:090}" for i in range(200))), seconds=0.1)
+        stage.end(ended())
+    """)
+    streams = [stream["text"] for stream in contents(messages, "stream")]
+    assert 450_000 < sum(map(len, streams)) < 550_000
+    rest = [m["content"] for m in messages if ":rest" in str(m["content"].get("transient"))]
+    assert [m["msg_type"] for m in messages].count("display_data") == 2
+    assert 25 <= len(rest) <= 35
+    last = rest[-1]["data"]["text/plain"]
+    assert last.endswith(f"[0] 299 {199:090}") and "%taas logs run-1" in last
+    assert len(last) < 20_000
+
+
+def test_a_console_gets_all_lines_and_the_end_as_text(client: BlockingKernelClient) -> None:
+    code = """
+        stage = Stage(ranks=1)
+        stage.play(lines(0, *(f"{i:090}" for i in range(20_000))))
+        stage.end(ended())
+    """
+    streams = contents(run_in(client, code, allow_stdin=True), "stream")
+    text = "".join(stream["text"] for stream in streams)
+    assert text.count("\n") > 20_000
+    assert "\nSUCCEEDED digits · ranks 1" in text
+
+
+def test_a_console_gets_the_last_lines_of_a_flood_at_the_end(client: BlockingKernelClient) -> None:
+    code = """
+        stage = Stage(ranks=1)
+        for step in range(12):
+            stage.play(lines(0, *(f"{step} {i:090}" for i in range(10_000))), seconds=1.0)
+        stage.end(ended())
+    """
+    streams = contents(run_in(client, code, allow_stdin=True), "stream")
+    text = "".join(stream["text"] for stream in streams)
+    assert 8_000_000 < len(text) < 9_000_000
+    assert f" MB): %taas logs run-1\n[0] 11 {9970:090}\n" in text
+    assert f"[0] 11 {9999:090}\nSUCCEEDED digits" in text
 
 
 def test_a_restart_is_a_line_of_the_log(execute: Execute) -> None:

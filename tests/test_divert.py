@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.remote.divert import views
-from taas_magic.remote.guard import Means
+from taas_magic.store.guard import Means
+from taas_magic.store.redirect import views
 from tests.children import sights
 from tests.rig import held
 from tests.rig.held import Held, Raised, Setting
@@ -31,10 +31,6 @@ def rank(base: Path) -> Iterator[Held]:
         yield process
 
 
-def test_save_exists_list_load(rank: Held) -> None:
-    rank.call(sights.saves_and_finds)
-
-
 def test_rank_0s_file_is_the_one_that_is_read(base: Path, rank: Held) -> None:
     rank.call(sights.saves, "m.pt", 1.0)
     assert rank.call(sights.loads, "m.pt") == 1.0
@@ -52,26 +48,6 @@ def test_what_every_rank_does_fails_on_none(base: Path, rank: Held) -> None:
     with pytest.raises(Raised, match="FileExistsError"):
         rank.call(os.mkdir, "folder")
     assert sorted(os.listdir(base / "store")) == ["data.bin", "folder", "numbers.bin"]
-
-
-def test_folders_of_both_are_walked_as_one(rank: Held) -> None:
-    rank.call(sights.walks_both)
-
-
-def test_a_checkpoint_folder_of_its_own_is_made_moved_and_removed(rank: Held) -> None:
-    rank.call(sights.rotates_checkpoints)
-
-
-def test_an_error_names_the_path_that_was_asked_for(rank: Held) -> None:
-    with pytest.raises(Raised) as caught:
-        rank.call(sights.saves, "missing/m.pt", 1.0)
-    assert caught.value.etype == "FileNotFoundError" and "store/missing/m.pt" in caught.value.text
-    with pytest.raises(Raised) as caught:
-        rank.call(sights.changes, "missing.bin")
-    assert caught.value.etype == "FileNotFoundError" and "'missing.bin'" in caught.value.text
-    with pytest.raises(Raised) as caught:
-        rank.call(sights.changes, "folder")
-    assert caught.value.etype == "IsADirectoryError"
 
 
 def test_writing_elsewhere_is_not_led_anywhere(base: Path, rank: Held) -> None:

@@ -1,4 +1,4 @@
-"""One suite for every engine: what the keeper may count on."""
+"""One suite for every engine: what the controller may count on."""
 
 import asyncio
 from pathlib import Path
@@ -9,11 +9,11 @@ from distributed import Scheduler, SchedulerPlugin
 
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import HostSource, find_engine
-from taas_magic.engines.head import HeadScheduler
-from taas_magic.engines.keys import make_security
-from taas_magic.engines.members import Members
+from taas_magic.engines.keys import Keys
 from taas_magic.errors import UsageError
-from taas_magic.remote.devices import count_gpus
+from taas_magic.host.hardware import count_gpus
+from taas_magic.pool.head import HeadScheduler
+from taas_magic.pool.hosts import Members
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -72,7 +72,7 @@ def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Pa
     async def live() -> None:
         engine = find_engine(pool)
         engine.prepare()  # the first host is ahead of its time, the second one is not
-        async with engine.open(HeadScheduler, make_security(), str(tmp_path)) as cluster:
+        async with engine.open(HeadScheduler, Keys(), str(tmp_path)) as cluster:
             watching = Watching()
             cluster.scheduler.add_plugin(watching)
             source = HostSource(engine, cluster)
@@ -90,7 +90,7 @@ def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Pa
 
 
 def test_an_unknown_engine_is_refused_with_those_that_are() -> None:
-    with pytest.raises(UsageError, match="no engine 'x'; possible is local, ssh"):
+    with pytest.raises(UsageError, match=r'no engine "x". There are local, ssh'):
         find_engine(PoolConfig("p", engine="x"))
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from taas_magic import pools, registry
+from taas_magic import registry
 from taas_magic.capture import pickling
-from taas_magic.data import audit, ledger
-from taas_magic.taas_toml import load
+from taas_magic.config import load_config
+from taas_magic.data import metrics
+from taas_magic.notebook import pools
 from tests.harness import Notebook, Outcome
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import ssh_pool
@@ -76,7 +77,7 @@ def far_pools(warm_notebook: Notebook, hosts: Hosts) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
         patch.chdir(warm_notebook.project)
-        config = load(warm_notebook.project)
+        config = load_config(warm_notebook.project)
         settings.unlink()
         for name in ("g", "c"):
             pools.down(name, config)
@@ -109,13 +110,13 @@ def remote(
 
 
 def fetchers_on(hosts: Hosts) -> list[psutil.Process]:
-    """The fetchers and lanes on the data pool's hosts: what a forkserver has started."""
+    """The fetchers and workers on the data pool's hosts: what a forkserver has started."""
     found = []
     for number in FETCHERS:
         for process in processes_of(hosts, number):
             with contextlib.suppress(psutil.Error):
                 parents = [" ".join(parent.cmdline()) for parent in process.parents()]
-                if sum("taas_magic.remote.agent" in words for words in parents) > 1:
+                if sum("taas_magic.host.agent" in words for words in parents) > 1:
                     found.append(process)
     return found
 
@@ -128,10 +129,10 @@ def train(notebook: Notebook, flags: str, source: str = TRAIN, gpus: int = 1) ->
 
 def result(outcome: Outcome) -> tuple[str, int, list[float]]:
     assert outcome.run is not None
-    handed = ledger.read(outcome.run.path / "data" / "ledger")
+    handed = metrics.read_ledgers(outcome.run.path / "data" / "ledger")
     host, batches, weights = outcome.run.result
-    assert audit.audit(handed) == []
-    assert audit.missing(handed, batches) == []
+    assert metrics.audit(handed) == []
+    assert metrics.missing(handed, batches) == []
     return host, batches, weights
 
 

@@ -2,24 +2,25 @@
 
 import pytest
 
+from taas_magic.host.fetchers import Filling, workers_fill
 from taas_magic.plan import Prefill
-from taas_magic.remote.filling import Filling, lanes_fill
+from tests.events import event
 
 BATCHES = Prefill(100, "batches")
 BYTES = Prefill(1000, "bytes")
 ALL = Prefill(0, "all")
 
 
-def fetched(number=0, ready=0, ready_bytes=0, spilled_bytes=0, idle=0, lanes=2):
+def fetched(number=0, ready=0, ready_bytes=0, spilled_bytes=0, idle=0, workers=2):
     stats = {"ready": ready, "ready_bytes": ready_bytes, "spilled_bytes": spilled_bytes}
-    loaders = {"train": stats | {"idle": idle, "lanes": lanes}}
-    return {"kind": "fetched", "number": number, "loaders": loaders}
+    loaders = {"train": stats | {"idle": idle, "workers": workers}}
+    return event("fetched", number=number, loaders=loaders)
 
 
 def filling(prefill, *events, fetchers=1, loaders=1, units=None):
     found = Filling(prefill, fetchers, loaders, units)
-    for event in events:
-        found.take(event)
+    for seen in events:
+        found.take(seen)
     return found
 
 
@@ -40,7 +41,7 @@ def test_enough_is_what_was_asked_for(prefill, events, is_enough):
     assert filling(prefill, *events, fetchers=2, units=40).is_enough is is_enough
 
 
-def test_lanes_that_can_prepare_no_more_are_enough():
+def test_workers_that_can_prepare_no_more_are_enough():
     full = fetched(0, ready=3, idle=2)
     assert filling(BATCHES, full).is_enough
     assert not filling(BATCHES, full, fetchers=2).is_enough, "the other has said nothing yet"
@@ -49,23 +50,21 @@ def test_lanes_that_can_prepare_no_more_are_enough():
 
 
 def test_ranks_start_when_all_fetchers_have_ended():
-    ended = [{"kind": "fetcher_ended", "number": number} for number in (0, 1)]
+    ended = [event("fetcher_ended", number=number) for number in (0, 1)]
     assert not filling(BATCHES, ended[0], fetchers=2).is_enough
     assert filling(BATCHES, *ended, fetchers=2).is_enough
     assert filling(BATCHES, ended[0], fetched(1, ready=9, idle=2), fetchers=2).is_enough
 
 
 def test_what_the_head_is_told():
-    assert filling(BYTES, fetched(ready_bytes=600)).fields == {
-        "done": 600,
-        "wanted": 1000,
-        "unit": "bytes",
-    }
-    assert filling(ALL, loaders=2, units=40).fields == {"done": 0, "wanted": 80, "unit": "batches"}
+    said = filling(BYTES, fetched(ready_bytes=600)).event("cpu1")
+    assert (said.host, said.done, said.wanted, said.unit) == ("cpu1", 600, 1000, "bytes")
+    said = filling(ALL, loaders=2, units=40).event("")
+    assert (said.done, said.wanted, said.unit) == (0, 80, "batches")
 
 
-def test_what_lanes_prepare_for_it():
-    assert lanes_fill(None) == (0, 0)
-    assert lanes_fill(BATCHES) == (100, 0)
-    assert lanes_fill(BYTES) == (0, 1000)
-    assert lanes_fill(ALL)[0] > 1e15
+def test_what_workers_prepare_for_it():
+    assert workers_fill(None) == (0, 0)
+    assert workers_fill(BATCHES) == (100, 0)
+    assert workers_fill(BYTES) == (0, 1000)
+    assert workers_fill(ALL)[0] > 1e15

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taas_magic import flag_values
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import UsageError
-from taas_magic.flag_table import FLAGS
-from taas_magic.flags import HELP, parse
+from taas_magic.notebook.flags import FLAGS, HELP, count, parse, ranks
 from taas_magic.plan import Flags, Prefill
 
 NO_FILE = Config()
@@ -72,48 +70,61 @@ def test_spellings(line: str) -> None:
 def test_each_field_of_flags_has_a_flag() -> None:
     named = {flag.field for flag in FLAGS}
     fields = {field.name for field in dataclasses.fields(Flags)}
-    assert named - {"timeout", "logs"} == fields - {"timeout_s", "log_ranks", "max_gpus"}
+    renamed = {"timeout", "hang", "logs"}
+    assert named - renamed == fields - {"timeout_s", "hang_s", "log_ranks", "max_gpus", "federated"}
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "--gpus N is missing"),
-        ("--pool g2.8", "--gpus N is missing"),
-        ("--gpus 0", "--gpus 0: possible is a whole number from 1"),
-        ("--gpus -1", "--gpus -1: possible is a whole number from 1"),
-        ("--gpus NaN", "--gpus NaN: possible is a whole number from 1"),
-        ("--gpus 1e9", "--gpus 1e9: possible is a whole number from 1"),
-        ("--gpus 99999999999", "possible is a whole number from 1 to 1000000"),
-        ("--gpus", "--gpus needs a value: possible is a whole number"),
-        ("--gpus --cpus 2", "--gpus needs a value"),
-        ("--gpus {n}", "the notebook has no such name to fill in"),
-        ("--gpu 2", "no flag --gpu (did you mean --gpus?); the flags are: --gpus --cpus"),
-        ("--gpus 2 -x", "no flag -x; the flags are: --gpus --cpus"),
-        ("8", "'8' is not a flag and follows none; the flags are: --gpus"),
-        ("--gpus 2 --gpus 3", "--gpus is given twice"),
-        ("--gpus 2 --units 0", "--units 0: possible is a whole number from 1, such as 20480000"),
-        ("--gpus 2 --units 1.5", "--units 1.5: possible is"),
-        ("--gpus 2 --units -5", "--units -5: possible is"),
-        ("--gpus 2 --cpus -1", "--cpus -1: possible is a whole number from 0"),
-        ("--gpus 2 --max-restarts x", "--max-restarts x: possible is a whole number from 0"),
-        ("--gpus 2 --timeout 0", "--timeout 0: possible is a time above 0, such as 90, 90s"),
-        ("--gpus 2 --timeout soon", "--timeout soon: possible is a time above 0"),
-        ("--gpus 2 --env A", "--env A: possible is KEY=VALUE"),
-        ("--gpus 2 --env 1A=2", "--env 1A=2: possible is KEY=VALUE"),
-        ("--gpus 2 --out a-b", "--out a-b: possible is names of variables"),
-        ("--gpus 2 --out class", "--out class: possible is names of variables"),
-        ("--gpus 2 --logs 5-2", "--logs 5-2: possible is all, or ranks such as 0,2-5"),
-        ("--gpus 2 --logs 2", "--logs 2: with --gpus 2 possible is all, or ranks from 0 to 1"),
+        ("", "--gpus is missing"),
+        ("--pool g2.8", "--gpus is missing"),
+        ("--gpus 0", '--gpus needs a number (--gpus 2) or a range (--gpus 8:16); got "0"'),
+        ("--gpus -1", '--gpus 8:16); got "-1"'),
+        ("--gpus NaN", '--gpus 8:16); got "NaN"'),
+        ("--gpus 1e9", '--gpus 8:16); got "1e9"'),
+        ("--gpus 99999999999", 'got "99999999999"'),
+        ("--gpus", "--gpus needs a number (--gpus 2)"),
+        ("--gpus --cpus 2", "--gpus needs a number (--gpus 2)"),
+        ("--gpus {n}", "a name that the notebook does not have"),
+        ("--gpu 2", "No flag --gpu (did you mean --gpus?). The flags are: --gpus --cpus"),
+        ("--gpus 2 -x", "No flag -x. The flags are: --gpus --cpus"),
+        ("8", '"8" is not a flag. The flags are: --gpus'),
+        ("--gpus 2 --gpus 3", "--gpus is there twice"),
+        (
+            "--gpus 2 --units 0",
+            '--units needs a number (--units 20480000, 20_480_000, 20M or 1.5G); got "0"',
+        ),
+        ("--gpus 2 --units 1.5", 'got "1.5"'),
+        ("--gpus 2 --units -5", 'got "-5"'),
+        ("--gpus 2 --cpus -1", '--cpus needs a number (--cpus 4); got "-1"'),
+        ("--gpus 2 --max-restarts x", '--max-restarts needs a number (--max-restarts 2); got "x"'),
+        (
+            "--gpus 2 --timeout 0",
+            '--timeout needs a time above 0 (--timeout 90s, 5m or 2h); got "0"',
+        ),
+        ("--gpus 2 --timeout soon", 'got "soon"'),
+        ("--gpus 2 --env A", "--env needs KEY=VALUE"),
+        ("--gpus 2 --env 1A=2", 'got "1A=2"'),
+        ("--gpus 2 --out a-b", "--out needs names of variables"),
+        ("--gpus 2 --out class", 'got "class"'),
+        ("--gpus 2 --logs 5-2", '--logs needs ranks (--logs 0,2-5), or all; got "5-2"'),
+        ("--gpus 2 --logs 2", "--logs 2: --gpus 2 has ranks 0 to 1"),
         ("--gpus 2 --dry-run=1", "--dry-run takes no value"),
-        ("--gpus 2 --name 'x", "a quote is left open"),
-        ("--gpus 8:4", "--gpus 8:4: possible is a whole number from 1 to 1000000, or two such as"),
+        ("--gpus 2 --name 'x", "a quote is not closed"),
+        ("--gpus 8:4", '--gpus 8:16); got "8:4"'),
         ("--gpus 2 --prefill all", "--prefill all needs --units"),
         ("--gpus 2 --prefill 20", "--prefill needs --cpus"),
-        ("--gpus 2 --cpus 2 --prefill 3GB", "2 fetchers may hold 2147483648 bytes"),
-        ("--gpus 2 --prefill lots", "--prefill lots: possible is a size such as 500MB"),
-        ("--gpus 2 --data-pool nowhere", "no pool 'nowhere'"),
-        ("--gpus 2 --pool nowhere", "no pool 'nowhere'; possible without a taas.toml: local"),
+        (
+            "--gpus 2 --cpus 2 --prefill 3GB",
+            "2 fetchers can hold 2,147,483,648 bytes; you asked for 3,000,000,000",
+        ),
+        ("--gpus 2 --prefill lots", "--prefill needs a size (--prefill 500MB)"),
+        ("--gpus 2 --data-pool nowhere", 'No pool "nowhere"'),
+        (
+            "--gpus 2 --pool nowhere",
+            'No pool "nowhere". There is no taas.toml, so only "local" (this machine) exists.',
+        ),
     ],
 )
 def test_a_mistake_gets_one_line(line: str, said: str) -> None:
@@ -124,30 +135,30 @@ def test_a_mistake_gets_one_line(line: str, said: str) -> None:
 
 
 def test_an_unknown_pool_lists_the_pools() -> None:
-    with pytest.raises(UsageError, match=r"no pool 'c1.5'.*did you mean 'c1.4'.*: c1.4, local"):
+    with pytest.raises(UsageError, match=r'No pool "c1.5".*did you mean "c1.4".*: c1.4, local'):
         parse("--gpus 2 --pool c1.5", TWO_POOLS)
 
 
 def test_with_a_taas_toml_a_pool_must_be_in_it() -> None:
-    with pytest.raises(UsageError, match=r"no pool 'g2.8' in taas.toml"):
+    with pytest.raises(UsageError, match=r'No pool "g2.8" in taas.toml'):
         parse("--gpus 2 --pool g2.8", TWO_POOLS)
 
 
 @given(st.integers(1, 10**15))
 def test_any_spelling_of_a_count_is_exact(number: int) -> None:
-    assert flag_values.count(str(number)) == flag_values.count(f"{number:_}") == number
+    assert count(str(number)) == count(f"{number:_}") == number
 
 
 @pytest.mark.parametrize(
     ("text", "number"), [("20M", 20_000_000), ("1.5G", 1_500_000_000), ("1k", 1000), ("0.5K", 500)]
 )
 def test_counts_with_units(text: str, number: int) -> None:
-    assert flag_values.count(text) == number
+    assert count(text) == number
 
 
 @given(st.sets(st.integers(0, 50), min_size=1))
-def test_ranks_are_read_back(ranks: set[int]) -> None:
-    assert flag_values.ranks(",".join(map(str, ranks))) == ranks
+def test_ranks_are_read_back(wanted: set[int]) -> None:
+    assert ranks(",".join(map(str, wanted))) == wanted
 
 
 @given(st.text(max_size=40))

@@ -1,25 +1,25 @@
 """What ranks and fetchers say of loaders, added up."""
 
-from typing import Any
-
-from taas_magic.flow import Flow
+from taas_magic.journal.analysis import Flow
+from taas_magic.messages import Event
+from tests.events import event
 
 RANK = {"batches": 10, "units": 10, "bytes": 1e6, "waited_s": 1.0, "span_s": 4.0}
 
 
-def data(rank: int, host: str = "gpu1", **counts: float) -> dict[str, Any]:
-    return {"kind": "data", "host": host, "rank": rank, "loaders": {"train": RANK | counts}}
+def data(rank: int, **counts: float) -> Event:
+    return event("data", rank=rank, loaders={"train": RANK | counts})
 
 
-def fetched(number: int, **stats: float) -> dict[str, Any]:
-    return {"kind": "fetched", "host": "cpu1", "number": number, "loaders": {"train": stats}}
+def fetched(number: int, **stats: float) -> Event:
+    return event("fetched", "cpu1", number=number, loaders={"train": stats})
 
 
-def flow_of(*events: dict[str, Any]) -> Flow:
+def flow_of(*events: Event) -> Flow:
     """The events, a second apart from 10 s on."""
     flow = Flow()
-    for number, event in enumerate(events):
-        flow.apply(event, 10.0 + number)
+    for number, seen in enumerate(events):
+        flow.apply(seen, 10.0 + number)
     return flow
 
 
@@ -51,7 +51,7 @@ def test_units_go_on_from_a_state_that_all_ranks_loaded() -> None:
 
 
 def test_after_a_restart_ranks_begin_again() -> None:
-    flow = flow_of(data(0), data(1), {"kind": "restart", "attempt": 1}, data(0, batches=1))
+    flow = flow_of(data(0), data(1), event("restart", attempt=1), data(0, batches=1))
     train = flow.loaders["train"]
     assert train.total("batches") == 1
     assert train.recent.batches == 1
@@ -62,15 +62,15 @@ def test_what_fetchers_hold_is_their_last_word() -> None:
     assert train.stock("ready") == 6
 
 
-def test_only_what_lanes_did_while_ranks_were_fed_counts() -> None:
+def test_only_what_workers_did_while_ranks_were_fed_counts() -> None:
     flow = flow_of(
         *(fetched(0, fetch_s=1.0), data(0, batches=1), fetched(0, fetch_s=2.0)),
         *(data(0, batches=2), fetched(0, fetch_s=9.0), data(0, batches=2)),
     )
     train = flow.loaders["train"]
-    assert (train.began[0]["fetch_s"], train.until[0]["fetch_s"]) == (1.0, 2.0)
+    assert (train.began[0].fetch_s, train.until[0].fetch_s) == (1.0, 2.0)
 
 
 def test_a_run_without_loaders_has_none() -> None:
-    flow = flow_of({"kind": "started", "host": "gpu1", "pids": {}}, {"kind": "new", "host": ""})
+    flow = flow_of(event("started", pids={}), event("note", text="new"))
     assert not flow.loaders

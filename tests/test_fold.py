@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taas_magic.display.fold import Folder, Shown, rank_ranges
+from taas_magic.display.log import Folder, Shown, rank_ranges
 
 HOLD_S = 0.05
 LINES = st.sampled_from(["a", "b", "epoch 1", "epoch 2", ""])

@@ -72,7 +72,7 @@ def check(notebook: NotebookNode) -> None:
     assert "Slurm job" in text and "hosts 2" in text and "SUCCEEDED" in text
     found = ACCURACY.search(text)
     assert found is not None and float(found[1]) > 0.9
-    assert "kept out: landuse.pt" in text
+    assert "not saved (only rank 0 writes): landuse.pt" in text
 
 
 @pytest.mark.network

@@ -14,44 +14,20 @@ PACKAGE = ROOT / "taas_magic"
 # Top to bottom; a module imports from its own floor and those below it. A folder stands for all
 # that is in it. The package's own __init__ is left out: every import of a module runs it.
 FLOORS = (
-    ("kernel", "__init__"),
-    ("magic", "completion", "commands", "api"),
-    ("check", "dry_run", "launch", "pools", "fetching", "run", "interrupts"),
-    (
-        "display",
-        "pool",
-        "pool_process",
-        "engines",
-        "ssh",
-        "remote",
-        "travel",
-        "provision",
-        "preflight",
-        "plan",
-        "planning",
-        "registry",
-        "flags",
-        "flag_table",
-        "flag_values",
-        "environ",
-    ),
-    (
-        "journal",
-        "data",
-        "taas_toml",
-        "config",
-        "store",
-        "publish",
-        "receipt",
-        "capture",
-        "data_plan",
-    ),
-    ("advice", "plot", "flow"),
-    ("pragma", "errors", "certificate"),
+    ("kernel", "__init__", "api"),
+    ("farms", "federation"),
+    ("notebook",),
+    ("display", "pool"),
+    ("engines", "setup", "ssh", "registry"),
+    ("host",),
+    ("plan",),
+    ("data", "store"),
+    ("capture", "journal", "short_name"),
+    ("config", "messages", "out_names", "environ", "certificate", "leases", "probe", "errors"),
 )
 
-LIGHT = ["", ".plan", ".config", ".errors", ".journal", ".pragma", ".flags", ".magic", ".api"]
-LIGHT += [".launch", ".dry_run", ".check", ".fetching", ".remote.supervisor"]
+LIGHT = ["", ".messages", ".plan", ".config", ".errors", ".journal", ".api", ".host.supervisor"]
+LIGHT += [f".notebook.{it}" for it in ("flags", "magic", "launch", "dry_run", "check", "fetching")]
 """What a kernel loads before and with its first cell: torch would take it 2 s."""
 
 HEAVY = {"torch", "distributed", "dask", "numpy", "paramiko"}
@@ -134,7 +110,6 @@ def test_the_package_itself_does_not_import_ipython(name: str) -> None:
     assert "IPython" not in imports_of(f"import {name}")
 
 
-def test_the_data_formats_need_no_torch() -> None:
-    for name in ("data.wire", "data.shard", "capture.names"):
-        if (PACKAGE / f"{name.replace('.', '/')}.py").exists():
-            assert "torch" not in imports_of(f"import taas_magic.{name}")
+@pytest.mark.parametrize("name", ["data.protocol", "data.memory", "data.sharding", "capture.names"])
+def test_the_data_formats_need_no_torch(name: str) -> None:
+    assert "torch" not in imports_of(f"import taas_magic.{name}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("taas_magic", "taas", "kernels", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("taas_magic", "taas.py", "kernels", "pyproject.toml", "README.md", "LICENSE")
 
 pytest.importorskip("hatchling", reason="builds need hatchling, which `.[test]` installs")
 
@@ -73,7 +73,7 @@ def test_an_install_gives_both_modules_and_the_kernel(
     install(python, *how, str(checkout))
     home = checkout if how else python.parent.parent
     for module in ("taas", "taas_magic"):
-        path = said(python, "-c", f"import {module}; print({module}.__file__)")
+        path = said(python, "-c", f"import {module}; print({module}.__spec__.origin)")
         assert Path(path).resolve().is_relative_to(home.resolve())
     kernel = kernels_of(python)["taas"]
     assert kernel["spec"]["display_name"] == "Python (TaaS)"
@@ -86,7 +86,7 @@ def test_the_wheel_holds_what_is_needed_and_no_more(checkout: Path, tmp_path: Pa
     (wheel,) = tmp_path.glob("taas_magic-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
-    assert {"taas", "taas_magic"} == {top for top in tops if "." not in top}
-    assert "taas_magic/py.typed" in names and "taas/py.typed" in names
+    assert {"taas.py", "taas_magic"} == {top for top in tops if not top.startswith("taas_magic-")}
+    assert "taas_magic/py.typed" in names
     shared = [name.split("/data/")[1] for name in names if "/data/" in name and ".data/" in name]
     assert "share/jupyter/kernels/taas/kernel.json" in shared

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from taas_magic.remote.interface import LOOPBACK, address_of, choose, facing, name_of
+from taas_magic.host.hardware import LOOPBACK, address_of, choose, facing, name_of
 
 
 def test_names_and_addresses_of_interfaces() -> None:

@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.connect import write_connection_file
 from jupyter_client.manager import KernelManager, start_new_kernel
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +70,26 @@ def completions(client: BlockingKernelClient, code: str, cursor: int | None = No
     return matches
 
 
+OLDER = """
+import ipykernel
+
+ipykernel.version_info, ipykernel.__version__ = (6, 29, 0), "6.29.0"
+from taas_magic.kernel import main
+
+main()
+"""
+
+
+def test_an_ipykernel_that_cannot_encrypt_says_so_instead_of_not_answering(tmp_path: Path) -> None:
+    connection = tmp_path / "kernel.json"
+    public, secret = zmq.curve_keypair()
+    write_connection_file(str(connection), curve_publickey=public, curve_secretkey=secret)
+    command = [sys.executable, "-c", OLDER, "-f", str(connection)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "ipykernel 6.29.0 cannot read: install ipykernel 7.3 or newer" in done.stderr
+
+
 def test_the_extension_is_on_without_load_ext(
     manager: tuple[KernelManager, BlockingKernelClient],
 ) -> None:
@@ -76,6 +99,9 @@ def test_the_extension_is_on_without_load_ext(
     assert "#pragma taas --gpus 2" in text
     assert output_of(client, "import sys; print(sys.executable)") == ("ok", sys.executable + "\n")
     assert process_manager.kernel_spec.display_name == "Python (TaaS)"
+    assert output_of(client, "%load_ext taas_magic") == ("ok", ""), "as notebooks for any kernel"
+    assert output_of(client, "%reload_ext taas_magic") == ("ok", "")
+    assert output_of(client, "#!g2.8\nx = 1")[0] == "error"
 
 
 def test_ordinary_cells_run_in_the_kernel_without_torch(client: BlockingKernelClient) -> None:
@@ -90,9 +116,10 @@ def test_tab_completes_flags_pools_variables_and_commands(client: BlockingKernel
     assert "--gpus" not in completions(client, "%%taas --gpus 2 ")
     assert completions(client, "%%taas --gpus 2 --pool ") == ["c1.4", "g2.8", "local"]
     assert completions(client, "%%taas --gpus 2 --pool=c") == ["c1.4"]
+    assert completions(client, "%%taas --gpus 2 --data-pool ") == ["c1.4", "g2.8", "local"]
     assert completions(client, "%%taas --out ") == ["model", "history"]
     assert completions(client, "%%taas --out model,hi") == ["history"]
-    assert completions(client, "%taas st") == ["status", "stop"]
+    assert completions(client, "%taas st") == ["status", "stacks", "stop"]
     assert completions(client, "%taas down c") == ["c1.4"]
     assert completions(client, "#!g") == ["g2.8"]
     assert completions(client, "#pragma taas --time") == ["--timeout"]

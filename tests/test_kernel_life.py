@@ -5,7 +5,6 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -13,9 +12,10 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-from taas_magic import journal
-from tests.conftest import TOKEN, carriers
-from tests.frontend import Frontend, environment, kernel
+from taas_magic.journal import folder as journal
+from tests.conftest import carriers
+from tests.frontend import ROOT, Frontend, before_start, environment, kernel
+from tests.harness import AGENT, words
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -32,26 +32,20 @@ while True:
 """
 
 
-@pytest.fixture(scope="module")
-def frontend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    """One kernel with a warm pool, for the tests that leave both as they were."""
-    folder = tmp_path_factory.mktemp("kernel")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**environment(folder), TOKEN: folder.name}.items():
-            patch.setenv(name, value)
-        with kernel(folder / "project") as started:
-            yield started
-        assert not carriers(folder.name)
+FAILING = """import taas, torch.utils.data as data
+class Failing(data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return 1 / 0
+failing = taas.register(data.DataLoader(Failing(), batch_size=2), name="failing")
+"""
 
 
 @pytest.fixture
-def kernel_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
-) -> Iterator[Frontend]:
-    for name, value in environment(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    with kernel(tmp_path / "project") as started:
-        yield started
+def frontend(frontend_of_module: Frontend) -> Frontend:
+    """One kernel with a warm pool, for the tests that leave both as they were."""
+    return frontend_of_module
 
 
 def rank_processes(frontend: Frontend, request: str) -> list[psutil.Process]:
@@ -86,6 +80,8 @@ def test_an_interrupt_ends_the_run_and_the_kernel_goes_on(frontend: Frontend) ->
     frontend.manager.interrupt_kernel()
     reply = frontend.finish(request)
     assert reply["ename"] == "KeyboardInterrupt"
+    [shown] = reply["traceback"]
+    assert re.fullmatch(r"Stopped by you after \d+ s; nothing was returned\.", shown)
     assert not [rank for rank in ranks if rank.is_running()]
     heads = frontend.contents(request, "update_display_data")
     assert heads[-1]["data"]["text/plain"].startswith("INTERRUPTED")
@@ -125,6 +121,29 @@ def test_output_stays_with_its_cell_while_another_runs(frontend: Frontend, tmp_p
     assert frontend.text(run) == "[0] before\n[0] after\n"
 
 
+def test_a_run_that_could_not_start_does_not_stay_starting(frontend: Frontend) -> None:
+    first = frontend.send(ENDLESS)
+    rank_processes(frontend, first)
+    subshell = frontend.new_subshell()
+    second = frontend.send("%%taas --gpus 1\nprint('never')", subshell_id=subshell)
+    assert frontend.finish(second)["ename"] == "StoreError"
+    head = frontend.contents(second, "update_display_data")[-1]["data"]["text/plain"]
+    assert head.startswith("FAILED") and "writes to the project store" in head
+    frontend.manager.interrupt_kernel()
+    assert frontend.finish(first)["ename"] == "KeyboardInterrupt"
+
+
+def test_the_next_cell_says_that_it_waits_for_a_stopped_host(frontend: Frontend) -> None:
+    frontend.run(FAILING)
+    frontend.run("%%taas --gpus 1\nprint('on')")
+    [agent] = [it for it in frontend.process.children(recursive=True) if AGENT in words(it)]
+    agent.suspend()
+    request = frontend.send("%%taas --gpus 1 --cpus 1\nlen(failing)\nprint('on')")
+    frontend.wait(lambda: "last heard at" in before_start(frontend, request))
+    assert frontend.finish(request)["status"] == "ok"
+    assert "on\n" in frontend.text(request)
+
+
 def test_run_all_stops_at_a_failing_cell_with_one_message(frontend: Frontend) -> None:
     define = "def halve(x):\n    return x / 0"
     fails = "%%taas --gpus 2\nimport os\n\nif os.environ['RANK'] == '1':\n    halve(4)"
@@ -140,6 +159,131 @@ def test_run_all_stops_at_a_failing_cell_with_one_message(frontend: Frontend) ->
     assert re.search(rf"Cell In\[{numbers[0]}\], line 2\b", shown)
     assert "taas_magic/" not in shown
     assert frontend.text(cells[2]) == ""
+
+
+def test_the_log_of_a_rank_that_raised_has_its_traceback(frontend: Frontend) -> None:
+    request = frontend.send(
+        "%%taas --gpus 2\nimport os\nprint('before', os.environ['RANK'])\n"
+        "if os.environ['RANK'] == '1':\n    print('no end', end='', flush=True)\n    1 / 0"
+    )
+    number = frontend.finish(request)["execution_count"]
+    shown = frontend.text(frontend.run("%taas logs"))
+    assert shown.startswith("rank 1, which failed first:\nbefore 1\nno end\nTraceback (most")
+    assert re.search(rf'"Cell In\[{number}\]", line 6.*\nZeroDivisionError: division', shown, re.S)
+    assert "taas_magic" not in shown and "IPython" not in shown
+    assert frontend.text(frontend.run("%taas logs --rank 0")) == "before 0\n"
+    printed = frontend.text(request)
+    assert "Traceback" not in printed, "the notebook has it in the exception already"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line", "said"),
+    [
+        ("", "open('no/such', 'w')", "FileNotFoundError: [Errno 2] No such file"),
+        ("--store-writes refuse", "open('x', 'w')", "PermissionError: [Errno 13] rank 1 may not"),
+        ("", "pass\nimport taas; taas.save({}, '/no/such.pt')", "StoreError: "),
+        ("", "for batch in failing: pass", 'Cell In[{}]", line 6, in __getitem__'),
+    ],
+)
+def test_an_error_below_our_own_frames_shows_none_of_them(
+    frontend: Frontend, flags: str, line: str, said: str
+) -> None:
+    number = frontend.finish(frontend.send(FAILING))["execution_count"]
+    reply = frontend.fail(
+        f"%%taas --gpus 2 {flags}\nimport os\nif os.environ['RANK'] == '1':\n    {line}"
+    )
+    shown = ANSI.sub("", "\n".join(reply["traceback"]))
+    assert said.format(number) in shown
+    assert f"Cell In[{reply['execution_count']}]" in shown and re.search("line [45]", shown)
+    assert not re.search(r"taas_magic/|contextlib|IPython|/ipykernel_", shown)
+
+
+def test_a_frame_of_a_cell_that_begins_with_empty_lines_shows_its_own_line(
+    frontend: Frontend,
+) -> None:
+    frontend.run("\n\ndef divide():\n    zero = 0\n    return 1 / zero\n")
+    shown = ANSI.sub("", "\n".join(frontend.fail("%%taas --gpus 1\ndivide()")["traceback"]))
+    assert "----> 3     return 1 / zero" in shown
+
+
+def test_a_timeout_shows_the_notebooks_line_of_every_rank(frontend: Frontend) -> None:
+    define = "def wait():\n    import time\n    time.sleep(600)"
+    number = frontend.finish(frontend.send(define))["execution_count"]
+    reply = frontend.fail(
+        "%%taas --gpus 3 --timeout 4\nimport os\nif os.environ['RANK'] == '1':\n"
+        "    import subprocess\n    subprocess.run(['sleep', '600'])\nwait()"
+    )
+    shown = "\n".join(reply["traceback"])
+    assert (reply["ename"], reply["evalue"]) == ("RunTimeout", "stopped: exceeded --timeout 4s")
+    assert f"ranks 0,2: Cell In[{number}], line 3: time.sleep(600)\n" in shown
+    run = reply["execution_count"]
+    assert f"rank 1: Cell In[{run}], line 5: subprocess.run(['sleep', '600'])\n" in shown
+    assert "taas_magic" not in shown and "IPython" not in shown
+
+
+def test_what_is_sent_of_a_flood_is_bounded(frontend: Frontend) -> None:
+    request = frontend.run(
+        "%%taas --gpus 2\nimport os\nfor i in range(100_000):\n"
+        "    print(os.environ['RANK'], i, 'x' * 80)\nprint('ValueError: in the end')"
+    )
+    outputs = frontend.outputs[request]
+    streams = frontend.contents(request, "stream")
+    assert 400_000 < sum(len(stream["text"]) for stream in streams) < 600_000
+    rest = [m["content"] for m in outputs if ":rest" in str(m["content"].get("transient"))]
+    assert [m["msg_type"] for m in outputs].count("display_data") == 2, "the head and the rest"
+    assert all(len(content["data"]["text/plain"]) < 50_000 for content in rest)
+    shown = rest[-1]["data"]["text/plain"]
+    assert re.match(r"… 1[89]\d,\d{3} lines more \(1\d\.\d MB\): %taas logs \d{8}-", shown)
+    assert "ValueError: in the end" in shown
+    logs = frontend.text(frontend.run("%taas logs"))
+    assert len(logs) < 600_000 and re.match(r"… 8\.\d MB before this: /.*rank-0\.log\n0 ", logs)
+    assert logs.endswith("ValueError: in the end\n")
+
+
+def test_a_display_that_no_browser_could_show_is_left_out(frontend: Frontend) -> None:
+    request = frontend.run(
+        "%%taas --gpus 1\nfrom IPython.display import HTML, display\n"
+        "display(HTML('<p>x</p>' * 25_000_000))\n'y' * 100_000_000"
+    )
+    markup, text = (
+        content["data"]
+        for content in frontend.contents(request, "display_data")
+        if "head" not in str(content["transient"])
+    )
+    assert list(markup) == ["text/plain"]
+    assert "text/html of 200 MB is not shown" in markup["text/plain"]
+    assert "99900002 characters cut" in text["text/plain"] and len(text["text/plain"]) < 101_000
+
+
+def test_status_and_head_agree_on_how_long_a_run_took(frontend: Frontend) -> None:
+    frontend.run("%%taas --gpus 1\npass")
+    request = frontend.run("%%taas --gpus 1\nimport time\ntime.sleep(1.5)")
+    head = frontend.contents(request, "update_display_data")[-1]["data"]["text/plain"]
+    found = re.search(r"elapsed ([\d.]+ s) · run (\S+)", head)
+    assert found is not None
+    status = frontend.text(frontend.run("%taas status"))
+    assert re.search(rf"{found[2]} +SUCCEEDED +1 +local +{found[1]}", status)
+    assert "No GPU" not in head, "it is said once a session"
+
+
+def test_bars_of_a_notebook_and_nested_ones_move_in_the_head(frontend: Frontend) -> None:
+    request = frontend.run("""%%taas --gpus 2
+from tqdm.notebook import tqdm, trange
+
+for epoch in trange(2, desc="epochs", mininterval=0):
+    for step in tqdm(range(200), desc="steps", leave=False, mininterval=0):
+        if epoch == 0 and step == 100:
+            import time
+            time.sleep(0.5)
+print("done")
+""")
+    heads = [content["data"] for content in frontend.contents(request, "update_display_data")]
+    assert any("steps:  50%" in head["text/plain"] for head in heads)
+    both = [head for head in heads if "epochs:" in head["text/plain"] and "steps:" in str(head)]
+    assert both[0]["text/html"].count("<progress") == 2
+    lines = frontend.text(request).splitlines()
+    assert all(re.fullmatch(r"\[.*\] (epochs: 100%.*2/2.*|done)", line) for line in lines), lines
+    assert len(lines) <= 4
 
 
 def test_displays_of_rank_0_and_the_last_value_appear(frontend: Frontend) -> None:
@@ -176,6 +320,29 @@ print("done")
     assert len(lines) == 2 and "100%" in lines[0] and lines[1] == "[0] done"
 
 
+def test_a_console_shows_the_end_of_a_run(tmp_path: Path, no_leftovers: str) -> None:
+    (tmp_path / "project").mkdir()
+    primary, secondary = pty.openpty()
+    console = subprocess.Popen(
+        [sys.executable, "-m", "jupyter_console", "--kernel=taas", "--simple-prompt"],
+        stdin=secondary,
+        stdout=secondary,
+        stderr=secondary,
+        env={**os.environ, **environment(tmp_path), "TERM": "dumb"},
+        cwd=tmp_path / "project",
+    )
+    os.close(secondary)
+    run = "get_ipython().run_cell_magic('taas', '--gpus 2', 'print(6 * 7)')\n"
+    shown = ""
+    for mark, typed in (("In [1]", run), ("In [2]", "%taas down\n"), ("In [3]", "exit\n")):
+        while mark not in shown:
+            shown += os.read(primary, 65536).decode()
+        os.write(primary, typed.encode())
+    console.wait(60)
+    os.close(primary)
+    assert re.search(r"STARTING.*\[[01][^]]*\] 42.*SUCCEEDED · ranks 2 · ", shown, re.DOTALL)
+
+
 def test_a_second_kernel_reads_the_runs_of_the_first(
     frontend: Frontend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +357,20 @@ def test_a_second_kernel_reads_the_runs_of_the_first(
         assert re.search(rf"{run_id} +SUCCEEDED +2 +local .* shared", status)
         assert second.text(second.run(f"%taas logs {run_id} --rank 1")) == "I am 1\n"
         assert second.text(second.run("%taas logs shared")) == "I am 0\n"
+
+
+def test_modules_beside_the_notebook_are_not_for_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
+) -> None:
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", os.path.relpath(ROOT, tmp_path / "project"))
+    (tmp_path / "project").mkdir()
+    for name in ("random", "queue", "torch", "logging"):
+        (tmp_path / "project" / f"{name}.py").write_text("raise SystemExit('beside')\n")
+    with kernel(tmp_path / "project") as started:
+        request = started.run("%%taas --gpus 1\nprint('fine')")
+        assert "[0] fine" in started.text(request)
 
 
 TERMINAL_CELLS = (

@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from taas_magic.errors import RunLost
-from taas_magic.remote.lease import BEATS_PER_LEASE, EXPIRED, Lease
+from taas_magic.host.lease import EXPIRED, Lease
+from taas_magic.leases import BEATS_PER_LEASE
 from tests.harness import Notebook
 from tests.test_multi_host import ALL_REDUCE
 
@@ -72,7 +73,7 @@ def test_beats_are_several_to_a_lease() -> None:
 def test_a_process_whose_event_loop_hangs_ends() -> None:
     code = """
 import asyncio, functools, time
-from taas_magic.remote.lease import Lease, end_agent
+from taas_magic.host.lease import Lease, end_agent
 async def hang():
     Lease(0.5, functools.partial(end_agent, 0.5)).start()
     time.sleep(600)
@@ -125,3 +126,23 @@ print("done")
     outcome = several.run(ALL_REDUCE + source, "--pool many", gpus=6)
     assert outcome.error is None
     assert outcome.lines == {rank: ["done"] for rank in range(6)}
+
+
+def test_a_rank_0_that_nobody_hears_is_gone_before_another_starts(several: Notebook) -> None:
+    source = """
+import os, psutil, signal, time
+if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    with open("first", "w") as file:
+        file.write(str(os.getpid()))
+    psutil.Process(os.getppid()).parent().send_signal(signal.SIGSTOP)
+elif os.environ["RANK"] == "0":
+    first = int(open("first").read())
+    lives = psutil.pid_exists(first) and psutil.Process(first).status() != psutil.STATUS_ZOMBIE
+    print("the first one lives:", lives)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(600)
+"""
+    several.run("print('all hosts are there')", "--pool many", gpus=6)
+    outcome = several.run(source, "--pool many --max-restarts 1", gpus=2)
+    assert outcome.error is None, outcome.shown
+    assert outcome.lines[0] == ["the first one lives: False"]

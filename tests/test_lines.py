@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taas_magic.remote.lines import PROGRESS_LIMIT_BYTES, LineAssembler, LogBudget
+from taas_magic.host.output import PROGRESS_LIMIT_BYTES, LineAssembler, LogBudget
 
 AWKWARD = st.lists(
     st.sampled_from(
@@ -22,6 +22,9 @@ AWKWARD = st.lists(
             b"\0",
             b"\x1b[31m",
             b" ",
+            b"\x1b[A",
+            b"\x1b",
+            b"\r 50%|# | 1/2 [00:01<00:01, 1.0it/s]",
         ]
     ),
     max_size=40,
@@ -71,6 +74,45 @@ class Clock:
 @pytest.mark.parametrize("size", [1, 2, 3, 1000])
 def test_lines(data: bytes, lines: list[str], size: int) -> None:
     assert assemble(data, [size]) == lines
+
+
+OUTER = "epochs:  50%|##  | {}/4 [00:01<00:01, 1.00it/s]"
+INNER = "steps:  50%|##  | {}/9 [00:01<00:01, 9.00it/s]"
+DONE = "steps: 100%|####| 9/9 [00:01<00:00, 9.00it/s]"
+
+
+def nested() -> bytes:
+    """What tqdm writes for an inner bar in an outer one, which is broken off."""
+    text = "\r" + OUTER.format(0)
+    for epoch in range(1, 3):
+        text += "".join(f"\n\r{INNER.format(step)}\x1b[A" for step in range(9))
+        text += f"\n\r{' ' * len(INNER)}\r\x1b[A\r{OUTER.format(epoch)}"
+    return f"{text}\nafter\n".encode()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100_000])
+def test_nested_bars_are_no_lines_before_their_end(size: int) -> None:
+    assert assemble(nested(), [size], 1000) == [OUTER.format(2), "after"]
+
+
+def test_nested_bars_that_stay_are_a_line_each_when_they_are_done() -> None:
+    data = f"\r{OUTER.format(0)}\n\r{INNER.format(1)}\x1b[A\r{DONE}\n\r{OUTER.format(1)}\n"
+    assert assemble(data.encode(), [3], 1000) == [DONE, OUTER.format(1)]
+
+
+def test_three_nested_bars() -> None:
+    text = f"\r{OUTER.format(0)}\n\r{INNER.format(0)}\x1b[A"
+    text += "".join(f"\n\n\r{INNER.format(step)}\x1b[A\x1b[A" for step in range(5))
+    text += f"\n\r{INNER.format(1)}\x1b[A\r{OUTER.format(3)}"
+    assembler = LineAssembler(1000)
+    assert assembler.feed(text.encode()) == []
+    shown = assembler.progress.split("\n")
+    assert shown == [OUTER.format(3), INNER.format(1), INNER.format(4)]
+
+
+def test_text_printed_after_a_bar_is_a_line_at_once() -> None:
+    data = f"\r{OUTER.format(1)}loss 0.5\n".encode()
+    assert LineAssembler(1000).feed(data) == [f"{OUTER.format(1)}loss 0.5"]
 
 
 @given(data=AWKWARD, sizes=st.lists(st.integers(1, 7), min_size=1), limit=st.sampled_from([3, 64]))

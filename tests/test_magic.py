@@ -1,4 +1,4 @@
-"""The magics in a shell of their own; only `taas_magic.launch`, which starts runs, is replaced."""
+"""The magics in a shell of their own; only `launch`, which starts runs, is replaced."""
 
 import sys
 from collections.abc import Iterator
@@ -11,12 +11,15 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config as ShellConfig
 
 import taas
-import taas_magic
-from taas_magic import dry_run, journal
+import taas_magic.notebook
 from taas_magic.capture.payload import Cell
 from taas_magic.config import Config
 from taas_magic.errors import UsageError
-from taas_magic.journal import RunFolder
+from taas_magic.journal import folder as journal
+from taas_magic.journal.folder import PlanHead, RunFolder
+from taas_magic.messages import HostStatus, PoolStatus, StateChanged
+from taas_magic.notebook import dry_run
+from taas_magic.notebook.pools import PoolRow
 from taas_magic.plan import Flags
 
 
@@ -24,7 +27,7 @@ class FakeLaunch(ModuleType):
     """Stands for `launch` and `pools`; remembers what it was asked for."""
 
     def __init__(self) -> None:
-        super().__init__("taas_magic.launch")
+        super().__init__("taas_magic.notebook.launch")
         self.last_run: Any = None
         self.asked: list[tuple[Any, ...]] = []
 
@@ -35,14 +38,14 @@ class FakeLaunch(ModuleType):
         self.asked.append(("stop", run_id))
         return run_id
 
-    def rows(self, config: Config) -> list[dict[str, Any]]:
+    def rows(self, config: Config) -> list[PoolRow]:
+        had = {"address": "", "since": 0.0, "had_s": 7200.0, "gpu_hours": 4.0}
         hosts = [
-            {"host": "here", "runs": ["a"], "means": "Landlock", "idle_s": None},
-            {"host": "there", "runs": [], "means": "read-only mount", "idle_s": 61.0},
+            HostStatus(host="here", runs=["a"], means="Landlock", idle_s=None, **had),
+            HostStatus(host="there", runs=[], means="read-only mount", idle_s=61.0, **had),
         ]
-        hosts = [{**host, "had_s": 7200.0, "gpu_hours": 4.0} for host in hosts]
-        pool = {"pool": "local", "engine": "local", "state": "ready", "hosts": hosts}
-        return [{**pool, "gpu_hours": 8.0, "used_gpu_hours": 2.0}]
+        status = PoolStatus(hosts=hosts, gpu_hours=8.0, used_gpu_hours=2.0)
+        return [PoolRow("local", "local", "ready", status)]
 
     def warm(self, config: Config, name: str = "local") -> None:
         self.asked.append(("warm", name))
@@ -55,8 +58,8 @@ class FakeLaunch(ModuleType):
 def launch(monkeypatch: pytest.MonkeyPatch) -> FakeLaunch:
     fake = FakeLaunch()
     for name in ("launch", "pools"):
-        monkeypatch.setitem(sys.modules, f"taas_magic.{name}", fake)
-        monkeypatch.setattr(taas_magic, name, fake, raising=False)
+        monkeypatch.setitem(sys.modules, f"taas_magic.notebook.{name}", fake)
+        monkeypatch.setattr(taas_magic.notebook, name, fake, raising=False)
     return fake
 
 
@@ -95,10 +98,11 @@ def asked_cell(launch: FakeLaunch) -> Cell:
 
 
 def a_run(run_id: str, state: str, log: str = "") -> journal.Writer:
-    """A run whose keeper lives until the writer is closed."""
-    folder = RunFolder.create(run_id, {"name": "", "pool": "local", "world_size": 2}, "")
+    """A run whose controller lives until the writer is closed."""
+    folder = RunFolder.create(run_id, PlanHead(run_id, "", "local", 2), "")
     writer = journal.Writer(folder)
-    writer.append(journal.event("state", state=state))
+    writer.append(StateChanged(state=state))
+    writer.flush()
     folder.log(1).write_text(log)
     return writer
 
@@ -157,27 +161,28 @@ def test_names_of_the_notebook_are_filled_in(shell: InteractiveShell, launch: Fa
 @pytest.mark.parametrize(
     ("cell", "said"),
     [
-        ("%%taas --gpus 0\nx = 1", "--gpus 0: possible is"),
-        ("%%taas --gpus -1\nx = 1", "--gpus -1: possible is"),
-        ("%%taas --gpus NaN\nx = 1", "--gpus NaN: possible is"),
-        ("%%taas --gpus 1e9\nx = 1", "--gpus 1e9: possible is"),
-        ("%%taas --gpus {nothing}\nx = 1", "no such name"),
-        ("%%taas --gpus\nx = 1", "--gpus needs a value"),
-        ("%%taas --gpus 2 --units 0\nx = 1", "--units 0: possible is"),
-        ("%%taas --gpus 2 --pool nowhere\nx = 1", "no pool 'nowhere'; possible"),
-        ("#!g2.8\nx = 1", "`#pragma taas --gpus 2`"),
-        ("#!g2.8", "`#pragma taas --gpus 2`"),
-        ("#!nowhere\nx = 1", "no pool 'nowhere'; possible"),
+        ("%%taas --gpus 0\nx = 1", 'got "0"'),
+        ("%%taas --gpus -1\nx = 1", 'got "-1"'),
+        ("%%taas --gpus NaN\nx = 1", 'got "NaN"'),
+        ("%%taas --gpus 1e9\nx = 1", 'got "1e9"'),
+        ("%%taas --gpus {nothing}\nx = 1", "a name that the notebook does not have"),
+        ("%%taas --gpus\nx = 1", "--gpus needs a number"),
+        ("%%taas --gpus 2 --units 0\nx = 1", 'got "0"'),
+        ("%%taas --gpus 2 --pool nowhere\nx = 1", 'No pool "nowhere". There is no taas.toml'),
+        ("#!g2.8\nx = 1", "#pragma taas --gpus 2"),
+        ("#!g2.8", "#pragma taas --gpus 2"),
+        ("#!g2.8", '"#!g2.8" holds for its own cell only, and there is nothing below it'),
+        ("#!nowhere\nx = 1", 'No pool "nowhere". There is no taas.toml'),
         ("#pragma taas --gpus 2\n\n", "nothing to run"),
         ("%taas --gpus 2", "begin it with %%taas"),
-        ("%taas statsu", "did you mean 'status'"),
-        ("%taas nothing", "possible: status, logs, stop, pools, warm, down"),
-        ("%taas pools x", "does not take 'x'; possible is %taas pools"),
-        ("%taas logs --rank x", "--rank x: possible is a whole number from 0"),
-        ("%taas logs --rank", "--rank R: possible is a whole number from 0"),
-        ("%taas stop", "no run is running"),
-        ("%taas logs 'x", "a quote is left open"),
-        ("%taas warm nowhere", "no pool 'nowhere'"),
+        ("%taas statsu", 'did you mean "status"'),
+        ("%taas nothing", "It has: status, logs, stacks, stop, pools, warm, down"),
+        ("%taas pools x", 'does not take "x". It is used as: %taas pools'),
+        ("%taas logs --rank x", '--rank needs a rank\'s number (--rank 3); got "x"'),
+        ("%taas logs --rank", "--rank needs a rank's number (--rank 3)"),
+        ("%taas stop", "No run is running"),
+        ("%taas logs 'x", "a quote is not closed"),
+        ("%taas warm nowhere", 'No pool "nowhere"'),
     ],
 )
 def test_a_mistake_is_one_line_and_starts_nothing(
@@ -194,12 +199,24 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     assert len(capsys.readouterr().out.strip().splitlines()) == 1
 
 
+def test_an_interrupt_before_the_ranks_start_is_one_line(
+    shell: InteractiveShell, launch: FakeLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "execute", interrupted)
+    error = shell.run_cell("%%taas --gpus 2\nx = 1").error_in_exec
+    assert isinstance(error, KeyboardInterrupt)
+    assert error._render_traceback_() == ["Stopped by you before the ranks started."]  # type: ignore[attr-defined]
+
+
 def test_a_broken_taas_toml_is_said_and_mended_without_a_restart(
     shell: InteractiveShell, launch: FakeLaunch
 ) -> None:
     Path("taas.toml").write_text("[pools.x]\nengin = 'ssh'\n")
     error = run(shell, "%%taas --gpus 2\nx = 1")
-    assert "did you mean 'engine'" in str(error)
+    assert 'did you mean "engine"' in str(error)
     Path("taas.toml").write_text("[pools.x]\n")
     assert run(shell, "%%taas --gpus 2 --pool x\nx = 1") is None
 
@@ -208,7 +225,37 @@ def test_an_alias_of_local_says_so(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(shell, "#!g2.8\n#pragma taas --gpus 2\nx = 1")
-    assert "pool 'g2.8' means this machine" in capsys.readouterr().out
+    assert 'pool "g2.8" is this machine' in capsys.readouterr().out
+
+
+def test_a_pragma_below_code_is_said_before_the_cell_runs(
+    shell: InteractiveShell, launch: FakeLaunch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(shell, "print('ran')\n#pragma taas --gpus 2") is None
+    first, second = capsys.readouterr().out.splitlines()
+    assert '"#pragma taas --gpus 2" in line 2 is below code' in first and second == "ran"
+    assert launch.asked == []
+
+
+def test_loading_makes_this_the_module_taas(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taas_magic.unload_ipython_extension(shell)
+    assert "taas" not in sys.modules
+    other = ModuleType("taas")
+    other.__path__ = []
+    monkeypatch.setitem(sys.modules, "taas", other)
+    taas_magic.load_ipython_extension(shell)
+    assert run(shell, "import taas\nassert taas.register") is None
+    assert "another package `taas` is imported" in capsys.readouterr().out
+
+
+def test_the_device_type_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert taas.device_type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert taas.device_type == "cuda"
 
 
 def test_dry_run_prints_the_plan(
@@ -254,9 +301,9 @@ def test_pools_warm_and_down(
         assert run(shell, cell) is None
     assert launch.asked == [("warm", "local"), ("down", "local")]
     shown = capsys.readouterr().out
-    assert "local  local   ready  here   a                    2:00:00  4.00\n" in shown
-    assert "                      there  nothing for 0:01:01  2:00:00  4.00\n" in shown
-    assert "pool 'local': 8.00 GPU-hours, 25% of them in runs\n(no taas.toml" in shown
+    assert "local  local   ready  here   a                2 h 00 min  4.00\n" in shown
+    assert "                      there  idle 1 min 01 s  2 h 00 min  4.00\n" in shown
+    assert 'pool "local": 8.00 GPU-hours, 25% of them in runs\n(there is no taas.toml' in shown
 
 
 def test_pools_check_shows_a_table(
@@ -270,7 +317,7 @@ def test_pools_check_shows_a_table(
     shown = capsys.readouterr().out
     assert shown.startswith("pool ") and "held by Landlock" in shown
     assert "fit for runs: 1 of 1 hosts" in shown
-    assert "no pool 'nowhere'" in str(run(shell, "%taas pools --check nowhere"))
+    assert 'No pool "nowhere"' in str(run(shell, "%taas pools --check nowhere"))
 
 
 def test_help_shows_every_flag_and_every_command(shell: InteractiveShell) -> None:
@@ -297,7 +344,7 @@ def test_loading_warms_the_local_pool_in_a_thread(
         return SimpleNamespace(start=lambda: None)
 
     monkeypatch.delenv("TAAS_WARM")
-    monkeypatch.setattr("taas_magic.magic.threading.Thread", thread)
+    monkeypatch.setattr("taas_magic.notebook.magic.threading.Thread", thread)
     taas_magic.load_ipython_extension(shell)
     assert launch.asked == []
     threads[0]["target"](*threads[0]["args"])

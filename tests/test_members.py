@@ -1,77 +1,43 @@
 """The pool's hosts: calls through their own streams, and who is not listened to."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from taas_magic.config import PoolConfig
-from taas_magic.engines.base import HostSource, find_engine
-from taas_magic.engines.head import HeadScheduler
-from taas_magic.engines.keeper import Keeper
-from taas_magic.engines.keys import make_security
-from taas_magic.engines.member import Member
-from taas_magic.engines.members import Members
+from taas_magic import messages
 from taas_magic.errors import PoolError
+from taas_magic.messages import HostHello, PoolStatus, StorePort, unpack
+from taas_magic.pool.controller import Controller
+from taas_magic.pool.head import HeadScheduler
+from taas_magic.pool.hosts import Member, Members
+from tests.harness import below, words
+from tests.rig.pools import pool_here
 
-pytestmark = pytest.mark.usefixtures("no_leftovers")
-
-Play = Callable[[Any, Keeper, Member], Coroutine[Any, Any, None]]
+Play = Callable[[HeadScheduler, Controller, Member], Coroutine[Any, Any, None]]
 
 
-@pytest.fixture
-def with_host(tmp_path: Path) -> Callable[[Play], None]:
-    """Runs a play with a scheduler, its keeper, and one host that has joined."""
-
-    def run(play: Play) -> None:
-        async def live() -> None:
-            engine = find_engine(PoolConfig("local", lease_s=30))
-            async with engine.open(HeadScheduler, make_security(), str(tmp_path)) as cluster:
-                source = HostSource(engine, cluster)
-                keeper = Keeper(cluster.scheduler, source, engine.pool, linger_s=600)
-                [member] = await keeper.members.take(1)
-                await play(cluster, keeper, member)
-
-        asyncio.run(live())
-
-    return run
+@pytest.fixture(scope="module")
+def with_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Play], None]]:
+    """Runs plays with a pool and its host; the last of them may cost the host."""
+    with pool_here(tmp_path_factory.mktemp("pool")) as (here, run):
+        yield lambda play: run(play(here.scheduler, here.controller, here.member))
 
 
 def test_a_call_is_answered_and_opens_no_connection(with_host: Callable[[Play], None]) -> None:
-    async def play(cluster: Any, keeper: Keeper, member: Member) -> None:
-        said = await keeper.members.call(member.address, "taas_hello")
-        assert said["host"] == member.name
+    async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
+        said = await controller.members.call(member.address, "taas_hello", HostHello)
+        assert said.host == member.name
         with pytest.raises(PoolError, match=f"{member.name}: KeyError: 'nonesuch'"):
-            await keeper.members.call(member.address, "nonesuch")
-        assert cluster.scheduler.rpc.open == 0
-
-    with_host(play)
-
-
-def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], None]) -> None:
-    async def play(cluster: Any, keeper: Keeper, member: Member) -> None:
-        number = 10**9
-        waiting = member.pending[number] = asyncio.get_running_loop().create_future()
-        await cluster.scheduler.remove_worker(member.address, stimulus_id="test")
-        with pytest.raises(PoolError, match=f"{member.name} is gone"):
-            await waiting
-        with pytest.raises(PoolError, match="is gone"):
-            await keeper.members.call(member.address, "taas_hello")
-
-    with_host(play)
-
-
-def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
-    """FAULTS 12: however it came to be silent."""
-
-    async def play(cluster: Any, keeper: Keeper, member: Member) -> None:
-        gone = asyncio.Event()
-        keeper.members._on_lost = lambda lost, why: gone.set()
-        member.heard_at -= 10_000
-        await asyncio.wait_for(gone.wait(), 60)
-        assert member.address not in cluster.scheduler.workers
+            await controller.members.call(member.address, "nonesuch", HostHello)
+        with pytest.raises(PoolError, match=f"{member.name} answered taas_hello: .*`port`"):
+            await controller.members.call(member.address, "taas_hello", StorePort)
+        assert scheduler.rpc.open == 0
 
     with_host(play)
 
@@ -79,16 +45,77 @@ def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
 def test_what_is_not_a_members_is_refused_and_counted(with_host: Callable[[Play], None]) -> None:
     """FAULTS 49: a stale generation, answers nobody waits for, events of no run of the host."""
 
-    async def play(cluster: Any, keeper: Keeper, member: Member) -> None:
-        handlers = cluster.scheduler.stream_handlers
-        handlers["taas_answer"](worker=member.address, id=12345, answer="late")
-        handlers["taas_answer"](worker="tls://nobody:1", id=1, answer="forged")
+    async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
+        handlers = scheduler.stream_handlers
+        before = unpack(await controller.status(), PoolStatus).refused
+        handlers["taas_answer"](worker=member.address, id=12345, answer=b"late")
+        handlers["taas_answer"](worker="tls://nobody:1", id=1, answer=b"forged")
         handlers["taas_beat"](worker="tls://nobody:1", beat=1)
-        said = {"kind": "settled", "attempt": 0, "state": "SUCCEEDED", "host": "x"}
+        said = messages.encode(messages.Settled(state="SUCCEEDED", host="x"))
         handlers["taas_event"](worker=member.address, run_id="no-such-run", event=said)
-        assert (await keeper.status())["refused"] == 4
+        assert unpack(await controller.status(), PoolStatus).refused - before == 4
 
     with_host(play)
+
+
+def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], None]) -> None:
+    async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
+        number = 10**9
+        waiting = member.pending[number] = asyncio.get_running_loop().create_future()
+        await scheduler.remove_worker(member.address, stimulus_id="test")
+        with pytest.raises(PoolError, match=f"{member.name} is gone"):
+            await waiting
+        with pytest.raises(PoolError, match="is gone"):
+            await controller.members.call(member.address, "taas_hello", HostHello)
+
+    with_host(play)
+
+
+def supervisors() -> set[psutil.Process]:
+    """The supervisors of hosts of this process."""
+    return {it for it in below(os.getpid()) if "taas_magic.host.supervisor" in words(it)}
+
+
+def new_one(known: set[psutil.Process]) -> psutil.Process:
+    """Returns the next supervisor that comes."""
+    while not (new := supervisors() - known):
+        threading.Event().wait(0.01)
+    return new.pop()
+
+
+def test_a_silent_host_is_lost(tmp_path: Path) -> None:
+    """FAULTS 12: however it came to be silent."""
+
+    async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
+        gone = asyncio.Event()
+        controller.members._on_lost = lambda lost, why: gone.set()
+        member.heard_at -= 10_000
+        await asyncio.wait_for(gone.wait(), 60)
+        assert member.address not in scheduler.workers
+
+    with pool_here(tmp_path) as (here, run):
+        run(play(here.scheduler, here.controller, here.member))
+
+
+async def failed(task: asyncio.Task[Any]) -> bool:
+    """Whether what is awaited has failed."""
+    await asyncio.wait({task})
+    return task.exception() is not None
+
+
+def test_a_host_that_fails_keeps_no_other_out(tmp_path: Path) -> None:
+    """Two wait for it: one is told of the failure, the other gets the host that comes next."""
+
+    async def play(controller: Controller) -> None:
+        await controller.members.release(lambda host: False)
+        known = supervisors()
+        takes = [asyncio.create_task(controller.members.take(1)) for _ in range(2)]
+        (await asyncio.to_thread(new_one, known)).kill()
+        [told] = [take.exception() for take in takes if await failed(take)]
+        assert isinstance(told, PoolError) and "before it was ready" in str(told)
+
+    with pool_here(tmp_path) as (here, run):
+        run(play(here.controller))
 
 
 def test_hosts_to_keep_come_first_then_those_that_run_least() -> None:
@@ -97,8 +124,8 @@ def test_hosts_to_keep_come_first_then_those_that_run_least() -> None:
         members = Members(scheduler, _Nothing(), 1, 30)  # type: ignore[arg-type]
         for number, runs in enumerate([{"a", "b"}, {"a"}, set(), {"a"}]):
             members._members[str(number)] = Member(str(number), name=f"h{number}", runs=runs)
-        assert [m.name for m in await members.take(3)] == ["h2", "h1", "h3"]
-        assert [m.name for m in await members.take(2, keep=["0"])] == ["h0", "h2"]
+        assert [m.name for m in members.choose(3)] == ["h2", "h1", "h3"]
+        assert [m.name for m in members.choose(2, keep=["0"])] == ["h0", "h2"]
 
     asyncio.run(play())
 

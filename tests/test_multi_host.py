@@ -61,7 +61,7 @@ elif rank == 5:
 def test_the_cause_is_first_although_its_consequence_is_reported_first(several: Notebook) -> None:
     source = """
 if rank == 5:
-    time.sleep(0.5)
+    time.sleep(0.3)
     os.kill(os.getpid(), 9)
 if rank == 0:
     raise RuntimeError("Connection closed by peer")
@@ -115,10 +115,7 @@ def test_one_host_whose_ranks_leave_early_is_named(several: Notebook) -> None:
 
 def test_an_agent_that_is_killed_is_named_and_its_ranks_are_gone(several: Notebook) -> None:
     source = """
-from itertools import pairwise
-
 import psutil
-import pytest
 if rank == 2:
     psutil.Process().parent().parent().kill()
 dist.barrier()
@@ -135,10 +132,7 @@ time.sleep(600)
 
 def test_a_lost_host_is_replaced_when_restarts_are_left(several: Notebook) -> None:
     source = """
-from itertools import pairwise
-
 import psutil
-import pytest
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 if rank == 0 and attempt == 0:
     psutil.Process().parent().parent().kill()

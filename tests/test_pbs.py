@@ -1,13 +1,16 @@
 """Cells on PBS, as far as stand-ins for its commands can show it: the real job script runs."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from taas_magic import pools, taas_toml
+from taas_magic.config import load_config
 from taas_magic.errors import PoolError
-from tests.harness import Notebook
+from taas_magic.notebook import pools
+from tests.frontend import ROOT, Frontend
+from tests.harness import ANSI, Notebook
 from tests.rig.hosts import SCRIPT, Hosts, hosts_up
 from tests.rig.pbs import Pbs, pbs_up
 
@@ -46,22 +49,25 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def pbs(
-    notebook: Notebook,
-    hosts: Hosts,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path_factory: pytest.TempPathFactory,
+def queue(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pbs]:
-    """A queue with a job on each of two hosts; after the test its pool is down."""
+    """A queue with a job on each of two hosts."""
     enter = [[str(SCRIPT), "exec", str(number)] for number in (1, 2)]
     with pbs_up(2, enter, parent=tmp_path_factory.getbasetemp()) as up:
         for name, value in {**hosts.environ, **up.environ}.items():
             monkeypatch.setenv(name, value)
-        settings = notebook.project / "taas.toml"
-        settings.write_text(TOML.format(head=hosts.caller, start_timeout_s=100))
         yield up
-        pools.down("hpc", taas_toml.load(notebook.project))
-        settings.unlink()
+
+
+@pytest.fixture
+def pbs(notebook: Notebook, hosts: Hosts, queue: Pbs) -> Iterator[Pbs]:
+    """The same, named in the notebook's taas.toml; after the test its pool is down."""
+    settings = notebook.project / "taas.toml"
+    settings.write_text(TOML.format(head=hosts.caller, start_timeout_s=100))
+    yield queue
+    pools.down("hpc", load_config(notebook.project))
+    settings.unlink()
 
 
 def test_a_cell_runs_on_two_hosts(notebook: Notebook, pbs: Pbs, hosts: Hosts) -> None:
@@ -79,9 +85,52 @@ def test_a_full_queue_is_named_and_nothing_is_kept(
     notebook: Notebook, pbs: Pbs, hosts: Hosts
 ) -> None:
     """FAULT 57."""
-    settings = TOML.format(head=hosts.caller, start_timeout_s=15)
+    settings = TOML.format(head=hosts.caller, start_timeout_s=10)
     Path(notebook.project / "taas.toml").write_text(settings)
     outcome = notebook.run(MEET, "--pool hpc", gpus=6)
     assert isinstance(outcome.error, PoolError)
     assert "PBS job 3 QUEUED (Not Running: Insufficient amount of resource: ncpus)" in outcome.shown
     pbs.wait_until_empty()
+
+
+WAITS_TO_BE_ENDED = """
+    if epoch == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        dist.barrier()
+        print("a job may go", flush=True)
+        import time
+        time.sleep(1000)
+"""
+
+
+def test_the_pages_program_goes_on_after_its_job_was_deleted(
+    queue: Pbs, hosts: Hosts, kernel_of_its_own: Frontend, tmp_path: Path
+) -> None:
+    """docs/pbs.md as it stands, but for a pause in which its second job is deleted."""
+    frontend = kernel_of_its_own
+    settings = TOML.format(head=hosts.caller, start_timeout_s=100)
+    (tmp_path / "project" / "taas.toml").write_text(settings)
+    page = (ROOT / "docs" / "pbs.md").read_text()
+    define, train, compare = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    frontend.run(define)
+    before, printed, after = train.partition('"epoch {epoch} loss {loss.item():.3f}")\n')
+    request = frontend.send(
+        before.replace("--gpus 4", "--gpus 4 --env OMP_NUM_THREADS=1")
+        + printed
+        + WAITS_TO_BE_ENDED.lstrip("\n")
+        + after
+    )
+    frontend.wait(lambda: "a job may go" in frontend.text(request), 200)
+    queue.delete("2.rig")
+    reply = frontend.finish(request, 250)
+    text = ANSI.sub("", frontend.text(request))
+    assert reply["status"] == "ok", text + ANSI.sub("", "\n".join(reply["traceback"]))
+    assert "goes on with epoch 3" in text and "epoch 5 loss" in text
+    assert set(queue.jobs()) == {"1.rig", "2.rig", "3.rig"}
+    request = frontend.run(compare)
+    [table] = frontend.contents(request, "execute_result")
+    rows = [line.split() for line in table["data"]["text/plain"].splitlines()[2:]]
+    counts = {row[0]: [int(number) for number in row[1:]] for row in rows}
+    assert list(counts) == ["agricultural", "beach", "forest", "harbor"]
+    assert sum(map(sum, counts.values())) == 200
+    assert sum(row[i] for i, row in enumerate(counts.values())) > 150
+    frontend.run("%taas down hpc")

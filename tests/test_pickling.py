@@ -1,5 +1,6 @@
 """Values as bytes and buffers, through a file, and back from a rank."""
 
+import math
 import os
 import pickle
 import stat
@@ -14,16 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.backends.cudnn as cudnn
 
-from taas_magic.capture import pickling, tensors
+from taas_magic.capture import pickling, reducers, tensors
 from taas_magic.errors import CaptureError
+from taas_magic.messages import Failure
 
 REPOSITORY = Path(__file__).parents[1]
 
 
 def through_a_file(value: Any, path: Path, namespace: dict[str, Any] | None = None) -> Any:
-    pickling.write(path, pickling.dump(value))
-    archive = pickling.read(path)
+    pickling.write_archive(path, pickling.dump(value))
+    archive = pickling.read_archive(path)
     path.unlink()
     return pickling.loads(archive.stream(), archive.buffers, namespace=namespace)
 
@@ -96,9 +99,9 @@ def test_large_data_is_no_part_of_the_pickle() -> None:
 
 
 def test_values_are_writable_aligned_and_the_file_does_not_change(path: Path) -> None:
-    pickling.write(path, pickling.dump([np.ones(3), torch.ones(5), np.arange(4)]))
+    pickling.write_archive(path, pickling.dump([np.ones(3), torch.ones(5), np.arange(4)]))
     before = path.read_bytes()
-    archive = pickling.read(path)
+    archive = pickling.read_archive(path)
     array, tensor, numbers = pickling.loads(archive.stream(), archive.buffers)
     array[:], tensor[:] = 7, 8
     numbers += 1
@@ -150,26 +153,26 @@ def test_a_loader_travels_without_its_running_iterator(path: Path) -> None:
 
 
 def test_the_file_is_private_and_appears_whole(path: Path) -> None:
-    pickling.write(path, pickling.dump(1))
+    pickling.write_archive(path, pickling.dump(1))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     broken = pickling.Pickled(b"", [pickle.PickleBuffer(np.ones((2, 2))[:, 0])])
     with pytest.raises(BufferError):
-        pickling.write(path, broken)
+        pickling.write_archive(path, broken)
     assert os.listdir(path.parent) == [path.name]
 
 
 @pytest.mark.parametrize("keep", [0, 5, 20, 60, -1])
 def test_a_damaged_file_is_named(path: Path, keep: int) -> None:
-    pickling.write(path, pickling.dump(np.ones(100)), {"x": 1})
+    pickling.write_archive(path, pickling.dump(np.ones(100)), Failure())
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CaptureError, match=str(path)):
-        pickling.read(path)
+        pickling.read_archive(path)
 
 
 def test_another_kind_of_file_is_named(path: Path) -> None:
     path.write_bytes(bytes(100))
     with pytest.raises(CaptureError, match="not a whole payload"):
-        pickling.read(path)
+        pickling.read_archive(path)
 
 
 def test_functions_find_the_namespace_they_are_loaded_into() -> None:
@@ -185,9 +188,15 @@ def test_functions_find_the_namespace_they_are_loaded_into() -> None:
     assert g() == 105
 
 
+def test_a_module_of_a_class_of_its_own_travels_by_its_name() -> None:
+    pickled = pickling.dump([cudnn, math], globals_dict={})
+    first, second = pickling.loads(pickled.data, pickled.buffers)
+    assert first is cudnn and second is math
+
+
 def test_a_refusal_names_the_result() -> None:
     with pytest.raises(CaptureError, match=r"`model\['lock'\]` is a _thread.lock"):
-        pickling.dump_named({"history": [1], "model": {"lock": threading.Lock()}})
+        pickling.dump({"lock": threading.Lock()}, name="model")
 
 
 def test_an_error_of_the_users_own_is_told(path: Path) -> None:
@@ -206,23 +215,23 @@ from taas_magic.capture import pickling
 
 main = types.ModuleType("__main__")
 sys.modules["__main__"] = main
-archive = pickling.read(Path(sys.argv[1]))
+archive = pickling.read_archive(Path(sys.argv[1]))
 main.__dict__.update(pickling.loads(archive.stream(), archive.buffers, namespace=main.__dict__))
 exec(sys.argv[2], main.__dict__)
 out = {name: main.__dict__[name] for name in sys.argv[3:]}
-pickling.write(Path(sys.argv[1] + ".result"), pickling.dump_named(out))
+pickling.write_archive(Path(sys.argv[1] + ".result"), pickling.dump(out))
 """
 
 
 def back_from_a_rank(notebook: dict[str, Any], path: Path, cell: str, *names: str) -> Any:
     values = {k: v for k, v in notebook.items() if not k.startswith("__")}
-    pickling.write(path, pickling.dump(values, globals_dict=notebook))
+    pickling.write_archive(path, pickling.dump(values, globals_dict=notebook))
     subprocess.run(
         [sys.executable, "-c", RANK, str(path), textwrap.dedent(cell), *names],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         check=True,
     )
-    archive = pickling.read(path.with_name(path.name + ".result"))
+    archive = pickling.read_archive(path.with_name(path.name + ".result"))
     return pickling.loads(archive.stream(), archive.buffers)
 
 
@@ -271,7 +280,6 @@ def test_a_result_made_by_the_cells_own_definitions(path: Path) -> None:
 
 
 def test_a_result_whose_class_is_gone_is_told() -> None:
-    from taas_magic.capture import classes
 
     with pytest.raises(CaptureError, match="`Net`"):
-        classes._known_class("no such id", "Net")
+        reducers._known_class("no such id", "Net")

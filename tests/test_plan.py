@@ -1,14 +1,21 @@
 """Plans are values: what is decided is compared, nothing is started."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from taas_magic.errors import UsageError
-from taas_magic.plan import Flags, HostCapacity, HostPlan, Plan
-from taas_magic.planning import MAX_RANKS_PER_CPU_HOST, make_plan, new_run_id, next_size
+from taas_magic.messages import pack, unpack
+from taas_magic.plan import (
+    MAX_RANKS_PER_CPU_HOST,
+    Flags,
+    HostCapacity,
+    HostPlan,
+    Plan,
+    make_plan,
+    new_run_id,
+    next_size,
+)
 
 CPU_HOST = HostCapacity(gpus=0, cores=4)
 GPU_HOST = HostCapacity(gpus=8, cores=64)
@@ -17,7 +24,7 @@ GPU_HOST = HostCapacity(gpus=8, cores=64)
 def test_cpu_ranks_share_the_cores_and_it_is_said() -> None:
     plan = make_plan(Flags(gpus=2), CPU_HOST, "id")
     assert plan.hosts == (HostPlan(0, 0, 2, threads_per_rank=2),)
-    assert plan.notes == ("no GPU in pool 'local': --gpus 2 runs 2 CPU ranks",)
+    assert plan.notes == ("No GPU found; running 2 CPU processes",)
 
 
 def test_more_ranks_than_cores_have_a_thread_each() -> None:
@@ -35,11 +42,22 @@ def test_ranks_beyond_one_host_lie_on_several() -> None:
     assert [(host.first_rank, host.ranks) for host in plan.hosts] == [(0, 8), (8, 8)]
 
 
+def test_a_federation_has_a_rank_on_each_host() -> None:
+    plan = make_plan(Flags(gpus=3, federated=True), GPU_HOST, "id", max_hosts=3)
+    assert [host.ranks for host in plan.hosts] == [1, 1, 1] and plan.federated
+    assert unpack(pack(plan), Plan) == plan
+
+
 @pytest.mark.parametrize(
     ("gpus", "host", "max_hosts", "words"),
     [
-        (MAX_RANKS_PER_CPU_HOST + 1, CPU_HOST, 1, f"possible is 1 to {MAX_RANKS_PER_CPU_HOST}"),
-        (9, GPU_HOST, 1, "1 host with 8 each"),
+        (
+            MAX_RANKS_PER_CPU_HOST + 1,
+            CPU_HOST,
+            1,
+            f"this machine allows 1 to {MAX_RANKS_PER_CPU_HOST} CPU",
+        ),
+        (9, GPU_HOST, 1, "allows 1 to 8 GPUs; you asked for 9"),
         (9, GPU_HOST, 2, "multiple of 2"),
     ],
 )
@@ -68,7 +86,7 @@ def test_every_rank_lies_on_exactly_one_host(
 def test_a_plan_survives_the_wire() -> None:
     flags = Flags(gpus=2, out=("a", "b"), env={"X": "1"}, timeout_s=3.0)
     plan = make_plan(flags, CPU_HOST, new_run_id())
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert unpack(pack(plan), Plan) == plan
 
 
 def test_run_ids_differ_and_sort_by_time() -> None:
@@ -86,7 +104,7 @@ def test_a_run_grows_by_the_fewest_hosts_that_give_it_more_ranks() -> None:
     largest = next_size(larger)
     assert largest is not None and largest.world_size == 12
     assert next_size(largest) is None
-    assert Plan.from_json(json.loads(json.dumps(larger.to_json()))) == larger
+    assert unpack(pack(larger), Plan) == larger
 
 
 def test_a_run_that_may_grow_begins_with_all_that_its_first_hosts_hold() -> None:
@@ -97,5 +115,5 @@ def test_a_run_that_may_grow_begins_with_all_that_its_first_hosts_hold() -> None
 def test_a_run_does_not_grow_unless_asked_nor_beyond_the_pool() -> None:
     host = HostCapacity(gpus=4, cores=8)
     assert next_size(make_plan(Flags(gpus=4), host, "run", max_hosts=4)) is None
-    with pytest.raises(UsageError, match="cannot grow beyond 16"):
+    with pytest.raises(UsageError, match=r"allows 1 to 16 GPUs .*; you asked for 20"):
         make_plan(Flags(gpus=4, max_gpus=20), host, "run", max_hosts=4)

@@ -1,25 +1,26 @@
 """A run's picture, from its journal alone."""
 
 import sys
-from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
 from taas_magic.errors import UsageError
-from taas_magic.plot import curves, draw
+from taas_magic.journal.plot import curves, draw
+from taas_magic.messages import Event
+from tests.events import event
 
 
-def data(time: float, rank: int, batches: int, waited_s: float, host: str) -> dict[str, Any]:
+def data(time: float, rank: int, batches: int, waited_s: float, host: str) -> Event:
     span_s = time % 1000
     counts = {"batches": batches, "units": batches, "bytes": batches * 1e6}
     train = {**counts, "waited_s": waited_s, "span_s": span_s}
-    return {"kind": "data", "time": time, "host": host, "rank": rank, "loaders": {"train": train}}
+    return event("data", host, time=time, rank=rank, loaders={"train": train})
 
 
-def journal() -> list[dict[str, Any]]:
+def journal() -> list[Event]:
     """Two ranks for 6 s, of which they wait 3/4 at first and 1/4 later; 10 batches/s each."""
-    events: list[dict[str, Any]] = [{"kind": "state", "time": 1000.0, "host": ""}]
+    events = [event("state", time=1000.0, state="RUNNING")]
     for second in range(1, 7):
         waited_s = 0.75 * min(second, 3) + 0.25 * max(0, second - 3)
         events.append(data(1000.0 + second, 0, 10 * second, waited_s, "gpu1"))
@@ -39,7 +40,7 @@ def test_shares_and_rates_over_time() -> None:
 
 
 def test_a_restart_is_no_negative_rate() -> None:
-    restart = {"kind": "restart", "time": 1006.5, "host": "gpu1", "attempt": 1}
+    restart = event("restart", time=1006.5, attempt=1)
     events = [*journal(), restart, data(1008.0, 0, 2, 0.1, "gpu1"), data(1009.5, 0, 5, 1.0, "gpu1")]
     (train,) = curves(events)
     assert min(train.batches_per_s) > 0

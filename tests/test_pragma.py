@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
-from taas_magic.pragma import transform
+from taas_magic.notebook.flags import misplaced_pragma, nothing_below, transform_pragma
 
 
 def changed(cell: str) -> str:
-    return "".join(transform(cell.splitlines(keepends=True)))
+    return "".join(transform_pragma(cell.splitlines(keepends=True)))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_cell_is_plain_python() -> None:
 @given(st.text(alphabet="#! pragmtsg2.8-\nx=1", max_size=80))
 def test_any_text_keeps_its_lines_below_the_head(cell: str) -> None:
     lines = cell.splitlines(keepends=True)
-    new = transform(list(lines))
+    new = transform_pragma(list(lines))
     if new != lines:
         assert new[0].startswith("%%taas ")
         assert new[1:] == ["\n"] or lines[-len(new[1:]) :] == new[1:]
@@ -73,7 +73,41 @@ def test_asking_whether_a_cell_is_complete_neither_warns_nor_fails(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     manager = TransformerManager()
-    manager.cleanup_transforms.insert(0, transform)
+    manager.cleanup_transforms.insert(0, transform_pragma)
     assert manager.check_complete("#!nowhere\n#pragma taas --gpus NaN\nfor i in x:")[0] != "invalid"
     assert manager.check_complete("#!g2.8\n#pragma taas --gpus 2\nx = 1\n\n")[0] == "complete"
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_pool_without_lines_below_it_is_explained() -> None:
+    assert '"#!g2.8" holds for its own cell only' in nothing_below("#!g2.8\n\n")
+    assert "#!" not in nothing_below("%%taas --pool g2.8 --gpus 2\n")
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("x = 1\n#pragma taas --gpus 8\ny = 2", "in line 2 is below code"),
+        ("x = 1\n  # pragma taas --gpus 8", "runs in the notebook itself"),
+        ("#!g2.8\nx = 1\n#pragma taas --gpus 8", "in line 3 is below code"),
+        ("#!g2.8\nx = 1\n#pragma taas --gpus 8", "runs as its first lines say"),
+        ("!ls\n#pragma taas --gpus 8", "in line 2"),
+    ],
+)
+def test_a_pragma_below_code_is_explained(cell: str, said: str) -> None:
+    [line] = misplaced_pragma(cell)
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "#!g2.8\n#pragma taas --gpus 8\nx = 1",
+        "%%writefile train.py\nx = 1\n#pragma taas --gpus 8",
+        "text = '''\n#pragma taas --gpus 8\n'''",
+        "x = 1  #pragma taas is for cells",
+        "x = 1\n#pragma once",
+    ],
+)
+def test_other_cells_are_not_commented_on(cell: str) -> None:
+    assert not list(misplaced_pragma(cell))

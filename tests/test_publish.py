@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from taas_magic.errors import StoreError
-from taas_magic.publish import save
+from taas_magic.store.publish import save
 from tests.children import saver
 from tests.rig.held import CONTEXT, end_forkserver, start
 

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 
 from taas_magic.errors import CaptureError, RankFailed
 from tests.harness import Notebook
@@ -128,19 +129,6 @@ def test_out_brings_variables_back(notebook: Notebook) -> None:
     assert outcome.run is not None and set(outcome.run.out) == {"model", "where", "fn"}
 
 
-def test_a_missing_out_name_is_explained(notebook: Notebook) -> None:
-    outcome = notebook.run("history = [1]", "--out histroy", gpus=1)
-    assert isinstance(outcome.error, RankFailed)
-    assert "histroy" in outcome.shown and "history" in outcome.shown
-
-
-def test_an_out_value_that_cannot_travel_is_named(notebook: Notebook) -> None:
-    source = "import threading\nstate = {'lock': threading.Lock()}"
-    outcome = notebook.run(source, "--out state", gpus=1)
-    assert isinstance(outcome.error, RankFailed)
-    assert "state['lock']" in outcome.shown
-
-
 def test_what_cannot_travel_stops_the_cell_before_a_run(notebook: Notebook) -> None:
     notebook.define("import threading\nclass Box: pass\nbox = Box()\nbox.lock = threading.Lock()")
     outcome = notebook.run("print(box)")
@@ -152,6 +140,20 @@ def test_what_cannot_travel_stops_the_cell_before_a_run(notebook: Notebook) -> N
 def test_a_cells_assignment_reaches_functions_of_earlier_cells(notebook: Notebook) -> None:
     notebook.define("rate = 1\ndef report():\n    return rate")
     assert notebook.run("rate = 2\nprint(report())", gpus=1).lines[0] == ["2"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_cell_that_wants_a_gpu_where_there_is_none_is_told_what_to_write(
+    notebook: Notebook,
+) -> None:
+    outcome = notebook.run("import torch\nmodel = torch.nn.Linear(1, 1).cuda()", gpus=1)
+    assert isinstance(outcome.error, RankFailed)
+    assert outcome.error.etype == "AssertionError"
+    assert "no GPU for this rank" in outcome.shown and "taas.device_type" in outcome.shown
+    source = (
+        "import taas, torch\ntorch.nn.Linear(1, 1).to(taas.device_type)\nprint(taas.device_type)"
+    )
+    assert notebook.run(source, gpus=1).lines[0] == ["cpu"]
 
 
 @pytest.mark.parametrize(

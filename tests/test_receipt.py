@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from taas_magic.display.receipt import MAX_FILES, lines
-from taas_magic.receipt import Ledger, Look, Receipt
-
-NOTHING = {"written": [], "kept_out": [], "shared": [], "means": "", "complete": True}
+from taas_magic.messages import KeptOutFile, RankHeld, RankTouched, StoreReceipt, WrittenFile
+from taas_magic.store.receipt import Ledger, Receipt, StoreLook
 
 
 @pytest.fixture
@@ -29,30 +28,24 @@ def test_rank_0s_files_are_those_it_noted_and_those_that_changed(store: Path) ->
     (store / "old" / "__pycache__").mkdir()
     (store / "old" / "__pycache__" / "module.pyc").touch()
     os.utime(store / "old" / "by-child.bin", (1, 1))
-    ledger.take(0, {"path": str(store / "noted.pt")})
-    ledger.take(0, {"path": str(store / "gone.pt")})
-    written = ledger.close(has_rank_0=True)["written"]
-    assert [(entry["path"], entry["bytes"]) for entry in written] == [
-        (".hidden-file", 3),
-        ("noted.pt", 3),
-        ("old/by-child.bin", 3),
+    ledger.take(0, RankTouched(str(store / "noted.pt")))
+    ledger.take(0, RankTouched(str(store / "gone.pt")))
+    assert ledger.close(has_rank_0=True).written == [
+        WrittenFile(".hidden-file", 3),
+        WrittenFile("noted.pt", 3),
+        WrittenFile("old/by-child.bin", 3),
     ]
 
 
 def test_another_host_looks_through_nothing(store: Path) -> None:
     ledger = Ledger(str(store), ())
     (store / "new.txt").touch()
-    ledger.take(2, {"path": str(store / "new.txt")})
-    ledger.take(2, {"path": str(store / "other.txt")})
-    ledger.take(2, {"means": "Landlock"})
-    assert ledger.close(has_rank_0=False) == {
-        **NOTHING,
-        "kept_out": [
-            {"rank": 2, "path": "new.txt", "in_store": True},
-            {"rank": 2, "path": "other.txt", "in_store": False},
-        ],
-        "means": "Landlock",
-    }
+    ledger.take(2, RankTouched(str(store / "new.txt")))
+    ledger.take(2, RankTouched(str(store / "other.txt")))
+    ledger.take(2, RankHeld("Landlock"))
+    closed = ledger.close(has_rank_0=False)
+    assert closed.kept_out == [KeptOutFile(2, "new.txt", True), KeptOutFile(2, "other.txt", False)]
+    assert (closed.written, closed.means, closed.complete) == ([], "Landlock", True)
 
 
 def test_a_shared_folder_is_nobodys(store: Path) -> None:
@@ -60,33 +53,33 @@ def test_a_shared_folder_is_nobodys(store: Path) -> None:
     (store / "shards").mkdir()
     (store / "shards" / "1.distcp").touch()
     closed = ledger.close(has_rank_0=True)
-    assert closed["written"] == [] and closed["shared"] == ["shards"]
+    assert closed.written == [] and closed.shared == ["shards"]
 
 
 def test_an_unfinished_save_of_a_dead_rank_is_cleared_away(store: Path) -> None:
     ledger = Ledger(str(store), ())
     (store / ".m.pt.abc.taas-saving").mkdir()
     (store / ".m.pt.abc.taas-saving" / "m.pt").write_text("half")
-    assert ledger.close(has_rank_0=True)["written"] == []
+    assert ledger.close(has_rank_0=True).written == []
     assert os.listdir(store) == ["old"]
 
 
 def test_a_store_that_is_too_large_is_said_to_be(store: Path) -> None:
-    look = Look(str(store), (), 0, limit_s=0)
+    look = StoreLook(str(store), (), 0, limit_s=0)
     list(look.changed())
     assert not look.complete
 
 
 def test_hosts_make_one_receipt() -> None:
-    kept = [{"rank": 3, "path": "m.pt", "in_store": True}]
-    lost = [{"rank": 4, "path": "m-4.pt", "in_store": False}]
+    kept = [KeptOutFile(3, "m.pt", True)]
+    more = [KeptOutFile(1, "m.pt", True), KeptOutFile(4, "m-4.pt", False)]
     receipt = Receipt()
-    for more in (
-        {"written": [{"path": "m.pt", "bytes": 7}]},
-        {"kept_out": kept, "means": "Landlock"},
-        {"kept_out": [{**kept[0], "rank": 1}, *lost], "complete": False},
+    for said in (
+        StoreReceipt(written=[WrittenFile("m.pt", 7)]),
+        StoreReceipt(kept_out=kept, means="Landlock"),
+        StoreReceipt(kept_out=more, complete=False),
     ):
-        receipt = receipt.with_event({**NOTHING, **more})
+        receipt = receipt.with_event(said)
     assert receipt == Receipt(
         written={"m.pt": 7},
         kept_out={"m-4.pt": (4,), "m.pt": (1, 3)},
@@ -96,8 +89,8 @@ def test_hosts_make_one_receipt() -> None:
     )
     assert lines(receipt) == [
         ("rank 0 wrote", "m.pt (7 bytes)"),
-        ("kept out", "m.pt of ranks 1,3"),
-        ("kept out, and not in the store", "m-4.pt of rank 4"),
+        ("not saved (only rank 0 writes)", "m.pt from ranks 1,3"),
+        ("not saved, and not by rank 0 either", "m-4.pt from rank 4"),
         ("held by", "Landlock"),
         ("store", "too large to look through: files of subprocesses may be missing"),
     ]

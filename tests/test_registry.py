@@ -1,6 +1,5 @@
 """What may be registered, and what a registered loader becomes on its way to the ranks."""
 
-import gc
 import threading
 
 import pytest
@@ -9,15 +8,20 @@ from torch.utils.data import DataLoader
 import taas
 from taas_magic import registry
 from taas_magic.capture import pickling
-from taas_magic.data.feed import Feed
-from taas_magic.data.loader import RemoteLoader, use_feed
-from taas_magic.data.registered import Registered
+from taas_magic.data.loader import Feed, RemoteLoader, use_feed
+from taas_magic.registry import Registered
 from tests.data_rig import Lines, Rows
 
 
 @pytest.fixture(autouse=True)
 def nothing_registered():
+    forget_loaders()
     yield
+    forget_loaders()
+
+
+def forget_loaders():
+    """Whatever module was tested before, too."""
     registry._registered.clear()
     pickling.STAND_INS.clear()
 
@@ -69,34 +73,27 @@ def test_what_cannot_be_registered(value, error, says):
     assert taas.registered() == {}
 
 
-def test_twice_a_taken_name_and_a_wrong_rule():
-    loader = taas.register(DataLoader(Rows(4)), name="train")
-    with pytest.raises(ValueError, match="registered already, as 'train'"):
-        taas.register(loader)
-    with pytest.raises(ValueError, match="'train' is taken"):
-        taas.register(DataLoader(Rows(4)), name="train")
-    with pytest.raises(ValueError, match="possible is pad, drop, keep"):
+def test_registering_again_replaces():
+    first = taas.register(DataLoader(Rows(4)), name="train")
+    second = taas.register(DataLoader(Rows(4)), name="train")
+    assert not taas.is_registered(first)
+    taas.register(second, name="other", seed=5)
+    assert {name: entry.seed for name, entry in taas.registered().items()} == {"other": 5}
+
+
+def test_a_wrong_rule():
+    with pytest.raises(ValueError, match="uneven needs pad, drop or keep; got"):
         taas.register(DataLoader(Rows(4)), uneven="fill")
-    assert list(taas.registered()) == ["train"]
-
-
-def test_a_live_iterator():
-    loader = DataLoader(Rows(4))
-    batches = iter(loader)
-    with pytest.raises(ValueError, match="still alive"):
-        taas.register(loader)
-    del batches
-    gc.collect()
-    assert taas.register(loader) is loader
+    assert taas.registered() == {}
 
 
 def test_the_shape_says_what_the_loader_says():
     loader = DataLoader(Rows(10), 3, num_workers=2, drop_last=True, timeout=5)
-    shape = Registered("train", loader).shape()
-    assert (shape.batches, shape.samples, shape.batch_size) == (3, 10, 3)
-    assert (shape.num_workers, shape.timeout_s, shape.iterable) == (2, 5, False)
+    shape = Registered("train", loader).packed().shape
+    assert (shape.batches, shape.samples, shape.settings["batch_size"]) == (3, 10, 3)
+    assert (shape.num_workers, shape.settings["timeout"], shape.iterable) == (2, 5, False)
     assert shape.attributes == {"size": 10, "width": 8, "classes": ["a", "b"]}
-    assert Registered("lines", DataLoader(Lines(3))).shape().iterable
+    assert Registered("lines", DataLoader(Lines(3))).packed().shape.iterable
 
 
 def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are():
@@ -105,7 +102,7 @@ def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are():
     with registry.noting() as used:
         pickler.add({"loaders": [loader, loader], "other": other})
     assert list(used) == ["train"]
-    use_feed(Feed(1, 2, lambda name: used[name].payload()))
+    use_feed(Feed(1, 2, lambda name: used[name].payload))
     try:
         data = pickler.pickled()
         arrived = pickling.loads(bytes(data.data), data.buffers)
@@ -115,14 +112,21 @@ def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are():
     assert isinstance(remote, RemoteLoader)
     assert arrived["loaders"][1] is remote
     assert type(arrived["other"]) is DataLoader
-    assert [batch[1].tolist() for batch in remote] == [[2, 3], [6, 7], [0, 1]]
+    try:
+        assert [batch[1].tolist() for batch in remote] == [[2, 3], [6, 7], [0, 1]]
+    finally:
+        remote.end()
 
 
 def test_any_iterable_is_a_loader():
     batches = [[1, 2], [3]]
-    entry = Registered("plain", batches)
-    feed = Feed(0, 1, lambda name: entry.payload())
-    assert list(RemoteLoader(entry.shape(), feed)) == batches
+    travelling = Registered("plain", batches).packed()
+    feed = Feed(0, 1, lambda name: travelling.payload)
+    remote = RemoteLoader(travelling.shape, feed)
+    try:
+        assert list(remote) == batches
+    finally:
+        remote.end()
 
 
 def test_no_torch_before_it_is_needed():

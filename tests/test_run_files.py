@@ -5,25 +5,24 @@ from typing import Any
 
 import pytest
 
-from taas_magic.engines.run_desk import RunDesk
 from taas_magic.errors import ProtocolError
-from taas_magic.journal import RunFolder
-from taas_magic.plan import Flags, HostCapacity, Plan
-from taas_magic.planning import make_plan
-from taas_magic.remote import run_files
-from taas_magic.remote.run_files import READ, WRITE, RunFiles
-from taas_magic.remote.spec import HostSpec, Origin
+from taas_magic.host import files as run_files
+from taas_magic.host.files import READ, WRITE, RunFiles
+from taas_magic.host.spec import HostSpec, Origin
+from taas_magic.journal.folder import RunFolder
+from taas_magic.plan import Flags, HostCapacity, Plan, make_plan
+from taas_magic.pool.files import RunDesk
 
 
 @pytest.fixture
 def plan() -> Plan:
-    return make_plan(Flags(gpus=2), HostCapacity(gpus=1, cores=1), "a-run", max_hosts=2)
+    return make_plan(Flags(gpus=4), HostCapacity(gpus=2, cores=2), "a-run", max_hosts=2)
 
 
 @pytest.fixture
 def home(plan: Plan) -> RunFolder:
     """The run's folder where the notebook is."""
-    folder = RunFolder.create("a-run", plan.to_json(), "cell")
+    folder = RunFolder.create("a-run", plan, "cell")
     folder.payload.write_bytes(bytes(range(256)) * 5000)
     (folder.path / "data").mkdir()
     (folder.path / "data" / "6162.loader").write_bytes(b"loader")
@@ -41,7 +40,9 @@ class Far:
         self.here = Path(self.files.local(self.spec).run_dir)
 
     def ask(self, what: str, **arguments: Any) -> Any:
-        return self.desk.answer(self.host_rank, what, arguments)
+        share = self.spec.share
+        ranks = range(share.first_rank, share.first_rank + share.ranks)
+        return self.desk.answer(self.host_rank, what, arguments, ranks=ranks)
 
 
 @pytest.fixture
@@ -83,13 +84,14 @@ def test_logs_ledgers_and_the_result_go_back(
 ) -> None:
     monkeypatch.setattr(run_files, "LOG_BYTES", 5000)
     result, log = b"r" * 1_000_000, b"head" + b"x" * 5000
-    (far.here / "result").write_bytes(result)
+    far.here.joinpath("results").mkdir()
+    (far.here / "results" / "0-0-0").write_bytes(result)
     (far.here / "logs" / "rank-0.log").write_bytes(log)
     (far.here / "logs" / "rank-1.log").touch()
     (far.here / "data" / "ledger").mkdir(parents=True)
     (far.here / "data" / "ledger" / "ledger-0-1").write_bytes(b"counts")
     far.files.send_back()
-    assert home.result.read_bytes() == result
+    assert (home.results / "0-0-0").read_bytes() == result
     assert home.log(0).read_bytes() == "… 4 bytes before this are left out …\n".encode() + log[4:]
     assert home.log(1).read_bytes() == b""
     assert (home.path / "data" / "ledger" / "ledger-0-1").read_bytes() == b"counts"
@@ -99,10 +101,10 @@ def test_logs_ledgers_and_the_result_go_back(
 
 
 def test_a_result_that_did_not_come_whole_is_not_there(far: Far, home: RunFolder) -> None:
-    far.ask(WRITE, name="result", offset=0, data=b"half", last=False)
-    assert not home.result.exists()
-    far.ask(WRITE, name="result", offset=0, data=b"whole", last=True)  # sent again
-    assert home.result.read_bytes() == b"whole"
+    far.ask(WRITE, name="results/0-0-0", offset=0, data=b"half", last=False)
+    assert not (home.results / "0-0-0").exists()
+    far.ask(WRITE, name="results/0-0-0", offset=0, data=b"whole", last=True)  # sent again
+    assert (home.results / "0-0-0").read_bytes() == b"whole"
 
 
 @pytest.mark.parametrize(
@@ -119,10 +121,15 @@ def test_what_a_host_may_not_read_is_refused(far: Far, name: str) -> None:
         far.ask(READ, name=name, offset=0, size=10)
 
 
-def test_only_the_first_host_brings_the_result(home: RunFolder, plan: Plan, tmp_path: Path) -> None:
+def test_a_host_brings_what_is_of_its_own_ranks(
+    home: RunFolder, plan: Plan, tmp_path: Path
+) -> None:
     other = Far(home, plan, tmp_path / "cache", host_rank=1)
-    with pytest.raises(ProtocolError):
-        other.ask(WRITE, name="result", offset=0, data=b"x", last=True)
+    for name in ("results/0-2-0", "logs/rank-3.log", "data/ledger/ledger-0-2"):
+        other.ask(WRITE, name=name, offset=0, data=b"x", last=True)
+    for name in ("results/0-0-0", "results/0-00-0", "logs/rank-1.log", "logs/fetcher-2.log"):
+        with pytest.raises(ProtocolError):
+            other.ask(WRITE, name=name, offset=0, data=b"x", last=True)
 
 
 def test_failures_name_the_log_where_the_user_finds_it(far: Far) -> None:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from taas_magic import pools, taas_toml
+from taas_magic.config import load_config
 from taas_magic.errors import PoolError, RunLost
-from taas_magic.pool import Pool
-from taas_magic.remote.spec import RUN_TOKEN
+from taas_magic.host.processes import RUN_TOKEN
+from taas_magic.notebook import pools
+from taas_magic.pool.client import Pool
 from tests.harness import Notebook, Outcome
 from tests.rig.slurm import CORES, PATH, Slurm, slurm_up
 
@@ -80,7 +81,7 @@ class Hpc:
 
     @property
     def pool(self) -> Pool:
-        return pools.named("hpc", taas_toml.load(self.notebook.project))
+        return pools.named("hpc", load_config(self.notebook.project))
 
     def run(self, source: str, gpus: int = 4) -> Outcome:
         return self.notebook.run(source, "--pool hpc", gpus=gpus)

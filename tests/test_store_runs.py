@@ -13,7 +13,8 @@ import torch
 from taas_magic.display import head
 from taas_magic.display.state import RunState
 from taas_magic.errors import RankFailed, StoreError
-from taas_magic.store import owned
+from taas_magic.store.rule import owned
+from tests.events import parsed
 from tests.harness import Notebook, Outcome
 
 SAVE = """
@@ -27,13 +28,13 @@ model = torch.full((4,), float(rank))
 @pytest.fixture(autouse=True)
 def empty_store(notebook: Notebook) -> None:
     for path in notebook.project.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def head_of(outcome: Outcome) -> str:
     state = RunState("run")
     for event in outcome.events:
-        state.apply(event)
+        state.apply(parsed(event))
     return head.text(state, 0.0) + re.sub("<[^>]*>", "", head.html(state, 0.0))
 
 
@@ -54,7 +55,38 @@ print(torch.load("m.pt", weights_only=True)[0].item())
     assert receipt.kept_out == {"m.pt": (1, 2, 3, 4, 5, 6, 7)}
     assert not receipt.missing and receipt.means and receipt.complete
     shown = head_of(outcome)
-    assert shown.count("m.pt of ranks 1-7") == 2 and shown.count(receipt.means) == 2
+    assert shown.count("m.pt from ranks 1-7") == 2 and shown.count(receipt.means) == 2
+
+
+SIGHTS = """
+if os.environ["RANK"] == "1":
+    walks_both()
+    saves_and_finds()
+    rotates_checkpoints()
+    for name in ("missing/m.pt", "missing.bin", "folder"):
+        try:
+            saves(name, 1.0) if name.endswith("pt") else changes(name)
+        except OSError as error:
+            print(type(error).__name__, error)
+"""
+
+
+def test_a_rank_sees_its_own_writes_beside_the_stores_files(notebook: Notebook) -> None:
+    """It saves, lists, walks, loads, moves and removes; an error names the path it asked for."""
+    Path("folder").mkdir()
+    Path("folder/inner.txt").write_text("rank 0's")
+    for name in ("data.bin", "numbers.bin"):
+        Path(name).write_bytes(b"0123")
+    sights = Path(__file__).parent / "children" / "sights.py"
+    outcome = notebook.run(sights.read_text() + SIGHTS)
+    assert outcome.error is None, outcome.shown
+    [no_folder, no_file, no_file_at_all] = outcome.lines[1]
+    assert no_folder.startswith("FileNotFoundError")
+    assert f"{notebook.project}/missing/m.pt" in no_folder
+    assert no_file.startswith("FileNotFoundError") and "'missing.bin'" in no_file
+    assert no_file_at_all.startswith("IsADirectoryError")
+    assert sorted(os.listdir()) == ["data.bin", "folder", "numbers.bin"]
+    assert os.listdir("folder") == ["inner.txt"]
 
 
 def test_rank_0_saves_and_all_load(notebook: Notebook) -> None:
@@ -73,7 +105,7 @@ def test_what_only_another_rank_wrote_is_named(notebook: Notebook) -> None:
     outcome = notebook.run(SAVE + 'open(f"log-{rank}.txt", "w").write("x")', gpus=2)
     assert outcome.run is not None
     assert outcome.run.receipt.missing == {"log-1.txt"} and os.listdir() == ["log-0.txt"]
-    assert "kept out, and not in the store: log-1.txt of rank 1" in head_of(outcome)
+    assert "not saved, and not by rank 0 either: log-1.txt from rank 1" in head_of(outcome)
 
 
 def test_a_subprocess_of_rank_0_is_in_the_receipt(notebook: Notebook) -> None:
@@ -102,6 +134,21 @@ def test_a_dry_run_names_the_store(notebook: Notebook, capsys: pytest.CaptureFix
     assert f"project store: {notebook.project} (other ranks' writes: refuse)" in shown
     assert f"open to all ranks: {notebook.project}/shards" in shown
     assert os.listdir() == [], "nothing is made"
+
+
+def test_a_link_that_leads_out_of_the_store_is_said(
+    notebook: Notebook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FAULTS 42: every rank writes through it, and the head says so."""
+    (tmp_path / "scratch").mkdir()
+    Path("out").symlink_to(tmp_path / "scratch")
+    source = "import os\nopen(f\"out/{os.environ['RANK']}\", 'w').close()"
+    outcome = notebook.run(source)
+    assert outcome.error is None, outcome.shown
+    assert f"not held: out -> {tmp_path}/scratch leads out of the project store" in (
+        capsys.readouterr().out
+    )
+    assert sorted(os.listdir("out")) == ["0", "1"]
 
 
 def test_a_shared_folder_takes_every_ranks_shards(notebook: Notebook, tmp_path: Path) -> None:

@@ -7,15 +7,20 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from taas_magic.remote.process import spawn_command
+from taas_magic.host.processes import spawn_command, supervisor_arguments
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
+
+
+def supervisor_command(lease_s: float | None) -> list[str]:
+    command = spawn_command("taas_magic.host.supervisor")
+    return [*command, *supervisor_arguments(lease_s, [])]
 
 
 @pytest.fixture
 def supervisor() -> Iterator[subprocess.Popen[bytes]]:
     """A supervisor whose agent waits for its settings."""
-    command = spawn_command("taas_magic.remote.supervisor")
+    command = supervisor_command(None)
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
         seen = psutil.Process(process.pid)
         while not seen.children():
@@ -51,7 +56,7 @@ def test_an_interrupt_does_not_reach_it(supervisor: subprocess.Popen[bytes]) -> 
 
 
 def test_silence_of_the_network_ends_all_and_bytes_prolong_it() -> None:
-    command = [*spawn_command("taas_magic.remote.supervisor"), "2"]
+    command = supervisor_command(2)
     pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, start_new_session=True, **pipes) as supervisor:
         assert supervisor.stdin is not None and supervisor.stderr is not None

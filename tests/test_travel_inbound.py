@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from taas_magic.errors import StoreError
-from taas_magic.travel.inbound import bring_in
-from taas_magic.travel.mirror import take
+from taas_magic.store.mirror.inbound import bring_in, take
 from tests.travel_rig import Travel, descriptors, tree_of, wired
 
 
@@ -262,3 +261,45 @@ def make(store: Path, files: dict[str, bytes]) -> None:
         if not any(other.startswith(f"{name}/") for other in files):
             (store / name).parent.mkdir(parents=True, exist_ok=True)
             (store / name).write_bytes(content)
+
+
+SECRETS = (
+    ".ssh/id_ed25519",
+    ".aws/credentials",
+    ".gnupg/key",
+    ".kube/config",
+    ".netrc",
+    ".env",
+    ".ENV.production",
+    "sub/.env",
+    "sub/.Git-Credentials",
+    ".config/gcloud/credentials.db",
+    ".cache/huggingface/token",
+    "keys/id_rsa",
+)
+
+
+def test_secrets_stay_and_the_first_is_named(travel: Travel) -> None:
+    """FAULTS 75, with a home folder as the store."""
+    make(travel.store, dict.fromkeys((*SECRETS, "train.py", "environment.yml"), b"x"))
+    mirror, manifest = travel.mirrored()
+    assert set(manifest.files) == {"train.py", "environment.yml"}
+    files = {str(path.relative_to(mirror.path)) for path in Path(mirror.path).rglob("*.*")}
+    assert files == {"train.py", "environment.yml", ".config", ".cache"}
+    [(first, why)] = manifest.skipped.items()
+    assert first == ".ENV.production" and "may hold a secret, like" in why
+    assert "!.ENV.production in .taasignore" in why
+
+
+def test_a_secret_that_the_user_names_travels(travel: Travel) -> None:
+    make(travel.store, {".env": b"x", ".aws/credentials": b"x", ".env.local": b"x"})
+    (travel.store / ".taasignore").write_text("!.env\n!.aws/\n")
+    _, manifest = travel.mirrored()
+    assert set(manifest.files) == {".env", ".aws/credentials", ".taasignore"}
+
+
+def test_secrets_cannot_be_read_by_a_host_that_asks_for_them(travel: Travel) -> None:
+    make(travel.store, {".env": b"secret", "train.py": b"code"})
+    travel.mirrored()
+    answer = wired(travel.desk)("read", parts=[[".env", 0, 6], ["train.py", 0, 4]])
+    assert answer["data"] == b"code"

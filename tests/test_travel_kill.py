@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.travel.desk import Desk
-from taas_magic.travel.inbound import bring_in
-from taas_magic.travel.outbound import Outbound
+from taas_magic.store.mirror.desk import Desk
+from taas_magic.store.mirror.inbound import bring_in
+from taas_magic.store.mirror.outbound import Outbound
 from tests.children import travel_side
 from tests.travel_rig import Travel, eventually, tree_of
 

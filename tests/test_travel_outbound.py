@@ -1,5 +1,7 @@
 """What rank 0 closes in a mirror gets into the store: at once, whole, and no more than that."""
 
+import hashlib
+import io
 import os
 import shutil
 import subprocess
@@ -11,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from taas_magic.travel import inotify
-from taas_magic.travel.news import News
+from taas_magic.store.mirror import outbound as inotify
+from taas_magic.store.mirror.desk import Desk
+from taas_magic.store.mirror.inbound import News
 from tests.travel_rig import Travel, descriptors, eventually, tree_of, wired
 
 
@@ -336,3 +340,85 @@ def test_a_full_store_is_said_with_the_file(travel: Travel) -> None:
     finally:
         travel.desk.close()
         subprocess.run(["umount", travel.store], check=True)
+
+
+BELIEVED = (
+    ".bashrc",
+    ".BashRC",
+    ".profile",
+    ".zshenv",
+    ".ssh/authorized_keys",
+    "authorized_keys",
+    ".GIT/hooks/post-checkout",
+    ".g\u200cit/config",
+    ".git./config",
+    "git~1/config",
+    "sub/.git/hooks/post-merge",
+    ".gitconfig",
+    "taas.toml",
+    "deep/Taas.TOML",
+    ".taasignore",
+    ".config/fish/config.fish",
+    ".local/bin/python",
+    "venv/lib/python3.11/site-packages/x.pth",
+    "sitecustomize.py",
+    ".env",
+    "cache.bin",
+)
+
+
+def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
+    """FAULTS 75: a hostile host asks the desk itself; no name is made, changed or removed."""
+    (travel.store / ".taasignore").write_text("cache.bin\n")
+    (travel.store / ".bashrc").write_text("mine")
+    (travel.store / "taas.toml").write_text("mine")
+    desk = Desk(travel.rule, travel.folder / "other-state")
+    ask = wired(desk)
+    before = tree_of(travel.store)
+    empty = {"sizes": [0] * len(BELIEVED), "data": b"", "packed": False}
+    hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    files = [[path, 0, hash_of_nothing, True, 0] for path in BELIEVED]
+    assert set(ask("publish", files=files, contents=empty)) == set(BELIEVED)
+    assert set(ask("publish", removed=BELIEVED)) == set(BELIEVED)
+    assert set(ask("publish", folders=BELIEVED)) == set(BELIEVED)
+    for entry in files:
+        assert ask("write", path=entry[0], offset=0, contents={**empty, "sizes": [0]}, end=entry)
+    assert tree_of(travel.store) == before
+    desk.close()
+
+
+PATH_FILES = ("evil.pth", "deep/Evil.PTH", "e\u200cvil.p\u200cth", "evil.pth. ")
+
+
+@pytest.mark.parametrize("name", PATH_FILES)
+def test_a_pth_file_comes_from_a_host_only_if_it_is_a_checkpoint(travel: Travel, name: str) -> None:
+    """FAULTS 75: Python runs the lines of one that lies where it looks for packages."""
+    ask = wired(travel.desk)
+    for content, is_refused in ((b"import os\n", True), (b"", True), (checkpoint(), False)):
+        entry = [name, len(content), hashlib.sha256(content).hexdigest(), False, 0]
+        contents = {"sizes": [len(content)], "data": content, "packed": False}
+        assert bool(ask("publish", files=[entry], contents=contents)) == is_refused
+        assert bool(ask("write", path=name, offset=0, contents=contents, end=entry)) == is_refused
+        assert (travel.store / name).exists() != is_refused
+
+
+def checkpoint() -> bytes:
+    """What torch.save writes."""
+    file = io.BytesIO()
+    torch.save({"weights": torch.ones(2)}, file)
+    return file.getvalue()
+
+
+def test_what_stays_on_the_host_is_named_once(travel: Travel) -> None:
+    with travel.running() as mirror:
+        (mirror / ".bashrc").write_text("evil")
+        (mirror / ".profile").write_text("evil")
+        (mirror / ".env").write_text("key")
+        (mirror / "evil.pth").write_text("import evil")
+        (mirror / "model.pth").write_bytes(checkpoint())
+        eventually(reads(travel.store / "model.pth", checkpoint()))
+    assert set(tree_of(travel.store)) == {"model.pth"}
+    assert set(travel.outbound.refused) == {".bashrc", ".profile", ".env", "evil.pth"}
+    assert len([note for note in travel.notes if "would believe it" in note]) == 1
+    assert len([note for note in travel.notes if ".env did not get" in note]) == 1
+    assert len([note for note in travel.notes if "evil.pth did not get" in note]) == 1

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from taas_magic.display.receipt import lines
 from taas_magic.errors import ProtocolError
-from taas_magic.receipt import Receipt
-from taas_magic.travel.chunks import CHUNK_BYTES, Pace, batches, pack, unpack
-from taas_magic.travel.hashes import Hashes
-from taas_magic.travel.ignore import Ignore
-from taas_magic.travel.manifest import Entry
-from taas_magic.travel.names import Cases, why_astray, why_unsafe
-from taas_magic.travel.same import Identity
-from taas_magic.travel.tree import Seen, Tree, UnsafeError
+from taas_magic.messages import KeptOutFile, StoreReceipt, UnsentFile, WrittenFile
+from taas_magic.store.mirror.chunks import CHUNK_BYTES, Pace, batches, pack, unpack
+from taas_magic.store.mirror.manifest import Entry, Hashes
+from taas_magic.store.mirror.paths import Cases, Ignore, why_astray, why_unsafe
+from taas_magic.store.mirror.tree import Seen, Tree, UnsafeError
+from taas_magic.store.receipt import Receipt
+from taas_magic.store.rule import Identity
 from tests.travel_rig import Travel, wired
 
 
@@ -161,16 +160,13 @@ def test_questions_that_the_desk_does_not_have(tmp_path: Path) -> None:
 
 
 def test_a_receipt_says_what_did_not_come_back() -> None:
-    event = {"written": [], "kept_out": [], "shared": [], "means": "", "complete": True}
-    receipt = Receipt().with_event({**event, "not_sent": [{"path": "m.pt", "why": "no space"}]})
-    receipt = receipt.with_event(event)
-    assert lines(receipt)[-1] == ("did not get into the store", "m.pt (no space)")
+    receipt = Receipt().with_event(StoreReceipt(not_sent=[UnsentFile("m.pt", "no space")]))
+    receipt = receipt.with_event(StoreReceipt())
+    assert lines(receipt)[-1] == ("not brought to the store", "m.pt (no space)")
 
 
 def test_what_rank_0_wrote_is_not_missing_where_it_had_not_arrived() -> None:
-    event = {"written": [], "kept_out": [], "shared": [], "means": "", "complete": True}
-    kept = [{"rank": 2, "path": "m.pt", "in_store": False}]
-    written = [{"path": "m.pt", "bytes": 3}]
-    both = ({**event, "kept_out": kept}, {**event, "written": written})
+    kept = StoreReceipt(kept_out=[KeptOutFile(2, "m.pt", False)])
+    both = kept, StoreReceipt(written=[WrittenFile("m.pt", 3)])
     for first, second in (both, both[::-1]):
         assert Receipt().with_event(first).with_event(second).missing == frozenset()

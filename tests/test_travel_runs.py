@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from taas_magic.errors import RunLost, StoreError
-from taas_magic.journal import RunFolder
+from taas_magic.journal.folder import RunFolder
+from tests.events import line_of
 from tests.harness import Notebook, Outcome
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, given_back, settings_in, ssh_pool
@@ -99,6 +100,34 @@ if os.environ["RANK"] == "0":
     )
     assert outcome.run is not None
     assert set(outcome.run.receipt.written) == {"out/deep/total.txt", "data/shell.txt"}
+
+
+def test_secrets_and_what_others_believe_stay_where_they_are(far: Notebook) -> None:
+    """FAULTS 75: in neither direction, and the head names the first one kept back."""
+    for path in (".env", ".ssh/id_ed25519", "keys/.netrc"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text("secret")
+    Path(".bashrc").write_text("mine")
+    before = tree_of(Path())
+    source = """
+import os
+from pathlib import Path
+print("HELD", sorted(str(p) for p in Path().rglob("*") if p.is_file()), flush=True)
+if os.environ["RANK"] == "0":
+    for name in (".bashrc", ".GIT/hooks/post-merge", "taas.toml", ".env.local"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("from the host")
+"""
+    outcome = far.run(source, "--pool one")
+    assert outcome.error is None, outcome.shown
+    assert tree_of(Path()) == before
+    texts = [line for lines in outcome.lines.values() for line in lines]
+    assert "HELD ['.bashrc']" in texts
+    said = "\n".join(notes(outcome))
+    assert "not taken along from the project store: .env (it may hold a secret, like 2 more" in said
+    assert "did not get into the project store: shells, ssh, git" in said
+    assert outcome.run is not None
+    assert set(outcome.run.receipt.not_sent) >= {".bashrc", "taas.toml", ".env.local"}
 
 
 def test_other_hosts_read_what_rank_0_saved(far: Notebook) -> None:
@@ -234,6 +263,6 @@ def a_second() -> float:
 def said(notebook: Notebook) -> list[str]:
     """The lines of rank 0 in the newest run."""
     newest = max((notebook.state_dir / "runs").iterdir())
-    events = list(RunFolder(newest).read_events())
+    events = [line_of(event) for event in RunFolder(newest).read_events()]
     lines = [event["lines"] for event in events if event["kind"] == "lines" and event["rank"] == 0]
     return [line for some in lines for line in some]

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from taas_magic.errors import RankFailed
-from taas_magic.journal import RunFolder
+from taas_magic.journal.folder import RunFolder
 from tests.harness import Notebook
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, give_back, settings_in, ssh_pool
@@ -52,8 +52,8 @@ def far(
     enter(warm_notebook, settings, monkeypatch)
     yield warm_notebook
     for number in (1, 2):
-        left = hosts.exec(number, "sh", "-c", "ls -A ~/.cache/taas/runs /tmp").split()
-        assert not [name for name in left if name.startswith(("2", "taas-", "torchelastic"))]
+        left = hosts.exec(number, "sh", "-c", "ls -A ~/.cache/taas/runs /tmp /tmp/taas-*").split()
+        assert not [name for name in left if name.startswith(("2", "run-", "torchelastic"))]
 
 
 def test_the_payload_comes_and_results_displays_and_logs_go_back(
@@ -66,12 +66,14 @@ print(os.uname().nodename, os.environ["FROM_THE_NOTEBOOK"], os.environ["HOME"], 
 result = double(weights) + total
 float(result.sum())
 """
-    outcome = far.run(MEET + source, "--pool far --out result")
+    source = "world = (rank, os.uname().nodename)\n" + source
+    outcome = far.run(MEET + source, "--pool far --out result,world@last")
     assert outcome.error is None
     run = outcome.run
     assert run is not None
     assert run.out["result"].tolist()[:3] == [2.0, 4.0, 6.0]
     assert run.result == pytest.approx(float(run.out["result"].sum()))
+    assert run.out["world"][0] == 1
     for rank in range(2):
         [name] = [line.split()[0] for line in run.logs(rank).splitlines() if "in a cell" in line]
         assert name in hosts.names

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.member import Member
-from taas_magic.engines.upkeep import Upkeep
-from taas_magic.pool import Pool as RealPool
+from taas_magic.messages import Started, unpack
+from taas_magic.pool.client import Pool as RealPool
+from taas_magic.pool.controller import Upkeep
+from taas_magic.pool.hosts import Member
 
 
 class Pool:
@@ -70,12 +71,12 @@ def test_gpu_hours_count_hosts_that_are_gone() -> None:
     pool.pass_s(1800)
     gone = pool.hosts.pop()
     pool.pass_s(1800)
-    assert pool.upkeep.host(pool.hosts[0]) == {"had_s": 3600, "idle_s": None, "gpu_hours": 4.0}
-    assert pool.upkeep.host(gone)["had_s"] == 0
-    assert pool.upkeep.pool() == {
-        "gpu_hours": pytest.approx(4 + 2),
-        "used_gpu_hours": pytest.approx(4),
-    }
+    host, status = pool.upkeep.host(pool.hosts[0]), pool.upkeep.pool()
+    assert (host.had_s, host.idle_s, host.gpu_hours) == (3600, None, 4.0)
+    assert pool.upkeep.host(gone).had_s == 0
+    assert status.hosts == [host]
+    assert status.gpu_hours == pytest.approx(4 + 2)
+    assert status.used_gpu_hours == pytest.approx(4)
 
 
 @pytest.mark.usefixtures("no_leftovers")
@@ -83,12 +84,13 @@ def test_an_idle_host_of_a_real_pool_goes_and_comes_again(tmp_path: Path) -> Non
     pool = RealPool(PoolConfig("thrifty", idle_timeout_s=2.0), tmp_path)
     pool.open()
     try:
-        (host,) = pool.status()["hosts"]
-        assert not host["runs"] and host["had_s"] >= 0
+        (host,) = pool.status().hosts
+        assert not host.runs and host.had_s >= 0
         deadline = time.monotonic() + 60
-        while pool.status()["hosts"]:
+        while pool.status().hosts:
             assert time.monotonic() < deadline
             threading.Event().wait(0.1)
-        assert pool.call("taas_ready", owner="test", hosts=1)["hosts"]
+        said = pool.call("taas_ready", owner="test", wait="", hosts=1)
+        assert unpack(said, Started).hosts
     finally:
         pool.down()

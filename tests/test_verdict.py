@@ -2,21 +2,20 @@
 
 import pytest
 
-from taas_magic.engines.verdict import LATE_S, SETTLE_S, Outcome, Report, Standing, decide
-from taas_magic.remote.watch import LEFT_GRACE_S
+from taas_magic.host.watch import LEFT_GRACE_S
+from taas_magic.messages import Failure
+from taas_magic.pool.verdict import LATE_S, SETTLE_S, Outcome, Report, Standing, decide
 
 
-def failure(rank: int, consequence: bool = False) -> dict[str, object]:
-    return {"rank": rank, "consequence": consequence}
+def failure(rank: int, consequence: bool = False) -> Failure:
+    return Failure(rank=rank, consequence=consequence)
 
 
-def good(at: float = 0.0, *left: dict[str, object]) -> Standing:
+def good(at: float = 0.0, *left: Failure) -> Standing:
     return Standing(Report("SUCCEEDED", "", at, left), heard_at=at)
 
 
-def bad(
-    at: float, *failures: dict[str, object], state: str = "FAILED", cause: str = "rank"
-) -> Standing:
+def bad(at: float, *failures: Failure, state: str = "FAILED", cause: str = "rank") -> Standing:
     return Standing(Report(state, cause, at, failures), heard_at=at)
 
 
@@ -50,20 +49,20 @@ def test_the_cause_comes_before_what_followed_from_it_and_was_reported_first() -
     hosts = [bad(5.0, failure(0, consequence=True)), bad(6.0, failure(3)), running(5.0)]
     outcome = decide(hosts, now=6.0 + SETTLE_S)
     assert outcome is not None
-    assert [seen["rank"] for seen in outcome.failures] == [3, 0]
+    assert [seen.rank for seen in outcome.failures] == [3, 0]
 
 
 def test_of_two_causes_the_one_reported_first_is_first() -> None:
     outcome = decide([bad(6.0, failure(0)), bad(5.0, failure(3))], now=6.0)
     assert outcome is not None
-    assert [seen["rank"] for seen in outcome.failures] == [3, 0]
+    assert [seen.rank for seen in outcome.failures] == [3, 0]
 
 
 def test_a_lost_host_is_lost() -> None:
     lost = bad(5.0, failure(2), state="LOST", cause="lost")
     outcome = decide([bad(4.0, failure(0, consequence=True)), lost], now=5.0)
     assert outcome is not None
-    assert (outcome.state, outcome.failures[0]["rank"], outcome.curable) == ("LOST", 2, True)
+    assert (outcome.state, outcome.failures[0].rank, outcome.curable) == ("LOST", 2, True)
 
 
 @pytest.mark.parametrize("cause", ["timeout", "host", "interrupt"])
@@ -84,5 +83,5 @@ def test_ranks_that_left_are_to_blame_when_others_go_on_or_fail_for_it() -> None
     over = decide([left, running(5.0)], now=5.0 + LEFT_GRACE_S)
     assert over == Outcome("FAILED", (failure(1),), curable=True)
     follows = decide([left, bad(6.0, failure(0, consequence=True))], now=6.0)
-    assert follows is not None and follows.failures[0]["rank"] == 1
+    assert follows is not None and follows.failures[0].rank == 1
     assert decide([left, good(6.0, failure(0))], now=60.0) == Outcome("SUCCEEDED")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from taas_magic.engines import waiting
-from taas_magic.engines.batch import BatchSystem, Job, parse_squeue
-from taas_magic.engines.waiting import Vehicles
+from taas_magic.engines import batch as waiting
+from taas_magic.engines.batch import BatchSystem, Job, Vehicles, parse_squeue
 from taas_magic.errors import PoolError
 
 

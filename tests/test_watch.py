@@ -2,11 +2,10 @@
 
 import pytest
 
-from taas_magic.remote.watch import (
+from taas_magic.host.watch import (
     INTERRUPT_GRACE_S,
     LEFT_GRACE_S,
     SETTLE_S,
-    STOPPED_S,
     RankState,
     Verdict,
     decide,
@@ -14,6 +13,8 @@ from taas_magic.remote.watch import (
     guilty,
     is_consequence,
 )
+from taas_magic.leases import STOPPED_S
+from taas_magic.messages import Failure
 
 
 def ranks(**of_rank_1: object) -> list[RankState]:
@@ -26,8 +27,11 @@ def test_running_ranks_give_no_verdict() -> None:
 
 
 def test_success_takes_all_ranks() -> None:
-    assert decide(ranks(done=True), now=1.0) is None
-    done = [RankState(0, 10, done=True), RankState(1, 11, done=True)]
+    assert decide(ranks(finished=True, exitcode=0), now=1.0) is None
+    done = [
+        RankState(0, 10, finished=True, exitcode=0),
+        RankState(1, 11, finished=True, exitcode=0),
+    ]
     assert decide(done, now=1.0) == Verdict("SUCCEEDED")
 
 
@@ -38,7 +42,10 @@ def test_a_failure_waits_for_others_to_settle() -> None:
 
 
 def test_a_failure_need_not_wait_when_all_are_gone() -> None:
-    gone = [RankState(0, 10, done=True), RankState(1, 11, failed_at=5.0, exitcode=1)]
+    gone = [
+        RankState(0, 10, finished=True, exitcode=0),
+        RankState(1, 11, failed_at=5.0, exitcode=1),
+    ]
     assert decide(gone, now=5.0) == Verdict("FAILED", "rank")
 
 
@@ -84,13 +91,13 @@ def test_of_several_own_failures_the_earliest_is_first() -> None:
 def test_who_left_is_to_blame_for_broken_connections() -> None:
     states = [
         RankState(0, 10, failed_at=1.5, etype="RuntimeError", message="Connection reset by peer"),
-        RankState(1, 11, left_at=1.0, done=True),
+        RankState(1, 11, left_at=1.0, finished=True, exitcode=0),
     ]
     assert [state.rank for state in guilty(states, "rank")] == [1, 0]
 
 
 def test_a_timeout_names_those_that_ran() -> None:
-    assert [state.rank for state in guilty(ranks(done=True), "timeout")] == [0]
+    assert [state.rank for state in guilty(ranks(finished=True, exitcode=0), "timeout")] == [0]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +118,7 @@ def test_what_reads_like_a_consequence(etype: str, message: str, expected: bool)
 
 
 def test_the_first_failure_of_all_hosts() -> None:
-    echo, own = {"rank": 0, "consequence": True}, {"rank": 5, "consequence": False}
+    echo, own = Failure(rank=0, consequence=True), Failure(rank=5)
     assert first_failure([echo, own]) == own
     assert first_failure([echo]) == echo
     assert first_failure([]) is None

@@ -9,13 +9,12 @@ from typing import Any
 import msgpack
 import psutil
 
-from taas_magic.store import StoreRule
-from taas_magic.travel.ask import Ask
-from taas_magic.travel.desk import Desk
-from taas_magic.travel.inbound import bring_in
-from taas_magic.travel.manifest import Manifest
-from taas_magic.travel.mirror import Mirror, take
-from taas_magic.travel.outbound import Outbound
+from taas_magic.store.mirror.chunks import Ask
+from taas_magic.store.mirror.desk import Desk
+from taas_magic.store.mirror.inbound import Mirror, bring_in, take
+from taas_magic.store.mirror.manifest import Manifest
+from taas_magic.store.mirror.outbound import Outbound
+from taas_magic.store.rule import StoreRule
 
 WITHIN_S = 60.0
 STARTED_WITHIN_S = 240.0

@@ -1,15 +1,20 @@
-"""The path from a variable to the innermost thing in it that cannot be pickled."""
+"""The path from a variable to the innermost thing in it that cannot be pickled, or must not be."""
 
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Literal
 
+from taas_magic.capture.reducers import LruCache, is_single_dispatch
 from taas_magic.errors import CaptureError
 
 Probe = Callable[[Any], object]
+Destination = Literal["ranks", "notebook", "fetchers"]
+"""Where a value was to go: from the notebook to the ranks, as a result to the notebook, or, of a
+registered loader, to the fetchers."""
+
 _BUDGET_S = 5.0
 _DEPTH = 40
 _NAME_CHARS = 40
@@ -30,10 +35,38 @@ _ADVICE = {
     "Executor": "create it inside the cell",
 }
 _IN_THE_CELL = "create it inside the cell (or delete the attribute)"
+_PROCESS_BOUND = (
+    "it was made for one process and would act as process 0 of 1 in every rank; "
+    "make it inside the cell"
+)
+_COMPILED = "apply torch.compile inside the cell, or define the function there"
+_RESULT_ADVICE = {
+    "generator": "make a list of it",
+    "async_generator": "make a list of what it yields",
+    "coroutine": "await it",
+    "_DataLoaderIter": "make a list of its batches",
+    "DataLoaderIter": "make a list of its batches",
+}
+_MADE_WHERE_USED = (
+    "let the dataset make it where it is used (in `__getitem__` or `__iter__`, when it is None), "
+    "and set it to None here"
+)
+_DEALS = (
+    "it gives one rank its share, and the batches of a registered loader are dealt to the ranks "
+    "already: leave it out (shuffle=True in place of a DistributedSampler, the dataset as it was "
+    "before it was split, the loader as it was before accelerate's prepare)"
+)
+_OF_ONE_PROCESS = "it was made for one process; a registered loader is run by others: leave it out"
+_PLAIN_RESULT = "bring back plain data instead (a list, a state_dict(), one of its attributes)"
 
 
 def refusal(
-    name: str, value: Any, probe: Probe, error: BaseException, note: str = ""
+    name: str,
+    value: Any,
+    probe: Probe,
+    error: BaseException,
+    note: str = "",
+    to: Destination = "ranks",
 ) -> CaptureError:
     """Says what in `value` cannot travel.
 
@@ -43,17 +76,20 @@ def refusal(
         probe: Pickles a value and raises where it cannot.
         error: What pickling `value` raised.
         note: Why the variable travels at all; shown in brackets.
+        to: "ranks" for a value that was found in the notebook, "notebook" for one that the cell
+            made (`--out`), "fetchers" for a registered loader: what to do about it differs.
     """
     path, offender = culprit(name, value, probe)
     kind = type_name(offender)
     article = "an" if kind[0] in "aeiouAEIOU" else "a"
-    advice = _advice(offender)
-    if advice is None:
-        advice = f"{_IN_THE_CELL} (pickling it said: {type(error).__name__}: {_short(error)})"
+    said = f" (pickling it said: {type(error).__name__}: {_short(error)})"
+    what = f"`{path}` is {article} {kind} and cannot travel to the {to}"
+    if to == "notebook":
+        return CaptureError(f"{what}; {_result_advice(offender) or _PLAIN_RESULT + said}")
+    if to == "fetchers":
+        return CaptureError(f"{what}; {_fetcher_advice(offender) or _MADE_WHERE_USED + said}")
     why = f" ({note})" if note else ""
-    return CaptureError(
-        f"`{path}` is {article} {kind} and cannot travel to the ranks{why}; {advice} and run again"
-    )
+    return CaptureError(f"{what}{why}; {_advice(offender) or _IN_THE_CELL + said} and run again")
 
 
 def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
@@ -73,6 +109,8 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     kept = [value]  # an id is only unique while its object lives
     path = name
     for _ in range(_DEPTH):
+        if is_process_bound(type(value)) or is_shard(type(value)) or _is_compiled(value):
+            break  # no part of it is to blame
         failing = _first_failing(value, dump, seen, kept, deadline)
         if failing is None:
             break
@@ -121,8 +159,13 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield ".func", value.func
             yield from ((f".args[{index}]", arg) for index, arg in enumerate(value.args))
             yield from ((f".keywords['{key}']", arg) for key, arg in value.keywords.items())
+        case FunctionType() if is_single_dispatch(value):
+            implementations: Any = value
+            yield from (("", function) for function in implementations.registry.values())
         case FunctionType():
             yield from _function_parts(value)
+        case LruCache():
+            yield "", value.__wrapped__
         case MethodType():
             yield from ((".__self__", value.__self__), (".__func__", value.__func__))
         case type():
@@ -197,15 +240,104 @@ def type_name(value: Any) -> str:
 
 
 def _advice(value: Any) -> str | None:
+    if is_process_bound(type(value)):
+        return _PROCESS_BOUND
+    if _is_compiled(value):
+        return _COMPILED
     names = [kind.__name__ for kind in type(value).__mro__]
     if "IOBase" in names or "_IOBase" in names:
         return "open it inside the cell"
     if any(name in ("lock", "RLock") for name in names):
         return _IN_THE_CELL
-    known = itertools.product(names, _ADVICE.items())
-    return next((advice for name, (end, advice) in known if name.endswith(end)), None)
+    return _by_name(names, _ADVICE)
+
+
+def _fetcher_advice(value: Any) -> str | None:
+    if is_shard(type(value)):
+        return _DEALS
+    return _OF_ONE_PROCESS if is_process_bound(type(value)) else None
+
+
+def _is_compiled(value: Any) -> bool:
+    """Whether a function is what `torch.compile` made of another one."""
+    scope = value.__globals__ if isinstance(value, FunctionType) else {}
+    return scope.get("__name__") == "torch._dynamo.eval_frame"
+
+
+def _result_advice(value: Any) -> str | None:
+    return _by_name([kind.__name__ for kind in type(value).__mro__], _RESULT_ADVICE)
+
+
+def _by_name(names: list[str], advice: Mapping[str, str]) -> str | None:
+    """The advice for the first class whose name ends in one that there is advice for."""
+    known = itertools.product(names, advice.items())
+    return next((text for name, (end, text) in known if name.endswith(end)), None)
 
 
 def _short(text: object) -> str:
     line = " ".join(str(text).split())
     return line if len(line) <= 4 * _NAME_CHARS else line[: 4 * _NAME_CHARS] + "…"
+
+
+_CLASSES = {
+    "accelerate": {
+        "AcceleratedOptimizer",
+        "AcceleratedScheduler",
+        "Accelerator",
+        "AcceleratorState",
+        "BatchSamplerShard",
+        "DataLoaderDispatcher",
+        "DataLoaderShard",
+        "GradientState",
+        "IterableDatasetShard",
+        "PartialState",
+    },
+    "deepspeed": {"DeepSpeedEngine"},
+    "lightning": {"Fabric", "Trainer"},
+    "lightning_fabric": {"Fabric"},
+    "pytorch_lightning": {"Trainer"},
+    "torch": {
+        "DTensor",
+        "DeviceMesh",
+        "DistributedDataParallel",
+        "DistributedSampler",
+        "FSDPModule",
+        "FullyShardedDataParallel",
+        "ProcessGroup",
+        "Store",
+        "ZeroRedundancyOptimizer",
+    },
+    "transformers": {"IterableDatasetShard", "ShardSampler", "Trainer", "TrainingArguments"},
+}
+"""By package rather than by module: the modules that hold these classes have moved before."""
+
+
+_SHARDS = {
+    "accelerate": {
+        "BatchSamplerShard",
+        "DataLoaderDispatcher",
+        "DataLoaderShard",
+        "IterableDatasetShard",
+    },
+    "datasets": {"DistributedConfig"},
+    "torch": {"DistributedSampler"},
+    "transformers": {"IterableDatasetShard", "ShardSampler"},
+}
+"""What gives one rank its share: of a registered loader each has its share already."""
+
+
+def is_process_bound(kind: type) -> bool:
+    """Whether instances of a class belong to the process that made them; imports nothing."""
+    return _is_one_of(kind, _CLASSES)
+
+
+def is_shard(kind: type) -> bool:
+    """Whether instances of a class are, or make, one rank's share of the data."""
+    return _is_one_of(kind, _SHARDS)
+
+
+def _is_one_of(kind: type, classes: Mapping[str, Collection[str]]) -> bool:
+    return any(
+        base.__name__ in classes.get(str(base.__module__).partition(".")[0], ())
+        for base in kind.__mro__
+    )

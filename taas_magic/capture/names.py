@@ -1,10 +1,127 @@
-"""Which of the notebook's names a cell may read, in the order in which its statements run."""
+"""What a cell uses of the notebook: names, in the order in which its statements run, and modules.
+
+`code_use` reads compiled code, `used_names` walks the source, `needed_modules` finds the installed
+modules without which the cell surely fails. Pure.
+"""
 
 import ast
+import dis
+import importlib.util
+import re
+import string
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from inspect import CO_OPTIMIZED
+from types import CodeType
 
-from taas_magic.capture.bytecode import CodeUse, code_use
+_READS = {
+    "LOAD_NAME",
+    "LOAD_GLOBAL",
+    "DELETE_NAME",
+    "DELETE_GLOBAL",
+    "LOAD_FROM_DICT_OR_GLOBALS",
+}
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
+_CODE_MAGICS = {"time", "timeit", "prun", "capture", "memit", "mprun", "lprun", "debug"}
+_DOLLAR = re.compile(r"(?<!\$)\$([A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class CodeUse:
+    """What one code object and the code nested in it use.
+
+    Attributes:
+        now: Global names read when the code itself runs.
+        later: Global names read only when a function that it defines is called.
+        imports: Modules it imports; `from x import y` gives both `x` and `x.y`.
+        attributes: Attribute names it looks up on anything.
+    """
+
+    now: frozenset[str]
+    later: frozenset[str]
+    imports: frozenset[str]
+    attributes: frozenset[str]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.now | self.later
+
+
+@lru_cache(maxsize=1024)
+def code_use(code: CodeType) -> CodeUse:
+    """Reads `code` without running it."""
+    now: set[str] = set()
+    later: set[str] = set()
+    imports: set[str] = set()
+    attributes: set[str] = set()
+    stored: set[str] = set()
+    is_class_body = not code.co_flags & CO_OPTIMIZED and code.co_name != "<module>"
+    before: object = None
+    for instruction in dis.get_instructions(code):
+        name = instruction.opname
+        value = instruction.argval
+        if name in _READS:
+            if not (is_class_body and value in stored):
+                now.add(value)
+        elif name == "STORE_NAME":
+            stored.add(value)
+        elif name in _ATTRIBUTES:
+            attributes.add(value)
+        elif name == "IMPORT_NAME":
+            imports.update(_imported(value, before))
+        before = value
+    for nested in nested_codes(code):
+        use = code_use(nested)
+        later |= use.later
+        runs_at_once = not nested.co_flags & CO_OPTIMIZED or nested.co_name.startswith("<")
+        (now if runs_at_once else later).update(use.now)
+        imports |= use.imports
+        attributes |= use.attributes
+    if "get_ipython" in code.co_names:
+        now |= _shell_names([c for c in code.co_consts if isinstance(c, str)])
+    return CodeUse(frozenset(now), frozenset(later), frozenset(imports), frozenset(attributes))
+
+
+def nested_codes(code: CodeType) -> Iterator[CodeType]:
+    """The functions, classes, lambdas and comprehensions written directly inside `code`."""
+    return (constant for constant in code.co_consts if isinstance(constant, CodeType))
+
+
+def _imported(module: str, from_names: object) -> Iterator[str]:
+    yield module
+    if isinstance(from_names, tuple):
+        yield from (f"{module}.{name}" for name in from_names if name != "*")
+
+
+def _shell_names(texts: list[str]) -> set[str]:
+    """Names that IPython reads from the strings of `!command {x} $y` and `%time f(x)`."""
+    runs_code = not _CODE_MAGICS.isdisjoint(texts)
+    found: set[str] = set()
+    for text in texts:
+        found.update(_DOLLAR.findall(text))
+        for expression in _braced(text):
+            found |= _expression_names(expression)
+        if runs_code and text not in _CODE_MAGICS:
+            found |= _expression_names(re.sub(r"^(\s*-\w+(\s*\d+)?)+\s", "", text))
+    return found
+
+
+def _braced(text: str) -> list[str]:
+    try:
+        return [field for _, field, _, _ in string.Formatter().parse(text) if field]
+    except ValueError:  # IPython leaves a string with unbalanced braces as it is
+        return []
+
+
+def _expression_names(source: str) -> set[str]:
+    try:
+        tree = ast.parse(source.strip())
+    except (SyntaxError, ValueError):
+        return set()
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
 
 THE_CELL = "the cell uses it"
 _FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
@@ -230,3 +347,79 @@ def _may_swallow(context: ast.expr) -> bool:
     called = context.func if isinstance(context, ast.Call) else context
     name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
     return name in _SWALLOWING
+
+
+_OURS = {"taas_magic", "taas", "cloudpickle", "__main__", "__mp_main__"}
+_BRANCHES = (ast.If, ast.While, ast.Match)
+
+
+def needed_modules(
+    cell: str, referred: Iterable[str], travelling: Sequence[tuple[str, str]], texts: Iterable[str]
+) -> tuple[str, ...]:
+    """The top-level modules that must be installed wherever a cell runs.
+
+    Args:
+        cell: The cell as Python.
+        referred: Modules that what travels refers to or imports.
+        travelling: (name, source) of the project's own modules that travel.
+        texts: Sources of the notebook's cells that defined what travels, as far as they are Python.
+    """
+    sure = set(imported(cell))
+    optional = set[str]()
+    for text in (cell, *texts):
+        optional |= set(imported(text, branches=True)) - set(imported(text))
+    for _, source in travelling:
+        sure |= set(imported(source, functions=False))
+    loaded = {name.partition(".")[0] for name in referred} - optional
+    sure |= {name for name in loaded if _is_installed(name)}
+    own = {name.partition(".")[0] for name, _ in travelling} | _OURS
+    return tuple(sorted(sure - own - sys.stdlib_module_names))
+
+
+def imported(source: str, functions: bool = True, branches: bool = False) -> Iterator[str]:
+    """The top-level modules that a source imports.
+
+    Args:
+        source: Python; from what is none, nothing is read.
+        functions: Also what functions import when they are called.
+        branches: Also what only a branch, or a `try` that knows what to do instead, imports.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    yield from _in(tree.body, functions, branches)
+
+
+def _in(statements: Iterable[ast.stmt], functions: bool, branches: bool) -> Iterator[str]:
+    for node in statements:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+        elif _is_entered(node, functions, branches):
+            yield from _in(_inside(node), functions, branches)
+
+
+def _is_entered(node: ast.stmt, functions: bool, branches: bool) -> bool:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return functions
+    may_be_left_out = isinstance(node, _BRANCHES) or bool(getattr(node, "handlers", None))
+    return branches or not may_be_left_out
+
+
+def _inside(node: ast.stmt) -> Iterator[ast.stmt]:
+    """The statements directly within a statement, in any of its blocks."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child
+        elif isinstance(child, ast.ExceptHandler | ast.match_case):
+            yield from child.body
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a loaded module can be found by others, too: some are made at run time."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

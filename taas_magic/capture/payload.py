@@ -1,21 +1,138 @@
 """A cell and all that it needs from the notebook, ready to travel to the ranks."""
 
 import importlib
+import re
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from taas_magic.capture import archive
-from taas_magic.capture.archive import Archive, Pickled
-from taas_magic.capture.gather import Captured, Gathering
-from taas_magic.capture.imports import needed_modules
+from msgspec import Struct
+
+from taas_magic.capture import process_state
+from taas_magic.capture.culprit import refusal, type_name
 from taas_magic.capture.modules import ModuleSource, collect, install
-from taas_magic.capture.names import UsedNames, used_names
-from taas_magic.capture.pickling import load_each
+from taas_magic.capture.names import (
+    THE_CELL,
+    UsedNames,
+    code_use,
+    needed_modules,
+    used_names,
+    why_used_by,
+)
+from taas_magic.capture.pickling import (
+    Archive,
+    Pickled,
+    ValuePickler,
+    load_each,
+    read_archive,
+    write_archive,
+)
 from taas_magic.errors import CaptureError
+from taas_magic.messages import unpack
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+
+_MODULE_NAMES = {"__name__", "__doc__", "__package__", "__loader__", "__spec__"}
+_MODULE_NAMES |= {"__builtin__", "__builtins__", "__annotations__"}
+_HISTORY = {"_ih", "_oh", "_dh"}
+_SHELL_NAMES = {"get_ipython", "exit", "quit", "open", "display"}
+_INPUT = re.compile(r"_i{1,3}|_i\d+")
+_OUTPUT = re.compile(r"_{1,3}|_\d+")
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One notebook name that travels: its share of the payload in bytes, and why it travels."""
+
+    name: str
+    size_bytes: int
+    why: str
+    type_name: str
+
+
+class Gathering:
+    """Pickles names one after the other, each after the names that its functions need."""
+
+    def __init__(self, namespace: dict[str, Any], problems: list[str] | None = None) -> None:
+        self.pickler = ValuePickler(namespace)
+        self.captured: list[Captured] = []
+        self.modules: list[ModuleType] = []
+        self._namespace = namespace
+        self._problems = problems
+        self._met: set[str] = set()
+
+    def take(self, names: Mapping[str, str]) -> None:
+        for name, why in names.items():
+            if name in self._met or not self._travels(name):
+                continue
+            self._met.add(name)
+            try:
+                self._add(name, why)
+            except CaptureError as error:
+                if self._problems is None:
+                    raise
+                self._problems.append(str(error))
+
+    def _add(self, name: str, why: str) -> None:
+        """Code that runs while a value is loaded (`__setstate__`, `__hash__`) finds its globals:
+        where pickling shows that others are needed, those are put before it."""
+        value = self._namespace[name]
+        if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
+            self.take(dict.fromkeys(sorted(code_use(value.__code__).names), why_used_by(name)))
+        with self.pickler.undoing() as undo:
+            size_bytes, needs = self._pickle(name, value, why)
+            missing = [need for need in needs if need not in self._met and self._travels(need)]
+            if missing:
+                undo()
+        if missing:
+            self.take(dict.fromkeys(missing, why_used_by(name)))
+            size_bytes, _ = self._pickle(name, value, why)
+        self.captured.append(Captured(name, size_bytes, why, type_name(value)))
+        if isinstance(value, ModuleType):
+            self.modules.append(value)
+
+    def _pickle(self, name: str, value: Any, why: str) -> tuple[int, list[str]]:
+        self.pickler.needs.clear()
+        try:
+            return self.pickler.add(value), list(self.pickler.needs)
+        except CaptureError:  # of a registered loader: it says what to do itself
+            raise
+        except Exception as error:
+            note = "" if why == THE_CELL else why
+            raise refusal(name, value, self.pickler.probe, error, note) from error
+
+    def _travels(self, name: str) -> bool:
+        return name in self._namespace and not belongs_to_ipython(name, self._namespace)
+
+
+def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
+    """Whether a name is the shell's or the module's own, and not one that the user has rebound."""
+    value = namespace[name]
+    if name in _MODULE_NAMES or name in _HISTORY:
+        return True
+    if name in _SHELL_NAMES:
+        return any(owner.partition(".")[0] in ("IPython", "ipykernel") for owner in _owners(value))
+    if name in ("In", "Out"):
+        return value is namespace.get("_ih" if name == "In" else "_oh")
+    if _INPUT.fullmatch(name):
+        return isinstance(value, str) and (not value or value in namespace.get("_ih", ()))
+    if _OUTPUT.fullmatch(name):
+        shown = namespace.get("_oh", {}).values()
+        return any(value is item for item in shown) or (isinstance(value, str) and not value)
+    return False
+
+
+def _owners(value: Any) -> list[str]:
+    """Modules that a value may come from; IPython's `open` calls itself `io`'s."""
+    scope = getattr(value, "__globals__", {})
+    names = (getattr(value, "__module__", ""), type(value).__module__, scope.get("__name__"))
+    return [name for name in names if isinstance(name, str)]
+
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LISTED = 3
@@ -39,6 +156,12 @@ class Cell:
     line_offset: int = 0
     execution_count: int | None = None
 
+    @property
+    def lines_above(self) -> int:
+        """Lines of the notebook's cell above what runs: IPython drops a body's first empty ones."""
+        dropped = self.source[: len(self.source) - len(self.source.lstrip())]
+        return self.line_offset + dropped.count("\n")
+
 
 class CellSource(NamedTuple):
     """The text of a cell that defined something, and what tracebacks call it: `Cell In[5]`."""
@@ -58,7 +181,8 @@ class Payload:
         sources: Texts of this cell and of the cells that defined captured functions, by filename.
         submodules: Installed modules that the cell reaches through a package's attributes.
         requires: Top-level modules that must be installed wherever the cell runs.
-        data: The pickled values in the order of `captured`, with their buffers.
+        data: What the notebook set in its process, then the values in the order of `captured`,
+            pickled, with their buffers.
     """
 
     cell: Cell
@@ -86,7 +210,9 @@ class LoadedPayload:
     archive: Archive = field(repr=False)
 
     def load_into(self, namespace: dict[str, Any]) -> None:
-        """Puts the captured values into a rank's namespace; once per payload.
+        """Sets the notebook's process state and puts the captured values into a rank's namespace.
+
+        Once per payload, as the last thing before the cell: it seeds torch where a cell did.
 
         `sys.modules["__main__"].__dict__` must be this namespace. Values are writable, and share
         the file's pages with the other ranks of the host until written to.
@@ -95,11 +221,28 @@ class LoadedPayload:
             ImportError: A module that a value needs is not installed on this host.
         """
         install(self.modules)
+        values = load_each(self.archive.stream(), self.archive.buffers, namespace)
+        state = next(values)
+        process_state.apply_filters(state)
         for name in self.submodules:
             importlib.import_module(name)
-        values = load_each(self.archive.stream(), self.archive.buffers, namespace)
         for captured, value in zip(self.captured, values, strict=False):
             namespace[captured.name] = value
+        process_state.apply(state)
+
+    def set_state(self) -> None:
+        """Sets the notebook's process state alone, where loaders run and none of the cell does."""
+        install(self.modules)
+        state = next(load_each(self.archive.stream(), self.archive.buffers, {}))
+        process_state.apply_filters(state)
+        process_state.apply(process_state.without_device(state))
+
+
+def cell_number(shell: "InteractiveShell", filename: str) -> int | None:
+    """The number of the cell that a kernel compiled under a name; None for files and other code."""
+    label = shell.compile.format_code_name(filename)
+    found = re.fullmatch(r"In\[(\d+)\]", label[1]) if label else None
+    return int(found[1]) if found else None
 
 
 def capture(
@@ -128,6 +271,7 @@ def capture(
     gathering = Gathering(namespace)
     python = transform(cell.source)
     used = used_names(python, cell.filename)
+    gathering.pickler.add(process_state.collect())
     gathering.take(used.why)
     payload = _assemble(cell, python, used, gathering, project, source_of)
     too_large = _over_limit(payload, limit_bytes)
@@ -158,6 +302,7 @@ def survey(
     gathering = Gathering(namespace, problems)
     python = transform(cell.source)
     used = used_names(python, cell.filename)
+    gathering.pickler.add(process_state.collect())
     gathering.take(used.why)
     try:
         payload = _assemble(cell, python, used, gathering, project, source_of)
@@ -167,16 +312,21 @@ def survey(
     return payload, [*problems, *([str(too_large)] if too_large else [])]
 
 
+class About(Struct):
+    """What is known of a payload without unpickling anything: see `Payload`."""
+
+    cell: Cell
+    captured: tuple[Captured, ...]
+    modules: dict[str, ModuleSource]
+    sources: dict[str, CellSource]
+    submodules: tuple[str, ...]
+
+
 def write(payload: Payload, path: Path) -> None:
     """Writes a payload for the ranks of a run; the file appears whole, for its owner only."""
-    meta = {
-        "cell": asdict(payload.cell),
-        "captured": [asdict(captured) for captured in payload.captured],
-        "modules": [asdict(module) for module in payload.modules.values()],
-        "sources": payload.sources,
-        "submodules": payload.submodules,
-    }
-    archive.write(path, payload.data, meta)
+    modules, sources = dict(payload.modules), dict(payload.sources)
+    about = About(payload.cell, payload.captured, modules, sources, payload.submodules)
+    write_archive(path, payload.data, about)
 
 
 def read(path: Path) -> LoadedPayload:
@@ -185,15 +335,10 @@ def read(path: Path) -> LoadedPayload:
     Raises:
         CaptureError: The file is no payload.
     """
-    mapped = archive.read(path)
-    meta = mapped.meta
+    mapped = read_archive(path)
+    about = unpack(mapped.meta, About)
     return LoadedPayload(
-        Cell(**meta["cell"]),
-        tuple(Captured(**captured) for captured in meta["captured"]),
-        {module["name"]: ModuleSource(**module) for module in meta["modules"]},
-        {filename: CellSource(*source) for filename, source in meta["sources"].items()},
-        tuple(meta["submodules"]),
-        mapped,
+        about.cell, about.captured, about.modules, about.sources, about.submodules, mapped
     )
 
 

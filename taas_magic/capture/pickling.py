@@ -1,33 +1,145 @@
 """Values of the notebook as bytes and shared memory, and back.
 
-cloudpickle (protocol 5) does the work. What is added here: large data stays out of the pickle;
-the notebook's own functions find the rank's namespace as their globals; the notebook's streams
-and shell become the rank's; and what cannot live in another process is refused, files too.
-
-In a rank, `sys.modules["__main__"]` must be a module whose `__dict__` is the namespace that
-values are loaded into: a DataLoader's own processes find the notebook's classes there by name.
+An archive is one file that holds a pickle and its out-of-band buffers, to be mapped, not read.
 """
 
+import functools
+import importlib
 import io
+import mmap
+import os
 import pickle
+import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from pickle import PickleBuffer
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import cloudpickle
 from cloudpickle import cloudpickle as internals
+from msgspec import Struct
 
-from taas_magic.capture import classes, tensors
-from taas_magic.capture.archive import Archive, Pickled, read, write
-from taas_magic.capture.bytecode import code_use
-from taas_magic.capture.culprit import refusal
-from taas_magic.capture.standins import NotebookNamespace, loading_into, reduce_file, this_shell
+from taas_magic.capture import tensors
+from taas_magic.capture.culprit import Destination, is_process_bound, is_shard, refusal
+from taas_magic.capture.names import code_use
+from taas_magic.capture.places import reduce_directory_store, reduce_path
+from taas_magic.capture.reducers import (
+    REDUCERS,
+    LruCache,
+    NotebookNamespace,
+    is_single_dispatch,
+    loading_into,
+    reduce_by_value,
+    reduce_cached_property,
+    reduce_file,
+    reduce_lru_cache,
+    reduce_single_dispatch,
+    this_shell,
+)
+from taas_magic.errors import CaptureError
+from taas_magic.messages import pack
 
-__all__ = ["Archive", "Pickled", "ValuePickler", "dump", "dump_named", "load_each", "loads"]
-__all__ += ["read", "write"]
+_MAGIC = b"TAASPAY1"
+_SIZES = struct.Struct("<QQQ")
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """A pickle and the memory that it refers to; the memory stays that of the pickled values."""
+
+    data: bytes
+    buffers: Sequence[PickleBuffer]
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data) + sum(buffer.raw().nbytes for buffer in self.buffers)
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An archive as mapped: `meta` is packed, the pickle and its buffers are untouched."""
+
+    meta: bytes
+    mapped: mmap.mmap
+    pickle_at: int
+    buffers: Sequence[memoryview]
+
+    def stream(self) -> mmap.mmap:
+        """The mapping, placed at the pickle's first byte, to unpickle from."""
+        self.mapped.seek(self.pickle_at)
+        return self.mapped
+
+
+def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> None:
+    """Writes an archive that only its owner may read and that appears whole or not at all.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written.
+    """
+    described = pack(meta) if meta is not None else b"{}"
+    raws = [buffer.raw() for buffer in pickled.buffers]
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(_MAGIC + _SIZES.pack(len(described), len(pickled.data), len(raws)))
+            file.write(struct.pack(f"<{len(raws)}Q", *(raw.nbytes for raw in raws)))
+            file.write(described)
+            file.write(pickled.data)
+            for raw in raws:
+                file.write(bytes(-file.tell() % _ALIGNMENT))
+                file.write(raw)
+        os.replace(unfinished, path)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+
+
+def read_archive(path: Path) -> Archive:
+    """Maps an archive; the file may be removed afterwards.
+
+    Raises:
+        CaptureError: The file is no archive, or is cut short.
+        OSError: The file cannot be opened.
+    """
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size < len(_MAGIC) + _SIZES.size:
+            raise _damaged(path)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    view = memoryview(mapped)
+    if view[: len(_MAGIC)] != _MAGIC:
+        raise _damaged(path)
+    meta_bytes, pickle_bytes, count = _SIZES.unpack_from(view, len(_MAGIC))
+    lengths_at = len(_MAGIC) + _SIZES.size
+    meta_at = lengths_at + 8 * count
+    pickle_at = meta_at + meta_bytes
+    if pickle_at + pickle_bytes > len(view):
+        raise _damaged(path)
+    lengths = struct.unpack_from(f"<{count}Q", view, lengths_at)
+    spans = list(_spans(lengths, pickle_at + pickle_bytes))
+    if spans and spans[-1].stop > len(view):
+        raise _damaged(path)
+    return Archive(
+        bytes(view[meta_at:pickle_at]), mapped, pickle_at, [view[span] for span in spans]
+    )
+
+
+def _spans(lengths: Sequence[int], position: int) -> Iterator[slice]:
+    for length in lengths:
+        position += -position % _ALIGNMENT
+        yield slice(position, position + length)
+        position += length
+
+
+def _damaged(path: Path) -> CaptureError:
+    return CaptureError(f"{path} is not a whole payload; run the cell again")
+
 
 Handler = Callable[[Any], Any]
 
@@ -59,23 +171,8 @@ def dump(obj: Any, *, globals_dict: dict[str, Any] | None = None, name: str = "v
     try:
         pickler.add(obj)
     except Exception as error:
-        raise refusal(name, obj, pickler.probe, error) from error
-    return pickler.pickled()
-
-
-def dump_named(values: Mapping[str, Any]) -> Pickled:
-    """Pickles results by name (rank 0, for `--out`); refusals name the variable.
-
-    Raises:
-        CaptureError: Something in a value cannot travel.
-    """
-    pickler = ValuePickler()
-    try:
-        pickler.add(dict(values))
-    except Exception:
-        for name, value in values.items():
-            dump(value, name=name)
-        raise
+        to: Destination = "notebook" if globals_dict is None else "ranks"
+        raise refusal(name, obj, pickler.probe, error, to=to) from error
     return pickler.pickled()
 
 
@@ -108,6 +205,11 @@ def load_each(
 class ValuePickler(cloudpickle.Pickler):
     """Adds values to one pickle in which what they share stays shared.
 
+    Args:
+        namespace: The notebook's namespace, for values that go to the ranks (see `dump`).
+        to: Where they go, see `Destination`. What goes to fetchers has its memory in the pickle,
+            so that `pickle.loads` alone loads it.
+
     Attributes:
         memo: What was pickled so far, by identity (pickle's own).
         needs: Names of the namespace that what was added looks up when it runs.
@@ -117,10 +219,14 @@ class ValuePickler(cloudpickle.Pickler):
 
     memo: Any
 
-    def __init__(self, namespace: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, namespace: dict[str, Any] | None = None, to: Destination | None = None
+    ) -> None:
         self._file = io.BytesIO()
         self.buffers: list[PickleBuffer] = []
-        super().__init__(self._file, protocol=5, buffer_callback=self.buffers.append)
+        self._to = to or ("notebook" if namespace is None else "ranks")
+        apart = None if self._to == "fetchers" else self.buffers.append
+        super().__init__(self._file, protocol=5, buffer_callback=apart)
         self.needs: dict[str, None] = {}
         self.modules: set[str] = set()
         self.filenames: set[str] = set()
@@ -161,30 +267,42 @@ class ValuePickler(cloudpickle.Pickler):
 
     def probe(self, value: Any) -> None:
         """Pickles a value by the same rules and keeps nothing; raises what prevents it."""
-        ValuePickler(self._namespace).dump(value)
+        ValuePickler(self._namespace, self._to).dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         try:
             handler = self._handlers[kind]
         except KeyError:
-            handler = next((h for base, h in self._rules.items() if issubclass(kind, base)), None)
-            self._handlers[kind] = handler
-        if self._namespace is not None and kind in STAND_INS:
+            handler = self._handlers[kind] = self._handler(kind)
+        if self._to == "ranks" and kind in STAND_INS:
             stand_in = STAND_INS[kind](obj)
             if stand_in is not NotImplemented:
                 return stand_in
         return NotImplemented if handler is None else handler(obj)
+
+    def _handler(self, kind: type) -> Handler | None:
+        if self._to != "notebook" and is_process_bound(kind):
+            return _refuse_process_bound
+        if self._to == "fetchers" and is_shard(kind):
+            return _refuse_shard
+        return next((h for base, h in self._rules.items() if issubclass(kind, base)), None)
 
     def _make_rules(self) -> dict[type, Handler | None]:
         rules: dict[type, Handler | None] = {
             type: self._reduce_class,
             FunctionType: self._reduce_function,
             ModuleType: self._reduce_module,
+            LruCache: self._unless_importable(reduce_lru_cache),
+            functools.cached_property: reduce_cached_property,
+            **{kind: self._unless_importable(r) for kind, r in REDUCERS.items()},
+            PurePath: reduce_path,
             io.BytesIO: None,
             io.StringIO: None,
             io.IOBase: reduce_file,
         }
+        if (kind := getattr(sys.modules.get("zarr.storage"), "DirectoryStore", None)) is not None:
+            rules[kind] = reduce_directory_store
         if "torch" in sys.modules:
             rules |= tensors.reducers(self._storages)
         if "IPython" in sys.modules:
@@ -199,7 +317,7 @@ class ValuePickler(cloudpickle.Pickler):
             self.modules.add(cls.__module__)
             return reduced
         self._need_by_name(cls)
-        return classes.reduce_by_value(cls, reduced, coming_home=self._namespace is None)
+        return reduce_by_value(cls, reduced, coming_home=self._to == "notebook")
 
     def _reduce_function(self, function: FunctionType) -> Any:
         reduced = self._function_reduce(function)
@@ -207,6 +325,8 @@ class ValuePickler(cloudpickle.Pickler):
             self.modules.add(function.__module__)
             return reduced
         self._need_by_name(function)
+        if is_single_dispatch(function):
+            return reduce_single_dispatch(function)
         self.filenames.add(function.__code__.co_filename)
         use = code_use(function.__code__)
         self.modules |= use.imports
@@ -215,18 +335,54 @@ class ValuePickler(cloudpickle.Pickler):
             reduced[2][1]["__globals__"] = {}
         return reduced
 
+    def _unless_importable(self, handler: Handler) -> Handler:
+        """A rule for what pickles by its name: of the notebook's own the value travels."""
+
+        def reduce(definition: Any) -> Any:
+            if _is_importable(definition):
+                self.modules.add(definition.__module__)
+                return NotImplemented
+            self._need_by_name(definition)
+            return handler(definition)
+
+        return reduce
+
     def _reduce_module(self, module: ModuleType) -> Any:
         self.modules.add(module.__name__)
-        return NotImplemented
+        if type(module) is ModuleType or sys.modules.get(module.__name__) is not module:
+            return NotImplemented
+        # Of a subclass (torch.backends.cudnn), which cloudpickle does not take for a module.
+        return importlib.import_module, (module.__name__,)
 
     def _need_by_name(self, definition: Any) -> None:
         """A DataLoader's processes send instances back by the name of their class."""
-        name = definition.__qualname__.partition(".")[0]
+        name = _qualname(definition).partition(".")[0]
         if self._namespace is not None and _finds(self._namespace.get(name), definition):
             self.needs[name] = None
 
 
+def _refuse_process_bound(value: Any) -> Any:
+    raise pickle.PicklingError(f"a {type(value).__name__} belongs to the process that made it")
+
+
+def _refuse_shard(value: Any) -> Any:
+    raise pickle.PicklingError(f"a {type(value).__name__} is one rank's share of the data")
+
+
+def _is_importable(definition: Any) -> bool:
+    """Whether every process finds it under its name in an imported module."""
+    module = getattr(definition, "__module__", None)
+    name = _qualname(definition)
+    if module in (None, "__main__") or module not in sys.modules or not name:
+        return False
+    return _finds(getattr(sys.modules[module], name.partition(".")[0], None), definition)
+
+
+def _qualname(definition: Any) -> str:
+    return str(getattr(definition, "__qualname__", getattr(definition, "__name__", "")))
+
+
 def _finds(top: Any, definition: Any) -> bool:
-    for part in definition.__qualname__.split(".")[1:]:
+    for part in _qualname(definition).split(".")[1:]:
         top = getattr(top, "__dict__", {}).get(part)
     return top is definition

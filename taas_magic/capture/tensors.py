@@ -7,7 +7,9 @@ share it. This module imports torch only when called, by processes that have it 
 """
 
 import ctypes
+import io
 import os
+import warnings
 from collections.abc import Callable, MutableMapping
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any
@@ -59,7 +61,7 @@ def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":
     import torch
 
     empty = memoryview(buffer).nbytes == 0  # torch.frombuffer refuses an empty one
-    host = torch.empty(0) if empty else torch.frombuffer(buffer, dtype=torch.uint8)
+    host = torch.empty(0, device="cpu") if empty else torch.frombuffer(buffer, dtype=torch.uint8)
     return host.to(target_device(device)).untyped_storage()
 
 
@@ -105,6 +107,36 @@ def reduce_loader(loader: Any) -> Any:
     return (*reduced[:2], state, *reduced[3:])
 
 
+def reduce_name(value: Any) -> Reduced:
+    """Torch pickles these by a name that some module, perhaps the notebook, knows `torch` by."""
+    import torch
+
+    return getattr, (torch, str(value).removeprefix("torch."))
+
+
+def reduce_script(script: Any) -> Reduced:
+    """Reduces what `torch.jit` compiled to what `torch.jit.save` writes."""
+    import torch
+
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated; the user has been told
+        torch.jit.save(script, file)
+    values = [*script.parameters(), *script.buffers()] if hasattr(script, "parameters") else []
+    device = values[0].device.type if values else "cpu"
+    return rebuild_script, (file.getvalue(), device)
+
+
+def rebuild_script(data: bytes, device: str) -> Any:
+    """A function comes back as a module that is called alike."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        where = target_device(device)
+        return torch.jit.load(io.BytesIO(data), map_location=where)  # type: ignore[no-untyped-call]
+
+
 def reducers(seen: Storages) -> dict[type, Callable[[Any], Any] | None]:
     """What to do with instances of these classes; the first match in order counts."""
     import torch.utils.data
@@ -115,6 +147,10 @@ def reducers(seen: Storages) -> dict[type, Callable[[Any], Any] | None]:
         torch.TypedStorage: lambda storage: reduce_typed(storage, seen),
         torch.Generator: reduce_generator,
         torch.utils.data.DataLoader: reduce_loader,
+        torch.memory_format: reduce_name,
+        torch.qscheme: reduce_name,
+        torch.jit.ScriptModule: reduce_script,
+        torch.jit.ScriptFunction: reduce_script,
     }
 
 

@@ -13,7 +13,7 @@ from accelerate.data_loader import DataLoaderShard
 from taas_magic.data.loader import RemoteLoader
 
 
-class Prepared(DataLoaderShard):
+class AcceleratedLoader(DataLoaderShard):
     """What accelerate's own prepared loaders are, over a loader that deals its batches itself.
 
     Batches come on the accelerator's device; the accelerator knows when an epoch ends, which
@@ -35,14 +35,14 @@ class Prepared(DataLoaderShard):
         yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands after the last batch handed out."""
+        """Return where the stream stands after the last batch handed out."""
         return self.base_dataloader.with_states(self.dl_state_dict)
 
     def _update_state_dict(self) -> None:
         self.dl_state_dict = self.base_dataloader.position()
 
     def begin(self) -> None:
-        """An epoch begins; asks nothing of the dataset, which is with the fetchers."""
+        """Begin an epoch; ask nothing of the dataset, which is with the fetchers."""
         self.reset()
         loader = self.base_dataloader
         if loader.batch_size and not loader.drop_last and not loader.shape.iterable:
@@ -50,7 +50,7 @@ class Prepared(DataLoaderShard):
         self.gradient_state._add_dataloader(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iterator gives."""
+        """Set which epoch the next iterator gives."""
         self.iteration = epoch
         self.base_dataloader.set_epoch(epoch)
 
@@ -67,7 +67,7 @@ class Prepared(DataLoaderShard):
 
 
 def teach_accelerate() -> None:
-    """Has `Accelerator.prepare` wrap a registered loader instead of giving it back as it is."""
+    """Have `Accelerator.prepare` wrap a registered loader instead of giving it back as it is."""
     original = Accelerator.prepare_data_loader
 
     @functools.wraps(original)
@@ -77,7 +77,9 @@ def teach_accelerate() -> None:
         if type(data_loader) is not RemoteLoader:
             return original(self, data_loader, device_placement, *rest, **named)
         places = self.device_placement if device_placement is None else device_placement
-        prepared = Prepared(data_loader, self.device if places else None, self.non_blocking)
+        prepared = AcceleratedLoader(
+            data_loader, self.device if places else None, self.non_blocking
+        )
         self._dataloaders.append(prepared)
         return prepared
 

@@ -1,184 +1,385 @@
-"""A lane's side of one connection: hear questions, answer them in order.
+"""A rank's connection to a fetcher: the handshake, questions out, whole answers in.
 
-Each connection has a thread of its own, which serves it while the thread that runs the dataset is
-busy there. As long as that one comes by often, with small batches, it serves the connections
-itself between two batches: threads that pass the interpreter lock to and fro cost a small batch
-more than all the rest.
+On one host a fetcher is reached through a Unix socket in the abstract namespace (it leaves no file,
+whatever dies), and large batches lie in memory that both map; between hosts through TCP, with TLS
+where a context is given. Who may speak is decided by the run's key alone, on every path.
 """
 
-import threading
+import os
+import socket
+import ssl
+import struct
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from taas_magic.data import sockets, wire
-from taas_magic.data.answer import Answer
-from taas_magic.data.outbox import Outbox
-from taas_magic.data.shard import VOID
-from taas_magic.data.shelf import Shelf
-from taas_magic.data.sockets import TICK_S, Socket
-from taas_magic.data.stock import Key
-from taas_magic.data.talk import Assembler, Talk
-from taas_magic.data.wire import Frame, Kind
+from taas_magic.data import protocol
+from taas_magic.data.encode import SUM_MASK, checksum
+from taas_magic.data.memory import Blocks, Lent
+from taas_magic.data.protocol import Frame, FrameFlag, Kind, ProtocolState, Role, prove, proven
 from taas_magic.errors import ProtocolError
+from taas_magic.leases import ALIVE_S
+from taas_magic.messages import Address
 
-_HEAR_BYTES = 64 << 10
-_ASIDE_S = 0.008
+_CHUNK_BYTES = 1 << 20
+_LARGE_BYTES = 512 << 10
+_LEAST_ROOM_BYTES = _CHUNK_BYTES // 8
+_PIECE_BYTES = 992 << 10
+_FEW_BYTES = 32 << 10
+"""Bodies up to this are copied out: a batch that is kept must not keep a whole chunk."""
+
+_FDS_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 
 
-class Connection:
-    """One rank's connection.
+def machine() -> str:
+    """Tells hosts, and network namespaces on one host, apart: who can share memory and sockets."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+class Silent(OSError):
+    """Nothing came for a tick."""
+
+
+class Corrupted(ProtocolError):
+    """A body's checksum does not match what arrived."""
+
+
+class FetcherLink:
+    """A rank's connection to one fetcher.
 
     Args:
-        sock: The socket, after the handshake.
-        talk: What was said so far.
-        shelf: Where the answers come from.
-        outbox: Where they go.
-        is_visited: Whether the thread that prepares comes by often (`visit`).
+        address: The fetcher.
+        loader: Which of its loaders is asked for.
+        key: The run's key.
+        tls: Context for TCP; not used on one host, where no wire is.
+        direct: Whether a Unix socket and shared memory may be used.
+        connect_s: How long the handshake may take, in all.
+        patience_s: How long a frame may stand still in the middle.
+
+    Raises:
+        OSError: It cannot be reached.
+        ProtocolError: It is not a fetcher of this run.
     """
 
     def __init__(
         self,
-        sock: Socket,
-        talk: Talk,
-        shelf: Shelf,
-        outbox: Outbox,
-        is_visited: Callable[[], bool],
+        address: Address,
+        loader: str,
+        key: bytes,
+        tls: ssl.SSLContext | None = None,
+        direct: bool = True,
+        connect_s: float = 5.0,
+        patience_s: float = 5.0,
     ) -> None:
-        self._socket, self._shelf, self.outbox, self._is_visited = sock, shelf, outbox, is_visited
-        self._assembler = Assembler(talk)
-        self._asked: deque[tuple[Kind, Key]] = deque()
-        self._serving = threading.Lock()
-        self._failure: OSError | ProtocolError | None = None
-        self._answered, self._is_open = time.monotonic(), True
-        self._is_waiting = False
+        self.address = address
+        self._cancelled = 0
+        self._connect_until = time.monotonic() + connect_s
+        self._socket = self._connect(tls, direct, connect_s)
+        self._lent = Lent(self._socket.close)
+        self._inbox = Inbox(self._socket, ProtocolState(Role.RANK), patience_s)
+        self.close = weakref.finalize(self, self._lent.close)
+        """Close the connection, once nobody reads the fetcher's memory any more: as long as it is
+        open, the fetcher leaves that memory alone."""
+        try:
+            _tick(self._socket)
+            self._introduce(loader, key)
+        except BaseException:
+            self.close()
+            raise
 
-    def run(self) -> None:
-        """Hear and answer until the peer closes; the connection's own thread.
+    def send(self, frames: Sequence[tuple[Frame, bytes]]) -> None:
+        """Send questions, and which shared memory is looked at no more."""
+        parts = [protocol.pack(frame) + body for frame, body in (*self._freed(), *frames)]
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._socket.settimeout(None)
+        self._socket.sendall(b"".join(parts))
+        _tick(self._socket, only_tls=True)
+
+    def cancel(self) -> None:
+        """Say that what was asked is not wanted; answers on their way are passed over."""
+        self.send([(Frame(Kind.CANCEL), b"")])
+        self._cancelled += 1
+
+    def receive(self, blocks: Blocks) -> tuple[Frame, memoryview]:
+        """Return the next frame and its body, which lies in one of `blocks` or is shared.
 
         Raises:
+            Silent: Nothing came for a tick; the connection is as good as before.
+            Corrupted: The body was damaged on its way.
             OSError, ProtocolError: The connection is of no use any more.
         """
-        try:
-            while self._go_on():
-                pass
-        finally:
-            with self._serving:
-                # Whoever visits from here on finds nothing to do.
-                self._is_open = False
-                self._asked.clear()
-                self._shelf.gone(self)
-                self.outbox.close()
+        while True:
+            frame, body = self._inbox.receive(blocks)
+            if frame.flags & FrameFlag.SHARED:
+                body = self._mapped(frame)
+            if not self._is_stale(frame):
+                return frame, body
 
-    def visit(self) -> bool | None:
-        """Answer what is ready, without waiting for anything; the thread that prepares.
-
-        Returns:
-            Whether anything has gone; None while the connection's own thread is at it.
-        """
-        if not self._serving.acquire(blocking=False):
-            return None
-        try:
-            may_visit = self._is_open and self._failure is None and self.outbox.is_light
-            return may_visit and self._serve_what_is_ready()
-        except (OSError, ProtocolError) as error:
-            # The connection's own thread is the one that ends with it.
-            self._failure = error
-            return False
-        finally:
-            self._serving.release()
+    def here(self) -> tuple[Frame, memoryview] | None:
+        """What `receive` would return at once, if anything; raises the same."""
+        while (found := self._inbox.here()) is not None:
+            frame, body = found
+            if frame.flags & FrameFlag.SHARED:
+                body = self._mapped(frame)
+            if not self._is_stale(frame):
+                return frame, body
+        return None
 
     @property
-    def relies_on_visits(self) -> bool:
-        """Whether there is more to do, and the connection's own thread does not know it."""
-        return self._is_waiting and bool(self._asked or self.outbox)
+    def shared_bytes(self) -> int:
+        """Memory of the fetcher's that this process maps."""
+        return self._lent.held_bytes
 
-    def _serve_what_is_ready(self) -> bool:
-        self._hear(0.0)
-        has_gone = self.outbox.send_some()
-        while self._gather(0.0):
-            has_gone |= self.outbox.send_some()
-        if not self.outbox:
-            self._shelf.sent(self)
-        return has_gone
+    def _connect(self, tls: ssl.SSLContext | None, direct: bool, connect_s: float) -> socket.socket:
+        address = self.address
+        if direct and address.unix and address.machine == machine():
+            return _connect_unix(address.unix, connect_s)
+        sock = socket.create_connection((address.host, address.port), connect_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return sock if tls is None else tls.wrap_socket(sock, server_hostname=address.host)
 
-    def _go_on(self) -> bool:
-        """Serve once, or leave it to the thread that prepares; returns whether there is more."""
-        if self._failure is not None:
-            raise self._failure
-        if not self._asked and not self.outbox:
-            self._is_waiting = True
-            sockets.await_data(self._socket)
-            self._is_waiting = False
-        if self._may_stand_aside():
-            time.sleep(_ASIDE_S)
-            return self._is_open
-        with self._serving:
-            self.outbox.send()
-            self._hear(0.0 if self._asked else TICK_S)
-            self._gather(TICK_S)
-            self.outbox.send()
-            self._shelf.sent(self)
-        return self._is_open
+    def _introduce(self, loader: str, key: bytes) -> None:
+        """The handshake: each side shows that it knows the run's key."""
+        place, nonce = self.address.unix, os.urandom(protocol.NONCE_BYTES)
+        challenge = bytes(self._said()[1])
+        body = nonce + prove(key, Role.RANK, challenge, place) + loader.encode()
+        self.send([(Frame(Kind.PROOF, body_bytes=len(body)), body)])
+        frame, welcome = self._said()
+        if frame.kind is Kind.REFUSED:
+            raise ProtocolError(f"{self.address} refused: {bytes(welcome).decode()}")
+        if not proven(key, Role.SERVER, nonce, place, bytes(welcome)):
+            raise ProtocolError(f"{self.address} does not know this run's key")
 
-    def _may_stand_aside(self) -> bool:
-        # A rank that has heard nothing for a while is told that the lane is alive: not by visits.
-        is_silent = bool(self._asked) and time.monotonic() - self._answered > TICK_S
-        return self.outbox.is_light and self._is_visited() and not is_silent
+    def _said(self) -> tuple[Frame, memoryview]:
+        while True:
+            try:
+                return self._inbox.receive(Blocks(0))
+            except Silent:
+                if time.monotonic() > self._connect_until:
+                    raise TimeoutError("it does not answer") from None
 
-    def _hear(self, patience_s: float) -> None:
-        """Read what has come."""
-        try:
-            data = sockets.receive(self._socket, _HEAR_BYTES, patience_s)
-        except (BlockingIOError, TimeoutError):
-            return
-        self._is_open = bool(data)
-        if not self._asked:
-            self._answered = time.monotonic()
-        for frame, body in self._assembler.feed(data):
-            if frame.kind is Kind.FREE:
-                self.outbox.free(wire.numbers(body))
-                continue
-            keys = _keys_of(frame, body)
-            self._asked.extend([(frame.kind, key) for key in keys])
-            self._shelf.want(self, keys, only_count=frame.kind is Kind.PEEK)
+    def _freed(self) -> Iterable[tuple[Frame, bytes]]:
+        if gone := self._lent.gone():
+            body = protocol.pack_numbers(gone)
+            yield Frame(Kind.FREE, body_bytes=len(body)), body
 
-    def _gather(self, patience_s: float) -> bool:
-        """Lay the first answer ready, and with it all that follow and are there.
+    def _mapped(self, frame: Frame) -> memoryview:
+        if frame.flags & FrameFlag.NEW_ARENA:
+            self._lent.add(frame.arena, self._inbox.descriptor())
+        return self._lent.look(frame.arena, frame.offset, frame.body_bytes)
 
-        Returns:
-            Whether there is anything more to send than before.
+    def _is_stale(self, frame: Frame) -> bool:
+        """Whether a frame belongs to what was cancelled."""
+        if not self._cancelled:
+            return False
+        if frame.kind is Kind.CANCELLED:
+            self._cancelled -= 1
+        return True
+
+
+class Inbox:
+    """The receiving end of a connection.
+
+    One system call brings as many small frames as have come, into one chunk, and they stay there. A
+    large body goes straight into a block of its own.
+
+    Args:
+        sock: The socket.
+        talk: What may be heard.
+        patience_s: How long a frame may stand still in the middle.
+    """
+
+    def __init__(self, sock: socket.socket, talk: ProtocolState, patience_s: float) -> None:
+        self._socket, self._talk, self._patience_s = sock, talk, patience_s
+        self._is_unix = sock.family == socket.AF_UNIX
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+        self._chunk = memoryview(b"")
+        self._start = self._end = 0
+        self._frame: Frame | None = None
+        self._body_bytes = self._latest_bytes = 0
+        self._heard = time.monotonic()
+        self._descriptors: deque[int] = deque()
+
+    def receive(self, blocks: Blocks) -> tuple[Frame, memoryview]:
+        """Return the next frame and its body; waits for them.
+
+        Raises:
+            Silent: Nothing came for a tick.
+            Corrupted: The body was damaged on its way.
+            OSError, ProtocolError: The connection is of no use any more.
         """
-        outbox = self.outbox
-        before = len(self._asked)
-        while self._asked and outbox.has_room:
-            kind, key = self._asked[0]
-            answer = self._look_up(kind, key, patience_s)
-            if answer is None:
-                break
-            self._asked.popleft()
-            patience_s = 0.0
-            outbox.add(key, answer)
-        if self._asked and patience_s:
-            outbox.add_sign_of_life()
-        has_more = len(self._asked) < before
-        if has_more:
-            self._answered = time.monotonic()
-        return has_more
+        self._heard = time.monotonic()  # the rank may have done something else for an hour
+        while (whole := self.here()) is None:
+            if self._frame is not None and self._body_bytes > _LARGE_BYTES:
+                return self._large(blocks)
+            self._fill(blocks)
+        return whole
 
-    def _look_up(self, kind: Kind, key: Key, patience_s: float) -> Answer | None:
-        if kind is not Kind.PEEK:
-            item = self._shelf.take(self, key, patience_s)
-            assert item is None or isinstance(item, Answer)
-            return item
-        units = self._shelf.count(self, key, patience_s)
-        if units is None:
+    def here(self) -> tuple[Frame, memoryview] | None:
+        """Return the next frame and its body if all of it has come."""
+        if self._frame is None:
+            after = self._start + protocol.HEADER_BYTES
+            if self._end < after:
+                return None
+            frame = protocol.unpack(self._chunk[self._start : after])
+            self._talk.hear(frame.kind)
+            self._frame, self._start = frame, after
+            self._body_bytes = 0 if frame.flags & FrameFlag.SHARED else frame.body_bytes
+        at, size = self._start, self._body_bytes
+        if self._end - at < size:
             return None
-        return Answer(Kind.PEEKED, units=units) if units != VOID else Answer(Kind.VOID, units=0)
+        frame, self._frame = self._frame, None
+        self._start, self._latest_bytes = at + size, protocol.HEADER_BYTES + size
+        body = self._chunk[at : at + size]
+        if frame.flags & FrameFlag.SUMMED:
+            _check(frame, checksum(body))
+        if size <= _FEW_BYTES or at % protocol.ALIGN:
+            body = memoryview(bytearray(body))
+        return frame, body
+
+    def descriptor(self) -> int:
+        """The oldest descriptor that came along.
+
+        Raises:
+            ProtocolError: There is none.
+        """
+        if not self._descriptors:
+            raise ProtocolError("shared memory was announced and did not come")
+        return self._descriptors.popleft()
+
+    def _large(self, blocks: Blocks) -> tuple[Frame, memoryview]:
+        """Receive a large body, of which the chunk has the beginning."""
+        frame, self._frame = self._frame, None
+        assert frame is not None
+        body, begun = blocks.take(self._body_bytes), self._end - self._start
+        body[:begun] = self._chunk[self._start : self._end]
+        self._start = self._end
+        total = 0
+        for at in range(0, self._body_bytes, _PIECE_BYTES):
+            # Summed piece by piece, while it is in the processor's cache.
+            piece = body[at : at + _PIECE_BYTES]
+            self._receive_all(piece[max(0, begun - at) :])
+            total += checksum(piece) if frame.flags & FrameFlag.SUMMED else 0
+        if frame.flags & FrameFlag.SUMMED:
+            _check(frame, total & SUM_MASK)
+        return frame, body
+
+    def _receive_all(self, memory: memoryview) -> None:
+        done, flags = 0, 0 if self._is_tls else socket.MSG_WAITALL
+        while done < len(memory):
+            try:
+                done += self._receive_into(memory[done:], flags)
+            except Silent:
+                self._check_patience()
+
+    def _fill(self, blocks: Blocks) -> None:
+        """Receive what has come: the rest of a body, or as many frames as there are."""
+        needed = self._body_bytes if self._frame else protocol.HEADER_BYTES
+        least = max(needed, _LEAST_ROOM_BYTES, 0 if self._frame else self._latest_bytes)
+        if len(self._chunk) - self._start < least:
+            self._renew(blocks)
+        if self._is_tls and self._frame:
+            # Under TLS each call brings one record.
+            until = self._start + self._body_bytes
+            self._receive_all(self._chunk[self._end : until])
+            self._end = until
+            return
+        try:
+            self._end += self._receive_into(self._chunk[self._end : self._until()])
+        except Silent:
+            if self._frame is None and self._start == self._end:
+                raise
+            self._check_patience()
+
+    def _until(self) -> int:
+        """Where the last frame ends that has room in the chunk, if all are like the latest one.
+
+        What is received of another one would be copied into the next chunk.
+        """
+        begin = self._start - (protocol.HEADER_BYTES if self._frame else 0)
+        size = self._latest_bytes
+        if not size or self._end >= (until := len(self._chunk) - (len(self._chunk) - begin) % size):
+            return len(self._chunk)
+        return until
+
+    def _receive_into(self, room: memoryview, flags: int = 0) -> int:
+        """Receive into memory; returns how many bytes.
+
+        Raises:
+            Silent: Nothing came for a tick.
+            ConnectionError: The peer closed the connection.
+        """
+        try:
+            if self._is_unix:
+                got = self._receive_with_descriptors(room, flags)
+            else:
+                got = self._socket.recv_into(room, flags=flags)
+        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
+            raise Silent("nothing came") from None
+        if not got:
+            raise ConnectionError("the peer closed the connection")
+        self._heard = time.monotonic()
+        return got
+
+    def _receive_with_descriptors(self, room: memoryview, flags: int) -> int:
+        flags |= socket.MSG_CMSG_CLOEXEC
+        got, ancillary, _, _ = self._socket.recvmsg_into([room], _FDS_BYTES, flags)
+        for _, _, data in ancillary:
+            self._descriptors += struct.unpack("i", data[: struct.calcsize("i")])
+        return got
+
+    def _check_patience(self) -> None:
+        if time.monotonic() - self._heard > self._patience_s:
+            raise ConnectionError(
+                f"the peer stopped in the middle of a frame for {self._patience_s} s"
+            )
+
+    def _renew(self, blocks: Blocks) -> None:
+        """Go on in another chunk; bodies in this one stay as long as someone looks at them."""
+        rest = bytes(self._chunk[self._start : self._end])
+        self._chunk = memoryview(b"")
+        self._chunk = blocks.take(_CHUNK_BYTES)
+        self._chunk[: len(rest)] = rest
+        self._start, self._end = 0, len(rest)
 
 
-def _keys_of(frame: Frame, body: bytes) -> list[Key]:
-    kind, epoch, slot = frame.kind, frame.epoch, frame.batch
-    if kind is Kind.GET or kind is Kind.PEEK:
-        return [Key(Kind.GET, epoch, one) for one in (slot, *wire.numbers(body))]
-    return [Key(Kind.GET if kind is Kind.GIVEN else kind, epoch, slot, body)]
+def _tick(sock: socket.socket, only_tls: bool = False) -> None:
+    """Make every receive give up after a tick, in the kernel where possible."""
+    if isinstance(sock, ssl.SSLSocket):
+        sock.settimeout(ALIVE_S)
+    elif not only_tls:
+        sock.settimeout(None)
+        timeval = struct.pack("ll", int(ALIVE_S), 0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+
+
+def _check(frame: Frame, total: int) -> None:
+    if total != frame.body_sum:
+        raise Corrupted(f"batch {frame.batch} of epoch {frame.epoch} was damaged on its way")
+
+
+def _connect_unix(name: str, connect_s: float) -> socket.socket:
+    """A Unix socket to a server of the same user.
+
+    Raises:
+        OSError: It cannot be reached.
+        ProtocolError: It is another user's.
+    """
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(connect_s)
+        sock.connect("\0" + name)
+        size = struct.calcsize("3i")
+        _, uid, _ = struct.unpack(
+            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        )
+        if uid != os.geteuid():
+            raise ProtocolError(f"the socket {name!r} belongs to another user (uid {uid})")
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -26,7 +26,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's spec, whose loader calls back."""
+        """Return the module's spec, whose loader calls back."""
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
@@ -43,11 +43,11 @@ class _Loader(Loader):
         self._loader, self._then = loader, then
 
     def create_module(self, spec: ModuleSpec) -> Any:
-        """As the module's own loader does."""
+        """Do as the module's own loader does."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """The same, and then the call."""
+        """Do the same, and then call."""
         self._loader.exec_module(module)
         self._then()
 

@@ -1,30 +1,155 @@
 """What a registered loader is in a rank: a DataLoader to everyone who asks, fed by fetchers.
 
-`RemoteLoader` is what the cell finds under the loader's name; `feed` has what it is told.
+`RemoteLoader` is what the cell finds under the loader's name. Its dataset and samplers are with the
+fetchers; what stands for them here has the attributes of the registered loader's own, and raises
+where something would have no effect.
 """
 
+import functools
 import os
+import pickle
 import socket
+import threading
+import warnings
 import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from taas_magic.data import randomness, standins
-from taas_magic.data.blocks import Blocks
-from taas_magic.data.entries import Directory, Found
-from taas_magic.data.feed import Feed, LoaderShape
-from taas_magic.data.gauge import Counts
-from taas_magic.data.import_hook import when_imported
-from taas_magic.data.lane_spec import LaneSpec
-from taas_magic.data.lanes import Lanes
-from taas_magic.data.one_pass import Pass
-from taas_magic.data.pull import Pull
-from taas_magic.data.route import Route
-from taas_magic.data.shard import Part, Place
-from taas_magic.data.shard import steps as steps_of
-from taas_magic.data.source import Source
-from taas_magic.data.supply import LocalSupply, Supply, reraised
+from taas_magic.data.buffer import FetcherShare
+from taas_magic.data.client import Client, Route
+from taas_magic.data.connection import machine
+from taas_magic.data.epoch import EpochIterator
+from taas_magic.data.memory import Blocks
+from taas_magic.data.metrics import BatchLedger, counted
+from taas_magic.data.order import load_beside
+from taas_magic.data.scheduler import ServedLoader
+from taas_magic.data.server import OwnServer, ServerSpec
+from taas_magic.data.service import Directory, Found
+from taas_magic.data.sharding import EpochPlace, Part, Uneven
+from taas_magic.data.sharding import steps as steps_of
+from taas_magic.data.worker import WorkerSpec
+from taas_magic.leases import FetchLease
+from taas_magic.messages import Address, RankCounts
+
+SETTINGS = (
+    *("batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "prefetch_factor"),
+    *("persistent_workers", "in_order"),
+)
+"""Attributes of a DataLoader that a rank shows as they are."""
+
+_SHOWN = ("generator", "collate_fn", "worker_init_fn")
+_NOT_SET = {*_SHOWN, *SETTINGS, "multiprocessing_context"} - {
+    *("batch_size", "drop_last", "persistent_workers")
+}
+"""What a cell cannot set; of the others DataLoader itself refuses it."""
+
+_OWN_BUFFER_BYTES = 256 << 20
+"""What one worker of a rank's own may have ready."""
+
+_OF_ITS_OWN = ("shuffle", "seed", "drop_last", "epoch")
+"""What DistributedSampler says of itself and not of the sampler that this one stands for."""
+
+_OURS = ("_taas_loader", "_taas_shape", "_taas_path", "_taas_copy")
+"""What stand-ins for datasets have themselves, by names that no dataset has."""
+
+_NOT_HERE = "a registered loader's order is with its fetchers; iterate the loader"
+
+_one_route = threading.Lock()
+
+
+@dataclass(frozen=True)
+class LoaderShape:
+    """A loader as the notebook describes it; no part of its data.
+
+    Attributes:
+        name: The loader's name in the run.
+        batches: Batches of the first epoch; None where it does not say.
+        samples: Length of its dataset; None where it has none.
+        iterable: Whether the dataset is iterable-style.
+        settings: Its own attributes, those of `SETTINGS` that its torch knows.
+        context: multiprocessing's start method of its workers, "" for the default.
+        has_batch_sampler: Whether it has a batch sampler, as one of a map-style dataset has.
+        has_own_batch_sampler: Whether that is the user's own.
+        drawn: How many samples its sampler draws; None where that does not say.
+        varies: Whether the number of batches may change from epoch to epoch.
+        uneven: What happens when batches do not divide by the ranks.
+        seed: The seed of its randomness; None: the run's.
+        dataset: The class of its dataset.
+        attributes: The dataset's small attributes.
+        has_set_epoch: Whether the dataset is told which epoch begins.
+        has_state: Whether an iterable-style dataset has a `state_dict` of its own.
+        shown: What else a rank may look at (`LoaderParts.shown`).
+    """
+
+    name: str
+    batches: int | None
+    samples: int | None
+    iterable: bool
+    settings: dict[str, Any]
+    context: str = ""
+    has_batch_sampler: bool = False
+    has_own_batch_sampler: bool = False
+    drawn: int | None = None
+    varies: bool = False
+    uneven: Uneven = "pad"
+    seed: int | None = None
+    dataset: str = ""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    has_set_epoch: bool = False
+    has_state: bool = False
+    shown: Any = field(default=b"", repr=False)
+
+    @property
+    def num_workers(self) -> int:
+        """Its number of workers."""
+        return int(self.settings["num_workers"])
+
+
+@dataclass
+class Feed:
+    """What a rank knows of the run's data service.
+
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks.
+        payload: Returns the pickled loader of a name.
+        directory: Where the fetchers are; None: this rank has one of its own.
+        key: The run's key.
+        units: The bound of `--units`.
+        seed: The run's seed.
+        tls: What makes a client context, for fetchers on other hosts.
+        ledger: Where it is written what was handed out.
+        generation: Which attempt of the run.
+        window_bytes: How much a rank asks for ahead.
+        lease: How long to wait for fetchers.
+        direct: Whether shared memory may be used on one host.
+        rank_variables: Environment variables that only ranks have.
+    """
+
+    rank: int
+    world_size: int
+    payload: Callable[[str], bytes]
+    directory: Directory | None = None
+    key: bytes = b""
+    units: int | None = None
+    seed: int = 0
+    tls: Callable[[], Any] | None = None
+    ledger: BatchLedger | None = None
+    generation: int = 0
+    window_bytes: int = 128 << 20
+    lease: FetchLease = FetchLease()  # noqa: RUF009
+    direct: bool = True
+    rank_variables: tuple[str, ...] = ()
+    loaders: "list[RemoteLoader]" = field(default_factory=list)
+
+    def counts(self) -> dict[str, RankCounts]:
+        """Return what this rank was handed so far, for each loader."""
+        return {loader.name: loader.counted() for loader in self.loaders}
 
 
 class RemoteLoader(DataLoader[Any]):
@@ -45,15 +170,51 @@ class RemoteLoader(DataLoader[Any]):
         self.shape, self.feed = shape, feed
         self._seed = feed.seed if shape.seed is None else shape.seed
         self.next_epoch, self._turn = 0, 0
-        self._resume = Place()
+        self._resume, self._resume_order = EpochPlace(), 0
         self._states: dict[int, tuple[int, Any]] = {}
-        self._current: Pass | None = None
+        self._current: EpochIterator | None = None
         self._route: Route | None = None
-        self._source: Source | None = None
         self._blocks: list[Blocks] = []
-        self.counts = Counts()
-        super().__init__(**standins.arguments(self, shape))
-        self.num_workers = shape.num_workers
+        self.counts = RankCounts(workers=shape.num_workers)
+        self._end_fetcher: Callable[[], object] | None = None
+        self._shown: tuple[Any, ...] | None = None
+        self._original: Any = None
+        self._is_made = False
+        dataset = (RemoteStream if shape.iterable else RemoteDataset)(self, shape)
+        if shape.iterable:
+            settings = shape.settings
+            super().__init__(dataset, settings["batch_size"], drop_last=settings["drop_last"])
+        else:
+            super().__init__(dataset, batch_size=None, sampler=())
+            vars(self).update(_samplers(self, shape))
+        self._take_settings(shape)
+        self._is_made = True
+
+    def _take_settings(self, shape: LoaderShape) -> None:
+        """DataLoader's constructor would warn of workers that are not this host's."""
+        for name in _SHOWN:
+            vars(self).pop(name, None)
+        vars(self).update(shape.settings)
+        self.multiprocessing_context = shape.context or None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SHOWN:
+            return self.shown()[_SHOWN.index(name) + 2]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _NOT_SET and getattr(self, "_is_made", False):
+            raise AttributeError(
+                f'{name} of loader "{self.name}" is with its fetchers, where this does not reach '
+                f"it: set it in the notebook, before the cell"
+            )
+        super().__setattr__(name, value)
+
+    def shown(self) -> tuple[Any, ...]:
+        """Return its own sampler, batch sampler, generator, `collate_fn` and `worker_init_fn`."""
+        if self._shown is None:
+            self._shown = load_beside(bytes(self.shape.shown), self.dataset)
+        return self._shown
 
     @property
     def name(self) -> str:
@@ -61,57 +222,81 @@ class RemoteLoader(DataLoader[Any]):
         return self.shape.name
 
     def __len__(self) -> int:
-        """How many batches this rank gets of an epoch.
+        """Return how many batches this rank gets of an epoch.
 
         Raises:
             TypeError: The loader does not know its length.
         """
-        if self.shape.batches is None:
-            raise TypeError(f"loader {self.shape.name!r} does not know its length")
-        return steps_of(self.shape.batches, self.feed.rank, self.feed.world_size, self.shape.uneven)
+        batches = self._count() if self.shape.varies else self.shape.batches
+        if batches is None:
+            raise TypeError(f'loader "{self.shape.name}" does not know its length')
+        return steps_of(batches, self.feed.rank, self.feed.world_size, self.shape.uneven)
+
+    def _count(self) -> int | None:
+        """Batches of the epoch that is under way, or else of the next one."""
+        current = self._current
+        if current is not None and not current.ended and current.opened is not None:
+            return current.opened.batches
+        with self._asking() as client:
+            return client.open(self.next_epoch).batches
 
     def __iter__(self) -> Any:
         """Begin the next epoch, or go on where `load_state_dict` said."""
-        epoch, place = self.next_epoch, self._resume
-        self.next_epoch, self._resume = epoch + 1, Place()
+        epoch, place, order = self.next_epoch, self._resume, self._resume_order
+        self.next_epoch, self._resume, self._resume_order = epoch + 1, EpochPlace(), 0
         self._turn += 1
-        self._current = Pass(self, epoch, place, self._turn - 1)
+        self._current = EpochIterator(self, epoch, place, self._turn - 1, order)
         return self._current
 
-    def counted(self) -> dict[str, float]:
-        """What this rank was handed so far. Any thread may ask."""
-        return self.counts.now(self._current.watch if self._current is not None else None)
+    def counted(self) -> RankCounts:
+        """Return what this rank was handed so far; any thread may ask."""
+        return counted(self.counts, self._current.timer if self._current is not None else None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iterator gives; it still begins where a loaded state stands."""
+        """Set which epoch the next iterator gives; it still begins where a loaded state stands."""
         if epoch != self.next_epoch:
-            self.next_epoch, self._resume, self._states = epoch, Place(), {}
+            self.next_epoch, self._resume, self._states = epoch, EpochPlace(), {}
+            self._resume_order = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands after the last batch handed out (torchdata's protocol).
+        """Return where the stream stands after the last batch handed out (torchdata's protocol).
 
         With the state of an iterable-style dataset that has one, which fetchers are asked for.
         """
         return self.with_states(self.position())
 
     def position(self) -> dict[str, Any]:
-        """The same without a dataset's own state."""
-        epoch, place = self.next_epoch, self._resume
+        """Return the same without a dataset's own state."""
+        epoch, place, order = self.next_epoch, self._resume, self._resume_order
         if self._current is not None and not self._current.ended:
-            epoch, place = self._current.epoch, self._current.after
+            epoch, place, order = self._current.epoch, self._current.after, self._current.order
         return {
             "epoch": epoch,
             "place": list(place),
             "units": self.counts.spent,
+            "order": order if place != EpochPlace() else 0,
+            **self._identity(),
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """What a state is of."""
+        shape = self.shape
+        return {
             "seed": self._seed,
+            "dataset": [shape.dataset, shape.samples],
+            "streams_of": [shape.num_workers, self.batch_size] if shape.iterable else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, with any number of fetchers.
 
+        That it is of another order shows when the epoch begins, and is raised there.
+
         Raises:
-            ValueError: The state is of another number of ranks and in the middle of a step.
+            ValueError: The state is of another loader: another dataset, seed or number of streams;
+                or of another number of ranks and in the middle of a step.
         """
+        self._check(state)
         position, slot, first_slots = state["place"]
         if position % self.feed.world_size:
             raise ValueError(
@@ -120,31 +305,60 @@ class RemoteLoader(DataLoader[Any]):
             )
         self.next_epoch = state["epoch"]
         self.counts.resumed = self.counts.spent = state["units"]
-        self._resume = Place(position, slot, tuple(first_slots))
-        self._seed, self._current = state["seed"], None
+        self._resume = EpochPlace(position, slot, tuple(first_slots))
+        self._current, self._resume_order = None, state["order"]
         self._states = state.get("streams", {})
 
+    def _check(self, state: dict[str, Any]) -> None:
+        about, mine = f'load_state_dict of loader "{self.name}"', self._identity()
+        if missing := [name for name in ("place", "order", *mine) if name not in state]:
+            raise ValueError(f"{about}: this is no state of a registered loader; no {missing[0]!r}")
+        if state["dataset"] != mine["dataset"]:
+            theirs, ours = (_dataset_text(one["dataset"]) for one in (state, mine))
+            raise ValueError(f"{about}: the state is of a dataset {theirs}, the loader's is {ours}")
+        if state["seed"] != self._seed:
+            raise ValueError(
+                f"{about}: the state is of seed {state['seed']}, and this run's is {self._seed}, "
+                "under which the samples have another order. Go on with "
+                f"taas.register(loader, seed={state['seed']}) in the notebook; "
+                "a seed that is given from the start lets any kernel go on"
+            )
+        if state["streams_of"] != mine["streams_of"]:
+            theirs, ours = (_streams_text(one["streams_of"]) for one in (state, mine))
+            raise ValueError(f"{about}: the state is of {theirs}, the loader has {ours}")
+
+    def check_order(self, expected: int, order: int, epoch: int) -> None:
+        """Refuse to go on in the middle of an epoch that has another order now.
+
+        Raises:
+            ValueError: The order is not the expected one.
+        """
+        if expected and expected != order:
+            raise ValueError(
+                f'loader "{self.name}": the loaded state stands in the middle of epoch {epoch} in '
+                "another order than the loader has now: its sampler, its generator or batch_size "
+                "is another one, or its dataset has changed. Register the loader as it was when "
+                "the state was saved, or begin an epoch (loader.set_epoch)"
+            )
+
     def with_states(self, position: dict[str, Any]) -> dict[str, Any]:
-        """A position and where the streams of the dataset stood there, or a little before."""
-        epoch, place = position["epoch"], Place(*position["place"])
-        if not self.shape.has_state or place == Place():
+        """Add to a position where the streams of the dataset stood there, or a little before."""
+        epoch, place = position["epoch"], EpochPlace(*position["place"])
+        if not self.shape.has_state or place == EpochPlace():
             return position
         if self._states:
             return {**position, "streams": self._states}
-        supply = self.supply()
-        try:
-            streams = supply.open(epoch).streams or 1
+        with self._asking() as client:
+            streams = client.open(epoch).streams or 1
             slots = {slot % streams: slot for slot in range(place.slot, place.slot + streams)}
-            found = {stream: supply.state(slot) for stream, slot in slots.items()}
-        finally:
-            supply.close()
+            found = {stream: client.state(slot) for stream, slot in slots.items()}
         return {**position, "streams": {key: value for key, value in found.items() if value}}
 
-    def give_states(self, supply: Supply, streams: int) -> None:
+    def give_states(self, client: Client, streams: int) -> None:
         """Tell those who prepare the epoch where its streams stood, if that was loaded."""
         states, self._states = self._states, {}
         for stream, (item, state) in states.items():
-            supply.restore(item * streams + stream, state)
+            client.restore(item * streams + stream, state)
 
     def close(self) -> None:
         """Close all connections; the loader can still be iterated."""
@@ -152,107 +366,279 @@ class RemoteLoader(DataLoader[Any]):
             self._route.close()
 
     def sample(self, index: Any) -> Any:
-        """`dataset[index]`, from a fetcher."""
-        supply = self.supply()
-        try:
-            if isinstance(supply, Pull):
-                return supply.sample(index)
-            with randomness.kept(), reraised():
-                return self._local_source().sample(index)
-        finally:
-            supply.close()
+        """Return `dataset[index]`, from a fetcher."""
+        with self._asking() as client:
+            return client.sample(index)
 
-    def original(self) -> DataLoader[Any]:
-        """The loader itself, unpickled in this rank; loads all of its dataset."""
-        return self._local_source().loader
+    @contextmanager
+    def _asking(self) -> Iterator[Client]:
+        """Give a way to ask something besides the batches of a pass."""
+        client = self.client()
+        try:
+            yield client
+        finally:
+            client.close()
+            self.keep(client.blocks)
+
+    def original(self) -> Any:
+        """Return the dataset itself, unpickled in this rank."""
+        if self._original is None:
+            self._original = pickle.loads(self.feed.payload(self.name))
+        return self._original.dataset
 
     def part(self) -> Part:
-        """What is this rank's, and how much of it is left."""
+        """Return what is this rank's, and how much of it is left."""
         feed, units = self.feed, self.feed.units
         left = None if units is None else units - self.counts.spent
         return Part(feed.rank, feed.world_size, self.shape.uneven, left)
 
-    def supply(self) -> Supply:
-        """Where the batches of one pass come from."""
-        feed, name = self.feed, self.shape.name
-        if feed.directory is None and not self.shape.num_workers:
-            return LocalSupply(self._local_source(), feed.units is not None)
-        if self._route is None:
-            directory, key = feed.directory, feed.key
-            if directory is None:
-                key = os.urandom(32)
-                directory = self._own_lanes(key)
-            tls = feed.tls() if feed.tls else None
-            self._route = Route(name, directory, key, tls, feed.direct, feed.timing)
-        blocks = self._blocks.pop() if self._blocks else Blocks(2 * feed.window_bytes)
-        return Pull(self._route, blocks, self.shape.timeout_s)
+    def client(self) -> Client:
+        """Make the client that the batches of one pass come from."""
+        with _one_route:
+            if self._route is None:
+                self._route = self._new_route()
+        blocks = self._blocks.pop() if self._blocks else Blocks(2 * self.feed.window_bytes)
+        return Client(self._route, blocks, self.timeout)
 
     def keep(self, blocks: Blocks) -> None:
-        """Memory of a pass that is over, for the next one."""
+        """Keep the memory of a pass that is over for the next one."""
         self._blocks.append(blocks)
 
-    def _own_lanes(self, key: bytes) -> Directory:
-        """Lanes of this rank's own, as many as the loader has workers: no fetchers are there."""
-        feed, name, count = self.feed, self.shape.name, self.shape.num_workers
-        payload = feed.payload(name)
-        specs = [
-            LaneSpec(
-                payload,
-                name,
-                self._seed,
-                key,
-                lane=lane,
-                number=lane,
-                lanes=count,
-                stride=feed.world_size,
-                first=feed.rank,
-                units=feed.units,
-                host=f"{socket.gethostname()}, rank {feed.rank}",
-            )
-            for lane in range(count)
-        ]
-        lanes = Lanes(specs)
-        weakref.finalize(self, lanes.close)
+    def end(self) -> None:
+        """End the processes that this rank started for the loader; at the cell's end.
 
-        def directory(loader: str) -> Found:
-            lanes.mend()
-            return Found(count, feed.world_size, lanes.addresses)
+        Python would wait for them before it calls finalizers, if it imported multiprocessing later.
+        """
+        if self._end_fetcher is not None:
+            self._end_fetcher()
 
-        return directory
+    def _new_route(self) -> Route:
+        feed, name = self.feed, self.shape.name
+        if feed.directory is None:
+            key = os.urandom(32)
+            return Route(name, self._own_fetcher(key), key, lease=feed.lease)
+        tls = feed.tls() if feed.tls else None
+        return Route(name, feed.directory, feed.key, tls, feed.direct, feed.lease)
 
-    def _local_source(self) -> Source:
-        if self._source is None:
-            name, rank = self.shape.name, self.feed.rank
-            payload = self.feed.payload(name)
-            self._source = Source(payload, name, self._seed, f"rank {rank}")
-        return self._source
+    def _own_fetcher(self, key: bytes) -> Directory:
+        """A fetcher of this rank's own, with as many workers as the loader has.
+
+        One at least, so that the dataset sees what it would see in a fetcher: no rank, and no
+        random numbers of the cell.
+        """
+        feed, name, count = self.feed, self.shape.name, max(1, self.shape.num_workers)
+        spec = WorkerSpec(
+            feed.payload(name),
+            name,
+            self._seed,
+            f"the fetcher of rank {feed.rank} on host {socket.gethostname()}",
+            counts=feed.units is not None,
+            context=self.shape.context or "fork",
+        )
+        share = FetcherShare(
+            workers=count, stride=feed.world_size, first=feed.rank, units=feed.units
+        )
+        served = ServedLoader(spec, count, share, count * _OWN_BUFFER_BYTES)
+        fetcher = OwnServer(ServerSpec(key, {name: served}), feed.rank_variables)
+        self._end_fetcher = weakref.finalize(self, fetcher.close)
+        address = Address(0, "", 0, fetcher.unix, machine())
+        return lambda loader: Found(1, count, feed.world_size, {0: address})
+
+
+def _dataset_text(dataset: Sequence[Any]) -> str:
+    name, samples = dataset
+    return f"{name} without a length" if samples is None else f"{name} of {samples} samples"
+
+
+def _streams_text(streams: Sequence[Any] | None) -> str:
+    if streams is None:
+        return "a map-style dataset"
+    return f"an iterable-style one with num_workers={streams[0]} and batch_size={streams[1]}"
 
 
 _feed: Feed | None = None
 
 
 def use_feed(feed: Feed | None) -> None:
-    """Say, in a rank and before its payload is read, where its loaders' batches come from."""
+    """Set, in a rank and before its payload is read, where its loaders' batches come from."""
     global _feed
     _feed = feed
 
 
-def _teach_accelerate() -> None:
-    from taas_magic.data.accelerated import teach_accelerate
-
-    teach_accelerate()
-
-
 def arrive(shape: LoaderShape) -> RemoteLoader:
-    """What a registered loader is unpickled to.
+    """Make a registered loader's `RemoteLoader`: what it is unpickled to.
 
     Raises:
         RuntimeError: This process is no rank of a run.
     """
     if _feed is None:
-        raise RuntimeError(f"loader {shape.name!r} arrived in process {os.getpid()}, no rank")
-    if not _feed.loaders:
-        when_imported("accelerate.accelerator", _teach_accelerate)
+        raise RuntimeError(f'loader "{shape.name}" arrived in process {os.getpid()}, no rank')
     loader = RemoteLoader(shape, _feed)
     _feed.loaders.append(loader)
     return loader
+
+
+class RemoteSampler(DistributedSampler[Any]):
+    """Stands for the sampler, whose order the fetchers know; `set_epoch` chooses the epoch.
+
+    A DistributedSampler, so that Lightning sees that the loader is sharded already. Its length is
+    this rank's share.
+    """
+
+    def __init__(self, loader: RemoteLoader, shape: LoaderShape, feed: Feed) -> None:
+        super().__init__(range(shape.drawn or 0), feed.world_size, feed.rank, shuffle=False)  # type: ignore[arg-type]
+        self._loader = loader
+        self.dataset = loader.dataset
+        for name in _OF_ITS_OWN:
+            delattr(self, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set which epoch the loader's next iterator gives."""
+        self._loader.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        if self._loader.shape.drawn is None:
+            raise TypeError(f'the sampler of loader "{self._loader.name}" has no length')
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(_NOT_HERE)
+
+    def __getattr__(self, name: str) -> Any:
+        return _attribute(self, name, 0)
+
+
+class RemoteBatchSampler(Sampler[Any]):
+    """Stands for the batch sampler; its length is this rank's share."""
+
+    def __init__(self, loader: RemoteLoader, sampler: RemoteSampler) -> None:
+        self._loader = loader
+        if not loader.shape.has_own_batch_sampler:
+            self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(_NOT_HERE)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set which epoch the loader's next iterator gives."""
+        self._loader.set_epoch(epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        return _attribute(self, name, 1)
+
+
+def _attribute(sampler: Any, name: str, place: int) -> Any:
+    """An attribute of the sampler that another one stands for."""
+    if name.startswith("__") or name == "_loader":
+        raise AttributeError(name)
+    return getattr(sampler._loader.shown()[place], name)
+
+
+class RemoteDataset(Dataset[Any]):
+    """Stands for a dataset that is with the fetchers: knows its length and small attributes."""
+
+    def __init__(self, loader: RemoteLoader, shape: LoaderShape) -> None:
+        self._taas_loader, self._taas_shape = loader, shape
+
+    def __len__(self) -> int:
+        if self._taas_shape.samples is None:
+            raise TypeError(f'the dataset of loader "{self._taas_shape.name}" has no length')
+        return int(self._taas_shape.samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._taas_loader.sample(index)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in _OURS:
+            raise AttributeError(name)
+        if name == "set_epoch" and self._taas_shape.has_set_epoch:
+            return self._taas_loader.set_epoch
+        if name in self._taas_shape.attributes:
+            return self._taas_shape.attributes[name]
+        path = f"{self._taas_shape.name}.dataset"
+        return _looked_at(self._taas_loader, path, self._taas_loader.original(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _OURS:
+            _refuse_to_set(f"{self._taas_shape.name}.dataset", name)
+        super().__setattr__(name, value)
+
+
+class RemoteStream(RemoteDataset, IterableDataset[Any]):
+    """Stands for an iterable-style dataset."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("an iterable-style dataset is with its fetchers; iterate the loader")
+
+
+class RemotePart(Dataset[Any]):
+    """Stands for a dataset inside of another one; shows this rank's copy."""
+
+    def __init__(self, loader: RemoteLoader, path: str, copy: Any) -> None:
+        self._taas_loader, self._taas_path, self._taas_copy = loader, path, copy
+
+    def __len__(self) -> int:
+        return len(self._taas_copy)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._taas_copy[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in _OURS:
+            raise AttributeError(name)
+        return _looked_at(self._taas_loader, self._taas_path, self._taas_copy, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _OURS:
+            _refuse_to_set(self._taas_path, name)
+        super().__setattr__(name, value)
+
+
+def _refuse_to_set(path: str, name: str) -> None:
+    raise AttributeError(
+        f"{path} is with the loader's fetchers, where this does not reach it: "
+        f"set {name!r} in the notebook, before the cell ({path}.{name} = …)"
+    )
+
+
+def _looked_at(loader: RemoteLoader, path: str, dataset: Any, name: str) -> Any:
+    """An attribute of this rank's copy of a dataset."""
+    value = getattr(dataset, name)
+    if name == "set_epoch":
+        return loader.set_epoch
+    if isinstance(value, Dataset):
+        return RemotePart(loader, f"{path}.{name}", value)
+    is_method = isinstance(value, MethodType) and value.__self__ is dataset
+    return _warning_of_changes(path, dataset, value) if is_method else value
+
+
+def _warning_of_changes(path: str, dataset: Any, method: Any) -> Any:
+    """The same method; says when it changed what only this rank sees."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any, **named: Any) -> Any:
+        before = dict(vars(dataset))
+        result = method(*arguments, **named)
+        changed = [key for key, value in vars(dataset).items() if before.get(key, ...) is not value]
+        if changed:
+            warnings.warn(
+                f"{path}.{method.__name__}() changed {changed[0]!r} of this rank's copy; the "
+                "loader's fetchers do not see that: call it in the notebook, before the cell",
+                stacklevel=2,
+            )
+        return result
+
+    return call
+
+
+def _samplers(loader: RemoteLoader, shape: LoaderShape) -> dict[str, Any]:
+    """A map-style loader's sampler and batch sampler, by DataLoader's names."""
+    sampler = RemoteSampler(loader, shape, loader.feed)
+    collates = shape.has_batch_sampler
+    return {
+        "sampler": sampler,
+        "batch_sampler": RemoteBatchSampler(loader, sampler) if collates else None,
+    }

@@ -6,22 +6,26 @@ earlier epochs is replayed from the state it was registered with, one epoch afte
 that an epoch's order depends on nothing but the seed and the epoch's number.
 """
 
+import copy
 import hashlib
 import io
 import itertools
 import pickle
+import random
+import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 import torch
-from torch.utils.data import DataLoader
 
-from taas_magic.data import randomness
-from taas_magic.data.randomness import seed_all
-from taas_magic.data.shard import seed_of
+from taas_magic.capture.pickling import ValuePickler
+from taas_magic.data.sharding import seed_of
+
+_numpy: Any = sys.modules.get("numpy")  # torch imports it where there is one
 
 _KEEP_EPOCHS = 3
 _ENDLESS_STEP = 1024
@@ -31,91 +35,10 @@ _KEEP_ENDLESS = 16 * _ENDLESS_STEP
 class Indices(Protocol):
     """The batches of one epoch, each a list of indices (or one index)."""
 
-    def __len__(self) -> int: ...
-
     def __getitem__(self, batch: int, /) -> Any: ...
 
 
-class _Packed:
-    """Lists of ints at 8 bytes an index (a Python list takes 36)."""
-
-    def __init__(self, batches: Iterable[Sequence[int]]) -> None:
-        self.flat, self.ends = array("q"), array("q", [0])
-        for batch in batches:
-            self.flat.extend(batch)
-            self.ends.append(len(self.flat))
-
-    def __len__(self) -> int:
-        return len(self.ends) - 1
-
-    def __getitem__(self, batch: int) -> list[int]:
-        if not 0 <= batch < len(self):
-            raise IndexError(batch)
-        return self.flat[self.ends[batch] : self.ends[batch + 1]].tolist()
-
-
-def _pack(batches: list[Any]) -> tuple[Indices, int]:
-    """Return the batches in little memory, and the hash of their order."""
-    try:
-        packed = _Packed(batches)
-    except TypeError:
-        return batches, _hash(repr(batches).encode())
-    return packed, _hash(packed.flat.tobytes() + packed.ends.tobytes())
-
-
-def _hash(data: bytes) -> int:
-    """A hash of 32 bits, never 0."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") or 1
-
-
-class Endless:
-    """The batches of a sampler that does not know its length: enumerated as far as asked.
-
-    Remembers the last of them and begins again for an earlier one. What the sampler draws does not
-    depend on what else is seeded in the meantime.
-
-    Args:
-        begin: Begins the enumeration, under seeds of its own.
-    """
-
-    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
-        self._begin = begin
-        self._restart()
-
-    def __getitem__(self, batch: int) -> Any:
-        """The batch.
-
-        Raises:
-            IndexError: The sampler ended before it.
-        """
-        if batch < self._first:
-            self._restart()
-        while self._first + len(self._seen) <= batch:
-            more = self._next_ones()
-            if not more:
-                raise IndexError(batch)
-            self._seen.extend(more)
-            while len(self._seen) > _KEEP_ENDLESS:
-                self._seen.popleft()
-                self._first += 1
-        return self._seen[batch - self._first]
-
-    def _restart(self) -> None:
-        self._seen: deque[Any] = deque()
-        self._first = 0
-        with randomness.kept():
-            self._rest = self._begin()
-            self._random = randomness.state()
-
-    def _next_ones(self) -> list[Any]:
-        with randomness.kept():
-            randomness.go_to(self._random)
-            more = list(itertools.islice(self._rest, _ENDLESS_STEP))
-            self._random = randomness.state()
-        return more
-
-
-class Epoch:
+class Epoch(NamedTuple):
     """One epoch's order.
 
     Attributes:
@@ -124,47 +47,28 @@ class Epoch:
         digest: Hash of the order, 0 where it has no end.
     """
 
-    def __init__(self, indices: Indices | Endless, batches: int | None, digest: int) -> None:
-        self.indices, self.batches, self.digest = indices, batches, digest
-
-
-class _SamplerPickler(cloudpickle.Pickler):
-    """Pickles samplers without the dataset that they refer to."""
-
-    def __init__(self, file: io.BytesIO, dataset: object) -> None:
-        super().__init__(file, protocol=5)
-        self._dataset = dataset
-
-    def persistent_id(self, value: object) -> str | None:
-        return "dataset" if value is self._dataset else None
-
-
-class _SamplerUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, dataset: object) -> None:
-        super().__init__(file)
-        self._dataset = dataset
-
-    def persistent_load(self, name: str) -> object:
-        return self._dataset
+    indices: Indices
+    batches: int | None
+    digest: int
 
 
 class Order:
     """The orders of a loader's epochs.
 
     Args:
-        loader: A map-style loader, as it was registered.
+        loader: A map-style loader (or its parts), as it was registered.
         seed: The run's seed.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+    def __init__(self, loader: Any, seed: int) -> None:
         self._dataset, self._seed = loader.dataset, seed
         self._collates = loader.batch_sampler is not None
         sampler = loader.batch_sampler if self._collates else loader.sampler
-        self._starts = {0: self._dump((sampler, loader.generator))}
+        self._starts = {0: dump_beside((sampler, loader.generator), self._dataset)}
         self._epochs: dict[int, Epoch] = {}
 
     def epoch(self, number: int) -> Epoch:
-        """Return the order of an epoch; enumerates it when it is asked for first."""
+        """Return the order of an epoch; enumerate it when it is asked for first."""
         if number not in self._epochs:
             self._epochs[number] = self._run(number)
             for old in list(self._epochs)[:-_KEEP_EPOCHS]:
@@ -172,7 +76,7 @@ class Order:
         return self._epochs[number]
 
     def known(self, number: int) -> Epoch | None:
-        """The order of an epoch, if it is enumerated."""
+        """Return the order of an epoch if it is enumerated."""
         return self._epochs.get(number)
 
     def _run(self, number: int) -> Epoch:
@@ -194,37 +98,39 @@ class Order:
         if not _has_length(sampler):
             self._starts[1] = self._starts[0]
             return Epoch(Endless(lambda: self._begin(number)[2]), None, 0)
-        packed, digest = _pack(list(indices))
+        packed, digest = _pack(indices)
         if not self._forgets():
-            _set_epoch(sampler, 0)
-            self._starts[number + 1] = self._dump((sampler, generator))
+            tell_epoch(sampler, 0, "sampler")
+            self._starts[number + 1] = dump_beside((sampler, generator), self._dataset)
         return Epoch(packed, len(packed), digest)
 
     def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
         """A sampler at the beginning of an epoch, its generator, and its batches."""
         start = self._starts[0] if self._forgets() else self._starts[number]
-        sampler, generator = self._load(start)
-        _set_epoch(sampler, number)
+        sampler, generator = load_beside(start, self._dataset)
+        tell_epoch(sampler, number, "sampler")
         seed_all(seed_of(self._seed, number))
         # A local DataLoader's order of draws: the sampler's iterator, the base seed, the indices.
         indices = iter(sampler)
         torch.empty((), dtype=torch.int64).random_(generator=generator)
         return sampler, generator, indices
 
-    def _dump(self, value: object) -> bytes:
-        file = io.BytesIO()
-        _SamplerPickler(file, self._dataset).dump(value)
-        return file.getvalue()
 
-    def _load(self, data: bytes) -> Any:
-        return _SamplerUnpickler(io.BytesIO(data), self._dataset).load()
+def tell_epoch(value: object, epoch: int, inner: str) -> None:
+    """Call `set_epoch` of a sampler or dataset, and of those that it wraps.
 
-
-def _set_epoch(sampler: object, number: int) -> None:
-    for one in (sampler, getattr(sampler, "sampler", None)):
-        set_epoch = getattr(one, "set_epoch", None)
+    Args:
+        value: The outermost one.
+        epoch: Which epoch begins.
+        inner: The attribute by which they wrap (`dataset` of a Subset).
+    """
+    told: list[object] = []
+    while value is not None and all(value is not one for one in told):
+        told.append(value)
+        set_epoch = getattr(value, "set_epoch", None)
         if callable(set_epoch):
-            set_epoch(number)
+            set_epoch(epoch)
+        value = getattr(value, inner, None)
 
 
 def _has_length(sampler: Any) -> bool:
@@ -233,3 +139,186 @@ def _has_length(sampler: Any) -> bool:
     except (TypeError, NotImplementedError):
         return False
     return True
+
+
+class Endless:
+    """The batches of a sampler that does not know its length: enumerated as far as asked.
+
+    Remembers the last of them and begins again for an earlier one. What the sampler draws does not
+    depend on what else is seeded in the meantime.
+
+    Args:
+        begin: Begins the enumeration, under seeds of its own.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+        self._restart()
+
+    def __getitem__(self, batch: int) -> Any:
+        """Return the indices of a batch.
+
+        Raises:
+            IndexError: The sampler ended before it.
+        """
+        if batch < self._first:
+            self._restart()
+        while self._first + len(self._seen) <= batch:
+            more = self._next_ones()
+            if not more:
+                raise IndexError(batch)
+            self._seen.extend(more)
+            while len(self._seen) > _KEEP_ENDLESS:
+                self._seen.popleft()
+                self._first += 1
+        return self._seen[batch - self._first]
+
+    def _restart(self) -> None:
+        self._seen: deque[Any] = deque()
+        self._first = 0
+        with _random_state_kept():
+            self._rest = self._begin()
+            self._random = _random_state()
+
+    def _next_ones(self) -> list[Any]:
+        with _random_state_kept():
+            _set_random_state(self._random)
+            more = [_copied(indices) for indices in itertools.islice(self._rest, _ENDLESS_STEP)]
+            self._random = _random_state()
+        return more
+
+
+class _Packed:
+    """Lists of ints at 8 bytes an index (a Python list takes 36); or all of numpy's int64."""
+
+    def __init__(self) -> None:
+        self.flat, self.ends = array("q"), array("q", [0])
+        self._kind: Any = int
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, batch: int) -> list[Any]:
+        if not 0 <= batch < len(self):
+            raise IndexError(batch)
+        indices = self.flat[self.ends[batch] : self.ends[batch + 1]]
+        return indices.tolist() if self._kind is int else [*map(self._kind, indices)]
+
+    def takes(self, batch: Any) -> bool:
+        """Take one more; return False, and leave it out, where it would come back another."""
+        if type(batch) is not list:
+            return False
+        kinds = set(map(type, batch))
+        if not self.flat and _numpy and kinds == {_numpy.int64}:
+            self._kind = _numpy.int64
+        if not kinds <= {self._kind}:
+            return False
+        try:
+            self.flat.extend(batch)
+        except OverflowError:
+            del self.flat[self.ends[-1] :]
+            return False
+        self.ends.append(len(self.flat))
+        return True
+
+
+def _pack(drawn: Iterable[Any]) -> tuple[_Packed | list[Any], int]:
+    """Return the batches that a sampler draws in little memory, and the hash of their order."""
+    packed, others = _Packed(), list[Any]()
+    for batch in drawn:
+        if others or not packed.takes(batch):
+            others.append(_copied(batch))
+    if others:
+        batches = [packed[at] for at in range(len(packed))] + others
+        return batches, _hash(_bytes_of(batches))
+    return packed, _hash(packed.flat.tobytes() + packed.ends.tobytes())
+
+
+def _copied(indices: Any) -> Any:
+    """Indices as they are now: a sampler may fill the same memory again for the next batch."""
+    if isinstance(indices, torch.Tensor):
+        return indices.clone()
+    if type(indices) is list:
+        return [_copied(index) for index in indices]
+    is_array = _numpy and isinstance(indices, _numpy.ndarray)
+    return copy.copy(indices) if is_array or type(indices) in (bytearray, dict, set) else indices
+
+
+def _bytes_of(batches: list[Any]) -> bytes:
+    try:
+        return cloudpickle.dumps(batches, protocol=5)  # type: ignore[no-any-return]
+    except Exception:  # an index may be anything, and a worker that finds another hash asks for it
+        return repr(batches).encode()
+
+
+def _hash(data: bytes) -> int:
+    """A hash of 32 bits, never 0."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") or 1
+
+
+def dump_beside(value: object, dataset: object) -> bytes:
+    """Pickle samplers and the like; of the dataset that they refer to, only that they do."""
+    pickler = _PicklerBeside(dataset)
+    pickler.add(value)
+    return pickler.pickled().data
+
+
+def load_beside(data: bytes, dataset: object) -> Any:
+    """Undo `dump_beside`, with this dataset in the place of the other."""
+    return _UnpicklerBeside(data, dataset).load()
+
+
+class _PicklerBeside(ValuePickler):
+    """Pickles what belongs to a dataset without the dataset itself."""
+
+    def __init__(self, dataset: object) -> None:
+        super().__init__(to="fetchers")
+        self._dataset = dataset
+
+    def persistent_id(self, value: object) -> str | None:
+        return "dataset" if value is self._dataset else None
+
+
+class _UnpicklerBeside(pickle.Unpickler):
+    def __init__(self, data: bytes, dataset: object) -> None:
+        super().__init__(io.BytesIO(data))
+        self._dataset = dataset
+
+    def persistent_load(self, name: str) -> object:
+        return self._dataset
+
+
+def seed_all(seed: int) -> None:
+    """Seed this process's random numbers: torch's (CPU), random's, and numpy's where it is in use.
+
+    Takes a few microseconds.
+    """
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & 0xFFFF_FFFF)
+
+
+def _random_state() -> Any:
+    """Where all of them stand."""
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    return torch.default_generator.get_state(), random.getstate(), numpy_state
+
+
+def _set_random_state(state: Any) -> None:
+    torch_state, python_state, numpy_state = state
+    torch.default_generator.set_state(torch_state)
+    random.setstate(python_state)
+    if numpy_state is not None:
+        sys.modules["numpy"].random.set_state(numpy_state)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Leave the process's random numbers as they are, whatever is drawn inside."""
+    before = _random_state()
+    try:
+        yield
+    finally:
+        _set_random_state(before)

@@ -1,232 +1,715 @@
-"""A lane: one process of a fetcher, which prepares one loader's batches and sends them itself.
+"""A fetcher's server: one thread, no user code, all connections of the ranks to one fetcher.
 
-The main thread runs the user's dataset, so that it meets the same conditions as in a worker of a
-local DataLoader, and between two batches it may serve the connections; each of them has a thread of
-its own for when the dataset takes its time. A batch goes from the memory where the dataset left it
-straight into the socket, or once into memory that the rank maps.
+Workers put batches into shared memory and say where; ranks ask for batches; the server sends from
+that memory, or tells a rank of its own host where a batch lies. Nothing in here waits for anybody:
+a rank that pauses for an hour, a stranger that says nothing and a dataset that takes minutes for an
+item cost the others nothing.
 """
 
-import gc
-import json
+import errno
+import itertools
+import logging
+import multiprocessing
+import os
+import resource
+import secrets
+import selectors
+import signal
 import socket
 import ssl
+import struct
 import sys
 import time
-from collections.abc import MutableSequence, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._utils import ExceptionWrapper
 
-from taas_magic.data import encode
-from taas_magic.data.answer import Answer, Sent
-from taas_magic.data.connection import Connection
-from taas_magic.data.door import Door
-from taas_magic.data.lane_spec import LaneSpec
-from taas_magic.data.outbox import LIGHT_BYTES, Outbox
-from taas_magic.data.outcome import Ended, Failed, Opened, is_counted, units_of
-from taas_magic.data.shard import VOID
-from taas_magic.data.share import Share
-from taas_magic.data.shelf import Shelf
-from taas_magic.data.sockets import Socket
-from taas_magic.data.source import Source
-from taas_magic.data.spill import Spill
-from taas_magic.data.stock import Key
-from taas_magic.data.talk import Talk
-from taas_magic.data.visits import Visits
-from taas_magic.data.wire import Kind
-
-STATS = (
-    *("prepared", "sent", "sent_bytes", "ready", "ready_bytes"),
-    *("fetch_s", "fetch_cpu_s", "refused", "idle"),
-    *("spilled_bytes", "spill_refused"),
+from taas_magic import short_name
+from taas_magic.data import protocol
+from taas_magic.data.buffer import keys_of
+from taas_magic.data.protocol import (
+    Assembler,
+    Frame,
+    FrameFlag,
+    Kind,
+    ProtocolState,
+    Role,
+    State,
+    prove,
+    proven,
 )
-"""What a lane counts, in the order of its slots in the shared array."""
+from taas_magic.data.scheduler import Scheduler, ServedLoader
+from taas_magic.data.service import Tls
+from taas_magic.data.sharding import VOID
+from taas_magic.data.worker import Key, Reply
+from taas_magic.data.workers import Answer, WorkerHandle
+from taas_magic.errors import ProtocolError
+from taas_magic.leases import ALIVE_S, PROOF_S
+from taas_magic.messages import FetcherCounts
 
-_IDLE, _SPILLED = STATS.index("idle"), STATS.index("spilled_bytes")
-_STOCK_S = 0.1
+_MOST_UNPROVED = 512
+_ACCEPT_AT_ONCE = 64
+_BACKLOG = 4096
+_HEAR_BYTES = 64 << 10
+_LENT_FROM_BYTES = 32 << 10
+_LENT_BYTES = 512 << 20
+"""How much of the workers' memory one rank may look at; what is more goes through its socket."""
+
+_OUT_BYTES = 1 << 20
+_COPIED_BYTES = 8 << 10
+"""Bodies up to this are copied behind their header: to send them as parts costs more."""
+
+_PARTS_AT_ONCE = 256
+_TLS_JOIN_BYTES = 16 << 10
+
+_log = logging.getLogger(__name__)
 
 
-class Lane:
-    """Prepares and serves; lives as long as its process.
+@dataclass(frozen=True)
+class ServerSpec:
+    """What a server is to do.
 
-    Args:
-        spec: What it needs to know.
-        listeners: Bound sockets, TCP and perhaps Unix; they belong to the fetcher, which hands the
-            same ones to the next process if this one dies.
-        tls: Context for TCP connections.
-        stats: Where it counts (`STATS`), shared with the fetcher.
-        loader: The loader, where the fetcher has unpickled it for all its lanes.
+    Attributes:
+        key: The run's key, which every connection has to prove.
+        loaders: What it serves, by name.
+        listen: Address to listen at for TCP, "" for none (only this host's ranks).
+        tls: For TCP; None: it goes plain, with checksums.
     """
 
-    def __init__(
-        self,
-        spec: LaneSpec,
-        listeners: Sequence[socket.socket],
-        tls: ssl.SSLContext | None = None,
-        stats: MutableSequence[float] | None = None,
-        loader: Any = None,
+    key: bytes = field(repr=False)
+    loaders: dict[str, ServedLoader]
+    listen: str = ""
+    tls: Tls | None = None
+
+
+class RankConnection:
+    """One rank's connection, or a stranger's.
+
+    Args:
+        sock: The socket; nothing on it waits.
+        place: The server's name, for the proof.
+        tls: Whether its handshake is to come.
+    """
+
+    def __init__(self, sock: socket.socket | ssl.SSLSocket, place: str, tls: bool) -> None:
+        self.socket, self.place, self.tls = sock, place, tls
+        self.talk = ProtocolState(Role.SERVER)
+        self.assembler = Assembler(self.talk)
+        self.nonce = os.urandom(protocol.NONCE_BYTES)
+        self.is_greeting = tls
+        self.began = self.said = time.monotonic()
+        self.loader: Scheduler | None = None
+        self.asked: deque[tuple[Kind, Key]] = deque()
+        self.out: deque[tuple[bytes | memoryview, Answer | None, int]] = deque()
+        self.out_bytes = 0
+        self.lent: dict[tuple[int, int], Answer] = {}
+        self.lent_bytes = 0
+        self.arenas: set[int] = set()
+        self.waits_to_send = False
+        self.is_unix = sock.family == socket.AF_UNIX
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the peer has shown the run's key."""
+        return self.talk.state is State.READY
+
+    def add(
+        self, part: bytes | memoryview, answer: Answer | None = None, descriptor: int = -1
     ) -> None:
-        self._spec, self._listeners = spec, listeners
-        self.stats = stats if stats is not None else [0.0] * len(STATS)
-        where = f"fetcher {spec.fetcher} on host {spec.host or socket.gethostname()}"
-        self._source: Source | None = None
-        self._broken: Answer | None = None
-        try:
-            self._source = Source(spec.payload, spec.loader, spec.seed, where, spec.lane, loader)
-        except Failed as failure:
-            self._broken = _failed(failure)
-        except Exception:
-            self._broken = _caught(f"in {where} (loader {spec.loader!r}, when it was unpickled)")
-        self._spill = Spill(spec.spill, spec.spill_bytes) if spec.spill is not None else None
-        follows = self._source.follows if self._source and self._source.streams else None
-        self.shelf = Shelf(
-            spec.buffer_bytes,
-            follows,
-            spec.follows_a_death,
-            on_idle=self._rest,
-            disk=self._spill,
-        )
-        self._ahead = Share(spec, self._opened, self._is_filled)
-        self._sent = Sent(self.stats, STATS.index("sent"), STATS.index("sent_bytes"))
-        self._door = Door(spec, tls, self._serve, self._refused)
-        self._visits = Visits(is_allowed=not spec.follows_a_death)
-        self._stock_taken = 0.0
+        """Lay something ready to be sent.
 
-    def run(self) -> None:
-        """Serve until the process ends. Blocks; call it in the main thread."""
-        # What is here stays; looking through it for garbage would touch all of a large dataset.
-        gc.freeze()
-        sys.setswitchinterval(0.001)
-        torch.set_num_threads(1)
+        Args:
+            part: What.
+            answer: Is released when it has gone.
+            descriptor: Goes along.
+        """
+        self.out.append((part, answer, descriptor))
+        self.out_bytes += len(part)
+
+    def send(self) -> bool:
+        """Send what the kernel takes; returns whether all has gone.
+
+        Raises:
+            OSError: The peer is gone.
+        """
+        try:
+            while self.out:
+                self._sent(self._send_tls() if self.tls else self._send_plain())
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            return False
+        return True
+
+    def _send_plain(self) -> int:
+        parts: list[bytes | memoryview] = []
+        for part, _, descriptor in itertools.islice(self.out, _PARTS_AT_ONCE):
+            if descriptor >= 0:
+                if not parts:
+                    return socket.send_fds(self.socket, [part], [descriptor])
+                break
+            parts.append(part)
+        assert not isinstance(self.socket, ssl.SSLSocket)
+        return self.socket.sendmsg(parts)
+
+    def _send_tls(self) -> int:
+        """Small parts are joined: TLS makes a record of each piece at least."""
+        first = self.out[0][0]
+        if len(first) >= _TLS_JOIN_BYTES or len(self.out) == 1:
+            return self._send_records(memoryview(first))
+        joined = bytearray()
+        for part, _, _ in self.out:
+            joined += part[: _TLS_JOIN_BYTES - len(joined)]
+            if len(joined) >= _TLS_JOIN_BYTES:
+                break
+        return self.socket.send(joined)
+
+    def _send_records(self, part: memoryview) -> int:
+        """Send what the kernel takes of one part; one call of a TLS socket takes one record."""
+        sent = 0
+        try:
+            while sent < len(part):
+                sent += self.socket.send(part[sent:])
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            if not sent:
+                raise
+        return sent
+
+    def _sent(self, size: int) -> None:
+        self.out_bytes -= size
+        out = self.out
+        while out and size >= len(out[0][0]):
+            part, answer, _ = out.popleft()
+            size -= len(part)
+            if answer is not None:
+                answer.release()
+        if size:
+            part, answer, _ = self.out[0]
+            self.out[0] = memoryview(part)[size:], answer, -1
+
+    def give_back(self, place: tuple[int, int]) -> None:
+        """The rank reads a span of shared memory no more."""
+        answer = self.lent.pop(place, None)
+        if answer is not None:
+            self.lent_bytes -= answer.reply.body_bytes
+            answer.release()
+
+
+class Server:
+    """Serves some loaders; `step` does what is to be done.
+
+    Args:
+        spec: What to do.
+
+    Attributes:
+        notes: Sentences for the user, which the caller takes away.
+    """
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self._spec = spec
+        self._began = time.monotonic()
+        self._selector = selectors.DefaultSelector()
+        self._arenas = itertools.count(1)
+        self.notes: list[str] = []
+        self._refused = 0
+        self._dirty: dict[RankConnection, None] = {}
+        self._connections: dict[RankConnection, None] = {}
+        self._unproved: dict[RankConnection, None] = {}
+        self._looked = 0.0
+        self._loaders = {
+            name: Scheduler(
+                served, self._selector, self._arenas, self._has_answer, self.notes.append
+            )
+            for name, served in spec.loaders.items()
+        }
+        self._tls = spec.tls.server() if spec.tls is not None else None
+        self._listeners = _listen(spec.listen)
+        _raise_limit()
         for listener in self._listeners:
-            self._door.open(listener)
-        self.shelf.work_ahead(self._ahead)
-        while (key := self.shelf.next()) is not None:
-            self.stats[_IDLE] = 0.0
-            if self.shelf.wants(key):
-                self._ahead.reached(key.epoch, key.slot)
-            self.shelf.put(key, self._prepare(key))
-            self._look_around(time.monotonic())
+            self._selector.register(
+                listener, selectors.EVENT_READ, lambda one=listener: self._accept(one)
+            )
 
-    def _opened(self, epoch: int) -> Opened | None:
+    @property
+    def addresses(self) -> tuple[str, int, str]:
+        """Where it listens: host and port for TCP ("" and 0 for none), name of the Unix socket."""
+        host, port, unix = "", 0, ""
+        for listener in self._listeners:
+            if listener.family == socket.AF_UNIX:
+                unix = listener.getsockname()[1:].decode()
+            else:
+                host, port = listener.getsockname()[:2]
+        return host, port, unix
+
+    def watch(self, readable: Any, called: Callable[[], object]) -> None:
+        """Have `called` be called whenever something else has something to read."""
+        self._selector.register(readable, selectors.EVENT_READ, called)
+
+    def stats(self) -> dict[str, FetcherCounts]:
+        """What it has counted, for each loader."""
+        found = {name: loader.stats() for name, loader in self._loaders.items()}
+        for counts in found.values():
+            counts.refused, counts.up_s = self._refused, time.monotonic() - self._began
+        return found
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' processes."""
+        return [pid for loader in self._loaders.values() for pid in loader.workers.pids]
+
+    def step(self, timeout_s: float) -> None:
+        """Do what is to be done; waits for that for `timeout_s` at most.
+
+        Raises:
+            RuntimeError: Workers end again and again.
+        """
+        for key, mask in self._selector.select(min(timeout_s, ALIVE_S)):
+            if isinstance(key.data, RankConnection):
+                self._serve(key.data, mask)
+            else:
+                key.data()
+        # What was freed and heard makes room, and what is prepared is asked for, in turns.
+        for loader in self._loaders.values():
+            loader.dispatch()
+        while self._dirty:
+            dirty, self._dirty = list(self._dirty), {}
+            for connection in dirty:
+                self._guarded(connection, self._pump)
+            for loader in self._loaders.values():
+                loader.dispatch()
+        now = time.monotonic()
+        if now - self._looked > ALIVE_S / 4:
+            self._looked = now
+            self._look(now)
+
+    def close(self) -> None:
+        """End it all."""
+        for connection in list(self._connections):
+            self._drop(connection, is_gone=True)
+        for loader in self._loaders.values():
+            loader.close()
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+            listener.close()
+        self._selector.close()
+
+    def _has_answer(self, connection: Hashable) -> None:
+        assert isinstance(connection, RankConnection)
+        self._dirty[connection] = None
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPT_AT_ONCE):
+            try:
+                sock, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._make_room_for_one()
+                    return
+                if error.errno == errno.ECONNABORTED:
+                    continue
+                raise
+            try:
+                self._greet(sock)
+            except OSError as error:
+                _log.info("a peer was gone at once: %s", error)
+                sock.close()
+
+    def _make_room_for_one(self) -> None:
+        """The oldest peer that has not proved itself makes room for another."""
+        if self._unproved:
+            self._refuse(next(iter(self._unproved)), "too many at once")
+
+    def _greet(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        is_unix = sock.family == socket.AF_UNIX
+        if is_unix and _peer_uid(sock) != os.geteuid():
+            self._refused += 1
+            sock.close()
+            return
+        tls = self._tls is not None and not is_unix
+        if not is_unix:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if tls:
+            assert self._tls is not None
+            sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        connection = RankConnection(sock, self.addresses[2], tls)
+        self._connections[connection] = self._unproved[connection] = None
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        if len(self._unproved) > _MOST_UNPROVED:
+            self._make_room_for_one()
+        if not tls:
+            self._guarded(connection, self._challenge)
+
+    def _challenge(self, connection: RankConnection) -> None:
+        nonce = connection.nonce
+        connection.add(protocol.pack(Frame(Kind.CHALLENGE, body_bytes=len(nonce))) + nonce)
+        self._flush(connection)
+
+    def _serve(self, connection: RankConnection, mask: int) -> None:
+        if connection not in self._connections:
+            return
+        if mask & selectors.EVENT_READ:
+            self._guarded(connection, self._hear)
+        if mask & selectors.EVENT_WRITE and connection in self._connections:
+            self._guarded(connection, self._pump)
+
+    def _guarded(
+        self, connection: RankConnection, work: Callable[[RankConnection], object]
+    ) -> None:
+        if connection not in self._connections:
+            return
         try:
-            return self._source.open(epoch) if self._source else None
-        except Failed:
-            return None
+            work(connection)
+        except ProtocolError as error:
+            self._refuse(connection, str(error))
+        except ssl.SSLError as error:
+            if connection.is_greeting:
+                self._refuse(connection, f"it does not have the run's certificate ({error.reason})")
+            else:
+                self._drop(connection, is_gone=True)
+        except OSError as error:
+            # A rank that is gone has nothing more to ask, and one that is not asks again.
+            _log.info("a peer is gone: %s", error)
+            self._drop(connection, is_gone=True)
 
-    def _is_filled(self) -> bool:
-        """Whether there is as much as was asked for before the ranks."""
-        spec, shelf = self._spec, self.shelf
-        spilled_bytes = self._spill.bytes if self._spill is not None else 0
-        has_batches = shelf.ready_batches >= spec.fill_batches
-        return has_batches and shelf.ready_bytes + spilled_bytes >= spec.fill_bytes
-
-    def _rest(self) -> float | None:
-        """There is nothing to prepare, or no room for it; returns for how long to rest."""
-        self.stats[_IDLE] = 1.0
-        self._take_stock()
-        return self._visits.rest(time.monotonic())
-
-    def _look_around(self, now: float) -> None:
-        """Between two batches: what else is to be done now and then."""
-        self._visits.look_in(now)
-        if now - self._stock_taken > _STOCK_S:
-            self._take_stock()
-
-    def _take_stock(self) -> None:
-        self._stock_taken = time.monotonic()
-        self.stats[3], self.stats[4] = self.shelf.ready_batches, self.shelf.ready_bytes
-        # A system call, so not for every batch; beside visits this thread does nothing but prepare.
-        self.stats[6] = time.thread_time() - self._visits.cpu_s
-        if self._spill is not None:
-            self.stats[_SPILLED] = self._spill.bytes
-            self.stats[_SPILLED + 1] = float(self._spill.is_full)
-        if self._source is not None:
-            self._source.forget_before(self.shelf.oldest_epoch)
-
-    def _serve(self, sock: Socket, talk: Talk) -> None:
-        outbox = Outbox(sock, self._sent, self._spec.shared_bytes)
-        connection = Connection(sock, talk, self.shelf, outbox, self._visits.are_frequent)
-        self._visits.add(connection)
-        try:
-            connection.run()
-        finally:
-            self._visits.remove(connection)
-
-    def _refused(self) -> None:
-        self.stats[STATS.index("refused")] += 1
-
-    def _prepare(self, key: Key) -> Answer:
-        if self._broken is not None:
-            return self._broken
-        started = time.perf_counter()
-        try:
-            return self._answer(key)
-        except Ended:
-            self._ahead.ended(key.epoch, key.slot)
-            return Answer(Kind.VOID, units=VOID)
-        except Failed as failure:
-            return _failed(failure)
-        except Exception:
-            return _caught(f"while batch {key.slot} of {self._spec.loader!r} was being pickled")
-        finally:
-            self.stats[0] += 1
-            self.stats[5] += time.perf_counter() - started
-
-    def _answer(self, key: Key) -> Answer:
-        assert self._source is not None
-        if key.kind is Kind.GET:
-            return self._batch(self._source, key)
-        if key.kind is Kind.OPEN:
-            opened = self._source.open(key.epoch)
-            if self._spec.units is not None:
-                opened = opened._replace(counted=self._is_counted(key.epoch))
-            return Answer(Kind.OPENED, json.dumps(opened).encode())
-        if key.kind is Kind.SAMPLE:
-            index = encode.from_bytes(key.detail)
-            return Answer(Kind.VALUE, encode.as_bytes(self._source.sample(index)))
-        if key.kind is Kind.STATE:
-            return Answer(Kind.VALUE, encode.as_bytes(self._state(key)))
-        indices = encode.as_bytes(self._source.indices(key.epoch, key.slot))
-        return Answer(Kind.VALUE, indices, order=self._source.digest(key.epoch))
-
-    def _batch(self, source: Source, key: Key) -> Answer:
-        order = source.digest(key.epoch)
-        given = encode.from_bytes(key.detail) if key.detail else None
-        batch = source.prepare(key.epoch, key.slot, given)
-        answer = Answer(Kind.BATCH, encode.encode(batch), units_of(batch), order)
-        if self._visits.sums and answer.size <= LIGHT_BYTES:
-            # By a connection's thread it would take longer: each call of torch's hands the
-            # interpreter over to this one. For a large batch that is as it should be.
-            answer.checksum()
-        return answer
-
-    def _state(self, key: Key) -> Any:
-        """What a stream's dataset says of itself; or, where a rank has it, what it is to be."""
-        assert self._source is not None
-        if not key.detail:
-            return self._source.state(key.epoch, key.slot)
-        self._source.restore(key.epoch, key.slot, encode.from_bytes(key.detail))
+    def _hear(self, connection: RankConnection) -> None:
+        if connection.is_greeting:
+            return self._shake_hands(connection)
+        while True:
+            try:
+                data = connection.socket.recv(_HEAR_BYTES)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                break
+            if not data:
+                self._drop(connection, is_gone=True)
+                return None
+            for frame, body in connection.assembler.feed(data):
+                self._take(connection, frame, body)
+            if not connection.tls and len(data) < _HEAR_BYTES:
+                break
+        self._dirty[connection] = None
         return None
 
-    def _is_counted(self, epoch: int) -> bool:
-        assert self._source is not None
+    def _shake_hands(self, connection: RankConnection) -> None:
+        assert isinstance(connection.socket, ssl.SSLSocket)
         try:
-            return is_counted(self._source.prepare(epoch, 0))
-        except (Ended, Failed):
+            connection.socket.do_handshake()
+        except ssl.SSLWantReadError:
+            return
+        except ssl.SSLWantWriteError:
+            self._wait_to_send(connection, True)
+            return
+        connection.is_greeting = False
+        self._challenge(connection)
+        self._hear(connection)
+
+    def _take(self, connection: RankConnection, frame: Frame, body: bytes) -> None:
+        kind = frame.kind
+        if kind is Kind.PROOF:
+            return self._welcome(connection, body)
+        assert connection.loader is not None
+        if kind is Kind.FREE:
+            places = protocol.numbers(body)
+            for arena, offset in zip(places[::2], places[1::2], strict=False):
+                connection.give_back((arena, offset))
+        elif kind is Kind.CANCEL:
+            self._cancel(connection)
+        elif kind in (Kind.GET, Kind.PEEK):
+            slots = (frame.batch, *protocol.numbers(body))
+            self._ask(connection, kind, keys_of(kind, frame.epoch, slots))
+        else:
+            self._ask(connection, kind, keys_of(kind, frame.epoch, (frame.batch,), body))
+        return None
+
+    def _ask(self, connection: RankConnection, kind: Kind, keys: Sequence[Key]) -> None:
+        assert connection.loader is not None
+        if not connection.asked:
+            connection.said = time.monotonic()
+        want, only_count = connection.loader.buffer.want, kind is Kind.PEEK
+        for key in keys:
+            connection.asked.append((kind, key))
+            want(connection, key, only_count)
+
+    def _welcome(self, connection: RankConnection, body: bytes) -> None:
+        """A peer shows that it knows the run's key, and says which loader it wants.
+
+        Raises:
+            ProtocolError: It does not know the key, or wants what is not here.
+        """
+        size = protocol.NONCE_BYTES
+        theirs, mac = body[:size], body[size : size + protocol.MAC_BYTES]
+        key, place = self._spec.key, connection.place
+        why = ""
+        if not proven(key, Role.RANK, connection.nonce, place, mac):
+            why = "this peer does not know the run's key"
+        else:
+            name = body[size + protocol.MAC_BYTES :].decode(errors="replace")
+            connection.loader = self._loaders.get(name)
+            why = "" if connection.loader else f'loader "{name}" is not served here'
+        if why:
+            text = why.encode()
+            connection.add(protocol.pack(Frame(Kind.REFUSED, body_bytes=len(text))) + text)
+            connection.send()
+            raise ProtocolError(why)
+        del self._unproved[connection]
+        welcome = prove(key, Role.SERVER, theirs, place)
+        connection.add(protocol.pack(Frame(Kind.WELCOME, body_bytes=len(welcome))) + welcome)
+        self._flush(connection)
+
+    def _cancel(self, connection: RankConnection) -> None:
+        """What was asked is not wanted any more; what is on its way goes on."""
+        assert connection.loader is not None
+        connection.asked.clear()
+        connection.loader.buffer.forget(connection)
+        connection.add(protocol.pack(Frame(Kind.CANCELLED)))
+
+    def _pump(self, connection: RankConnection) -> None:
+        """Send what is ready."""
+        if connection.is_greeting:
+            return self._shake_hands(connection)
+        while True:
+            while connection.asked and connection.out_bytes < _OUT_BYTES:
+                if not self._gather(connection):
+                    break
+            if not connection.out:
+                break
+            if not self._flush(connection):
+                return None
+            if not connection.asked:
+                break
+        self._wait_to_send(connection, False)
+        return None
+
+    def _flush(self, connection: RankConnection) -> bool:
+        before = connection.out_bytes
+        has_gone = connection.send()
+        if connection.out_bytes < before:
+            connection.said = time.monotonic()
+        self._wait_to_send(connection, not has_gone)
+        return has_gone
+
+    def _wait_to_send(self, connection: RankConnection, waits: bool) -> None:
+        if waits is not connection.waits_to_send:
+            connection.waits_to_send = waits
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
+            self._selector.modify(connection.socket, events, connection)
+
+    def _gather(self, connection: RankConnection) -> bool:
+        """Lay the next answer ready; returns whether there was one."""
+        kind, key = connection.asked[0]
+        loader = connection.loader
+        assert loader is not None
+        if kind is Kind.PEEK:
+            units = loader.buffer.count(connection, key)
+            if units is None:
+                return False
+            connection.asked.popleft()
+            said = Kind.VOID if units == VOID else Kind.PEEKED
+            connection.add(protocol.pack(Frame(said, key.epoch, key.slot, max(units, 0))))
+            return True
+        answer = loader.buffer.take(connection, key)
+        if answer is None:
             return False
+        if answer.kind is Kind.BATCH:
+            self._batch(connection, loader, key, answer)
+        else:
+            self._small(connection, key, answer)
+        connection.asked.popleft()
+        return True
+
+    def _small(self, connection: RankConnection, key: Key, answer: Answer) -> None:
+        reply = answer.reply
+        frame = Frame(
+            answer.kind, key.epoch, key.slot, max(reply.units, 0), 0, reply.body_bytes
+        )._replace(order=reply.order)
+        connection.add(protocol.pack(frame))
+        body = answer.body()
+        if len(body):
+            connection.add(body, answer)
+        else:
+            answer.release()
+
+    def _batch(
+        self, connection: RankConnection, loader: Scheduler, key: Key, answer: Answer
+    ) -> None:
+        """Lay a batch ready."""
+        reply, size = answer.reply, answer.reply.body_bytes
+        loader.sent += 1
+        loader.sent_bytes += size
+        arena = answer.arena
+        if (
+            arena is not None
+            and connection.is_unix
+            and size >= _LENT_FROM_BYTES
+            and connection.lent_bytes + size <= _LENT_BYTES
+            and not answer.is_shared
+        ):
+            self._lend(connection, arena, key, answer)
+            return
+        flags = 0 if connection.tls or connection.is_unix else FrameFlag.SUMMED
+        header, body = _header(key, reply, flags, reply.body_sum), answer.body()
+        if size <= _COPIED_BYTES:
+            connection.add(header + body)
+            answer.release()
+            return
+        connection.add(header)
+        connection.add(body, answer)
+
+    def _lend(
+        self, connection: RankConnection, arena: WorkerHandle, key: Key, answer: Answer
+    ) -> None:
+        """Tell a rank of this host where a batch lies."""
+        number, offset = arena.arena, answer.offset
+        connection.lent[number, offset] = answer
+        connection.lent_bytes += answer.reply.body_bytes
+        flags, descriptor = FrameFlag.SHARED, -1
+        if number not in connection.arenas:
+            connection.arenas.add(number)
+            flags, descriptor = FrameFlag.SHARED | FrameFlag.NEW_ARENA, arena.memory.descriptor
+        header = _header(key, answer.reply, flags, arena=number, offset=offset)
+        connection.add(header, descriptor=descriptor)
+
+    def _look(self, now: float) -> None:
+        """Now and then: say that the server lives, and drop who takes too long to prove itself."""
+        for connection in list(self._unproved):
+            if now - connection.began < PROOF_S:
+                break
+            self._refuse(connection, f"it has not shown the run's key within {PROOF_S:g} s")
+        alive = protocol.pack(Frame(Kind.ALIVE))
+        for connection in list(self._connections):
+            waits = connection.asked and not connection.out and connection.is_proved
+            if waits and now - connection.said >= ALIVE_S:
+                connection.add(alive)
+                self._guarded(connection, self._flush)
+                connection.said = now
+
+    def _refuse(self, connection: RankConnection, why: str) -> None:
+        self._refused += 1
+        _log.warning("a peer was refused: %s", why)
+        self._drop(connection, is_gone=False)
+
+    def _drop(self, connection: RankConnection, is_gone: bool) -> None:
+        """Close a connection.
+
+        Args:
+            connection: Whose.
+            is_gone: Whether the peer has closed it, so that it looks at no shared memory any more.
+        """
+        self._connections.pop(connection, None)
+        self._unproved.pop(connection, None)
+        self._dirty.pop(connection, None)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        for _, answer, _ in connection.out:
+            if answer is not None:
+                answer.release()
+        connection.out.clear()
+        if connection.loader is not None:
+            connection.loader.buffer.forget(connection)
+        if is_gone:
+            for place in list(connection.lent):
+                connection.give_back(place)
+
+    def warnings(self) -> list[str]:
+        """What the user should know; each is said once."""
+        said, self.notes[:] = list(self.notes), []
+        return said
 
 
-def _caught(where: str) -> Answer:
-    return _failed(Failed(ExceptionWrapper(where=where)))  # type: ignore[no-untyped-call]
+def _header(
+    key: Key, reply: Reply, flags: int, body_sum: int = 0, arena: int = 0, offset: int = 0
+) -> bytes:
+    """The header of a batch's frame."""
+    about = Kind.BATCH, key.epoch, key.slot, reply.units, reply.head_bytes, reply.body_bytes
+    return protocol.pack(Frame(*about, body_sum, flags, arena, offset, reply.order))
 
 
-def _failed(failure: Failed) -> Answer:
-    """An answer that raises again what the user's code raised."""
-    wrapped: Any = failure.wrapped
-    try:
-        return Answer(Kind.ERROR, encode.as_bytes(wrapped))
-    except Exception:
-        wrapped.exc_type = RuntimeError
-        return Answer(Kind.ERROR, encode.as_bytes(wrapped))
+class OwnServer:
+    """A server in a child of this process: a rank prepares its own batches.
+
+    Args:
+        spec: What it is to do.
+        rank_variables: Environment variables that only ranks have: a worker is no rank.
+
+    Attributes:
+        unix: The name of its Unix socket.
+    """
+
+    def __init__(self, spec: ServerSpec, rank_variables: Sequence[str] = ()) -> None:
+        context: Any = multiprocessing.get_context("fork")
+        self._pid = os.getpid()
+        self._control, theirs = socket.socketpair()
+        arguments = (spec, rank_variables, theirs, self._control)
+        self._process = context.Process(target=_own_server, args=arguments, name="taas-fetcher")
+        self._process.start()
+        theirs.close()
+        self.unix = self._control.recv(64).decode()
+
+    def close(self) -> None:
+        """End it and its workers; nothing in a child of the process that started it."""
+        if os.getpid() != self._pid:
+            return
+        # Closing it would say nothing: children of this process have it, too.
+        self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
+        self._process.join()
+
+
+def _own_server(
+    spec: ServerSpec, variables: Sequence[str], control: socket.socket, ranks: socket.socket
+) -> None:
+    ranks.close()
+    _forget_the_rank(variables)
+    short_name.claim()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    server = Server(spec)
+    control.send(server.addresses[2].encode())
+    over: list[bool] = []
+    server.watch(control, lambda: over.append(True))
+    while not over:
+        server.step(ALIVE_S)
+        for sentence in server.warnings():
+            sys.stderr.write(f"{sentence}\n")
+    server.close()
+
+
+def _forget_the_rank(variables: Sequence[str]) -> None:
+    """A dataset that deals by rank would deal a second time."""
+    for name in variables:
+        os.environ.pop(name, None)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # In this fork only; the group itself is the rank's and is left as it is.
+        torch.distributed.GroupMember.WORLD = None
+
+
+def _listen(host: str) -> list[socket.socket]:
+    unix = socket.socket(socket.AF_UNIX)
+    unix.bind("\0taas-" + secrets.token_hex(12))
+    listeners = [unix]
+    if host:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listeners.append(socket.create_server((host, 0), family=family))
+    for listener in listeners:
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    return listeners
+
+
+def _peer_uid(sock: socket.socket) -> int:
+    """Whose process is at the other end of a Unix socket."""
+    size = struct.calcsize("3i")
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)
+
+
+def _raise_limit() -> None:
+    """As many open files as the system lets this process have: every connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

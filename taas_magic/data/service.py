@@ -1,32 +1,78 @@
-"""What a run's data service is, in files of the run folder that only the user reads.
+"""A run's data service on disk: who belongs to it, what it serves and where its fetchers listen.
 
 <run folder>/data/            0700
     service.json              0600: key, certificate, loaders, the flags that concern them
     <name>.loader             a registered loader, pickled
-    fetchers/                 where each fetcher's lanes listen (route.FolderDirectory)
-    ledger/                   what each rank was handed (ledger.py)
+    fetchers/                 where each fetcher listens (`FolderDirectory`)
+    ledger/                   what each rank was handed (metrics.BatchLedger)
+
+Light: the notebook's kernel and the agents read and write these files, too.
 """
 
-import dataclasses
-import json
 import os
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import msgspec
+from msgspec import Struct
 
 from taas_magic.config import DataConfig
-from taas_magic.data.tls import Tls
+from taas_magic.messages import Address, LoaderPlace, LoaderPlaces
 
 
 @dataclass(frozen=True)
-class Served:
+class Tls:
+    """A run's certificate and its key (PEM): who has both belongs to the run.
+
+    Ranks and fetchers both show it and both demand it.
+    """
+
+    certificate: str
+    key: str = field(repr=False)
+
+    def server(self) -> ssl.SSLContext:
+        """Return the server's context."""
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def client(self) -> ssl.SSLContext:
+        """Return the rank's context."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, side: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(side)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # Nobody else has this certificate, so the name of the host in it would say nothing.
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self.certificate)
+        with _in_memory(self.certificate + self.key) as path:
+            context.load_cert_chain(path)
+        return context
+
+
+@contextmanager
+def _in_memory(text: str) -> Iterator[str]:
+    """A path to text that lies on no disk: ssl takes keys from files only."""
+    descriptor = os.memfd_create("taas-key", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, text.encode())
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+class Served(Struct, frozen=True):
     """A registered loader that a run's cell uses.
 
     Attributes:
         name: Its name.
-        num_workers: Lanes on each fetcher; 0: one for each core.
-        context: multiprocessing's start method of the lanes, "" for the default.
+        num_workers: Workers on each fetcher; 0: one for each core.
+        context: multiprocessing's start method of the workers, "" for the default.
         seed: The seed of its randomness.
     """
 
@@ -36,8 +82,7 @@ class Served:
     seed: int
 
 
-@dataclass(frozen=True)
-class Service:
+class Service(Struct, frozen=True):
     """A run's data service.
 
     Attributes:
@@ -46,7 +91,7 @@ class Service:
         fetchers: How many hosts run the loaders; 0: the ranks do it themselves.
         units: The bound of `--units`.
         loaders: What is served.
-        memory: What fetchers and ranks may hold.
+        settings: The [data] table of taas.toml.
         tls: The run's certificate, for batches that go from host to host; None: they go plain.
     """
 
@@ -55,17 +100,17 @@ class Service:
     fetchers: int
     units: int | None
     loaders: tuple[Served, ...]
-    memory: DataConfig = DataConfig()  # noqa: RUF009
+    settings: DataConfig = DataConfig()
     tls: Tls | None = None
 
 
 def new_key() -> bytes:
-    """A key that nobody can guess."""
+    """Return a key that nobody can guess."""
     return secrets.token_bytes(32)
 
 
 def new_certificate() -> Tls:
-    """A certificate for one run."""
+    """Return a certificate for one run."""
     # cryptography takes a while to import, and most runs stay on one host.
     from taas_magic import certificate
 
@@ -73,12 +118,12 @@ def new_certificate() -> Tls:
 
 
 def folder_of(run_dir: Path) -> Path:
-    """Where a run's data service has its files."""
+    """Return where a run's data service has its files."""
     return run_dir / "data"
 
 
 def payload_file(run_dir: Path, name: str) -> Path:
-    """The file with a pickled loader; the name may hold anything."""
+    """Return the file with a pickled loader; the name may hold anything."""
     return folder_of(run_dir) / f"{name.encode().hex()}.loader"
 
 
@@ -88,21 +133,74 @@ def write(run_dir: Path, service: Service, payloads: Mapping[str, bytes]) -> Non
     folder.mkdir(mode=0o700)
     for name, payload in payloads.items():
         payload_file(run_dir, name).write_bytes(payload)
-    values = {**dataclasses.asdict(service), "key": service.key.hex()}
     descriptor = os.open(folder / "service.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(values, file)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(service))
 
 
 def read(run_dir: Path) -> Service | None:
-    """The run's data service; None where its cell uses no registered loader."""
+    """Return the run's data service; None where its cell uses no registered loader."""
     file = folder_of(run_dir) / "service.json"
     if not file.exists():
         return None
-    values = json.loads(file.read_text())
-    loaders = tuple(Served(**loader) for loader in values["loaders"])
-    memory = DataConfig(**values["memory"])
-    tls = Tls(**values["tls"]) if values["tls"] else None
-    key = bytes.fromhex(values["key"])
-    parsed = {"key": key, "loaders": loaders, "memory": memory, "tls": tls}
-    return Service(**{**values, **parsed})
+    return msgspec.json.decode(file.read_bytes(), type=Service)
+
+
+class Found(NamedTuple):
+    """The fetchers of a loader, as far as they are known.
+
+    Attributes:
+        fetchers: How many there are in all.
+        workers: How many workers these have together.
+        stride: Distance of the slots that they are asked for (see `sharding.home`).
+        addresses: Where those listen that have started, by their place among them.
+        failed: Why none will ever start; "" while one may.
+    """
+
+    fetchers: int
+    workers: int
+    stride: int
+    addresses: dict[int, Address]
+    failed: str = ""
+
+
+class Directory(Protocol):
+    """Says where the fetchers of a loader are; asked again whenever one does not answer."""
+
+    def __call__(self, loader: str) -> Found: ...
+
+
+def write_entry(folder: Path, number: int, entry: LoaderPlaces) -> Path:
+    """Write where fetcher `number` listens; a rank sees the whole file or none."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file, text = folder / f"fetcher-{number}.json", msgspec.json.encode(entry)
+    if file.exists() and file.read_bytes() == text:
+        return file  # the folder is shared, and the fetcher has written it itself
+    draft = folder / f"{number}-{os.getpid()}.draft"
+    draft.write_bytes(text)
+    os.replace(draft, file)
+    return file
+
+
+_entry = msgspec.json.Decoder(dict[str, LoaderPlace])
+
+
+class FolderDirectory:
+    """The addresses that fetchers have written into a folder, one file each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, loader: str) -> Found:
+        """Read what is there."""
+        files = sorted(self._folder.glob("fetcher-*.json"))
+        entries = (_entry.decode(file.read_bytes()) for file in files)
+        places = [entry[loader] for entry in entries if loader in entry]
+        failed = [place for place in places if place.failed]
+        if failed and len(failed) == failed[0].fetchers:
+            return Found(0, 0, 1, {}, failed[0].failed)
+        started = [place for place in places if not place.failed]
+        if not started:
+            return Found(0, 0, 1, {})
+        addresses = {at: address for place in started for at, address in place.addresses.items()}
+        return Found(started[0].fetchers, started[0].workers, 1, addresses)

@@ -24,7 +24,7 @@ _DTYPES = {
 _NAMES = {value: name for name, value in _DTYPES.items()}
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     """Where a tensor lies: which buffer (-1: it is empty), at which byte, and its form."""
 
     buffer: int
@@ -37,6 +37,7 @@ class Row(NamedTuple):
 def is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.device.type == "cpu"
         and not tensor.requires_grad
         and not tensor.is_quantized
@@ -77,6 +78,8 @@ def reduce(tensor: torch.Tensor) -> Any:
         return _dressed, (bare, tensor.requires_grad, dict(tensor.__dict__))
     if tensor.is_conj() or tensor.is_neg():
         return torch.Tensor.detach, (tensor.resolve_conj().resolve_neg(),)
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return torch.nested.as_nested_tensor, ([*tensor.unbind()],)
     if tensor.layout is torch.sparse_coo:
         parts = tensor._indices(), tensor._values()
         return _sparse_coo, (*parts, tensor.shape, tensor.is_coalesced())
@@ -89,9 +92,9 @@ def reduce(tensor: torch.Tensor) -> Any:
     return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
 
 
-def row(buffer: int, tensor: torch.Tensor) -> Row:
+def row(buffer: int, tensor: torch.Tensor) -> TensorRow:
     """The row of a tensor that lies at the start of a buffer."""
-    return Row(buffer, 0, _NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride())
+    return TensorRow(buffer, 0, _NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride())
 
 
 class _Extent(NamedTuple):
@@ -124,7 +127,7 @@ def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
 
 def lay_out(
     tensors: Sequence[torch.Tensor], first_buffer: int
-) -> tuple[list[Row], list[memoryview]]:
+) -> tuple[list[TensorRow], list[memoryview]]:
     """Decide which bytes travel, and where each tensor lies in them."""
     rows = [row(-1, tensor) for tensor in tensors]
     spans: list[memoryview] = []
@@ -132,7 +135,7 @@ def lay_out(
     def travel(start: int, end: int, members: Iterable[_Extent], owner: torch.Tensor) -> None:
         for at, _, number in members:
             _, _, dtype, shape, stride = rows[number]
-            rows[number] = Row(first_buffer + len(spans), at - start, dtype, shape, stride)
+            rows[number] = TensorRow(first_buffer + len(spans), at - start, dtype, shape, stride)
         spans.append(_memory(start, end - start, owner))
 
     for group in _overlapping([_extent(k, t) for k, t in enumerate(tensors) if t.numel()]):
@@ -161,7 +164,7 @@ def _memory(address: int, size: int, owner: torch.Tensor) -> memoryview:
     return pickle.PickleBuffer(array).raw()
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies in a body: at which byte, how many values, in what (None: alone), how."""
 
     at: int
@@ -172,7 +175,7 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
 
 
-def places(rows: Sequence[Row], spans: Sequence[tuple[int, int]]) -> list[Place]:
+def places(rows: Sequence[TensorRow], spans: Sequence[tuple[int, int]]) -> list[TensorPlace]:
     """Find the tensors of a body whose buffers lie at `spans` (start and size)."""
     uses = Counter(row.buffer for row in rows)
     found = []
@@ -181,11 +184,11 @@ def places(rows: Sequence[Row], spans: Sequence[tuple[int, int]]) -> list[Place]
         start, size = spans[buffer] if buffer >= 0 else (0, 0)
         is_alone = uses[buffer] == 1 and values * dtype.itemsize == size
         storage = None if is_alone or not values else (start, size)
-        found.append(Place(start + offset, values, storage, dtype, shape, stride))
+        found.append(TensorPlace(start + offset, values, storage, dtype, shape, stride))
     return found
 
 
-def rebuild(places: Iterable[Place], body: memoryview) -> list[torch.Tensor]:
+def rebuild(places: Iterable[TensorPlace], body: memoryview) -> list[torch.Tensor]:
     """Put the tensors of a body together, as views of it."""
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
     tensors = []

@@ -4,24 +4,50 @@ Which failure came first is decided by the agent; here it gets its words, the ot
 and everything is bounded: a message of a megabyte must not reach the browser.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from taas_magic.display.fold import rank_ranges
+from msgspec import structs
+
+from taas_magic.display.log import harmless, rank_ranges
 from taas_magic.errors import RankFailed, RunLost, RunTimeout, StoreError
-
-Event = Mapping[str, Any]
+from taas_magic.messages import Failure, RunEnded
 
 MESSAGE_CHARS = 4096
 HEADLINE_CHARS = 300
 DETAIL_LINES = 200
+LINE_CHARS = 120
 MAX_OTHERS = 10
 
 SIGNAL_ADVICE = {
     "SIGKILL": "SIGKILL often is the system's answer to too little memory: look at `dmesg` there",
     "SIGBUS": "SIGBUS often means that shared memory (/dev/shm) is full",
 }
+
+NO_GPU_ADVICE = (
+    "no GPU for this rank: its pool has none, or its torch cannot use it. Write "
+    '`.to(taas.device_type)` for `.cuda()` and "cuda" (it is "cuda" on a GPU, else "cpu"; '
+    "`import taas`), pass DistributedDataParallel no device_ids, or take another pool by --pool"
+)
+
+# What torch raises where there is no CUDA: a build for the CPU, a machine without a GPU or driver.
+_NO_GPU = re.compile(
+    r"not compiled with CUDA|compiled without CUDA|requires (a )?CUDA|Cannot get CUDA generator"
+    r"|no NVIDIA (driver|GPU)|No CUDA GPUs are available|torch\.cuda\.is_available\(\) is False"
+    r"|torch\._C' has no attribute '_cuda_|Tried to instantiate dummy base class"
+    r"|Cannot access accelerator device when none"
+    r"|device_ids and output_device arguments only work with .*\(type='cpu'\)",
+    re.DOTALL,
+)
+_NO_GPU_TYPES = {"AssertionError", "AttributeError", "RuntimeError", "ValueError"}
+
+_FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+)')
+
+
+def no_gpu_advice(etype: str, message: str) -> str:
+    """What to do about an exception that says that there is no GPU; "" for any other."""
+    return NO_GPU_ADVICE if etype in _NO_GPU_TYPES and _NO_GPU.search(message) else ""
 
 
 def cut(text: str, limit_chars: int = MESSAGE_CHARS) -> str:
@@ -37,132 +63,202 @@ def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[st
         half = limit_lines // 2
         left_out = len(lines) - 2 * half
         lines = [*lines[:half], f"… [{left_out:,} lines left out]", *lines[-half:]]
-    return [cut(line) for line in lines]
+    return [cut(harmless(line)) for line in lines]
 
 
-def place(failure: Event) -> str:
+def place(failure: Failure) -> str:
     """Who failed: `rank 3 on host gpu1 (pid 812)`, or the host where no rank is to blame."""
-    rank, host, pid = failure.get("rank"), failure.get("host"), failure.get("pid")
-    if rank is None or failure.get("how") == "host":
-        return f"host {host}"
-    return f"rank {rank} on host {host}" + (f" (pid {pid})" if pid else "")
+    if failure.rank is None or failure.how == "host":
+        return f"host {failure.host}"
+    named = f"rank {failure.rank} on host {failure.host}"
+    return named + (f" (pid {failure.pid})" if failure.pid else "")
 
 
-def cause(failure: Event) -> str:
+def cause(failure: Failure) -> str:
     """What happened, in one line without the place."""
-    message = cut(str(failure.get("message") or "").strip())
+    message = cut(harmless(failure.message.strip()))
     first_line = message.partition("\n")[0]
-    match failure.get("how"):
+    match failure.how:
         case "raised":
-            words = str(failure.get("etype") or "an exception")
+            words = failure.etype or "an exception"
         case "signal":
-            words = f"killed by {failure.get('signal') or 'a signal'}"
+            words = f"killed by {failure.signal or 'a signal'}"
         case "exit":
-            words = f"exited with code {failure.get('exitcode')}"
+            words = f"exited with code {failure.exitcode}"
+        case "end":
+            code = failure.signal or f"exit code {failure.exitcode}"
+            words = f"failed after the cell's end: {code}"
         case "left":
-            words = "left before the others were done"
+            words = "ended before the other ranks did"
         case "stopped":
-            words = "stopped: it gives no sign of life"
+            words = "stopped from outside (SIGSTOP)"
         case "timeout":
-            words = "still running when --timeout was over"
+            words = "stopped"
         case "host":
             words = "" if _is_of_store(failure) else "lost"
         case how:
-            words = str(how)
+            words = how
     return cut(": ".join(filter(None, (words, first_line))), HEADLINE_CHARS)
 
 
-def _is_of_store(failure: Event) -> bool:
+def _is_of_store(failure: Failure) -> bool:
     """Whether a host is there, but the project store could not get to it."""
-    return failure.get("how") == "host" and failure.get("etype") == StoreError.__name__
+    return failure.how == "host" and failure.etype == StoreError.__name__
 
 
-def headline(failure: Event) -> str:
-    """One line: rank, host, and what happened."""
+def headline(failure: Failure) -> str:
+    """One line: rank, host, and what happened; of a --timeout no rank is the cause."""
+    if failure.how == "timeout":
+        return cause(failure)
     return f"{place(failure)}: {cause(failure)}"
 
 
-def details(failure: Event) -> list[str]:
+def details(failure: Failure) -> list[str]:
     """What helps to understand a failure, line by line: traceback or log, exit, file, advice."""
-    traceback = [line for block in failure.get("traceback") or () for line in block.split("\n")]
+    traceback = [line for block in failure.traceback for line in block.split("\n")]
     lines = middle_cut(traceback)
     if not traceback:
         lines += _multi_line_message(failure)
-    tail = [] if failure.get("how") == "raised" else failure.get("tail") or []
+    if stack := failure.stack:
+        lines += ["its Python stack when it was last seen:", *(f"    {line}" for line in stack)]
+    tail = [] if failure.how == "raised" else failure.tail
     if tail:
-        lines += [f"last lines of rank {failure.get('rank')}:"]
+        lines += [f"last lines of rank {failure.rank}:"]
         lines += [f"    {line}" for line in middle_cut(tail)]
-    log_path = failure.get("log_path")
-    advice = failure.get("advice") or SIGNAL_ADVICE.get(str(failure.get("signal")))
+    log_path = failure.log_path
+    advice = _advice(failure)
     lines += [f"full log: {log_path}"] if log_path else []
     lines += [f"advice: {cut(advice)}"] if advice else []
     return lines
 
 
-def _multi_line_message(failure: Event) -> list[str]:
-    message = cut(str(failure.get("message") or "").strip())
+def _advice(failure: Failure) -> str:
+    return (
+        failure.advice
+        or SIGNAL_ADVICE.get(failure.signal, "")
+        or no_gpu_advice(failure.etype, failure.message)
+    )
+
+
+def _multi_line_message(failure: Failure) -> list[str]:
+    message = cut(failure.message.strip())
     return middle_cut(message.split("\n")) if "\n" in message else []
 
 
-def others(first: Event | None, failures: Sequence[Event]) -> list[str]:
+def others(first: Failure | None, failures: Sequence[Failure]) -> list[str]:
     """The failures besides the first, equal causes of many ranks in one line."""
     rest = [failure for failure in failures if not same(first, failure)]
     alike: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
     for failure in rest:
-        if failure.get("rank") is not None:
-            alike[cause(failure), bool(failure.get("consequence"))].append(failure["rank"])
+        if failure.rank is not None:
+            alike[cause(failure), failure.consequence].append(failure.rank)
     lines = [
         f"{'rank' if len(ranks) == 1 else 'ranks'} {rank_ranges(sorted(ranks))}: {words}"
         + (" (a consequence)" if consequence else "")
         for (words, consequence), ranks in alike.items()
     ]
-    lines += [headline(failure) for failure in rest if failure.get("rank") is None]
+    lines += [headline(failure) for failure in rest if failure.rank is None]
     left_out = len(lines) - MAX_OTHERS
     return lines if left_out <= 0 else [*lines[:MAX_OTHERS], f"… and {left_out:,} more"]
 
 
-def others_summary(first: Event | None, failures: Sequence[Event]) -> str:
+def others_summary(first: Failure | None, failures: Sequence[Failure]) -> str:
     """How many ranks failed besides the first, in one line; "" for none."""
+    if first is not None and first.how == "timeout":
+        return ""
     rest = [failure for failure in failures if not same(first, failure)]
-    n_consequences = sum(bool(failure.get("consequence")) for failure in rest)
+    n_consequences = sum(failure.consequence for failure in rest)
     parts = []
     if n_consequences:
-        parts.append(f"{_more_ranks(n_consequences)} failed as a consequence")
+        parts.append(f"{_other_ranks(n_consequences)} failed because of this")
     if n_own := len(rest) - n_consequences:
-        parts.append(f"{_more_ranks(n_own)} failed")
+        parts.append(f"{_other_ranks(n_own)} failed, too")
     return "; ".join(parts)
 
 
-def _more_ranks(n_ranks: int) -> str:
-    return f"{n_ranks:,} more rank{'s' * (n_ranks > 1)}"
+def _other_ranks(n_ranks: int) -> str:
+    return f"{n_ranks:,} other rank{'s' * (n_ranks > 1)}"
 
 
-def same(first: Event | None, failure: Event) -> bool:
+def stood(failures: Sequence[Failure]) -> list[str]:
+    """Where ranks stood that were stopped: the notebook's line of each, equal ones together."""
+    alike: defaultdict[str, list[int]] = defaultdict(list)
+    for failure in failures:
+        if failure.rank is not None:
+            alike[_notebook_line(failure.stack)].append(failure.rank)
+    lines = [
+        f"    {'rank' if len(ranks) == 1 else 'ranks'} {rank_ranges(sorted(ranks))}: {line}"
+        for line, ranks in alike.items()
+    ]
+    return ["where the ranks stood:", *middle_cut(lines, 2 * MAX_OTHERS)] if lines else []
+
+
+def _notebook_line(stack: Sequence[str]) -> str:
+    """The innermost line of the notebook in a stack, else its innermost line."""
+    frames = [i for i, line in enumerate(stack) if _FRAME.match(line)]
+    if not frames:
+        return "not seen in Python code yet"
+    in_cells = [i for i in frames if "Cell In[" in stack[i]]
+    at = (in_cells or frames)[-1]
+    found = _FRAME.match(stack[at])
+    assert found is not None
+    code = stack[at + 1].strip() if at + 1 < len(stack) and at + 1 not in frames else ""
+    return f"{found['file']}, line {found['line']}" + (f": {cut(code, LINE_CHARS)}" if code else "")
+
+
+def same(first: Failure | None, failure: Failure) -> bool:
     """Whether two failure events are of the same process."""
-    keys = ("rank", "host", "pid")
-    return first is not None and all(first.get(key) == failure.get(key) for key in keys)
+    who = failure.rank, failure.host, failure.pid
+    return first is not None and who == (first.rank, first.host, first.pid)
 
 
-def _without_failure(ended: Event) -> str:
-    why = cut(str(ended.get("why") or ""), HEADLINE_CHARS)
-    return f"the run ended as {ended.get('state')}" + (f": {why}" if why else "")
+def _without_failure(ended: RunEnded) -> str:
+    why = cut(ended.why, HEADLINE_CHARS)
+    return f"the run ended as {ended.state}" + (f": {why}" if why else "")
 
 
-def to_exception(ended: Event) -> RankFailed | RunTimeout | RunLost | StoreError:
+def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure | None:
+    """A failure whose texts call the notebook's cells by their numbers.
+
+    Texts that a worker process or faulthandler made have the names under which the kernel compiled
+    the cells.
+
+    Args:
+        failure: A failure event.
+        labels: `Cell In[5]` by file name.
+    """
+    if failure is None:
+        return None
+    traceback, stack, tail = (
+        [_labelled(line, labels) for line in lines]
+        for lines in (failure.traceback, failure.stack, failure.tail)
+    )
+    message = _labelled(failure.message, labels)
+    return structs.replace(failure, traceback=traceback, stack=stack, tail=tail, message=message)
+
+
+def _labelled(text: str, labels: Mapping[str, str]) -> str:
+    for filename, label in labels.items():
+        text = text.replace(filename, label)
+    return text
+
+
+def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreError:
     """The exception for an `ended` event whose state is not SUCCEEDED."""
-    first, failures = ended.get("first"), ended.get("failures") or []
+    first, failures = ended.first, ended.failures
     words = headline(first) if first else _without_failure(ended)
-    lines = details(first) if first else []
+    is_timeout = first is not None and first.how == "timeout"
+    lines = stood(failures) if is_timeout else details(first) if first else []
     if summary := others_summary(first, failures):
         lines += [f"{summary}:", *(f"    {line}" for line in others(first, failures))]
     if first and _is_of_store(first):
         return StoreError("\n".join([words, *lines]))
-    if ended.get("state") == "LOST" or (first and first.get("how") == "host"):
+    if ended.state == "LOST" or (first and first.how == "host"):
         return RunLost("\n".join([words, *lines]))
-    error = RunTimeout if first and first.get("how") == "timeout" else RankFailed
+    error = RunTimeout if is_timeout else RankFailed
     return error(
         words,
         lines,
-        rank=first.get("rank") if first else None,
-        etype=str(first.get("etype") or "") if first else "",
+        rank=first.rank if first else None,
+        etype=first.etype if first else "",
     )

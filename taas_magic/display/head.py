@@ -8,9 +8,11 @@ outside is escaped.
 import re
 from html import escape
 
-from taas_magic.display import loaders
+from taas_magic.display import loaders, stacks
 from taas_magic.display.failure import cut, headline, others, others_summary
+from taas_magic.display.log import harmless
 from taas_magic.display.receipt import lines as receipt_lines
+from taas_magic.display.stacks import duration
 from taas_magic.display.state import TQDM, RunState
 
 COLOURS = {
@@ -21,21 +23,12 @@ COLOURS = {
     "INTERRUPTED": "#c98a1b",
     "LOST": "#d9534f",
 }
-ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 MAX_NOTES = 10
 MAX_HOSTS = 4
 WORDS_CHARS = 500
-
-
-def duration(seconds: float, decimals: int = 0) -> str:
-    """`8 s`, `8.3 s`, `1 min 05 s`, `2 h 03 min`: whole units have passed."""
-    if seconds < 60:
-        scale = 10**decimals
-        return f"{int(seconds * scale) / scale:.{decimals}f} s"
-    minutes, rest_s = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest_s:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+STALE_S = 30
+"""A head of a run that goes on is brought up to date each second."""
 
 
 def facts(state: RunState, now: float) -> list[tuple[str, str]]:
@@ -75,6 +68,7 @@ def text(state: RunState, now: float) -> str:
     for name, found in loaders.lines(state.flow, state.units, state.has_ended):
         said = " · ".join(f"{label} {value}" for label, value in found)
         lines.append(f"{cut(name, WORDS_CHARS)}: {said}".rstrip(": "))
+    lines += stacks.hang_lines(state.hang, now)
     if state.advice:
         lines.append(f"advice: {state.advice}")
     lines += [f"note: {note}" for note in _notes(state)]
@@ -90,9 +84,9 @@ def html(state: RunState, now: float) -> str:
     """The head as HTML for a notebook's output."""
     colour = COLOURS.get(state.state, COLOURS["STARTING"])
     rows = [_title_row(state, colour), _facts_row(state, now)]
-    if state.progress:
-        rows.append(_progress_row(state.progress))
+    rows += [_progress_row(line) for line in state.progress.split("\n") if line]
     rows += _loader_rows(state)
+    rows += stacks.hang_rows(state.hang, now)
     if state.advice:
         rows.append(_labelled_row("advice", state.advice))
     rows += [_row(f"note: {escape(note)}", "opacity:0.8") for note in _notes(state)]
@@ -120,8 +114,24 @@ def _row(content: str, style: str = "") -> str:
 
 def _title_row(state: RunState, colour: str) -> str:
     name = f" <b>{escape(cut(state.name, WORDS_CHARS))}</b>" if state.name else ""
-    dot = f"<span style='color:{colour}'>●</span>"
-    return _row(f"{dot} <b style='color:{colour}'>{escape(state.state)}</b>{name}")
+    title = f"<span style='color:{colour}'>● <b>{escape(state.state)}</b></span>"
+    return _row(f"{title if state.has_ended else _until_stale(title)}{name}")
+
+
+def _until_stale(title: str) -> str:
+    """A title that gives way to another one where nothing brings it up to date any more.
+
+    So it is in a page that was loaded again, and after the kernel is gone: nobody can reach this
+    HTML then. Each update begins the time anew.
+    """
+    late = f"0s {STALE_S}s forwards"
+    stale = f"no news for {STALE_S} s; <span style='{CODE}'>%taas status</span> says how it stands"
+    return (
+        "<style>@keyframes taas-go{to{visibility:hidden;font-size:0}}"
+        "@keyframes taas-come{to{visibility:visible;font-size:13px}}</style>"
+        f"<span style='animation:taas-go {late}'>{title}</span>"
+        f"<b style='visibility:hidden;font-size:0;animation:taas-come {late}'>● {stale}</b>"
+    )
 
 
 def _facts_row(state: RunState, now: float) -> str:
@@ -173,5 +183,5 @@ def _notes(state: RunState) -> list[str]:
 
 
 def plain(progress: str) -> str:
-    """A progress text without ANSI sequences and blanks around it."""
-    return cut(ANSI.sub("", progress).strip(), WORDS_CHARS)
+    """A progress text without what a terminal obeys and without blanks around it."""
+    return cut(COLOUR.sub("", harmless(progress)).strip(), WORDS_CHARS)

@@ -5,10 +5,9 @@ from html import escape
 
 from taas_magic.display.head import CODE, COLOURS, FRAME
 from taas_magic.display.log import size_text
-from taas_magic.preflight.gather import Row
-from taas_magic.preflight.judge import ERROR, REMARK, WARNING, Finding
-from taas_magic.provision.facts import Facts, Kernel
-from taas_magic.provision.prepare import what_to_bring
+from taas_magic.setup.checks import ERROR, REMARK, WARNING, Finding, Row
+from taas_magic.setup.facts import Facts, Kernel
+from taas_magic.setup.install import what_to_bring
 
 HEAD = ("pool", "host", "python", "torch", "taas", "GPUs", "disk", "clock", "interface", "store")
 MARKS = {ERROR: "✗", WARNING: "!", REMARK: "·"}

@@ -1,7 +1,7 @@
 """A run's loaders in the head: what came, how fast, what is ready, and who waited. Pure."""
 
 from taas_magic.display.log import size_text
-from taas_magic.flow import Flow, LoaderFlow, Point
+from taas_magic.journal.analysis import Flow, LoaderFlow, Point
 
 MAX_LOADERS = 8
 MAX_RANKS = 8
@@ -27,10 +27,10 @@ def filling(flow: Flow) -> str:
     """How far `--prefill` has come; "" when ranks do not wait for it."""
     if flow.filling is None:
         return ""
-    done, wanted, unit = (flow.filling[name] for name in ("done", "wanted", "unit"))
-    if unit == "bytes":
-        return f"{size_text(int(done))} of {size_text(int(wanted))}"
-    return f"{int(done):,} of {int(wanted):,} batches"
+    done, wanted = flow.filling.done, flow.filling.wanted
+    if flow.filling.unit == "bytes":
+        return f"{size_text(done)} of {size_text(wanted)}"
+    return f"{done:,} of {wanted:,} batches"
 
 
 def _facts(loader: LoaderFlow, units: int | None, has_ended: bool) -> list[Fact]:

@@ -1,31 +1,315 @@
 """Lines of all ranks -> the text of a run's log in the notebook. Pure: the caller gives the time.
 
-Three things happen to a line here: it folds with its equals (`fold`), it gets a prefix that says
-who printed it, and it counts against bounds. The first bound is Jupyter's own: its server stops all
-output of a kernel that sends more than 3 MB of text within 3 s (`iopub_data_rate_limit`). The other
-is what a browser can bear in one cell.
+Three things happen to a line here: it folds with its equals, it gets a prefix that says who
+printed it, and it counts against what a cell may hold. A browser draws each piece of output again
+and again as more is added, so a cell takes `CELL_BYTES` of text; of what comes after that, only
+the last lines are shown, in one display that is updated (`Rest`).
+
+A line waits at most `hold_s` for the other ranks to print it too, and no longer when each of them
+has printed something else. A rank that prints alone does not wait at all: once a line of it has
+waited in vain, its lines pass at once, but for the kinds of line that ranks have printed alike
+before (`epoch 3` is of the kind of `epoch 2`). So a loss that only rank 0 prints appears
+immediately, and the epochs that all print are still shown once.
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import Any
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from itertools import groupby, takewhile
+from typing import NamedTuple
 
-from taas_magic.display.fold import Folder, Shown, rank_ranges
-from taas_magic.remote.lines import LogBudget
+from taas_magic.host.output import LogBudget
+from taas_magic.messages import Lines, LinesDropped
 
-BURST_BYTES = 2_000_000
-BYTES_PER_S = 200_000
-TOTAL_BYTES = 8 * 1024 * 1024
-TRICKLE_BYTES_PER_S = 100
+HOLD_S = 0.01
+"""Ranks that a collective has just let go print within a few milliseconds of one another."""
+
+DIGITS = re.compile(r"\d+")
+FINISHED = re.compile(r"100%\|.*\| *\S+/\S+ \[[^\]]*\]\s*$")
+KIND_CHARS = 200
+MAX_KINDS = 1000
+
+
+class Shown(NamedTuple):
+    """A line to show now, and the ranks that printed it (ascending)."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
+    """Ascending ranks as `0-2,5,7-9`; many ranges are cut with `…`."""
+    runs = groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
+    words = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
+    return ",".join(words if len(words) <= max_ranges else [*words[:max_ranges], "…"])
+
+
+def line_kind(text: str) -> str:
+    """What lines that differ only in their numbers have in common."""
+    return DIGITS.sub("0", text[:KIND_CHARS])
+
+
+class _Bar(str):
+    """A finished progress bar; equal to another rank's that differs in its times only."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bar) and self._kind == other._kind
+
+    def __hash__(self) -> int:
+        return hash(self._kind)
+
+    @property
+    def _kind(self) -> str:
+        return self[: self.rindex("[")]
+
+
+def finished_bar(line: str) -> str:
+    """A line that folds with those of other ranks if it is a bar that tqdm has finished."""
+    return _Bar(line) if "100%|" in line and FINISHED.search(line) else line
+
+
+class Folder:
+    """Folds the lines of `world_size` ranks; the order within each rank is kept.
+
+    Each rank has a queue of lines that wait. Ranks whose first waiting lines are equal form a
+    group, found by the line's hash: a line costs the same for 2 ranks and for 8,192.
+
+    Args:
+        world_size: How many ranks print; a line that all of them printed need not wait.
+        hold_s: How long a line may wait for the other ranks, in seconds.
+    """
+
+    def __init__(self, world_size: int, hold_s: float = HOLD_S) -> None:
+        self._world_size = world_size
+        self._hold_s = hold_s
+        self._all: tuple[int, ...] = ()
+        self._waiting: defaultdict[int, deque[str]] = defaultdict(deque)
+        self._groups: dict[str, set[int]] = {}
+        self._n_waiting = 0
+        self._n_alike: Counter[str] = Counter()
+        self._deadlines: deque[tuple[float, int, int]] = deque()
+        self._n_held: defaultdict[int, int] = defaultdict(int)
+        self._n_released: defaultdict[int, int] = defaultdict(int)
+        self._loners: set[int] = set()
+        self._kinds_alike: set[str] = set()
+        self._passed = _Recent(hold_s)
+
+    def push(self, rank: int, lines: Sequence[str], now: float) -> list[Shown]:
+        """Takes the next lines of a rank; returns what is to be shown now, in this order."""
+        if self._world_size == 1:
+            return [Shown((rank,), line) for line in lines]
+        shown = self.due(now)
+        queue = self._waiting[rank]
+        if not queue and rank in self._loners:
+            passing = list(takewhile(lambda line: self._passes(rank, line, now), lines))
+            shown += [Shown((rank,), line) for line in passing]
+            lines = lines[len(passing) :]
+        if not lines:
+            return shown
+        comes_first = not queue
+        queue.extend(lines)
+        self._n_waiting += comes_first
+        self._n_alike.update(lines)
+        self._n_held[rank] += len(lines)
+        self._deadlines.append((now + self._hold_s, rank, self._n_held[rank]))
+        if comes_first and self._join(rank, lines[0], now):
+            shown += self._release(lines[0], now)
+        return shown + self._release_unmatched(now)
+
+    def due(self, now: float) -> list[Shown]:
+        """Returns the lines that have waited long enough."""
+        shown: list[Shown] = []
+        while (deadline := self.next_due()) is not None and deadline <= now:
+            _, rank, _ = self._deadlines[0]
+            shown += self._give_up(self._waiting[rank][0], now)
+        return shown
+
+    def next_due(self) -> float | None:
+        """When `due` will have something to return; None when nothing waits."""
+        while self._deadlines:
+            deadline, rank, number = self._deadlines[0]
+            if number > self._n_released[rank]:
+                return deadline
+            self._deadlines.popleft()
+        return None
+
+    def flush(self, now: float) -> list[Shown]:
+        """Returns all that waits."""
+        shown: list[Shown] = []
+        while self._groups:
+            shown += self._release(next(iter(self._groups)), now)
+        self._deadlines.clear()
+        return shown
+
+    def _release_unmatched(self, now: float) -> list[Shown]:
+        """Shows lines that wait for nobody: every rank has lines waiting, and not this one.
+
+        The lowest rank's goes first: rank 0 is the one that says more than the others.
+        """
+        shown: list[Shown] = []
+        while self._n_waiting == self._world_size:
+            unmatched = [
+                text for text, group in self._groups.items() if self._n_alike[text] == len(group)
+            ]
+            if not unmatched:
+                break
+            shown += self._give_up(min(unmatched, key=lambda text: min(self._groups[text])), now)
+        return shown
+
+    def _give_up(self, text: str, now: float) -> list[Shown]:
+        """Shows a group although ranks are missing; a rank that is all of it prints alone."""
+        group = self._groups[text]
+        if len(group) == 1:
+            self._loners |= group
+            self._kinds_alike.discard(line_kind(text))
+        return self._release(text, now)
+
+    def _join(self, rank: int, line: str, now: float) -> bool:
+        """Puts a rank whose first line is `line` into its group; says whether nobody is missing."""
+        group = self._groups.setdefault(line, set())
+        group.add(rank)
+        other = self._passed.lookup(line, now)
+        if other is not None and other != rank:
+            self._loners -= {rank, other}
+            self._learn(line)
+        n_seen = len(group) + (other is not None and other not in group)
+        return n_seen == self._world_size
+
+    def _release(self, text: str, now: float) -> list[Shown]:
+        """Shows a group, and what can be shown because its members' next lines come first now."""
+        shown = []
+        ready = [text]
+        while ready:
+            text = ready.pop()
+            group = self._groups.pop(text, None)
+            if group is None:
+                continue
+            shown.append(Shown(self._ascending(group), text))
+            if len(group) > 1:
+                self._learn(text)
+            for rank in group:
+                queue = self._waiting[rank]
+                queue.popleft()
+                self._n_released[rank] += 1
+                self._n_waiting -= not queue
+                self._forget(text)
+                if queue and (
+                    self._join(rank, queue[0], now)
+                    or (rank in self._loners and self._passes(rank, queue[0], now))
+                ):
+                    ready.append(queue[0])
+        return shown
+
+    def _forget(self, text: str) -> None:
+        self._n_alike[text] -= 1
+        if not self._n_alike[text]:
+            del self._n_alike[text]
+
+    def _ascending(self, group: set[int]) -> tuple[int, ...]:
+        if len(group) < self._world_size:
+            return tuple(sorted(group))
+        self._all = self._all or tuple(sorted(group))
+        return self._all
+
+    def _passes(self, rank: int, line: str, now: float) -> bool:
+        """Whether a line of a rank that prints alone need not wait; remembers it if so."""
+        if self._passed.lookup(line, now) not in (None, rank):
+            return False
+        queue = self._waiting[rank]
+        if self._n_alike[line] > (bool(queue) and queue[0] == line):
+            return False  # another rank waits with it
+        if self._kinds_alike and line_kind(line) in self._kinds_alike:
+            return False
+        self._passed.add(line, rank, now)
+        return True
+
+    def _learn(self, text: str) -> None:
+        if len(self._kinds_alike) >= MAX_KINDS:
+            self._kinds_alike.clear()
+        self._kinds_alike.add(line_kind(text))
+
+
+class _Recent:
+    """Which rank printed a line within the last `window_s`; two generations bound the memory."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._began = float("-inf")
+        self._young: dict[str, int] = {}
+        self._old: dict[str, int] = {}
+
+    def add(self, line: str, rank: int, now: float) -> None:
+        self._age(now)
+        self._young[line] = rank
+
+    def lookup(self, line: str, now: float) -> int | None:
+        self._age(now)
+        return self._young.get(line, self._old.get(line))
+
+    def _age(self, now: float) -> None:
+        if now - self._began > self._window_s:
+            self._old = self._young if now - self._began <= 2 * self._window_s else {}
+            self._young = {}
+            self._began = now
+
+
+CELL_BYTES = 500_000
 UNBOUNDED = 1 << 62
+ERRORS = (16_000, 200)
+"""Bytes and lines that look like errors which are kept of what does not fit into the cell."""
+
+LAST_LINES = 30
+LINE_CHARS = 500
 DROPPED_NOTE_S = 1.0
 MAX_DROPPED_NOTE_S = 60.0
 TIMES = "\N{MULTIPLICATION SIGN}"
 
-CURSOR_MOVES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-ln-~]")
+# Sequences that a terminal obeys, but for colours: CSI, strings (OSC with hyperlinks and titles,
+# DCS, SOS, PM, APC), two-character escapes, and a control character alone.
+CONTROLS = re.compile(
+    r"\x1b\[[0-9;:?<=>!]*[ -/]*[@-ln-~]"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
+    r"|\x1b[!-/]*[0-Z\\^-~]"
+    r"|\x1b(?!\[[0-9;:]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]"
+)
 COLOURS_END = ("\x1b[0m", "\x1b[m")
+
+
+class Rest:
+    """What does not fit into the cell: counted, with its errors and its last lines.
+
+    Args:
+        run_id: For the command that shows all of it.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._lines = self._bytes = 0
+        self._errors: list[str] = []
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self.has_news = False
+
+    def count(self, n_lines: int, n_bytes: int) -> None:
+        """Counts lines that are nowhere but in the log."""
+        self._lines += n_lines
+        self._bytes += n_bytes
+        self.has_news = True
+
+    def take(self, prefix: str, lines: Sequence[str], errors: Sequence[str]) -> None:
+        """Counts lines, and keeps the last of them, and those that look like errors."""
+        self.count(len(lines), sum(map(len, lines)) + len(lines))
+        self._last.extend(f"{prefix}{_short(line)}" for line in lines[-LAST_LINES:])
+        self._errors += [f"{prefix}{_short(line)}" for line in errors]
+
+    def text(self) -> str:
+        """All that is shown of it."""
+        self.has_news = False
+        size = size_text(self._bytes)
+        s = "s" * (self._lines != 1)
+        said = f"… {self._lines:,} line{s} more ({size}): %taas logs {self._run_id}"
+        errors = ["errors among them:", *self._errors, "the last lines:"] if self._errors else []
+        return "\n".join([said, *errors, *self._last])
 
 
 class LogText:
@@ -36,7 +320,8 @@ class LogText:
         n_hosts: With more than one, a prefix names the host, too.
         logs_dir: Where the complete logs lie.
         log_ranks: Ranks whose lines are shown; None shows all.
-        now: The time, in seconds, on the clock of all later calls.
+        run_id: The run's.
+        limit_bytes: Text that the cell takes; what comes after it is `rest`.
     """
 
     def __init__(
@@ -45,52 +330,71 @@ class LogText:
         n_hosts: int,
         logs_dir: str,
         log_ranks: frozenset[int] | None,
-        now: float,
+        run_id: str = "",
+        limit_bytes: int = CELL_BYTES,
     ) -> None:
         ranks = range(world_size)
         self._ranks = None if log_ranks is None else log_ranks.intersection(ranks)
         self._names_hosts = n_hosts > 1
         self._logs_dir = logs_dir
         self._host_of: dict[int, str] = {}
-        self._folder = Folder(world_size if self._ranks is None else len(self._ranks))
-        self._now = now
-        self._rate = LogBudget(
-            lambda: self._now, burst=(BURST_BYTES, UNBOUNDED), per_s=(BYTES_PER_S, UNBOUNDED)
-        )
-        self._total = LogBudget(
-            lambda: self._now, burst=(TOTAL_BYTES, UNBOUNDED), per_s=(TRICKLE_BYTES_PER_S, 0)
-        )
+        shown = world_size if self._ranks is None else len(self._ranks)
+        self._folder, self._folds = Folder(shown), shown > 1
+        self._run_id, self._limit_bytes = run_id, limit_bytes
         self._pieces: list[str] = []
         self._dropped: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
         self._note_pause_s = DROPPED_NOTE_S
         self._note_at = float("-inf")
+        self.clear()
 
-    def lines(self, event: Mapping[str, Any], now: float) -> None:
-        """Takes a `lines` event."""
-        rank = event["rank"]
-        if self._shows(rank):
-            self._host_of[rank] = str(event.get("host", ""))
-            self._add(self._folder.push(rank, event["lines"], now), now)
+    def clear(self) -> None:
+        """The cell is empty again."""
+        self._budget = LogBudget(
+            lambda: 0.0,
+            burst=(self._limit_bytes, UNBOUNDED),
+            per_s=(0, 0),
+            reserve=ERRORS,
+            reserve_per_s=(0, 0),
+        )
+        self._taken_bytes = 0
+        self.rest: Rest | None = None
 
-    def dropped(self, event: Mapping[str, Any]) -> None:
-        """Takes a `dropped` event: what the rank's host did not send."""
-        if self._shows(event["rank"]):
-            self._count_dropped((event["rank"],), event["lines"], event["bytes"])
+    def lines(self, event: Lines, now: float) -> None:
+        """Takes what a rank wrote."""
+        if self._shows(event.rank):
+            self._host_of[event.rank] = event.host
+            lines = event.lines
+            if self._folds:
+                lines = [finished_bar(line) for line in lines]
+            self._add(self._folder.push(event.rank, lines, now))
+
+    def dropped(self, event: LinesDropped) -> None:
+        """Takes how much the rank's host did not send."""
+        if not self._shows(event.rank):
+            return
+        if self.rest is not None:
+            self.rest.count(event.lines, event.bytes)
+            return
+        lines, size_bytes = self._dropped[event.rank]
+        self._dropped[event.rank] = lines + event.lines, size_bytes + event.bytes
 
     def say(self, text: str, now: float) -> None:
         """Adds a line that no rank printed, after all that was printed before it."""
         self.flush(now)
-        self._pieces.append(f"{text}\n")
+        if self.rest is None:
+            self._pieces.append(f"{text}\n")
+        else:
+            self.rest.take("", [text], [text])
 
     def due(self, now: float) -> None:
         """Adds what has waited long enough."""
-        self._add(self._folder.due(now), now)
+        self._add(self._folder.due(now))
         if self._dropped and now >= self._note_at:
             self._note_dropped(now)
 
     def flush(self, now: float) -> None:
         """Adds all that waits for other ranks."""
-        self._add(self._folder.flush(now), now)
+        self._add(self._folder.flush(now))
 
     def close(self, now: float) -> None:
         """Adds all that waits, and how much was left out."""
@@ -106,39 +410,42 @@ class LogText:
 
     @property
     def has_text(self) -> bool:
-        return bool(self._pieces)
+        """Whether there is something to write."""
+        return bool(self._pieces) or (self.rest is not None and self.rest.has_news)
+
+    @property
+    def fullness(self) -> float:
+        """How much of what the cell takes has been taken, from 0 to 1."""
+        return 1.0 if self.rest is not None else min(1.0, self._taken_bytes / self._limit_bytes)
 
     def take(self) -> str:
         """The text to write now: whole lines."""
         taken = "".join(self._pieces)
+        self._taken_bytes += len(taken)
         self._pieces.clear()
         return taken
 
     def _shows(self, rank: int) -> bool:
         return self._ranks is None or rank in self._ranks
 
-    def _add(self, shown: Sequence[Shown], now: float) -> None:
-        self._now = now
+    def _add(self, shown: Sequence[Shown]) -> None:
         for ranks, group in groupby(shown, lambda line: line.ranks):
             texts = [line.text for line in group]
-            kept = self._total.admit(self._rate.admit(texts))
-            for budget in (self._rate, self._total):
-                self._count_dropped(ranks, *budget.take_dropped())
             prefix = self._prefix(ranks)
-            self._pieces += [f"{prefix}{harmless(text)}\n" for text in kept]
+            if self.rest is not None:
+                self.rest.take(prefix, texts, self._budget.errors(texts))
+                continue
+            fit, errors = self._budget.split(texts)
+            self._pieces += [f"{prefix}{harmless(text)}\n" for text in fit]
+            if len(fit) < len(texts):
+                self.rest = Rest(self._run_id)
+                self.rest.take(prefix, texts[len(fit) :], errors)
 
     def _prefix(self, ranks: tuple[int, ...]) -> str:
         if len(ranks) > 1:
             return f"[{rank_ranges(ranks)} {TIMES}{len(ranks)}] "
         host = f"{self._host_of[ranks[0]]}:" if self._names_hosts else ""
         return f"[{host}{ranks[0]}] "
-
-    def _count_dropped(self, ranks: tuple[int, ...], n_lines: int, n_bytes: int) -> None:
-        if not n_lines:
-            return
-        for rank in ranks:
-            lines, size_bytes = self._dropped[rank]
-            self._dropped[rank] = lines + n_lines, size_bytes + n_bytes
 
     def _note_dropped(self, now: float) -> None:
         """Says what was left out since the last time; less and less often, as a flood goes on."""
@@ -147,9 +454,10 @@ class LogText:
         ranks = sorted(self._dropped)
         n_lines, n_bytes = map(sum, zip(*self._dropped.values(), strict=True))
         file = f"/rank-{ranks[0]}.log" if len(ranks) == 1 else ""
-        self._pieces.append(
+        self.say(
             f"[{rank_ranges(ranks)}] … {n_lines:,} line{'s' * (n_lines != 1)} "
-            f"({size_text(n_bytes)}) not shown; full log: {self._logs_dir}{file}\n"
+            f"({size_text(n_bytes)}) not shown; full log: {self._logs_dir}{file}",
+            now,
         )
         self._dropped.clear()
         self._note_at = now + self._note_pause_s
@@ -157,11 +465,15 @@ class LogText:
 
 
 def harmless(text: str) -> str:
-    """A line whose ANSI sequences touch no other line: colours end with it, the cursor stays."""
-    if "\x1b" not in text:
+    """A line that does nothing to a terminal but colour itself: other sequences are left out."""
+    if text.isprintable():
         return text
-    text = CURSOR_MOVES.sub("", text)
+    text = CONTROLS.sub("", text)
     return text if text.endswith(COLOURS_END) or "\x1b[" not in text else f"{text}\x1b[0m"
+
+
+def _short(line: str) -> str:
+    return harmless(line if len(line) <= LINE_CHARS else f"{line[:LINE_CHARS]}…")
 
 
 def size_text(n_bytes: float) -> str:

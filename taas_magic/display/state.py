@@ -1,15 +1,30 @@
 """What the head of a run knows: its events, folded into a state. Pure."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from taas_magic.advice import advice
+from msgspec import structs
+
 from taas_magic.display.failure import headline
-from taas_magic.flow import Flow
-from taas_magic.journal import ENDED_STATES
-from taas_magic.receipt import Receipt
+from taas_magic.journal.analysis import Flow, advice
+from taas_magic.journal.folder import ENDED_STATES
+from taas_magic.messages import (
+    Event,
+    Failure,
+    Hang,
+    Lines,
+    Note,
+    Progress,
+    RankFailure,
+    RanksStarted,
+    RankStand,
+    Restart,
+    RunEnded,
+    Settled,
+    StateChanged,
+    StoreReceipt,
+)
+from taas_magic.store.receipt import Receipt
 
 TQDM = re.compile(r"(?P<label>.*?)(?P<percent>\d{1,3})%\|[^|]*\|(?P<rest>.*)", re.DOTALL)
 
@@ -49,46 +64,65 @@ class RunState:
     restart_cause: str = ""
     progress: str = ""
     notes: list[str] = field(default_factory=list)
-    failures: list[Mapping[str, Any]] = field(default_factory=list)
-    first: Mapping[str, Any] | None = None
+    failures: list[Failure] = field(default_factory=list)
+    first: Failure | None = None
     why: str = ""
     receipt: Receipt | None = None
     flow: Flow = field(default_factory=Flow)
     advice: str = ""
+    hangs: dict[str, tuple[float, list[RankStand]]] = field(default_factory=dict)
+    """By host, when it said that none of its ranks comes forward, and where they stand."""
+    settled: set[str] = field(default_factory=set)
 
-    def apply(self, event: Mapping[str, Any], now: float | None = None) -> None:
-        """Takes the next event; kinds that say nothing about the head are ignored.
+    def apply(self, event: Event, now: float | None = None) -> None:
+        """Takes the next event; those that say nothing about the head are ignored.
 
         Args:
             event: An event of the run.
             now: When it arrived, on the clock of `began`; default is the event's own time. Hosts'
                 clocks may be days apart, so that a live view gives its own.
         """
-        now = float(event.get("time", 0.0)) if now is None else now
+        now = event.time if now is None else now
         self.flow.apply(event, now)
-        match event.get("kind"):
-            case "state":
-                self._enter(str(event["state"]), now)
-            case "started":
+        match event:
+            case StateChanged():
+                self._enter(event.state, now)
+            case RanksStarted():
                 self._started(event, now)
-            case "progress" if event["rank"] == 0:
-                self._progressed(str(event["text"]))
-            case "lines" if event["rank"] == 0 and self.progress:
-                self._finish_progress(event["lines"])
-            case "note":
-                self._note(str(event["text"]))
-            case "failure":
-                self._failed(event["failure"])
-            case "restart":
+            case Progress(rank=0):
+                self._progressed(event.text)
+            case Lines(rank=0) if self.progress:
+                self._finish_progress(event.lines)
+            case Note():
+                self._note(event.text)
+            case RankFailure():
+                self._failed(event.failure)
+            case Restart():
                 self._restarted(event)
-            case "receipt":
+            case Hang() if event.attempt == self.restarts:
+                self.hangs[event.host] = now, event.ranks
+            case Settled():
+                self.settled.add(event.host)
+            case StoreReceipt():
                 self.receipt = (self.receipt or Receipt()).with_event(event)
-            case "ended":
+            case RunEnded():
                 self._ended(event, now)
 
     @property
     def has_ended(self) -> bool:
         return self.state in ENDED_STATES
+
+    @property
+    def hang(self) -> list[RankStand]:
+        """Where ranks stand, if none of any host comes forward; `since` is by `began`'s clock."""
+        said = {host: found for host, found in self.hangs.items() if found[1]}
+        if self.has_ended or not said or set(self.hosts) - self.settled - said.keys():
+            return []
+        return [
+            structs.replace(row, host=host, since=at - row.quiet_s)
+            for host, (at, rows) in said.items()
+            for row in rows
+        ]
 
     def elapsed(self, now: float) -> float:
         """Seconds since the run began; for one that ended, how long it took."""
@@ -108,11 +142,10 @@ class RunState:
         if self.has_ended and self.ended_at is None:
             self.ended_at = now
 
-    def _started(self, event: Mapping[str, Any], now: float) -> None:
-        host = str(event.get("host", ""))
-        if host and host not in self.hosts:
-            self.hosts.append(host)
-        self.up.update(int(rank) for rank in event.get("pids", ()))
+    def _started(self, event: RanksStarted, now: float) -> None:
+        if event.host and event.host not in self.hosts:
+            self.hosts.append(event.host)
+        self.up.update(event.pids)
         if self.up_since is None:
             self.up_since = now
 
@@ -132,25 +165,25 @@ class RunState:
         if text not in self.notes:
             self.notes.append(text)
 
-    def _failed(self, failure: Mapping[str, Any]) -> None:
+    def _failed(self, failure: Failure) -> None:
         self.failures.append(failure)
-        self.up.discard(failure.get("rank", -1))
-        if self.first is None and not failure.get("consequence"):
+        if failure.rank is not None:
+            self.up.discard(failure.rank)
+        if self.first is None and not failure.consequence:
             self.first = failure
 
-    def _restarted(self, event: Mapping[str, Any]) -> None:
-        self.restarts = int(event["attempt"])
-        failure = event.get("failure")
-        self.restart_cause = headline(failure) if failure else str(event.get("cause", ""))
-        self.world_size = int(event.get("world_size", self.world_size))
+    def _restarted(self, event: Restart) -> None:
+        self.restarts = event.attempt
+        self.restart_cause = headline(event.failure) if event.failure else event.cause
+        self.world_size = event.world_size or self.world_size
         self.up.clear()
+        self.hangs.clear()
+        self.settled.clear()
         self.failures.clear()
         self.first = None
 
-    def _ended(self, event: Mapping[str, Any], now: float) -> None:
-        self._enter(str(event["state"]), now)
-        self.elapsed_s = event.get("elapsed_s")
-        self.first = event.get("first")
-        self.why = str(event.get("why") or "")
-        self.failures = list(event.get("failures") or ())
+    def _ended(self, event: RunEnded, now: float) -> None:
+        self._enter(event.state, now)
+        self.elapsed_s, self.first, self.why = event.elapsed_s, event.first, event.why
+        self.failures = event.failures
         self.advice = advice(self.flow)

@@ -1,20 +1,189 @@
-"""The view of one run: its events in, what the notebook shows out."""
+"""The view of one run: its events in, what the notebook shows out.
 
+A screen is where it is shown: under a notebook's cell, in a console, or in a terminal. No
+ipywidgets: a display with an id is updated in place, which JupyterLab, Notebook 7, VS Code and
+nbclient all render. Runs in the cell's thread.
+"""
+
+import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from IPython.core.display_functions import clear_output, publish_display_data
 from IPython.core.getipython import get_ipython
 
+from taas_magic.display import head, stacks
 from taas_magic.display.failure import headline
-from taas_magic.display.log import LogText
-from taas_magic.display.screen import screen_for
+from taas_magic.display.log import CELL_BYTES, UNBOUNDED, LogText
 from taas_magic.display.state import RunState
+from taas_magic.messages import ClearOutput, Display, Event, Lines, LinesDropped, Restart
 from taas_magic.plan import Plan
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+
+
+class Screen(Protocol):
+    """What shows a run. Text comes in whole lines; `show` brings the head up to date.
+
+    Attributes:
+        limit_bytes: Text that it takes by `write`; of what comes after that, `show_rest` is told.
+    """
+
+    limit_bytes: int
+
+    def open(self, state: RunState, now: float) -> None: ...
+    def show(self, state: RunState, now: float) -> None: ...
+    def write(self, text: str) -> None: ...
+    def show_rest(self, text: str) -> None: ...
+    def display(self, event: Display) -> None: ...
+    def clear(self, wait: bool) -> None: ...
+    def close(self, state: RunState, now: float) -> None: ...
+
+
+def screen_for(shell: "InteractiveShell | None", run_id: str) -> Screen:
+    """The screen that fits a shell: a kernel's has a front end, the others have a terminal."""
+    if not hasattr(shell, "kernel"):
+        return TerminalScreen()
+    request: Mapping[str, Any] = getattr(shell, "get_parent", dict)()
+    return ConsoleScreen(run_id) if is_of_console(request) else NotebookScreen(run_id)
+
+
+def is_of_console(request: Mapping[str, Any]) -> bool:
+    """Whether a request to run a cell comes from a console, which cannot update what it has shown.
+
+    A notebook's frontend names the cell (JupyterLab, Notebook 7, VS Code) or has nobody to ask
+    (nbclient).
+    """
+    asks = request.get("content", {}).get("allow_stdin", False)
+    return bool(asks) and "cellId" not in request.get("metadata", {})
+
+
+class NotebookScreen:
+    """The output of the cell that runs now."""
+
+    limit_bytes = CELL_BYTES
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._head: dict[str, str] = {}
+        self._shows_rest = False
+        self._clears_first = False
+
+    def open(self, state: RunState, now: float) -> None:
+        self._head = self._render(state, now)
+        self._publish_head(update=False)
+
+    def show(self, state: RunState, now: float) -> None:
+        rendered = self._render(state, now)
+        if rendered != self._head:
+            self._head = rendered
+            self._publish_head(update=True)
+
+    def write(self, text: str) -> None:
+        self._clear_now()
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def show_rest(self, text: str) -> None:
+        """Shows what stands for the lines that the cell does not take."""
+        self._clear_now()
+        transient = {"display_id": f"{self._run_id}:rest"}
+        publish_display_data({"text/plain": text}, transient=transient, update=self._shows_rest)
+        self._shows_rest = True
+
+    def display(self, event: Display) -> None:
+        """Shows what a rank displayed; its ids are kept apart from those of other runs."""
+        if not event.update:
+            self._clear_now()
+        named = {"display_id": f"{self._run_id}:{event.display_id}"} if event.display_id else {}
+        publish_display_data(event.data, event.metadata or {}, transient=named, update=event.update)
+
+    def clear(self, wait: bool) -> None:
+        """Clears the cell's output, but for the head."""
+        self._clears_first = True
+        if not wait:
+            self._clear_now()
+
+    def close(self, state: RunState, now: float) -> None:
+        self.show(state, now)
+
+    def _clear_now(self) -> None:
+        """Carries out a clearing that was asked for; the new head is what the old gives way to."""
+        if self._clears_first:
+            self._clears_first = False
+            self._shows_rest = False
+            clear_output(wait=True)
+            self._publish_head(update=False)
+
+    def _publish_head(self, update: bool) -> None:
+        transient = {"display_id": f"{self._run_id}:head"}
+        publish_display_data(self._head, transient=transient, update=update)
+
+    def _render(self, state: RunState, now: float) -> dict[str, str]:
+        return {"text/html": head.html(state, now), "text/plain": head.text(state, now)}
+
+
+class ConsoleScreen(NotebookScreen):
+    """A kernel's console: it shows no updates, so that the head comes at both ends of a run."""
+
+    limit_bytes = 16 * CELL_BYTES
+    _rest = ""
+
+    def show_rest(self, text: str) -> None:
+        """Keeps it for the end."""
+        self._rest = f"{text}\n"
+
+    def close(self, state: RunState, now: float) -> None:
+        self.write(f"{self._rest}{head.text(state, now)}\n")
+
+
+class TerminalScreen:
+    """Standard output: the head at both ends of a run, and what cannot wait in between."""
+
+    limit_bytes = UNBOUNDED
+
+    def __init__(self) -> None:
+        self._progress = ""
+        self._hangs = False
+
+    def open(self, state: RunState, now: float) -> None:
+        self.write(head.text(state, now) + "\n")
+
+    def show(self, state: RunState, now: float) -> None:
+        progress = head.plain(state.progress).partition("\n")[0]
+        if progress != self._progress and sys.stdout.isatty():
+            self._progress = progress
+            self.write("")
+        if state.hang and not self._hangs:
+            self.write("".join(f"{line}\n" for line in stacks.hang_lines(state.hang, now)))
+        self._hangs = bool(state.hang)
+
+    def write(self, text: str) -> None:
+        if self._progress:
+            width = shutil.get_terminal_size().columns - 1
+            text = f"\r\x1b[K{text}{self._progress[:width]}"
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def show_rest(self, text: str) -> None:
+        """A terminal takes all lines."""
+
+    def display(self, event: Display) -> None:
+        self.write(f"{event.data.get('text/plain', '')}\n")
+
+    def clear(self, wait: bool) -> None:
+        """A terminal keeps what it has shown."""
+
+    def close(self, state: RunState, now: float) -> None:
+        if self._progress:
+            self._progress = ""
+            self.write("\r\x1b[K")
+        self.write(head.text(state, now) + "\n")
+
 
 HEAD_GAP_S = 0.1
 """The head changes at most this often."""
@@ -24,6 +193,10 @@ HEAD_TICK_S = 1.0
 
 WRITE_GAP_S = 0.003
 """Jupyter's server stops the output of a kernel that sends 1,000 messages a second."""
+
+FULL_CELL_GAP_S = 1.0
+"""The more a cell holds, the longer a browser takes to add to it. A full one is written to at most
+so often, and an emptier one in proportion."""
 
 
 class View:
@@ -65,37 +238,47 @@ class View:
             began=now,
             notes=list(plan.notes),
         )
-        logs_dir = str(Path(run_dir) / "logs")
-        self._log = LogText(plan.world_size, len(plan.hosts), logs_dir, log_ranks, now)
         self._screen = screen_for(shell or get_ipython(), plan.run_id)
+        self._log = LogText(
+            plan.world_size,
+            len(plan.hosts),
+            str(Path(run_dir) / "logs"),
+            log_ranks,
+            plan.run_id,
+            self._screen.limit_bytes,
+        )
         self._written_at = float("-inf")
         self._head_at = now
         self._head_is_stale = False
         self._screen.open(self._state, now)
 
-    def feed(self, event: dict[str, Any]) -> None:
+    def feed(self, event: Event) -> None:
         """Takes the next event. Displays are shown at once, after the lines before them."""
         now = self._clock()
         self._state.apply(event, now)
-        match event["kind"]:
-            case "lines":
+        match event:
+            case Lines():
                 self._log.lines(event, now)
-            case "dropped":
+                return
+            case LinesDropped():
                 self._log.dropped(event)
-            case "restart":
+                return
+            case Restart():
                 self._log.say(_restart_line(event), now)
-            case "display" if event["rank"] == 0:
+            case Display(rank=0):
                 self._write_all(now)
                 self._screen.display(event)
-            case "clear" if event["rank"] == 0:
+            case ClearOutput(rank=0):
                 self._write_all(now)
-                self._screen.clear(bool(event.get("wait")))
-        self._head_is_stale = self._head_is_stale or event["kind"] not in ("lines", "dropped")
+                self._screen.clear(event.wait)
+                self._log.clear()
+        self._head_is_stale = True
 
     def tick(self, now: float) -> None:
         """Writes what is to be shown by now."""
         self._log.due(now)
-        if self._log.has_text and now >= self._written_at + WRITE_GAP_S:
+        write_due = self._write_due()
+        if write_due is not None and write_due <= now:
             self._write(now)
         due = self._head_due()
         if due is not None and due <= now:
@@ -104,8 +287,7 @@ class View:
 
     def next_due(self) -> float | None:
         """When to call `tick` although no event came; None when there is no need to."""
-        write_due = self._written_at + WRITE_GAP_S if self._log.has_text else None
-        dues = (self._log.next_due(), self._head_due(), write_due)
+        dues = (self._log.next_due(), self._head_due(), self._write_due())
         return min((due for due in dues if due is not None), default=None)
 
     def close(self) -> None:
@@ -114,6 +296,11 @@ class View:
         self._log.close(now)
         self._write(now)
         self._screen.close(self._state, now)
+
+    def _write_due(self) -> float | None:
+        if not self._log.has_text:
+            return None
+        return self._written_at + max(WRITE_GAP_S, FULL_CELL_GAP_S * self._log.fullness)
 
     def _head_due(self) -> float | None:
         if self._head_is_stale:
@@ -125,14 +312,16 @@ class View:
         self._write(now)
 
     def _write(self, now: float) -> None:
-        text = self._log.take()
-        if text:
-            self._written_at = now
+        if not self._log.has_text:
+            return
+        self._written_at = now
+        if text := self._log.take():
             self._screen.write(text)
+        if (rest := self._log.rest) is not None and rest.has_news:
+            self._screen.show_rest(rest.text())
 
 
-def _restart_line(event: dict[str, Any]) -> str:
-    failure = event.get("failure")
-    because = f" after {headline(failure)}" if failure else ""
-    because = because or f": {event['cause']}" * ("cause" in event)
-    return f"── restart {event['attempt']} of all ranks{because} ──"
+def _restart_line(event: Restart) -> str:
+    because = f" after {headline(event.failure)}" if event.failure else ""
+    because = because or f": {event.cause}" * bool(event.cause)
+    return f"── restart {event.attempt} of all ranks{because} ──"

@@ -1,22 +1,27 @@
 """The contract of an engine: where a pool's hosts come from.
 
 An engine opens a Dask `SpecCluster` whose members run `AgentWorker`; all else (which run gets which
-hosts, events, the journal, giving hosts back) is the keeper's and the same for every engine.
+hosts, events, the journal, giving hosts back) is the controller's and the same for every engine.
 """
 
 import asyncio
 import importlib
+import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from taas_magic.config import PoolConfig
 from taas_magic.errors import UsageError
 from taas_magic.plan import HostCapacity
-from taas_magic.provision.shell import Shell
+from taas_magic.setup.facts import Shell
+
+if TYPE_CHECKING:
+    from taas_magic.engines.keys import Keys
 
 _ENGINES = {
     "local": "taas_magic.engines.local:LocalEngine",
@@ -25,6 +30,9 @@ _ENGINES = {
 """Where each engine is; only the one that a pool names is imported."""
 
 _DASK_CLASS = "taas_magic.engines.dask_class:DaskClassEngine"
+
+LOG = "pool.log"
+LOG_LINES = 15
 
 
 class Engine(ABC):
@@ -38,6 +46,7 @@ class Engine(ABC):
 
     def __init__(self, pool: PoolConfig) -> None:
         self.pool = pool
+        self._numbers = itertools.count()
 
     @abstractmethod
     def capacity(self) -> HostCapacity:
@@ -48,12 +57,12 @@ class Engine(ABC):
         """Starts what can be started before Dask is imported; returns at once."""
 
     @abstractmethod
-    def open(self, scheduler: type, security: Mapping[str, Any], folder: str) -> Any:
+    def open(self, scheduler: type, keys: "Keys", folder: str) -> Any:
         """Makes the cluster, with a scheduler and no host yet.
 
         Args:
             scheduler: The class of Dask scheduler to use.
-            security: Keyword arguments of dask's `Security`: the pool's key.
+            keys: The pool's.
             folder: The pool's private folder on this machine.
 
         Returns:
@@ -76,10 +85,18 @@ class Engine(ABC):
         Raises:
             PoolError: One of them will not come.
         """
-        if len(cluster.worker_spec) < count:
-            cluster.scale(count)
+        self.ask_for(cluster, count)
         await cluster
         return []
+
+    def ask_for(self, cluster: Any, count: int) -> None:
+        """Asks for hosts until `count` were asked for, by names that no host had before.
+
+        Dask closes, 15 s after a worker has left (`distributed.deploy.lost-worker-timeout`), what
+        then has its name and has not joined; and `scale` gives names anew.
+        """
+        for _ in range(count - len(cluster.worker_spec)):
+            cluster.worker_spec[f"{self.pool.name}-{next(self._numbers)}"] = cluster.new_spec
 
     async def release(self, cluster: Any, keep: Collection[str]) -> None:
         """Gives back all hosts, come or to come, but those whose agents are named."""
@@ -129,9 +146,16 @@ def find_engine(pool: PoolConfig) -> Engine:
     place = _DASK_CLASS if "." in pool.engine else _ENGINES.get(pool.engine)
     if place is None:
         raise UsageError(
-            f"pool {pool.name!r}: there is no engine {pool.engine!r}; "
-            f"possible is {', '.join(sorted(_ENGINES))}, or the import path of a Dask cluster class"
+            f'pool "{pool.name}": there is no engine "{pool.engine}". There are '
+            f"{', '.join(sorted(_ENGINES))}, and Dask cluster classes by their import path"
         )
     module, _, name = place.partition(":")
     engine: type[Engine] = getattr(importlib.import_module(module), name)
     return engine(pool)
+
+
+def log_tail(folder: Path) -> str:
+    """The last lines that a pool's processes wrote, and where the others are."""
+    path = folder / LOG
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return "\n".join([*text.splitlines()[-LOG_LINES:], f"({path})"])

@@ -1,28 +1,31 @@
 """The engine of pools whose hosts a Dask cluster class gets: batch systems, clouds, anything.
 
 The class is named by its import path and used as it is. Its workers are plain Dask workers, and to
-us only vehicles (`remote/vehicle.py`); the scheduler is ours and lives in the pool's process,
+us only vehicles (`host/vehicle.py`); the scheduler is ours and lives in the pool's process,
 whatever the class would have used.
 """
 
 import importlib
 import importlib.util
 import inspect
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
-from taas_magic.engines.batch import find_system
-from taas_magic.engines.waiting import Vehicles
+from taas_magic.engines.batch import Vehicles, find_system
 from taas_magic.errors import PoolError, UsageError
+from taas_magic.host.topics import ASK_HOST
+from taas_magic.host.vehicle import agent_name, vehicle_of
+from taas_magic.messages import AgentKeys, pack
 from taas_magic.plan import HostCapacity
-from taas_magic.remote.naming import vehicle_of
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
+
+    from taas_magic.engines.keys import Keys
 
 _BATCH_PACKAGE = "dask_jobqueue"
 _NO_REQUEUE = {"slurm": "--no-requeue", "pbs": "-r n"}
@@ -41,24 +44,24 @@ class DaskClassEngine(Engine):
         if importlib.util.find_spec(package) is None:
             extra = "taas-magic[jobqueue]" if package == _BATCH_PACKAGE else package
             raise UsageError(
-                f"pool {pool.name!r}: engine {pool.engine!r} needs the package {package!r}, which "
+                f'pool "{pool.name}": engine "{pool.engine}" needs the package "{package}", which '
                 f"is not installed here: pip install '{extra}'"
             )
 
     def capacity(self) -> HostCapacity:
         """What taas.toml says: hosts that must be queued for cannot be asked."""
-        cores = self.pool.cores or self.pool.options.get("cores") or len(os.sched_getaffinity(0))
+        cores = self.pool.cores or self.pool.options.get("cores") or probe.cores()
         return HostCapacity(self.pool.gpus or 0, int(cores))
 
     def prepare(self) -> None:
         """Nothing can be started ahead of a batch system."""
 
-    def open(self, scheduler: type, security: Mapping[str, Any], folder: str) -> "SpecCluster":
+    def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
         from distributed import Security
 
-        secure = Security(**security)
         cluster_class, options = _find_class(self.pool), {**self.pool.options, "asynchronous": True}
-        ours = {"security": secure, "protocol": "tls://", "name": self.pool.name}
+        given = Security(**keys.cluster(talks=not _is_batch(cluster_class)))
+        ours = {"security": given, "protocol": "tls://", "name": self.pool.name}
         options |= _accepted(cluster_class, ours)
         if _is_batch(cluster_class):
             system = str(cluster_class.job_cls.config_name)
@@ -69,8 +72,9 @@ class DaskClassEngine(Engine):
         cluster.worker_spec.clear()  # hosts are taken when a run needs them
 
         def make_scheduler(**options: Any) -> Any:
-            return _with_vehicles(scheduler(**options), self.pool, security)
+            return _with_vehicles(scheduler(**options), self.pool, keys)
 
+        secure = Security(**keys.scheduler())
         cluster.scheduler_spec = {
             "cls": make_scheduler,
             "options": {**place, "protocol": "tls://", "security": secure, "dashboard": False},
@@ -81,8 +85,7 @@ class DaskClassEngine(Engine):
         names = [str(worker.name) for worker in cluster.scheduler.workers.values()]
         agents = {vehicle_of(name) for name in names} - {""}
         lines = await self._vehicles.look([*map(str, cluster.worker_spec)], names, agents)
-        for _ in range(count - len(cluster.worker_spec)):
-            cluster.worker_spec.update(cluster.new_worker_spec())
+        self.ask_for(cluster, count)
         try:
             await cluster
         except RuntimeError as error:
@@ -124,9 +127,9 @@ def _find_class(pool: PoolConfig) -> Any:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"pool {pool.name!r}: there is no {pool.engine!r}: {error}") from error
+        raise UsageError(f'pool "{pool.name}": there is no "{pool.engine}": {error}') from error
     if not (isinstance(found, type) and issubclass(found, SpecCluster)):
-        raise UsageError(f"pool {pool.name!r}: {pool.engine!r} is not a Dask SpecCluster")
+        raise UsageError(f'pool "{pool.name}": "{pool.engine}" is not a Dask SpecCluster')
     return found
 
 
@@ -142,10 +145,10 @@ def _make_cluster(
         cluster = cluster_class(**options)
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"pool {pool.name!r}: {pool.engine} refuses its options: {error}"
+            f'pool "{pool.name}": {pool.engine} refuses its options: {error}'
         ) from error
     if cluster.new_spec is None:
-        raise UsageError(f"pool {pool.name!r}: {pool.engine} says not how to start one more worker")
+        raise UsageError(f'pool "{pool.name}": {pool.engine} says not how to start one more worker')
     return cluster
 
 
@@ -177,7 +180,7 @@ def batch_options(
         UsageError: One job is to hold several Dask workers.
     """
     if options.get("processes", 1) != 1:
-        raise UsageError(f"pool {pool.name!r}: a job is one host: processes must be 1")
+        raise UsageError(f'pool "{pool.name}": a job is one host: processes must be 1')
     jobs = folder / "jobs"
     jobs.mkdir(mode=0o700, exist_ok=True)
     defaults = {
@@ -210,12 +213,20 @@ def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
     return place if place.keys() & {"host", "interface"} else {**place, "host": get_ip()}
 
 
-def _with_vehicles(scheduler: Any, pool: PoolConfig, security: Mapping[str, Any]) -> Any:
+def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
     """Has the scheduler make a vehicle of every worker that joins."""
     from distributed.protocol.pickle import dumps
 
-    from taas_magic.remote.vehicle import Vehicle
+    from taas_magic.host.vehicle import Vehicle
 
     interface = pool.interface or pool.options.get("interface") or ""
-    scheduler.worker_plugins[Vehicle.name] = dumps(Vehicle(security, interface, pool.lease_s))
+    vehicle = Vehicle(interface, pool.lease_s, pool.preload)
+    scheduler.worker_plugins[Vehicle.name] = dumps(vehicle)
+
+    def new_host(vehicle: str) -> bytes:
+        """`AgentKeys` of the agent that a vehicle is to bring, packed."""
+        name = agent_name(vehicle)
+        return pack(AgentKeys(name=name, security=keys.host(name)))
+
+    scheduler.handlers[ASK_HOST] = new_host
     return scheduler

@@ -1,24 +1,21 @@
 """The engine of pool `local`: this machine, as one host or, to try things out, as several."""
 
-import asyncio
-import json
-import os
 import subprocess
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
+from taas_magic.engines.supervisors import start_supervisor
+from taas_magic.errors import PoolError
+from taas_magic.host.hardware import LOOPBACK, count_gpus
 from taas_magic.plan import HostCapacity
-from taas_magic.remote.devices import count_gpus
-from taas_magic.remote.interface import LOOPBACK
-from taas_magic.remote.process import spawn_command
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
 
-CLOSE_S = 10.0
-"""How long a supervisor may take to end all of its host, in seconds."""
+    from taas_magic.engines.keys import Keys
+    from taas_magic.engines.local_host import LocalHost
 
 
 class LocalEngine(Engine):
@@ -29,58 +26,65 @@ class LocalEngine(Engine):
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
         self._started: list[subprocess.Popen[bytes]] = []
+        self._cluster: SpecCluster | None = None
 
     def capacity(self) -> HostCapacity:
         gpus = self.pool.gpus if self.pool.gpus is not None else count_gpus()
-        return HostCapacity(gpus, self.pool.cores or len(os.sched_getaffinity(0)))
+        return HostCapacity(gpus, self.pool.cores or probe.cores())
 
     def prepare(self) -> None:
         """Starts the agent: its imports take longest, and need nothing of the scheduler."""
-        self._started.append(start_supervisor())
+        self._started.append(start_supervisor(self.pool.preload))
 
-    def open(self, scheduler: type, security: Mapping[str, Any], folder: str) -> "SpecCluster":
+    def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
         from distributed import Security, SpecCluster
 
         from taas_magic.engines.local_host import LocalHost
 
-        secure = Security(**security)
-        settings = {
-            "security": dict(security),
-            "local_directory": folder,
-            "lease_s": self.pool.lease_s,
-            "several": self.pool.max_hosts > 1,
-        }
-        return SpecCluster(
+        secure = Security(**keys.scheduler())
+        self._cluster = SpecCluster(
             scheduler={
                 "cls": scheduler,
                 "options": {"host": LOOPBACK, "protocol": "tls://", "security": secure},
             },
-            worker={"cls": LocalHost, "options": {"settings": settings, "started": self._started}},
-            security=secure,
+            worker={
+                "cls": LocalHost,
+                "options": {
+                    "pool": self.pool,
+                    "folder": folder,
+                    "keys": keys,
+                    "started": self._started,
+                },
+            },
+            security=Security(**keys.kernel()),
             asynchronous=True,
             name=self.pool.name,
         )
+        return self._cluster
+
+    async def ensure(self, cluster: Any, count: int) -> list[str]:
+        """See `Engine.ensure`."""
+        said = await super().ensure(cluster, count)
+        for name, host in list(cluster.workers.items()):
+            if name not in cluster.observed:
+                await _check(cluster, name, host)
+        return said
+
+    async def why_lost(self, agent: str) -> str:
+        """Ends what is left of the host, so that no rank of it writes beside a new one."""
+        host = self._cluster.workers.get(agent) if self._cluster is not None else None
+        if host is not None:
+            await host.end()
+        return ""
 
 
-def start_supervisor() -> subprocess.Popen[bytes]:
-    """A supervisor of this machine, waiting for the agent's settings on its standard input."""
-    command = spawn_command("taas_magic.remote.supervisor")
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+async def _check(cluster: Any, name: str, host: "LocalHost") -> None:
+    """Looks at a host that has not joined; one that fails is given back at once.
 
-
-async def end_supervisor(supervisor: subprocess.Popen[bytes]) -> None:
-    """Closes a supervisor's lease and waits until its host is clean."""
-    assert supervisor.stdin is not None
-    supervisor.stdin.close()
+    Who asks next would otherwise be told the same again.
+    """
     try:
-        await asyncio.to_thread(supervisor.wait, CLOSE_S)
-    except subprocess.TimeoutExpired:
-        supervisor.kill()
-        supervisor.wait()
-
-
-def tell_agent(supervisor: subprocess.Popen[bytes], settings: Mapping[str, Any]) -> None:
-    """Sends the agent its settings."""
-    assert supervisor.stdin is not None
-    supervisor.stdin.write(json.dumps(settings).encode() + b"\n")
-    supervisor.stdin.flush()
+        host.check()
+    except PoolError:
+        await cluster.scale_down([name])
+        raise

@@ -1,7 +1,5 @@
 """The engine of SSH pools: hosts that are there already and let the user in."""
 
-import inspect
-import json
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -11,26 +9,17 @@ from typing import TYPE_CHECKING, Any
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
+from taas_magic.host.hardware import LOOPBACK
 from taas_magic.plan import HostCapacity
-from taas_magic.provision.shell import Shell
-from taas_magic.remote.devices import count_gpus
-from taas_magic.remote.interface import LOOPBACK
+from taas_magic.setup import facts
+from taas_magic.setup.facts import Shell
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
 
+    from taas_magic.engines.keys import Keys
     from taas_magic.engines.ssh_cluster import SshCluster
-    from taas_magic.ssh.target import Target
-
-PYTHON = "python3"
-"""What runs on a host whose pool names no `python`."""
-
-_CAPACITY_SOURCE = f"""
-import json, os, re
-from pathlib import Path
-{inspect.getsource(count_gpus)}
-print(json.dumps({{"gpus": count_gpus(), "cores": len(os.sched_getaffinity(0))}}))
-"""
+    from taas_magic.ssh.config import Target
 
 _asked: dict[str, HostCapacity] = {}
 
@@ -65,14 +54,13 @@ class SshEngine(Engine):
     def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
         return {target.label: _way(target, stop) for target in targets(self.pool)}
 
-    def open(self, scheduler: type, security: Mapping[str, Any], folder: str) -> "SpecCluster":
+    def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
         from distributed import Security
 
-        from taas_magic.engines.ssh_cluster import Roster, SshCluster
-        from taas_magic.engines.ssh_host import SshHost
+        from taas_magic.engines.ssh_cluster import Roster, SshCluster, SshHost
 
-        secure = Security(**security)
-        roster = Roster(self.pool, targets(self.pool), dict(security))
+        secure = Security(**keys.scheduler())
+        roster = Roster(self.pool, targets(self.pool), keys)
         self._cluster = SshCluster(
             roster,
             scheduler={
@@ -80,15 +68,14 @@ class SshEngine(Engine):
                 "options": {"host": LOOPBACK, "protocol": "tls://", "security": secure},
             },
             worker={"cls": SshHost, "options": {"roster": roster}},
-            security=secure,
+            security=Security(**keys.kernel()),
             asynchronous=True,
             name=self.pool.name,
         )
         return self._cluster
 
     async def ensure(self, cluster: Any, count: int) -> list[str]:
-        if len(cluster.worker_spec) < count:
-            cluster.scale(count)
+        self.ask_for(cluster, count)
         said: list[str] = await cluster.bring()
         return said
 
@@ -117,7 +104,7 @@ def targets(pool: PoolConfig) -> list["Target"]:
     Raises:
         UsageError: A name, or the configuration, cannot be understood.
     """
-    from taas_magic.ssh.target import find_target, read_config
+    from taas_magic.ssh.config import find_target, read_config
 
     config = read_config(pool.options.get("ssh_config"))
     return [find_target(host, config) for host in pool.hosts]
@@ -154,17 +141,6 @@ def _first(asked: set[Future[HostCapacity]]) -> HostCapacity:
 
 
 def _ask_host(target: "Target", pool: PoolConfig, stop: threading.Event) -> HostCapacity:
-    from taas_magic.ssh.command import shell_words
-    from taas_magic.ssh.connect import connect
-
-    connection = connect(target, stop)
-    try:
-        done = connection.run(shell_words(pool.python or PYTHON, ["-"]), _CAPACITY_SOURCE.encode())
-    finally:
-        connection.close()
-    if done.code:
-        raise PoolError(
-            f"host {target.label}: {pool.python or PYTHON} does not run there:\n"
-            f"{done.err.decode(errors='replace').strip()}"
-        )
-    return HostCapacity(**json.loads(done.out.splitlines()[-1]))
+    with _way(target, stop) as shell:
+        found = facts.ask_host(shell, pool.python)
+    return HostCapacity(found.gpus, found.cores)

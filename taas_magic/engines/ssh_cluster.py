@@ -1,19 +1,41 @@
-"""The hosts of a pool of kind `ssh`: which are free, which are coming, which were refused.
+"""The hosts of a pool of kind `ssh`, as a Dask SpecCluster: which are free, coming, refused.
 
-Lives in the pool's process, on its event loop; `ssh_host` brings one host up.
+Lives in the pool's process, on its event loop. Every connection is opened from here to the host's
+sshd, or by the host: its agent reaches the pool's port through the SSH connection, so this machine
+needs no address that hosts can dial.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from distributed import SpecCluster
 from distributed.core import Status
+from distributed.deploy.spec import ProcessInterface
 
 from taas_magic.config import PoolConfig
+from taas_magic.engines.keys import Keys
 from taas_magic.errors import PoolError
-from taas_magic.ssh.target import Target
+from taas_magic.host.hardware import LOOPBACK
+from taas_magic.host.processes import entry_code, supervisor_arguments
+from taas_magic.leases import SSH_BEATS_PER_LEASE
+from taas_magic.messages import AgentSettings, pack
+from taas_magic.setup.facts import DEFAULT_PYTHON
+from taas_magic.setup.install import prepare
+from taas_magic.ssh.config import Target
+from taas_magic.ssh.connect import (
+    CONNECT_TIMEOUT_S,
+    Connection,
+    KeptCommand,
+    Stopped,
+    connect,
+    open_tunnel,
+    shell_words,
+)
 
 _LOOK_S = 0.25
 
@@ -26,28 +48,46 @@ class Roster:
     Args:
         pool: The pool's settings.
         targets: Its hosts.
-        security: Keyword arguments of dask's `Security`, for the agents.
+        keys: The pool's.
     """
 
-    def __init__(
-        self, pool: PoolConfig, targets: Iterable[Target], security: Mapping[str, Any]
-    ) -> None:
-        self.pool, self.security = pool, security
+    def __init__(self, pool: PoolConfig, targets: Iterable[Target], keys: Keys) -> None:
+        self.pool, self.keys = pool, keys
         self._free = list(targets)
+        self._leaving = 0
+        self._given_back = asyncio.Condition()
         self._executor = ThreadPoolExecutor(2 * len(self._free), "taas-ssh")
         self.refusals: list[str] = []
         self.has_joined: Callable[[object], bool] = lambda name: False
 
-    def take(self, besides: Iterable[Target]) -> Target | None:
-        """A free host; None when there is none but those."""
-        target = next((target for target in self._free if target not in besides), None)
-        if target is not None:
-            self._free.remove(target)
-        return target
+    async def take(self, besides: Collection[Target]) -> Target | None:
+        """A free host, awaiting those that are being given back; None when all others are taken."""
 
-    def give_back(self, target: Target) -> None:
-        """Makes a host free again; it is taken after the others."""
-        self._free.append(target)
+        def find() -> Target | None:
+            return next((target for target in self._free if target not in besides), None)
+
+        async with self._given_back:
+            await self._given_back.wait_for(lambda: find() or not self._leaving)
+            target = find()
+            if target is not None:
+                self._free.remove(target)
+            return target
+
+    async def give_back(self, target: Target, end: Callable[[], None]) -> None:
+        """Makes a host free again, once `end` has returned; it is taken after the others.
+
+        Args:
+            target: The host.
+            end: Ends what runs there; may block.
+        """
+        self._leaving += 1
+        try:
+            await self.in_thread(end)
+        finally:
+            async with self._given_back:
+                self._leaving -= 1
+                self._free.append(target)
+                self._given_back.notify_all()
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Runs what blocks. Dask's and asyncio's own threads are too few for all hosts at once."""
@@ -114,3 +154,174 @@ class SshCluster(SpecCluster):
         self.give_up()
         await super()._close()
         self._roster.close()
+
+
+CLOSE_S = 10.0
+"""How long a supervisor may take to end all of its host, in seconds."""
+
+_SHARE = 0.9
+"""Of the time that the controller waits for a host, so that it hears why there is none."""
+
+_SLOW_S = 10.0
+"""After how long something that a host is doing is worth a line to the user."""
+
+_POLL_S = 0.05
+_END_S = 1.0
+
+_log = logging.getLogger("taas.ssh")
+
+
+class SshHost(ProcessInterface):
+    """A supervisor and its agent on a host of the roster.
+
+    Args:
+        scheduler: The scheduler's address; Dask gives it.
+        roster: The pool's hosts.
+        name: The host's name in the pool; Dask gives it.
+    """
+
+    def __init__(self, scheduler: str, roster: Roster, name: str | int = "") -> None:
+        super().__init__(scheduler=scheduler, name=name)
+        self.name = name
+        self._scheduler, self._roster = scheduler, roster
+        self._target: Target | None = None
+        self._connection: Connection | None = None
+        self._command: KeptCommand | None = None
+        self._stop = threading.Event()
+        self._doing, self._since = "", time.monotonic()
+
+    async def start(self) -> None:
+        """Brings up a free host of the pool; returns when its agent has joined.
+
+        Raises:
+            PoolError: None could be brought up, or it was given up.
+        """
+        until = time.monotonic() + _SHARE * self._roster.pool.start_timeout_s
+        failures: dict[Target, str] = {}
+        while (target := await self._roster.take(failures)) is not None:
+            self._target, joined = target, False
+            try:
+                await self._roster.in_thread(self._bring_up, target)
+                await self._join(target, until)
+                await super().start()
+                joined = True
+                return
+            except Stopped:
+                break
+            except PoolError as error:
+                if self._stop.is_set():
+                    break
+                failures[target] = str(error)
+                _log.warning("%s", error)
+            finally:
+                self._do("")
+                if not joined:
+                    await self._leave()
+        self.status = Status.failed
+        if self._stop.is_set():
+            raise PoolError("nobody waits for it any more")
+        refusal = "\n".join(failures.values()) or "all of its hosts are taken"
+        self._roster.refusals.append(refusal)
+        raise PoolError(refusal)
+
+    async def close(self) -> None:
+        await self._leave()
+        await super().close()
+
+    def give_up(self) -> None:
+        """Ends the attempt to bring a host up, wherever it stands; returns at once."""
+        if self.status == Status.created:
+            self._stop.set()
+            if self._connection is not None:
+                self._connection.transport.close()
+
+    def news(self) -> str:
+        """What it has been doing for long; "" when it is not."""
+        slow = self._doing and time.monotonic() - self._since > _SLOW_S
+        return f"host {self._target.label}: {self._doing}" if slow and self._target else ""
+
+    def why_lost(self) -> str:
+        """What is known of its end, from the end of its connection; blocks for a moment."""
+        command, connection = self._command, self._connection
+        if command is None or connection is None or not command.ended.wait(_END_S):
+            return ""
+        if not connection.is_open:
+            error = connection.transport.get_exception()
+            return f"its SSH connection broke ({error or 'closed by the host'})"
+        last = command.tail.rpartition("\n")[2]
+        return f"its agent ended: {last}" if last else "its agent ended"
+
+    def _do(self, doing: str) -> None:
+        self._doing, self._since = doing, time.monotonic()
+
+    def _bring_up(self, target: Target) -> None:
+        pool = self._roster.pool
+        self._do(f"still connecting to {target.hostname}:{target.port}")
+        limit_s = min(CONNECT_TIMEOUT_S, pool.start_timeout_s)
+        self._connection = connection = connect(target, self._stop, limit_s, pool.lease_s)
+        self._do("still putting packages into its cache, as on every first use")
+        prepared = prepare(connection, pool)
+        address, port = _address_of(self._scheduler)
+        settings = AgentSettings(
+            scheduler=f"tls://{LOOPBACK}:{open_tunnel(connection, address, port)}",
+            security=self._roster.keys.host(str(self.name)),
+            name=self.name,  # as Dask knows it: its type counts
+            host_name=target.label,
+            interface=pool.interface or "",
+            lease_s=pool.lease_s,
+        )
+        self._do("its agent is still starting: torch is being imported")
+        self._command = KeptCommand(
+            connection,
+            supervisor_command(pool, prepared.path_entries),
+            pack(settings) + b"\n",
+            pool.lease_s / SSH_BEATS_PER_LEASE,
+            lambda line: _log.warning("[%s] %s", target.label, line),
+        )
+
+    async def _join(self, target: Target, until: float) -> None:
+        """Returns when the agent is a member of the pool."""
+        assert self._command is not None
+        while not self._roster.has_joined(self.name):
+            if self._stop.is_set():
+                raise Stopped
+            if self._command.ended.is_set():
+                raise PoolError(f"host {target.label}: its agent ended:\n{self._command.tail}")
+            if time.monotonic() > until:
+                raise PoolError(
+                    f"host {target.label}: its agent did not join within "
+                    f"start_timeout_s = {self._roster.pool.start_timeout_s:g}:\n"
+                    f"{self._command.tail}"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _leave(self) -> None:
+        """Ends what runs on the host, then the connection; makes the host free."""
+        target, self._target = self._target, None
+        if target is not None:
+            await self._roster.give_back(target, self._end)
+
+    def _end(self) -> None:
+        if self._command is not None:
+            self._command.close(CLOSE_S)
+        if self._connection is not None:
+            self._connection.close()
+        self._command = self._connection = None
+
+
+def supervisor_command(pool: PoolConfig, path_entries: Sequence[str]) -> str:
+    """What starts the supervisor of a host.
+
+    Args:
+        pool: The pool's settings.
+        path_entries: Where the host's Python finds us; nothing where it does by itself.
+    """
+    environ = {"PYTHONPATH": ":".join(path_entries)} if path_entries else {}
+    arguments = ["-c", entry_code("taas_magic.host.supervisor")]
+    arguments += supervisor_arguments(pool.lease_s, pool.preload)
+    return shell_words(pool.python or DEFAULT_PYTHON, arguments, environ)
+
+
+def _address_of(scheduler: str) -> tuple[str, int]:
+    host, _, port = scheduler.rpartition("://")[2].rpartition(":")
+    return host.strip("[]"), int(port)

@@ -1,31 +1,51 @@
-"""An SSH connection to a host: the way, then the host's key, then authentication, in this order.
+"""An SSH connection to a host, and what travels on it: commands, files, a port that leads back.
 
-What paramiko's `SSHClient.connect` does in one call is done here step by step, so that every step
-can be stopped, and each refusal says which host, what was tried and what to do.
+paramiko's SSHClient does the handshake over a socket that is opened here, so that it can be given
+up at any moment, and each refusal says which host, what was tried and what to do.
 """
 
+import contextlib
+import errno
+import io
 import logging
+import os
+import secrets
+import select
 import shlex
 import socket
+import subprocess
 import threading
-from contextlib import ExitStack
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from paramiko import Channel, SSHException, Transport
+from paramiko import Channel, SFTPClient, SSHClient, SSHException, Transport
+from paramiko.auth_strategy import AuthFailure
 
 from taas_magic.errors import PoolError
-from taas_magic.provision.shell import Done
-from taas_magic.ssh.auth import authenticate
-from taas_magic.ssh.files import write_file
-from taas_magic.ssh.known import known_types, verify
-from taas_magic.ssh.target import Target
-from taas_magic.ssh.way import Patience, open_way
+from taas_magic.setup.facts import Done
+from taas_magic.ssh.config import Target
+from taas_magic.ssh.keys import KnownHosts, UserKeys, refusal
 
 CONNECT_TIMEOUT_S = 15.0
 SILENCE_S = 8.0
+TAIL_LINES = 15
+LOOPBACK = "127.0.0.1"
 _END_S = 2.0
+_TICK_S = 0.1
+_PROBE_S = 2
+_SFTP_CHUNK_BYTES = 1 << 15
+_RELAY_CHUNK_BYTES = 1 << 16
+_LONGEST_LINE = 4096
 
 logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # what fails is raised, and says more
+
+
+class Stopped(Exception):
+    """Whoever asked for the connection does not want it any more."""
 
 
 class Connection:
@@ -33,13 +53,15 @@ class Connection:
 
     Args:
         target: The host.
-        transport: The open connection to it.
+        client: The open connection to it.
         undo: What closes it.
     """
 
-    def __init__(self, target: Target, transport: Transport, undo: ExitStack) -> None:
+    def __init__(self, target: Target, client: SSHClient, undo: ExitStack) -> None:
+        transport = client.get_transport()
+        assert transport is not None
         self.target, self.transport = target, transport
-        self._undo = undo
+        self._client, self._undo = client, undo
 
     @property
     def host(self) -> str:
@@ -100,7 +122,7 @@ class Connection:
             PoolError: It could not be written.
         """
         try:
-            write_file(self.transport, data, path)
+            _write_file(self._client, data, path)
         except (OSError, SSHException, EOFError) as error:
             raise self.lost(f"{path} was not written", error) from error
 
@@ -120,7 +142,7 @@ def connect(
     timeout_s: float = CONNECT_TIMEOUT_S,
     silence_s: float = SILENCE_S,
 ) -> Connection:
-    """Connects to a host, through its jump hosts.
+    """Connect to a host, through its jump hosts.
 
     Args:
         target: The host.
@@ -132,58 +154,241 @@ def connect(
         PoolError: The host cannot be reached, its key is not known, or it does not let us in.
         Stopped: `stop` was set.
     """
-    patience = Patience(timeout_s, stop)
+    patience = _Patience(timeout_s, stop)
     with ExitStack() as undo:
-        if target.jump is None:
-            sock: socket.socket | Channel = open_way(target, patience, silence_s, undo)
-        else:
-            jump = connect(target.jump, stop, patience.left_s, silence_s)
-            undo.callback(jump.close)
-            sock = _channel_through(jump, target, patience)
-            undo.callback(sock.close)
-        transport = Transport(sock)
-        undo.callback(_end_transport, transport)
-        transport.auth_timeout = timeout_s
-        transport.banner_timeout = 2 * timeout_s  # our own patience ends first, and says more
-        transport.channel_timeout = timeout_s
-        _agree_on_keys(transport, target, patience)
-        verify(target, transport.get_remote_server_key())
-        authenticate(transport, target, patience)
-        return Connection(target, transport, undo.pop_all())
+        sock = _open_way(target, patience, silence_s, undo)
+        client, known = SSHClient(), KnownHosts(target)
+        client.set_missing_host_key_policy(known)
+        undo.callback(_close, client)
+        with _handshake(sock, target, patience):
+            client.connect(
+                target.hostname,
+                target.port,
+                target.user,
+                sock=sock,
+                timeout=timeout_s,
+                banner_timeout=timeout_s,
+                auth_timeout=timeout_s,
+                channel_timeout=timeout_s,
+                transport_factory=_make_transport(known),
+                auth_strategy=UserKeys(target),
+            )
+        return Connection(target, client, undo.pop_all())
     raise AssertionError("not reached")
 
 
-def _end_transport(transport: Transport) -> None:
-    transport.close()
-    if transport.ident is not None and transport is not threading.current_thread():
+def _make_transport(known: KnownHosts) -> Callable[..., Transport]:
+    """Have the host show a key of a type that is known of it, where it has several."""
+
+    def make(sock: Any, **options: Any) -> Transport:
+        transport = Transport(sock, **options)
+        offered = transport.get_security_options()
+        first = [name for name in known.types() if name in offered.key_types]
+        offered.key_types = [*first, *(name for name in offered.key_types if name not in first)]
+        return transport
+
+    return make
+
+
+@contextmanager
+def _handshake(
+    sock: socket.socket | Channel, target: Target, patience: "_Patience"
+) -> Iterator[None]:
+    """Close `sock`, so that whatever blocks on it fails, when there is no patience left."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_TICK_S):
+            if patience.is_over:
+                sock.close()
+                return
+
+    watcher = threading.Thread(target=watch, name="taas-ssh", daemon=True)
+    watcher.start()
+    try:
+        yield
+    except (SSHException, OSError, EOFError) as error:
+        patience.check(target, "SSH handshake")
+        if isinstance(error, AuthFailure):
+            raise PoolError(refusal(target, error)) from error
+        raise PoolError(
+            f"host {target.label}: {target.hostname}:{target.port} does not speak SSH with us: "
+            f"{error or type(error).__name__}"
+        ) from error
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _close(client: SSHClient) -> None:
+    transport = client.get_transport()
+    client.close()
+    if transport not in (None, threading.current_thread()) and transport.ident is not None:
         transport.join(_END_S)
 
 
-def _channel_through(jump: Connection, target: Target, patience: Patience) -> Channel:
+class _Patience:
+    """How long to go on: until a time, or until somebody says stop.
+
+    Args:
+        timeout_s: Seconds from now.
+        stop: Set by whoever wants an end to it, in any thread.
+    """
+
+    def __init__(self, timeout_s: float, stop: threading.Event) -> None:
+        self.timeout_s, self.stop = timeout_s, stop
+        self._until = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return max(_TICK_S, self._until - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        return self.stop.is_set() or time.monotonic() > self._until
+
+    def check(self, target: Target, doing: str) -> None:
+        """Return while there is patience.
+
+        Raises:
+            Stopped: It was said.
+            PoolError: The time is over; names the host and what it was asked.
+        """
+        if self.stop.is_set():
+            raise Stopped
+        if self.is_over:
+            raise PoolError(
+                f"host {target.label}: no answer from {target.hostname}:{target.port} within "
+                f"{self.timeout_s:.0f} s ({doing}); is it up, and is this the way to it?"
+            )
+
+
+def _open_way(
+    target: Target, patience: _Patience, silence_s: float, undo: ExitStack
+) -> socket.socket | Channel:
+    """Open the bytes' way to a host's sshd: through a jump host, a program, or a socket.
+
+    Args:
+        target: The host.
+        patience: How long it may take.
+        silence_s: After how long without an answer the connection counts as cut.
+        undo: Is given what closes it.
+    """
+    if target.jump is not None:
+        jump = connect(target.jump, patience.stop, patience.left_s, silence_s)
+        undo.callback(jump.close)
+        channel = _channel_through(jump, target, patience)
+        undo.callback(channel.close)
+        return channel
+    if target.proxy_command:
+        return _program(target.proxy_command, undo)
+    return _dial(target, patience, silence_s, undo)
+
+
+def _channel_through(jump: Connection, target: Target, patience: _Patience) -> Channel:
     try:
         return jump.transport.open_channel(
             "direct-tcpip",
             (target.hostname, target.port),
-            ("127.0.0.1", 0),
+            (LOOPBACK, 0),
             timeout=patience.left_s,
         )
     except SSHException as error:
         raise jump.lost(f"no way from it to {target.hostname}:{target.port}", error) from error
 
 
-def _agree_on_keys(transport: Transport, target: Target, patience: Patience) -> None:
-    options = transport.get_security_options()
-    known = [name for name in known_types(target) if name in options.key_types]
-    options.key_types = [*known, *(name for name in options.key_types if name not in known)]
-    agreed = threading.Event()
-    transport.start_client(event=agreed)
-    patience.wait(agreed, target, "SSH greeting")
-    if not transport.is_active():
-        error = transport.get_exception() or EOFError("the connection was closed")
+def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack) -> socket.socket:
+    refusals: list[str] = []
+    for family, address in _addresses(target):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        undo.callback(sock.close)
+        code = _connect(sock, address, target, patience)
+        if code == 0:
+            _notice_silence(sock, silence_s)
+            return sock
+        refusals.append(f"{address[0]}: {os.strerror(code)}")
+    raise PoolError(
+        f"host {target.label}: {target.hostname}:{target.port} cannot be reached "
+        f"({'; '.join(refusals)}); is sshd running there?"
+    )
+
+
+def _addresses(target: Target) -> list[tuple[int, tuple[str, int]]]:
+    try:
+        found = socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)
+    except OSError as error:
         raise PoolError(
-            f"host {target.label}: {target.hostname}:{target.port} does not speak SSH with us: "
-            f"{error}"
+            f"host {target.label}: its name {target.hostname!r} has no address: {error.strerror}"
+        ) from error
+    return [(family, address) for family, _, _, _, address in found]  # type: ignore[misc]
+
+
+def _connect(
+    sock: socket.socket, address: tuple[str, int], target: Target, patience: _Patience
+) -> int:
+    """Connects; returns an error number, 0 for none. A blocking connect could not be stopped."""
+    sock.setblocking(False)
+    code = sock.connect_ex(address)
+    if code == errno.EINPROGRESS:
+        while not select.select([], [sock], [], _TICK_S)[1]:
+            patience.check(target, "TCP connection")
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    sock.setblocking(True)
+    return code
+
+
+def _notice_silence(sock: socket.socket, silence_s: float) -> None:
+    """Has the system close a connection whose other end does not answer.
+
+    ssh's own keepalive only sends; that nothing is acknowledged is known to TCP alone.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_s * 1000))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+
+
+def _program(command: str, undo: ExitStack) -> socket.socket:
+    """Starts a ProxyCommand with one end of a socket pair as its standard input and output."""
+    ours, its = socket.socketpair()
+    undo.callback(ours.close)
+    with its:
+        program = subprocess.Popen(
+            f"exec {command}",
+            shell=True,
+            stdin=its.fileno(),
+            stdout=its.fileno(),
+            start_new_session=True,
         )
+    undo.callback(program.wait)
+    undo.callback(program.terminate)
+    return ours
+
+
+def _write_file(client: SSHClient, data: bytes | Path, path: str) -> None:
+    """Write a file of the user's alone under another name, and rename it when it is whole.
+
+    For small ones: SSH is slow beside the network that it uses.
+
+    Raises:
+        OSError: The host refuses.
+        SSHException: It has no SFTP, or the connection broke.
+    """
+    beside = f"{path}.{secrets.token_hex(4)}"
+    with client.open_sftp() as files:
+        _send(files, data, beside)
+        files.posix_rename(beside, path)
+
+
+def _send(files: SFTPClient, data: bytes | Path, path: str) -> None:
+    reading = io.BytesIO(data) if isinstance(data, bytes) else data.open("rb")
+    with reading, files.open(path, "wx") as file:
+        file.chmod(0o600)
+        file.set_pipelined(True)
+        while chunk := reading.read(_SFTP_CHUNK_BYTES):
+            file.write(chunk)
 
 
 def _write_all(channel: Channel, data: bytes) -> None:
@@ -200,3 +405,136 @@ def _read_errors(channel: Channel, into: list[bytes]) -> None:
             into.append(data)
     except OSError:
         return  # nothing came in time; who reads the output says so
+
+
+class KeptCommand:
+    """Starts a command, and writes an empty line to it now and then.
+
+    Args:
+        connection: The host.
+        command: For the host's shell.
+        first_line: What the command is told at once; not in its arguments, where `ps` shows it.
+        beat_s: Seconds from one line to the next.
+        log: Given every line of the command's output.
+
+    Raises:
+        PoolError: The host does not let it start.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        command: str,
+        first_line: bytes,
+        beat_s: float,
+        log: Callable[[str], None],
+    ) -> None:
+        self._beat_s, self._log = beat_s, log
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._closing = threading.Event()
+        self.ended = threading.Event()
+        """Set when its output has ended: it is over, or the connection is."""
+        self._channel = connection.start(command)
+        self._channel.set_combine_stderr(True)
+        for work, words in ((self._read, ()), (self._beat, (first_line,))):
+            threading.Thread(target=work, args=words, name="taas-ssh", daemon=True).start()
+
+    @property
+    def tail(self) -> str:
+        """The last lines of its output."""
+        return "\n".join(self._tail)
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends its standard input and waits until it has ended; says whether it has."""
+        self._closing.set()
+        with contextlib.suppress(OSError, EOFError):
+            self._channel.shutdown_write()
+        return self.ended.wait(timeout_s)
+
+    def _beat(self, first_line: bytes) -> None:
+        with contextlib.suppress(OSError, EOFError):  # it is over; its output ends too
+            self._channel.sendall(first_line)
+            while not self._closing.wait(self._beat_s):
+                self._channel.sendall(b"\n")
+
+    def _read(self) -> None:
+        output = self._channel.makefile("rb")
+        with contextlib.suppress(OSError, EOFError):
+            while line := output.readline(_LONGEST_LINE):
+                text = line.decode(errors="replace").rstrip()
+                self._tail.append(text)
+                self._log(text)
+        self.ended.set()
+
+
+def shell_words(
+    python: str, arguments: Sequence[str], environ: Mapping[str, str] | None = None
+) -> str:
+    """A command line that any login shell understands.
+
+    Args:
+        python: The program; a `~` at its beginning is the host's own home folder.
+        arguments: Its arguments.
+        environ: Variables that it gets besides; nothing secret, `ps` shows them.
+    """
+    home, rest = ("~/", python[2:]) if python.startswith("~/") else ("", python)
+    program = home + shlex.quote(rest)
+    settings = [f"{name}={shlex.quote(value)}" for name, value in (environ or {}).items()]
+    words = ["env", *settings] if settings else []
+    return " ".join(["exec", *words, program, *map(shlex.quote, arguments)])
+
+
+def open_tunnel(connection: Connection, host: str, port: int) -> int:
+    """Forwards a port of the host's own loopback to (`host`, `port`) as seen from here.
+
+    It lasts as long as the connection. What it leads to must ask for a key itself, since everybody
+    on the host may use it: the pool's port speaks TLS with certificates on both sides.
+
+    Returns:
+        The port on the host.
+
+    Raises:
+        PoolError: The host does not forward ports.
+    """
+
+    def on_visitor(channel: Channel, origin: Any, server: Any) -> None:
+        threading.Thread(
+            target=_relay, args=(channel, (host, port)), name="taas-tunnel", daemon=True
+        ).start()
+
+    try:
+        return connection.transport.request_port_forward(LOOPBACK, 0, on_visitor)
+    except SSHException as error:
+        raise PoolError(
+            f"host {connection.target.label}: its sshd refuses to forward a port ({error}), by "
+            "which its ranks would report; its /etc/ssh/sshd_config must have "
+            "`AllowTcpForwarding yes` (or `remote`), `DisableForwarding no`, and no `PermitListen` "
+            "that leaves out localhost"
+        ) from error
+
+
+def _relay(channel: Channel, address: tuple[str, int]) -> None:
+    """Carries bytes both ways until either side is at its end."""
+    with contextlib.suppress(EOFError), channel:  # the connection may go before the channel
+        try:
+            sock = socket.create_connection(address)
+        except OSError:
+            return  # the pool is just ending; the host sees its end of it close
+        with sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            back = threading.Thread(
+                target=_pump, args=(sock.recv, channel.sendall, channel.close), daemon=True
+            )
+            back.start()
+            _pump(channel.recv, sock.sendall, lambda: sock.shutdown(socket.SHUT_RDWR))
+            back.join()
+
+
+def _pump(
+    read: Callable[[int], bytes], write: Callable[[bytes], Any], close: Callable[[], Any]
+) -> None:
+    with contextlib.suppress(OSError, EOFError):  # either end may go at any time, in any way
+        while data := read(_RELAY_CHUNK_BYTES):
+            write(data)
+    with contextlib.suppress(OSError, EOFError):
+        close()

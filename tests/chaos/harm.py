@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import random
 import threading
 import time
@@ -10,11 +11,12 @@ import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from taas_magic.data import audit
+from taas_magic.data import metrics
 from tests.data_proxy import Proxy
 from tests.data_rig import Noise, service
 
 WORLD_SIZE = 2
+REST_EVERY = 40
 
 
 class Chaos:
@@ -47,24 +49,27 @@ class Chaos:
     def _run(self):
         while len(self.done) < self._faults:
             time.sleep(self._random.expovariate(1 / self._pause_s))
-            kind = self._random.choice(["kill lane", "stop lane", "cut", "kill fetcher"])
+            kind = self._random.choice(["kill worker", "stop worker", "cut", "kill fetcher"])
             with contextlib.suppress(psutil.NoSuchProcess, IndexError):
                 getattr(self, "_" + kind.replace(" ", "_"))()
                 self.done.append(kind)
 
-    def _lane(self):
+    def _parent(self):
+        """The process whose children are a fetcher's workers."""
         number = self._random.randrange(len(self._running.processes))
-        process = self._running.processes[number][0]
-        return self._random.choice(psutil.Process(process.pid).children())
+        return psutil.Process(self._running.processes[number][0].pid).children()[0]
 
-    def _kill_lane(self):
-        self._lane().kill()
+    def _worker(self):
+        return self._random.choice(self._parent().children())
 
-    def _stop_lane(self):
-        lane = self._lane()
-        lane.suspend()
+    def _kill_worker(self):
+        self._worker().kill()
+
+    def _stop_worker(self):
+        worker = self._worker()
+        worker.suspend()
         time.sleep(self._random.uniform(0.05, 0.3))
-        lane.resume()
+        worker.resume()
 
     def _kill_fetcher(self):
         number = self._random.randrange(len(self._running.processes))
@@ -84,19 +89,24 @@ class Chaos:
         return data
 
 
-def train(running, epochs, directory, generation=0):
-    """Train on all ranks' streams; returns the streams' hash and the weights."""
+def train(running, epochs, directory, generation=0, rest_s=0.0):
+    """Train on all ranks' streams, with a rest now and then; returns their hash and weights."""
     torch.manual_seed(0)
     weights = torch.zeros(8)
     digest = hashlib.sha256()
     ledgers = [running.ledger(rank, generation) for rank in range(WORLD_SIZE)]
     arguments = {"world_size": WORLD_SIZE, "directory": directory, "generation": generation}
+    if certificate := running.changes.get("tls"):
+        arguments["tls"] = certificate.client
+    steps, rests = itertools.count(1), random.Random(generation)
     remotes = [
         running.loader(rank=rank, ledger=ledgers[rank], direct=rank == 0, **arguments)
         for rank in range(WORLD_SIZE)
     ]
     for _ in range(epochs):
         for rows in zip(*remotes, strict=True):
+            if rest_s and not next(steps) % REST_EVERY:
+                time.sleep(rests.expovariate(1 / rest_s))
             for features, indices in rows:
                 digest.update(features.numpy().tobytes() + bytes(indices.tolist()))
                 weights += 0.1 * (features.mean(0) - weights)
@@ -105,27 +115,36 @@ def train(running, epochs, directory, generation=0):
     return digest.hexdigest(), weights
 
 
-def play(folder, seed, faults, pause_s=0.05, rows=200):
+def play(folder, seed, faults, pause_s=0.05, rows=200, tls=None, rest_s=0.0):
     """Train undisturbed, then under harm until so much was done; returns what was done.
+
+    Args:
+        folder: Where the service has its files.
+        seed: Of the faults.
+        faults: How many.
+        pause_s: Mean time between two.
+        rows: Size of the dataset.
+        tls: Certificate of the rank that is not on the fetchers' host; None: it goes plain.
+        rest_s: Mean time that the ranks rest after every 40 steps; 0: they never do.
 
     Raises:
         AssertionError: A stream, the weights or the ledger differ.
     """
     loader = DataLoader(Noise(rows), 4, shuffle=True)
     done, generation = [], 0
-    with service(folder, loader, fetchers=2, lanes=2) as running:
+    with service(folder, loader, fetchers=2, workers=2, tls=tls) as running:
         digest, weights = train(running, 2, running.feed().directory)
         while len(done) < faults:
             generation += 1
             with Chaos(running, seed + generation, faults - len(done), pause_s) as chaos:
-                got = train(running, 2, chaos.proxy, generation)
+                got = train(running, 2, chaos.proxy, generation, rest_s)
             done += chaos.done
             assert got[0] == digest
             assert torch.equal(got[1], weights)
         lines = running.handed()
-        assert audit.audit(lines) == []
+        assert metrics.audit(lines) == []
         for generation in {line.generation for line in lines}:
             for turn in range(2):
                 one = [n for n in lines if (n.generation, n.turn) == (generation, turn)]
-                assert audit.missing(one, rows // 4) == []
+                assert metrics.missing(one, rows // 4) == []
     return done

@@ -5,7 +5,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from taas_magic.publish import save
+from taas_magic.store.publish import save
 
 COUNT = 50_000
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from taas_magic.errors import PoolError
-from taas_magic.store import StoreRule
-from taas_magic.travel.ask import Ask
-from taas_magic.travel.desk import Desk
-from taas_magic.travel.inbound import bring_in
-from taas_magic.travel.mirror import take
-from taas_magic.travel.outbound import Outbound
+from taas_magic.store.mirror.chunks import Ask
+from taas_magic.store.mirror.desk import Desk
+from taas_magic.store.mirror.inbound import bring_in, take
+from taas_magic.store.mirror.outbound import Outbound
+from taas_magic.store.rule import StoreRule
 
 SIZES = {"small": 10_000, "out/middle": 300_000, "out/large": 3_000_000}
 """The files that a host writes again and again, each of one digit only."""

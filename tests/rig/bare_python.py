@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from taas_magic.provision.requirements import installed_here, wanted
+from taas_magic.setup.requirements import installed_here, wanted
 
 
 def make_bare_python(folder: Path, packages: Iterable[str] = ("torch",), pip: bool = False) -> Path:

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from taas_magic.remote import guard
-from taas_magic.remote.guard import Means
-from taas_magic.remote.hold import hold
-from taas_magic.store import StoreRule
+from taas_magic.store import guard
+from taas_magic.store.guard import Means, hold
+from taas_magic.store.rule import StoreRule
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "numpy", "sqlite3", "taas_magic.remote.hold"])
+CONTEXT.set_forkserver_preload(["torch", "numpy", "sqlite3", "taas_magic.store.guard"])
 
 
 def start(target: Any, *args: Any) -> Any:

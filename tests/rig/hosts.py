@@ -14,6 +14,7 @@ import pytest
 
 SCRIPT = Path(__file__).parent / "hosts.sh"
 ROOT = Path(__file__).parents[2]
+NAMESPACES = Path("/run/netns")
 NEEDS = ("ip", "tc", "iptables", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
 
 
@@ -70,16 +71,23 @@ class Hosts:
         """Runs a command in a host; returns its output.
 
         Raises:
-            subprocess.CalledProcessError: It failed.
+            RuntimeError: It failed; with what it printed.
         """
         return self._script("exec", number, *command)
 
     def processes(self, number: int) -> list[psutil.Process]:
         """All processes of a host but sshd's listener and the one that keeps the host."""
         pid = int((self.state / str(number) / "pid").read_text())
-        keeper = psutil.Process(pid)
-        kept = {pid} | {child.pid for child in keeper.children() if _is_listener(child)}
-        return [p for p in keeper.children(recursive=True) if p.pid not in kept and _is_real(p)]
+        controller = psutil.Process(pid)
+        kept = {pid} | {child.pid for child in controller.children() if _is_listener(child)}
+        return [p for p in controller.children(recursive=True) if p.pid not in kept and _is_real(p)]
+
+    def kill_processes(self, number: int, name: str = "") -> None:
+        """Kills all processes of a host whose name begins so; some go with others of them."""
+        for process in self.processes(number):
+            with suppress(psutil.NoSuchProcess):
+                if process.name().startswith(name):
+                    process.kill()
 
     def cut(self, number: int) -> None:
         self._script("cut", number)
@@ -121,9 +129,8 @@ class Hosts:
             check=False,
         )
         if done.returncode:
-            raise subprocess.CalledProcessError(
-                done.returncode, done.args, done.stdout, done.stderr
-            )
+            said = f"{done.stdout}{done.stderr}".strip()
+            raise RuntimeError(f"hosts.sh {command}: exit code {done.returncode}: {said}")
         return done.stdout
 
 
@@ -145,12 +152,13 @@ def hosts_up(
     """
     if why := missing():
         pytest.skip(why)
-    prefix, subnet = _free_place()
+    number = _reserve_number()
+    prefix, subnet = f"t{number}h", f"10.77.{number}"
     seen = dict.fromkeys([sys.base_prefix, sys.prefix, str(ROOT), *map(str, keep)])
     environ = {
         "TAAS_HOSTS_PREFIX": prefix,
         "TAAS_HOSTS_SUBNET": subnet,
-        "TAAS_HOSTS_STATE": f"/run/taas-rig-{prefix}",
+        "TAAS_HOSTS_STATE": str(_state_folder(number)),
         "TAAS_HOSTS_HIDE": f"/{ROOT.parts[1]}",
         "TAAS_HOSTS_KEEP": " ".join(seen),
         "TAAS_HOSTS_SHARE": " ".join(map(str, share)),
@@ -164,16 +172,28 @@ def hosts_up(
         made._script("down")
 
 
-def _free_place() -> tuple[str, str]:
-    """A prefix and a subnet that nothing on this machine uses."""
+def _state_folder(number: int) -> Path:
+    return Path(f"/run/taas-rig-t{number}h")
+
+
+def _reserve_number() -> int:
+    """A number whose subnet, names and state folder nothing on this machine uses.
+
+    Making the folder reserves it: of two test processes only one can.
+    """
     used = {
         address.address.rsplit(".", 1)[0]
         for addresses in psutil.net_if_addrs().values()
         for address in addresses
     }
-    numbers = (1 + (os.getpid() + step) % 250 for step in range(250))
-    number = next(n for n in numbers if f"10.77.{n}" not in used)
-    return f"t{number}h", f"10.77.{number}"
+    for step in range(250):
+        number = 1 + (os.getpid() + step) % 250
+        if f"10.77.{number}" in used or any(NAMESPACES.glob(f"t{number}h*")):
+            continue
+        with suppress(FileExistsError):
+            _state_folder(number).mkdir(mode=0o700)
+            return number
+    raise RuntimeError(f"no subnet of 10.77.1 to 10.77.250 is free: {sorted(used)}")
 
 
 def _is_listener(process: psutil.Process) -> bool:

@@ -66,7 +66,7 @@ host_init() {
 }
 
 up_one() {
-    local i=$1 name=$PREFIX$1 veth=${PREFIX}v$1 dir=$STATE/$1 unshare t kid
+    local i=$1 name=$PREFIX$1 veth=${PREFIX}v$1 dir=$STATE/$1 unshare end kid
     mkdir -p "$dir"
     ip netns add "$name"
     ip link add "$veth" type veth peer name eth0 netns "$name"
@@ -95,8 +95,8 @@ CFG
     setsid ip netns exec "$name" \
         unshare --mount --uts --ipc --pid --fork --kill-child --mount-proc --propagation private \
         "$SELF" __init "$i" >"$dir/sshd.log" 2>&1 </dev/null &
-    unshare=$!
-    for t in $(seq 400); do
+    unshare=$! end=$((SECONDS + 120))
+    while [[ -d /proc/$unshare ]] && (( SECONDS < end )); do
         kid=$(awk '{print $1}' "/proc/$unshare/task/$unshare/children" 2>/dev/null || true)
         if [[ -n $kid ]]; then
             echo "$kid" > "$dir/pid"
@@ -104,7 +104,7 @@ CFG
         fi
         sleep 0.05
     done
-    cat "$dir/sshd.log" >&2; die "host $i did not come up"
+    cat "$dir/sshd.log" >&2; die "the sshd of host $i did not answer"
 }
 
 down_one() {
@@ -117,9 +117,10 @@ down_one() {
     rm -rf "${STATE:?}/$i"
 }
 
+# STATE exists: to make it is what reserves PREFIX and SUBNET.
 up() {
     local count=$1 i key
-    mkdir -p "$STATE" /run/sshd; chmod 700 "$STATE"
+    mkdir -p /run/sshd
     ssh-keygen -q -t ed25519 -N '' -C rig -f "$STATE/id_ed25519"
     ssh-keygen -q -t ed25519 -N '' -f "$STATE/host_key"
     cp "$STATE/id_ed25519.pub" "$STATE/authorized_keys"
@@ -167,8 +168,11 @@ case $cmd in
     exec) inside "$@" ;;
     cut) ip link set "${PREFIX}v$1" down ;;
     heal) ip link set "${PREFIX}v$1" up ;;
-    hole) ip link set "${PREFIX}v$1" nomaster ;;
-    unhole) ip link set "${PREFIX}v$1" master "$BRIDGE" ;;
+    # Without a fixed neighbour the kernel says after three seconds that there is no route.
+    hole) ip link set "${PREFIX}v$1" nomaster
+        ip neigh replace "$SUBNET.$1" lladdr 02:00:00:00:00:01 dev "$BRIDGE" nud permanent ;;
+    unhole) ip neigh del "$SUBNET.$1" dev "$BRIDGE" || true # the system may have dropped it
+        ip link set "${PREFIX}v$1" master "$BRIDGE" ;;
     limit) limit "$@" ;;
     lose) if [[ $2 == none ]]; then drop "$1" none; else
         drop "$1" -i eth0 -m statistic --mode random --probability "$(awk "BEGIN{print $2/100}")"; fi ;;

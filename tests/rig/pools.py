@@ -1,15 +1,26 @@
 """Pools for tests: their settings, a notebook that has them, and giving them back."""
 
+import asyncio
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from taas_magic import pools, taas_toml
-from tests.harness import Notebook, below
+from taas_magic.config import PoolConfig, load_config
+from taas_magic.engines.base import HostSource, find_engine
+from taas_magic.engines.keys import Keys
+from taas_magic.notebook import pools
+from taas_magic.pool.controller import Controller
+from taas_magic.pool.head import HeadScheduler
+from taas_magic.pool.hosts import Member
+from tests.conftest import is_tracker
+from tests.harness import Notebook, below, waiting_servers
 from tests.rig.hosts import Hosts
 
 GONE_WITHIN_S = 60
@@ -64,7 +75,7 @@ def give_back(notebook: Notebook, settings: Path, *names: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         enter(notebook, settings, patch)
         for name in names:
-            pools.down(name, taas_toml.load(notebook.project))
+            pools.down(name, load_config(notebook.project))
 
 
 @contextmanager
@@ -73,6 +84,45 @@ def given_back(notebook: Notebook, settings: Path, *names: str) -> Iterator[None
     before = set(below(psutil.Process().pid))
     yield
     give_back(notebook, settings, *names)
-    left = set(below(psutil.Process().pid)) - before
+    tree = below(psutil.Process().pid)
+    left = set(tree) - before - waiting_servers(tree)
     _, alive = psutil.wait_procs(left, timeout=GONE_WITHIN_S)
     assert not alive
+
+
+@dataclass(frozen=True)
+class PoolHere:
+    """A pool's scheduler and controller in this process, and its host."""
+
+    scheduler: HeadScheduler
+    controller: Controller
+    keys: Keys
+    member: Member
+
+
+@contextmanager
+def pool_here(
+    folder: Path,
+) -> Iterator[tuple[PoolHere, Callable[[Coroutine[Any, Any, None]], None]]]:
+    """A pool for the time of the block, and what carries out a coroutine on its loop.
+
+    Between two coroutines the loop stands still. No process is left.
+    """
+    before = set(below(os.getpid()))
+    loop, opening = asyncio.new_event_loop(), _opened(folder)
+    yield loop.run_until_complete(opening.__aenter__()), loop.run_until_complete
+    loop.run_until_complete(opening.__aexit__(None, None, None))
+    loop.close()
+    left = {process for process in below(os.getpid()) if not is_tracker(process)} - before
+    _, alive = psutil.wait_procs(left, timeout=GONE_WITHIN_S)
+    assert not alive
+
+
+@asynccontextmanager
+async def _opened(folder: Path) -> AsyncIterator[PoolHere]:
+    engine, keys = find_engine(PoolConfig("local", lease_s=60)), Keys()
+    async with engine.open(HeadScheduler, keys, str(folder)) as cluster:
+        source = HostSource(engine, cluster)
+        controller = Controller(cluster.scheduler, source, engine.pool, linger_s=600)
+        [member] = await controller.members.take(1)
+        yield PoolHere(cluster.scheduler, controller, keys, member)

@@ -124,6 +124,7 @@ def slurm_up(hosts: int = 0, share: tuple[Path, ...] = ()) -> Iterator[Slurm]:
         (folder / "state").mkdir()
         made = until_end.enter_context(hosts_up(hosts, share=[folder, *share])) if hosts else None
         slurm = Slurm(folder, made)
+        until_end.callback(shutil.rmtree, _spool_of(slurm), ignore_errors=True)
         _configure(slurm)
         until_end.callback(_stop, folder)
         _start(slurm)
@@ -139,7 +140,7 @@ def _configure(slurm: Slurm) -> None:
     if slurm.hosts is not None:
         address, names = slurm.hosts.caller, slurm.hosts.names
         places = [slurm.hosts.address(number + 1) for number in range(slurm.hosts.count)]
-        spool = Path("/var/tmp/slurmd")
+        spool = _spool_of(slurm)
     nodes = [
         f"NodeName={name} NodeAddr={place} CPUs={CORES} RealMemory=8000 State=UNKNOWN"
         for name, place in zip(names, places, strict=True)
@@ -178,8 +179,13 @@ def _start(slurm: Slurm) -> None:
         slurm.run("slurmd")
         return
     for number, name in enumerate(slurm.hosts.names, start=1):
-        start = f"mkdir -p /var/tmp/slurmd; SLURM_CONF={slurm.conf} /usr/sbin/slurmd -N {name}"
+        start = f"mkdir -p {_spool_of(slurm)}; SLURM_CONF={slurm.conf} /usr/sbin/slurmd -N {name}"
         slurm.hosts.exec(number, "bash", "-c", start)
+
+
+def _spool_of(slurm: Slurm) -> Path:
+    """The nodes' folder for jobs; a Slurm beside this one has another."""
+    return Path("/var/tmp") / slurm.folder.name
 
 
 def _stop(folder: Path) -> None:

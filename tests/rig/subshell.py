@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from taas_magic.errors import PoolError
-from taas_magic.provision.shell import Done
+from taas_magic.setup.facts import Done
 
 
 @dataclass

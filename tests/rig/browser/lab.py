@@ -90,10 +90,15 @@ def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
         process.wait(timeout=WAIT_S)
 
 
-def open_notebook(page: Page, lab: Lab, name: str) -> None:
-    """Shows a notebook, and waits until its kernel is there."""
+def show_notebook(page: Page, lab: Lab, name: str) -> None:
+    """Shows a notebook."""
     page.go(f"{lab.url}/lab/tree/{name}?token={lab.token}")
     page.wait_for("!!document.querySelector('.jp-Notebook .jp-Cell') && !!window.jupyterapp")
+
+
+def open_notebook(page: Page, lab: Lab, name: str) -> None:
+    """Shows a notebook, and waits until its kernel is there."""
+    show_notebook(page, lab, name)
     # The page itself says "idle" before it is connected.
     wait_until(lambda: lab.is_ready(name), "the notebook gets no kernel")
 

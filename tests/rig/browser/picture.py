@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from taas_magic.journal import state_dir
+from taas_magic.journal.folder import state_dir
 from tests.frontend import ROOT
 from tests.rig.browser.chromium import Page, find, open_page
 from tests.rig.browser.lab import command, open_lab, open_notebook, wait_until

@@ -1,0 +1,13 @@
+"""`import taas` in a program of its own: the public names of taas-magic, see `taas_magic.api`.
+
+One file, not a package: PyPI's `taas` 0.9.2 is a package, so pip overwrites nothing of either.
+"""
+
+from typing import TYPE_CHECKING
+
+from taas_magic import short_name
+
+if TYPE_CHECKING:
+    from taas_magic.api import *  # noqa: F403
+
+short_name.claim()

@@ -1,0 +1,375 @@
+"""What the notebook's cells set in their process, and not in a variable.
+
+`collect` reads it in the kernel when a cell starts, `apply` sets it in a rank after the cell's
+values are loaded. docs/capture.md has the table of what travels and what does not.
+
+Only what differs from the defaults travels, as plain values: a rank imports no library for it but
+matplotlib, and that only where the notebook changed its rcParams.
+"""
+
+import importlib
+import importlib.util
+import logging
+import multiprocessing
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from taas_magic.capture.reducers import stream_name
+from taas_magic.capture.tensors import target_device
+
+State = dict[str, Any]
+
+_SEED_LIMIT = 1 << 32
+"""Torch seeds itself with 64-bit random numbers; what is smaller was chosen by the user."""
+
+_DEFAULT_RECURSION_LIMIT = 1000
+_NUMPY_PRINTS = {
+    "edgeitems": 3,
+    "threshold": 1000,
+    "floatmode": "maxprec",
+    "precision": 8,
+    "suppress": False,
+    "linewidth": 75,
+    "nanstr": "nan",
+    "infstr": "inf",
+    "sign": "-",
+    "legacy": False,
+}
+_NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+_RC_OF_THE_PROCESS = {"backend", "backend_fallback", "interactive"}
+
+
+def collect() -> State:
+    """Reads what differs from the defaults in this process (kernel); imports nothing."""
+    return {name: found for name, part in _PARTS.items() if (found := part.collect())}
+
+
+def apply_filters(state: State) -> None:
+    """Sets the notebook's warning filters (rank), before what may warn is imported."""
+    _apply_filters(state.get("warnings", ()))
+
+
+def apply(state: State) -> None:
+    """Sets in this process (a rank) what `collect` read in the kernel."""
+    for name, value in state.items():
+        _PARTS[name].apply(value)
+
+
+def without_device(state: State) -> State:
+    """The same without torch's default device: a fetcher's processes cannot share a GPU."""
+    of_torch = {name: value for name, value in state.get("torch", {}).items() if name != "device"}
+    return {**state, "torch": of_torch}
+
+
+class _Filter(NamedTuple):
+    """One of `warnings.filters`, with texts in place of patterns and of the class."""
+
+    action: str
+    message: str
+    category: tuple[str, str]
+    module: str
+    lineno: int
+
+
+def _collect_filters() -> list[tuple[Any, ...]]:
+    return [tuple(found) for found in _filters()]
+
+
+def _filters() -> Iterator[_Filter]:
+    for action, message, kind, module, lineno in warnings.filters:
+        category: Any = kind
+        where = (category.__module__, category.__qualname__)
+        yield _Filter(action, _text(message), where, _text(module), lineno)
+
+
+def _text(pattern: Any) -> str:
+    return str(getattr(pattern, "pattern", pattern) or "")
+
+
+def _apply_filters(filters: Sequence[Sequence[Any]]) -> None:
+    """Puts those that this process lacks before its own, in their order.
+
+    A filter for a category of a library that is not imported here has nothing to filter yet.
+    """
+    own = set(_filters())
+    for action, message, where, module, lineno in reversed(filters):
+        found = _Filter(action, message, tuple(where), module, lineno)
+        category = _category(*found.category)
+        if category is not None and found not in own:
+            warnings.filterwarnings(action, message, category, module, lineno)
+
+
+def _category(module: str, qualname: str) -> type[Warning] | None:
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, Warning) else None
+
+
+class _Logger(NamedTuple):
+    """A logger; of a library's only the level counts."""
+
+    is_own: bool
+    level: int
+    propagate: bool
+    handlers: list[Any]
+
+
+def _collect_loggers() -> dict[str, Any]:
+    """Levels of all loggers; handlers only of the root and of those that no library made."""
+    manager = logging.root.manager
+    loggers = {"": _logger_state(logging.root, is_own=True)}
+    for name, logger in list(manager.loggerDict.items()):
+        if isinstance(logger, logging.Logger):
+            loggers[name] = _logger_state(logger, _is_users_own(name))
+    unset = {"": logging.WARNING}
+    changed = {
+        name: tuple(state)
+        for name, state in loggers.items()
+        if state[1:] != (unset.get(name, logging.NOTSET), True, [])
+    }
+    return {"disable": manager.disable, "loggers": changed} if changed or manager.disable else {}
+
+
+def _is_users_own(name: str) -> bool:
+    """Whether a logger was probably made by a cell; libraries name theirs after a module."""
+    top = name.partition(".")[0]
+    return top == "__main__" or top not in sys.modules
+
+
+def _logger_state(logger: logging.Logger, is_own: bool) -> _Logger:
+    if not is_own:
+        return _Logger(False, logger.level, True, [])
+    handlers = [found for handler in logger.handlers if (found := _handler_state(handler))]
+    return _Logger(True, logger.level, logger.propagate, handlers)
+
+
+def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
+    """A handler that writes to the cell's output and is nothing but that; else None."""
+    if type(handler) is not logging.StreamHandler or handler.filters:
+        return None
+    stream, formatter = stream_name(handler.stream), handler.formatter
+    if stream is None or type(formatter) not in (type(None), logging.Formatter):
+        return None
+    return stream, handler.level, pickle.dumps(formatter)
+
+
+def _apply_loggers(found: Mapping[str, Any]) -> None:
+    """Sets levels and handlers; a library that is not imported here sets up its own loggers."""
+    logging.disable(found["disable"])
+    known = logging.root.manager.loggerDict
+    for name, state in found["loggers"].items():
+        logger_state = _Logger(*state)
+        if logger_state.is_own or name in known:
+            _apply_logger(logging.getLogger(name), logger_state)
+
+
+def _apply_logger(logger: logging.Logger, state: _Logger) -> None:
+    logger.setLevel(state.level)
+    if not state.is_own:
+        return
+    logger.propagate = state.propagate
+    if not logger.handlers:  # a module that was imported with the values may have added its own
+        for stream, level, formatter in state.handlers:
+            logger.addHandler(_handler(stream, level, formatter))
+
+
+def _handler(stream: str, level: int, formatter: bytes) -> logging.Handler:
+    handler = logging.StreamHandler(getattr(sys, stream))
+    handler.setLevel(level)
+    handler.setFormatter(pickle.loads(formatter))
+    return handler
+
+
+def _collect_argv() -> list[str]:
+    return [] if is_programs_own(sys.argv, sys.orig_argv) else [str(word) for word in sys.argv]
+
+
+def is_programs_own(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
+    """Whether `sys.argv` is what the interpreter made of its command line.
+
+    Args:
+        argv: `sys.argv`.
+        orig_argv: `sys.orig_argv`: `python -m ipykernel_launcher -f …`, which gives
+            `['/…/ipykernel_launcher.py', '-f', '…']`.
+    """
+    program, *words = argv or [""]
+    before = orig_argv[: len(orig_argv) - len(words)]
+    if not before or list(orig_argv[len(before) :]) != words:
+        return False
+    path, name = PurePath(program), before[-1].rpartition(".")[2]
+    return program in (before[-1], "-c") or name in (path.stem, path.parent.name)
+
+
+def _apply_argv(argv: Sequence[str]) -> None:
+    sys.argv[:] = argv
+
+
+def _collect_recursion_limit() -> int:
+    limit = sys.getrecursionlimit()
+    return limit if limit > _DEFAULT_RECURSION_LIMIT else 0
+
+
+def _apply_recursion_limit(limit: int) -> None:
+    sys.setrecursionlimit(max(limit, sys.getrecursionlimit()))
+
+
+def _collect_start_method() -> str:
+    method = multiprocessing.get_start_method(allow_none=True)
+    return method if method and method != multiprocessing.get_all_start_methods()[0] else ""
+
+
+def _apply_start_method(method: str) -> None:
+    multiprocessing.set_start_method(method, force=True)
+
+
+class _TorchSetting(NamedTuple):
+    default: Any
+    get: Callable[[Any], Any]
+    set: Callable[[Any, Any], Any]
+
+
+def _matmul_precision(torch: Any) -> str:
+    """Torch refuses to say it once `torch.backends.fp32_precision` was used, its newer way."""
+    try:
+        precision: str = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "highest"
+    return precision
+
+
+def _set_device(torch: Any, device: str) -> None:
+    torch.set_default_device(target_device(device) if device == "cuda" else device)
+
+
+def _set_cudnn(name: str) -> Callable[[Any, Any], Any]:
+    return lambda torch, value: setattr(torch.backends.cudnn, name, value)
+
+
+_TORCH = {
+    "dtype": _TorchSetting(
+        "float32",
+        lambda torch: str(torch.get_default_dtype()).rpartition(".")[2],
+        lambda torch, name: torch.set_default_dtype(getattr(torch, name)),
+    ),
+    "device": _TorchSetting("cpu", lambda torch: torch.get_default_device().type, _set_device),
+    "matmul_precision": _TorchSetting(
+        "highest",
+        lambda torch: _matmul_precision(torch),
+        lambda torch, value: torch.set_float32_matmul_precision(value),
+    ),
+    "deterministic": _TorchSetting(
+        0,
+        lambda torch: torch.get_deterministic_debug_mode(),
+        lambda torch, mode: torch.set_deterministic_debug_mode(mode),
+    ),
+    "grad": _TorchSetting(
+        True,
+        lambda torch: torch.is_grad_enabled(),
+        lambda torch, enabled: torch.set_grad_enabled(enabled),
+    ),
+    "anomaly": _TorchSetting(
+        False,
+        lambda torch: torch.is_anomaly_enabled(),
+        lambda torch, enabled: torch.autograd.set_detect_anomaly(enabled),
+    ),
+    "cudnn_benchmark": _TorchSetting(
+        False, lambda torch: torch.backends.cudnn.benchmark, _set_cudnn("benchmark")
+    ),
+    "cudnn_deterministic": _TorchSetting(
+        False, lambda torch: torch.backends.cudnn.deterministic, _set_cudnn("deterministic")
+    ),
+    "sharing": _TorchSetting(
+        "file_descriptor",
+        lambda torch: torch.multiprocessing.get_sharing_strategy(),
+        lambda torch, value: torch.multiprocessing.set_sharing_strategy(value),
+    ),
+    "seed": _TorchSetting(
+        None,
+        lambda torch: seed if (seed := torch.initial_seed()) < _SEED_LIMIT else None,
+        lambda torch, seed: torch.manual_seed(seed),
+    ),
+}
+
+
+def _collect_torch() -> dict[str, Any]:
+    torch = _imported("torch")
+    if torch is None:
+        return {}
+    values = {name: setting.get(torch) for name, setting in _TORCH.items()}
+    return {name: value for name, value in values.items() if value != _TORCH[name].default}
+
+
+def _apply_torch(values: Mapping[str, Any]) -> None:
+    import torch
+
+    for name, value in values.items():
+        _TORCH[name].set(torch, value)
+
+
+def _collect_numpy() -> dict[str, Any]:
+    numpy = _imported("numpy")
+    if numpy is None:
+        return {}
+    prints, errors = numpy.get_printoptions(), numpy.geterr()
+    found = {
+        "print": {
+            name: prints[name] for name, value in _NUMPY_PRINTS.items() if prints[name] != value
+        },
+        "error": {
+            name: errors[name] for name, value in _NUMPY_ERRORS.items() if errors[name] != value
+        },
+    }
+    return {name: changed for name, changed in found.items() if changed}
+
+
+def _apply_numpy(found: Mapping[str, Any]) -> None:
+    import numpy
+
+    numpy.set_printoptions(**found.get("print", {}))
+    numpy.seterr(**found.get("error", {}))
+
+
+def _collect_matplotlib() -> bytes:
+    matplotlib = _imported("matplotlib")
+    if matplotlib is None:
+        return b""
+    own, defaults = matplotlib.rcParams, matplotlib.rcParamsDefault
+    names = [name for name in defaults if name not in _RC_OF_THE_PROCESS]
+    changed = {name: own[name] for name in names if own[name] != defaults[name]}
+    return pickle.dumps(changed) if changed else b""
+
+
+def _apply_matplotlib(pickled: bytes) -> None:
+    """A host without matplotlib draws nothing; one with another version keeps what it knows."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    own = importlib.import_module("matplotlib").rcParams
+    own.update({name: value for name, value in pickle.loads(pickled).items() if name in own})
+
+
+def _imported(name: str) -> Any:
+    """A module that this process has imported, whole even if a thread still imports it; or None."""
+    return importlib.import_module(name) if name in sys.modules else None
+
+
+class _Part(NamedTuple):
+    collect: Callable[[], Any]
+    apply: Callable[[Any], None]
+
+
+_PARTS = {
+    "argv": _Part(_collect_argv, _apply_argv),
+    "recursion_limit": _Part(_collect_recursion_limit, _apply_recursion_limit),
+    "start_method": _Part(_collect_start_method, _apply_start_method),
+    "numpy": _Part(_collect_numpy, _apply_numpy),
+    "matplotlib": _Part(_collect_matplotlib, _apply_matplotlib),
+    "torch": _Part(_collect_torch, _apply_torch),
+    "warnings": _Part(_collect_filters, _apply_filters),
+    "logging": _Part(_collect_loggers, _apply_loggers),
+}
+"""In the order in which they are set: filters and loggers after the libraries that they are of."""

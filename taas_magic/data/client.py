@@ -1,0 +1,554 @@
+"""A rank's side of the data service: connections to the fetchers of one loader, and its requests.
+
+A batch is asked of the fetcher whose share it is. A connection that fails puts its fetcher aside
+for a moment that grows with every failure in a row; what it was asked goes to another fetcher,
+which gives the same answer. Only when no fetcher has answered for a while is the run lost, and it
+says so instead of waiting for ever.
+"""
+
+import itertools
+import operator
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from taas_magic.data import encode, protocol
+from taas_magic.data.connection import FetcherLink, Silent
+from taas_magic.data.dataset import Opened, Response
+from taas_magic.data.memory import Blocks
+from taas_magic.data.protocol import Frame, Kind
+from taas_magic.data.service import Directory, Found
+from taas_magic.data.sharding import VOID, SlotRequest, home
+from taas_magic.errors import ProtocolError, RunLost
+from taas_magic.leases import ALIVE_S, FetchLease
+
+_TRIES = 10
+_FIRST_LOOK_S = 0.001
+_LONGEST_LOOK_S = 0.02
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_PAUSE_PER_SILENCE = 10
+"""So many times longer than it was waited for a fetcher in vain, others are asked instead of it."""
+
+_OTHER_ORDER = (
+    "epoch {epoch}: the loader's sampler gives another order each time it is asked, and the "
+    "fetcher that had drawn this epoch's is gone. A sampler that draws from the generator of "
+    "torch, numpy or random survives that"
+)
+
+
+class Route:
+    """A rank's ways to the fetchers of one loader; its connections are used again.
+
+    Args:
+        loader: Name of the loader.
+        directory: Where the fetchers are.
+        key: The run's key.
+        tls: Context for TCP.
+        direct: Whether shared memory may be used on one host.
+        lease: How long to wait for fetchers.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        loader: str,
+        directory: Directory,
+        key: bytes,
+        tls: ssl.SSLContext | None = None,
+        direct: bool = True,
+        lease: FetchLease = FetchLease(),  # noqa: B008
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._loader, self._directory, self._key = loader, directory, key
+        self._tls, self._direct, self._lease, self._clock = tls, direct, lease, clock
+        self._found = Found(0, 0, 1, {})
+        self._idle: dict[int, list[FetcherLink]] = {}
+        self._paused: dict[int, tuple[float, float]] = {}
+        self._silent_s = 0.0
+        self._reasons: dict[int, str] = {}
+
+    @property
+    def workers(self) -> int:
+        """How many workers all fetchers have; waits for the first fetcher."""
+        self._await_fetchers()
+        return self._found.workers
+
+    def pick(self, slot: int, streams: int | None) -> int:
+        """The fetcher to ask for a slot: whose share it is, or, while that is aside, another one.
+
+        Raises:
+            RunLost: No fetcher has answered for `fetch_s`.
+        """
+        self._await_fetchers()
+        found = self._found
+        workers = found.workers // max(found.fetchers, 1)
+        wanted, _ = home(slot, streams, found.fetchers, workers, found.stride)
+        if not self._paused and wanted in found.addresses:
+            return wanted
+        up = self._up()
+        # Those that have failed come last until one has answered: each is tried once at least.
+        up = [number for number in up if number not in self._reasons] or up
+        if wanted in up or not up:
+            return wanted
+        return up[home(slot // found.workers if streams is None else slot, streams, len(up), 1)[0]]
+
+    @property
+    def patience_s(self) -> float:
+        """How long a fetcher may be silent: less, the longer none has answered."""
+        return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
+
+    def connect(self, number: int) -> FetcherLink:
+        """A connection to a fetcher, an idle one if there is one.
+
+        Raises:
+            OSError, ProtocolError: It does not answer; it is aside now.
+        """
+        if self._idle.get(number):
+            return self._idle[number].pop()
+        try:
+            address = self._found.addresses[number]
+        except KeyError:
+            raise ConnectionError(f"fetcher {number} has not started yet") from None
+        patience = self.patience_s, self._lease.silent_s
+        return FetcherLink(address, self._loader, self._key, self._tls, self._direct, *patience)
+
+    def give_back(self, number: int, link: FetcherLink) -> None:
+        """Keep a connection."""
+        self._idle.setdefault(number, []).append(link)
+
+    def answered(self, number: int) -> None:
+        """A fetcher has answered."""
+        self._paused.pop(number, None)
+        if self._reasons:
+            self._silent_s = 0.0
+            self._reasons.clear()
+
+    def failed(self, number: int, why: str, silent_s: float) -> None:
+        """Put a fetcher aside.
+
+        Args:
+            number: Which.
+            why: What is the matter with it.
+            silent_s: How long it was waited for.
+
+        Raises:
+            RunLost: No fetcher has answered for `fetch_s`.
+        """
+        for link in self._idle.pop(number, ()):
+            link.close()
+        _, pause_s = self._paused.get(number, (0.0, _FIRST_PAUSE_S / 2))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if silent_s > ALIVE_S:
+            pause_s = _PAUSE_PER_SILENCE * silent_s
+        self._paused[number] = self._clock() + pause_s, pause_s
+        self._reasons[number] = f"{self._found.addresses.get(number, f'fetcher {number}')} {why}"
+        self._silent_s += silent_s
+        self._found = self._directory(self._loader)
+        have_all_failed = self._found.addresses.keys() <= self._reasons.keys()
+        if have_all_failed and self._silent_s >= self._lease.fetch_s:
+            reasons = "; ".join(sorted(set(self._reasons.values()))[:4])
+            raise RunLost(
+                f'no fetcher of loader "{self._loader}" has answered for {self._silent_s:.0f} s: '
+                f"{reasons}. See the fetchers' log in the run folder; fetch_s in taas.toml's "
+                "[data] is how long ranks wait"
+            )
+        if not self._up():
+            self._wait_for_any()
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for link in (link for links in self._idle.values() for link in links):
+            link.close()
+        self._idle.clear()
+
+    def _up(self) -> list[int]:
+        now = self._clock()
+        return [
+            number
+            for number in sorted(self._found.addresses)
+            if self._paused.get(number, (0.0, 0.0))[0] <= now
+        ]
+
+    def _await_fetchers(self) -> None:
+        if self._found.addresses:
+            return
+        deadline, pause_s = self._clock() + self._lease.start_s, _FIRST_LOOK_S
+        while not self._found.addresses:
+            self._found = self._directory(self._loader)
+            if self._found.addresses:
+                return
+            if self._found.failed:
+                raise RunLost(f'no fetcher of loader "{self._loader}": {self._found.failed}')
+            if self._clock() > deadline:
+                raise RunLost(
+                    f'no fetcher of loader "{self._loader}" has started within '
+                    f"{self._lease.start_s:g} s; the run's log says why"
+                )
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, _LONGEST_LOOK_S)
+
+    def _wait_for_any(self) -> None:
+        """Every fetcher is aside: wait for the first to be tried again."""
+        now = self._clock()
+        first = min((until for until, _ in self._paused.values()), default=now)
+        pause_s = max(0.0, min(first - now, 0.25))
+        time.sleep(pause_s)
+        self._silent_s += pause_s
+
+
+class Request(NamedTuple):
+    """What is asked of a fetcher."""
+
+    kind: Kind
+    epoch: int
+    slot: int
+    body: bytes = b""
+
+
+_SHARED = operator.attrgetter("kind", "epoch", "body")
+
+
+class Asked:
+    """A connection, and what was asked on it, in order.
+
+    Attributes:
+        link: The connection.
+        asked: Requests that are under way.
+        unsent: Requests that are laid ready.
+    """
+
+    def __init__(self, link: FetcherLink) -> None:
+        self.link = link
+        self.asked: deque[Request] = deque()
+        self.unsent: list[Request] = []
+
+    def send(self) -> None:
+        """Send what was laid ready, and with it what is read no more of the fetcher's memory."""
+        requests, self.unsent = self.unsent, []
+        self.asked += requests
+        self.link.send(list(_frames(requests)))
+
+
+def _frames(requests: Iterable[Request]) -> Iterator[tuple[Frame, bytes]]:
+    """Frames that ask this; requests for batches that follow each other share one."""
+    for (kind, epoch, detail), group in itertools.groupby(requests, _SHARED):
+        first, *others = [request.slot for request in group]
+        if kind is Kind.GET or kind is Kind.PEEK:
+            body = protocol.pack_numbers(others)
+            yield Frame(kind, epoch, first, body_bytes=len(body)), body
+            continue
+        for slot in (first, *others):
+            yield Frame(kind, epoch, slot, body_bytes=len(detail)), detail
+
+
+def reply_of(frame: Frame, body: memoryview) -> Response:
+    """The reply that a frame is to GET or PEEK.
+
+    Raises:
+        RunLost: The batch cannot be had.
+        ProtocolError: It is no such reply.
+    """
+    if frame.kind is Kind.BATCH:
+        return Response(frame.units, encode.decode(body, frame.head_bytes), frame.body_bytes)
+    if frame.kind is Kind.ERROR:
+        return Response(1, failure=encode.from_bytes(bytes(body)))
+    if frame.kind is Kind.VOID:
+        return Response(VOID)
+    if frame.kind is Kind.PEEKED:
+        return Response(frame.units)
+    if frame.kind is Kind.LOST:
+        raise RunLost(bytes(body).decode())
+    raise ProtocolError(f"a request for a batch was answered with {frame.kind.name}")
+
+
+class Orders:
+    """Which order of an epoch holds for all ranks, where a worker has another one.
+
+    A sampler that draws from something else than the seeded generators gives every worker another
+    order. Then the one of the worker that opened the epoch holds: it is asked for a batch's indices
+    (ORDER), and any worker for the batch by those (GIVEN), in the place of the first request.
+
+    Attributes:
+        holds: Hash of the order; None as long as none is known, 0: there is none to compare.
+    """
+
+    def __init__(self) -> None:
+        self.holds: int | None = None
+        self._instead: dict[Request, Request] = {}
+
+    def first(self, ask: Request) -> Request:
+        """The request in whose place this one is asked, or itself."""
+        return self._instead.get(ask, ask) if self._instead else ask
+
+    def next(self, ask: Request, frame: Frame, body: memoryview) -> Request | None:
+        """What to ask after an answer; None when it is the answer to the first request.
+
+        Raises:
+            RunLost: The order that holds cannot be had any more.
+        """
+        first = self._instead.pop(ask, ask) if self._instead else ask
+        if first is ask and self._is_other(frame):
+            instead = Request(Kind.ORDER, ask.epoch, ask.slot)
+        elif ask.kind is Kind.ORDER and frame.kind is Kind.VALUE:
+            if self._is_other(frame):
+                raise RunLost(_OTHER_ORDER.format(epoch=ask.epoch))
+            instead = first._replace(kind=Kind.GIVEN, body=bytes(body))
+        else:
+            return None
+        self._instead[instead] = first
+        return instead
+
+    def _is_other(self, frame: Frame) -> bool:
+        return frame.order != self.holds and frame.order != 0 and self.holds is not None
+
+
+class BatchTimeout:
+    """`DataLoader(timeout=…)`: how long a rank waits for a batch."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._since = timeout_s, time.monotonic()
+
+    def check(self) -> None:
+        """Raise RuntimeError, as a local DataLoader does, once the time is over."""
+        if time.monotonic() - self._since > self._timeout_s:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout_s:g} seconds")
+
+
+class Client:
+    """Answers a rank's requests about one loader from its fetchers, for one pass over it.
+
+    Args:
+        route: The ways to them.
+        blocks: Memory to receive into.
+        timeout_s: How long a batch may take; 0: as long as it takes, while its fetcher says that it
+            is alive.
+    """
+
+    def __init__(self, route: Route, blocks: Blocks, timeout_s: float = 0.0) -> None:
+        self._route, self.blocks, self._timeout_s = route, blocks, timeout_s
+        self._open: dict[int, Asked] = {}
+        self._where: dict[Request, int] = {}
+        self._here: dict[Request, tuple[Frame, memoryview]] = {}
+        self._replies: dict[tuple[int, bool], Response] = {}
+        self._tries: dict[Request, int] = {}
+        self._epoch = 0
+        self._streams: int | None = None
+        self._orders = Orders()
+        self.retried = 0
+
+    @property
+    def workers(self) -> int:
+        """How many workers share the work."""
+        return self._route.workers
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that batches lie in, in use or kept for the next ones."""
+        links = list(self._open.values())
+        return self.blocks.held_bytes + sum(open_.link.shared_bytes for open_ in links)
+
+    def open(self, epoch: int) -> Opened:
+        """Begin an epoch, and say how long it is; the first fetcher says it for all.
+
+        Raises:
+            RunLost: No fetcher answers.
+            Exception: What the loader's sampler raised.
+        """
+        frame, body = self._answer_to(Request(Kind.OPEN, epoch, 0))
+        if frame.kind is not Kind.OPENED:
+            _raise(frame, body)
+        opened = msgspec.json.decode(body, type=Opened)
+        self._epoch, self._streams, self._orders.holds = epoch, opened.streams, opened.order
+        return opened
+
+    def ask(self, asks: Sequence[SlotRequest]) -> None:
+        """Send requests ahead."""
+        for ask in asks:
+            self._send_later(self._request(ask))
+        self._flush()
+
+    def reply(self, ask: SlotRequest) -> Response:
+        """Return the answer to a request.
+
+        Raises:
+            RunLost: No fetcher answers, or the batch cannot be had.
+            RuntimeError: It took longer than the loader's `timeout`.
+        """
+        reply = self._replies.pop(ask, None)
+        if reply is not None:
+            return reply
+        request = self._request(ask)
+        if request not in self._where:
+            self._send_later(request)
+            self._flush()
+        self._until(request)
+        return self._replies.pop(ask)
+
+    def sample(self, index: Any) -> Any:
+        """Return `dataset[index]` from a fetcher's dataset."""
+        return self._value(Request(Kind.SAMPLE, 0, 0, encode.as_bytes(index)))
+
+    def state(self, slot: int) -> tuple[int, Any] | None:
+        """Where the dataset of a slot's stream stood, and after how many items."""
+        found: tuple[int, Any] | None = self._value(Request(Kind.STATE, self._epoch, slot))
+        return found
+
+    def restore(self, slot: int, state: Any) -> None:
+        """Have the stream of a slot begin there, in a dataset that has loaded this state."""
+        self._value(Request(Kind.STATE, self._epoch, slot, encode.as_bytes(state)))
+
+    def close(self) -> None:
+        """End the pass; what is under way is not wanted any more."""
+        for number, open_ in self._open.items():
+            try:
+                if open_.asked:
+                    open_.link.cancel()
+                self._route.give_back(number, open_.link)
+            except OSError:
+                open_.link.close()
+        self._open.clear()
+        for book in (self._where, self._here, self._replies):
+            book.clear()
+
+    def _request(self, ask: SlotRequest) -> Request:
+        return Request(Kind.GET if ask.mine else Kind.PEEK, self._epoch, ask.slot)
+
+    def _answer_to(self, ask: Request) -> tuple[Frame, memoryview]:
+        """Ask something besides batches, and wait for what is said."""
+        self._send_later(ask)
+        self._flush()
+        self._until(ask)
+        return self._here.pop(ask)
+
+    def _value(self, ask: Request) -> Any:
+        frame, body = self._answer_to(ask)
+        if frame.kind is not Kind.VALUE:
+            _raise(frame, body)
+        if ask.kind is Kind.STATE and len(body) > protocol.MAX_STATE_BYTES:
+            raise ValueError(
+                f"state_dict: the dataset's own state is {len(body) / 1e9:.1f} GB; at most "
+                f"{protocol.MAX_STATE_BYTES / 1e9:.1f} GB can be loaded again. Keep its large "
+                "parts out"
+            )
+        return encode.from_bytes(bytes(body))
+
+    def _send_later(self, ask: Request) -> None:
+        """Lay a request ready for the fetcher that has to answer it."""
+        while True:
+            of_order = ask.kind in (Kind.OPEN, Kind.ORDER)
+            number = self._route.pick(0 if of_order else ask.slot, self._streams)
+            began = time.monotonic()
+            try:
+                if number not in self._open:
+                    self._open[number] = Asked(self._route.connect(number))
+            except (OSError, ProtocolError) as error:
+                self._route.failed(number, why_useless(error), time.monotonic() - began)
+                continue
+            self._open[number].unsent.append(ask)
+            self._where[ask] = number
+            if (first := self._orders.first(ask)) is not ask:
+                self._where[first] = number
+            return
+
+    def _flush(self) -> None:
+        for number, open_ in list(self._open.items()):
+            try:
+                if open_.unsent:
+                    open_.send()
+            except OSError as error:
+                self._lost(number, error)
+
+    def _until(self, ask: Request) -> None:
+        """Receive until `ask` is answered."""
+        heard = time.monotonic()
+        patience = BatchTimeout(self._timeout_s) if self._timeout_s else None
+        while ask in self._where:
+            if patience is not None:
+                patience.check()
+            number = self._where[ask]
+            try:
+                self._receive(number)
+            except (OSError, ProtocolError) as error:
+                silent_s = time.monotonic() - heard
+                if isinstance(error, Silent) and silent_s < self._route.patience_s:
+                    continue
+                self._lost(number, error, silent_s)
+            heard = time.monotonic()
+
+    def _receive(self, number: int) -> None:
+        """Take the next frame of a fetcher, and all that have come with it."""
+        open_ = self._open[number]
+        whole: tuple[Frame, memoryview] | None = open_.link.receive(self.blocks)
+        self._route.answered(number)
+        while whole is not None and self._open.get(number) is open_:
+            if whole[0].kind is not Kind.ALIVE:
+                self._take(open_, *whole)
+            whole = open_.link.here()
+
+    def _take(self, open_: Asked, frame: Frame, body: memoryview) -> None:
+        """Take the answer to the oldest request on a connection."""
+        ask = open_.asked[0] if open_.asked else None
+        if ask is None or frame.batch != ask.slot or frame.epoch != ask.epoch:
+            raise ProtocolError(
+                f"{open_.link.address} was asked {ask} and answered with batch {frame.batch} of "
+                f"epoch {frame.epoch}"
+            )
+        open_.asked.popleft()
+        del self._where[ask]
+        if self._tries:
+            self._tries.pop(ask, None)
+        first = self._orders.first(ask)
+        instead = self._orders.next(ask, frame, body)
+        if instead is not None:
+            self._send_later(instead)
+            self._flush()
+            return
+        if first is not ask:
+            del self._where[first]
+        if first.kind is Kind.GET or first.kind is Kind.PEEK:
+            self._replies[first.slot, first.kind is Kind.GET] = reply_of(frame, body)
+        else:
+            self._here[first] = frame, body
+
+    def _lost(self, number: int, error: Exception, silent_s: float = 0.0) -> None:
+        """A connection is of no use any more: ask everything that it still owes elsewhere."""
+        open_ = self._open.pop(number)
+        open_.link.close()
+        owed = [*open_.asked, *open_.unsent]
+        if open_.asked:
+            self._count_try(open_.asked[0], error)
+        self._route.failed(number, why_useless(error), silent_s)
+        self.retried += len(owed)
+        for ask in owed:
+            self._send_later(ask)
+        self._flush()
+
+    def _count_try(self, ask: Request, error: Exception) -> None:
+        self._tries[ask] = self._tries.get(ask, 0) + 1
+        if self._tries[ask] >= _TRIES:
+            raise RunLost(
+                f"batch {ask.slot} of epoch {ask.epoch} was asked for {_TRIES} times, and every "
+                f"time the connection to its fetcher was lost, at last with: {error}"
+            )
+
+
+def _raise(frame: Frame, body: memoryview) -> None:
+    """Raise what an answer says instead of a value."""
+    if frame.kind is Kind.LOST:
+        raise RunLost(bytes(body).decode())
+    if frame.kind is not Kind.ERROR:
+        raise ProtocolError(f"a request was answered with {frame.kind.name}")
+    encode.from_bytes(bytes(body)).reraise()
+
+
+def why_useless(error: Exception) -> str:
+    """What an unusable connection says of its fetcher."""
+    if isinstance(error, (Silent, TimeoutError)):
+        return "says nothing"
+    kind = "broke the protocol" if isinstance(error, ProtocolError) else "is gone"
+    return f"{kind} ({error})"

@@ -1,0 +1,276 @@
+"""One rank's iterator over its share of one epoch.
+
+What comes next is what the course says (`sharding`), from what the fetchers answer (`client`).
+"""
+
+import itertools
+import queue
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from taas_magic.data.client import Client
+from taas_magic.data.dataset import Opened, Response
+from taas_magic.data.metrics import EpochTimer, Handed, sampled
+from taas_magic.data.sharding import Course, EpochPlace, NoSlot, Part, ScoutedCourse, SlotRequest
+from taas_magic.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from taas_magic.data.loader import RemoteLoader
+
+_THREAD_FROM_BYTES = 1 << 20
+"""Batches from this size on are received by a thread of their own."""
+
+_LOOK_EVERY = 16
+_MOST_STEPS = 256
+_READY_BATCHES = 2
+_STOP_S = 0.2
+
+_EVERY_EPOCH_ALIKE = (
+    'the dataset of loader "{}" counts its epochs in its attribute {!r}. Every epoch begins with '
+    "the dataset as it was registered, so that all are the first one to it: give it a method "
+    "set_epoch(epoch), which is called before each"
+)
+
+
+class Step(NamedTuple):
+    """What a rank is handed in one step, and where the epoch goes on after it."""
+
+    response: Response
+    row_units: int
+    after: EpochPlace
+
+
+class EpochIterator(Iterator[Any]):
+    """One iterator: one rank's share of one epoch.
+
+    Args:
+        loader: The loader.
+        epoch: The epoch.
+        place: Where it begins.
+        turn: How many iterators the loader had before.
+        order: The hash that its order has to have; 0: any.
+    """
+
+    def __init__(
+        self, loader: "RemoteLoader", epoch: int, place: EpochPlace, turn: int, order: int = 0
+    ) -> None:
+        self._loader, self.epoch, self.after, self._turn = loader, epoch, place, turn
+        self.order = order
+        self._client: Client | None = None
+        self.opened: Opened | None = None
+        self._steps: Iterator[Step] | ReceiveThread | None = None
+        self._line = -1
+        self._pins = loader.pin_memory and torch.cuda.is_available()
+        self.timer = EpochTimer(loader.counts)
+        self.ended = False
+
+    def __next__(self) -> Any:
+        if self.ended:
+            raise StopIteration
+        self.timer.start()
+        try:
+            if self._steps is None:
+                self._steps = sampled(self._begin(), self._loader.counts)
+            step = next(self._steps)
+        except BaseException:
+            self.timer.stop()
+            self.close()
+            raise
+        self.timer.stop()
+        return self._hand_out(step)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def close(self) -> None:
+        """End the pass; its connections are closed or kept for the next one."""
+        if self.ended:
+            return
+        self.ended = True
+        self.timer.end()
+        if isinstance(self._steps, ReceiveThread):
+            self._steps.close()
+        if self._client is not None:
+            self._client.close()
+            self._loader.counts.retried += self._client.retried
+            self._loader.keep(self._client.blocks)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _begin(self) -> Iterator[Step]:
+        loader, feed = self._loader, self._loader.feed
+        self._client = loader.client()
+        opened = self.opened = self._client.open(self.epoch)
+        loader.check_order(self.order, opened.order, self.epoch)
+        self.order = opened.order
+        loader.give_states(self._client, opened.streams or 1)
+        if opened.counter and not feed.rank:
+            warnings.warn(_EVERY_EPOCH_ALIKE.format(loader.name, opened.counter), stacklevel=4)
+        if feed.ledger is not None:
+            first = self.after.position // feed.world_size
+            name, place = loader.shape.name, (feed.rank, feed.world_size, first, 0)
+            self._line = feed.ledger.begin(
+                Handed(feed.generation, name, self._turn, self.epoch, *place)
+            )
+        part = loader.part()
+        return steps(self._client, opened, part, self.after, feed.window_bytes)
+
+    def _hand_out(self, step: Step) -> Any:
+        loader, (response, row_units, after) = self._loader, step
+        counts, bound = loader.counts, loader.feed.units
+        if bound is not None and counts.spent + row_units > bound:
+            self.close()
+            raise StopIteration
+        if not isinstance(self._steps, ReceiveThread):
+            if response.size >= _THREAD_FROM_BYTES:
+                assert self._steps is not None
+                self._steps = ReceiveThread(self._steps, self._pinned)
+            response = self._pinned(response) if self._pins else response
+        if self._line >= 0 and loader.feed.ledger is not None:
+            loader.feed.ledger.hand(self._line)
+        self.after = after
+        counts.spent += row_units
+        counts.batches += 1
+        counts.units += max(response.units, 0)
+        counts.bytes += response.size
+        if counts.batches % _LOOK_EVERY == 1 and self._client is not None:
+            counts.held_bytes = self._client.held_bytes
+        if response.failure is not None:
+            response.failure.reraise()
+        return response.batch
+
+    def _pinned(self, response: Response) -> Response:
+        if not self._pins:
+            return response
+        return response._replace(batch=pin_memory(response.batch))  # type: ignore[no-untyped-call]
+
+
+def steps(
+    client: Client, opened: Opened, part: Part, place: EpochPlace, window_bytes: int
+) -> Iterator[Step]:
+    """Yield a rank's steps, from `place` on, of the epoch that its client was opened for."""
+    course: Course | ScoutedCourse
+    if opened.batches is not None and not opened.counted:
+        course = Course(part, opened.batches, place)
+    else:
+        course = ScoutedCourse(part, opened.batches, opened.streams or 1, place)
+    least = 2 * -(-client.workers // part.world_size) + 1  # so that no worker idles
+    walk = _Walk(client, course, window_bytes, least, is_bounded=part.units is not None)
+    for step in itertools.count(place.position // part.world_size):
+        response = walk.take(step)
+        if response is None:
+            return
+        yield Step(response, course.row_units(step), course.place(step + 1))
+
+
+class _Walk:
+    """Asks ahead along a course, and learns what the course needs to know.
+
+    Args:
+        client: Who is asked.
+        course: Which slots come.
+        window_bytes: As many batches are asked for ahead as fit into this.
+        least: But never fewer than these.
+        is_bounded: Whether `--units` bounds the epoch.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        course: Course | ScoutedCourse,
+        window_bytes: int,
+        least: int,
+        is_bounded: bool,
+    ) -> None:
+        self._client, self._course = client, course
+        self._window_bytes, self._least, self._largest_bytes = window_bytes, least, 0
+        self._scouts = isinstance(course, ScoutedCourse)
+        self._learns_late = is_bounded and not self._scouts
+        self._unlearnt: deque[SlotRequest] = deque()
+        self._kept: dict[int, Response] = {}
+        self._ask_again_at = 0
+
+    def take(self, step: int) -> Response | None:
+        """Return the batch to hand out at a step; None at the end."""
+        if step >= self._ask_again_at:
+            self._ask_ahead(step)
+        while (slot := self._course.at(step)) is NoSlot.WAIT:
+            if not self._unlearnt:
+                self._ask_ahead(step)
+            self._learn()
+        if isinstance(slot, NoSlot):
+            return None
+        response = self._kept.pop(slot, None) or self._client.reply(SlotRequest(slot, True))
+        if response.units < 0:
+            raise ProtocolError(f"batch {slot} does not exist after all")
+        if self._learns_late:
+            self._course.learn(slot, response.units)
+        if response.size > self._largest_bytes:
+            self._largest_bytes = response.size
+        return response
+
+    def _ask_ahead(self, step: int) -> None:
+        """Ask for a whole window; the next time when a quarter of it is used up."""
+        ahead = self._steps_ahead()
+        asks = list(self._course.asks(step + ahead))
+        self._client.ask(asks)
+        if self._scouts:
+            self._unlearnt += asks
+        self._ask_again_at = step + max(1, ahead // 4)
+
+    def _steps_ahead(self) -> int:
+        if not self._largest_bytes:
+            return self._least
+        return max(self._least, min(self._window_bytes // self._largest_bytes, _MOST_STEPS))
+
+    def _learn(self) -> None:
+        ask = self._unlearnt.popleft()
+        response = self._client.reply(ask)
+        self._course.learn(ask.slot, response.units)
+        if ask.mine and response.units >= 0:
+            self._kept[ask.slot] = response
+
+
+class ReceiveThread(Iterator[Step]):
+    """Takes steps in a thread of its own, so that large batches arrive while the rank computes."""
+
+    def __init__(self, source: Iterator[Step], work: Callable[[Response], Response]) -> None:
+        self._source, self._work = source, work
+        self._queue: queue.Queue[Step | BaseException] = queue.Queue(_READY_BATCHES)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="taas-receive", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> Step:
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            self._queue.put(item)
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Stop after the batch that is under way; blocks until then."""
+        self._stopped.set()
+        while self._thread.is_alive():
+            try:
+                self._queue.get(timeout=_STOP_S / 10)
+            except queue.Empty:
+                self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        try:
+            for step in self._source:
+                if self._stopped.is_set():
+                    return
+                self._queue.put(step._replace(response=self._work(step.response)))
+            self._queue.put(StopIteration())
+        except BaseException as error:
+            # It belongs to whoever iterates; this thread only carries it there.
+            self._queue.put(error)

@@ -1,0 +1,573 @@
+"""A farm as the kernel holds it: jobs are submitted, their results come back as they are ready.
+
+Nothing here blocks the notebook but the waits that the user asks for. A thread brings the result of
+each job as soon as it has ended, so that what was delivered stays, whatever becomes of its node.
+"""
+
+import logging
+import os
+import queue
+import shutil
+import subprocess
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from IPython.core.getipython import get_ipython
+
+from taas_magic import messages
+from taas_magic.capture import pickling
+from taas_magic.capture.payload import Cell
+from taas_magic.config import LOCAL, Config, load_config
+from taas_magic.errors import JobFailed, PoolError, UsageError, interrupted
+from taas_magic.farms import table, values, worker
+from taas_magic.farms.table import FarmState, JobState
+from taas_magic.farms.terms import (
+    FarmPlace,
+    FarmTerms,
+    JobCall,
+    JobEnded,
+    JobNews,
+    JobOutcome,
+    JobResult,
+    News,
+    NodeNews,
+)
+from taas_magic.host.processes import spawn_command
+from taas_magic.journal.folder import state_dir
+from taas_magic.notebook import launch, pools
+from taas_magic.plan import new_run_id
+from taas_magic.store import rule as store
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+LOG = "farm.log"
+
+END_S = 30.0
+"""How long the farm's process may take to end."""
+
+
+class Job:
+    """A call of a function in a farm.
+
+    Attributes:
+        name: Its name: the function's, and a number.
+        args: What the function is called with.
+        kwargs: The same, by name.
+        state: "queued", "running", "done", "failed" or "cancelled".
+        host: The host that runs it, or ran it last; "" before.
+        folder: Its folder: what it printed (`output.log`), and what it saved by `taas.save`.
+    """
+
+    def __init__(
+        self, farm: "Farm", name: str, args: tuple[Any, ...], kwargs: dict[str, Any], folder: Path
+    ) -> None:
+        self.name, self.args, self.kwargs, self.folder = name, args, kwargs, folder
+        self._farm = farm
+        self.seen = JobState(name)
+        self._ended = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._listeners: list[Callable[[Job], None]] = []
+
+    def __repr__(self) -> str:
+        where = f" on {self.host}" if self.host else ""
+        return f"<job {self.name}: {self.state}{where}>"
+
+    @property
+    def state(self) -> str:
+        return self.seen.state
+
+    @property
+    def host(self) -> str:
+        return self.seen.host
+
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self._ended.is_set()
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for what the function returns; an interrupt cancels the job.
+
+        Raises:
+            JobFailed: It raised, died or was cancelled: with its traceback in the notebook's lines.
+            TimeoutError: It has not ended in that time.
+            KeyboardInterrupt: The user interrupted the wait.
+        """
+        error = self.exception(timeout_s)
+        if error is not None:
+            raise error
+        return self._result
+
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
+        """Wait for its end; returns what `result` would raise, None where it returned.
+
+        Raises:
+            TimeoutError: It has not ended in that time.
+        """
+        with self._farm.cancelling([self]):
+            if not self._ended.wait(timeout_s):
+                raise TimeoutError(f"job {self.name} has not ended after {timeout_s} s")
+        return self._error
+
+    def cancel(self) -> None:
+        """End it, if it has not ended; one that runs is interrupted first."""
+        self._farm.cancel([self])
+
+    def when_done(self, listener: Callable[["Job"], None]) -> None:
+        """Have a function called with the job when it has ended, or now if it has."""
+        self._listeners.append(listener)
+        if self.done():
+            self._tell()
+
+    def end(self, state: str, result: Any = None, error: BaseException | None = None) -> None:
+        """Take how it ended; what comes first counts."""
+        if self.done():
+            return
+        self.seen.end(state)
+        self._result, self._error = result, error
+        self._ended.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        while self._listeners:
+            self._listeners.pop()(self)
+
+
+class Farm:
+    """Runs jobs on the hosts of pools; see `farm`."""
+
+    def __init__(self, terms: FarmTerms, config: Config, shell: Any) -> None:
+        self._shell, self._config, self.name = shell, config, terms.name
+        self.folder = state_dir() / "farms" / self.name
+        _prune(self.folder.parent, config.runs.keep)
+        (self.folder / "jobs").mkdir(mode=0o700, parents=True)
+        self.state = FarmState(self.name, ", ".join(terms.pools), terms.least, terms.most)
+        self._process, place = _start(terms, self.folder)
+        self.state.slots = place.slots
+        self._client = _connect(place)
+        self._client.subscribe_topic(worker.TOPIC, self._hear)
+        self._jobs: dict[str, tuple[Job, list[Future]]] = {}
+        self._on_solution: list[Callable[[Job], None]] = []
+        self._lock = threading.RLock()
+        self._count = 0
+        self._is_closed = False
+        self._why_over = ""
+        from distributed import as_completed
+
+        self._completed = as_completed([], loop=self._client.loop)
+        self._submitted = threading.Semaphore(0)
+        threading.Thread(target=self._collect, name="taas-farm", daemon=True).start()
+        threading.Thread(target=self._watch, name="taas-farm-watch", daemon=True).start()
+        self._view = table.LiveTable(self.state, shell)
+
+    def __enter__(self) -> "Farm":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
+        return table.bundle(self.state)
+
+    def submit(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        retries: int = 0,
+        fresh: bool = False,
+        **kwargs: Any,
+    ) -> Job:
+        """Have a node call a function; returns at once.
+
+        Args:
+            function: Any callable; it travels as what a `%%taas` cell uses does.
+            args: What it is called with.
+            retries: How often it is called again when it raises, or its process dies.
+            fresh: Whether it must have a process that no other job has run in.
+            kwargs: What it is called with, by name.
+
+        Raises:
+            CaptureError: Something cannot travel; the message has the path to it.
+            PoolError: The farm is closed, or its process has ended.
+        """
+        return self._submit([(args, kwargs)], function, retries, fresh)[0]
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        *iterables: Iterable[Any],
+        retries: int = 0,
+        fresh: bool = False,
+        **kwargs: Any,
+    ) -> list[Job]:
+        """Submit a job for each element, as `map` would call the function; returns at once.
+
+        Args:
+            function: As for `submit`, like the others.
+            iterables: The n-th job is given the n-th element of each.
+            retries: As for `submit`.
+            fresh: As for `submit`.
+            kwargs: The same for all.
+        """
+        calls = [(args, kwargs) for args in zip(*iterables, strict=False)]
+        return self._submit(calls, function, retries, fresh)
+
+    def as_completed(self, jobs: Iterable[Job] | None = None) -> Iterator[Job]:
+        """Yield jobs as they end, in whatever way; an interrupt cancels those that have not.
+
+        Args:
+            jobs: Which; left out, all of the farm that have not ended.
+        """
+        waiting = list(self._unfinished() if jobs is None else jobs)
+        ended: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        for job in waiting:
+            job.when_done(ended.put)
+        for _ in waiting:
+            with self.cancelling(waiting):
+                job = ended.get()
+            yield job
+
+    def on_solution(self, listener: Callable[[Job], None]) -> None:
+        """Have a function called with each job that has returned, in a thread of the farm's."""
+        self._on_solution.append(listener)
+
+    def status(self) -> FarmState:
+        """How the farm stands; shown as a table."""
+        return self.state
+
+    def cancel(self, jobs: Iterable[Job]) -> None:
+        """End jobs; those that run are interrupted, and ended if they do not end by that."""
+        with self._lock:
+            left = [self._jobs[job.name] for job in jobs if job.name in self._jobs]
+        for job, futures in left:
+            job.end("cancelled", error=JobFailed(f"job {job.name} was cancelled", name=job.name))
+            futures[0].cancel()
+
+    @contextmanager
+    def cancelling(self, jobs: Sequence[Job]) -> Iterator[None]:
+        """Cancels jobs that the user waits for when the wait is interrupted.
+
+        Raises:
+            KeyboardInterrupt: It was.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            left = [job for job in jobs if not job.done()]
+            self.cancel(left)
+            raise interrupted(f"Stopped by you; {len(left)} jobs were cancelled.") from None
+
+    def close(self) -> None:
+        """Cancel what has not ended, give the hosts back, end the farm's process."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.cancel(self._unfinished())
+        self._submitted.release()
+        self._client.close(timeout=2)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.state.close()
+        self._view.close()
+
+    def _unfinished(self) -> list[Job]:
+        with self._lock:
+            return [job for job, _ in self._jobs.values()]
+
+    def _submit(
+        self,
+        calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        function: Callable[..., Any],
+        retries: int,
+        fresh: bool,
+    ) -> list[Job]:
+        if self._is_closed or self._why_over:
+            why = self._why_over or "it is closed"
+            raise PoolError(f"{self.name} takes no jobs: {why}; make another farm")
+        packed = [values.pack_arguments(*call, self._shell.user_ns) for call in calls]
+        functions: dict[Any, tuple[str, bytes]] = {}
+        for one in packed:
+            key = one.needs, one.modules
+            if key not in functions:
+                functions[key] = self._pack(function, one)
+        jobs = []
+        for call, one in zip(calls, packed, strict=True):
+            called = functions[one.needs, one.modules]
+            jobs.append(self._send(function, call, one, called, retries, fresh))
+        return jobs
+
+    def _pack(self, function: Callable[..., Any], packed: values.Packed) -> tuple[str, bytes]:
+        cell = Cell("", filename="<a job>", raw="")
+        settings = launch.capture_settings(cell, self._shell, self._config)
+        path = self.folder / f"function-{threading.get_ident()}"
+        return values.pack_function(function, packed, self._shell.user_ns, settings, path)
+
+    def _send(
+        self,
+        function: Callable[..., Any],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        packed: values.Packed,
+        called: tuple[str, bytes],
+        retries: int,
+        fresh: bool,
+    ) -> Job:
+        args, kwargs = call
+        with self._lock:
+            self._count += 1
+            name = f"{getattr(function, '__name__', 'job').strip('<>')}-{self._count}"
+        job = Job(self, name, args, kwargs, self.folder / "jobs" / name)
+        told = JobCall(name, called[0], len(args), tuple(kwargs), fresh)
+        parts = [self._part(part) for part in (called[1], *packed.parts)]
+        with _quiet():
+            future = self._client.submit(
+                worker.run_job, told, parts[0], parts[1:], key=name, retries=retries, pure=False
+            )
+        kept = [part for part in parts if hasattr(part, "key")]
+        with self._lock:
+            self._jobs[name] = job, [future, *kept]
+        self.state.add(job.seen)
+        self._completed.add(future)
+        self._submitted.release()
+        return job
+
+    def _part(self, part: Any) -> Any:
+        """A part as a job is given it: itself, or the future of one that travels by itself."""
+        data = bytes(memoryview(part).cast("B"))
+        if not values.is_large(part):
+            return data
+        with _quiet():
+            return self._client.submit(values.as_blob, data, key=f"value-{values.digest(part)}")
+
+    def _watch(self) -> None:
+        """Ends all jobs if the farm's process ends by itself."""
+        code = self._process.wait()
+        if not self._is_closed:
+            self._give_up(f"its process ended with code {code} ({self.folder / LOG})")
+
+    def _give_up(self, why: str) -> None:
+        """No job will be done any more."""
+        self._why_over = why
+        for job in self._unfinished():
+            job.end("failed", error=PoolError(f"job {job.name} of {self.name}: {why}"))
+
+    def _collect(self) -> None:
+        """Brings results home until the farm is closed."""
+        from distributed.client import FutureCancelledError
+
+        while not self._is_closed:
+            self._submitted.acquire()
+            try:
+                batch = self._completed.next_batch(block=True)
+            except StopIteration:
+                continue
+            done = [future for future in batch if future.status == "finished"]
+            try:
+                results = dict(zip(done, self._client.gather(done), strict=True))
+            except Exception:  # of one of them: each by itself then
+                results = {}
+            for future in batch:
+                try:
+                    self._take(future, results.get(future))
+                except (FutureCancelledError, OSError):
+                    self._forget(future.key)
+
+    def _take(self, future: "Future", said: JobResult | None) -> None:
+        with self._lock:
+            known = self._jobs.get(future.key)
+        if known is None:
+            return
+        job = known[0]
+        if future.status == "cancelled":
+            job.end("cancelled", error=JobFailed(f"job {job.name} was cancelled", name=job.name))
+        elif future.status == "error":
+            error = future.exception()
+            job.end("failed", error=self._failure(job, error))
+        else:
+            found: JobResult = future.result() if said is None else said
+            job.seen.host = self.state.host_of(found.node)
+            self._deliver(job, found)
+        self._forget(future.key)
+
+    def _deliver(self, job: Job, said: JobResult) -> None:
+        try:
+            for name, data in said.files.items():
+                path = job.folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+            data, *buffers = said.parts
+            views = [memoryview(bytearray(part)) for part in buffers]
+            result = pickling.loads(data, views, namespace=self._shell.user_ns)
+        except Exception as error:
+            job.end("failed", error=error)
+            return
+        job.end("done", result)
+        for listener in self._on_solution:
+            try:
+                listener(job)
+            except Exception:
+                logging.getLogger("taas").exception("on_solution of job %s", job.name)
+
+    def _failure(self, job: Job, error: BaseException) -> JobFailed:
+        from distributed.scheduler import KilledWorker
+
+        ended = error.outcome if isinstance(error, JobEnded) else JobOutcome("failed")
+        if isinstance(error, JobEnded):
+            job.seen.host = self.state.host_of(error.node)
+            head = f"job {job.name} on host {job.host}: {error}".removesuffix(": ")
+        elif isinstance(error, KilledWorker):
+            head = f"job {job.name} was on {worker.LOST_NODES + 1} nodes that were lost"
+        else:
+            head = f"job {job.name} {error!r}"
+        log = job.folder / "output.log"
+        details = [*ended.traceback, *([f"full log: {log}"] if log.exists() else [])]
+        return JobFailed(head, details, name=job.name, etype=ended.etype)
+
+    def _forget(self, key: str) -> None:
+        with self._lock:
+            _, futures = self._jobs.pop(key, (None, []))
+        for future in futures:
+            future.release()
+
+    def _hear(self, pair: tuple[float, dict[str, str]]) -> None:
+        """Takes what nodes, and the farm's process, say; in the thread of the Dask client."""
+        said: News = msgspec.convert(pair[1], News)
+        if isinstance(said, JobNews) and said.lines:
+            path = self.folder / "jobs" / said.job / "output.log"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as log:
+                log.write(said.lines)
+        self.state.take(said)
+        if isinstance(said, NodeNews) and said.state == "given up" and not self.state.here:
+            self._give_up(said.why)
+
+
+def farm(
+    pool: str | Sequence[str] = "local",
+    *,
+    gpus: int = 0,
+    cpus: int = 1,
+    nodes: tuple[int, int] | int | None = None,
+) -> Farm:
+    """Start a farm of jobs on the hosts of a pool, or of several; returns at once.
+
+    Args:
+        pool: A pool's name, or several.
+        gpus: CUDA devices that a job has for itself.
+        cpus: Processors for each job: a host runs as many jobs at a time as it has room for.
+        nodes: Hosts: at least and at most, or how many; left out, as many as jobs need.
+
+    Raises:
+        UsageError: The pool has no such hosts; the message says what it has.
+        PoolError: The farm's process did not start.
+    """
+    shell = get_ipython()
+    if shell is None:
+        raise UsageError("taas.farm needs a notebook: run it in a Jupyter kernel or in IPython")
+    config = load_config(Path.cwd())
+    names = [pool] if isinstance(pool, str) else list(pool)
+    most = sum(config.pool(name).max_hosts for name in names)
+    least, most = _bounds(nodes, most)
+    _check(names, gpus, cpus, config)
+    rule = store.choose(
+        os.getcwd(), config.store.path or "", "discard", (), config.store.limit_bytes
+    )
+    terms = FarmTerms(
+        name=f"farm-{new_run_id()}",
+        pools=tuple(names),
+        least=least,
+        most=most,
+        gpus=gpus,
+        cpus=cpus,
+        store=rule,
+        origin=launch.origin(shell, rule.path),
+    )
+    return Farm(terms, config, shell)
+
+
+def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
+    least, most = (
+        (0, hosts) if nodes is None else (nodes, nodes) if isinstance(nodes, int) else nodes
+    )
+    if not 0 <= least <= most or not 1 <= most <= hosts:
+        raise UsageError(
+            f"nodes=(least, most) with 0 <= least <= most <= {hosts}, the hosts there are; "
+            f"got {nodes}"
+        )
+    return least, most
+
+
+def _check(names: Sequence[str], gpus: int, cpus: int, config: Config) -> None:
+    for name in names:
+        if (engine := config.pool(name).engine) != LOCAL:
+            raise UsageError(
+                f"pool {name!r}: a farm's nodes are on this machine only so far (engine 'local'); "
+                f"this pool's engine is {engine!r}"
+            )
+        offers = pools.named(name, config).capacity()
+        if gpus < 0 or gpus > offers.gpus:
+            raise UsageError(f"gpus=0 to {offers.gpus} in pool {name!r}; got {gpus}")
+        if not 1 <= cpus <= offers.cores:
+            raise UsageError(f"cpus=1 to {offers.cores} in pool {name!r}; got {cpus}")
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Remove the folders of the oldest farms but so many; names sort by time."""
+    for old in sorted(folder.glob("farm-*"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], FarmPlace]:
+    """The farm's process, and how one connects to it.
+
+    Raises:
+        PoolError: It did not start; with the last lines of its log.
+    """
+    path = folder / LOG
+    with path.open("ab") as log:
+        process = subprocess.Popen(
+            spawn_command("taas_magic.farms.process"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(messages.pack(terms) + b"\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    except BaseException:  # an interrupt
+        process.kill()
+        raise
+    finally:
+        process.stdout.close()
+    if not line:
+        tail = path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        raise PoolError("\n".join(["the farm's process did not start:", *tail, f"({path})"]))
+    return process, messages.unpack(line, FarmPlace)
+
+
+def _connect(place: FarmPlace) -> "Client":
+    from distributed import Client, Security
+
+    secure = Security(**place.security)
+    return Client(place.address, security=secure, set_as_default=False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves out Dask's advice to scatter what is large: the farm does that itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sending large graph")
+        yield

@@ -1,0 +1,142 @@
+"""A job process: forked by its node's forkserver, it runs a job, and may then run another.
+
+It serves on only while nothing of a job stays: the next job finds a process as clean as a new one
+(`_is_clean`). What a job takes long for is thereby always in a process of its own.
+"""
+
+import contextlib
+import io
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from multiprocessing import set_start_method
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from taas_magic import short_name
+from taas_magic.capture import payload, pickling
+from taas_magic.farms import values
+from taas_magic.farms.terms import JobOutcome, JobSetting, PlacedCall
+from taas_magic.host import tracebacks
+from taas_magic.host.processes import die_with_parent
+from taas_magic.store.guard import Means, hold_off
+from taas_magic.store.publish import SAVES
+
+SHORT_S = 0.05
+"""A job that takes longer has had the process for itself: starting another costs less than that."""
+
+
+def job_main(setting: JobSetting, control: Connection, output: Connection) -> None:
+    """Run jobs until the node closes `control`, or until one has left something behind.
+
+    Args:
+        setting: What is the same for all of them.
+        control: Gives each a `PlacedCall`; takes a `JobOutcome`, then the parts of its result.
+        output: What jobs print goes there.
+    """
+    os.setsid()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    output.close()
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    _settle(setting)
+    before = _state()
+    with contextlib.suppress(EOFError, KeyboardInterrupt):  # the node wants no more of it
+        while True:
+            told: PlacedCall = control.recv()
+            began = time.monotonic()
+            outcome, parts = _run(told)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            may_go_on = outcome.state == "done" and not told.call.fresh
+            again = may_go_on and _is_clean(began, before)
+            control.send(structs.replace(outcome, again=again, sends=len(parts)))
+            for part in parts:
+                control.send_bytes(part)
+            if not again:
+                return
+
+
+def _settle(setting: JobSetting) -> None:
+    """Become a program in the notebook's folder, held off the project store."""
+    set_start_method(None, force=True)
+    os.environ.clear()
+    os.environ.update(setting.environ)
+    sys.path[:] = setting.sys_path
+    sys.argv[:] = ["taas"]
+    short_name.claim()
+    hold_off(
+        setting.store,
+        "a job",
+        means=Means(setting.means),
+        scratch=Path(setting.scratch),
+        run_folder=setting.files,
+        note=lambda path: None,
+    )
+    with contextlib.suppress(OSError):  # a host that does not have the notebook's folder
+        os.chdir(setting.cwd)
+    torch.set_num_threads(setting.cpus)
+
+
+def _state() -> tuple[Any, ...]:
+    """What of this process a job may have changed."""
+    threads = os.listdir("/proc/self/task")
+    children = [Path(f"/proc/self/task/{thread}/children").read_text() for thread in threads]
+    environ = {name: value for name, value in os.environ.items() if name != SAVES}
+    return len(threads), children, environ, os.getcwd(), bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _is_clean(began: float, before: tuple[Any, ...]) -> bool:
+    return time.monotonic() - began < SHORT_S and _state() == before
+
+
+def _run(told: PlacedCall) -> tuple[JobOutcome, list[Any]]:
+    """Run a job; returns how it ended, and the parts of its result."""
+    os.environ[SAVES] = told.saves
+    try:
+        result = pickling.dump(_called(told), name="the job's result")
+    except KeyboardInterrupt as error:
+        return _failed("cancelled", error), []
+    except BaseException as error:  # SystemExit, too, ends this job and not its process
+        return _failed("failed", error), []
+    return JobOutcome("done"), [result.data, *(buffer.raw() for buffer in result.buffers)]
+
+
+def _called(told: PlacedCall) -> Any:
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    random.seed()
+    torch.default_generator.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    kept, call = told.payload, told.call
+    held = values.Blob(kept) if isinstance(kept, bytes) else None
+    loaded = payload.read(Path(held.path if held else str(kept)))
+    tracebacks.know(loaded.sources)
+    loaded.load_into(main.__dict__)
+    data, *buffers = [memoryview(values.opened(part)) for part in told.arguments]
+    given = pickling.load_each(io.BytesIO(data), buffers, main.__dict__)
+    args = [next(given) for _ in range(call.count)]
+    kwargs = {name: next(given) for name in call.names}
+    return main.__dict__[call.called](*args, **kwargs)
+
+
+def _failed(state: str, error: BaseException) -> JobOutcome:
+    try:
+        text = tracebacks.plain(error)
+    except Exception:  # an exception's own __str__ or __repr__, or a deep recursion
+        text = traceback.format_exc(limit=1)
+    text = tracebacks.cut(text, tracebacks.TRACEBACK_LIMIT_CHARS)
+    etype, message = type(error).__name__, tracebacks.message_of(error)
+    return JobOutcome(state, etype, message, text.splitlines())

@@ -1,0 +1,374 @@
+"""The farm's process: a Dask scheduler for jobs, and nodes that come and go as jobs do.
+
+Started by the kernel, whose end of its standard input is its lease. Each node is a run of one rank
+in a pool: what the pool does for runs (hosts, leases, the ends of processes, the journal) it does
+for nodes. To the pool this process is one kernel more; the pool's own scheduler knows no job.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import dask
+import msgspec
+from distributed import Adaptive, Scheduler, SchedulerPlugin, Security, SpecCluster
+from distributed.deploy.spec import ProcessInterface
+from msgspec import structs
+
+from taas_magic import certificate, messages
+from taas_magic.capture import payload
+from taas_magic.capture.payload import Cell
+from taas_magic.config import load_config
+from taas_magic.engines.keys import Peer, PeerRole
+from taas_magic.errors import TaasError
+from taas_magic.farms.terms import FarmPlace, FarmTerms, NodeNews, NodeTerms
+from taas_magic.farms.worker import LOST_NODES, TOPIC
+from taas_magic.host.hardware import LOOPBACK
+from taas_magic.host.spec import HostSpec
+from taas_magic.journal.folder import RunFolder
+from taas_magic.messages import Event, Failure, RunEnded
+from taas_magic.plan import Flags, make_plan, new_run_id
+from taas_magic.pool.client import Pool
+
+DASK_SETTINGS = {
+    "distributed.admin.low-level-log-length": 1,
+    "distributed.admin.max-error-length": 1 << 20,
+    "distributed.deploy.lost-worker-timeout": "100ms",
+    "distributed.scheduler.allowed-failures": LOST_NODES,
+    "distributed.scheduler.worker-saturation": 1.0,  # what waits, waits where any node can take it
+}
+
+INTERVAL_S = 0.5
+"""How often it is looked whether nodes should come or go."""
+
+IDLE_LOOKS = 20
+"""For how many looks in a row there must be too many nodes before one goes."""
+
+FAILED_STARTS = 3
+"""How many nodes may fail to start, without one that does, before no more are asked for."""
+
+
+def main() -> int:
+    """Keep a farm until standard input closes; returns the process's exit code.
+
+    Its first line is a packed `FarmTerms`; a packed `FarmPlace` is written to standard output.
+    """
+    terms = messages.unpack(sys.stdin.buffer.readline(), FarmTerms)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("distributed").setLevel(logging.WARNING)
+    dask.config.set(DASK_SETTINGS)
+    asyncio.run(_keep(terms))
+    return 0
+
+
+async def _keep(terms: FarmTerms) -> None:
+    from taas_magic.host.member import use_steady_clock
+
+    use_steady_clock()
+    keys, loop = _Keys(), asyncio.get_running_loop()
+    over = asyncio.Event()
+    fleet = Fleet(terms, keys)
+    async with FarmCluster(fleet, keys) as cluster:
+        fleet.tell = lambda news: loop.call_soon_threadsafe(
+            cluster.scheduler.log_event, TOPIC, msgspec.to_builtins(news)
+        )
+        fleet.drop = lambda name: asyncio.run_coroutine_threadsafe(cluster.scale_down([name]), loop)
+        cluster.scheduler.add_plugin(_Nodes(fleet))
+        cluster.adapt(
+            Adaptive=JobsAdaptive,
+            minimum=terms.least,
+            maximum=terms.most,
+            interval=INTERVAL_S,
+            wait_count=IDLE_LOOKS,
+            fleet=fleet,
+        )
+        place = FarmPlace(cluster.scheduler_address, keys.of("client"), fleet.slots)
+        sys.stdout.write(messages.pack(place).decode() + "\n")
+        sys.stdout.flush()
+        _at_end_of_input(lambda: loop.call_soon_threadsafe(over.set))
+        await over.wait()
+        fleet.leaves(list(cluster.worker_spec))
+    await asyncio.to_thread(fleet.close)
+
+
+def _at_end_of_input(act: Any) -> None:
+    def listen() -> None:
+        sys.stdin.read()
+        act()
+
+    threading.Thread(target=listen, name="taas-lease", daemon=True).start()
+
+
+class _Keys:
+    """Certificates of one farm: each part of it trusts those that were signed for it, no others."""
+
+    def __init__(self) -> None:
+        self._authority = certificate.Authority("taas-magic farm")
+
+    def of(self, role: str) -> dict[str, str | bool]:
+        """Keyword arguments of dask's `Security` for `scheduler`, `client` or `worker`."""
+        identity = Peer(PeerRole.KERNEL if role == "client" else PeerRole.HOST, role).identity
+        shown, key = self._authority.issue(role, identity, serves=role != "client")
+        pair = {f"tls_{role}_cert": shown, f"tls_{role}_key": key}
+        return {"require_encryption": True, "tls_ca_file": self._authority.certificate, **pair}
+
+
+class FarmScheduler(Scheduler):
+    """Dask's scheduler without its web pages, which would ask nobody for a key."""
+
+    def start_http_server(self, *args: Any, **kwargs: Any) -> None:
+        """Opens no port."""
+
+
+class FarmCluster(SpecCluster):
+    """Nodes as Dask's cluster of them.
+
+    Args:
+        fleet: Starts and ends them.
+        keys: The farm's.
+    """
+
+    def __init__(self, fleet: "Fleet", keys: _Keys) -> None:
+        secure = {
+            **keys.of("scheduler"),
+            **keys.of("client"),
+            "tls_ca_file": keys.of("client")["tls_ca_file"],
+        }
+        self._numbers = itertools.count()
+        options = {"host": fleet.address, "protocol": "tls://", "security": Security(**secure)}
+        super().__init__(
+            scheduler={"cls": FarmScheduler, "options": options},
+            worker={"cls": Node, "options": {"fleet": fleet}},
+            security=Security(**secure),
+            asynchronous=True,
+            name="taas-farm",
+        )
+
+    def new_worker_spec(self) -> dict[str, Any]:
+        """See Dask, which would give the name of a node that has ended to the next one."""
+        return {f"node-{next(self._numbers)}": self.new_spec}
+
+
+class JobsAdaptive(Adaptive):
+    """As many nodes as have a slot for each job; a node that works stays.
+
+    Args:
+        fleet: Starts and ends them.
+    """
+
+    def __init__(self, *args: Any, fleet: "Fleet", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._fleet = fleet
+
+    async def target(self) -> int:
+        """How many nodes there should be."""
+        scheduler = self.cluster.scheduler
+        waiting = ("queued", "no-worker", "processing", "waiting")
+        jobs = sum(task.state in waiting for task in scheduler.tasks.values())
+        busy = sum(bool(worker.processing) for worker in scheduler.workers.values())
+        return max(busy, math.ceil(jobs / self._fleet.slots))
+
+    async def scale_down(self, workers: list[str]) -> None:
+        """Give nodes back that nobody needs."""
+        self._fleet.leaves(workers)
+        await super().scale_down(workers)
+
+
+class Node(ProcessInterface):
+    """A node as Dask's cluster sees it.
+
+    Args:
+        scheduler: The scheduler's address; Dask gives it.
+        fleet: Starts and ends it.
+        name: Its name.
+    """
+
+    def __init__(self, scheduler: str, fleet: "Fleet", name: str) -> None:
+        super().__init__(scheduler=scheduler, name=name)
+        self._fleet, self._name, self._joins = fleet, str(name), scheduler
+        self._starting: asyncio.Future[None] | None = None
+
+    async def start(self) -> None:
+        starting = asyncio.to_thread(self._fleet.start, self._name, self._joins)
+        self._starting = asyncio.ensure_future(starting)
+        await super().start()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._fleet.end, self._name)
+        await super().close()
+
+
+class _Nodes(SchedulerPlugin):
+    """Tells the kernel which nodes come and go."""
+
+    name = "taas-nodes"
+
+    def __init__(self, fleet: "Fleet") -> None:
+        self._fleet = fleet
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Called by Dask."""
+        self._fleet.joined(str(scheduler.workers[worker].name))
+
+
+def _why(ended: RunEnded) -> str:
+    first = ended.first or Failure()
+    said = str(ended.why or first.message or ended.state)
+    return f"{said} ({first.log_path})" if first.log_path else said
+
+
+class Fleet:
+    """The runs that are nodes.
+
+    Args:
+        terms: What the kernel said.
+        keys: The farm's.
+    """
+
+    def __init__(self, terms: FarmTerms, keys: _Keys) -> None:
+        self._terms, self._keys = terms, keys
+        config, project = load_config(Path.cwd()), Path.cwd()
+        self._pools = [Pool(config.pool(name), project) for name in terms.pools]
+        self._lock = threading.Lock()
+        self._runs: dict[str, tuple[Pool, str]] = {}
+        self._ended: set[str] = set()
+        self._joined: set[str] = set()
+        self._leaving: set[str] = set()
+        self._failed = 0
+        self.address = LOOPBACK
+        self.tell: Callable[[NodeNews], object] = lambda news: None
+        self.drop: Callable[[str], Any] = lambda name: None
+        self.slots = min(self._slots(pool) for pool in self._pools)
+
+    def _slots(self, pool: Pool) -> int:
+        """Jobs that a host of a pool runs at a time."""
+        offers, terms = pool.capacity(), self._terms
+        by_cores = max(1, offers.cores // terms.cpus)
+        return min(by_cores, offers.gpus // terms.gpus) if terms.gpus else by_cores
+
+    def start(self, name: str, scheduler: str) -> None:
+        """Start a node; blocks until its run has begun, in a thread."""
+        with self._lock:  # one after the other, each on the host that then runs least
+            if name in self._ended:  # Dask would have a node again that was lost: others come
+                self.drop(name)
+            if self._failed >= FAILED_STARTS or name in self._ended:
+                return
+            try:
+                self._launch(name, self._choose(), scheduler)
+            except (TaasError, OSError) as error:
+                self._lost(name, str(error))
+
+    def _choose(self) -> Pool:
+        """The first pool that has a host without a node, else the first of all."""
+        for pool in self._pools:
+            if self._count(pool) < pool.config.max_hosts:
+                return pool
+        return self._pools[0]
+
+    def _count(self, pool: Pool) -> int:
+        return sum(one is pool for one, _ in self._runs.values())
+
+    def _launch(self, name: str, pool: Pool, scheduler: str) -> None:
+        self.said(name, "asked for")
+        pool.open(min(self._count(pool) + 1, pool.config.max_hosts))
+        spec = self._spec(name, pool, scheduler)
+        run_id = spec.plan.run_id
+        self._runs[name] = pool, run_id
+
+        def hear(event: Event) -> None:
+            if isinstance(event, RunEnded):
+                self._lost(name, _why(event))
+
+        try:
+            with spec.folder.held():
+                hosts = pool.launch(spec, hear, [])
+        except BaseException:
+            self._runs.pop(name, None)
+            raise
+        self.said(name, "starting", host=hosts[0])
+
+    def _spec(self, name: str, pool: Pool, scheduler: str) -> HostSpec:
+        """A run of one rank that keeps a node, its folder written."""
+        terms = self._terms
+        flags = Flags(gpus=1, pool=pool.name, name=f"{terms.name} {name}", hang_s=0)
+        plan = make_plan(flags, pool.capacity(), new_run_id(), pool.config.max_hosts)
+        plan = structs.replace(plan, hang_s=0, notes=())
+        node = NodeTerms(
+            name=name,
+            scheduler=scheduler,
+            security=self._keys.of("worker"),
+            host=self.address,
+            slots=self._slots(pool),
+            gpus=terms.gpus,
+            cpus=terms.cpus,
+            store=terms.store,
+        )
+        source = "from taas_magic.farms.node import keep\nkeep(terms)"
+        cell = Cell(source, filename="<a node>", raw=source)
+        captured = payload.capture(
+            cell,
+            {"terms": node},
+            transform=str,
+            project=Path.cwd(),
+            limit_bytes=1 << 20,
+            source_of=lambda filename: None,
+        )
+        folder = RunFolder.create(plan.run_id, plan, source)
+        payload.write(captured, folder.payload)
+        return HostSpec(plan, 0, str(folder.path), terms.origin)
+
+    def _lost(self, name: str, why: str) -> None:
+        """Have another in the place of a node that has ended by itself, or never began."""
+        self._runs.pop(name, None)
+        if name in self._leaving:
+            return
+        self.said(name, "lost", why)
+        if name in self._ended:
+            return
+        self._ended.add(name)
+        self._failed += name not in self._joined
+        if self._failed < FAILED_STARTS:
+            self.drop(name)
+        else:
+            self.said(name, "given up", f"{FAILED_STARTS} nodes did not start, no more are: {why}")
+
+    def joined(self, name: str) -> None:
+        """A node takes jobs."""
+        self._joined.add(name)
+        self._failed = 0
+        self.said(name, "here")
+
+    def leaves(self, names: Iterable[str]) -> None:
+        """Nodes are going to be ended because nobody needs them."""
+        self._leaving.update(map(str, names))
+
+    def end(self, name: str) -> None:
+        """End a node, or what there is of one that was lost; blocks until its pool was told."""
+        with self._lock:
+            is_new = name not in self._ended
+            self._ended.add(name)
+            known = self._runs.pop(name, None)
+        self.drop(name)
+        if name in self._leaving:
+            self.said(name, "left")
+        elif is_new:
+            self.said(name, "lost", "its process ended, or its connection broke")
+        if known is not None:
+            pool, run_id = known
+            pool.halt(run_id, "interrupt")
+            pool.forget(run_id)
+
+    def said(self, name: str, state: str, why: str = "", host: str = "") -> None:
+        """Tell the kernel how a node stands."""
+        self.tell(NodeNews(name, state, why, host))
+
+    def close(self) -> None:
+        """Leave the pools."""
+        for pool in self._pools:
+            pool.close()

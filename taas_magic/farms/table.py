@@ -1,0 +1,204 @@
+"""How a farm stands: the reducer of what it hears, and the table of it as text and HTML."""
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from taas_magic.display.head import CODE, FRAME
+from taas_magic.display.log import harmless
+from taas_magic.farms.terms import JobNews, News, NodeNews
+
+SHOWN_JOBS = 12
+LINE_CHARS = 100
+REFRESH_S = 0.5
+ENDED = ("done", "failed", "cancelled")
+
+
+@dataclass
+class JobState:
+    """A job as the table has it."""
+
+    name: str
+    state: str = "queued"
+    host: str = ""
+    node: str = ""
+    last_line: str = ""
+    began: float = 0.0
+    took_s: float = 0.0
+
+    def end(self, state: str) -> None:
+        """It has ended."""
+        self.state = state
+        self.took_s = time.monotonic() - self.began if self.began else 0.0
+
+
+@dataclass
+class NodeState:
+    """A node as the table has it."""
+
+    name: str
+    state: str = ""
+    host: str = ""
+    why: str = ""
+
+
+@dataclass
+class FarmState:
+    """How a farm stands."""
+
+    name: str
+    pools: str
+    least: int
+    most: int
+    slots: int = 1
+    jobs: dict[str, JobState] = field(default_factory=dict)
+    nodes: dict[str, NodeState] = field(default_factory=dict)
+    is_closed: bool = False
+    changes: int = 0
+
+    def add(self, job: JobState) -> None:
+        """A job was submitted."""
+        self.jobs[job.name] = job
+        self.changes += 1
+
+    def take(self, said: News) -> None:
+        """Takes what a node, or the farm's process, said."""
+        self.changes += 1
+        if isinstance(said, JobNews):
+            self._take_job(said)
+        else:
+            self._take_node(said)
+
+    def close(self) -> None:
+        """The farm has ended."""
+        self.is_closed = True
+        self.changes += 1
+
+    def host_of(self, node: str) -> str:
+        """The host that a node is on."""
+        return self.nodes[node].host if node in self.nodes else ""
+
+    def counts(self) -> dict[str, int]:
+        """Jobs by their state."""
+        found = Counter(job.state for job in self.jobs.values())
+        return {state: found[state] for state in ("queued", "running", *ENDED)}
+
+    @property
+    def here(self) -> list[NodeState]:
+        """The nodes that take jobs."""
+        return [node for node in self.nodes.values() if node.state == "here"]
+
+    def eta_s(self) -> float | None:
+        """Seconds until all jobs have ended, by those that have; None while none has."""
+        took = [job.took_s for job in self.jobs.values() if job.state == "done" and job.took_s]
+        counts = self.counts()
+        left = counts["queued"] + counts["running"]
+        if not took or not left:
+            return None
+        return sum(took) / len(took) * left / max(1, len(self.here) * self.slots)
+
+    def _take_job(self, said: JobNews) -> None:
+        job = self.jobs.get(said.job)
+        if job is None or job.state in ENDED:
+            return
+        job.node, job.host = said.node, self.host_of(said.node)
+        if said.state == "running":
+            job.state, job.began = "running", time.monotonic()
+        lines = [line for line in said.lines.replace("\r", "\n").split("\n") if line]
+        job.last_line = lines[-1] if lines else job.last_line
+
+    def _take_node(self, said: NodeNews) -> None:
+        node = self.nodes.setdefault(said.node, NodeState(said.node))
+        node.state, node.why, node.host = said.state, said.why, said.host or node.host
+        if node.state in ("lost", "left"):
+            for job in self.jobs.values():
+                if job.node == node.name and job.state == "running":
+                    job.state = "queued"
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
+        return bundle(self)
+
+
+def bundle(state: FarmState) -> dict[str, str]:
+    """The table for a notebook's output."""
+    return {"text/plain": text(state), "text/html": html(state)}
+
+
+def head(state: FarmState) -> str:
+    """One line: nodes, jobs by state, when all will have ended."""
+    counts = ", ".join(f"{number} {name}" for name, number in state.counts().items() if number)
+    eta_s = state.eta_s()
+    eta = f" · about {eta_s:.0f} s left" if eta_s is not None else ""
+    nodes = f"{len(state.here)} nodes of {state.slots} slots ({state.least} to {state.most})"
+    over = "closed" if state.is_closed else nodes
+    return f"{state.name} on {state.pools}: {over} · {counts or 'no jobs'}{eta}"
+
+
+def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
+    """Nodes, then jobs: those that run, that failed, that ended last."""
+    nodes = [n for n in state.nodes.values() if n.state != "left"]
+    found = [(n.name, n.state, n.host, n.why.partition("\n")[0]) for n in nodes[-SHOWN_JOBS:]]
+    order = {"running": 0, "failed": 1, "cancelled": 2, "done": 3, "queued": 4}
+    jobs = sorted(reversed(state.jobs.values()), key=lambda job: order[job.state])
+    found += [(job.name, job.state, job.host, job.last_line) for job in jobs[:SHOWN_JOBS]]
+    return [(name, kind, host, harmless(line)[:LINE_CHARS]) for name, kind, host, line in found]
+
+
+def text(state: FarmState) -> str:
+    """The table as plain text."""
+    cells = rows(state)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+    return "\n".join([head(state), *(f"  {line}" for line in lines)])
+
+
+_CELL = "text-align:left;padding:1px 10px 1px 0px"
+
+
+def html(state: FarmState) -> str:
+    """The table as HTML; all that comes from hosts is escaped."""
+    body = "".join(
+        "<tr>" + "".join(f"<td style='{_CELL}'>{escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows(state)
+    )
+    table = f"<table style='border-collapse:collapse;{CODE};font-size:12px'>{body}</table>"
+    return f"<div style='{FRAME}'><div>{escape(head(state))}</div>{table}</div>"
+
+
+class LiveTable:
+    """Shows the table under the cell that made the farm, and again when it has changed.
+
+    Args:
+        state: The farm's.
+        shell: The notebook's.
+    """
+
+    def __init__(self, state: FarmState, shell: Any) -> None:
+        self._state, self._shell = state, shell
+        self._over = threading.Event()
+        self._publish(update=False)
+        self._thread = threading.Thread(target=self._follow, name="taas-farm-table", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Show it a last time."""
+        self._over.set()
+        self._thread.join()
+        self._publish(update=True)
+
+    def _follow(self) -> None:
+        shown = self._state.changes
+        while not self._over.wait(REFRESH_S):
+            if shown != self._state.changes:
+                shown = self._state.changes
+                self._publish(update=True)
+
+    def _publish(self, update: bool) -> None:
+        transient = {"display_id": self._state.name}
+        self._shell.display_pub.publish(bundle(self._state), transient=transient, update=update)

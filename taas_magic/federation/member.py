@@ -1,0 +1,366 @@
+"""A host's part in a federation: Flower's own programs, started and ended by the host's rank.
+
+Rank 0's host runs the SuperLink, and the ServerApp in a process that Flower starts; every host runs
+a SuperNode, and the ClientApp in a process for each message. All ports ask for a key: the
+SuperLink's for the run's (Control API), that of a registered SuperNode (Fleet API) or a host's
+(Runtime API).
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+import httpx
+import psutil
+from cryptography.hazmat.primitives import serialization
+from flwr.cli.build import build_fab_from_files
+from flwr.clientapp import ClientApp
+from flwr.common.serde import fab_to_proto
+from flwr.proto.control_pb2 import (
+    ListRunsRequest,
+    RegisterNodeRequest,
+    StartRunRequest,
+    StreamLogsRequest,
+)
+from flwr.serverapp import ServerApp
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
+from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from taas_magic import certificate
+from taas_magic.errors import UsageError
+from taas_magic.federation.terms import KEY_FILE, RESULT, Terms
+from taas_magic.host.hardware import LOOPBACK
+from taas_magic.host.spec import HOST
+
+START_S = 120.0
+"""How long the SuperLink may take until it listens."""
+
+END_S = 3.0
+"""How long Flower's programs may take to end; an interrupted rank has 5 s."""
+
+LOOK_S = 0.5
+
+PORTS = range(20_000, 32_000)
+"""Where Flower's programs listen: below what systems give to outgoing connections."""
+
+PORT_TRIES = 3
+
+_HOST, _SUPERLINK, _OVER = "taas/host/", "taas/superlink", "taas/over"
+
+
+def take_part(terms: Terms, server_app: Any, client_app: Any) -> Any:
+    """Run Flower's programs of this host until the ServerApp has ended; blocks.
+
+    Args:
+        terms: What all hosts know.
+        server_app: The notebook's; Flower's own process loads it again (`apps`).
+        client_app: The same.
+
+    Returns:
+        On rank 0, what the ServerApp's main returned.
+
+    Raises:
+        TypeError: One of the apps is something else.
+        RuntimeError: The ServerApp failed, or one of the programs ended by itself.
+    """
+    for app, kind in ((server_app, ServerApp), (client_app, ClientApp)):
+        if not isinstance(app, kind):
+            raise TypeError(f"run(server_app, client_app): {app!r} is no Flower {kind.__name__}")
+    meeting = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=START_S),
+    )
+    meeting.set(_HOST + os.environ["RANK"], os.environ[HOST])
+    folder = tempfile.TemporaryDirectory(prefix="taas-flower-")
+    with folder as path, _Host(Path(path), terms) as host:
+        return _lead(host, meeting) if os.environ["RANK"] == "0" else _follow(host, meeting)
+
+
+def _lead(host: "_Host", meeting: TCPStore) -> Any:
+    try:
+        ranks = range(int(os.environ["WORLD_SIZE"]))
+        host.expect([meeting.get(f"{_HOST}{rank}").decode() for rank in ranks])
+        address = host.start_superlink(os.environ["MASTER_ADDR"])
+        meeting.set(_SUPERLINK, address)
+        host.start_supernode(address)
+        return host.serve(address)
+    finally:
+        meeting.set(_OVER, "")
+
+
+def _follow(host: "_Host", meeting: TCPStore) -> None:
+    host.start_supernode(meeting.get(_SUPERLINK).decode())
+    while not meeting.check([_OVER]):
+        host.check()
+        time.sleep(LOOK_S)
+
+
+class _Host:
+    """Flower's programs on this host; leaving the context ends them.
+
+    Args:
+        folder: A folder of this run's own, for nobody else to read.
+        terms: What all hosts know.
+    """
+
+    def __init__(self, folder: Path, terms: Terms) -> None:
+        self._folder, self._terms = folder, terms
+        self._programs: dict[str, subprocess.Popen[bytes]] = {}
+        self._root = self._write("root.pem", terms.certificate)
+        self._result = folder / "result"
+        self._environ = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "FLWR_HOME": str(folder / "home"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+            KEY_FILE: str(self._write("key", terms.key)),
+            RESULT: str(self._result),
+        }
+
+    def __enter__(self) -> "_Host":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for program in self._programs.values():
+            program.terminate()
+        until = time.monotonic() + END_S
+        for program in self._programs.values():
+            try:
+                program.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                program.kill()
+                program.wait()
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Check that `per_host` and the hosts that take part are the same.
+
+        Raises:
+            UsageError: They are not.
+        """
+        if (told := self._terms.per_host.keys()) and told != set(names):
+            raise UsageError(
+                f"per_host names {', '.join(sorted(told))}; the hosts that take part are "
+                f"{', '.join(sorted(names))}: name each of them, and no other"
+            )
+
+    def start_superlink(self, host: str) -> str:
+        """Start the SuperLink and what starts the ServerApp; returns its address when it listens.
+
+        Args:
+            host: Where other hosts reach this one.
+
+        Raises:
+            RuntimeError: It ended, does not listen in time, or lets in who has no key.
+        """
+        terms = self._terms
+        mine, key = certificate.sign(terms.certificate, terms.signing_key, host)
+        secret = self._write("superlink.secret", secrets.token_hex(32))
+        superlink = [sys.executable, "-m", "taas_magic.federation.superlink"]
+        superlink += ["--host", host, "--isolation", "process"]
+        superlink += ["--ssl-ca-certfile", str(self._root), "--enable-supernode-auth"]
+        superlink += ["--ssl-certfile", str(self._write("superlink.pem", mine))]
+        superlink += ["--ssl-keyfile", str(self._write("superlink.key", key))]
+        superlink += ["--superexec-auth-secret-file", str(secret)]
+        port = self._start_listening("SuperLink", host, superlink)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._try_without_key(address)
+        self._start_superexec("SuperLink's SuperExec", address, secret, tls=True)
+        return address
+
+    def start_supernode(self, superlink: str) -> None:
+        """Make this host known to the SuperLink by its name, and start its SuperNode.
+
+        Args:
+            superlink: The SuperLink's address.
+        """
+        name = os.environ[HOST]
+        private, public = generate_key_pairs()
+        with self._control(superlink) as control:
+            control.RegisterNode(
+                RegisterNodeRequest(public_key=public_key_to_bytes(public), name=name)
+            )
+        secret = self._write("supernode.secret", secrets.token_hex(32))
+        supernode = ["flower-supernode", "--superlink", superlink, "--isolation", "process"]
+        supernode += ["--root-certificates", str(self._root), "--host", LOOPBACK]
+        supernode += ["--auth-supernode-private-key", str(self._write("node.key", _ssh(private)))]
+        supernode += ["--node-config", str(self._write("node.toml", self._node_config(name)))]
+        supernode += ["--superexec-auth-secret-file", str(secret)]
+        port = self._start_listening("SuperNode", LOOPBACK, supernode)
+        self._start_superexec("SuperNode's SuperExec", f"{LOOPBACK}:{port}", secret, tls=False)
+
+    def serve(self, superlink: str) -> Any:
+        """Start the ServerApp, print its log until it has ended; returns what its main returned.
+
+        Raises:
+            RuntimeError: It failed.
+            httpx.HTTPError: The SuperLink has ended.
+        """
+        fab, _ = build_fab_from_files({"pyproject.toml": _bundle(self._terms.config).encode()})
+        with self._control(superlink) as control:
+            request = StartRunRequest(fab=fab_to_proto(Fab("", fab, {})))
+            run_id = control.StartRun(request).run_id
+            for part in control.StreamLogs(StreamLogsRequest(run_id=run_id)):
+                sys.stdout.write(part.log_output)
+                sys.stdout.flush()
+            run = control.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id]
+        if run.status.sub_status != "completed":
+            raise RuntimeError(f"the ServerApp {run.status.sub_status}: {run.status.details}")
+        return cloudpickle.loads(self._result.read_bytes()) if self._result.exists() else None
+
+    def check(self) -> None:
+        """Look whether the programs run.
+
+        Raises:
+            RuntimeError: One has ended.
+        """
+        for name, program in self._programs.items():
+            if (code := program.poll()) is not None:
+                raise RuntimeError(f"Flower's {name} ended with exit code {code}; see above")
+
+    def _start(self, name: str, *command: str) -> None:
+        program = shutil.which(command[0], path=self._environ["PATH"])
+        if program is None:
+            raise RuntimeError(f"no {command[0]} beside {sys.executable}: pip install flwr there")
+        quiet = {} if "superexec" in command[0] else {"FLWR_LOG_LEVEL": "WARNING"}  # not the apps
+        environ = {**self._environ, **quiet}
+        self._programs[name] = subprocess.Popen([program, *command[1:]], env=environ)
+
+    def _start_superexec(self, name: str, address: str, secret: Path, *, tls: bool) -> None:
+        how = ["--root-certificates", str(self._root)] if tls else ["--insecure"]
+        command = ["flower-superexec", "--runtime-api-address", address, *how]
+        command += ["--parent-pid", str(os.getpid())]
+        self._start(name, *command, "--superexec-auth-secret-file", str(secret))
+
+    def _start_listening(self, name: str, host: str, command: Sequence[str]) -> int:
+        """Start a program that is told its port; returns the port when it listens there.
+
+        Another program may take the port before it: then it ends, and is started with another one.
+        """
+        for _ in range(PORT_TRIES):
+            port = _free_port(host)
+            self._start(name, *command, "--port", str(port))
+            if self._listens(name, port):
+                return port
+        raise RuntimeError(f"Flower's {name} ended at each of {PORT_TRIES} starts; see above")
+
+    def _listens(self, name: str, port: int) -> bool:
+        program, until = self._programs[name], time.monotonic() + START_S
+        while program.poll() is None:
+            own = [seen for seen in psutil.net_connections("tcp") if seen.pid == program.pid]
+            if any(seen.status == "LISTEN" and tuple(seen.laddr)[1:] == (port,) for seen in own):
+                return True
+            if time.monotonic() > until:
+                raise RuntimeError(f"Flower's {name} does not listen at {port} in {START_S:g} s")
+            time.sleep(LOOK_S)
+        return False
+
+    def _try_without_key(self, superlink: str) -> None:
+        """Check that the Control API refuses who has no key: another flwr may ask otherwise."""
+        try:
+            with self._control(superlink, key="none") as control:
+                control.ListRuns(ListRunsRequest())
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code == httpx.codes.UNAUTHORIZED:
+                return
+            raise
+        raise RuntimeError(
+            f"Flower's SuperLink lets in who has no key: flwr {version('flwr')} is not fit for "
+            "this; pip install 'taas-magic[federated]' brings one that is"
+        )
+
+    @contextlib.contextmanager
+    def _control(self, superlink: str, key: str = "") -> Iterator[ControlHttpClient]:
+        client = ControlHttpClient.from_server_address(
+            superlink,
+            insecure=False,
+            root_certificates=self._terms.certificate.encode(),
+            interceptors=[_Bearer(key or self._terms.key)],
+        )
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def _node_config(self, name: str) -> str:
+        numbers = {
+            "partition-id": int(os.environ["RANK"]),
+            "num-partitions": int(os.environ["WORLD_SIZE"]),
+        }
+        return _toml({"host": name, **numbers, **self._terms.per_host.get(name, {})})
+
+    def _write(self, name: str, text: str) -> Path:
+        path = self._folder / name
+        path.write_text(text)
+        return path
+
+
+class _Bearer:
+    """Shows the run's key with each request to the Control API."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
+        context.request.headers["Authorization"] = f"Bearer {self._key}"
+        return call_next(context)
+
+
+def _bundle(config: Mapping[str, Any]) -> str:
+    """The pyproject.toml of a Flower app, which says where the two apps are found."""
+    return f"""[project]
+name = "notebook"
+version = "0"
+[tool.flwr.app]
+publisher = "taas"
+[tool.flwr.app.components]
+serverapp = "taas_magic.federation.apps:server_app"
+clientapp = "taas_magic.federation.apps:client_app"
+[tool.flwr.app.config]
+{_toml(config)}"""
+
+
+def _toml(values: Mapping[str, Any]) -> str:
+    """Texts, numbers and truth values as TOML, whose forms of them are JSON's."""
+    return "".join(f"{json.dumps(name)} = {json.dumps(value)}\n" for name, value in values.items())
+
+
+def _ssh(key: Any) -> str:
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH)
+    text: bytes = key.private_bytes(*form, serialization.NoEncryption())
+    return text.decode()
+
+
+def _free_port(host: str) -> int:
+    """A port that nothing listens on now: Flower's programs choose none themselves."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    while True:
+        port = secrets.choice(PORTS)
+        with contextlib.suppress(OSError), socket.create_server((host, port), family=family):
+            return port

@@ -1,0 +1,50 @@
+"""The agent: one a host, a Dask worker without a nanny, that runs hosts' shares of runs.
+
+It is light: torch is imported by the forkserver beside it (`forkserver`), from which ranks and
+fetchers come. The agent joins the pool only when that server is warm, so a host that the pool knows
+is a host that is ready.
+
+Run by the supervisor, which passes on the engine's words: one JSON line on standard input with the
+scheduler's address and the pool's key (never in argv, where `ps` shows it). The arguments are
+the modules that the pool's settings add to what the forkserver imports, with commas, and the
+host's folder for what is temporary.
+"""
+
+import os
+import sys
+import tempfile
+
+from taas_magic.errors import PoolError
+from taas_magic.host import forkserver
+from taas_magic.host.processes import die_with_parent
+
+
+def main() -> int:
+    """Run until the pool closes the host or is lost; returns the process's exit code."""
+    die_with_parent(os.getppid())
+    _leave_the_notebooks_folder()
+    tempfile.tempdir = sys.argv[2]
+    forkserver.begin([name for name in sys.argv[1].split(",") if name])
+    import asyncio
+
+    from taas_magic.host.member import serve
+
+    try:
+        asyncio.run(serve(sys.stdin.buffer.readline()))
+    except PoolError as error:
+        sys.exit(str(error))
+    return 0
+
+
+def _leave_the_notebooks_folder() -> None:
+    """Keep what lies there (a random.py, a torch.py) out of this process and of the forkserver.
+
+    Python starts the forkserver with the current folder on its import path. What PYTHONPATH names
+    comes before Python's own modules.
+    """
+    here, ours = os.getcwd(), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    folders = map(os.path.abspath, named)
+    kept = [folder for folder in folders if folder != here or folder == ours]
+    os.environ["PYTHONPATH"] = os.pathsep.join(kept)
+    os.chdir("/")

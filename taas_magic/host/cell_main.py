@@ -1,0 +1,128 @@
+"""The main module of a child that a rank starts by spawn or forkserver.
+
+Such a child imports its parent's main module again, to find the functions and classes that were
+pickled by name. Of a script that is the script's file; of a cell it is this module, since the
+`__spec__` of a rank's `__main__` names it, as `python -m` would. Names are looked up when they are
+asked for: those of earlier cells come from the run's payload, those of the cell from its top level.
+If the cell has an `if __name__ == "__main__":`, all of its top level runs, as of a script; else
+only imports, functions, classes and constants, so that no child starts the training again.
+"""
+
+import ast
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+PAYLOAD = "TAAS_PAYLOAD"
+"""The environment variable that names the run's payload on this host."""
+
+CHILD_MAIN = "__mp_main__"
+"""What multiprocessing calls the main module in a child."""
+
+_DEFINITIONS = (
+    ast.Import,
+    ast.ImportFrom,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+)
+
+_loading = threading.RLock()
+_is_loaded = False
+
+
+def definitions(tree: ast.Module) -> ast.Module:
+    """What of a cell a child runs.
+
+    Args:
+        tree: The cell's.
+
+    Returns:
+        All of it where it tells a main program from an import, else what only defines.
+    """
+    if any(_is_guard(statement) for statement in tree.body):
+        return tree
+    body = [statement for statement in tree.body if _only_defines(statement)]
+    return ast.Module(body=body, type_ignores=[])
+
+
+def _is_guard(statement: ast.stmt) -> bool:
+    """Whether it is `if __name__ == "__main__":`."""
+    return isinstance(statement, ast.If) and any(
+        isinstance(part, ast.Name) and part.id == "__name__" for part in ast.walk(statement.test)
+    )
+
+
+def _only_defines(statement: ast.stmt) -> bool:
+    if isinstance(statement, _DEFINITIONS):
+        return True
+    if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+        return False
+    try:
+        ast.literal_eval(statement.value)
+    except (ValueError, TypeError, SyntaxError):
+        return False
+    return True
+
+
+def load(path: Path, namespace: dict[str, Any]) -> None:
+    """Put the notebook's names and the cell's definitions into a child's main module.
+
+    Args:
+        path: The run's payload.
+        namespace: The `__dict__` of `sys.modules["__main__"]`.
+    """
+    from taas_magic.capture import payload
+    from taas_magic.host import tracebacks
+
+    loaded = payload.read(path)
+    tracebacks.know(loaded.sources)
+    loaded.load_into(namespace)
+    cell = loaded.cell
+    tree = definitions(ast.parse(_as_python(cell.source)))
+    ast.increment_lineno(tree, cell.lines_above)
+    exec(compile(tree, cell.filename, "exec"), namespace)
+
+
+def _as_python(source: str) -> str:
+    """A cell's text without IPython's syntax."""
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        from IPython.core.inputtransformer2 import TransformerManager
+
+        return str(TransformerManager().transform_cell(source))
+    return source.lstrip()
+
+
+def _find(name: str) -> Any:
+    """A name of the main module (PEP 562); loads everything when the first one is asked for."""
+    global _is_loaded
+    main = sys.modules["__main__"].__dict__
+    with _loading:
+        if not _is_loaded and not name.startswith("__"):
+            _is_loaded = True
+            load(Path(os.environ[PAYLOAD]), main)
+    if name in main:
+        return main[name]
+    raise AttributeError(
+        f"{name!r} is not defined in this child process: it has what earlier cells define, and of "
+        "the %%taas cell its imports, functions, classes and constants (all of its top level, if "
+        'the cell has an `if __name__ == "__main__":`)'
+    )
+
+
+def _install_modules() -> None:
+    """Make the project's own modules importable: arguments may be of their classes."""
+    from taas_magic import short_name
+    from taas_magic.capture import modules, payload
+
+    short_name.claim()
+    modules.install(payload.read(Path(os.environ[PAYLOAD])).modules)
+
+
+if __name__ == CHILD_MAIN:
+    _install_modules()
+    __getattr__ = _find

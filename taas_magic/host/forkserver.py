@@ -1,0 +1,206 @@
+"""The host's forkserver: multiprocessing's own, with torch and IPython imported before any run.
+
+Lives in the agent, which imports neither. A process that it forks starts in tens of milliseconds
+and is as clean as one that imported the same modules itself. What it runs is a function that the
+agent only names: importing that function would import torch.
+"""
+
+import importlib
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Collection, Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+from taas_magic.errors import PoolError
+
+PRELOAD = "TAAS_PRELOAD"
+"""The environment variable that names the modules which a pool's settings add, with commas."""
+
+AGENT_PID = "TAAS_AGENT_PID"
+"""The environment variable that names the process with which the forkserver ends."""
+
+_FORGET_S = 1.0
+"""How long the forkserver may take to say that a killed process has ended."""
+
+STOPPED_S = 5.0
+"""How long the forkserver may be stopped (SIGSTOP) before it is ended, and with it the host."""
+
+START_S = 30.0
+"""How long it may take to start a process, once it has imported everything."""
+
+_LOST = 255
+"""The exit code that multiprocessing gives to a process whose forkserver ended before it."""
+
+_SEEN_S = 1.0
+"""How long it may take until a forkserver that closed its pipes is seen to have ended."""
+
+_WATCH_S = 0.5
+_GONE = ("", psutil.STATUS_ZOMBIE)
+
+_context = multiprocessing.get_context("forkserver")
+# Process.start() looks at all children, also those of other threads, and reads their exit codes:
+# two threads that read the same one leave one of them without it.
+_lock = threading.Lock()
+_server: psutil.Process | None = None
+_is_warm = _is_over = False
+_begun_at: float | None = None
+_why = "this host's forkserver has ended"
+
+
+def begin(modules: Sequence[str]) -> None:
+    """Start the forkserver; returns while it still imports.
+
+    Must run in the main thread: the forkserver ends with the thread that started it (prctl(2)).
+
+    Args:
+        modules: What it imports besides torch and IPython.
+    """
+    os.environ.update({PRELOAD: ",".join(modules), AGENT_PID: str(os.getpid())})
+    # Nothing in torch's imports may make a CUDA context, which no fork survives: torch then asks
+    # NVML instead of CUDA whether there is a GPU.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    multiprocessing.set_forkserver_preload(["taas_magic.host.preload"])
+    resource_tracker.ensure_running()
+    before = psutil.Process().children()
+    forkserver.ensure_running()
+    [server] = [child for child in psutil.Process().children() if child not in before]
+    threading.Thread(target=_watch, args=(server,), name="taas-forkserver", daemon=True).start()
+
+
+def _watch(server: psutil.Process) -> None:
+    """End the forkserver when it is stopped, or hangs, for too long.
+
+    Who waits for it then sees it gone, as when it ended by itself; and the host is replaced.
+    """
+    stopped_at: float | None = None
+    while (status := _status(server)) not in _GONE:
+        now = time.monotonic()
+        stopped_at = (stopped_at or now) if status == psutil.STATUS_STOPPED else None
+        if stopped_at is not None and now - stopped_at >= STOPPED_S:
+            _end(server, f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s")
+        elif _is_warm and _begun_at is not None and now - _begun_at >= START_S:
+            _end(server, f"did not start a process within {START_S:.0f} s")
+        time.sleep(_WATCH_S)
+
+
+def _status(server: psutil.Process) -> str:
+    try:
+        return str(server.status())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _end(server: psutil.Process, what: str) -> None:
+    global _why, _is_over
+    _is_over = True
+    _why = f"this host's forkserver (process {server.pid}) {what}, and was ended"
+    server.kill()
+
+
+def warm_up() -> list[str]:
+    """Block until the forkserver has imported everything.
+
+    Returns:
+        One message for each module of the pool's settings that could not be imported.
+
+    Raises:
+        PoolError: The forkserver has ended.
+    """
+    global _server, _is_warm
+    ours, theirs = _context.Pipe()
+    try:
+        process = start("taas_magic.host.preload.report", theirs)
+        theirs.close()
+        pid, problems = ours.recv()
+    except (EOFError, OSError) as error:
+        raise PoolError("the forkserver could not import torch and what ranks need") from error
+    process.join()
+    _server, _is_warm = psutil.Process(pid), True
+    return list(problems)
+
+
+def is_alive() -> bool:
+    """Whether the forkserver that was warmed up lives, and nobody has given it up."""
+    return not _is_over and (_server is None or _status(_server) not in _GONE)
+
+
+def took_along(codes: Collection[int]) -> bool:
+    """Whether the forkserver has ended, and with it processes that have these exit codes.
+
+    Its pipes, by which they are seen to end, close before the system shows its own end.
+    """
+    deadline = time.monotonic() + (_SEEN_S if _LOST in codes else 0.0)
+    while is_alive():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def start(function: str, *arguments: Any) -> Any:
+    """Start a process in a fork of the warm forkserver.
+
+    Args:
+        function: What it runs, by its dotted name.
+        arguments: What it is called with; sockets and connections travel too.
+
+    Returns:
+        The `multiprocessing.Process`.
+
+    Raises:
+        PoolError: The forkserver has ended; so will this host.
+    """
+    global _begun_at
+    process = _context.Process(target=call, args=(function, *arguments))
+    with _lock:
+        try:
+            _begun_at = time.monotonic()
+            if not is_alive():
+                raise EOFError
+            process.start()
+        except EOFError as error:  # it has ended, or will have in a moment
+            raise PoolError(why_ended()) from error
+        except OSError as error:
+            if is_alive():
+                raise
+            raise PoolError(why_ended()) from error
+        finally:
+            _begun_at = None
+    return process
+
+
+def why_ended() -> str:
+    """What is to be told of a forkserver that is gone."""
+    return f"{_why}; the host is replaced, run the cell again"
+
+
+def call(function: str, *arguments: Any) -> None:
+    """Call a function by its dotted name; in a process of the forkserver."""
+    module, _, name = function.rpartition(".")
+    getattr(importlib.import_module(module), name)(*arguments)
+
+
+def exitcode(process: Any) -> int | None:
+    """A process's exit code, negative for a signal; None while it runs."""
+    with _lock:
+        code: int | None = process.exitcode
+    return code
+
+
+def forget(process: Any) -> None:
+    """Free the descriptors of a process that has been ended; else they wait for the collector."""
+    with _lock:
+        process.join(_FORGET_S)
+        if process.exitcode is not None:
+            process.close()
+
+
+def pipe() -> tuple[Connection, Connection]:
+    """A duplex pipe whose second end may be passed to `start`."""
+    return _context.Pipe()

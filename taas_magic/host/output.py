@@ -1,0 +1,605 @@
+"""What the ranks of a host print and show, as events and log files.
+
+One thread a run, in the agent, reads the ranks' pipes. A rank that floods its log blocks at the
+pipe while this thread writes to disk; what travels on is bounded by the rank's LogBudget. The
+complete output is in the rank's log file.
+"""
+
+import contextlib
+import os
+import re
+import selectors
+import threading
+import time
+from bisect import bisect_right
+from codecs import getincrementaldecoder
+from collections import deque
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import IO
+
+from taas_magic import messages
+from taas_magic.host import link
+from taas_magic.journal.folder import RunFolder
+from taas_magic.messages import (
+    Event,
+    Lines,
+    LinesDropped,
+    Note,
+    Progress,
+    RankMessage,
+    RankRaised,
+    StoreMessage,
+)
+
+LINE_LIMIT_BYTES = 64 * 1024
+PROGRESS_LIMIT_BYTES = 1024
+CURSOR_UP = b"\x1b[A"
+MAX_BARS = 32
+"""Rows that nested bars may take."""
+
+_BEGINNINGS = (b"\x1b", b"\x1b[")
+# What stands at the end of a row that tqdm draws, `[00:01<00:02, 9.8it/s]`, if it is not finished.
+_BAR = re.compile(rb"^(?!.*100%\|).*\[(?:\d+:)?\d\d:\d\d[<,][^\]]*\]\s*$", re.DOTALL)
+TAIL_LINES = 20
+
+ERROR_WORDS = (
+    "Traceback",
+    "Error:",
+    "Exception",
+    "CRITICAL",
+    "FATAL",
+    "Fatal Python error",
+    "terminate called",
+)
+
+_decoder = getincrementaldecoder("utf-8")
+
+
+def _decode_cut(data: bytes | bytearray) -> str:
+    """Decodes bytes that may end inside a character, which is then left out."""
+    return _decoder(errors="replace").decode(bytes(data))
+
+
+class _Row:
+    """A row of the output as a terminal would show it, in bounded memory."""
+
+    def __init__(self) -> None:
+        self.head = bytearray()
+        self.length_bytes = 0
+        self.returned = False
+        """The cursor stands at its start: what is written next replaces it."""
+        self.is_redrawn = False
+        self.is_left = False
+        """The cursor went up from here to a row that is a line already: a bar of unknown form."""
+
+    def draw(self, part: bytes, limit_bytes: int) -> None:
+        """Adds bytes without a `\\n`."""
+        visible = part.rstrip(b"\r")
+        if visible:
+            _, overwritten, segment = visible.rpartition(b"\r")
+            if overwritten or self.returned:
+                self.head.clear()
+                self.length_bytes = 0
+                self.is_redrawn = True
+            self.head += segment[: limit_bytes - len(self.head)]
+            self.length_bytes += len(segment)
+            self.is_left = False
+        # The cursor stands at the line's start, but what is there stays until overwritten.
+        self.returned = len(visible) < len(part) or (self.returned and not part)
+
+    @property
+    def is_blank(self) -> bool:
+        return not self.head.strip()
+
+    @property
+    def is_bar(self) -> bool:
+        return self.is_redrawn and len(self.head) < 4096 and _BAR.search(self.head) is not None
+
+    def text(self, limit_bytes: int) -> str:
+        """What stands there, with a mark where it is cut."""
+        if self.length_bytes > limit_bytes:
+            return f"{_decode_cut(self.head)}… [cut: {self.length_bytes} bytes]"
+        return self.head.decode("utf-8", "replace")
+
+
+class LineAssembler:
+    """Turns the bytes of one rank's stdout and stderr into whole lines.
+
+    The result does not depend on how the bytes were cut into chunks. Lines end at `\\n` only. A
+    carriage return overwrites what stood before it in its line, as in a terminal and for tqdm;
+    one before `\\n` is part of the line's end. Nested bars are drawn by moving the cursor up: an
+    unfinished bar is no line as long as only bars stand below it. ANSI sequences pass, bytes that
+    are no UTF-8 become U+FFFD. Memory is bounded by `limit_bytes`, however long a line gets.
+
+    Args:
+        limit_bytes: A longer line is cut there and marked with its length.
+    """
+
+    def __init__(self, limit_bytes: int = LINE_LIMIT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._rows = [_Row()]
+        self._at = 0
+        self._partial = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """Takes the next bytes; returns the lines that they complete, without their ends."""
+        data = self._partial + data
+        self._partial = next((end for end in _BEGINNINGS if data.endswith(end)), b"")
+        first, ended, rest = data[: len(data) - len(self._partial)].partition(b"\n")
+        self._draw(first)
+        if not ended:
+            return []
+        lines = self._break()
+        body, ended, tail = rest.rpartition(b"\n")
+        if ended:
+            lines += self._whole_lines(body)
+        self._draw(tail)
+        return lines
+
+    @property
+    def progress(self) -> str:
+        """The unfinished lines as a terminal would show them now; "" where there are none."""
+        rows = (_decode_cut(row.head[:PROGRESS_LIMIT_BYTES]) for row in self._rows if row.head)
+        return "\n".join(rows)
+
+    def flush(self) -> list[str]:
+        """Ends the output: the unfinished lines, unless blank (a progress bar wiped out)."""
+        self._rows[self._at].draw(self._partial, self._limit_bytes)
+        lines = [row.text(self._limit_bytes) for row in self._rows if not row.is_blank]
+        self._rows, self._at, self._partial = [_Row()], 0, b""
+        return lines
+
+    def _whole_lines(self, body: bytes) -> list[str]:
+        pieces = body.split(b"\n")
+        is_plain = b"\r" not in body and CURSOR_UP not in body and len(self._rows) == 1
+        if is_plain and max(map(len, pieces)) <= self._limit_bytes:
+            return body.decode("utf-8", "replace").split("\n")
+        lines = []
+        for piece in pieces:
+            self._draw(piece)
+            lines += self._break()
+        return lines
+
+    def _draw(self, part: bytes) -> None:
+        """Adds bytes without a `\\n`; each CURSOR_UP in them leads to the row above."""
+        first, *others = part.split(CURSOR_UP) if CURSOR_UP in part else [part]
+        self._rows[self._at].draw(first, self._limit_bytes)
+        for above in others:
+            self._rows[self._at].is_left = self._at == 0
+            self._at = max(0, self._at - 1)
+            self._rows[self._at].returned = True
+            self._rows[self._at].draw(above, self._limit_bytes)
+
+    def _break(self) -> list[str]:
+        """Leads to the row below; returns the rows above that nothing will be drawn in again."""
+        self._at += 1
+        if self._at == len(self._rows):
+            self._rows.append(_Row())
+        self._rows[self._at].returned = bool(self._rows[self._at].head)
+        lines = []
+        while self._at and not self._is_held():
+            row = self._rows.pop(0)
+            lines += [] if row.is_left else [row.text(self._limit_bytes)]
+            self._at -= 1
+        return lines
+
+    def _is_held(self) -> bool:
+        first, *others = self._rows[: self._at]
+        bars_only = first.is_bar and all(row.is_bar or row.is_blank for row in others)
+        return bars_only and len(self._rows) <= MAX_BARS
+
+
+def _size_bytes(line: str) -> int:
+    return 1 + (len(line) if line.isascii() else len(line.encode("utf-8", "replace")))
+
+
+def _has_error_word(text: str) -> bool:
+    return any(word in text for word in ERROR_WORDS)
+
+
+class _Bucket:
+    """A token bucket in bytes and lines (the idea is the leaky bucket of network shapers)."""
+
+    def __init__(self, burst: tuple[int, int], per_s: tuple[int, int]) -> None:
+        self._burst_bytes, self._burst_lines = burst
+        self._bytes_per_s, self._lines_per_s = per_s
+        self._bytes: float = self._burst_bytes
+        self._lines: float = self._burst_lines
+
+    def refill(self, elapsed_s: float) -> None:
+        self._bytes = min(self._burst_bytes, self._bytes + elapsed_s * self._bytes_per_s)
+        self._lines = min(self._burst_lines, self._lines + elapsed_s * self._lines_per_s)
+
+    def take(self, sizes: list[int]) -> int:
+        """Takes what lines of these sizes need; returns how many of them, from the first, fit."""
+        fit = bisect_right(list(accumulate(sizes)), self._bytes)
+        fit = min(fit, int(self._lines))
+        self._bytes -= sum(sizes[:fit])
+        self._lines -= fit
+        return fit
+
+
+class LogBudget:
+    """Decides which of a rank's lines travel to the notebook, and counts the others.
+
+    Lines that look like errors, and the frames under a traceback's first line, have a reserve of
+    their own: they arrive when a flood keeps everything else out.
+
+    Args:
+        clock: Seconds, as `time.monotonic`.
+        burst: Bytes and lines that may pass at once.
+        per_s: Bytes and lines a second that may pass for ever.
+        reserve: Burst for lines that look like errors.
+        reserve_per_s: Rate for lines that look like errors.
+        tail_lines: How many last lines to remember.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        burst: tuple[int, int] = (4 * 1024 * 1024, 50_000),
+        per_s: tuple[int, int] = (512 * 1024, 5_000),
+        reserve: tuple[int, int] = (256 * 1024, 1_000),
+        reserve_per_s: tuple[int, int] = (16 * 1024, 50),
+        tail_lines: int = TAIL_LINES,
+    ) -> None:
+        self._clock = clock
+        self._then_s = clock()
+        self._bucket = _Bucket(burst, per_s)
+        self._reserve = _Bucket(reserve, reserve_per_s)
+        self._tail: deque[str] = deque(maxlen=tail_lines)
+        self._in_traceback = False
+        self._dropped_lines = 0
+        self._dropped_bytes = 0
+
+    @property
+    def tail(self) -> list[str]:
+        """The last lines, forwarded or not: what a failure report quotes."""
+        return list(self._tail)
+
+    def admit(self, lines: list[str]) -> list[str]:
+        """Returns those of `lines` that may travel now, in their order."""
+        fit, errors = self.split(lines)
+        return lines if len(fit) == len(lines) else fit + errors
+
+    def split(self, lines: list[str]) -> tuple[list[str], list[str]]:
+        """Returns the first of `lines`, as far as they fit, and the errors among the others."""
+        self._refill()
+        self._tail.extend(lines)
+        sizes = [_size_bytes(line) for line in lines]
+        fit = self._bucket.take(sizes)
+        if fit == len(lines):
+            self._in_traceback = any(line.startswith("Traceback") for line in self._tail)
+            return lines, []
+        return lines[:fit], self._errors(lines[fit:], sizes[fit:])
+
+    def errors(self, lines: list[str]) -> list[str]:
+        """Returns those of `lines` that look like errors, as far as the reserve goes."""
+        self._refill()
+        return self._errors(lines, [_size_bytes(line) for line in lines])
+
+    def take_dropped(self) -> tuple[int, int]:
+        """Lines and bytes kept out since the last call."""
+        dropped = self._dropped_lines, self._dropped_bytes
+        self._dropped_lines = self._dropped_bytes = 0
+        return dropped
+
+    def _refill(self) -> None:
+        now_s = self._clock()
+        elapsed_s = max(0.0, now_s - self._then_s)
+        self._then_s = now_s
+        self._bucket.refill(elapsed_s)
+        self._reserve.refill(elapsed_s)
+
+    def _errors(self, lines: list[str], sizes: list[int]) -> list[str]:
+        """Drops all but errors; looks line by line only where the whole has a word of an error."""
+        kept = []
+        kept_bytes = 0
+        if self._in_traceback or _has_error_word("\n".join(lines)):
+            for line, size_bytes in zip(lines, sizes, strict=True):
+                if self._is_error(line) and self._reserve.take([size_bytes]):
+                    kept.append(line)
+                    kept_bytes += size_bytes
+        self._dropped_lines += len(lines) - len(kept)
+        self._dropped_bytes += sum(sizes) - kept_bytes
+        return kept
+
+    def _is_error(self, line: str) -> bool:
+        """Whether a line belongs to an error: a traceback's frames and its last line do, too."""
+        belongs = self._in_traceback
+        if line.startswith("Traceback"):
+            self._in_traceback = True
+        elif not line.startswith(" "):
+            self._in_traceback = False
+        return belongs or _has_error_word(line)
+
+
+COALESCE_S = 0.002
+"""Lines that come closer together than this travel in one event."""
+
+PROGRESS_S = 0.1
+
+DRAIN_S = 30.0
+"""How long the last words of a rank may take to be read; its children may go on to write."""
+
+MESSAGE_LIMIT_BYTES = 64 << 20
+"""A longer message of a rank is not taken; the rank itself sends no display so large."""
+
+_CHUNK_BYTES = 1 << 20
+_PIPE_CHUNKS = 2
+"""More than a pipe holds."""
+
+OnMessage = Callable[[int, Event | RankMessage | StoreMessage], None]
+OnHangup = Callable[[], None]
+
+
+class _LogStream:
+    """The log pipe of one rank."""
+
+    def __init__(self, rank: int, fd: int, path: Path) -> None:
+        self.rank, self.fd = rank, fd
+        self.assembler = LineAssembler()
+        self.budget = LogBudget(time.monotonic)
+        self.pending: list[str] = []
+        self.shown_progress = ""
+        self.file: IO[bytes] | None = path.open("ab", buffering=0)
+        self.heard_at = 0.0
+        self.is_open = True
+        self.has_traceback = False
+
+    def take(self, data: bytes) -> OSError | None:
+        """Stores and splits bytes; returns the error that ended the writing of the log file."""
+        self.heard_at = time.monotonic()
+        self.pending += self.budget.admit(self.assembler.feed(data))
+        if self.file is None:
+            return None
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.file.close()
+            self.file = None
+            return error
+        return None
+
+    def close(self) -> None:
+        self.is_open = False
+        self.pending += self.budget.admit(self.assembler.flush())
+        if self.file is not None:
+            self.file.close()
+        os.close(self.fd)
+
+
+class _MessageStream:
+    """The message pipe of one rank."""
+
+    def __init__(self, rank: int, fd: int) -> None:
+        self.rank, self.fd = rank, fd
+        self._parts: list[bytes] = []
+        self._size_bytes = 0
+
+    def take(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
+        """Returns the messages that bytes complete; one that is too large becomes a note."""
+        *whole, rest = data.split(b"\n")
+        found = []
+        for part in whole:
+            self._add(part)
+            found.append(self._message())
+            self._parts, self._size_bytes = [], 0
+        self._add(rest)
+        return found
+
+    def _add(self, part: bytes) -> None:
+        self._size_bytes += len(part)
+        if self._size_bytes <= MESSAGE_LIMIT_BYTES:
+            self._parts.append(part)
+
+    def _message(self) -> Event | RankMessage | StoreMessage:
+        if self._size_bytes > MESSAGE_LIMIT_BYTES:
+            size = f"{self._size_bytes / 1e6:,.0f} MB"
+            return Note(text=f"rank {self.rank} sent {size} at once: not shown")
+        return messages.of_rank(b"".join(self._parts))
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class Pump:
+    """The reading end of all pipes of a run on this host.
+
+    Args:
+        pipes: The private folder that holds the named pipes.
+        folder: The run's folder, for the log files.
+        host: The host's name, for events.
+        emit: Sends an event to the pool's process; called in the pump's thread.
+        on_message: Called in the pump's thread with (rank, message) for what is not a log.
+        on_hangup: Called in the pump's thread when a pipe has no writer any more.
+    """
+
+    def __init__(
+        self,
+        pipes: Path,
+        folder: RunFolder,
+        host: str,
+        emit: Callable[[Event], None],
+        on_message: OnMessage,
+        on_hangup: OnHangup,
+    ) -> None:
+        self._pipes, self._folder, self._host = pipes, folder, host
+        self._emit, self._on_message, self._on_hangup = emit, on_message, on_hangup
+        self._selector = selectors.DefaultSelector()
+        self._wakeup_r, self._wakeup_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector.register(self._wakeup_r, selectors.EVENT_READ)
+        self._logs: dict[int, _LogStream] = {}
+        self._flushed_at = self._progress_at = 0.0
+        self._closing = threading.Event()
+        self._to_drain: list[tuple[int, threading.Event]] = []
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="taas-pump", daemon=True)
+        self._thread.start()
+
+    def open(self, attempt: int, ranks: list[tuple[int, int]]) -> None:
+        """Makes the pipes of an attempt's ranks, given as (rank, local rank)."""
+        for rank, local_rank in ranks:
+            log_fd = link.make_pipe(link.log_pipe(self._pipes, attempt, local_rank))
+            message_fd = link.make_pipe(link.message_pipe(self._pipes, attempt, local_rank))
+            os.mkfifo(link.ask_pipe(self._pipes, attempt, local_rank), 0o600)
+            with self._lock:
+                self._logs[rank] = stream = _LogStream(rank, log_fd, self._folder.log(rank))
+                self._selector.register(log_fd, selectors.EVENT_READ, stream)
+                messages = _MessageStream(rank, message_fd)
+                self._selector.register(message_fd, selectors.EVENT_READ, messages)
+        self._wake()
+
+    def tail(self, rank: int) -> list[str]:
+        """The last lines that a rank wrote."""
+        return self._logs[rank].budget.tail if rank in self._logs else []
+
+    def heard_at(self, rank: int) -> float:
+        """When a rank, or what it started, last wrote; by the monotonic clock."""
+        return self._logs[rank].heard_at if rank in self._logs else 0.0
+
+    def drain(self, rank: int) -> None:
+        """Return when all has been read that a rank, which has ended, wrote to its pipes."""
+        done = threading.Event()
+        with self._lock:
+            self._to_drain.append((rank, done))
+        self._wake()
+        done.wait(DRAIN_S)
+
+    def close(self) -> None:
+        """Reads what the pipes still hold, sends it, and ends the thread."""
+        self._closing.set()
+        self._wake()
+        self._thread.join()
+        os.close(self._wakeup_r)
+        os.close(self._wakeup_w)
+        self._selector.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wakeup_w, b"w")
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._read_ready(self._next_timeout())
+            self._drain_ended()
+            self._flush(time.monotonic())
+        while self._read_ready(0):
+            pass
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._end(key.data)
+        self._flush(float("inf"))
+
+    def _drain_ended(self) -> None:
+        with self._lock:
+            asked, self._to_drain = self._to_drain, []
+        for rank, done in asked:
+            streams = [key.data for key in list(self._selector.get_map().values())]
+            for stream in streams:
+                while stream is not None and stream.rank == rank and self._read(stream):
+                    pass
+            done.set()
+
+    def _next_timeout(self) -> float | None:
+        if any(stream.pending for stream in self._logs.values()):
+            return COALESCE_S
+        if self._progress_due():
+            return PROGRESS_S
+        return None
+
+    def _read_ready(self, timeout: float | None) -> bool:
+        """Reads every readable pipe once; says whether any rank's pipe was."""
+        ready = False
+        for key, _ in self._selector.select(timeout):
+            if key.data is None:
+                os.read(key.fd, 4096)
+                continue
+            ready = self._read(key.data) or ready
+        return ready
+
+    def _read(self, stream: _LogStream | _MessageStream) -> bool:
+        try:
+            data = os.read(stream.fd, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._end(stream)
+            self._on_hangup()
+        elif isinstance(stream, _LogStream):
+            self._warn_of_full_disk(stream, stream.take(data))
+        else:
+            for message in stream.take(data):
+                if isinstance(message, RankRaised):
+                    self._log_traceback(stream.rank, message)
+                self._on_message(stream.rank, message)
+        return bool(data)
+
+    def _log_traceback(self, rank: int, message: RankRaised) -> None:
+        """Adds a rank's first traceback to its log file, after all that it wrote before.
+
+        The notebook does not get it as lines: it is in the exception that it raises.
+        """
+        stream = self._logs[rank]
+        if stream.has_traceback:
+            return
+        stream.has_traceback = True
+        self._catch_up(stream)
+        lines = [""] if stream.assembler.progress else []
+        lines += [*message.traceback, ""]
+        try:
+            with self._folder.log(rank).open("ab") as file:
+                file.write("\n".join(lines).encode(errors="backslashreplace"))
+        except OSError as error:
+            self._warn_of_full_disk(stream, error)
+
+    def _catch_up(self, stream: _LogStream) -> None:
+        """Reads what is in a rank's log pipe; a thread of the rank may go on to write."""
+        for _ in range(_PIPE_CHUNKS):
+            try:
+                data = os.read(stream.fd, _CHUNK_BYTES) if stream.is_open else b""
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            self._warn_of_full_disk(stream, stream.take(data))
+
+    def _end(self, stream: _LogStream | _MessageStream) -> None:
+        self._selector.unregister(stream.fd)
+        stream.close()
+
+    def _warn_of_full_disk(self, stream: _LogStream, error: OSError | None) -> None:
+        if error is not None:
+            text = f"the log of rank {stream.rank} is incomplete: {error.strerror}"
+            self._emit(Note(host=self._host, text=f"{text} ({self._folder.log(stream.rank)})"))
+
+    def _flush(self, now: float) -> None:
+        if now - self._flushed_at < COALESCE_S:
+            return
+        for stream in list(self._logs.values()):
+            if stream.pending:
+                self._flushed_at = now
+                lines, stream.pending = stream.pending, []
+                self._emit(Lines(host=self._host, rank=stream.rank, lines=lines))
+            dropped, size_bytes = stream.budget.take_dropped()
+            if dropped:
+                rank = stream.rank
+                self._emit(
+                    LinesDropped(host=self._host, rank=rank, lines=dropped, bytes=size_bytes)
+                )
+        self._flush_progress(now)
+
+    def _progress_due(self) -> bool:
+        first = self._logs.get(0)
+        return first is not None and first.assembler.progress != first.shown_progress
+
+    def _flush_progress(self, now: float) -> None:
+        """The head shows the progress bar of rank 0 only, so only that one travels."""
+        if self._progress_due() and now - self._progress_at >= PROGRESS_S:
+            self._progress_at = now
+            first = self._logs[0]
+            first.shown_progress = first.assembler.progress
+            self._emit(Progress(host=self._host, rank=0, text=first.shown_progress))

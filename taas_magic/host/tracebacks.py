@@ -1,0 +1,233 @@
+"""Exceptions of a rank as text, in the notebook's own cells and lines.
+
+Frames of IPython and of this package above the user's first are left out; a file that is a cell is
+called `Cell In[5]`.
+"""
+
+import errno
+import itertools
+import linecache
+import os
+import shutil
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from taas_magic.capture import places
+from taas_magic.capture.payload import CellSource
+from taas_magic.errors import TaasError
+from taas_magic.host.link import Link
+from taas_magic.messages import RankRaised, StackFrame
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+    from threading import ExceptHookArgs
+
+
+MESSAGE_LIMIT_CHARS = 4096
+TRACEBACK_LIMIT_CHARS = 65536
+_INNERMOST = 8
+
+_labels: dict[str, str] = {}
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_ABOVE = (
+    _OURS,
+    f"{os.sep}IPython{os.sep}core{os.sep}",
+    f"{os.sep}multiprocessing{os.sep}",
+    "<string>",
+)
+
+
+def know(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
+    """Give linecache the notebook's cells, so that tracebacks show their lines.
+
+    Returns:
+        What each file name is called, `Cell In[5]`.
+    """
+    for name, source in sources.items():
+        lines = source.text.splitlines(keepends=True)
+        linecache.cache[name] = (len(source.text), None, lines, name)
+        _labels[name] = source.label
+    return _labels
+
+
+def send(link: Link, error: BaseException, text: str | None = None) -> None:
+    """Send a failure to the agent.
+
+    Args:
+        link: The rank's.
+        error: What was raised.
+        text: Its traceback; None draws the plain one.
+    """
+    try:
+        text = plain(error) if text is None else text
+    except Exception as broken:  # an exception's own __str__ or __repr__, or a deep recursion
+        text = f"<the traceback could not be drawn: {type(broken).__name__}>"
+    if not link.is_own:  # a child that the cell forked fails for itself, as under torchrun
+        sys.stderr.write(text)
+        return
+    lines = cut(text, TRACEBACK_LIMIT_CHARS).splitlines()
+    link.send(RankRaised(type(error).__name__, message_of(error), lines))
+
+
+def plain(error: BaseException) -> str:
+    """An exception as Python prints it, from the user's first frame on, with what caused it.
+
+    An error of ours says all in its message.
+    """
+    described = traceback.TracebackException.from_exception(error)
+    _tidy(described)
+    return "".join(described.format(chain=not isinstance(error, TaasError)))
+
+
+def leave_out_ours(error: BaseException) -> None:
+    """Take this package's frames out of an exception and out of what caused it."""
+    waiting, met = [error], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in met:
+            met.add(id(one))
+            one.__traceback__ = _without_ours(one.__traceback__)
+            parts = getattr(one, "exceptions", None) if is_group(one) else None
+            waiting += filter(None, (one.__cause__, one.__context__, *(parts or ())))
+
+
+def _without_ours(one: TracebackType | None) -> TracebackType | None:
+    """A traceback without our frames, and without those between them but for the notebook's."""
+    found: list[TracebackType] = []
+    while one is not None:
+        found.append(one)
+        one = one.tb_next
+    names = [each.tb_frame.f_code.co_filename for each in found]
+    ours = [i for i, name in enumerate(names) if name.startswith(_OURS)]
+    between = range(ours[0], ours[-1] + 1) if ours else range(0)
+    made = None
+    for i, each in reversed([*enumerate(found)]):
+        if i not in between or names[i] in _labels:
+            made = TracebackType(made, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return made
+
+
+def frames(error: BaseException) -> list[str]:
+    """The user's frames of an exception, as lines."""
+    described = traceback.TracebackException.from_exception(error)
+    _tidy(described)
+    return "".join(described.stack.format()).splitlines()
+
+
+def where(frame: FrameType) -> list[str]:
+    """The user's innermost frames of a running thread, as lines."""
+    stack = traceback.extract_stack(frame)
+    _tidy_frames(stack)
+    shown = stack[-_INNERMOST:]
+    cells = [frame for frame in stack if frame.filename in _labels.values()]
+    if cells and cells[-1] not in shown:  # a library is deep: Lightning takes 30 frames
+        shown.insert(0, cells[-1])
+    return "".join(traceback.format_list(shown)).splitlines()
+
+
+def threads(main: int) -> dict[str, list[StackFrame]]:
+    """The stacks of this process's threads but our own, outermost frame first, by their names.
+
+    Args:
+        main: The identifier of the main thread, which comes first.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    found = {"MainThread": _described(frames.pop(main))}
+    for ident, frame in frames.items():
+        name = names.get(ident) or f"thread {ident}"
+        if not name.startswith("taas-"):
+            found[f"{name}, {ident}" if name in found else name] = _described(frame)
+    return found
+
+
+def _described(frame: FrameType) -> list[StackFrame]:
+    stack = traceback.extract_stack(frame)
+    _tidy_frames(stack)
+    return [StackFrame(it.filename, it.lineno or 0, it.name, it.line or "") for it in stack]
+
+
+def is_group(error: BaseException | None) -> bool:
+    """Whether it is an exception group (Python 3.11)."""
+    return hasattr(error, "exceptions") and hasattr(error, "split")
+
+
+def print_of_thread(failed: "ExceptHookArgs") -> None:
+    """Print what ended a thread; for `threading.excepthook`."""
+    if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
+        name = failed.thread.name if failed.thread is not None else "?"
+        sys.stderr.write(f"Exception in thread {name}:\n{plain(failed.exc_value)}")
+
+
+def print_unraisable(failed: "UnraisableHookArgs") -> None:
+    """Print what no caller can be told, of `__del__` or atexit; for `sys.unraisablehook`."""
+    if failed.exc_value is not None:
+        where = f"{failed.err_msg or 'Exception ignored in'}: {failed.object!r}"
+        sys.stderr.write(f"{where}\n{plain(failed.exc_value)}")
+
+
+def message_of(error: BaseException) -> str:
+    """An exception's text, bounded; an exception whose `__str__` fails has one too."""
+    try:
+        hint = _room_left(error) or _not_in_the_copy(error)
+        return cut(str(error), MESSAGE_LIMIT_CHARS) + hint
+    except Exception as broken:
+        return f"<the exception's __str__ raised {type(broken).__name__}>"
+
+
+def _not_in_the_copy(error: BaseException) -> str:
+    """What a path of the notebook's machine means on a host that has a copy of the project."""
+    home = places.home()
+    if not home or not isinstance(error, FileNotFoundError):
+        return ""
+    said = f"{error.filename or ''} {error}"
+    if f"{home}/" not in said and (os.getcwd() in said or not os.path.isabs(said)):
+        return ""
+    return (
+        f" (of the notebook's machine this host has {home} alone, in a copy: use a path relative "
+        "to it, or a pathlib.Path of the notebook; docs/store.md)"
+    )
+
+
+def cut(text: str, limit_chars: int) -> str:
+    """The first and last half of a text that is too long, with a mark between."""
+    if len(text) <= limit_chars:
+        return text
+    half = limit_chars // 2
+    return f"{text[:half]}\n… [{len(text) - limit_chars} characters cut] …\n{text[-half:]}"
+
+
+def _tidy(described: Any) -> None:
+    """Tidy the frames of an exception, of its causes and of its parts."""
+    waiting, met = [described], set()
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in met:
+            continue
+        met.add(id(one))
+        _tidy_frames(one.stack)
+        waiting += [one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())]
+        filename = getattr(one, "filename", None)  # of a syntax error
+        if filename in _labels:
+            one.filename = _labels[filename]
+
+
+def _tidy_frames(stack: traceback.StackSummary) -> None:
+    lead = itertools.takewhile(lambda frame: any(it in frame.filename for it in _ABOVE), stack)
+    del stack[: len(list(lead))]
+    for frame in stack:
+        if frame.filename in _labels:
+            _ = frame.line  # read from linecache, which knows the file's own name only
+            frame.filename = _labels[frame.filename]
+
+
+def _room_left(error: BaseException) -> str:
+    """What Python leaves out when a write finds the disk full: which one, and how full."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    store = os.getcwd()
+    return f" (the disk of {store} has {shutil.disk_usage(store).free} bytes free)"

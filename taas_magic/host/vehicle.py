@@ -1,0 +1,126 @@
+"""A plain Dask worker as a vehicle: it brings the agent to its host, and holds the host's lease.
+
+Batch systems and clouds start Dask workers of their own kind, through classes that know nothing of
+us. Every worker that joins the pool's scheduler is given this plugin. It starts the supervisor; the
+agent below joins the pool as a member of its own. When the vehicle ends, in whatever way (wall
+time, a cancelled job, a lost connection), the supervisor's standard input closes, and with it
+everything on the host ends.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import Sequence
+
+from distributed import Worker, WorkerPlugin
+
+from taas_magic.host.processes import spawn_command, supervisor_arguments
+from taas_magic.host.topics import ASK_HOST
+from taas_magic.leases import BEATS_PER_LEASE
+from taas_magic.messages import AgentKeys, AgentSettings, pack, unpack
+
+_MARK = "@"
+
+
+def agent_name(vehicle: object) -> str:
+    """A name for the agent that a vehicle brings.
+
+    Another one each time: a job that the batch system has started again has the name of the old
+    one, whose agent may still be known.
+    """
+    return f"{vehicle}{_MARK}{secrets.token_hex(4)}"
+
+
+def vehicle_of(agent: object) -> str:
+    """The name of the vehicle that brought an agent; "" for what is no such agent."""
+    return str(agent).rpartition(_MARK)[0]
+
+
+CLOSE_S = 10.0
+"""How long a supervisor may take to end all of its host."""
+
+
+class Vehicle(WorkerPlugin):
+    """Makes a Dask worker a vehicle.
+
+    Args:
+        interface: The network interface that ranks use; "" finds it.
+        lease_s: Seconds without a word after which the host ends what it runs.
+        preload: Modules that ranks find imported besides torch and IPython.
+    """
+
+    name = "taas-vehicle"
+
+    def __init__(self, interface: str, lease_s: float, preload: Sequence[str] = ()) -> None:
+        self._interface, self._lease_s = interface, lease_s
+        self._preload = list(preload)
+        self._supervisor: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def setup(self, worker: Worker) -> None:
+        """Called by Dask when the worker has joined; an agent, which joins too, is left alone."""
+        if vehicle_of(worker.name):
+            return
+        try:
+            await self._start(worker)
+        except OSError:
+            self._leave(worker, "its supervisor could not be started")
+            raise
+
+    async def teardown(self, worker: Worker) -> None:
+        """Called by Dask when the worker closes: ends the host."""
+        for task in self._tasks:
+            task.cancel()
+        if self._supervisor is None:
+            return
+        assert self._supervisor.stdin is not None
+        self._supervisor.stdin.close()
+        try:
+            await asyncio.wait_for(self._supervisor.wait(), CLOSE_S)
+        except asyncio.TimeoutError:
+            self._supervisor.kill()
+
+    async def _start(self, worker: Worker) -> None:
+        worker.http_server.stop()  # Dask's web pages would ask nobody for a key
+        if not worker.nanny:
+            for listener in worker.listeners:
+                listener.stop()  # all vehicles of a pool have one key
+        asked = getattr(worker.scheduler, ASK_HOST)(vehicle=str(worker.name))
+        agent = unpack(await asked, AgentKeys)
+        self._supervisor = await asyncio.create_subprocess_exec(
+            *spawn_command("taas_magic.host.supervisor"),
+            *supervisor_arguments(None, self._preload),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._supervisor.stdin is not None
+        settings = AgentSettings(
+            scheduler=worker.scheduler.address,
+            security=agent.security,
+            name=agent.name,
+            host_name=socket.gethostname(),
+            interface=self._interface,
+            local_directory=worker.local_directory,
+            lease_s=self._lease_s,
+        )
+        self._supervisor.stdin.write(pack(settings) + b"\n")
+        self._tasks = [
+            asyncio.create_task(self._beat(self._supervisor.stdin)),
+            asyncio.create_task(self._follow(worker, self._supervisor)),
+        ]
+
+    async def _beat(self, lease: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):  # the supervisor has ended: `_follow` sees it
+            while True:
+                await asyncio.sleep(self._lease_s / BEATS_PER_LEASE)
+                lease.write(b"\n")
+                await lease.drain()
+
+    async def _follow(self, worker: Worker, supervisor: asyncio.subprocess.Process) -> None:
+        """Ends the vehicle with its agent, so that the batch system gets the host back."""
+        code = await supervisor.wait()
+        self._leave(worker, f"its agent ended with exit code {code}")
+
+    def _leave(self, worker: Worker, why: str) -> None:
+        worker.loop.add_callback(worker.close, reason=f"taas-vehicle: {why}")

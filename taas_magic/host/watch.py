@@ -1,0 +1,505 @@
+"""How the ranks of one run stand on this host, and what follows.
+
+The agent observes and acts; what decides is pure, so that a test can put any situation: the time is
+given. The thread that reads the ranks' pipes brings messages, the run's thread asks the system; one
+lock is between them.
+"""
+
+import os
+import re
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from taas_magic.errors import TaasError
+from taas_magic.host.processes import status_of
+from taas_magic.leases import STOPPED_S
+from taas_magic.messages import (
+    Event,
+    Failure,
+    RankBeat,
+    RankCells,
+    RankFinished,
+    RankLeft,
+    RankMessage,
+    RankRaised,
+    RankReport,
+    RankReported,
+    RankSight,
+    RankUp,
+    StoreMessage,
+)
+
+SETTLE_S = 0.5
+"""After the first failure, how long the other ranks may show theirs: the cause may come second."""
+
+LEFT_GRACE_S = 3.0
+"""How long the others may go on after a rank left by `sys.exit(0)`."""
+
+REPORT_S = 20.0
+"""How long a failed rank's drawn traceback and its results may take to come."""
+
+COLLECTIVE_S = 20.0
+"""How long ranks may stand still while one of them is in a collective, before that is said."""
+
+INTERRUPT_GRACE_S = 5.0
+"""How long ranks may take to end after an interrupt, before they are killed."""
+
+HALT_S = 30.0
+"""How long a host may take to end a run that was halted; then the host is ended and replaced."""
+
+_CONSEQUENCES = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|peer|socket (closed|timeout)"
+    r"|remote process exited|store.*(timeout|timed out)|nccl.*(abort|remote|unhandled system)"
+    r"|timed out waiting|terminated|connectfullmesh",
+    re.IGNORECASE,
+)
+_DISTRIBUTED_TYPES = frozenset(
+    {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "RuntimeError"}
+    | {"ConnectionResetError", "ConnectionError", "BrokenPipeError", "EOFError"}
+)
+
+
+@dataclass
+class RankState:
+    """What is known of one rank of this host.
+
+    Times are of the agent's monotonic clock, in seconds; None is "has not happened".
+    """
+
+    rank: int
+    pid: int
+    finished: bool = False
+    """It has said that the cell ran to its end."""
+    exitcode: int | None = None
+    failed_at: float | None = None
+    is_reporting: bool = False
+    """It has said what it raised; IPython's drawing of it, and its results, have not come yet."""
+    left_at: float | None = None
+    stopped_at: float | None = None
+    etype: str = ""
+    message: str = ""
+    traceback: list[str] = field(default_factory=list)
+    stack: list[str] = field(default_factory=list)
+    hint: str = ""
+    forward_at: float = 0.0
+    """When it last wrote, was handed a batch, computed, or did a collective."""
+    collectives: list[tuple[int, int]] = field(default_factory=list)
+    """How many it has begun and ended, as its last beat says."""
+    beat_at: float = 0.0
+    spins: bool = False
+    """Whether it may use a core to wait: CUDA does, for a collective of NCCL."""
+    sight: RankSight | None = None
+    """Where it said it stands; None while it has not answered."""
+    sight_at: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self.exitcode is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether it succeeded: the cell ran to its end, and the process ended well."""
+        return self.finished and self.exitcode == 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The run is over on this host.
+
+    Attributes:
+        state: SUCCEEDED, FAILED or INTERRUPTED.
+        cause: raised, signal, exit, left, stopped, timeout or interrupt; empty on success.
+    """
+
+    state: str
+    cause: str = ""
+
+
+def decide(
+    ranks: Collection[RankState],
+    now: float,
+    deadline: float | None = None,
+    interrupted_at: float | None = None,
+) -> Verdict | None:
+    """How the run stands; None while it goes on.
+
+    Args:
+        ranks: All ranks of this host.
+        now: The agent's monotonic clock.
+        deadline: When `--timeout` ends the run.
+        interrupted_at: When the user interrupted it.
+    """
+    gone = all(rank.ended or rank.done for rank in ranks)
+    if all(rank.done for rank in ranks):
+        return Verdict("SUCCEEDED")
+    if interrupted_at is not None:
+        over = gone or now - interrupted_at >= INTERRUPT_GRACE_S
+        return Verdict("INTERRUPTED", "interrupt") if over else None
+    failed = [rank.failed_at for rank in ranks if rank.failed_at is not None]
+    if failed:
+        reporting = any(rank.is_reporting and not rank.ended for rank in ranks)
+        settled = now - min(failed) >= (REPORT_S if reporting else SETTLE_S)
+        return Verdict("FAILED", "rank") if gone or settled else None
+    if deadline is not None and now >= deadline:
+        return Verdict("FAILED", "timeout")
+    if _since(ranks, "left_at", now) >= LEFT_GRACE_S:
+        return Verdict("FAILED", "left")
+    if _since(ranks, "stopped_at", now) >= STOPPED_S:
+        return Verdict("FAILED", "stopped")
+    return None
+
+
+def still_since(ranks: Collection[RankState], now: float) -> float:
+    """Since when none of the ranks that are left has come forward; `now` where none is left."""
+    return max((rank.forward_at for rank in ranks if not rank.ended), default=now)
+
+
+def _since(ranks: Collection[RankState], what: str, now: float) -> float:
+    times = [getattr(rank, what) for rank in ranks if getattr(rank, what) is not None]
+    return now - min(times) if times else 0.0
+
+
+def is_consequence(etype: str, message: str) -> bool:
+    """Whether an error reads like what a rank sees when another one is gone."""
+    return etype in _DISTRIBUTED_TYPES and _CONSEQUENCES.search(message) is not None
+
+
+def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
+    """The ranks that failed, the first one first.
+
+    A rank that died or raised an error of its own comes before one whose error only says that a
+    peer is gone, and a rank that left early comes before both kinds of its consequences.
+    """
+    if cause == "timeout":
+        return sorted((rank for rank in ranks if not rank.done), key=lambda rank: rank.rank)
+    failed = [rank for rank in ranks if rank.failed_at is not None]
+    if cause == "stopped":
+        failed += [rank for rank in ranks if rank.stopped_at is not None]
+    own = [rank for rank in failed if not is_consequence(rank.etype, rank.message)]
+    if not own:
+        failed += [rank for rank in ranks if rank.left_at is not None and rank not in failed]
+    return sorted(failed, key=_order)
+
+
+def _order(rank: RankState) -> tuple[bool, float, int]:
+    times = [at for at in (rank.failed_at, rank.left_at, rank.stopped_at) if at is not None]
+    return is_consequence(rank.etype, rank.message), min(times), rank.rank
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure | None:
+    """The failure to show, of those of all hosts in the order they were reported."""
+    own = [failure for failure in failures if not failure.consequence]
+    return next(iter(own or failures), None)
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def oom_kills(pid: int) -> dict[str, int]:
+    """The kill counts that concern a process: of its memory cgroup, and of the system.
+
+    Args:
+        pid: A living process of this host.
+
+    Returns:
+        Count by file; empty where the kernel tells nothing.
+    """
+    files = [Path("/proc/vmstat"), *_cgroup_files(pid)]
+    counts = {str(file): _count(file) for file in files}
+    return {name: count for name, count in counts.items() if count is not None}
+
+
+def has_risen(before: dict[str, int]) -> str:
+    """The file whose count has risen since `before`, a cgroup's before the system's; else empty."""
+    for name in sorted(before, key=lambda name: name == "/proc/vmstat"):
+        now = _count(Path(name))
+        if now is not None and now > before[name]:
+            return name
+    return ""
+
+
+def explain(file: str) -> str:
+    """Says which memory ran out, from the file that `has_risen` named; empty for none."""
+    if not file:
+        return ""
+    if file == "/proc/vmstat":
+        return "killed by the memory limit (the kernel's out-of-memory killer)"
+    return f"killed by the memory limit of its cgroup ({Path(file).parent})"
+
+
+def _cgroup_files(pid: int) -> list[Path]:
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    files = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files.append(_CGROUPS / path.lstrip("/") / "events")
+        elif "memory" in controllers.split(","):
+            files.append(_CGROUPS / "memory" / path.lstrip("/") / "oom_control")
+    return files
+
+
+def _count(file: Path) -> int | None:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return None
+
+
+_SHELL, _OURS = "/IPython/core/", "/taas_magic/"
+
+_ADVICE = {
+    "SIGKILL": "something on the host killed it; the system's log (dmesg) may say why",
+    "SIGSEGV": "native code crashed; the Python stack above is where it was called",
+    "SIGABRT": "native code gave up; its last words are above",
+    "left": "end a rank by letting the cell end; all ranks must take the same number of steps",
+    "exit": "os._exit ends a rank before the cell's end; raise an exception instead",
+    "end": "what failed came after the cell's last line: atexit, threads, or native code",
+    "stopped": "it was stopped from outside (SIGSTOP); nothing that it did can have caused that",
+    "timeout": "raise --timeout, or look where the ranks stood",
+}
+
+
+def failure_of(
+    state: RankState,
+    verdict: Verdict,
+    host: str,
+    log_path: str,
+    tail: list[str],
+    signal_name: str,
+    timeout_s: float | None = None,
+) -> Failure:
+    """Why a rank failed; see docs/events.md."""
+    kind = _kind(state, verdict)
+    said = state.message or state.hint
+    return Failure(
+        rank=state.rank,
+        host=host,
+        pid=state.pid,
+        how=kind,
+        etype=state.etype if kind == "raised" else "",
+        message=f"exceeded --timeout {timeout_s:g}s" if kind == "timeout" else said,
+        traceback=state.traceback,
+        stack=[] if state.traceback else state.stack,
+        signal=signal_name,
+        exitcode=state.exitcode,
+        consequence=kind == "raised" and is_consequence(state.etype, state.message),
+        log_path=log_path,
+        advice=_ADVICE.get(signal_name or kind, ""),
+        tail=[] if kind == "raised" else tail,
+    )
+
+
+def users_frames(stack: Sequence[str]) -> list[str]:
+    """Of a stack that faulthandler wrote, innermost frame first, the user's part of each thread.
+
+    Args:
+        stack: Lines; threads are set apart by empty ones.
+    """
+    found: list[str] = []
+    block: list[str] = []
+    for line in (*stack, ""):
+        if line:
+            block.append(line)
+            continue
+        found += _users_part(block)
+        block = []
+    return found
+
+
+def _users_part(block: list[str]) -> list[str]:
+    """A thread's lines above IPython's; nothing of our own threads."""
+    if block and block[0].startswith("Extension modules:"):
+        return []
+    at = next((i for i, line in enumerate(block) if _SHELL in line), None)
+    if at is None and any(_OURS in line for line in block):
+        return []
+    return block[:at]
+
+
+def _kind(state: RankState, verdict: Verdict) -> str:
+    if state.etype:
+        return "raised"
+    if state.left_at is not None and not state.exitcode:
+        return "left"
+    if state.ended:
+        if state.finished:
+            return "end"
+        return "signal" if (state.exitcode or 0) < 0 else "exit"
+    return verdict.cause if verdict.cause in ("stopped", "timeout", "left") else "left"
+
+
+def host_failure(host: str, error: BaseException) -> Failure:
+    """The failure of a host where something other than a rank went wrong.
+
+    An error of ours says by itself what the user can do; of another the traceback may tell.
+    """
+    lines = [] if isinstance(error, TaasError) else traceback.format_exception(error)
+    return Failure(
+        host=host, how="host", etype=type(error).__name__, message=str(error), traceback=lines
+    )
+
+
+ExitcodeOf = Callable[[int], int | None]
+
+
+class Ranks:
+    """The ranks of one attempt.
+
+    Args:
+        ranks: Their global ranks; known before the processes are, since a fast rank speaks first.
+    """
+
+    def __init__(self, ranks: Iterable[int] = ()) -> None:
+        self._lock = threading.Lock()
+        self._states = {rank: RankState(rank, pid=0) for rank in ranks}
+        self._processes: dict[int, psutil.Process] = {}
+        self._kills: dict[int, dict[str, int]] = {}
+        self._up: set[int] = set()
+        self._interrupted = False
+        self._handed: dict[int, dict[str, int]] = {}
+        self.cells: dict[str, tuple[str, str]] = {}
+        """Label and source of the notebook's cells, by the names that the kernel gave them."""
+
+    def started(self, pids: dict[int, int]) -> None:
+        """Takes down the process of each rank; one may have ended already."""
+        with self._lock:
+            for rank, pid in pids.items():
+                self._states[rank].pid = pid
+                self._states[rank].forward_at = time.monotonic()
+                self._kills[rank] = oom_kills(pid)
+                if psutil.pid_exists(pid):
+                    self._processes[rank] = psutil.Process(pid)
+
+    def states(self) -> list[RankState]:
+        """What is known of each rank."""
+        with self._lock:
+            return list(self._states.values())
+
+    def note(self, rank: int, message: RankMessage) -> None:
+        """Takes down what a rank says of itself."""
+        now = time.monotonic()
+        with self._lock:
+            state = self._states[rank]
+            match message:
+                case RankUp():
+                    self._up.add(rank)
+                    state.pid = message.pid
+                    if self._interrupted:
+                        _send(message.pid, signal.SIGINT)
+                case RankRaised():
+                    state.failed_at = state.failed_at or now
+                    state.is_reporting = True
+                    state.etype, state.message = message.etype, message.message
+                    state.traceback = message.traceback
+                case RankLeft():
+                    state.left_at, state.stack = now, message.stack
+                case RankReported():
+                    state.is_reporting = False
+                case RankFinished():
+                    state.finished = True
+                case RankCells():
+                    self.cells = message.cells
+                case RankSight():
+                    state.sight, state.sight_at = message, now
+                case RankBeat():
+                    _take_beat(state, message, now)
+            if not isinstance(message, RankBeat | RankSight):
+                state.forward_at = now
+
+    def hear(self, rank: int, message: Event | StoreMessage) -> None:
+        """Takes down that a rank said something else; a report of nothing new does not count."""
+        is_report = isinstance(message, RankReport)
+        loaders = message.loaders if isinstance(message, RankReport) else {}
+        batches = {name: counts.batches for name, counts in loaders.items()}
+        if not is_report or batches != self._handed.get(rank):
+            self._handed[rank] = batches
+            self.came_forward(rank, time.monotonic())
+
+    def came_forward(self, rank: int, at: float) -> None:
+        """Takes down that a rank wrote, computed, or was handed something."""
+        with self._lock:
+            state = self._states[rank]
+            state.forward_at = max(state.forward_at, at)
+
+    def poll(self, now: float, exitcode_of: ExitcodeOf, stack_of: Callable[[int], Path]) -> None:
+        """Asks the system which ranks are gone, stopped, or moved to another memory limit.
+
+        Args:
+            now: The agent's monotonic clock.
+            exitcode_of: The exit code of a rank whose process is gone.
+            stack_of: The file in which a rank that a signal killed left its Python stack.
+        """
+        with self._lock:
+            for rank, state in self._states.items():
+                if not state.ended:
+                    self._poll_one(rank, state, now, exitcode_of, stack_of)
+
+    def _poll_one(
+        self,
+        rank: int,
+        state: RankState,
+        now: float,
+        exitcode_of: ExitcodeOf,
+        stack_of: Callable[[int], Path],
+    ) -> None:
+        status = status_of(self._processes.get(rank))
+        if status in ("", psutil.STATUS_ZOMBIE):
+            state.exitcode = exitcode_of(rank)
+            if state.ended and not state.done:
+                self._take_death(state, now, stack_of(rank))
+        elif status == psutil.STATUS_STOPPED:
+            state.stopped_at = state.stopped_at or now
+        else:
+            state.stopped_at = None
+            self._kills[rank] = {**oom_kills(state.pid), **self._kills[rank]}
+
+    def _take_death(self, state: RankState, now: float, stack: Path) -> None:
+        state.failed_at = state.failed_at or now
+        if stack.exists():
+            text = stack.read_text(errors="replace")
+            state.stack = users_frames(text.splitlines()) or state.stack
+        if state.exitcode == -signal.SIGKILL:
+            state.hint = explain(has_risen(self._kills[state.rank]))
+
+    def interrupt(self) -> None:
+        """Sends SIGINT to every rank, as soon as it has said that it would hear it."""
+        with self._lock:
+            self._interrupted = True
+            for rank in self._up:
+                _send(self._states[rank].pid, signal.SIGINT)
+
+    def alive(self) -> list[psutil.Process]:
+        """The ranks' processes that are still there."""
+        with self._lock:
+            return [process for process in self._processes.values() if status_of(process)]
+
+
+def _take_beat(state: RankState, said: RankBeat, now: float) -> None:
+    """Takes down where a rank stands; one that has begun or ended a collective came forward."""
+    if said.collectives != state.collectives:
+        state.forward_at = now
+    state.beat_at = now
+    state.stack, state.collectives, state.spins = said.stack, said.collectives, said.spins
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return  # it has just ended, or is not the user's any more: the clean-up names it

@@ -1,0 +1,420 @@
+"""What ranks and fetchers say of a run's loaders, added up, and what to change. Pure.
+
+The head, the advice and the plot are made from the same sums. Hosts' clocks may be days apart, so
+whoever adds an event says when it came; what ranks and workers measured themselves are durations.
+`load_of` turns the sums of a run into a few shares; `advise` decides by them alone.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from taas_magic.messages import (
+    Event,
+    FetcherCounts,
+    FetcherReport,
+    FetcherStarted,
+    Prefilling,
+    RankCounts,
+    RankReport,
+    RanksStarted,
+    Restart,
+)
+
+POINT_GAP_S = 0.9
+"""Ranks report once a second; between two points each of them has."""
+
+RATE_POINTS = 6
+"""A rate is taken over so many points."""
+
+
+class Point(NamedTuple):
+    """The sums over all ranks at a moment: what came to them, and their seconds."""
+
+    time: float
+    batches: float = 0.0
+    units: float = 0.0
+    bytes: float = 0.0
+    waited_s: float = 0.0
+    span_s: float = 0.0
+
+    def since(self, earlier: "Point") -> "Point":
+        """What was added from `earlier` to this."""
+        return Point._make(now - then for now, then in zip(self, earlier, strict=True))
+
+    def rate(self, value: float) -> float:
+        """A value for each second of this difference."""
+        return value / self.time if self.time > 0 else 0.0
+
+    @property
+    def share(self) -> float:
+        """The share of their time with the loader that ranks waited for it."""
+        return min(1.0, self.waited_s / self.span_s) if self.span_s > 0 else 0.0
+
+
+@dataclass
+class FetcherHost:
+    """A fetcher that has come up: its host, that host's cores, its workers for each loader."""
+
+    host: str
+    cores: int = 0
+    workers: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class LoaderFlow:
+    """One loader.
+
+    Attributes:
+        name: Its name.
+        ranks: What each rank counted last (`data` events).
+        fetchers: What each fetcher said last (`fetched` events).
+        began: The same when the ranks had their first batches.
+        until: The same when ranks last said that they had more.
+        points: The ranks' sums over time.
+    """
+
+    name: str
+    points: deque[Point]
+    ranks: dict[int, RankCounts] = field(default_factory=dict)
+    fetchers: dict[int, FetcherCounts] = field(default_factory=dict)
+    began: dict[int, FetcherCounts] = field(default_factory=dict)
+    until: dict[int, FetcherCounts] = field(default_factory=dict)
+
+    def total(self, name: str) -> float:
+        """The sum of a count over all ranks."""
+        return math.fsum(getattr(counts, name) for counts in self.ranks.values())
+
+    def stock(self, name: str) -> float:
+        """The sum of what all fetchers said last."""
+        return math.fsum(getattr(counts, name) for counts in self.fetchers.values())
+
+    def sums(self, now: float) -> Point:
+        """The ranks' sums as they stand."""
+        return Point(now, *(self.total(name) for name in Point._fields[1:]))
+
+    @property
+    def units(self) -> int:
+        """Units that the ranks have had, with those before a state that was loaded."""
+        resumed = max((counts.resumed for counts in self.ranks.values()), default=0)
+        return int(self.total("units")) + resumed
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """The share of its time with the loader that each rank waited, by rank."""
+        return {
+            rank: Point(0.0, waited_s=counts.waited_s, span_s=counts.span_s).share
+            for rank, counts in sorted(self.ranks.items())
+            if counts.span_s
+        }
+
+    @property
+    def recent(self) -> Point:
+        """What came in the last seconds."""
+        return self.points[-1].since(self.points[0]) if self.points else Point(0.0)
+
+    @property
+    def mean(self) -> Point:
+        """All that came, in the time that the slowest rank spent with the loader."""
+        spans = [counts.span_s for counts in self.ranks.values()]
+        return self.sums(max(spans, default=0.0))
+
+    def take_rank(self, rank: int, counts: RankCounts, now: float) -> None:
+        """A rank's report."""
+        self.ranks[rank] = counts
+        if not self.points:
+            self.points.append(Point(now - counts.span_s))
+        if now - self.points[-1].time >= POINT_GAP_S:
+            self._add_point(self.sums(now))
+
+    def restart(self, now: float) -> None:
+        """All ranks begin again."""
+        self.ranks.clear()
+        if self.points.maxlen:
+            self.points.clear()
+        self.points.append(Point(now))
+
+    def _add_point(self, point: Point) -> None:
+        if point.batches > self.points[-1].batches:
+            self.began = self.began or dict(self.fetchers)
+            self.until = dict(self.fetchers)
+        self.points.append(point)
+
+
+class Flow:
+    """All loaders of a run.
+
+    Args:
+        keep_points: How many points are kept; None keeps all.
+    """
+
+    def __init__(self, keep_points: int | None = RATE_POINTS) -> None:
+        self._keep_points = keep_points
+        self.loaders: dict[str, LoaderFlow] = {}
+        self.fetchers: dict[int, FetcherHost] = {}
+        self.rank_hosts: dict[str, int] = {}
+        """The hosts of ranks that use registered loaders, and the cores of each; 0: not known."""
+        self.filling: Prefilling | None = None
+        """The last one while ranks wait for `--prefill`; None: they do not."""
+
+    def apply(self, event: Event, now: float) -> None:
+        """Takes the next event; those that say nothing about loaders are ignored."""
+        match event:
+            case RankReport():
+                self.rank_hosts[event.host] = event.cores
+                for name, counts in event.loaders.items():
+                    self._loader(name).take_rank(event.rank, counts, now)
+            case FetcherReport():
+                for name, stats in event.loaders.items():
+                    self._loader(name).fetchers[event.number] = stats
+            case FetcherStarted():
+                began = FetcherHost(event.host, event.cores, event.workers)
+                self.fetchers[event.number] = began
+            case Prefilling():
+                self.filling = event
+            case RanksStarted():
+                self.filling = None
+            case Restart():
+                for loader in self.loaders.values():
+                    loader.restart(now)
+
+    def _loader(self, name: str) -> LoaderFlow:
+        if name not in self.loaders:
+            self.loaders[name] = LoaderFlow(name, deque(maxlen=self._keep_points))
+        return self.loaders[name]
+
+
+TOLERABLE = 0.1
+"""The share of their time that ranks may wait without anything being said."""
+
+_LEAST_SPAN_S = 1.0
+_BUSY = 0.7
+_MOST_CPU = 0.6
+_FULL = 0.8
+_MOST_TIMES = 8
+_WORTH = 1.15
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a loader's work was spread; shares are from 0 to 1.
+
+    Attributes:
+        name: The loader.
+        waited: The share of their time with it that ranks waited for it.
+        first: The share of their time that went by before their first batch.
+        ranks: How many there were.
+        fetchers: How many prepared its batches; 0: the ranks themselves did.
+        workers: Processes that could prepare.
+        working: How many of them had something to do.
+        busy: The share of its time that the busiest worker prepared.
+        cpu: The share of preparing that was computing; the rest is waiting for storage.
+        cores: The share of the cores of the fetchers' hosts that the workers used.
+        own_hosts: Whether every fetcher has a host to itself.
+        room: How many fetchers, with as many workers each, the cores of their hosts are enough for;
+            infinite where each has a host to itself, or where the cores are not known.
+        crosses: Whether batches go from host to host.
+        receiving: The share of a rank's receiving that was its own computing.
+        mb_per_s: What came to all ranks together.
+    """
+
+    name: str
+    waited: float
+    first: float = 0.0
+    ranks: int = 1
+    fetchers: int = 0
+    workers: float = 1.0
+    working: float = 1.0
+    busy: float = 1.0
+    cpu: float = 0.0
+    cores: float = 0.0
+    own_hosts: bool = False
+    room: float = math.inf
+    crosses: bool = True
+    receiving: float = 0.0
+    mb_per_s: float = 0.0
+
+    @property
+    def later(self) -> float:
+        """The share of their time after the first batch that ranks waited."""
+        return max(0.0, self.waited - self.first) / max(1e-6, 1.0 - self.first)
+
+    @property
+    def possible(self) -> float:
+        """How many times as fast the ranks would be if they never waited."""
+        return 1.0 / max(1e-6, 1.0 - self.later)
+
+
+def advice(flow: Flow) -> str:
+    """The sentence for the loader that ranks waited for longest; "" where none is needed."""
+    waited = [loader for loader in flow.loaders.values() if loader.mean.time >= _LEAST_SPAN_S]
+    if not waited:
+        return ""
+    return advise(load_of(flow, max(waited, key=lambda loader: loader.total("waited_s"))))
+
+
+def advise(load: Load) -> str:
+    """What bounded a loader, and which flag would help by how much; "" when ranks hardly waited."""
+    if load.waited <= TOLERABLE or (load.fetchers and not load.workers):
+        return ""
+    who = "the rank" if load.ranks == 1 else "ranks"
+    return f"{who} waited {load.waited:.0%} for {load.name!r}: {_because(load)}"
+
+
+def _because(load: Load) -> str:
+    if load.later <= TOLERABLE or load.first > load.waited / 2:
+        return f"most of it for the first batch; {_earlier(load)}"
+    if not load.fetchers:
+        return _prepared_by_ranks(load)
+    if load.busy < _BUSY:
+        return _delivery(load)
+    if load.working < _BUSY * load.workers:
+        streams = round(load.working)
+        return (
+            f"its dataset is cut into {streams} stream{'s' * (streams > 1)} for {load.workers:.0f} "
+            f"workers; num_workers={load.workers:.0f} in the DataLoader would use them all"
+        )
+    if load.cpu < _MOST_CPU and load.cores < _FULL:
+        return f"its storage waits; {_more(load, math.inf)}"
+    more = _more(load, math.inf) if load.own_hosts else _on_cores_left(load)
+    return f"preparing it takes CPU time; {more}"
+
+
+def _earlier(load: Load) -> str:
+    if not load.fetchers:
+        return "--cpus 1 would prepare it while the ranks start"
+    return f"--prefill {load.ranks} would start the ranks when their first batches are ready"
+
+
+def _prepared_by_ranks(load: Load) -> str:
+    """What ranks prepare in turn with their own work would be prepared beside it."""
+    idle = max(1e-6, 1.0 - load.later)
+    wanted = math.ceil(load.ranks * load.later / idle - 1e-9)
+    most = min(max(_MOST_TIMES, 2 * load.ranks), load.room)
+    fetchers = max(1, math.floor(min(wanted, most)))
+    faster = 1.0 / max(idle, load.later * load.ranks / fetchers)
+    cores = ", with cores of their own," if load.receiving >= _MOST_CPU else ""
+    return (
+        f"it is prepared in the ranks themselves; --cpus {fetchers}{cores} would make it about "
+        f"{_times(faster)} as fast"
+    )
+
+
+def _delivery(load: Load) -> str:
+    if load.receiving >= _MOST_CPU:
+        return (
+            f"the ranks' own receiving ({load.mb_per_s:,.0f} MB/s) bounds it; smaller batches "
+            "(uint8 instead of float32) help, no flag does"
+        )
+    if not load.crosses:
+        return (
+            "its workers have time left, and no network lies between; they work further ahead "
+            'with a larger buffer ([data] buffer = "4GiB" in taas.toml)'
+        )
+    brings = f"the network brings {load.mb_per_s:,.0f} MB/s while its workers have time left; "
+    if not _has_room(load):
+        return brings + _on_other_hosts(load)
+    fetchers, faster = _scaled(load, math.inf, 1.0)
+    return brings + (
+        f"--cpus {fetchers} instead of {load.fetchers} would make it up to {_times(faster)} as "
+        "fast where each fetcher's own link is full"
+    )
+
+
+def _on_cores_left(load: Load) -> str:
+    """Fetchers on hosts that others use, too, can be no faster than the cores that are left."""
+    free = 1.0 / max(load.cores, 1e-6)
+    return _more(load, free) if free >= _WORTH else _on_other_hosts(load)
+
+
+def _more(load: Load, most: float) -> str:
+    if not _has_room(load):
+        return _on_other_hosts(load)
+    fetchers, faster = _scaled(load, most, load.busy)
+    return (
+        f"--cpus {fetchers} instead of {load.fetchers} would make it about {_times(faster)} as fast"
+    )
+
+
+def _on_other_hosts(load: Load) -> str:
+    return (
+        "all cores of this host are in use: fetchers on hosts of their own (--data-pool) would "
+        f"make it up to {_times(load.possible)} as fast"
+    )
+
+
+def _has_room(load: Load) -> bool:
+    """Whether the hosts have cores for the workers of one more fetcher."""
+    return load.room >= load.fetchers + 1
+
+
+def _scaled(load: Load, most: float, busy: float) -> tuple[int, float]:
+    """So many fetchers that ranks would not wait, but not too many; and how much faster that is."""
+    wanted = math.ceil(load.fetchers * min(load.possible, most) * busy - 1e-9)
+    at_most = min(_MOST_TIMES * load.fetchers, load.room)
+    fetchers = max(load.fetchers + 1, math.floor(min(wanted, at_most)))
+    return fetchers, min(load.possible, most, fetchers / load.fetchers / busy)
+
+
+def _times(faster: float) -> str:
+    return f"{faster:.1f}x" if faster < 10 else f"{faster:.0f}x"
+
+
+def load_of(flow: Flow, loader: LoaderFlow) -> Load:
+    """What the sums of a run say of one loader."""
+    sums, last = loader.mean, loader.until or loader.fetchers
+    spent = [_spent(stats, loader.began.get(number)) for number, stats in last.items()]
+    fetchers = [one for one in flow.fetchers.values() if loader.name in one.workers]
+    hosts, rank_hosts = {one.host for one in fetchers}, flow.rank_hosts.keys()
+    fetch_s, cpu_s = sum(one.fetch_s for one in spent), sum(one.fetch_cpu_s for one in spent)
+    most_s = max((one.fetch_most_s for one in spent), default=0.0)
+    up_s = max((one.up_s for one in spent), default=0.0)
+    own_hosts = bool(hosts) and len(hosts) == len(fetchers) and not hosts & rank_hosts
+    cores = sum(_cores_of(flow, host) for host in hosts or rank_hosts)
+    return Load(
+        name=loader.name,
+        waited=sums.share,
+        first=min(sums.share, _share(loader.total("first_s"), sums.span_s)),
+        ranks=len(loader.ranks),
+        fetchers=len(fetchers),
+        workers=sum(it.lanes if it.workers is None else it.workers for it in last.values()),
+        working=fetch_s / most_s if most_s else 0.0,
+        busy=_share(most_s, up_s),
+        cpu=_share(cpu_s, fetch_s),
+        cores=_share(cpu_s, up_s * cores),
+        own_hosts=own_hosts,
+        room=math.inf if own_hosts or not cores else cores // _workers_of_each(loader, fetchers),
+        crosses=len(hosts | rank_hosts) > 1,
+        receiving=_share(loader.total("receive_cpu_s"), loader.total("receive_s")),
+        mb_per_s=sums.rate(sums.bytes) / 1e6,
+    )
+
+
+def _cores_of(flow: Flow, host: str) -> int:
+    cores = (fetcher.cores for fetcher in flow.fetchers.values() if fetcher.host == host)
+    return max(cores, default=flow.rank_hosts.get(host, 0))
+
+
+def _workers_of_each(loader: LoaderFlow, fetchers: Sequence[FetcherHost]) -> int:
+    """How many workers a fetcher has, or would have."""
+    counts = [one.workers[loader.name] for one in fetchers]
+    counts = counts or [rank.workers for rank in loader.ranks.values()]
+    return max([1, *counts])
+
+
+def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
+    """What a fetcher's workers did while ranks were fed; one that is new did all of it."""
+    if first is None or first.up_s >= last.up_s:
+        return last
+    return FetcherCounts(
+        fetch_s=max(0.0, last.fetch_s - first.fetch_s),
+        fetch_cpu_s=max(0.0, last.fetch_cpu_s - first.fetch_cpu_s),
+        fetch_most_s=max(0.0, last.fetch_most_s - first.fetch_most_s),
+        up_s=last.up_s - first.up_s,
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0

@@ -1,0 +1,535 @@
+"""All that happened in a run, on disk: a folder a run, which any kernel of the user can read.
+
+    <state folder>/runs/<run_id>/      0700
+        plan.json                      what was decided
+        cell.py                        what the user ran
+        payload                        what the ranks load (removed when the run has ended)
+        events.jsonl                   every event, in the order the pool's process saw it
+        logs/rank-<N>.log              all that rank N wrote to its descriptors 1 and 2
+        results/                       what ranks sent back; see host/results.py
+
+The state folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.local/state/taas`:
+never the project store, which only rank 0 may write.
+
+The journal tells of a run and never decides its fate: what cannot be written is left out, and what
+is torn is read as far as it goes.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import queue
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from taas_magic import messages
+from taas_magic.errors import PoolError, UsageError, reason_of
+from taas_magic.journal.analysis import Flow, advice
+from taas_magic.journal.plot import draw
+from taas_magic.messages import (
+    ClearOutput,
+    Display,
+    Event,
+    FetcherReport,
+    Lines,
+    LinesDropped,
+    Progress,
+    RankReport,
+    RunEnded,
+    StateChanged,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "INTERRUPTED", "LOST"})
+
+JOURNAL_BYTES = 256 << 20
+"""What a journal may hold; beyond it only what says how the run stands is added."""
+
+WAITING_BYTES = 64 << 20
+"""How much of a journal may wait for a slow disk."""
+
+CLOSE_S = 5.0
+"""How long the last lines of a journal may take to be written."""
+
+_BULK = (Lines, LinesDropped, Progress, Display, ClearOutput, RankReport, FetcherReport)
+"""Events that a run may have without end."""
+
+_LOCK_TRIES, _LOCK_AGAIN_S = 20, 0.01
+
+_YOUNG_S = 60.0
+"""A folder without a plan may be one that is just being made."""
+
+
+def state_dir() -> Path:
+    """The user's own folder for runs and pools; made 0700 on first use.
+
+    Raises:
+        PoolError: There is none that can be written.
+    """
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    path = Path(os.environ.get("TAAS_STATE_DIR") or os.path.join(base, "taas"))
+    try:
+        if str(path).startswith("~"):
+            raise FileNotFoundError(errno.ENOENT, "you have no home folder (HOME is not set)")
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return path
+
+
+def cannot_write(path: Path, error: OSError) -> PoolError:
+    """What to tell the user when something cannot be written in the state folder."""
+    return PoolError(
+        f"runs and pools are kept in {path}, which cannot be written: {reason_of(error)}; "
+        f"mend that, or set TAAS_STATE_DIR to another folder before the kernel starts"
+    )
+
+
+class DataPlanHead(msgspec.Struct):
+    """Where a run's fetchers are."""
+
+    pool: str
+
+
+class PlanHead(msgspec.Struct):
+    """What lists of runs show of a `plan.Plan`, and where to ask about it."""
+
+    run_id: str
+    name: str
+    pool: str
+    world_size: int
+    data: DataPlanHead | None = None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run, the same for every process that shares the file system."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    @property
+    def payload(self) -> Path:
+        return self.path / "payload"
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    def log(self, rank: int) -> Path:
+        """The file that holds everything rank `rank` wrote."""
+        return self.path / "logs" / f"rank-{rank}.log"
+
+    @classmethod
+    def create(cls, run_id: str, plan: msgspec.Struct, cell: str) -> "RunFolder":
+        """Makes the folder of a new run and writes down what was decided.
+
+        Raises:
+            PoolError: The state folder cannot be written.
+        """
+        folder = cls(state_dir() / "runs" / run_id)
+        with folder.whole():
+            (folder.path / "logs").mkdir(mode=0o700, parents=True)
+            folder.path.chmod(0o700)
+            (folder.path / "plan.json").write_bytes(messages.pack(plan, indent=1))
+            (folder.path / "cell.py").write_text(messages.escaped(cell), encoding="utf-8")
+        return folder
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Removes the folder again where something in the block cannot be written.
+
+        Raises:
+            PoolError: Something cannot.
+        """
+        try:
+            yield
+        except OSError as error:
+            self.discard()
+            raise cannot_write(self.path, error) from error
+
+    def discard(self) -> None:
+        """Removes all of it: the run was never started."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def plan(self) -> "PlanHead":
+        """What was decided, as far as lists of runs show it.
+
+        Raises:
+            OSError: The file is not there.
+            ValueError: It is torn.
+        """
+        return messages.unpack((self.path / "plan.json").read_bytes(), PlanHead)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Marks a run whose kernel lives: until the pool has it, only the kernel will tell its end.
+
+        The system releases the mark with the process, however that ends.
+        """
+        with (self.path / "plan.json").open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def read_events(self) -> Iterator[Event]:
+        """The events so far, as far as they can be read.
+
+        A line that is still being written, or that a full disk or a killed process has cut, is left
+        out.
+        """
+        if not self.events.exists():
+            return
+        with self.events.open("rb") as lines:
+            for line in lines:
+                seen = _parsed(line) if line.endswith(b"\n") else None
+                if seen is not None:
+                    yield seen
+
+
+def _parsed(line: bytes) -> Event | None:
+    try:
+        return messages.event_of(line)
+    except msgspec.DecodeError:
+        return None
+
+
+class Writer:
+    """Writes a run's journal in a thread of its own; lives in the pool's process, one a run.
+
+    The loop that appends answers hosts' beats, so nothing here makes it wait. Whatever the disk
+    does, nothing is raised: what cannot be written is left out, and `on_incomplete` says so once.
+
+    It holds the file's lock, which the system releases with the process, however that ends: so a
+    reader can tell a run that goes on from one that nobody will ever report the end of.
+
+    Args:
+        folder: The run's.
+        on_incomplete: Called once, in the thread, with the reason why the journal is incomplete.
+        limit_bytes: What the journal may hold.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        on_incomplete: Callable[[str], None] = lambda why: None,
+        limit_bytes: int = JOURNAL_BYTES,
+    ) -> None:
+        self.folder = folder
+        self._on_incomplete, self._limit_bytes = on_incomplete, limit_bytes
+        self._waiting: queue.SimpleQueue[bytes | str | threading.Event | None] = queue.SimpleQueue()
+        self._appended_bytes = self._handled_bytes = 0
+        self._descriptor: int | None = None
+        self._is_torn = self._is_incomplete = self._has_left_out = False
+        self._thread = threading.Thread(target=self._run, name="taas-journal", daemon=True)
+        self._thread.start()
+
+    def append(self, event: Event) -> None:
+        """Takes an event; returns at once."""
+        line = messages.encode(event) + b"\n"
+        why_left_out = self._why_full(len(line)) if isinstance(event, _BULK) else ""
+        if why_left_out:
+            if not self._has_left_out:
+                self._has_left_out = True
+                self._waiting.put(why_left_out)
+            return
+        self._appended_bytes += len(line)
+        self._waiting.put(line)
+
+    def flush(self) -> None:
+        """Returns when all that was appended is written."""
+        done = threading.Event()
+        self._waiting.put(done)
+        done.wait()
+
+    def close(self) -> None:
+        """Returns when all is written, or was not in CLOSE_S."""
+        self._waiting.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _why_full(self, size: int) -> str:
+        if self._appended_bytes + size > self._limit_bytes:
+            return f"it has {self._limit_bytes >> 20} MiB; what ranks print goes on in their logs"
+        if self._appended_bytes - self._handled_bytes + size > WAITING_BYTES:
+            return f"the disk does not keep up ({WAITING_BYTES >> 20} MiB wait)"
+        return ""
+
+    def _run(self) -> None:
+        while (taken := self._waiting.get()) is not None:
+            if isinstance(taken, bytes):
+                self._try_to_write(taken)
+                self._handled_bytes += len(taken)
+            elif isinstance(taken, str):
+                self._say_incomplete(taken)
+            else:
+                taken.set()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def _try_to_write(self, line: bytes) -> None:
+        try:
+            if self._descriptor is None:
+                self._descriptor = self._open()
+            self._write(self._descriptor, line)
+        except OSError as error:
+            self._say_incomplete(f"{reason_of(error)} ({self.folder.events})")
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        descriptor = os.open(self.folder.events, flags, 0o600)
+        _lock(descriptor)
+        self._is_torn = os.fstat(descriptor).st_size > 0  # by a pool that was killed, perhaps
+        return descriptor
+
+    def _write(self, descriptor: int, line: bytes) -> None:
+        """Writes a line, on one of its own also where the last one was cut."""
+        if self._is_torn:
+            line = b"\n" + line
+        self._is_torn = True
+        while line:
+            line = line[os.write(descriptor, line) :]
+        self._is_torn = False
+
+    def _say_incomplete(self, why: str) -> None:
+        if not self._is_incomplete:
+            self._is_incomplete = True
+            self._on_incomplete(why)
+
+
+def _lock(descriptor: int) -> None:
+    """Locks a journal, unless a pool that hangs still has it; readers have it for an instant."""
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_AGAIN_S)
+        else:
+            return
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its journal tells it, for `taas.runs()` and `%taas status`."""
+
+    run_id: str
+    name: str
+    pool: str
+    world_size: int
+    state: str
+    started: float
+    ended: float | None
+    path: Path
+    took_s: float | None = None
+    failed_rank: int | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from the start to the end, or until now."""
+        if self.took_s is not None:
+            return self.took_s
+        return (self.ended or time.time()) - self.started
+
+    def logs(self, rank: int | None = None) -> str:
+        """All that a rank wrote to its standard output and error, and the traceback if it raised.
+
+        Args:
+            rank: None is the rank that failed first, or 0.
+
+        Raises:
+            UsageError: The run has no such rank.
+        """
+        path = self.log_path(rank)
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def log_path(self, rank: int | None = None) -> Path:
+        """The file of that; where the rank wrote nothing, there is none.
+
+        Raises:
+            UsageError: The run has no such rank.
+        """
+        rank = rank if rank is not None else self.failed_rank or 0
+        if not 0 <= rank < self.world_size:
+            raise UsageError(f"run {self.run_id} has ranks 0 to {self.world_size - 1}; got {rank}")
+        return RunFolder(self.path).log(rank)
+
+    @property
+    def advice(self) -> str:
+        """What to change when ranks waited for data; "" where there is nothing to say."""
+        return advice(self._flow())
+
+    @property
+    def waited(self) -> dict[str, float]:
+        """The share of their time with each loader that ranks waited for it, from 0 to 1."""
+        return {loader.name: loader.mean.share for loader in self._flow().loaders.values()}
+
+    def plot(self) -> "Figure":
+        """Draws how long ranks waited for data, and how fast it came, over time.
+
+        Raises:
+            UsageError: matplotlib is missing, or the run used no registered loader.
+        """
+        return draw(RunFolder(self.path).read_events(), f"{self.run_id} {self.name}".rstrip())
+
+    def _flow(self) -> Flow:
+        flow = Flow()
+        for seen in RunFolder(self.path).read_events():
+            flow.apply(seen, seen.time)
+        return flow
+
+
+def runs() -> list[RunRecord]:
+    """The runs whose folders are kept and can be read, newest first."""
+    found = (_record_of(folder) for folder in _folders())
+    return [seen for seen in found if seen is not None]
+
+
+def _folders() -> list[RunFolder]:
+    root = state_dir() / "runs"
+    return (
+        [RunFolder(path) for path in sorted(root.iterdir(), reverse=True)] if root.exists() else []
+    )
+
+
+def _record_of(folder: RunFolder) -> RunRecord | None:
+    """A run's record; None where its folder is being made or removed, or is broken."""
+    try:
+        return record(folder)
+    except (OSError, ValueError):
+        return None
+
+
+def record(folder: RunFolder) -> RunRecord:
+    """Reads one run's folder.
+
+    Raises:
+        OSError: There is no plan in it.
+        ValueError: The plan cannot be read.
+    """
+    plan = folder.plan()
+    started = changed = (folder.path / "plan.json").stat().st_mtime
+    state, ended = "STARTING", None
+    last: StateChanged | RunEnded | None = None
+    for seen in folder.read_events():
+        if isinstance(seen, StateChanged | RunEnded):
+            if state == "STARTING" and isinstance(seen, StateChanged):
+                started = seen.time  # before, it waited for hosts
+            state, changed, last = seen.state, seen.time, seen
+    if state not in ENDED_STATES and not _is_kept(folder):
+        state = "LOST"
+    if state in ENDED_STATES:
+        ended = changed
+    end = last if isinstance(last, RunEnded) else None
+    return RunRecord(
+        run_id=folder.run_id,
+        name=plan.name,
+        pool=plan.pool,
+        world_size=plan.world_size,
+        state=state,
+        started=started,
+        ended=ended,
+        path=folder.path,
+        took_s=end.elapsed_s if end else None,
+        failed_rank=end.first.rank if end and end.first else None,
+    )
+
+
+def _is_kept(folder: RunFolder) -> bool:
+    """Whether the process lives that will tell the run's end: its kernel, or its pool."""
+    return _is_locked(folder.events) or _is_locked(folder.path / "plan.json")
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def find(run_id: str | None) -> RunRecord:
+    """The run of that id, of an id that begins so, or of that name; None is the newest.
+
+    Raises:
+        UsageError: There is none.
+    """
+    known = runs()
+    for seen in known:
+        if run_id is None or seen.run_id.startswith(run_id) or run_id == seen.name:
+            return seen
+    listed = ", ".join(seen.run_id for seen in known[:5])
+    if not known:
+        raise UsageError("There is no run yet.")
+    raise UsageError(f'No run "{run_id}". The newest are: {listed}')
+
+
+def prune(keep_runs: int, keep_bytes: int) -> None:
+    """Removes the oldest ended runs beyond a number and a size; never one that may still run.
+
+    A folder that cannot be read is removed as soon as it is no new one. Other kernels may do the
+    same at the same time.
+    """
+    total = 0
+    for index, folder in enumerate(_folders()):
+        total += _size_bytes(folder.path)
+        is_beyond = index >= keep_runs or total > keep_bytes
+        if _is_broken(folder) or (is_beyond and _has_ended(folder)):
+            shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _has_ended(folder: RunFolder) -> bool:
+    seen = _record_of(folder)  # a journal takes long to read
+    return seen is not None and seen.state in ENDED_STATES
+
+
+def _is_broken(folder: RunFolder) -> bool:
+    """Whether it is a folder without a plan, and not one that is being made or removed."""
+    try:
+        folder.plan()
+    except ValueError:
+        pass
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            return False
+    else:
+        return False
+    try:
+        return time.time() - folder.path.stat().st_mtime > _YOUNG_S
+    except OSError:
+        return False
+
+
+def _size_bytes(path: Path) -> int:
+    return sum(
+        _file_bytes(os.path.join(at, name)) for at, _, names in os.walk(path) for name in names
+    )
+
+
+def _file_bytes(path: str) -> int:
+    try:
+        seen = os.lstat(path)
+    except OSError:
+        return 0  # another kernel prunes, too
+    return seen.st_size if stat.S_ISREG(seen.st_mode) else 0

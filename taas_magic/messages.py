@@ -1,0 +1,684 @@
+"""Every value that one process tells another, and the one codec.
+
+Each has one definition, by which whoever reads it checks it. All is JSON: a line of a rank's pipe,
+a message, a line of the journal (docs/events.md). Readers leave out fields that they do not know,
+and a field that was added later has a default, so that journals of older versions are read, too.
+"""
+
+import json
+import time
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType, field
+
+_T = TypeVar("_T")
+
+
+class Failure(Struct, kw_only=True, frozen=True):
+    """Why a rank, or a host, failed; see docs/events.md."""
+
+    rank: int | None = None
+    host: str = ""
+    pid: int | None = None
+    how: str = ""
+    etype: str = ""
+    message: str = ""
+    traceback: list[str] = []
+    stack: list[str] = []
+    signal: str = ""
+    exitcode: int | None = None
+    consequence: bool = False
+    log_path: str = ""
+    advice: str = ""
+    tail: list[str] = []
+
+
+class StackFrame(NamedTuple):
+    """One frame of a stack; `text` is its line of source, "" where that is not known."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        inside = "" if self.function == "<module>" else f", in {self.function}"
+        return f"{self.file}, line {self.line}{inside}" + (f": {self.text}" if self.text else "")
+
+
+class ProcessStand(Struct, kw_only=True):
+    """Where one process stands, in words.
+
+    Attributes:
+        pid: Its id.
+        command: Its command line; "" for a rank.
+        place: The notebook's line.
+        waits_for: What its main thread waits for.
+        system: Its state, and where in the system's kernel it waits.
+        threads: Frames of each thread by its name, outermost first; the main thread comes first.
+        pending: Collectives that it has begun and that have not ended.
+        children: What it started.
+    """
+
+    pid: int
+    command: str = ""
+    place: str = ""
+    waits_for: str = ""
+    system: str = ""
+    threads: dict[str, list[str]] = {}
+    pending: list[str] = []
+    children: list["ProcessStand"] = []
+
+
+class RankStand(ProcessStand, kw_only=True):
+    """Where a rank stands.
+
+    Attributes:
+        rank: Which.
+        quiet_s: How long it has not come forward.
+        host: Its host.
+        since: Since when it has not, by the clock of who shows it.
+    """
+
+    rank: int
+    quiet_s: float = 0.0
+    host: str = ""
+    since: float = 0.0
+
+
+class FetcherStand(ProcessStand, kw_only=True):
+    """Where a fetcher and its workers stand.
+
+    Attributes:
+        fetcher: Its number in the run.
+        host: Its host.
+    """
+
+    fetcher: int
+    host: str = ""
+
+
+class RunStacks(Struct):
+    """Where the ranks and fetchers of a run stand, and a line for each host that did not say."""
+
+    ranks: list[RankStand] = []
+    fetchers: list[FetcherStand] = []
+    silent: list[str] = []
+
+
+class RankCounts(Struct, kw_only=True):
+    """What a rank was handed of one loader; docs/events.md says what each field means."""
+
+    workers: int = 0
+    batches: int = 0
+    units: int = 0
+    bytes: int = 0
+    waited_s: float = 0.0
+    retried: int = 0
+    first_s: float = 0.0
+    span_s: float = 0.0
+    receive_s: float = 0.0
+    receive_cpu_s: float = 0.0
+    held_bytes: int = 0
+    resumed: int = 0
+    spent: int = 0
+
+
+class FetcherCounts(Struct, kw_only=True):
+    """What a fetcher counts of one loader; docs/events.md says what each field means.
+
+    Attributes:
+        workers: None: an older version said `lanes`.
+        lanes: The same, of an older version.
+    """
+
+    prepared: int = 0
+    sent: int = 0
+    sent_bytes: int = 0
+    ready: int = 0
+    ready_bytes: int = 0
+    budget_bytes: int = 0
+    spilled_bytes: int = 0
+    spill_refused: bool = False
+    fetch_s: float = 0.0
+    fetch_cpu_s: float = 0.0
+    fetch_most_s: float = 0.0
+    workers: int | None = None
+    lanes: int = 1
+    idle: int = 0
+    up_s: float = 0.0
+    refused: int = 0
+
+
+class Address(NamedTuple):
+    """Where a fetcher listens.
+
+    Attributes:
+        fetcher: Its number.
+        host: Name or IP address for TCP.
+        port: TCP port.
+        unix: Name in the abstract namespace, which is also the server's name in the proof.
+        machine: `connection.machine()` of its host.
+    """
+
+    fetcher: int
+    host: str
+    port: int
+    unix: str
+    machine: str
+
+    def __str__(self) -> str:
+        where = f"at {self.host}:{self.port}" if self.port else "on this host"
+        return f"fetcher {self.fetcher} {where}"
+
+
+class LoaderPlace(Struct, kw_only=True, frozen=True):
+    """Where one fetcher has a loader.
+
+    Attributes:
+        fetchers: How many fetchers the loader has.
+        workers: How many workers these have together.
+        addresses: Where this one listens, by its place among them.
+        failed: Why it could not start; "" where it did.
+    """
+
+    fetchers: int
+    workers: int = 0
+    addresses: dict[int, Address] = {}
+    failed: str = ""
+
+
+LoaderPlaces = dict[str, LoaderPlace]
+"""Where a fetcher listens, by loader."""
+
+
+class WrittenFile(Struct):
+    """A file of rank 0 in the project store."""
+
+    path: str
+    bytes: int
+
+
+class KeptOutFile(Struct):
+    """A file of another rank that was kept out; `in_store`: whether rank 0 left such a file."""
+
+    rank: int
+    path: str
+    in_store: bool
+
+
+class UnsentFile(Struct):
+    """A file of rank 0 that did not get into the store from another machine."""
+
+    path: str
+    why: str
+
+
+class Event(Struct, tag_field="kind", kw_only=True):
+    """Something that happened in a run.
+
+    Attributes:
+        time: Seconds since 1970, when the pool's process saw it.
+        host: Who reports it; "" for what no single host does.
+    """
+
+    time: float = field(default_factory=time.time)
+    host: str = ""
+
+
+class RankEvent(Event, kw_only=True):
+    """An event of one rank; it leaves the number to its agent."""
+
+    rank: int = 0
+
+
+class StateChanged(Event, tag="state", kw_only=True):
+    """The run is now STARTING or RUNNING."""
+
+    state: str
+
+
+class RanksStarted(Event, tag="started", kw_only=True):
+    """The ranks of a host have started."""
+
+    attempt: int = 0
+    pids: dict[int, int] = {}
+
+
+class Lines(RankEvent, tag="lines", kw_only=True):
+    """Whole lines that a rank wrote, without their ends."""
+
+    lines: list[str]
+
+
+class LinesDropped(RankEvent, tag="dropped", kw_only=True):
+    """Lines that were too many to show."""
+
+    lines: int
+    bytes: int
+
+
+class Progress(RankEvent, tag="progress", kw_only=True):
+    """Rank 0's unfinished line as it stands."""
+
+    text: str
+
+
+class Display(RankEvent, tag="display", kw_only=True):
+    """A rank displayed something; `data` maps media types to contents."""
+
+    data: dict[str, Any]
+    metadata: dict[str, Any] | None = None
+    display_id: str | None = None
+    update: bool = False
+
+
+class ClearOutput(RankEvent, tag="clear", kw_only=True):
+    """A rank cleared its output."""
+
+    wait: bool = False
+
+
+class Note(Event, tag="note", kw_only=True):
+    """Worth knowing, said once."""
+
+    text: str
+
+
+class Hang(Event, tag="hang", kw_only=True):
+    """No rank of a host has come forward; no ranks: one has come forward since."""
+
+    attempt: int
+    ranks: list[RankStand]
+
+
+class RankFailure(Event, tag="failure", kw_only=True):
+    """A rank, or its host, failed."""
+
+    failure: Failure
+
+
+class Settled(Event, tag="settled", kw_only=True):
+    """The ranks of a host have ended or failed."""
+
+    attempt: int = 0
+    state: str = ""
+    cause: str = ""
+    failures: list[Failure] = []
+
+
+class Restart(Event, tag="restart", kw_only=True):
+    """All ranks start again: after a failure, or, without one, because of `cause`."""
+
+    attempt: int
+    failure: Failure | None = None
+    cause: str = ""
+    world_size: int | None = None
+
+
+class StoreReceipt(Event, tag="receipt", kw_only=True):
+    """What one host's ranks did to the project store; see `store.receipt.Receipt`."""
+
+    written: list[WrittenFile] = []
+    kept_out: list[KeptOutFile] = []
+    shared: list[str] = []
+    means: str = ""
+    complete: bool = True
+    not_sent: list[UnsentFile] = []
+
+
+class FetcherStarted(Event, tag="fetcher", kw_only=True):
+    """A fetcher listens.
+
+    Attributes:
+        number: Which.
+        pid: Its process.
+        cores: Those of its host.
+        workers: How many each loader has.
+        entry: Where it listens; not in the journal.
+    """
+
+    number: int
+    pid: int = 0
+    cores: int = 0
+    workers: dict[str, int] = {}
+    entry: LoaderPlaces | UnsetType = UNSET
+
+
+class FetcherPlace(Struct, kw_only=True):
+    """Where a fetcher listens, for the hosts of the run's ranks."""
+
+    number: int
+    entry: LoaderPlaces
+
+
+class FetcherReport(Event, tag="fetched", kw_only=True):
+    """How a fetcher's workers stand, by loader."""
+
+    number: int
+    loaders: dict[str, FetcherCounts]
+
+
+class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
+    """A fetcher has ended, or could not be started: then `entry` says why."""
+
+    number: int
+    entry: LoaderPlaces | UnsetType = UNSET
+
+
+class FetchersEnded(Event, tag="fetch_ended", kw_only=True):
+    """A host has no fetchers of the run any more; said to the pool only."""
+
+
+class Prefilling(Event, tag="filling", kw_only=True):
+    """Ranks wait until so much is ready."""
+
+    done: int
+    wanted: int
+    unit: str
+
+
+class RankReport(RankEvent, tag="data", kw_only=True):
+    """What a rank was handed, by loader; `cores` of its host."""
+
+    cores: int = 0
+    loaders: dict[str, RankCounts]
+
+
+class HostEnded(Event, tag="host_ended", kw_only=True):
+    """A host has ended its share of the run."""
+
+    host_rank: int = 0
+    state: str = ""
+    failures: list[Failure] = []
+
+
+class RunEnded(Event, tag="ended", kw_only=True):
+    """The run's last event.
+
+    Attributes:
+        state: SUCCEEDED, FAILED, INTERRUPTED or LOST.
+        failures: Of all hosts, causes before consequences.
+        first: The one to blame.
+        elapsed_s: How long the run took.
+        why: Where the run could not report its own end.
+    """
+
+    state: str
+    failures: list[Failure] = []
+    first: Failure | None = None
+    elapsed_s: float | None = None
+    why: str = ""
+
+
+class FetcherFailed(Struct, tag_field="kind", tag="fetcher_failed"):
+    """A fetcher tells its agent why it cannot go on."""
+
+    why: str
+
+
+class RankMessage(Struct, tag_field="kind", kw_only=True):
+    """What a rank tells its agent of itself, besides events."""
+
+
+class RankUp(RankMessage, tag="up"):
+    """It would hear an interrupt from now on."""
+
+    pid: int
+
+
+class RankBeat(RankMessage, tag="beat", kw_only=True):
+    """It lives.
+
+    Attributes:
+        stack: The user's innermost frames of its main thread, as lines.
+        collectives: How many it has begun and ended, by backend.
+        spins: Whether it may use a core to wait.
+    """
+
+    stack: list[str] = []
+    collectives: list[tuple[int, int]] = []
+    spins: bool = False
+
+
+class RankSight(RankMessage, tag="sight"):
+    """Where it stands: the stacks of its threads by their names, and collectives not ended."""
+
+    threads: dict[str, list[StackFrame]]
+    pending: list[str] = []
+
+
+class RankRaised(RankMessage, tag="raised"):
+    """What the cell raised; said again when IPython has drawn its traceback."""
+
+    etype: str
+    message: str
+    traceback: list[str]
+
+
+class RankReported(RankMessage, tag="reported"):
+    """All is said of what the cell raised."""
+
+
+class RankLeft(RankMessage, tag="left"):
+    """It ends by `sys.exit(0)`; where, as lines."""
+
+    stack: list[str]
+
+
+class RankFinished(RankMessage, tag="finished"):
+    """The cell ran to its end."""
+
+
+class RankCells(RankMessage, tag="cells"):
+    """Label and source of the notebook's cells, by the names that the kernel gave them."""
+
+    cells: dict[str, tuple[str, str]]
+
+
+class StoreMessage(Struct, tag_field="kind", kw_only=True):
+    """What a rank tells its agent of the project store."""
+
+
+class RankTouched(StoreMessage, tag="touched"):
+    """It wrote to the project store, or, where it is not rank 0, was kept from it."""
+
+    path: str
+
+
+class RankHeld(StoreMessage, tag="held"):
+    """What holds it off the project store."""
+
+    means: str
+
+
+class AgentSettings(Struct, kw_only=True):
+    """What an engine tells the agent that it starts, by way of the supervisor.
+
+    Attributes:
+        scheduler: The pool's address.
+        security: Keyword arguments of dask's `Security`.
+        name: By which Dask and the engine know the host.
+        host_name: By which the user does; "" for what the host calls itself.
+        interface: Of the ranks; "" finds it.
+        is_foreign: Whether it is another machine than the notebook's.
+        local_directory: For what Dask writes.
+        lease_s: How long it lives without hearing the pool.
+    """
+
+    scheduler: str
+    security: dict[str, str | bool]
+    name: str | int
+    host_name: str = ""
+    interface: str = ""
+    is_foreign: bool = True
+    local_directory: str | None = None
+    lease_s: float
+
+
+class AgentKeys(Struct, kw_only=True):
+    """The name and the key of the agent that a vehicle is to bring."""
+
+    name: str
+    security: dict[str, str | bool]
+
+
+class HostHello(Struct, kw_only=True):
+    """Who a host is.
+
+    Attributes:
+        host: Its name, as the user calls it.
+        address: Where its ranks and fetchers are reached by those of other hosts.
+        means: What holds its ranks off the project store.
+        gpus: CUDA devices.
+    """
+
+    host: str
+    address: str
+    means: str
+    gpus: int
+
+
+class FactsWanted(Struct, kw_only=True):
+    """Keyword arguments of `probe.main`."""
+
+    packages: list[str] = []
+    modules: list[str] = []
+    mark: str = ""
+    names: bool = True
+
+
+class StorePort(Struct):
+    """Where the ranks of an attempt meet, on the run's first host; 0 on the others."""
+
+    port: int
+
+
+class Started(Struct, kw_only=True):
+    """The hosts of a run or of its fetchers; or why there are none, or not its project store."""
+
+    hosts: list[str] = []
+    error: str = ""
+    store_error: str = ""
+
+
+class HostStatus(Struct, kw_only=True):
+    """What `%taas pools` says of a host.
+
+    Attributes:
+        host: Its name.
+        address: Where others reach it.
+        means: What holds its ranks off the project store.
+        since: When it joined, in seconds since 1970.
+        runs: What it runs.
+        had_s: How long it is had.
+        idle_s: How long it has had no run; None while it has.
+        gpu_hours: Of its GPUs, since it is had.
+    """
+
+    host: str
+    address: str
+    means: str
+    since: float
+    runs: list[str]
+    had_s: float
+    idle_s: float | None
+    gpu_hours: float
+
+
+class PoolStatus(Struct, kw_only=True):
+    """What `%taas pools` says of a pool.
+
+    Attributes:
+        hosts: Its hosts.
+        kernels: How many kernels are connected.
+        refused: Messages and connections that were refused.
+        gpu_hours: Of all hosts since the pool began.
+        used_gpu_hours: Those of runs.
+    """
+
+    hosts: list[HostStatus] = []
+    kernels: int = 0
+    refused: int = 0
+    gpu_hours: float = 0.0
+    used_gpu_hours: float = 0.0
+
+
+def _leaves(kind: type[Struct]) -> list[Any]:
+    """The structs below one that have none below them."""
+    return [leaf for below in kind.__subclasses__() for leaf in _leaves(below)] or [kind]
+
+
+AnyEvent = reduce(or_, _leaves(Event))
+
+_encoder = msgspec.json.Encoder(enc_hook=repr)
+
+
+def encode(message: Struct) -> bytes:
+    """A message as one line of JSON, without its end.
+
+    What users display may hold anything; what is no JSON is told by its `repr`. Texts that are not
+    UTF-8, such as names of files, are escaped.
+    """
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        return _encoder.encode(escaped(msgspec.to_builtins(message, enc_hook=repr)))
+
+
+def escaped(value: Any) -> Any:
+    """A value whose texts can be encoded as UTF-8: a lone surrogate becomes `\\udce9`."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {escaped(name): escaped(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(inner) for inner in value]
+    return value
+
+
+_event = msgspec.json.Decoder(AnyEvent)
+_of_rank = msgspec.json.Decoder(
+    reduce(or_, [*_leaves(RankMessage), *_leaves(StoreMessage)])
+    | (Display | ClearOutput | Note | RankReport)
+)
+_of_fetcher = msgspec.json.Decoder(FetcherStarted | FetcherReport | Note | FetcherFailed)
+
+
+def event_of(line: bytes) -> Event:
+    """Read an event.
+
+    Raises:
+        msgspec.DecodeError: It is none.
+    """
+    seen: Event = _event.decode(line)
+    return seen
+
+
+def of_rank(line: bytes) -> Event | RankMessage | StoreMessage:
+    """Read what a rank says; raises as `event_of`."""
+    said: Event | RankMessage | StoreMessage = _of_rank.decode(line)
+    return said
+
+
+def of_fetcher(line: bytes) -> Event | FetcherFailed:
+    """Read what a fetcher says; raises as `event_of`."""
+    said: Event | FetcherFailed = _of_fetcher.decode(line)
+    return said
+
+
+def pack(value: object, indent: int | None = None) -> bytes:
+    """A value with paths and variables, which need not be UTF-8: ASCII JSON keeps them."""
+    return json.dumps(msgspec.to_builtins(value, str_keys=True), indent=indent).encode()
+
+
+def unpack(packed: bytes, kind: type[_T]) -> _T:
+    """The inverse of `pack`.
+
+    Raises:
+        ValueError: It is no such value.
+    """
+    return msgspec.convert(json.loads(packed), kind, str_keys=True)

@@ -1,0 +1,546 @@
+"""The words after `%%taas` and `#pragma taas` -> `Flags`, or one line that says what to write.
+
+One table, `FLAGS`, is the source of the parser, of `%%taas?`, of Tab completion and of the errors.
+The comment form is a pure function of the text, because IPython also asks it whether a half-typed
+cell is complete; what is wrong is said when the cell runs.
+"""
+
+import difflib
+import io
+import math
+import re
+import shlex
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from IPython.core.error import UsageError as IPythonUsageError
+from IPython.core.magic_arguments import argument, magic_arguments
+
+from taas_magic import out_names
+from taas_magic.config import Config, DataConfig, parse_size
+from taas_magic.errors import UsageError
+from taas_magic.plan import Flags, Prefill
+from taas_magic.store.rule import WRITES
+
+# A word and nothing else, unlike an interpreter's path: `#!/usr/bin/env python`, `#!python3`.
+_POOL = re.compile(r"#!\s*(?!python|i?pypy|sh$|bash$)([A-Za-z][\w.-]*)\s*")
+_PRAGMA = re.compile(r"#\s?pragma\s+taas(?:\s+(.*))?")
+
+
+def head(lines: list[str]) -> tuple[str, int] | None:
+    """What the comments at the top of a cell ask for.
+
+    Without a pragma, `#!name` counts only as the cell's first line: further down it is a comment.
+
+    Returns:
+        The flags, and the number of lines down to the last that says so; None for an ordinary cell.
+    """
+    top = [line.strip() for line in takewhile(_is_comment_or_blank, lines)]
+    pools = [(i, found[1]) for i, line in enumerate(top) if (found := _POOL.fullmatch(line))]
+    pragmas = [(i, found[1]) for i, line in enumerate(top) if (found := _PRAGMA.fullmatch(line))]
+    if not pragmas and not (pools and not any(top[: pools[0][0]])):
+        return None
+    flags = [f"--pool {name}" for _, name in pools[:1]]
+    flags += [text.strip() for _, text in pragmas if text]
+    return " ".join(flags), max(i for i, _ in (*pools[:1], *pragmas)) + 1
+
+
+def transform_pragma(lines: list[str]) -> list[str]:
+    """IPython's input transformer: lines with their ends in, lines out."""
+    found = head(lines)
+    if found is None:
+        return lines
+    flags, used = found
+    return [f"%%taas {flags}\n", *(lines[used:] or ["\n"])]
+
+
+def nothing_below(raw_cell: str) -> str:
+    """What is wrong with a cell that has nothing below its head."""
+    found = head(raw_cell.splitlines())
+    pool = re.search(r"--pool (\S+)", found[0]) if found else None
+    if pool is None:
+        return "The cell has no lines below its first one: there is nothing to run."
+    return (
+        f'"#!{pool[1]}" holds for its own cell only, and there is nothing below it. Make it the '
+        'first line of the cell that is to run there, with "#pragma taas --gpus 2" as the second.'
+    )
+
+
+def misplaced_pragma(raw_cell: str) -> Iterator[str]:
+    """Yields one message for each pragma below code, where it is an ordinary comment."""
+    if "pragma" not in raw_cell or raw_cell.lstrip().startswith("%%"):
+        return
+    lines = raw_cell.splitlines()
+    used = (head(lines) or ("", 0))[1]
+    how = "runs as its first lines say" if used else "runs in the notebook itself, not as ranks"
+    for number in _comment_lines(raw_cell):
+        text = lines[number - 1].strip()
+        if number > used and _PRAGMA.fullmatch(text):
+            yield (
+                f'taas: "{text}" in line {number} is below code, so it is only a comment: the '
+                f"cell {how}. Move it to the top of the cell."
+            )
+
+
+def _comment_lines(source: str) -> Iterator[int]:
+    """The numbers of a cell's lines that are comments, as far as the cell is Python."""
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0]
+    except (tokenize.TokenError, SyntaxError):
+        return
+
+
+def _is_comment_or_blank(line: str) -> bool:
+    text = line.strip()
+    return not text or text.startswith("#")
+
+
+MAX_RANKS = 1_000_000
+"""More than any pool has; the bound of the pool itself is the plan's to check."""
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)", re.IGNORECASE | re.ASCII)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
+    """A reader of whole numbers between two bounds."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"\d+", text, re.ASCII) or not least <= int(text) <= most:
+            raise ValueError(text)
+        return int(text)
+
+    return read
+
+
+def count(text: str) -> int:
+    """`20480000`, `20_480_000`, `20M` or `1.5G` (K, M, G, T are powers of 1000)."""
+    match = _COUNT.fullmatch(re.sub(r"(?<=\d)_(?=\d)", "", text))
+    if match is None:
+        raise ValueError(text)
+    number = float(match[1]) * 1000.0 ** " KMGT".index(match[2].upper() or " ")
+    if number != int(number) or number < 1:
+        raise ValueError(text)
+    return int(match[1]) if not match[2] and match[1].isdigit() else int(number)
+
+
+def world_sizes(text: str) -> tuple[int, int]:
+    """`8`, or `8:16`: how many ranks a run starts with, and how many it may grow to."""
+    least, colon, most = text.partition(":")
+    bounds = whole(1)(least), whole(1)(most if colon else least)
+    if bounds[0] > bounds[1]:
+        raise ValueError(text)
+    return bounds
+
+
+def prefill(text: str) -> Prefill:
+    """`all`, a size with a `B` such as `500MB`, or a count of batches such as `200` or `2K`."""
+    if text == "all":
+        return Prefill(0, "all")
+    if text.upper().endswith("B"):
+        return Prefill(parse_size(text), "bytes")
+    return Prefill(count(text), "batches")
+
+
+def duration_s(text: str) -> float:
+    """`90`, `90s`, `5m`, `2h` or `1d` in seconds."""
+    match = _DURATION.fullmatch(text)
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(text)
+    return seconds
+
+
+def hang_s(text: str) -> float:
+    """The same, or `0`."""
+    return 0.0 if text == "0" else duration_s(text)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """`a,b@last` as `out_names` reads them; a variable is named once."""
+    listed = dict.fromkeys(name.strip() for name in text.split(","))
+    if len({out_names.name_of(name) for name in listed}) < len(listed):
+        raise ValueError(text)
+    return tuple(listed)
+
+
+def ranks(text: str) -> frozenset[int] | None:
+    """`0,2-5` as ranks; `all` as None."""
+    if text == "all":
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        bounds = whole(0)(first), whole(0)(last if dash else first)
+        if bounds[0] > bounds[1]:
+            raise ValueError(text)
+        found.update(range(bounds[0], bounds[1] + 1))
+    return frozenset(found)
+
+
+def variable(text: str) -> tuple[str, str]:
+    """`KEY=VALUE`."""
+    key, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) or "\0" in value:
+        raise ValueError(text)
+    return key, value
+
+
+def one_of(*possible: str) -> Callable[[str], str]:
+    """A reader of one of a few words."""
+
+    def read(text: str) -> str:
+        if text not in possible:
+            raise ValueError(text)
+        return text
+
+    return read
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+        name: With its dashes.
+        metavar: What stands for the value in the help; "" for a switch.
+        read: Text -> value; raises ValueError.
+        possible: Completes "the flag needs …".
+        help: What it does.
+        examples: Values that Tab offers; the first is in the help.
+    """
+
+    name: str
+    metavar: str
+    read: Callable[[str], Any]
+    possible: str
+    help: str
+    examples: tuple[str, ...] = ()
+
+    @property
+    def field(self) -> str:
+        """The name in the parser's answer."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+    def decorator(self) -> Callable[..., Any]:
+        """The flag as IPython's `@argument`."""
+        example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
+        settings = {"help": (self.help + example).replace("%", "%%")}
+        if self.metavar:
+            settings["metavar"] = self.metavar
+            settings["action"] = "append" if self.name in REPEATED else "store"
+        else:
+            settings["action"] = "store_true"
+        decorated: Callable[..., Any] = argument(self.name, **settings)
+        return decorated
+
+
+REPEATED = ("--env", "--shared-writes")
+"""Flags that may be given more than once."""
+
+FLAGS = (
+    Flag(
+        "--gpus",
+        "N",
+        world_sizes,
+        "a number (--gpus 2) or a range (--gpus 8:16)",
+        "Ranks in all, one a GPU; without GPUs, CPU ranks; A:B starts with A and may grow to B.",
+        ("8", "1", "2", "4", "16", "8:16"),
+    ),
+    Flag(
+        "--cpus",
+        "M",
+        whole(0),
+        "a number (--cpus 4)",
+        "CPU hosts that run the registered loaders; 0 (default): the ranks do.",
+        ("4", "0", "1", "2", "8"),
+    ),
+    Flag(
+        "--units",
+        "K",
+        count,
+        "a number (--units 20480000, 20_480_000, 20M or 1.5G)",
+        "Bound on the units (batches) that all ranks together are given.",
+        ("20M", "10K", "1_000_000"),
+    ),
+    Flag(
+        "--pool",
+        "NAME",
+        str,
+        "a pool's name (--pool g2.8)",
+        "Where the ranks run; default local: this machine; see %taas pools.",
+        ("g2.8",),
+    ),
+    Flag(
+        "--data-pool",
+        "NAME",
+        str,
+        "a pool's name (--data-pool c1.4)",
+        'Where fetchers run; default: the pool with role = "data", else that of the ranks.',
+        ("c1.4",),
+    ),
+    Flag(
+        "--prefill",
+        "SIZE",
+        prefill,
+        "a size (--prefill 500MB), a number of batches (--prefill 200), or all",
+        "What fetchers must have ready before ranks start; default: both start together.",
+        ("500MB", "200", "all"),
+    ),
+    Flag(
+        "--uneven-hosts",
+        "",
+        bool,
+        "",
+        "Let hosts have different numbers of ranks, where they do not divide evenly.",
+    ),
+    Flag(
+        "--out",
+        "NAMES",
+        names,
+        "names of variables, each once (--out model,history,losses@last)",
+        "Variables that come back into the notebook: rank 0's; NAME@3, NAME@last: another rank's.",
+        ("model,history", "model,losses@last"),
+    ),
+    Flag(
+        "--name",
+        "TEXT",
+        str,
+        "a text, in quotes where it has spaces (--name 'first try')",
+        "What the run is called in lists.",
+        ('"first try"',),
+    ),
+    Flag(
+        "--max-restarts",
+        "R",
+        whole(0),
+        "a number (--max-restarts 2)",
+        "How often all ranks may start again after one died; default 0.",
+        ("2", "1", "5"),
+    ),
+    Flag(
+        "--timeout",
+        "T",
+        duration_s,
+        "a time above 0 (--timeout 90s, 5m or 2h)",
+        "Ends the run after so long.",
+        ("2h", "90s", "30m"),
+    ),
+    Flag(
+        "--hang",
+        "T",
+        hang_s,
+        "a time such as 90, 90s, 5m or 2h, or 0 for never",
+        "After how long in which no rank came forward the head says where they stand; default 60s.",
+        ("5m", "0", "20s"),
+    ),
+    Flag(
+        "--env",
+        "KEY=VALUE",
+        variable,
+        "KEY=VALUE, in quotes where it has spaces (--env NCCL_DEBUG=INFO)",
+        "An environment variable of the ranks; may be repeated.",
+        ("OMP_NUM_THREADS=2", "NCCL_DEBUG=INFO"),
+    ),
+    Flag(
+        "--logs",
+        "RANKS",
+        ranks,
+        "ranks (--logs 0,2-5), or all",
+        "Whose lines the notebook shows; all (default) or some.",
+        ("0,2-5", "all", "0"),
+    ),
+    Flag(
+        "--store",
+        "PATH",
+        str,
+        "a folder (--store results)",
+        "The project store, where rank 0 writes; default: taas.toml's, else the notebook's folder.",
+        ("results",),
+    ),
+    Flag(
+        "--store-writes",
+        "RULE",
+        one_of(*WRITES),
+        " or ".join(WRITES),
+        "Other ranks' writes to the store: kept from it in silence (discard, default) or an error.",
+        WRITES[::-1],
+    ),
+    Flag(
+        "--shared-writes",
+        "PATH",
+        str,
+        "a folder in the project store (--shared-writes checkpoints)",
+        "A folder of the store that all ranks write, for sharded checkpoints; may be repeated.",
+        ("checkpoints",),
+    ),
+    Flag(
+        "--dry-run",
+        "",
+        bool,
+        "",
+        "Print what would run and what would travel, and start nothing.",
+    ),
+)
+
+BY_NAME = {flag.name: flag for flag in FLAGS}
+
+
+_NOT_EXPANDED = re.compile(r"\$\w+|\{.+\}")
+
+
+def _cell_flags() -> None:
+    """Run this cell as N torch.distributed ranks.
+
+    Every rank runs the cell with the notebook's functions, classes and variables that the cell
+    uses, under torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). Logs appear
+    below the cell; the first failure becomes the cell's exception; --out brings values back.
+    {expressions} and $variables of the notebook are filled in.
+
+    Examples::
+
+        %%taas --gpus 2
+        %%taas --gpus 8 --cpus 4 --units 20M --out model,history
+        %%taas --gpus {n} --pool g2.8 --timeout 2h --max-restarts 2 --name "first try"
+
+    The same as a comment, so that the cell stays plain Python::
+
+        #!g2.8
+        #pragma taas --gpus 8 --out model
+
+    `%taas?` tells of status, logs, stacks, stop, pools, warm and down.
+    """
+
+
+def _parser() -> Any:
+    function: Any = _cell_flags
+    for flag in reversed(FLAGS):
+        function = flag.decorator()(function)
+    parser = magic_arguments("%taas")(function).parser
+    # "--gpu" is told from "--gpus" rather than taken for it.
+    parser.allow_abbrev = False
+    return parser
+
+
+_PARSER = _parser()
+HELP: str = _cell_flags.__doc__ or ""
+"""What `%%taas?` shows."""
+
+
+def parse(line: str, config: Config) -> Flags:
+    """The words after `%%taas`, once IPython has filled in `{…}` and `$…`.
+
+    Raises:
+        UsageError: In one line: which word is wrong, and what is possible.
+    """
+    found = _parse_words(_words(line))
+    config.pool(found.get("pool", Flags.pool))
+    if "data_pool" in found:
+        config.pool(found["data_pool"])
+    if "gpus" not in found:
+        raise UsageError(
+            "--gpus is missing: say how many processes run the cell, "
+            "%%taas --gpus 2 (as a comment: #pragma taas --gpus 2)"
+        )
+    least, most = found.pop("gpus")
+    flags = Flags(gpus=least, max_gpus=most if most > least else 0, **found)
+    if flags.prefill is not None:
+        _check_prefill(flags.prefill, flags, config.data)
+    nobody = [name for name in flags.out if out_names.split(name)[1] >= least]
+    if nobody:
+        raise UsageError(
+            f"--out {nobody[0]}: --gpus {least} has ranks @0 to @{least - 1}, and @last"
+        )
+    beyond = sorted(rank for rank in flags.log_ranks or () if rank >= most)
+    if beyond:
+        raise UsageError(f"--logs {beyond[0]}: --gpus {most} has ranks 0 to {most - 1}")
+    return flags
+
+
+def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
+    """Refuses what could never be ready."""
+    if prefill.unit == "all" and flags.units is None:
+        raise UsageError("--prefill all needs --units (--units 20M), which says how much all is")
+    if not flags.cpus:
+        raise UsageError("--prefill needs --cpus (--cpus 2): hosts that prepare the data")
+    spills = memory.over == "spill"
+    most = flags.cpus * (memory.buffer_bytes + (memory.spill_bytes if spills else 0))
+    if prefill.unit == "bytes" and prefill.amount > most:
+        raise UsageError(
+            f"--prefill: {flags.cpus} fetcher{'s' * (flags.cpus > 1)} can hold {most:,} bytes; "
+            f"you asked for {prefill.amount:,}. Ask for less, or for more --cpus, or set a larger "
+            "buffer in taas.toml's [data]"
+        )
+
+
+def _words(line: str) -> list[str]:
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        raise UsageError(
+            f"%%taas {line.strip()}: a quote is not closed (--name 'two words')"
+        ) from None
+    comment = next((i for i, word in enumerate(words) if word.startswith("#")), len(words))
+    return words[:comment]
+
+
+def _parse_words(words: list[str]) -> dict[str, Any]:
+    given = [word.partition("=")[0] for word in words if word.startswith("--")]
+    for name in given:
+        if name not in BY_NAME:
+            raise UsageError(_unknown(name))
+        if given.count(name) > 1 and name not in REPEATED:
+            raise UsageError(f"{name} is there twice; give it once")
+    try:
+        answer, rest = _PARSER.parse_known_args(words)
+    except IPythonUsageError as error:
+        raise UsageError(_missing(str(error))) from None
+    if rest:
+        raise UsageError(_unknown(rest[0]))
+    read = {flag.field: _read(flag, getattr(answer, flag.field)) for flag in FLAGS}
+    read["timeout_s"], read["log_ranks"] = read.pop("timeout"), read.pop("logs")
+    read["hang_s"] = read.pop("hang")
+    return {name: value for name, value in read.items() if value is not None}
+
+
+def _read(flag: Flag, text: Any) -> Any:
+    if text is None or not flag.metavar:
+        return text
+    if flag.name == "--env":
+        return dict(_read_one(flag, item) for item in text)
+    if flag.name in REPEATED:
+        return tuple(_read_one(flag, item) for item in text)
+    return _read_one(flag, text)
+
+
+def _read_one(flag: Flag, text: str) -> Any:
+    try:
+        return flag.read(text)
+    except ValueError:
+        hint = ", a name that the notebook does not have" if _NOT_EXPANDED.search(text) else ""
+        raise UsageError(f'{flag.name} needs {flag.possible}; got "{text}"{hint}') from None
+
+
+def _missing(message: str) -> str:
+    """argparse's "argument --gpus: expected one argument", in our words."""
+    flag = next((flag for flag in FLAGS if f" {flag.name}:" in message), None)
+    if flag is None:
+        return message
+    if not flag.metavar:
+        return f"{flag.name} takes no value"
+    return f"{flag.name} needs {flag.possible}"
+
+
+def _unknown(word: str) -> str:
+    listed = " ".join(flag.name for flag in FLAGS)
+    if not word.startswith("-"):
+        return f'"{word}" is not a flag. The flags are: {listed}'
+    near = difflib.get_close_matches(word, BY_NAME, n=1, cutoff=0.5)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"No flag {word}{hint}. The flags are: {listed}"

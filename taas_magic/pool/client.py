@@ -1,0 +1,557 @@
+"""A pool as a kernel sees it: attach to its process or start it, launch on it, listen to it.
+
+Every method may be called from any thread of the kernel; the Dask client runs a loop of its own.
+Any kernel of the project may have started the process; the lock in the pool's folder says that it
+lives.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from taas_magic.config import PoolConfig
+from taas_magic.engines.base import LOG, find_engine, log_tail
+from taas_magic.errors import PoolError, StoreError
+from taas_magic.host.processes import spawn_command
+from taas_magic.journal.folder import state_dir
+from taas_magic.messages import (
+    Event,
+    FactsWanted,
+    PoolStatus,
+    Started,
+    encode,
+    event_of,
+    pack,
+    unpack,
+)
+from taas_magic.plan import HostCapacity
+from taas_magic.pool.process import PoolPlace, PoolWords, take_lock
+from taas_magic.setup.facts import HostFacts, this_kernel
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from taas_magic.host.spec import HostSpec
+
+
+LINGER_S = 5.0
+"""How long a pool's process waits for a kernel after the last one has gone."""
+
+_KILL_S = 20.0
+_POLL_S = 0.02
+
+
+class PoolProcess:
+    """The process of one pool.
+
+    Args:
+        config: The pool's settings.
+        project: The notebook's folder.
+    """
+
+    def __init__(self, config: PoolConfig, project: Path) -> None:
+        self._config, self._project = config, project
+        self._started: subprocess.Popen[bytes] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The pool's private folder: its address and key, its lock, its log."""
+        mark = f"{sys.prefix}|{self._project}|{self._config}|{this_kernel()}"
+        digest = hashlib.sha256(os.fsencode(mark)).hexdigest()[:8]
+        path = state_dir() / "pools" / f"{self._config.name}-{digest}"
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path
+
+    def is_alive(self) -> bool:
+        """Whether the pool's process lives, whoever started it."""
+        return not _is_free(self.folder)
+
+    def begin(self) -> None:
+        """Starts the pool's process, unless one lives; first removes what a killed one left."""
+        lock = take_lock(self.folder)
+        if lock is not None:
+            (self.folder / "pool.json").unlink(missing_ok=True)
+            os.close(lock)
+            if self._started is not None:  # it has let go of the lock, so it is all but gone
+                self._started.wait(self._config.start_timeout_s)
+            self._started = self._start_process()
+
+    def wait_for_place(self) -> PoolPlace:
+        """Where the pool's scheduler listens, and how one connects to it; once it says so.
+
+        Raises:
+            PoolError: It could not be started, and is ended, if it is stopped or hangs; the message
+                ends with the last lines of its log. Or it is of another version than this kernel.
+        """
+        path = self.folder / "pool.json"
+        try:
+            self._wait_until(lambda: path.exists() or self._begin_again(), "did not start")
+        except PoolError:
+            self.kill()
+            raise
+        place = _read(path)
+        if place.made_of != this_kernel():
+            raise PoolError(
+                f'pool "{self._config.name}": Python, torch or taas-magic was changed since this '
+                f"kernel started: restart the kernel"
+            )
+        return place
+
+    def of_other_versions(self) -> list[str]:
+        """The living pools that this one would be, but for their versions; a text for each."""
+        found = []
+        for path in self.folder.parent.glob(f"{self._config.name}-*/pool.json"):
+            with contextlib.suppress(OSError, ValueError):  # it is just ending
+                place = _read(path)
+                made_of = place.made_of
+                is_other = made_of != this_kernel()
+                is_mine = place.project == str(self._project)
+                if is_other and is_mine and not _is_free(path.parent):
+                    found.append(f"Python {made_of.python}, torch {made_of.torch}")
+        return found
+
+    def wait_for_end(self, limit_s: float) -> None:
+        """Returns when the process has ended.
+
+        Raises:
+            PoolError: It does not end in that time.
+        """
+        self._wait_until(lambda: not self.is_alive(), "did not end", limit_s)
+        if self._started is not None:
+            self._started.wait(limit_s)
+
+    def pid(self) -> int | None:
+        """The process that holds, or last held, the folder's lock; None where none did."""
+        path = self.folder / "lock"
+        written = path.read_text() if path.exists() else ""
+        return int(written) if written else None
+
+    def kill(self) -> None:
+        """Ends a process that does not answer; returns when it has let go of its lock.
+
+        Raises:
+            PoolError: It cannot be ended.
+        """
+        if (pid := self.pid()) is not None:
+            _kill_pool(pid)
+        if self._started is not None:
+            self._started.kill()
+        self.wait_for_end(_KILL_S)
+
+    def is_over(self) -> bool:
+        """Whether no process that was started here lives."""
+        self.forget_ended()
+        return self._started is None
+
+    def forget_ended(self) -> None:
+        """Forgets the process that was started here, if it has ended."""
+        if self._started is not None and self._started.poll() is not None:
+            self._started = None
+
+    def _start_process(self) -> subprocess.Popen[bytes]:
+        words = PoolWords(str(self.folder), self._config, str(self._project), LINGER_S)
+        with (self.folder / LOG).open("ab") as log:
+            process = subprocess.Popen(
+                spawn_command("taas_magic.pool.process"),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        process.stdin.write(pack(words) + b"\n")
+        process.stdin.close()
+        return process
+
+    def _begin_again(self) -> bool:
+        """Starts a process if there is none: the one that lived before was about to end."""
+        if self._started is None or self._started.poll() == 0:
+            self.begin()
+        return False
+
+    def _wait_until(
+        self, condition: Callable[[], bool], otherwise: str, limit_s: float | None = None
+    ) -> None:
+        deadline = time.monotonic() + (limit_s or self._config.start_timeout_s)
+        while not condition():
+            ended = self._started is not None and self._started.poll() not in (None, 0)
+            if ended or time.monotonic() > deadline:
+                said = f'pool "{self._config.name}" {otherwise}. Its log:'
+                raise PoolError(f"{said}\n{log_tail(self.folder)}")
+            time.sleep(_POLL_S)
+
+
+def _read(path: Path) -> PoolPlace:
+    return unpack(path.read_bytes(), PoolPlace)
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether no process keeps the pool of a folder."""
+    lock = take_lock(folder)
+    if lock is not None:
+        os.close(lock)
+    return lock is not None
+
+
+def _kill_pool(pid: int) -> None:
+    """Kills a pool's process; its id may be another process's since it was written down."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if any("taas_magic.pool.process" in word for word in process.cmdline()):
+            process.kill()
+
+
+SILENT_S = 15.0
+"""How long after its last beat a pool's process is taken for stopped or hanging."""
+
+ANSWER_S = 20.0
+"""How long a pool's process that lives may take to let a kernel in, before another is started."""
+
+END_S = 30.0
+"""How long a pool's process that was told to end may take; then it is killed."""
+
+_LOOK_S = 0.25
+_PATIENCE_S = 2.0  # beats that wait in this process, which was busy, come in meanwhile
+
+
+class Wait:
+    """A wait for hosts, by which it can be given up.
+
+    Attributes:
+        id: What the pool knows it by.
+        is_given_up: Whether nobody waits any more.
+    """
+
+    def __init__(self) -> None:
+        self.id = secrets.token_hex(8)
+        self.is_given_up = False
+
+
+class Pool:
+    """One pool, for one kernel.
+
+    Args:
+        config: The pool's settings.
+        project: The notebook's folder; kernels of other projects have pools of their own.
+    """
+
+    def __init__(self, config: PoolConfig, project: Path) -> None:
+        self.config = config
+        self._process = PoolProcess(config, project)
+        self._opening = threading.Lock()
+        self._client: Client | None = None
+        self._is_retired = False
+        self._listeners: dict[str, Callable[[Event], None]] = {}
+        self._heard_at = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def folder(self) -> Path:
+        """The pool's private folder: its address and key, its lock, its log."""
+        return self._process.folder
+
+    def capacity(self) -> HostCapacity:
+        """What one host offers; takes none."""
+        return find_engine(self.config).capacity()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the pool's process answers."""
+        return self._client is not None and self.silent_s < SILENT_S and self.is_alive()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the pool's process lives, but is not heard any more: it is stopped, or hangs."""
+        return self._client is not None and self.silent_s >= SILENT_S and self.is_alive()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the pool's process was heard last, by a kernel that is connected."""
+        return time.monotonic() - self._heard_at
+
+    def of_other_versions(self) -> list[str]:
+        """Living pools of this name and project that it does not join: their versions."""
+        return self._process.of_other_versions()
+
+    def is_alive(self) -> bool:
+        """Whether the pool's process lives, whoever started it."""
+        return self._process.is_alive()
+
+    def has_hosts(self, count: int) -> bool:
+        """Whether a launch on so many hosts would start at once."""
+        try:
+            return self.is_ready and len(self.status().hosts) >= count
+        except PoolError:  # it has ended, or stopped, just now: `open` starts another
+            return False
+
+    def open(
+        self,
+        hosts: int = 1,
+        on_wait: Callable[[list[str]], None] | None = None,
+        wait: Wait | None = None,
+    ) -> None:
+        """Returns when so many hosts are there and can start ranks at once; starts the pool first.
+
+        Args:
+            hosts: How many.
+            on_wait: Called with what is known of hosts that are awaited, a line each, when that
+                changes; in the thread of the Dask client.
+            wait: By what another thread may give it up.
+
+        Raises:
+            PoolError: It could not be started, or hosts could not be had.
+        """
+        from taas_magic.host.topics import POOL_TOPIC
+
+        wait = wait or Wait()
+        self.connect(on_wait or (lambda lines: None))
+        if wait.is_given_up:
+            raise PoolError(f'pool "{self.name}": nobody waits for its hosts any more')
+        client = self._connected()
+        if on_wait is not None:
+            client.subscribe_topic(POOL_TOPIC, lambda pair: on_wait(list(pair[1]["awaited"])))
+        try:
+            said = self.call("taas_ready", owner=client.id, wait=wait.id, hosts=hosts)
+        finally:
+            if on_wait is not None:
+                client.unsubscribe_topic(POOL_TOPIC)
+        self._require(unpack(said, Started))
+
+    def give_up(self, wait: Wait) -> None:
+        """Gives up a wait: its `open`, in another thread, raises PoolError."""
+        wait.is_given_up = True
+        if self._client is not None:
+            self.call("taas_give_up", owner=self._client.id, wait=wait.id)
+
+    def connect(self, tell: Callable[[list[str]], None] = lambda lines: None) -> None:
+        """Returns when the pool's process answers; starts it if need be. It takes no host.
+
+        One that lives and does not answer (it is stopped, or hangs) is ended, and another started.
+
+        Args:
+            tell: Called with a line on that.
+
+        Raises:
+            PoolError: It could not be started; the message ends with the last lines of its log.
+        """
+        with self._opening:
+            self._let_beats_in()
+            if self.is_ready:
+                return
+            self.close()
+            try:
+                self._join()
+            except OSError:
+                tell([f'pool "{self.name}" did not answer: it is ended and started again'])
+                self._process.kill()
+                self._join()
+
+    def _let_beats_in(self) -> None:
+        """Gives a client a moment that could hear no beat while this process was busy."""
+        until = time.monotonic() + _PATIENCE_S
+        while self.is_silent and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+
+    def _join(self) -> None:
+        """Connects to the pool's process; first starts one where none lives.
+
+        Raises:
+            PoolError: It could not be started.
+            OSError: It lives, but does not answer.
+        """
+        self._process.begin()
+        from distributed import Client, Security  # takes 0.8 s, while the process starts
+
+        from taas_magic.host.topics import POOL_BEAT, topic
+
+        place = self._process.wait_for_place()
+        self._client = Client(
+            place.address,
+            security=Security(**place.security),
+            set_as_default=False,
+            timeout=ANSWER_S,
+        )
+        self._heard_at = time.monotonic()
+        self._client.subscribe_topic(POOL_BEAT, self._hear)
+        self._client.subscribe_topic(topic(self._client.id), self._on_event)
+
+    def _hear(self, beat: object) -> None:
+        self._heard_at = time.monotonic()
+
+    def _on_event(self, pair: tuple[float, tuple[str, bytes]]) -> None:
+        """Hands an event to who started its run; called in the thread of the Dask client."""
+        run_id, line = pair[1]
+        listener = self._listeners.get(run_id)
+        if listener is not None:
+            listener(event_of(line))
+
+    def launch(
+        self, spec: "HostSpec", on_event: Callable[[Event], None], said: list[Event]
+    ) -> list[str]:
+        """Starts a run; returns the names of its hosts.
+
+        Args:
+            spec: What the run's first host is told.
+            on_event: Called with every event of the run, in the thread of the Dask client.
+            said: What its fetchers have said before.
+
+        Raises:
+            PoolError: The hosts could not be had.
+            StoreError: Another run writes to the project store.
+        """
+        lines = [encode(event) for event in said]
+        answer = self.start("taas_launch", spec.plan.run_id, on_event, spec=pack(spec), said=lines)
+        if answer.store_error:
+            raise StoreError(answer.store_error)
+        return answer.hosts
+
+    def start(
+        self, call: str, run_id: str, on_event: Callable[[Event], None], **arguments: object
+    ) -> Started:
+        """Has the controller start something for this kernel, and listens to it.
+
+        Raises:
+            PoolError: It could not be started.
+        """
+        client = self._connected()
+        self._listeners[run_id] = on_event
+        answer = unpack(self.call(call, owner=client.id, **arguments), Started)
+        if not answer.hosts:
+            self.forget(run_id)
+        self._require(answer)
+        return answer
+
+    def _require(self, answer: Started) -> None:
+        if answer.error:
+            raise PoolError(f'pool "{self.name}": {answer.error}')
+
+    def forget(self, run_id: str) -> None:
+        """Stops listening to a run."""
+        self._listeners.pop(run_id, None)
+        if self._is_retired:
+            self.retire()
+
+    def halt(self, run_id: str, how: str) -> None:
+        """Interrupts (`interrupt`) or ends (`kill`) a run; does not wait for its end."""
+        self.call("taas_halt", run_id=run_id, how=how)
+
+    def status(self) -> PoolStatus:
+        """The pool's hosts and what each does."""
+        return unpack(self.call("taas_status"), PoolStatus)
+
+    def facts(self, packages: Iterable[str], mark: str) -> list[HostFacts]:
+        """What the hosts that are up are like, and what holds their ranks off the store.
+
+        Args:
+            packages: Distributions whose versions are asked for.
+            mark: A file in the project store.
+        """
+        wanted = FactsWanted(packages=list(packages), mark=mark)
+        return unpack(self.call("taas_facts", asked=pack(wanted)), list[HostFacts])
+
+    def down(self) -> None:
+        """Ends the pool: its runs, its hosts, its process, also while that is coming up.
+
+        A process that does not answer is killed; its hosts end with it.
+        """
+        with self._opening:  # a thread that has just started the process has it by now
+            if self.is_alive() or not self._process.is_over():
+                self._ask_to_end()
+        self.close()
+        try:
+            self._process.wait_for_end(END_S)
+        except PoolError:
+            self._process.kill()
+
+    def _ask_to_end(self) -> None:
+        try:
+            if not self.is_ready:
+                self.close()
+                self._join()
+            self.call("taas_down")
+        except (PoolError, OSError):
+            self._process.kill()
+
+    def retire(self) -> None:
+        """Leaves the pool, as soon as no run of this kernel is on it: its settings have changed."""
+        self._is_retired = True
+        if not self._listeners:
+            self.close()
+
+    def is_over(self) -> bool:
+        """Whether this kernel has left it, and waits for no process of it."""
+        return self._client is None and self._process.is_over()
+
+    def close(self) -> None:
+        """Leaves the pool; its process decides what follows."""
+        if self._client is not None:
+            # ValueError: tornado's, where the client was connecting again to a pool that ended
+            with _without_dasks_complaints(), contextlib.suppress(ValueError):
+                self._client.close(timeout=2)
+            self._client = None
+        self._process.forget_ended()
+
+    def _connected(self) -> "Client":
+        if self._client is None:
+            raise PoolError(f'pool "{self.name}" is not open')
+        return self._client
+
+    def call(self, name: str, **arguments: object) -> bytes:
+        """Calls the controller; waits for its answer as long as the pool's process is heard.
+
+        Raises:
+            PoolError: It does not answer.
+        """
+        client = self._connected()
+        calling = _call(client, name, arguments)
+        answer = asyncio.run_coroutine_threadsafe(calling, client.loop.asyncio_loop)
+        until = time.monotonic() + _PATIENCE_S
+        while not concurrent.futures.wait([answer], _LOOK_S).done:
+            if self.silent_s > SILENT_S and time.monotonic() > until:
+                answer.cancel()
+                raise PoolError(f'pool "{self.name}" does not answer: {self.silence()}')
+        try:
+            return answer.result()
+        except OSError as error:
+            raise PoolError(f'pool "{self.name}" does not answer: {error}') from error
+
+    def silence(self) -> str:
+        """What is to be known of a pool's process that is not heard, and what to do."""
+        return (
+            f"its process {self._process.pid() or '?'} has not been heard for "
+            f"{self.silent_s:.0f} s; it is stopped or hangs: the next cell replaces it, and "
+            f"`%taas down {self.name}` ends it"
+        )
+
+
+async def _call(client: "Client", name: str, arguments: Mapping[str, object]) -> bytes:
+    answer: bytes = await getattr(client.scheduler, name)(**arguments)
+    return answer
+
+
+@contextmanager
+def _without_dasks_complaints() -> Iterator[None]:
+    """A client whose scheduler was killed logs its attempts to reconnect when it is closed."""
+    logger = logging.getLogger("distributed.client")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,510 @@
+"""Owns a pool's runs: whose they are, which hosts they have, how they end; and their journals.
+
+A Dask scheduler plugin in the pool's own process, on its event loop. The kernel asks
+(`taas_launch`, `taas_halt`, ... are calls of the scheduler), agents report (events), and clients
+or hosts that are gone are seen here first.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from distributed import Scheduler, SchedulerPlugin
+from msgspec import DecodeError
+
+from taas_magic.config import LOCAL, PoolConfig
+from taas_magic.engines.base import HostSource
+from taas_magic.errors import PoolError, ProtocolError, StoreError
+from taas_magic.host.spec import HostSpec, without_environ
+from taas_magic.host.topics import ASK_STORE, EVENT, POOL_BEAT, share_id, topic
+from taas_magic.journal.folder import RunFolder, Writer
+from taas_magic.messages import (
+    Event,
+    FactsWanted,
+    HostStatus,
+    Note,
+    PoolStatus,
+    RunStacks,
+    Started,
+    encode,
+    event_of,
+    pack,
+    unpack,
+)
+from taas_magic.plan import Plan
+from taas_magic.pool.fetchers import PoolFetchers
+from taas_magic.pool.gate import GateComm
+from taas_magic.pool.hosts import Member, Members, ask_all
+from taas_magic.pool.runs import PoolRun
+from taas_magic.setup.facts import HostFacts
+from taas_magic.store.rule import owned
+
+
+class Kernels:
+    """The kernels of a pool.
+
+    Args:
+        members: The pool's hosts.
+        linger_s: How long the pool goes on without a kernel.
+        is_busy: Says whether the pool has runs.
+    """
+
+    def __init__(self, members: Members, linger_s: float, is_busy: Callable[[], bool]) -> None:
+        self._members, self._linger_s, self._is_busy = members, linger_s, is_busy
+        self._connected: set[str] = set()
+        self._waiting: dict[tuple[str, str], asyncio.Future[list[Member]]] = {}
+        self._lingering: asyncio.TimerHandle | None = None
+        self.over = asyncio.Event()
+        """Nobody needs the pool any more."""
+        self._linger()
+
+    @property
+    def count(self) -> int:
+        """How many are connected."""
+        return len(self._connected)
+
+    def __contains__(self, client: str) -> bool:
+        """Whether a kernel is connected."""
+        return client in self._connected
+
+    def come(self, client: str) -> None:
+        """A kernel has connected."""
+        self._connected.add(client)
+        if self._lingering is not None:
+            self._lingering.cancel()
+
+    def go(self, client: str) -> None:
+        """A kernel has left or died."""
+        self._connected.discard(client)
+        for owner, wait in list(self._waiting):
+            if owner == client:
+                self.give_up(owner, wait)
+        if not self._connected:
+            self._linger()
+
+    async def ready(self, owner: str, wait: str, hosts: int) -> bytes:
+        """Returns when so many hosts are there and can start ranks at once.
+
+        A kernel may wait several times at once: a cell does while its pool is being warmed.
+
+        Args:
+            owner: The Dask client of the kernel; when it is gone, so is its wait.
+            wait: By what it gives up this wait, and no other.
+            hosts: How many.
+
+        Returns:
+            `Started`, packed.
+        """
+        waiting = asyncio.ensure_future(self._members.take(hosts))
+        self._waiting[owner, wait] = waiting
+        try:
+            return pack(Started(hosts=[member.name for member in await waiting]))
+        except PoolError as error:
+            return pack(Started(error=str(error)))
+        except asyncio.CancelledError:
+            if not waiting.cancelled():
+                raise
+            return pack(Started(error="nobody waits for its hosts any more"))
+        finally:
+            self._waiting.pop((owner, wait), None)
+
+    def give_up(self, owner: str, wait: str) -> None:
+        """A kernel gives up one of its waits: hosts that nobody uses are given back."""
+        if waiting := self._waiting.pop((owner, wait), None):
+            waiting.cancel()
+
+    def _linger(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._lingering = loop.call_later(self._linger_s, self._end_if_alone)
+
+    def _end_if_alone(self) -> None:
+        if self._connected or self._is_busy():
+            self._linger()
+        else:
+            self.over.set()
+
+
+LOOK_S = 1.0
+"""How often hosts are looked at; times of use are known to so many seconds."""
+
+
+@dataclass
+class _Use:
+    """What is known of one host.
+
+    Attributes:
+        gpus: Its CUDA devices.
+        had_s: How long it is had.
+        used_s: How long it had runs.
+        idle_since: Since when it has none, by the clock; None while it has.
+    """
+
+    gpus: int = 0
+    had_s: float = 0.0
+    used_s: float = 0.0
+    idle_since: float | None = None
+
+
+class Upkeep:
+    """Counts the hosts of a pool, and gives idle ones back.
+
+    Args:
+        members: The pool's hosts.
+        idle_timeout_s: After how long an idle host is given back; None keeps it.
+        clock: Seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        idle_timeout_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._members, self._idle_timeout_s = members, idle_timeout_s
+        self._clock = clock
+        self._looked = clock()
+        self._uses: dict[str, _Use] = {}
+        self._gone: list[_Use] = []
+
+    async def watch(self) -> None:
+        """Looks at the hosts until it is cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self.look():
+                await self._members.release(self._is_in_use)
+
+    def look(self) -> bool:
+        """Counts the time since the last look; says whether a host is to be given back."""
+        now = self._clock()
+        passed_s, self._looked = now - self._looked, now
+        members = self._members.all()
+        for address in self._uses.keys() - {member.address for member in members}:
+            self._gone.append(self._uses.pop(address))
+        for member in members:
+            use = self._uses.setdefault(member.address, _Use(member.gpus))
+            _count(member, use, passed_s, now)
+        return not all(self._is_in_use(member) for member in members)
+
+    def host(self, member: Member) -> HostStatus:
+        """What `%taas pools` says of a host."""
+        use = self._uses.get(member.address, _Use(member.gpus))
+        return HostStatus(
+            host=member.name,
+            address=member.place,
+            means=member.means,
+            since=member.joined,
+            runs=sorted(member.runs),
+            had_s=use.had_s,
+            idle_s=None if use.idle_since is None else self._clock() - use.idle_since,
+            gpu_hours=use.gpus * use.had_s / 3600,
+        )
+
+    def pool(self) -> PoolStatus:
+        """What `%taas pools` says of the pool."""
+        uses = [*self._gone, *self._uses.values()]
+        return PoolStatus(
+            hosts=[self.host(member) for member in self._members.all()],
+            gpu_hours=sum(use.gpus * use.had_s for use in uses) / 3600,
+            used_gpu_hours=sum(use.gpus * use.used_s for use in uses) / 3600,
+        )
+
+    def _is_in_use(self, member: Member) -> bool:
+        """Whether a host stays: it runs something, or has not been idle for long enough."""
+        use = self._uses.get(member.address)
+        if member.runs or use is None or use.idle_since is None or self._idle_timeout_s is None:
+            return True
+        return self._clock() - max(use.idle_since, member.taken_at) < self._idle_timeout_s
+
+
+def _count(member: Member, use: _Use, passed_s: float, now: float) -> None:
+    use.had_s += passed_s
+    if member.runs:
+        use.used_s += passed_s
+        use.idle_since = None
+    elif use.idle_since is None:
+        use.idle_since = now
+
+
+Tell = Callable[[Event], None]
+
+BEAT_S = 1.0
+"""How often the pool's process tells its kernels that it lives."""
+
+END_S = 10.0
+"""How long what is written at a run's end may take."""
+
+
+class Controller(SchedulerPlugin):
+    """The pool's controller.
+
+    Args:
+        scheduler: The pool's.
+        source: Where hosts come from.
+        pool: The pool's settings.
+        linger_s: How long the pool goes on without a kernel.
+    """
+
+    name = "taas-controller"
+
+    def __init__(
+        self, scheduler: Scheduler, source: HostSource, pool: PoolConfig, linger_s: float
+    ) -> None:
+        self._scheduler, self._is_local = scheduler, pool.engine == LOCAL
+        self._runs: dict[str, PoolRun | PoolFetchers] = {}
+        self._background: set[asyncio.Future[Any]] = set()
+        self.members = Members(scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost)
+        self._kernels = Kernels(self.members, linger_s, lambda: bool(self._runs))
+        self._upkeep = Upkeep(self.members, pool.idle_timeout_s)
+        scheduler.add_plugin(self)
+        scheduler.stream_handlers[EVENT] = self._on_event
+        scheduler.handlers["taas_ready"] = self._kernels.ready
+        scheduler.handlers["taas_give_up"] = self._kernels.give_up
+        scheduler.handlers["taas_launch"] = self.launch
+        scheduler.handlers["taas_fetch"] = self.fetch
+        scheduler.handlers["taas_relay"] = self.relay
+        scheduler.handlers["taas_halt"] = self.halt
+        scheduler.handlers["taas_status"] = self.status
+        scheduler.handlers["taas_stacks"] = self.stacks
+        scheduler.handlers["taas_facts"] = self.facts
+        scheduler.handlers["taas_down"] = self.down
+        scheduler.handlers[ASK_STORE] = self.ask_store
+        self._in_background(self._beat())
+        self._in_background(self.members.watch())
+        self._in_background(self._upkeep.watch())
+
+    @property
+    def over(self) -> asyncio.Event:
+        """Set when the pool is to end."""
+        return self._kernels.over
+
+    async def launch(self, owner: str, spec: bytes, said: list[bytes]) -> bytes:
+        """Starts a run on as many hosts as its plan has.
+
+        Args:
+            owner: The Dask client of the kernel; when it is gone, so is the run.
+            spec: A `HostSpec`, packed, of the first host.
+            said: Events that the run's fetchers have sent before.
+
+        Returns:
+            `Started`, packed.
+        """
+        first = self._told(unpack(spec, HostSpec))
+        tell = self._teller(owner, first.plan.run_id)
+        await self._interrupted_end(owner, tell)
+        over = asyncio.Event()
+        async with contextlib.AsyncExitStack() as until_end:
+            until_end.callback(over.set)
+            until_end.callback(self._runs.pop, first.plan.run_id, None)
+            try:
+                await _own_store(until_end, first.plan)
+                journal = _journal(first.folder, tell)
+                until_end.push_async_callback(asyncio.to_thread, journal.close)
+                run = PoolRun(first, owner, self.members, _publisher(journal, tell), over)
+                self._runs[run.run_id] = run
+                if owner not in self._kernels:
+                    raise PoolError("the notebook's kernel is gone")
+                await run.relay([event_of(line) for line in said])
+                hosts = await run.start()
+            except StoreError as error:
+                return pack(Started(store_error=str(error)))
+            except (PoolError, OSError) as error:
+                return pack(Started(error=str(error)))
+            self._in_background(_carry_out(run, journal, tell, until_end.pop_all()))
+        return pack(Started(hosts=hosts))
+
+    async def _interrupted_end(self, owner: str, tell: Tell) -> None:
+        """Returns when runs that a kernel interrupted, and left to end by themselves, have ended.
+
+        Each ends: who does not end its part in HALT_S, or is not heard, is ended.
+        """
+        for run in list(self._runs.values()):
+            if isinstance(run, PoolRun) and run.owner == owner and run.is_halted:
+                text = f"waits for run {run.run_id} to end, which was interrupted"
+                tell(Note(text=text))
+                await run.over.wait()
+
+    async def fetch(self, owner: str, spec: bytes) -> bytes:
+        """Starts a run's fetchers on hosts of this pool.
+
+        Args:
+            owner: The Dask client of the kernel; when it is gone, so are they.
+            spec: A `HostSpec` of the run, packed.
+
+        Returns:
+            `Started`, packed.
+        """
+        first = self._told(unpack(spec, HostSpec))
+        tell = self._teller(owner, share_id(first.plan.run_id))
+        fetch = PoolFetchers(first, owner, self.members, tell)
+        self._runs[fetch.run_id] = fetch
+        try:
+            if owner not in self._kernels:
+                raise PoolError("the notebook's kernel is gone")
+            hosts = await fetch.start()
+        except PoolError as error:
+            await fetch.halt("kill")
+            return pack(Started(error=str(error)))
+        finally:
+            self._in_background(self._carry_out_fetch(fetch))
+        return pack(Started(hosts=hosts))
+
+    async def relay(self, run_id: str, events: list[bytes]) -> None:
+        """Takes what the fetchers of a run said, perhaps those of another pool."""
+        run = self._runs.get(run_id)
+        if isinstance(run, PoolRun):
+            await run.relay([event_of(line) for line in events])
+
+    async def halt(self, run_id: str, how: str) -> str:
+        """Interrupts or kills a run on all its hosts; says whether it is running."""
+        run = self._runs.get(run_id)
+        if run is None:
+            return "ended"
+        await run.halt(how)
+        return "stopping"
+
+    async def stacks(self, run_id: str) -> bytes:
+        """Where ranks, or fetchers, of a run stand, packed `RunStacks`; nothing of an ended one."""
+        run = self._runs.get(run_id)
+        return pack(await run.stacks() if run is not None else RunStacks())
+
+    async def status(self) -> bytes:
+        """The pool's hosts and what each does, and its kernels: `PoolStatus`, packed."""
+        status = self._upkeep.pool()
+        status.kernels = self._kernels.count
+        status.refused = self.members.refused + self._scheduler.refused
+        return pack(status)
+
+    async def ask_store(
+        self, comm: GateComm, run_id: str, what: str, arguments: dict[str, Any]
+    ) -> Any:
+        """Answers a host that does not share its run's project store; see `travel.desk`.
+
+        Which host asks, its connection says.
+
+        Raises:
+            ProtocolError: The host has nothing to do with the run (any more).
+        """
+        run = self._runs.get(run_id)
+        try:
+            asks = self.members.named(comm.peer.name)
+            if run is None or asks is None:
+                raise ProtocolError(f"there is no run {run_id} (any more)")
+            return await run.ask_store(asks.address, what, arguments)
+        except ProtocolError:
+            self.members.refused += 1
+            raise
+
+    async def facts(self, asked: bytes) -> bytes:
+        """What the pool's hosts are like and hold ranks off the store by, packed `HostFacts`.
+
+        Args:
+            asked: `FactsWanted`, packed.
+        """
+        hosts = self.members.all()
+        found = await ask_all(self.members, hosts, unpack(asked, FactsWanted))
+        pairs = zip(found, hosts, strict=True)
+        return pack([HostFacts(facts, host.means) for facts, host in pairs])
+
+    async def down(self) -> str:
+        """Ends every run and then the pool's process."""
+        await asyncio.gather(*(run.halt("kill") for run in list(self._runs.values())))
+        asyncio.get_running_loop().call_later(0.1, self.over.set)
+        return "going"
+
+    def add_client(self, scheduler: Scheduler, client: str) -> None:
+        """Called by Dask when a kernel has connected."""
+        self._kernels.come(client)
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """Called by Dask when a kernel has left or died: its runs end."""
+        for run in self._runs.values():
+            if run.owner == client:
+                run.publish(Note(text="the notebook's kernel is gone: the run is ended"))
+                self._in_background(run.halt("interrupt"))
+        self._kernels.go(client)
+
+    def _told(self, spec: HostSpec) -> HostSpec:
+        """What hosts are told of a run: of the environment, another machine only what changed."""
+        return spec if self._is_local else without_environ(spec)
+
+    async def _beat(self) -> None:
+        """Tells the kernels that this process lives and its loop runs, until it is cancelled."""
+        while True:
+            self._scheduler.log_event(POOL_BEAT, {})
+            await asyncio.sleep(BEAT_S)
+
+    def _teller(self, owner: str, run_id: str) -> Tell:
+        """What tells a kernel an event of a run of its own."""
+        # the kernel's own word for it goes another way than its call, and may come later
+        self._scheduler.subscribe_topic(topic(owner), owner)
+        return lambda event: self._scheduler.log_event(topic(owner), (run_id, encode(event)))
+
+    def _on_event(self, worker: str, run_id: str, event: bytes) -> None:
+        """Takes an event from a host; what is none, or not (any more) a member's, is refused."""
+        run = self._runs.get(run_id)
+        try:
+            is_taken = run is not None and run.take(worker, event_of(event))
+        except (TypeError, DecodeError):
+            is_taken = False
+        if not is_taken:
+            self.members.refused += 1
+
+    def _on_lost(self, member: Member, why: str) -> None:
+        for run in list(self._runs.values()):
+            run.lose(member, why)
+
+    async def _carry_out_fetch(self, fetch: PoolFetchers) -> None:
+        await fetch.carry_out()
+        del self._runs[fetch.run_id]
+
+    def _in_background(self, work: Awaitable[Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _journal(folder: RunFolder, tell: Tell) -> Writer:
+    """A run's journal; where it is incomplete, the kernel is told so, once."""
+    loop = asyncio.get_running_loop()
+
+    def say(why: str) -> None:
+        note = Note(text=f"the journal of this run is incomplete: {why}")
+        with contextlib.suppress(RuntimeError):  # the pool has ended meanwhile
+            loop.call_soon_threadsafe(tell, note)
+
+    return Writer(folder, say)
+
+
+def _publisher(journal: Writer, tell: Tell) -> Tell:
+    """Takes a run's events: into its journal, and to its kernel."""
+
+    def publish(event: Event) -> None:
+        journal.append(event)
+        tell(event)
+
+    return publish
+
+
+async def _carry_out(
+    run: PoolRun, journal: Writer, tell: Tell, until_end: contextlib.AsyncExitStack
+) -> None:
+    """Tells a run's end when it is in the journal and the store is free for the next run."""
+    try:
+        ended = await run.carry_out()
+        journal.append(ended)
+    finally:
+        closing = asyncio.ensure_future(until_end.aclose())
+        await asyncio.wait({closing}, timeout=END_S)  # the state folder's disk may hang
+    tell(ended)
+    await asyncio.to_thread(journal.folder.payload.unlink, missing_ok=True)
+
+
+async def _own_store(until_end: contextlib.AsyncExitStack, plan: Plan) -> None:
+    """Makes the project store the run's until `until_end` is closed."""
+    if plan.store is not None:
+        owning = owned(plan.store.path, plan.run_id, plan.name)
+        await asyncio.to_thread(owning.__enter__)
+        until_end.push_async_callback(asyncio.to_thread, owning.__exit__, None, None, None)

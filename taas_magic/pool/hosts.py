@@ -1,0 +1,439 @@
+"""The pool's hosts as its process knows them: who joined, who is heard, how to call one.
+
+Nobody connects to a host: calls, answers and beats go through the stream that its agent opened.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from distributed import Scheduler, SchedulerPlugin
+from distributed.comm import CommClosedError
+from msgspec import structs
+
+from taas_magic.engines.base import HostSource
+from taas_magic.errors import PoolError
+from taas_magic.host.topics import (
+    AGENT,
+    ANSWER,
+    BEAT,
+    CALL,
+    CALL_FACTS,
+    CALL_HELLO,
+    CALL_STACKS,
+    HEARD,
+    POOL_TOPIC,
+)
+from taas_magic.leases import LOST_AFTER_S
+from taas_magic.messages import FactsWanted, HostHello, RunStacks, pack, unpack
+from taas_magic.setup.checks import Needs, refuse
+from taas_magic.setup.facts import Facts, this_kernel
+
+_numbers = itertools.count(1)
+_T = TypeVar("_T")
+
+
+@dataclass
+class Member:
+    """A host that has joined.
+
+    Attributes:
+        address: Its agent's, by which Dask knows it.
+        agent: Its agent's name, by which the engine knows it.
+        joined: When, in seconds since 1970.
+        heard_at: When it was last heard, by this process's monotonic clock.
+        excused_s: Of the time since then, how long this process stood still and could hear nothing.
+        name: What the notebook calls it; "" until it has said so.
+        means: What holds its ranks off the project store.
+        place: Where its ranks and fetchers are reached by those of other hosts.
+        runs: What it runs.
+        gpus: CUDA devices that it has.
+        leaves: Whether it is being given back.
+        taken_at: When it was last given to somebody, by this process's monotonic clock.
+        has: Modules that are known to be installed there; None while nothing is known.
+        pending: The calls that it has not answered, by their numbers.
+    """
+
+    address: str
+    agent: str = ""
+    joined: float = field(default_factory=time.time)
+    heard_at: float = field(default_factory=time.monotonic)
+    excused_s: float = 0.0
+    name: str = ""
+    means: str = ""
+    place: str = ""
+    runs: set[str] = field(default_factory=set)
+    gpus: int = 0
+    leaves: bool = False
+    taken_at: float = float("-inf")
+    has: set[str] | None = None
+    pending: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
+
+    @contextmanager
+    def asked(self) -> Iterator[tuple[int, asyncio.Future[bytes]]]:
+        """Gives the number of a new call and its answer, which is awaited inside the block."""
+        number = next(_numbers)
+        answer = self.pending[number] = asyncio.get_running_loop().create_future()
+        try:
+            yield number, answer
+        finally:
+            self.pending.pop(number, None)
+
+    def answers(self, number: int, answer: bytes, error: str) -> bool:
+        """Takes its answer to a call, or why that failed; False when nobody waits for one."""
+        waiting = self.pending.get(number)
+        if waiting is None or waiting.done():
+            return False
+        if error:
+            waiting.set_exception(PoolError(f"host {self.name or self.address}: {error}"))
+        else:
+            waiting.set_result(answer)
+        return True
+
+    def is_gone(self, why: str) -> None:
+        """It will answer no call any more."""
+        for answer in self.pending.values():
+            if not answer.done():
+                gone = f"host {self.name or self.address} is gone: {why}"
+                answer.set_exception(PoolError(gone))
+
+
+ASK_AGAIN_S = 0.5
+"""How often the engine is asked for hosts that have not joined."""
+
+CALL_S = 150.0
+"""How long a host may take to answer a call; files may have to travel first (OBEY_S)."""
+
+NAMED_AFTER_S = 1.5
+"""After how long who waits for a host's word that it lives is told which host that is."""
+
+STACKS_S = 15.0
+"""How long a host may take to say where ranks, or fetchers, stand."""
+
+_CHECKS_PER_LEASE = 32
+
+logger = logging.getLogger(__name__)
+
+
+class Members(SchedulerPlugin):
+    """The hosts of a pool.
+
+    Args:
+        scheduler: The pool's.
+        source: Where hosts come from.
+        start_timeout_s: How long hosts may take to join.
+        lease_s: How long a host lives without hearing this process.
+        on_lost: Called with a host that is gone, in whatever way, and why.
+    """
+
+    name = "taas-members"
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        source: HostSource,
+        start_timeout_s: float,
+        lease_s: float,
+        on_lost: Callable[[Member, str], None] = lambda member, why: None,
+    ) -> None:
+        self._scheduler, self._source = scheduler, source
+        self._start_timeout_s, self._lease_s = start_timeout_s, lease_s
+        self._on_lost = on_lost
+        self._members: dict[str, Member] = {}
+        self._silent: dict[str, str] = {}
+        self._changed = asyncio.Condition()
+        self._background: set[asyncio.Task[None]] = set()
+        self._takes = 0
+        self._awaited: list[str] = []
+        self.refused = 0
+        """Messages of hosts that had nothing (any more) to say."""
+        scheduler.stream_handlers[ANSWER] = self._on_answer
+        scheduler.stream_handlers[BEAT] = self._on_beat
+        scheduler.add_plugin(self)
+
+    def all(self) -> list[Member]:
+        """The hosts that have joined and can start ranks, in the order in which they came."""
+        return [m for m in self._members.values() if m.name and not m.leaves]
+
+    def get(self, address: str) -> Member | None:
+        """The host of that address, if it is (still) one."""
+        return self._members.get(address)
+
+    def named(self, agent: str) -> Member | None:
+        """The host whose agent has that name, if it is (still) one."""
+        return next((it for it in self._members.values() if it.agent == agent), None)
+
+    async def take(
+        self,
+        count: int,
+        keep: Collection[str] = (),
+        say: Callable[[str], None] | None = None,
+    ) -> list[Member]:
+        """Returns so many hosts when they are there: those to keep, then those that run least.
+
+        Each has just answered: one that died a moment ago is still listed.
+
+        Args:
+            count: How many.
+            keep: Addresses of hosts that must be among them.
+            say: Called with a line for each that does not answer soon; None: all kernels that
+                wait for hosts are told.
+
+        Raises:
+            PoolError: They did not join in time, or one will not. None is kept that has no run.
+        """
+        while True:
+            taken = await self._take(count, keep)
+            await asyncio.gather(*(self._hear(member, say) for member in taken))
+            there = [member for member in taken if self._members.get(member.address) is member]
+            if len(there) == count:
+                return taken
+
+    async def _hear(self, member: Member, say: Callable[[str], None] | None) -> None:
+        """Returns when a host has answered, or is gone; says meanwhile that it is silent."""
+        tell = say or (lambda line: self._say([line]))
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(NAMED_AFTER_S, lambda: tell(self._silence(member)))
+        try:
+            with contextlib.suppress(PoolError):
+                await self.call(member.address, CALL_HELLO, HostHello)
+        finally:
+            late.cancel()
+
+    def _silence(self, member: Member) -> str:
+        silent_s = time.monotonic() - member.heard_at
+        heard_at = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
+        return (
+            f"waits for host {member.name}, last heard at {heard_at}, {silent_s:.0f} s ago; silent "
+            f"for {self._lease_s + LOST_AFTER_S:g} s, it is replaced"
+        )
+
+    async def _take(self, count: int, keep: Collection[str]) -> list[Member]:
+        self._takes += 1
+        try:
+            await asyncio.wait_for(self._have_joined(count), self._start_timeout_s)
+        except asyncio.TimeoutError:
+            raise PoolError(self._too_late(count)) from None
+        finally:
+            self._takes -= 1
+            self._say([])
+            if len(self.all()) < count:
+                self._in_background(self.release())
+        taken = self.choose(count, keep)
+        for member in taken:
+            member.taken_at = time.monotonic()
+        return taken
+
+    def choose(self, count: int, keep: Collection[str] = ()) -> list[Member]:
+        """So many of the hosts that are there: those to keep, then those that run least."""
+        kept = [member for member in self.all() if member.address in keep]
+        others = [member for member in self.all() if member.address not in keep]
+        return (kept + sorted(others, key=lambda member: len(member.runs)))[:count]
+
+    async def release(
+        self, stays: Callable[[Member], bool] = lambda member: bool(member.runs)
+    ) -> None:
+        """Gives back hosts, and those to come; unless others wait for them.
+
+        Args:
+            stays: Says which are kept; left out, those that have a run.
+        """
+        if not self._takes:
+            for member in self._members.values():
+                member.leaves = member.leaves or not stays(member)
+            await self._source.release({m.agent for m in self._members.values() if not m.leaves})
+
+    async def call(self, address: str, name: str, kind: type[_T], **arguments: str | bytes) -> _T:
+        """Calls a host's agent and returns what it answers, which is of a kind.
+
+        Raises:
+            PoolError: It is gone, the call failed there, or its answer is none.
+        """
+        member = self._members.get(address)
+        if member is None:
+            raise PoolError(f"the host at {address} is gone")
+        with member.asked() as (number, answer):
+            self._send(address, op=CALL, id=number, name=name, arguments=arguments)
+            try:
+                return unpack(await asyncio.wait_for(answer, CALL_S), kind)
+            except ValueError as error:
+                raise PoolError(
+                    f"host {member.name or address} answered {name}: {error}"
+                ) from error
+            except asyncio.TimeoutError:
+                why = f"did not answer {name} within {CALL_S:.0f} s"
+                raise PoolError(f"host {member.name or address} {why}") from None
+
+    async def watch(self) -> None:
+        """Takes hosts that are not heard any more for lost; runs until it is cancelled."""
+        pause_s, limit_s = self._lease_s / _CHECKS_PER_LEASE, self._lease_s + LOST_AFTER_S
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(pause_s)
+            before, looked = looked, time.monotonic()
+            stalled_s = max(0.0, looked - before - 2 * pause_s)
+            for member in list(self._members.values()):
+                member.excused_s += stalled_s
+                if looked - member.heard_at - member.excused_s > limit_s:
+                    why = f"nothing was heard of it for {limit_s:g} s: it, or its network, failed"
+                    await self.drop(member.address, why)
+
+    async def drop(self, address: str, why: str) -> None:
+        """Takes a host for lost; its engine ends what is left of it."""
+        if address in self._members:
+            self._silent[address] = why
+            await self._scheduler.remove_worker(address, stimulus_id="taas-lease")
+
+    async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Called by Dask when a host has joined; its stream opens when this has returned."""
+        joined = scheduler.workers[worker]
+        if AGENT in joined.extra:
+            member = self._members[worker] = Member(worker, str(joined.name))
+            self._in_background(self._greet(member))
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        """Called by Dask when a host is gone, in whatever way."""
+        member = self._members.pop(worker, None)
+        why = self._silent.pop(worker, "its agent ended, or its connection broke")
+        if member is None:
+            return
+        member.is_gone(why)
+        self._in_background(self._lose(member, why))
+
+    async def _lose(self, member: Member, why: str) -> None:
+        said = await self._source.why_lost(member.agent)
+        self._on_lost(member, f"{why}; {said}" if said else why)
+
+    async def _greet(self, member: Member) -> None:
+        """Asks a new host who it is; only then is it one of the pool's."""
+        try:
+            said = await self.call(member.address, CALL_HELLO, HostHello)
+        except PoolError as error:
+            logger.warning("a new host did not answer: %s", error)
+            return
+        member.name, member.means, member.place = said.host, said.means, said.address
+        member.gpus = said.gpus
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _have_joined(self, count: int) -> None:
+        """Waits for hosts; asks again now and then, since one that is coming may die."""
+        while len(self.all()) < count:
+            self._say(await self._source.ensure(count))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._next_change(len(self.all())), ASK_AGAIN_S)
+
+    async def _next_change(self, known: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.all()) != known)
+
+    def _too_late(self, count: int) -> str:
+        about = "\n".join(self._awaited) or "see the pool's log"
+        joined = f"{len(self.all())} of {count} hosts joined within {self._start_timeout_s:.0f} s"
+        return f"{joined}: {about}"
+
+    def _say(self, lines: list[str]) -> None:
+        """Tells kernels what is known of the hosts that are awaited, when that has changed."""
+        if lines != self._awaited:
+            self._awaited = lines
+            self._scheduler.log_event(POOL_TOPIC, {"awaited": lines})
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _send(self, address: str, **message: Any) -> None:
+        stream = self._scheduler.stream_comms.get(address)
+        with contextlib.suppress(CommClosedError):  # Dask says soon that the host is gone
+            if stream is not None:
+                stream.send(message)
+
+    def _on_answer(self, worker: str, id: int, answer: bytes = b"", error: str = "") -> None:
+        member = self._members.get(worker)
+        if member is None or not member.answers(id, answer, error):
+            self.refused += 1
+
+    def _on_beat(self, worker: str, beat: int) -> None:
+        member = self._members.get(worker)
+        if member is None:
+            self.refused += 1
+            return
+        member.heard_at, member.excused_s = time.monotonic(), 0.0
+        self._send(worker, op=HEARD, beat=beat)
+
+
+async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequence[str]) -> None:
+    """Returns when all hosts have Python and torch as here, and the modules; asks each once.
+
+    Args:
+        members: The pool's hosts.
+        hosts: Those of a run.
+        modules: Top-level modules that the run's cell imports.
+
+    Raises:
+        PoolError: Names each host that is not fit, what is wrong there and what to do.
+    """
+    new = [host for host in hosts if host.has is None or not host.has.issuperset(modules)]
+    if not new:
+        return
+    facts = await ask_all(members, new, FactsWanted(modules=list(modules), names=False))
+    refuse(facts, this_kernel(), Needs())
+    for host in new:
+        host.has = (host.has or set()).union(modules)
+
+
+async def ask_all(members: Members, hosts: Iterable[Member], asked: FactsWanted) -> list[Facts]:
+    """What hosts are like, all asked at the same time.
+
+    Args:
+        members: The pool's hosts.
+        hosts: Those to ask.
+        asked: What for.
+
+    Raises:
+        PoolError: One is gone.
+    """
+    return list(await asyncio.gather(*(_ask(members, host, asked) for host in hosts)))
+
+
+async def stacks_of(members: Members, hosts: Iterable[Member], run_id: str) -> RunStacks:
+    """Where the ranks, or the fetchers, of a run stand.
+
+    Args:
+        members: The pool's hosts.
+        hosts: Those of the run.
+        run_id: Of the run, or of its fetchers.
+    """
+    said = await asyncio.gather(*(_stacks_of(members, host, run_id) for host in hosts))
+    return RunStacks(
+        [row for there in said for row in there.ranks],
+        [row for there in said for row in there.fetchers],
+        [line for there in said for line in there.silent],
+    )
+
+
+async def _stacks_of(members: Members, host: Member, run_id: str) -> RunStacks:
+    asking = members.call(host.address, CALL_STACKS, RunStacks, run_id=run_id)
+    try:
+        said = await asyncio.wait_for(asking, STACKS_S)
+    except asyncio.TimeoutError:
+        return RunStacks(silent=[f"host {host.name} did not answer within {STACKS_S:.0f} s"])
+    except PoolError as error:
+        return RunStacks(silent=[f"host {host.name} did not answer: {error}"])
+    return RunStacks(
+        [structs.replace(row, host=host.name) for row in said.ranks],
+        [structs.replace(row, host=host.name) for row in said.fetchers],
+    )
+
+
+async def _ask(members: Members, host: Member, asked: FactsWanted) -> Facts:
+    begin = time.time()
+    facts = await members.call(host.address, CALL_FACTS, Facts, asked=pack(asked))
+    return facts.of(host.name, begin)

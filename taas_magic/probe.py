@@ -1,0 +1,273 @@
+"""What a host is like. Runs on the host, also as text on the standard input of its own Python.
+
+So it needs nothing but the standard library of Python 3.8, and nothing else of this package.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from typing import Any
+
+_SIOCGIFADDR = 0x8915
+_SIZE_STEP = 1 << 20
+_CGROUPS = "/sys/fs/cgroup"
+
+
+def main(
+    packages: Sequence[str] = (),
+    modules: Sequence[str] = (),
+    mark: str = "",
+    names: bool = True,
+) -> dict[str, Any]:
+    """The facts as plain values; `facts.Facts` says what each means.
+
+    Args:
+        packages: Distributions whose versions are asked for.
+        modules: Top-level modules of which those that are missing are asked for.
+        mark: A file that has just been made in the project store, where the notebook is.
+        names: Whether to ask what the GPUs are called, which may take seconds.
+    """
+    cache = cache_folder()
+    return {
+        "python": platform.python_version(),
+        "implementation": sys.implementation.name,
+        "executable": sys.executable,
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "glibc": platform.libc_ver()[1] if platform.libc_ver()[0] == "glibc" else "",
+        "torch": version("torch"),
+        "cuda": torch_cuda(),
+        "versions": {name: version(name) for name in packages if version(name)},
+        "ours": digest_of_ours(),
+        "missing": [name for name in modules if not is_there(name)],
+        "cache": cache,
+        "cache_error": write_error(cache),
+        "free_bytes": free_bytes(cache),
+        "sites": sites(cache),
+        "cores": cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": count_gpus(),
+        "gpu_names": gpu_names() if names else [],
+        "clock": time.time(),
+        "hostname": socket.gethostname(),
+        "own_addresses": resolved(socket.gethostname()),
+        "interfaces": interfaces(),
+        "python_path": [e for e in os.environ.get("PYTHONPATH", "").split(os.pathsep) if e],
+        "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
+        "sees_store": bool(mark) and os.path.exists(mark),
+    }
+
+
+def cache_folder() -> str:
+    """Where taas-magic keeps things on this host: `$XDG_CACHE_HOME/taas` or `~/.cache/taas`.
+
+    A user without a home folder has it below TMPDIR.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if base.startswith("~"):
+        return os.path.join(tempfile.gettempdir(), f"taas-cache-{os.getuid()}")
+    return os.path.join(base, "taas")
+
+
+def cores() -> int:
+    """Logical processors that a process here gets: by its affinity and its cgroup's quota."""
+    if not hasattr(os, "sched_getaffinity"):
+        return 1
+    quotas = [_quota(folder) for folder in _cgroup_folders()]
+    return max(1, min([len(os.sched_getaffinity(0)), *filter(None, quotas)]))
+
+
+def _cgroup_folders() -> list[str]:
+    """The folders of this process's CPU cgroup and of those above it; cgroup v1 and v2."""
+    found = []
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = os.path.join(_CGROUPS, "cpu" if controllers else "")
+        found.append(top)  # in a container the folders below may be named as outside of it
+        while path.strip("/"):
+            found.append(top.rstrip("/") + path)
+            path = os.path.dirname(path)
+    return found
+
+
+def _quota(folder: str) -> int:
+    """How many processors a cgroup may use, rounded up; 0 where it has no bound."""
+    quota, period = (
+        _read(os.path.join(folder, "cpu.max")).split()
+        or _read(os.path.join(folder, "cpu.cfs_quota_us")).split()
+        + _read(os.path.join(folder, "cpu.cfs_period_us")).split()
+        or ["max", "1"]
+    )
+    return 0 if quota in ("max", "-1") else -(-int(quota) // int(period))
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def version(name: str) -> str:
+    """The version of a distribution; "" where it is not installed."""
+    try:
+        return metadata.version(name) or ""
+    except (metadata.PackageNotFoundError, OSError, ValueError):
+        return ""
+
+
+def is_there(name: str) -> bool:
+    """Whether a top-level module can be found; it is not imported."""
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def folder_of(name: str) -> str | None:
+    """The folder of an installed package, or None."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    return os.path.dirname(spec.origin) if spec is not None and spec.origin else None
+
+
+def torch_cuda() -> str:
+    """The CUDA version that torch was built for; "" for a CPU build. Importing it takes seconds."""
+    folder = folder_of("torch")
+    try:
+        with open(os.path.join(folder or "", "version.py"), encoding="utf-8") as file:
+            found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", file.read(), re.MULTILINE)
+    except OSError:
+        return ""
+    return found.group(1) if found else ""
+
+
+def digest_of_ours() -> str:
+    """What taas-magic is here: a digest of its files; "" where it is not."""
+    folder = folder_of("taas_magic")
+    return digest(package_files(folder)) if folder else ""
+
+
+def package_files(folder: str) -> list[tuple[str, bytes]]:
+    """The files of a package as (path in it, content), in an order that is the same everywhere."""
+    found = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for name in names:
+            path = os.path.join(root, name)
+            with open(path, "rb") as file:
+                found.append((os.path.relpath(path, folder).replace(os.sep, "/"), file.read()))
+    return sorted(found)
+
+
+def digest(files: Iterable[tuple[str, bytes]]) -> str:
+    """A digest of (path, content) pairs."""
+    sums = [hashlib.sha256(content).hexdigest() + " " + path for path, content in files]
+    return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
+
+
+def write_error(folder: str) -> str:
+    """Why a file cannot be written in a folder, which is made if need be; "" if one can."""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0" * _SIZE_STEP)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def free_bytes(folder: str) -> int:
+    """What the user may still write on the disk of a folder, or of where it would be."""
+    while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
+        folder = os.path.dirname(folder)
+    return shutil.disk_usage(folder).free
+
+
+def sites(cache: str) -> list[str]:
+    """The names of the folders with packages that we have put on this host."""
+    try:
+        return sorted(n for n in os.listdir(os.path.join(cache, "site")) if not n.startswith("."))
+    except OSError:
+        return []
+
+
+def count_gpus() -> int:
+    """CUDA devices that a process here would see, without asking CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
+    try:
+        return sum(1 for name in os.listdir("/dev") if re.match(r"nvidia\d+$", name))
+    except OSError:
+        return 0
+
+
+def gpu_names() -> list[str]:
+    """The kinds of GPUs as nvidia-smi calls them; none where it does not answer in time."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=3, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return said.decode(errors="replace").split("\n")[:-1]
+
+
+def resolved(name: str) -> list[str]:
+    """The addresses that a name has to this host."""
+    try:
+        return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
+    except (OSError, UnicodeError):
+        return []
+
+
+def interfaces() -> dict[str, list[str]]:
+    """The network interfaces that are in use, with their addresses."""
+    found: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, asked)
+            except OSError:
+                continue  # it has no address
+            found[name] = [socket.inet_ntoa(answer[20:24])]
+    for name, address in addresses_of_ipv6():
+        found.setdefault(name, []).append(address)
+    return found
+
+
+def addresses_of_ipv6() -> list[tuple[str, str]]:
+    """(interface, address) of each IPv6 address that reaches beyond its own link."""
+    try:
+        with open("/proc/net/if_inet6", encoding="ascii") as file:
+            lines = [line.split() for line in file]
+    except OSError:
+        return []
+    link_local = "20"
+    return [
+        (words[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0])))
+        for words in lines
+        if words[3] != link_local
+    ]

@@ -1,1 +1,0 @@
-"""Hosts that have nothing of ours: what is there, what is missing, and how it gets there."""

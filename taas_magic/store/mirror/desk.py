@@ -1,0 +1,423 @@
+"""The notebook's side of a store that is mirrored: answers the hosts of one run.
+
+Lives in the pool's process, one a run. A host names itself by its number in the run, which the
+controller has checked. Everything that it says besides is checked here.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec import convert
+
+from taas_magic.errors import ProtocolError
+from taas_magic.store.mirror.chunks import CHUNK_BYTES, MAX_PARTS, Part, pack, plain, unpack
+from taas_magic.store.mirror.manifest import (
+    Change,
+    ChangeList,
+    Entry,
+    Hashes,
+    Manifest,
+    Survey,
+    check_limit,
+    describe,
+    ignore_of,
+    survey,
+)
+from taas_magic.store.mirror.paths import Cases, Ignore, is_path_file, shown, why_unsafe
+from taas_magic.store.mirror.tree import Arrival, DamagedError, Intents, Tree, UnsafeError, parted
+from taas_magic.store.rule import StoreRule, is_below
+
+
+class Look:
+    """Begins at once.
+
+    Args:
+        tree: The store.
+        hashes: Nobody else's until the look is over.
+        rule: The store's.
+    """
+
+    def __init__(self, tree: Tree, hashes: Hashes, rule: StoreRule) -> None:
+        self._tree, self._hashes, self._rule = tree, hashes, rule
+        self._found: tuple[Survey, Manifest] | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._carry_out, name="taas-store-look", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> tuple[Survey, Manifest]:
+        """What was found; waits until the look is over.
+
+        Raises:
+            StoreError: It is too much to travel.
+            OSError: The store cannot be read.
+        """
+        self._thread.join()
+        if self._found is None:
+            assert self._error is not None
+            raise self._error
+        return self._found
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def _carry_out(self) -> None:
+        try:
+            found = survey(self._tree, ignore_of(self._tree))
+            check_limit(found, self._rule.path, self._rule.limit_bytes)
+            self._found = found, describe(self._tree, found, self._hashes)
+        except Exception as error:  # whoever asks for the result gets it
+            self._error = error
+
+
+MAX_OPEN = 16
+"""Large files that one host may be sending at a time."""
+
+GROUP = 64
+"""Small files that are forced to the disk together, by so many threads:"""
+
+FLUSHERS = 16
+
+
+class Intake:
+    """Takes what the hosts of a run send; one thread at a time.
+
+    Args:
+        rule: The run's store.
+        tree: The same, open.
+        intents: Where unfinished files may be.
+        writer: The host that runs rank 0, by its number: it may write anywhere, the others only
+            below the rule's shared folders.
+        ignore: What does not travel.
+        note: Called with (host, path, entry or None, is_folder) of every change that was made.
+    """
+
+    def __init__(
+        self,
+        rule: StoreRule,
+        tree: Tree,
+        intents: Intents,
+        writer: int,
+        ignore: Ignore,
+        note: Callable[[int, str, Entry | None, bool], None],
+    ) -> None:
+        self._rule, self._tree, self._intents = rule, tree, intents
+        self._writer, self._note = writer, note
+        self._ignore = ignore
+        self._arriving: dict[tuple[int, str], Arrival] = {}
+        self._flushers = ThreadPoolExecutor(FLUSHERS, "taas-store-flush")
+        self.cases = Cases()
+
+    def publish(
+        self,
+        host_rank: int,
+        files: Sequence[object] = (),
+        contents: object = None,
+        removed: Sequence[str] = (),
+        folders: Sequence[str] = (),
+        removed_folders: Sequence[str] = (),
+    ) -> dict[str, str]:
+        """Takes over what a host has changed; removes after all that is new is in its place.
+
+        Args:
+            host_rank: The host.
+            files: `Entry`s, plain.
+            contents: Theirs, packed.
+            removed: Files that are gone there.
+            folders: Folders that were made, outer ones first.
+            removed_folders: Folders that are gone there, inner ones first.
+
+        Returns:
+            Why, by path, of what was refused.
+        """
+        entries = convert(files, list[Entry])
+        parts = unpack(contents) if contents else []
+        groups = [(self._make_folder, folders), (self._remove, removed)]
+        groups += [(self._remove_folder, removed_folders)]
+        answers = self._carry_out(host_rank, *groups[0])
+        pairs = list(zip(entries, parts, strict=True))
+        for first in range(0, len(pairs), GROUP):
+            answers |= self._take_whole(host_rank, pairs[first : first + GROUP])
+        for call, paths in groups[1:]:
+            answers |= self._carry_out(host_rank, call, paths)
+        return {path: why for path, why in answers.items() if why}
+
+    def write(
+        self,
+        host_rank: int,
+        path: str,
+        offset: int,
+        contents: object,
+        end: object = None,
+    ) -> str:
+        """Takes the next part of a large file; returns why it is refused, or "".
+
+        Args:
+            host_rank: The host.
+            path: Of the file.
+            offset: Of the part; 0 begins the file anew.
+            contents: The part, packed.
+            end: With the last part, the file's `Entry`, plain.
+        """
+        (part,) = unpack(contents)
+        entry = convert(end, Entry | None)
+        step = partial(self._take, host_rank, path, offset, part or b"", entry)
+        return self._try(host_rank, path, step)
+
+    def close(self) -> None:
+        """Drops what has not wholly arrived."""
+        for key in list(self._arriving):
+            self._drop(key)
+        self._flushers.shutdown()
+
+    def _carry_out(
+        self, host_rank: int, call: Callable[[int, str], None], paths: Sequence[str]
+    ) -> dict[str, str]:
+        return {path: self._try(host_rank, path, partial(call, host_rank, path)) for path in paths}
+
+    def _take_whole(
+        self, host_rank: int, group: Sequence[tuple[Entry, bytes | None]]
+    ) -> dict[str, str]:
+        """Takes small files together: a disk is forced to keep many in hardly more time than one.
+
+        Returns:
+            Why, by path, of what was refused; "" of what was not.
+        """
+        staged: list[tuple[Entry, Arrival]] = []
+        answers = {
+            entry.path: self._try(host_rank, entry.path, partial(self._stage, staged, entry, part))
+            for entry, part in group
+        }
+        flushing = [self._flushers.submit(arrival.flush) for _, arrival in staged]
+        for (entry, arrival), flushed in zip(staged, flushing, strict=True):
+            step = partial(self._place, host_rank, entry, arrival, flushed.result)
+            answers[entry.path] = self._try(host_rank, entry.path, step)
+        for folder in {parted(entry.path)[0] for entry, _ in staged}:
+            self._tree.flush_folder(folder)
+        return answers
+
+    def _stage(self, staged: list[tuple[Entry, Arrival]], entry: Entry, part: bytes | None) -> None:
+        arrival = self._begin(entry.path)
+        try:
+            arrival.write(part or b"")
+            arrival.verify(entry.path, entry.size, entry.sha256)
+        except OSError:
+            arrival.discard()
+            raise
+        staged.append((entry, arrival))
+
+    def _place(
+        self, host_rank: int, entry: Entry, arrival: Arrival, flush: Callable[[], None]
+    ) -> None:
+        """Puts a file that is whole into its place; it is gone if it cannot get there."""
+        try:
+            if is_path_file(entry.path, arrival.begins):
+                raise UnsafeError(entry.path, "a .pth that is no checkpoint: Python runs such")
+            flush()
+            arrival.place(self._tree, entry.path, executable=entry.executable)
+        finally:
+            arrival.discard()
+        self._note(host_rank, entry.path, entry, False)
+
+    def _try(self, host_rank: int, path: str, step: Callable[[], None]) -> str:
+        """Why a step was refused, or could not be done; "" when it was."""
+        try:
+            self._check(host_rank, path)
+            step()
+        except UnsafeError as error:
+            return error.why
+        except DamagedError as error:
+            return str(error)
+        except OSError as error:
+            return f"{error.strerror} on the disk of {self._rule.path}"
+        return ""
+
+    def _check(self, host_rank: int, path: str) -> None:
+        """Raises where a host may not change a path."""
+        if why := why_unsafe(path):
+            raise UnsafeError(path, why)
+        place = os.path.join(self._rule.path, path)
+        if host_rank != self._writer and not any(is_below(place, it) for it in self._rule.shared):
+            raise UnsafeError(path, "only rank 0 writes to the project store")
+        if why := self._ignore.why_not_back(path):
+            raise UnsafeError(path, why)
+        if other := self.cases.clash(path):
+            raise UnsafeError(path, f"its name differs from {shown(other)} by case alone")
+
+    def _take(self, host_rank: int, path: str, offset: int, part: bytes, end: Entry | None) -> None:
+        key = (host_rank, path)
+        if offset == 0:
+            self._drop(key)
+            if sum(rank == host_rank for rank, _ in self._arriving) >= MAX_OPEN:
+                raise UnsafeError(path, f"more than {MAX_OPEN} files are on their way already")
+            self._arriving[key] = self._begin(path)
+        arrival = self._arriving.get(key)
+        if arrival is None or arrival.received != offset:
+            raise UnsafeError(path, f"its part at {offset:,} does not follow on")
+        try:
+            arrival.write(part)
+            if end is None:
+                return
+            arrival.verify(path, end.size, end.sha256)
+        except OSError:
+            self._drop(key)
+            raise
+        del self._arriving[key]
+        self._place(host_rank, end, arrival, arrival.flush)
+        self._tree.flush_folder(parted(path)[0])
+
+    def _begin(self, path: str) -> Arrival:
+        folder, _ = parted(path)
+        with self._tree.folder(folder, make=True) as here:
+            self._intents.add(folder)
+            return Arrival(here)
+
+    def _drop(self, key: tuple[int, str]) -> None:
+        arrival = self._arriving.pop(key, None)
+        if arrival is not None:
+            arrival.discard()
+
+    def _make_folder(self, host_rank: int, path: str) -> None:
+        self._tree.make_folder(path)
+        self._note(host_rank, path, None, True)
+
+    def _remove(self, host_rank: int, path: str) -> None:
+        if self._tree.status(path) is not None:
+            os.close(self._tree.open_file(path))  # raises for what is no regular file
+            self._tree.remove(path)
+        self.cases.forget(path)
+        self._note(host_rank, path, None, False)
+
+    def _remove_folder(self, host_rank: int, path: str) -> None:
+        if self._tree.remove_folder(path):
+            self.cases.forget(path)
+            self._note(host_rank, path, None, False)
+
+
+class Desk:
+    """Answers the hosts of a run; any thread may call `answer`.
+
+    Args:
+        rule: The run's store.
+        folder: Where hashes and intents of that store are kept between runs.
+        writer: The host that runs rank 0, by its number.
+    """
+
+    def __init__(self, rule: StoreRule, folder: Path, writer: int = 0) -> None:
+        self._rule = rule
+        self._tree = Tree(rule.path)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._hashes = Hashes(folder / "hashes.json")
+        self._intents = Intents(folder / "arriving", self._tree)
+        self._intents.clear()
+        ignore = ignore_of(self._tree)
+        self._intake = Intake(rule, self._tree, self._intents, writer, ignore, self._note)
+        self._lock = threading.RLock()
+        self._look: Look | None = None
+        self._manifest: Manifest | None = None
+        self._changes: dict[str, Change] = {}
+        self._number = 0
+        self._token = ""
+        self._is_closed = False
+        self._answers: Mapping[str, Callable[..., Any]] = {
+            "token": self._make_token,
+            "list": self._list,
+            "read": self._read,
+            "news": self._news,
+            "publish": self._intake.publish,
+            "write": self._intake.write,
+        }
+
+    def answer(self, host_rank: int, what: str, arguments: Mapping[str, Any]) -> Any:
+        """Carries out what a host asks; may take as long as a disk does.
+
+        Raises:
+            ProtocolError: The protocol has no such question, or the run is over.
+            StoreError: The store is too much to travel.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise ProtocolError("the run has ended: its project store takes nothing more")
+            try:
+                return self._answers[what](host_rank, **arguments)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ProtocolError(f"host {host_rank} asked for {what!r}: {error}") from error
+
+    def close(self) -> None:
+        """Ends what is under way; what has not wholly arrived leaves no trace."""
+        with self._lock:
+            self._is_closed = True
+            if self._look is not None:
+                self._look.wait()
+            self._intake.close()
+            if self._token:
+                self._tree.remove(self._token)
+            self._intents.clear()
+            self._hashes.save()
+            self._tree.close()
+
+    def _make_token(self, host_rank: int) -> str:
+        """A file that is in the store until the run ends: who sees it shares the store."""
+        self._token = self._token or self._intents.make_token()
+        return self._token
+
+    def _list(self, host_rank: int, fresh: bool = False) -> object:
+        """What travels to every host, as the store was when the first one asked.
+
+        Args:
+            host_rank: Who asks.
+            fresh: Look again, since something was not as it said.
+
+        Returns:
+            `Listing`, plain; None while the store is being looked through: a host must ask again.
+        """
+        if self._look is None or (fresh and self._look.is_over):
+            self._look = Look(self._tree, self._hashes, self._rule)
+        if not self._look.is_over:
+            return None
+        found, self._manifest = self._look.result()
+        self._intake.cases = found.cases
+        return plain(self._manifest.listing())
+
+    def _read(self, host_rank: int, parts: Sequence[Part]) -> object:
+        """Parts of files that are in the list or in the news; None for what cannot be read."""
+        if len(parts) > MAX_PARTS or sum(max(0, size) for _, _, size in parts) > CHUNK_BYTES:
+            raise ValueError("too much at once")
+        return pack([self._part(path, offset, size) for path, offset, size in parts])
+
+    def _part(self, path: str, offset: int, size: int) -> bytes | None:
+        listed = self._manifest is not None and path in self._manifest.files
+        changed = path in self._changes and self._changes[path].entry is not None
+        if offset < 0 or size < 0 or not (listed or changed):
+            return None
+        try:
+            descriptor = self._tree.open_file(path)
+        except OSError:
+            return None
+        try:
+            return os.pread(descriptor, size, offset)
+        finally:
+            os.close(descriptor)
+
+    def _news(self, host_rank: int, since: int) -> object:
+        """What other hosts have changed after the change of that number: `ChangeList`, plain."""
+        found = []
+        for change in reversed(self._changes.values()):
+            if change.number <= since:
+                break
+            if change.host_rank != host_rank:
+                found.append(change)
+        return plain(ChangeList(self._number, found[::-1]))
+
+    def _note(self, host_rank: int, path: str, entry: Entry | None, is_folder: bool) -> None:
+        self._number += 1
+        self._changes.pop(path, None)
+        self._changes[path] = Change(self._number, host_rank, path, entry, is_folder)

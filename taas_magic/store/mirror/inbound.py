@@ -1,0 +1,334 @@
+"""A host's own copy of a project store, brought up to date before and while a run's ranks run."""
+
+import fcntl
+import hashlib
+import os
+import platform
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from msgspec import convert
+
+from taas_magic import probe
+from taas_magic.errors import StoreError, TaasError
+from taas_magic.store.mirror import tree as arrival
+from taas_magic.store.mirror.chunks import Ask, Pace, ask_at_pace, batches, unpack
+from taas_magic.store.mirror.manifest import (
+    ChangeList,
+    Entry,
+    Hashes,
+    Have,
+    Listing,
+    Manifest,
+    blocks,
+    difference,
+)
+from taas_magic.store.mirror.paths import why_unsafe
+from taas_magic.store.mirror.tree import Arrival, DamagedError, Tree
+
+MAX_MIRRORS = 16
+"""Copies of one store on a host: one for each run at a time."""
+
+KEPT_S = 30 * 24 * 3600.0
+"""How long a mirror that nobody uses is kept."""
+
+
+def cache_folder() -> Path:
+    """Where a host keeps its mirrors: `$XDG_CACHE_HOME/taas/projects`, by default in ~/.cache."""
+    return Path(probe.cache_folder()) / "projects"
+
+
+class Mirror:
+    """A copy that is this run's while it is open.
+
+    Attributes:
+        path: The copy itself, the ranks' working directory.
+        tree: The same, to be changed.
+        hashes: What is known to lie in it, and in the store alike.
+        folders: Its folders that the store has as well.
+
+    Args:
+        folder: Of the mirror; its lock is held by the caller.
+        until_end: Releases the lock.
+    """
+
+    def __init__(self, folder: Path, until_end: ExitStack) -> None:
+        self._until_end = until_end
+        for name in ("tree", "arriving"):
+            (folder / name).mkdir(exist_ok=True)
+        self.path = os.path.realpath(folder / "tree")
+        self.tree = Tree(self.path)
+        until_end.callback(self.tree.close)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        self.staging = os.open(folder / "arriving", flags)
+        until_end.callback(os.close, self.staging)
+        arrival.clear(self.staging)
+        self.hashes = Hashes(folder / "hashes.json")
+        self.folders: set[str] = set()
+
+    def close(self) -> None:
+        """Keeps what is known of it, and gives it free."""
+        self.hashes.save()
+        self._until_end.close()
+
+
+def take(store: str, owner: str, cache: Path | None = None) -> Mirror:
+    """The first free mirror of a store on this host, made if there is none.
+
+    Args:
+        store: Its path, where the notebook is.
+        owner: Whose store it is: machine and user of the notebook.
+        cache: Where mirrors are; None is the usual place.
+
+    Raises:
+        StoreError: None can be made, or all are in use.
+    """
+    cache = cache or cache_folder()
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _forget_old(cache, time.time() - KEPT_S)
+        for folder in _candidates(cache, store, owner):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            with ExitStack() as opening:
+                if _lock(folder / "lock", opening):
+                    return Mirror(folder, opening.pop_all())
+    except OSError as error:
+        raise StoreError(f"no copy of the project store can be made in {cache}: {error}") from error
+    raise StoreError(f"all {MAX_MIRRORS} copies of the project store {store} in {cache} are in use")
+
+
+def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
+    """Each host has its own: hosts may share a home folder on a file system without locks."""
+    digest = hashlib.sha256(f"{owner}\0{store}\0{platform.node()}".encode()).hexdigest()[:12]
+    readable = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(store))[:40].lstrip(".")
+    for number in range(MAX_MIRRORS):
+        yield cache / f"{readable}-{digest}{f'-{number}' if number else ''}"
+
+
+def _forget_old(cache: Path, before: float) -> None:
+    """Removes mirrors that were last used before a time, and that nobody uses now."""
+    for lock in cache.glob("*/lock"):
+        with suppress(FileNotFoundError), ExitStack() as removing:
+            if lock.stat().st_mtime < before and _lock(lock, removing):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+def _lock(path: Path, opening: ExitStack) -> bool:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    opening.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    os.utime(descriptor)
+    return True
+
+
+ATTEMPTS = 3
+"""How often a file is asked for that arrived damaged or changed meanwhile."""
+
+_ASK_AGAIN_S = 0.05
+_BLOCK_BYTES = 1 << 20
+
+
+def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
+    """Makes the mirror what the store is; only what is not in it travels.
+
+    Args:
+        mirror: This host's.
+        ask: Asks the desk.
+        fresh: The store as it is now; else as it was when the first host of the run asked.
+
+    Returns:
+        What lies in it now.
+
+    Raises:
+        StoreError: The disk is full, or a file was damaged on its way again and again.
+    """
+    damaged: list[str] = []
+    for attempt in range(ATTEMPTS):
+        want = _ask_list(ask, fresh=fresh or attempt > 0)
+        try:
+            damaged = _become(mirror, want, ask)
+        except OSError as error:
+            where = f"{mirror.path}: {error.strerror} ({error.filename or 'its disk'})"
+            raise StoreError(f"the project store cannot be copied to {where}") from error
+        if not damaged:
+            mirror.hashes.keep_only(set(want.files))
+            mirror.hashes.save()
+            mirror.folders = set(want.folders)
+            return want
+    raise StoreError(
+        f"of the project store, {', '.join(damaged[:5])} did not arrive whole in {ATTEMPTS} "
+        "attempts: it is damaged on its way, or is being written all the time"
+    )
+
+
+def _ask_list(ask: Ask, fresh: bool) -> Manifest:
+    """What the store is; waits while it is being looked through."""
+    listed = ask("list", fresh=fresh)
+    while listed is None:
+        time.sleep(_ASK_AGAIN_S)
+        listed = ask("list")
+    return Manifest.of(convert(listed, Listing))
+
+
+def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
+    """Takes the steps to what is wanted; returns which files did not arrive whole."""
+    steps = difference(_look(mirror, want), want)
+    tree = mirror.tree
+    for path in steps.blocking:
+        tree.remove(path)
+    for path in steps.folders:
+        with suppress(OSError):  # it is made when what blocks it is gone
+            tree.make_folder(path)
+    not_copied = [entry for entry, source in steps.copies if not _copy(mirror, entry, source)]
+    for path in steps.remove:
+        tree.remove(path)
+    for path in steps.remove_folders:
+        tree.remove_folder(path)
+    for path in steps.folders:
+        tree.make_folder(path)
+    return fetch(mirror, [*steps.fetch, *not_copied], ask)
+
+
+def _look(mirror: Mirror, want: Manifest) -> Have:
+    """What lies in the mirror; only what may stay or be of use is hashed."""
+    files: dict[str, Entry] = {}
+    folders, odd = [], []
+    for seen in mirror.tree.walk():
+        if seen.is_folder:
+            folders.append(seen.path)
+        elif seen.oddity or not (seen.path in want.files or seen.path in mirror.hashes):
+            odd.append(seen.path)
+        else:
+            try:
+                files[seen.path] = Entry.of(seen, mirror.hashes.of(mirror.tree, seen))
+            except OSError:
+                odd.append(seen.path)
+    return Have(files, folders, odd)
+
+
+def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
+    """Makes a file from one of the mirror that has its content; False if that is gone."""
+    try:
+        descriptor = mirror.tree.open_file(source)
+    except OSError:
+        return False
+    arrival = Arrival(mirror.staging)
+    try:
+        for block in blocks(descriptor, _BLOCK_BYTES):
+            arrival.write(block)
+        settle(mirror, arrival, entry)
+    except DamagedError:
+        return False
+    finally:
+        os.close(descriptor)
+        arrival.discard()
+    return True
+
+
+def fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> list[str]:
+    """Gets files from the desk; returns those that did not arrive whole."""
+    sizes = {entry.path: entry for entry in entries}
+    damaged: dict[str, None] = {}
+    arrivals: dict[str, Arrival] = {}
+    pace = Pace()
+    try:
+        for batch in batches(entries, pace):
+            parts = unpack(ask_at_pace(ask, pace, "read", parts=batch))
+            for (path, offset, size), part in zip(batch, parts, strict=True):
+                arrival = arrivals.get(path) or arrivals.setdefault(path, Arrival(mirror.staging))
+                arrival.write(part or b"")
+                if offset + size == sizes[path].size:
+                    try:
+                        settle(mirror, arrivals.pop(path), sizes[path])
+                    except DamagedError:
+                        damaged[path] = None
+    finally:
+        for arrival in arrivals.values():
+            arrival.discard()
+    return list(damaged)
+
+
+def settle(mirror: Mirror, arrival: Arrival, entry: Entry) -> None:
+    """Puts a file that has arrived into its place in the mirror, and takes down that it is known.
+
+    Raises:
+        DamagedError: It is not what was sent; it is discarded.
+    """
+    try:
+        arrival.verify(entry.path, entry.size, entry.sha256)
+        arrival.date(entry.mtime_ns)
+        # known before it is there, so that nobody takes its appearance for a rank's doing
+        mirror.hashes.remember(entry.path, arrival.status(), entry.sha256)
+        arrival.place(mirror.tree, entry.path, executable=entry.executable)
+    finally:
+        arrival.discard()
+    status = mirror.tree.status(entry.path)
+    if status is not None:
+        mirror.hashes.remember(entry.path, status, entry.sha256)
+
+
+ASK_S = 0.25
+"""How often the desk is asked for news."""
+
+
+class News:
+    """Follows the other hosts, in a thread of its own.
+
+    Args:
+        mirror: This host's.
+        ask: Asks the desk.
+        note: Tells the user why it cannot go on.
+    """
+
+    def __init__(self, mirror: Mirror, ask: Ask, note: Callable[[str], None]) -> None:
+        self._mirror, self._ask, self._note = mirror, ask, note
+        self._number = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="taas-store-news", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def catch_up(self) -> None:
+        """Takes over what is new by now; a file that changes again meanwhile is news once more."""
+        told = convert(self._ask("news", since=self._number), ChangeList)
+        changes = [change for change in told.changes if not why_unsafe(change.path)]
+        for change in changes:
+            if change.is_folder:
+                self._mirror.folders.add(change.path)
+                self._mirror.tree.make_folder(change.path)
+            elif change.entry is None:
+                self._remove(change.path)
+        entries = [change.entry for change in changes if change.entry]
+        known = self._mirror.hashes.is_content
+        new = [entry for entry in entries if not known(entry.path, entry.sha256)]
+        fetch(self._mirror, new, self._ask)
+        self._number = told.number
+
+    def _remove(self, path: str) -> None:
+        tree, status = self._mirror.tree, self._mirror.tree.status(path)
+        self._mirror.hashes.forget(path)
+        if path in self._mirror.folders:
+            self._mirror.folders.discard(path)
+            tree.remove_folder(path)
+        elif status is not None:
+            tree.remove(path)
+
+    def _follow(self) -> None:
+        try:
+            while not self._over.wait(ASK_S):
+                self.catch_up()
+        except (OSError, TaasError) as error:
+            self._note(f"what other hosts write to the project store no longer comes here: {error}")

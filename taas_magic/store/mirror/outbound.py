@@ -1,0 +1,520 @@
+"""Sends what is written in a mirror back into the project store, as soon as it is closed.
+
+An event only makes a path worth a look; `Sender` goes by what is there then. So a file that is
+rewritten a thousand times is sent when there is time for it, as it is by then; a temporary file
+that was renamed is not sent; what somebody is still writing waits until it is closed; and where
+events were lost, or there is no inotify(7), a look at everything does.
+
+watchdog, the usual package for inotify, holds every event back for half a second and does not tell
+when the queue has overflowed.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import select
+import signal
+import stat
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from taas_magic.errors import TaasError
+from taas_magic.store.mirror.chunks import (
+    CHUNK_BYTES,
+    MAX_PARTS,
+    Ask,
+    Pace,
+    ask_at_pace,
+    pack,
+    plain,
+)
+from taas_magic.store.mirror.inbound import Mirror
+from taas_magic.store.mirror.manifest import Entry, ignore_of
+from taas_magic.store.mirror.paths import Ignore, shown, why_unsafe
+from taas_magic.store.mirror.tree import Seen, UnsafeError, oddity
+from taas_magic.store.mirror.tree import Seen as Found
+from taas_magic.store.rule import is_below
+
+BLIND_S = 0.5
+"""How long to wait between two looks where nothing tells of changes."""
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+_CLOSE_WRITE, _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x8, 0x40, 0x80, 0x100, 0x200
+_Q_OVERFLOW, _IGNORED = 0x4000, 0x8000
+_ONLYDIR, _DONT_FOLLOW, _EXCL_UNLINK, _ISDIR = 0x1000000, 0x2000000, 0x4000000, 0x40000000
+_WANTED = _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE
+_FLAGS = _WANTED | _ONLYDIR | _DONT_FOLLOW | _EXCL_UNLINK
+
+_EVENT = struct.Struct("iIII")
+
+
+@dataclass
+class Changes:
+    """What may have changed.
+
+    Attributes:
+        paths: Files and folders that are worth a look.
+        all: Everything is: something may have been missed.
+    """
+
+    paths: set[str] = field(default_factory=set)
+    all: bool = False
+
+
+class Watch:
+    """Watches a folder and all folders in it, also those that come.
+
+    Args:
+        root: The folder.
+        skips: Whether a folder, by its path from there, need not be watched.
+    """
+
+    def __init__(self, root: str, skips: Callable[[str], bool]) -> None:
+        self._root, self._skips = root, skips
+        self._folders: dict[int, str] = {}
+        self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._woken, select.POLLIN)
+        self._inotify = _LIBC.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK) if _has_it() else -1
+        self._is_blind = self._inotify < 0
+        if self._inotify >= 0:
+            self._poll.register(self._inotify, select.POLLIN)
+            self._add("")
+
+    def close(self) -> None:
+        for descriptor in (self._woken, self._wakes, self._inotify):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def wake(self) -> None:
+        """Ends the `wait` of another thread."""
+        with suppress(BlockingIOError):
+            os.write(self._wakes, b"!")
+
+    def wait(self, timeout_s: float | None) -> Changes:
+        """Waits until something has changed, a time has passed, or `wake` is called."""
+        if self._is_blind:
+            timeout_s = BLIND_S if timeout_s is None else min(timeout_s, BLIND_S)
+        self._poll.poll(None if timeout_s is None else timeout_s * 1000)
+        with suppress(BlockingIOError):
+            os.read(self._woken, 1 << 16)
+        seen = Changes(all=self._is_blind)
+        for watch, mask, name in self._events():
+            self._take(watch, mask, name, seen)
+        return seen
+
+    def _events(self) -> Iterator[tuple[int, int, str]]:
+        while self._inotify >= 0:
+            try:
+                data = os.read(self._inotify, 1 << 16)
+            except BlockingIOError:
+                return
+            offset = 0
+            while offset < len(data):
+                watch, mask, _, length = _EVENT.unpack_from(data, offset)
+                offset += _EVENT.size
+                name = data[offset : offset + length].rstrip(b"\0")
+                offset += length
+                yield watch, mask, os.fsdecode(name)
+
+    def _take(self, watch: int, mask: int, name: str, seen: Changes) -> None:
+        if mask & _Q_OVERFLOW:
+            seen.all = True
+            seen.paths.update(self._add(""))
+        elif mask & _IGNORED:
+            self._folders.pop(watch, None)
+        elif watch in self._folders and name:
+            folder = self._folders[watch]
+            path = f"{folder}/{name}" if folder else name
+            seen.paths.add(path)
+            if mask & _ISDIR and mask & _MOVED_FROM:
+                self._remove(path)
+            elif mask & _ISDIR and mask & (_CREATE | _MOVED_TO):
+                seen.paths.update(self._add(path))
+
+    def _add(self, path: str) -> list[str]:
+        """Watches a folder and those in it; returns all that is there already."""
+        if path and self._skips(path):
+            return []
+        place = os.path.join(self._root, path)
+        watch = _LIBC.inotify_add_watch(self._inotify, os.fsencode(place), _FLAGS)
+        if watch < 0:
+            gone = not os.path.isdir(place) or os.path.islink(place)
+            self._is_blind = self._is_blind or not gone
+            return []
+        self._folders[watch] = path
+        found = []
+        with suppress(OSError), os.scandir(place) as entries:
+            for entry in entries:
+                below = f"{path}/{entry.name}" if path else entry.name
+                found.append(below)
+                if entry.is_dir(follow_symlinks=False):
+                    found += self._add(below)
+        return found
+
+    def _remove(self, path: str) -> None:
+        """Watches no more what was moved away: it would be told of by its old path."""
+        for watch, folder in list(self._folders.items()):
+            if folder == path or folder.startswith(path + "/"):
+                _LIBC.inotify_rm_watch(self._inotify, watch)
+                self._folders.pop(watch, None)
+
+
+def _has_it() -> bool:
+    return sys.platform == "linux"
+
+
+def is_being_written(descriptor: int) -> bool:
+    """Whether any process has the file open to write it, as far as this system can say.
+
+    The system grants a read lease on a file (fcntl(2), F_SETLEASE) only where nobody writes; it is
+    given back at once. Who opens the file in that moment would have a signal sent to this process,
+    which is made one that is ignored.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # this file system has no leases
+    with suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return False
+
+
+def has_changed(descriptor: int, before: os.stat_result) -> bool:
+    """Whether a file is another than it was."""
+    now = os.fstat(descriptor)
+    return (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
+
+
+SMALL_BYTES = 1 << 18
+"""Files up to this size go many to a message."""
+
+_FRESH_NS = 100_000_000
+
+
+@dataclass
+class Parcel:
+    """What goes in one message."""
+
+    folders: list[str] = field(default_factory=list)
+    files: list[tuple[Entry, bytes, os.stat_result]] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    removed_folders: list[str] = field(default_factory=list)
+
+    def is_full(self) -> bool:
+        changes = [*self.folders, *self.files, *self.removed, *self.removed_folders]
+        size = sum(len(data) for _, data, _ in self.files)
+        return len(changes) >= MAX_PARTS or size + SMALL_BYTES > CHUNK_BYTES
+
+
+class Sender:
+    """Sends what one host has written.
+
+    Args:
+        mirror: The host's.
+        ask: Asks the desk.
+        note: Tells the user, at once, what could not be sent.
+        ignore: What does not travel.
+
+    Attributes:
+        written: Bytes of each file that is in the store now, by path.
+        refused: Why, by path, of what is not.
+    """
+
+    def __init__(
+        self, mirror: Mirror, ask: Ask, note: Callable[[str], None], ignore: Ignore
+    ) -> None:
+        self._mirror, self._ask, self._note = mirror, ask, note
+        self._ignore = ignore
+        self._stays: set[str] = set()
+        self._pace = Pace()
+        self.written: dict[str, int] = {}
+        self.refused: dict[str, str] = {}
+
+    def send_small(self, paths: Iterable[str]) -> list[str]:
+        """Sends what there is to be said of some paths; returns which are large files."""
+        large: list[str] = []
+        parcel = Parcel()
+        for path in sorted(paths):
+            try:
+                self._look(path, parcel, large)
+            except UnsafeError as error:
+                self._refuse(path, error.why)
+            if parcel.is_full():
+                self._send(parcel)
+                parcel = Parcel()
+        self._send(parcel)
+        return large
+
+    def send_large(self, path: str, between: Callable[[], None]) -> None:
+        """Sends a file part by part.
+
+        Args:
+            path: The file; if it changes on its way it is left, since it will be closed again.
+            between: Called after every part, so that small files need not wait for a large one.
+        """
+        try:
+            descriptor = self._mirror.tree.open_file(path)
+        except OSError:
+            return  # gone meanwhile: that is an event of its own
+        try:
+            before = os.fstat(descriptor)
+            if is_being_written(descriptor) or self._is_known(path, before):
+                return
+            sha256, offset, refused = hashlib.sha256(), 0, ""
+            while offset < before.st_size and not refused:
+                part = os.pread(descriptor, self._pace.size, offset)
+                if not part or has_changed(descriptor, before):
+                    return
+                sha256.update(part)
+                is_last = offset + len(part) == before.st_size
+                entry = Entry.of(Seen(path, before), sha256.hexdigest()) if is_last else None
+                refused = self._send_part(path, offset, part, entry)
+                offset += len(part)
+                between()
+            self._take_answer(path, refused, before, sha256.hexdigest())
+        finally:
+            os.close(descriptor)
+
+    def _is_known(self, path: str, status: os.stat_result) -> bool:
+        """Whether the store has this file; of one just written, its time stamp does not tell."""
+        settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
+        return settled and self._mirror.hashes.is_same(path, status)
+
+    def _send_part(self, path: str, offset: int, part: bytes, entry: Entry | None) -> str:
+        values = {"path": path, "offset": offset, "contents": pack([part])}
+        end = plain(entry)
+        refused: str = ask_at_pace(self._ask, self._pace, "write", **values, end=end)
+        return refused
+
+    def _look(self, path: str, parcel: Parcel, large: list[str]) -> None:
+        mirror = self._mirror
+        if why := why_unsafe(path) or self._ignore.why_not_back(path):
+            raise UnsafeError(path, why)
+        status = mirror.tree.status(path)
+        if status is None:
+            self._add_gone(path, parcel)
+        elif stat.S_ISDIR(status.st_mode):
+            if path in mirror.hashes:  # it was a file
+                self._send(Parcel(removed=[path]))
+            if path not in mirror.folders:
+                parcel.folders.append(path)
+        elif what := oddity(status):
+            raise UnsafeError(path, what)
+        else:
+            if path in mirror.folders:  # it was a folder
+                gone = Parcel()
+                self._add_gone(path, gone)
+                self._send(gone)
+            if status.st_size > SMALL_BYTES:
+                large.append(path)
+            else:
+                self._add_file(path, parcel)
+
+    def _add_gone(self, path: str, parcel: Parcel) -> None:
+        """What is known to be in the store at a path, and below it, goes there too."""
+        mirror = self._mirror
+        self.refused.pop(path, None)
+        if path in mirror.hashes:
+            parcel.removed.append(path)
+        if path in mirror.folders:
+            below = [folder for folder in list(mirror.folders) if is_below(folder, path)]
+            parcel.removed_folders += sorted(below, reverse=True)
+            parcel.removed += [file for file in mirror.hashes.paths() if is_below(file, path)]
+
+    def _add_file(self, path: str, parcel: Parcel) -> None:
+        """Reads a small file, if nobody writes it and it is not the one that the store has."""
+        try:
+            descriptor = self._mirror.tree.open_file(path)
+        except FileNotFoundError:
+            return
+        try:
+            before = os.fstat(descriptor)
+            data = os.pread(descriptor, SMALL_BYTES + 1, 0)
+            settled = not is_being_written(descriptor) and not has_changed(descriptor, before)
+        finally:
+            os.close(descriptor)
+        entry = Entry.of(Seen(path, before), hashlib.sha256(data).hexdigest())
+        if not settled or len(data) != before.st_size:
+            return  # whoever writes it will close it
+        if self._mirror.hashes.is_content(path, entry.sha256):
+            self._mirror.hashes.remember(path, before, entry.sha256)
+        else:
+            parcel.files.append((entry, data, before))
+
+    def _send(self, parcel: Parcel) -> None:
+        if parcel == Parcel():
+            return
+        refused = self._ask(
+            "publish",
+            folders=parcel.folders,
+            files=plain([entry for entry, _, _ in parcel.files]),
+            contents=pack([data for _, data, _ in parcel.files]),
+            removed=parcel.removed,
+            removed_folders=parcel.removed_folders,
+        )
+        for entry, _, status in parcel.files:
+            self._take_answer(entry.path, refused.pop(entry.path, ""), status, entry.sha256)
+        for path in parcel.removed:
+            self._mirror.hashes.forget(path)
+            self.written.pop(path, None)
+        self._mirror.folders.update(set(parcel.folders) - set(refused))
+        self._mirror.folders.difference_update(parcel.removed_folders)
+        for path, why in refused.items():
+            self._refuse(path, why)
+
+    def _take_answer(self, path: str, why: str, status: os.stat_result, sha256: str) -> None:
+        if why:
+            self._refuse(path, why)
+            return
+        self._mirror.hashes.remember(path, status, sha256)
+        self.refused.pop(path, None)
+        self.written[path] = status.st_size
+
+    def _refuse(self, path: str, why: str) -> None:
+        if self.refused.get(path) == why:
+            return
+        self.refused[path] = why
+        if why not in self._stays:
+            self._note(f"{shown(path)} did not get into the project store: {why}")
+        if self._ignore.why_not_back(path):
+            self._stays.add(why)  # said of the first one: there may be thousands
+
+
+def covers(path: str, shared: Sequence[str] | None) -> bool:
+    """Whether a host may send a path: any, or those below some folders."""
+    return shared is None or any(is_below(path, folder) for folder in shared)
+
+
+SETTLE_S = 0.05
+"""How long a change is left alone: a file that was written beside its place is soon renamed."""
+
+QUIET_S = 0.2
+"""How long a file that was just sent is left alone, or as long as sending it took."""
+
+
+class Outbound:
+    """One host's way back, in a thread of its own.
+
+    Args:
+        mirror: The host's.
+        ask: Asks the desk.
+        note: Tells the user what could not be sent.
+        shared: Folders, relative, that alone are sent; None sends all, as rank 0's host does.
+    """
+
+    def __init__(
+        self,
+        mirror: Mirror,
+        ask: Ask,
+        note: Callable[[str], None],
+        shared: Sequence[str] | None = None,
+    ) -> None:
+        self._mirror, self._shared, self._note = mirror, shared, note
+        self._sender = Sender(mirror, ask, note, ignore_of(mirror.tree))
+        self._ignore = Ignore()
+        self._watch = Watch(mirror.path, lambda path: self._ignore.leaves_out(path, folder=True))
+        self._due: dict[str, float] = {}
+        self._quiet_until: dict[str, float] = {}
+        self._finishing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="taas-store-out", daemon=True)
+
+    @property
+    def written(self) -> dict[str, int]:
+        """Bytes of each file that got into the store, by path."""
+        return self._sender.written
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Why, by path, of what did not."""
+        return self._sender.refused
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Returns when all that was written is in the store, or cannot get there."""
+        self._finishing.set()
+        self._watch.wake()
+        self._thread.join()
+        self._watch.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._finishing.is_set():
+                self._mark(self._watch.wait(self._next_s()))
+                self._send(self._take_due())
+            self._mark(self._watch.wait(0))
+            self._mark(Changes(all=True))
+            self._send(list(self._due))
+        except (OSError, TaasError) as error:
+            self._note(f"what is written no longer gets into the project store: {error}")
+
+    def _next_s(self) -> float | None:
+        return max(0.0, min(self._due.values()) - time.monotonic()) if self._due else None
+
+    def _mark(self, seen: Changes) -> None:
+        """Takes down what to look at, and when."""
+        now = time.monotonic()
+        self._quiet_until = {p: until for p, until in self._quiet_until.items() if until > now}
+        for path in (*seen.paths, *(self._differing() if seen.all else ())):
+            if covers(path, self._shared) and not self._ignore.leaves_out_within(path):
+                self._due.setdefault(path, max(now + SETTLE_S, self._quiet_until.get(path, now)))
+
+    def _take_due(self) -> list[str]:
+        now = time.monotonic()
+        due = [path for path, when in self._due.items() if when <= now]
+        for path in due:
+            del self._due[path]
+        return due
+
+    def _send(self, paths: Sequence[str]) -> None:
+        for path in self._send_small(paths):
+            began = time.monotonic()
+            self._sender.send_large(path, self._between)
+            self._rest(path, time.monotonic() - began)
+
+    def _send_small(self, paths: Sequence[str]) -> list[str]:
+        large = self._sender.send_small(paths)
+        for path in paths:
+            self._rest(path, 0.0)
+        return large
+
+    def _between(self) -> None:
+        """What became due while a large file is on its way goes before its next part."""
+        if not self._finishing.is_set():
+            self._mark(self._watch.wait(0))
+            for path in self._send_small(self._take_due()):
+                self._due[path] = time.monotonic()
+
+    def _rest(self, path: str, took_s: float) -> None:
+        self._quiet_until[path] = time.monotonic() + max(QUIET_S, took_s)
+
+    def _differing(self) -> Iterator[str]:
+        """Paths at which the mirror is not as the store is known to be."""
+        hashes, folders = self._mirror.hashes, self._mirror.folders
+        there = set()
+        for found in self._mirror.tree.walk(self._travels):
+            there.add(found.path)
+            if found.is_folder:
+                same = found.path in folders
+            else:
+                same = not found.oddity and hashes.is_same(found.path, found.status)
+            if not same:
+                yield found.path
+        yield from (path for path in (*hashes.paths(), *folders) if path not in there)
+
+    def _travels(self, found: Found) -> bool:
+        return not self._ignore.leaves_out(found.path, found.is_folder)

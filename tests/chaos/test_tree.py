@@ -1,0 +1,44 @@
+"""A process of the tree is killed or stopped at a random moment; the next cell runs."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.tree import HARMS, NEXT, Chaos, memory_of
+from tests.frontend import Scene
+
+ROUNDS = int(os.environ.get("TAAS_CHAOS_ROUNDS", "30"))
+ENOUGH_S = float(os.environ.get("TAAS_CHAOS_S", "40"))
+SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))
+END_S = 120.0
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.timeout(900)
+def test_harm_to_a_process_does_not_reach_the_next_cell(scene: Scene) -> None:
+    result = Chaos(scene, SEED, HARMS, END_S).play(ROUNDS, print, ENOUGH_S)
+    print(result)
+    assert not result.late + result.broken + result.left, str(result)
+
+
+@pytest.mark.timeout(300)
+def test_runs_leave_no_descriptor_and_no_thread(scene: Scene) -> None:
+    with scene.kernel() as frontend:
+        for _ in range(3):
+            frontend.run(NEXT)
+        before = memory_of(frontend)
+        for _ in range(10):
+            frontend.run(NEXT)
+        after = memory_of(frontend)
+    assert after.keys() == before.keys() >= {"kernel", "pool", "agent"}
+    for name, (_, descriptors, threads) in after.items():
+        assert descriptors <= before[name][1] + 5, name
+        assert threads <= before[name][2] + 1, name

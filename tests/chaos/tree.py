@@ -1,0 +1,235 @@
+"""Kills and stops processes of a kernel's tree at random moments, from a seed.
+
+After each harm the cell must end, the next cell must run, and after a while nothing may be left of
+what was harmed.
+"""
+
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.conftest import TOKEN, abandoned, carriers, describe
+from tests.frontend import Frontend, Scene
+from tests.harness import FORKSERVER, words
+
+GONE_WITHIN_S = 20.0
+STOPPED_S = 2.0
+"""How long a kernel or a pool stays stopped: nobody else can end them."""
+
+LEAST_ROUNDS = 4
+
+MODULES = {
+    "pool": "taas_magic.pool.process",
+    "agent": "taas_magic.host.agent",
+    "supervisor": "taas_magic.host.supervisor",
+}
+PLACES = ("kernel", *MODULES, "forkserver", "rank", "fetcher", "worker")
+HARMS = tuple(f"{deed} {place}" for place in PLACES for deed in ("kill", "stop"))
+
+LOADER = """
+import taas, torch
+from torch.utils.data import DataLoader, TensorDataset
+loader = taas.register(DataLoader(TensorDataset(torch.arange(64)), batch_size=1, num_workers=1))
+"""
+TRAIN = """%%taas --gpus 2 --cpus 1
+import os, time
+print("pid", os.getpid(), flush=True)
+for batch in loader:
+    time.sleep(0.05)
+"""
+NEXT = "%%taas --gpus 1\nprint('the next one')"
+
+
+@dataclass
+class Result:
+    """What came of all rounds.
+
+    Attributes:
+        harms: How often each was done.
+        late: Rounds whose cell did not end in time.
+        broken: Rounds after which the next cell failed, with what it said.
+        left: What was left.
+    """
+
+    harms: Counter[str] = field(default_factory=Counter)
+    late: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.harms.total()} rounds; not ended in time: {len(self.late)}; "
+            f"next cell not fine: {len(self.broken)}; left over after {GONE_WITHIN_S:.0f} s: "
+            f"{len(self.left)}"
+        )
+
+
+class Chaos:
+    """Harms one kernel's tree, round by round.
+
+    Args:
+        scene: Where the kernel is.
+        seed: Decides what happens to whom, and after how long.
+        harms: Of HARMS, what may happen.
+        end_s: How long a cell may take to end after the harm.
+    """
+
+    def __init__(self, scene: Scene, seed: int, harms: tuple[str, ...], end_s: float) -> None:
+        self._scene, self._random, self._harms = scene, random.Random(seed), harms
+        self._end_s = end_s
+        self._token = secrets.token_hex(8)
+        self._files = set(Path("/dev/shm").iterdir())
+        self._doomed: dict[psutil.Process, tuple[float, str]] = {}
+        self.result = Result()
+
+    def play(
+        self,
+        rounds: int,
+        say: Callable[[str], None] = lambda text: None,
+        enough_s: float = float("inf"),
+    ) -> Result:
+        """Does so many rounds, then ends the kernel and looks for what is left.
+
+        Args:
+            rounds: How many.
+            say: Called with a line for each.
+            enough_s: After so long no other round begins, if LEAST_ROUNDS are done.
+        """
+        with self._scene.kernel(**{TOKEN: self._token}) as frontend:
+            frontend.run(LOADER)
+            until = time.monotonic() + enough_s
+            while (done := self.result.harms.total()) < rounds:
+                if done >= LEAST_ROUNDS and time.monotonic() > until:
+                    break
+                self._round(frontend, say)
+        wait_until_gone(self._all_left)
+        self.result.left += self._all_left()
+        return self.result
+
+    def _round(self, frontend: Frontend, say: Callable[[str], None]) -> None:
+        harm = self._random.choice(self._harms)
+        delay_s = self._random.uniform(0.0, 2.5)
+        request = frontend.send(TRAIN)
+        with suppress(AssertionError):  # the moment has come, or the cell has ended
+            frontend.wait(lambda: request in frontend.replies, delay_s)
+        victims = list(self._find(frontend, harm.split()[1]))
+        before = set(frontend.process.children(recursive=True))
+        if victims:
+            self.result.harms[harm] += 1
+            which = self._random.choice(victims)
+            began = time.monotonic()
+            with self._harmed(harm, which):
+                self._finish(frontend, request, harm)
+            took_s = time.monotonic() - began
+            self._check_next(frontend, harm)
+            say(f"{self.result.harms.total()}: {harm} after {delay_s:.1f} s, took {took_s:.1f} s")
+        else:
+            self._finish(frontend, request, harm)
+        self._look_for_old(before, frontend, harm)
+
+    @contextmanager
+    def _harmed(self, harm: str, which: psutil.Process) -> Iterator[None]:
+        """Kills a process, or stops it: kernel and pool for a while, all others for ever."""
+        with suppress(psutil.NoSuchProcess):
+            which.kill() if harm.startswith("kill") else which.suspend()
+        if harm in ("stop kernel", "stop pool"):
+            time.sleep(STOPPED_S)
+            with suppress(psutil.NoSuchProcess):
+                which.resume()
+        yield
+
+    def _finish(self, frontend: Frontend, request: str, harm: str) -> None:
+        """Returns when the cell has ended; one that does not is interrupted as a user would."""
+        if harm == "kill kernel":
+            frontend.manager.restart_kernel(now=True)
+            frontend.client.wait_for_ready(timeout=60)
+            frontend.run(LOADER)
+            return
+        try:
+            frontend.finish(request, self._end_s)
+        except AssertionError:
+            self.result.late.append(harm)
+            frontend.manager.interrupt_kernel()
+            frontend.manager.interrupt_kernel()
+            frontend.finish(request, self._end_s)
+
+    def _check_next(self, frontend: Frontend, harm: str) -> None:
+        """Runs the next cell; one that says what to do is asked once more."""
+        request = frontend.send(NEXT)
+        if frontend.finish(request)["status"] == "ok" and "the next" in frontend.text(request):
+            return
+        [error] = frontend.contents(request, "error")
+        self.result.broken.append(f"{harm}: {error['evalue']}")
+
+    def _find(self, frontend: Frontend, place: str) -> Iterator[psutil.Process]:
+        if place == "kernel":
+            yield frontend.process
+            return
+        for process in frontend.process.children(recursive=True):
+            if _place_of(process) == place:
+                yield process
+
+    def _look_for_old(self, before: set[psutil.Process], frontend: Frontend, harm: str) -> None:
+        """Remembers what has left the tree, and finds what should have gone by now."""
+        now = time.monotonic()
+        tree = {frontend.process, *frontend.process.children(recursive=True)}
+        for process in carriers(self._token):
+            if process not in tree:
+                self._doomed.setdefault(process, (now, harm))
+        for process, (since, why) in list(self._doomed.items()):
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                del self._doomed[process]
+            elif now - since > GONE_WITHIN_S:
+                self.result.left.append(f"{why}: process {describe(process)}")
+                process.kill()
+
+    def _all_left(self) -> list[str]:
+        """What is there when nothing should be: with the processes go their ports and sockets."""
+        found = [f"process {describe(process)}" for process in carriers(self._token)]
+        files = abandoned(set(Path("/dev/shm").iterdir()) - self._files)
+        kept = [p for p in self._scene.tmp.iterdir() if not p.name.startswith("torchinductor_")]
+        return found + [f"file {path}" for path in (*files, *kept)]
+
+
+def wait_until_gone(left: Callable[[], list[str]]) -> None:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def _place_of(process: psutil.Process) -> str:
+    """What a process is to a pool: forks of the forkserver are told by their place in the tree."""
+    said = words(process)
+    for place, module in MODULES.items():
+        if module in said:
+            return place
+    if FORKSERVER not in said:
+        return ""
+    with suppress(psutil.NoSuchProcess):
+        above = [words(parent) for parent in process.parents()]
+        depth = sum(FORKSERVER in text for text in above)
+        if depth == 0:
+            return "forkserver"
+        if depth == 1:
+            return "fetcher" if process.children() else "rank"
+        return "worker"
+    return ""
+
+
+def memory_of(frontend: Frontend) -> dict[str, tuple[int, int, int]]:
+    """Bytes, descriptors and threads of the kernel, the pool, the agent and the forkserver."""
+    found = {"kernel": frontend.process}
+    for process in frontend.process.children(recursive=True):
+        if (place := _place_of(process)) in ("pool", "supervisor", "agent", "forkserver"):
+            found[place] = process
+    return {
+        name: (process.memory_full_info().uss, process.num_fds(), process.num_threads())
+        for name, process in found.items()
+    }

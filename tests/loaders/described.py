@@ -1,0 +1,92 @@
+"""What a case sees of a loader, as plain tuples that compare and print well.
+
+Runs in ranks as well as in the tests' process; needs nothing but torch.
+"""
+
+import dataclasses
+import enum
+import re
+import zlib
+from collections.abc import Mapping, Set
+
+import torch
+
+
+def parts(made):
+    """A loader, its script and its options, of what a case has returned."""
+    return (*made, {})[:3] if isinstance(made, tuple) else (made, two_epochs, {})
+
+
+def two_epochs(loader):
+    """The script of a case that names none."""
+    return [list(loader), list(loader)]
+
+
+def seen_of(script, loader):
+    """Describe what a script gets of a loader, or what it raises."""
+    try:
+        return described(script(loader))
+    except Exception as error:
+        return "raised", described(error)
+
+
+def described(value):
+    """Describe a value by its types, its shapes and all that is in it."""
+    kind = type(value).__qualname__
+    if isinstance(value, (type, enum.Enum)):
+        return kind, str(value)
+    if isinstance(value, BaseException):
+        return "error", kind, last_line(value)
+    if isinstance(value, torch.Tensor):
+        return kind, *tensor(value)
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        return kind, str(value.dtype), value.shape, repr(value.tolist())
+    if isinstance(value, Mapping):
+        return kind, *((key, described(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return kind, *map(described, value), *named(value)
+    if isinstance(value, Set):
+        return kind, *sorted(map(repr, value))
+    if dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
+        return kind, described(vars(value))
+    return kind, repr(value)
+
+
+def last_line(error):
+    """What an error says, without what whoever carried it here has put before."""
+    lines = str(error).strip().splitlines() or [""]
+    return re.sub(rf"^([\w.]*\.)?{type(error).__name__}(: |$)", "", lines[-1])
+
+
+def tensor(value):
+    """A tensor's attributes and numbers."""
+    about = str(value.dtype), str(value.layout), value.requires_grad
+    if value.is_nested:
+        return *about, *(tensor(part) for part in value.unbind())
+    if value.layout is torch.sparse_coo:
+        value = value.coalesce()
+        return *about, tuple(value.shape), tensor(value.indices()), tensor(value.values())
+    if value.layout is torch.sparse_csr:
+        return *about, tuple(value.shape), tensor(value.crow_indices()), tensor(value.values())
+    return *about, tuple(value.shape), tuple(order(value)), entries(value)
+
+
+def order(value):
+    """In which order the dimensions lie in memory; a tensor with gaps may be packed on its way."""
+    longer = [dimension for dimension in range(value.dim()) if value.shape[dimension] > 1]
+    return sorted(longer, key=value.stride, reverse=True)
+
+
+def entries(value):
+    """A dense tensor's numbers; of a large one their checksum."""
+    if value.numel() <= 1000:
+        return repr(value.tolist())
+    return zlib.crc32(value.detach().contiguous().view(torch.uint8).numpy())
+
+
+def named(value):
+    """What a list or tuple has besides its items: a named tuple's fields, a subclass's own."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return (value._fields,)
+    own = getattr(value, "__dict__", None)
+    return (described(own),) if own else ()

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Installs the Debian packages that some tests need, where it may: as root, by apt-get. In one line
+# it names those that are still missing; the tests that need them are skipped and say why.
+set -euo pipefail
+
+# One command of each package tells whether it is installed.
+declare -A package=([chromium]=chromium [sshd]=openssh-server [ip]=iproute2 [iptables]=iptables
+    [slurmctld]=slurm-wlm [munged]=munge [faketime]=faketime)
+
+missing() {
+    local command
+    for command in "${!package[@]}"; do
+        PATH="$PATH:/usr/sbin" command -v "$command" >/dev/null || echo "${package[$command]}"
+    done | sort | paste -sd ' '
+}
+
+lacking=$(missing)
+[ -n "$lacking" ] || exit 0
+why="only root can install them"
+if ! command -v apt-get >/dev/null; then
+    why="this machine has no apt-get"
+elif [ "$(id -u)" = 0 ]; then
+    echo "installing Debian packages for the tests: $lacking"
+    log=$(mktemp)
+    trap 'rm -f "$log"' EXIT
+    apt-get update >"$log" 2>&1 || true
+    for name in $lacking; do # each alone, so that one that cannot be had does not keep the others out
+        DEBIAN_FRONTEND=noninteractive \
+            apt-get install -y --no-install-recommends "$name" >>"$log" 2>&1 || true
+    done
+    why="apt-get: $(grep -E '^E: ' "$log" || tail -n 1 "$log")"
+fi
+lacking=$(missing)
+[ -z "$lacking" ] || echo "left out: tests that need the Debian packages $lacking ($why)"

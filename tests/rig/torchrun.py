@@ -1,0 +1,90 @@
+"""What the programs of tests/programs give under torchrun, without this package.
+
+That depends on the program and on the versions of what it imports, so it is recorded with them in
+torchrun.json; who finds something else, or no record of these versions, asks torchrun itself.
+
+    python -m tests.rig.torchrun    runs every program, and writes the record anew
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+BESIDE = PROGRAMS / "beside"
+RECORD = Path(__file__).with_name("torchrun.json")
+GUIDE = "guide_mnist"
+NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != GUIDE)
+SCRIPT = BESIDE / "argparse_script.py"
+ARGUMENTS = ("--epochs", "2", "--lr", "0.3", "--workers", "1")
+HANGS_AFTER_S = 200.0
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_IMPORTED = ("torch", "numpy", "accelerate", "datasets", "lightning", "scikit-learn")
+_IMPORTED += ("tensorboard", "torchdata", "transformers", "wandb")
+
+
+def results(text: str) -> list[str]:
+    """The RESULT lines in a text, each once: ranks print in any order, and many print alike."""
+    return sorted(set(re.findall(r"RESULT .*", _ANSI.sub("", text))))
+
+
+@cache
+def torchrun(script: Path, *arguments: str) -> list[str]:
+    """The RESULT lines of a script on two ranks, started by torchrun."""
+    with tempfile.TemporaryDirectory() as folder:
+        logs = Path(folder) / "logs"
+        options = ("--standalone", "--nproc_per_node", "2", "--redirects", "1", "--log-dir", logs)
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *options, script, *arguments],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=HANGS_AFTER_S,
+            check=True,
+        )
+        return results("".join(path.read_text() for path in logs.rglob("stdout.log")))
+
+
+def recorded(script: Path, *arguments: str) -> list[str] | None:
+    """The same by the record; None where it has none of this script and these versions."""
+    found: list[str] | None = _record().get(_key(script, arguments))
+    return found
+
+
+def _key(script: Path, arguments: Sequence[str]) -> str:
+    versions = {name: _version(name) for name in _IMPORTED}
+    made_of = [script.read_text(), arguments, versions, platform.python_version_tuple()[:2]]
+    return f"{script.stem} {hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+@cache
+def _record() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return found
+
+
+def main() -> None:
+    """Writes the record anew."""
+    asked = [*((PROGRAMS / f"{name}.py", ()) for name in NAMES), (SCRIPT, ARGUMENTS)]
+    found = {_key(script, words): torchrun(script, *words) for script, words in asked}
+    RECORD.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,436 @@
+"""What a cell sees of its notebook, from a real kernel to real ranks."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.frontend import Frontend
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture
+def frontend(frontend_of_module: Frontend) -> Frontend:
+    """One kernel with a warm pool, for the tests that leave both as they were."""
+    return frontend_of_module
+
+
+FUNCTOOLS = """
+import functools, typing
+
+@functools.lru_cache(maxsize=7)
+def increment(x): return x + STEP
+STEP = 1
+increment(1)
+
+@functools.cache
+def fibonacci(n): return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+def make():
+    @functools.cache
+    def inner(n): return n and inner(n - 1) + 1
+    return inner
+closed = make()
+
+def doubled(f):
+    @functools.wraps(f)
+    def inner(*args): return 2 * f(*args)
+    return inner
+
+@doubled
+@functools.lru_cache
+def six(): return 3
+
+class Lazy:
+    def __init__(self): self.factor = 5
+    @functools.cached_property
+    def value(self):
+        "what it is worth"
+        return 2 * self.factor
+    @functools.lru_cache
+    def times(self, n): return n * self.factor
+    @functools.singledispatchmethod
+    def kind(self, x): return "other"
+    @kind.register
+    def _(self, x: int): return "int"
+lazy = Lazy()
+lazy.value
+
+@functools.singledispatch
+def kind(x):
+    "what it is"
+    return "other"
+@kind.register
+def _(x: int): return "int"
+@kind.register(Lazy)
+def _of_lazy(x): return "lazy" + str(STEP)
+kind.color = "red"
+kind(1)
+
+def dispatching():
+    @functools.singledispatch
+    def depth(x): return 0
+    @depth.register(list)
+    def _of_list(x): return 1 + depth(x[0])
+    return depth
+depth = dispatching()
+"""
+IN_RANKS = """
+assert increment(1) == 2 and increment.cache_info()[:3] == (0, 1, 7), increment.cache_info()
+assert increment.__wrapped__(2) == 3 and increment.__name__ == "increment"
+assert increment.cache_parameters() == {"maxsize": 7, "typed": False}
+assert fibonacci(80) == 23416728348467685
+assert closed(3) == 3 and closed.cache_info().currsize == 4
+assert six() == 6
+other = Lazy()
+assert (lazy.value, other.value, Lazy.value.__doc__) == (10, 10, "what it is worth")
+assert vars(other)["value"] == 10
+assert lazy.times(3) == 15 and lazy.kind(1) + lazy.kind("") == "intother"
+assert [kind(x) for x in (1, True, "", lazy)] == ["int", "int", "other", "lazy1"]
+assert (kind.__name__, kind.__doc__, kind.color) == ("kind", "what it is", "red")
+@kind.register(str)
+def _of_str(x): return "str"
+assert kind("") == "str"
+assert depth([[1]]) == 2
+"""
+
+
+def test_what_functools_made(frontend: Frontend) -> None:
+    frontend.run(FUNCTOOLS)
+    frontend.run("%%taas --gpus 2" + IN_RANKS)
+
+
+def test_functools_results_come_home(frontend: Frontend) -> None:
+    frontend.run("""%%taas --gpus 1 --out cached,generic
+import functools
+@functools.cache
+def cached(x): return x + 1
+@functools.singledispatch
+def generic(x): return "other"
+@generic.register
+def _(x: int): return "int"
+""")
+    frontend.run("assert cached(1) == 2 and generic(1) + generic('') == 'intother'")
+
+
+SIBLINGS = """
+import abc, argparse, collections, contextlib, dataclasses, enum, itertools, logging
+import operator, pathlib, re, types, typing, weakref
+import numpy, torch
+
+multiply = functools.partial(lambda a, b: a * b, b=3)
+
+@functools.total_ordering
+class Ordered:
+    def __init__(self, n): self.n = n
+    def __eq__(self, other): return self.n == other.n
+    def __lt__(self, other): return self.n < other.n
+    def add(self, n): return self.n + n
+    next = functools.partialmethod(add, 1)
+
+@contextlib.contextmanager
+def managed():
+    yield 4
+
+class Color(enum.Enum):
+    RED = 1
+class Access(enum.Flag):
+    READ = enum.auto()
+    WRITE = enum.auto()
+both, red = Access.READ | Access.WRITE, Color.RED
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    x: int = 1
+    tags: list = dataclasses.field(default_factory=list)
+point = Point(3)
+
+class Base(abc.ABC):
+    @abc.abstractmethod
+    def run(self): ...
+class Derived(Base):
+    def run(self): return super().run()
+Base.register(int)
+
+class Pair(typing.NamedTuple):
+    a: int
+    b: str = "b"
+pair = Pair(1)
+T, P = typing.TypeVar("T"), typing.ParamSpec("P")
+Ts = getattr(typing, "TypeVarTuple", typing.ParamSpec)("Ts")  # new in Python 3.11
+UserId = typing.NewType("UserId", int)
+class Holder(typing.Generic[T]):
+    def __init__(self, x: T, owner: UserId = UserId(1)): self.x = x
+holder = Holder[int](3)
+def typed(f: typing.Callable[P, int]) -> typing.Callable[P, int]:
+    return f
+
+class Registry(type):
+    known = {}
+    def __new__(meta, name, bases, scope):
+        made = super().__new__(meta, name, bases, scope)
+        meta.known[name] = made
+        return made
+class Known(metaclass=Registry): pass
+
+counter = itertools.count(3)
+next(counter)
+weak = weakref.WeakSet([holder])
+pattern, path = re.compile("a(b)"), pathlib.Path("a") / "b"
+getter, caller = operator.itemgetter(1), operator.methodcaller("upper")
+view, scope = types.MappingProxyType({"a": 1}), types.SimpleNamespace(a=1)
+chain, default = collections.ChainMap({"a": 1}), collections.defaultdict(lambda: 3)
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float, default=0.1)
+log = logging.getLogger("some.logger")
+vectorized = numpy.vectorize(lambda x: x + 1)
+
+net, seen = torch.nn.Linear(2, 2), []
+handle = net.register_forward_hook(lambda module, args, output: seen.append(1))
+optimizer = torch.optim.AdamW(net.parameters())
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5 ** epoch)
+tokens = torch.channels_last, torch.strided, torch.float16, torch.per_tensor_affine
+@torch.no_grad()
+def without_grad(x): return x * 2
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x * 2
+    @staticmethod
+    def backward(ctx, grad): return grad * 2
+import warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    @torch.jit.script
+    def scripted(x: torch.Tensor): return x + 1
+    scripted_net = torch.jit.script(torch.nn.Linear(2, 2).eval())
+compiled_net = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+expected = scripted_net(torch.ones(1, 2)).tolist()
+"""
+SIBLINGS_IN_RANKS = """
+assert multiply(2) == 6 and Ordered(1) <= Ordered(2) and Ordered(1).next() == 2
+with managed() as four:
+    assert four == 4
+assert red is Color.RED and both == Access.READ | Access.WRITE
+assert point == Point(3) and isinstance(3, Base) and isinstance(Derived(), Base)
+assert pair == Pair(1) and holder.x == 3 and typed(len)([1]) == 1 and Ts.__name__ == "Ts"
+assert typing.get_type_hints(Holder.__init__) == {"x": T, "owner": UserId}
+assert Registry.known == {"Known": Known}
+assert next(counter) == 4 and holder in weak
+assert pattern.match("ab") and str(path) == "a/b" and getter("ab") + caller("a") == "bA"
+assert view["a"] == scope.a == chain["a"] == 1 and default["x"] == 3
+assert parser.parse_args(["--lr", "2"]).lr == 2 and log is logging.getLogger("some.logger")
+assert vectorized(numpy.ones(2)).sum() == 4
+net(torch.ones(1, 2))
+handle.remove()
+net(torch.ones(1, 2))
+assert len(seen) == 1
+assert optimizer.param_groups[0]["params"][0] is net.weight
+optimizer.step(), schedule.step()
+assert optimizer.param_groups[0]["lr"] == 5e-4
+assert tokens == (torch.channels_last, torch.strided, torch.float16, torch.per_tensor_affine)
+x = torch.ones(1, requires_grad=True)
+assert not without_grad(x).requires_grad
+Doubling.apply(x).backward()
+assert x.grad.item() == 2
+assert scripted(x).item() == 2
+assert scripted_net(torch.ones(1, 2)).tolist() == expected and not scripted_net.training
+assert compiled_net(torch.ones(1, 2)).shape == (1, 2)
+"""
+
+
+def test_their_siblings(frontend: Frontend) -> None:
+    frontend.run("import functools\n" + SIBLINGS)
+    frontend.run("%%taas --gpus 2" + SIBLINGS_IN_RANKS)
+
+
+PROCESS_BOUND = """
+import torch, torch.distributed as dist
+from accelerate import Accelerator
+from lightning import Trainer as LightningTrainer, Fabric
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor, Shard
+from transformers import BertConfig, BertModel, Trainer, TrainingArguments
+
+small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+arguments = TrainingArguments(output_dir="out", report_to=[], use_cpu=True)
+class MyTrainer(Trainer): pass
+trainer = MyTrainer(model=BertModel(BertConfig(vocab_size=9, **small)), args=arguments)
+accelerator = Accelerator(cpu=True)
+class Experiment:
+    def __init__(self): self.parts = {"accelerator": accelerator}
+experiment = Experiment()
+def train(): return experiment
+lightning_trainer = LightningTrainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+fabric = Fabric(accelerator="cpu")
+prepared = accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
+sampler = torch.utils.data.DistributedSampler([1, 2], num_replicas=1, rank=0)
+loader = torch.utils.data.DataLoader([1, 2], sampler=sampler)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.group.WORLD
+mesh = init_device_mesh("cpu", (1,))
+wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+sharded = fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+spread = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+dist.destroy_process_group()
+"""
+PATHS = {
+    "arguments": ("arguments", "TrainingArguments"),
+    "trainer": ("trainer", "MyTrainer"),
+    "train()": ("experiment.parts['accelerator']", "Accelerator"),
+    "lightning_trainer": ("lightning_trainer", "Trainer"),
+    "fabric": ("fabric", "Fabric"),
+    "prepared": ("prepared", "DataLoaderShard"),
+    "loader": ("loader.sampler", "DistributedSampler"),
+    "group": ("group", "ProcessGroup"),
+    "mesh": ("mesh", "DeviceMesh"),
+    "wrapped": ("wrapped", "DistributedDataParallel"),
+    "sharded": ("sharded", "FSDPLinear"),
+    "spread": ("spread", "DTensor"),
+}
+
+
+def test_what_was_made_for_one_process_is_refused_before_the_start(frontend: Frontend) -> None:
+    frontend.run(PROCESS_BOUND)
+    frontend.run("from taas_magic.notebook import launch; before = launch.last_run")
+    for cell, (path, kind) in PATHS.items():
+        message = frontend.fail(f"%%taas --gpus 2\n{cell}")["evalue"]
+        assert message.startswith(f"`{path}` is a"), message
+        assert f"{kind} and cannot travel to the ranks" in message
+        assert message.endswith(
+            "it was made for one process and would act as process 0 of 1 in every rank; "
+            "make it inside the cell and run again"
+        )
+    frontend.run("assert launch.last_run is before")
+    frontend.run(
+        "%%taas --gpus 1\nassert issubclass(MyTrainer, __import__('transformers').Trainer)"
+    )
+
+
+def test_a_compiled_function_is_refused_as_what_it_is(frontend: Frontend) -> None:
+    frontend.run("""
+import torch
+class Net(torch.nn.Module):
+    @torch.compile
+    def forward(self, x): return x
+net = Net()
+""")
+    message = frontend.fail("%%taas --gpus 1\nnet")["evalue"]
+    assert message.startswith("`net.<Net>.forward` is a function and cannot travel to the ranks")
+    assert "apply torch.compile inside the cell" in message
+
+
+STATE = """
+import logging, multiprocessing, sys, warnings
+import numpy, torch
+import matplotlib
+
+warnings.filterwarnings("ignore", message="of no interest", category=UserWarning)
+class Ours(UserWarning): pass
+warnings.simplefilter("ignore", Ours)
+logging.basicConfig(level=logging.INFO, format="<%(name)s|%(message)s>", stream=sys.stdout)
+logging.getLogger("matplotlib").setLevel(logging.ERROR)
+own = logging.getLogger("experiment")
+own.setLevel(logging.DEBUG)
+own.propagate = False
+handler = logging.StreamHandler(sys.stdout)
+handler.setFormatter(logging.Formatter("own %(message)s"))
+own.addHandler(handler)
+sys.argv = ["train.py", "--lr", "0.1"]
+sys.setrecursionlimit(4321)
+multiprocessing.set_start_method("spawn", force=True)
+numpy.set_printoptions(precision=3, suppress=True)
+numpy.seterr(divide="raise")
+matplotlib.rcParams["lines.linewidth"] = 7
+matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=["red", "blue"])
+torch.set_default_dtype(torch.float64)
+torch.set_float32_matmul_precision("medium")
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.backends.cudnn.benchmark = True
+torch.set_grad_enabled(False)
+torch.multiprocessing.set_sharing_strategy("file_system")
+torch.set_default_device("meta")
+torch.manual_seed(7)
+"""
+STATE_IN_RANKS = """
+import logging, multiprocessing, sys, warnings
+import numpy, torch
+
+logging.info("hello")
+logging.getLogger("experiment").debug("hello")
+warnings.warn("of no interest")
+warnings.warn("told")
+assert logging.root.level == logging.INFO and len(logging.root.handlers) == 1
+assert not logging.getLogger("matplotlib").isEnabledFor(logging.WARNING)
+assert sys.argv == ["train.py", "--lr", "0.1"] and sys.getrecursionlimit() == 4321
+assert multiprocessing.get_start_method() == "spawn"
+assert str(numpy.array([1.23456e-9, 2.0])) == "[0. 2.]" and numpy.geterr()["divide"] == "raise"
+rc = sys.modules["matplotlib"].rcParams
+assert rc["lines.linewidth"] == 7 and rc["axes.prop_cycle"].by_key() == {"color": ["red", "blue"]}
+assert "inline" in rc["backend"], rc["backend"]
+assert torch.ones(1).dtype == torch.float64 and torch.ones(1).device.type == "meta"
+assert torch.get_float32_matmul_precision() == "medium"
+assert torch.get_deterministic_debug_mode() == 1 and torch.backends.cudnn.benchmark
+assert not torch.is_grad_enabled()
+assert torch.multiprocessing.get_sharing_strategy() == "file_system"
+assert torch.initial_seed() == 7
+drawn = torch.rand(3, device="cpu").tolist()
+print("drawn", drawn)
+empty = torch.ones(0, device="cpu")
+"""
+UNDO = """
+torch.set_default_device("cpu"); torch.set_default_dtype(torch.float32); torch.seed()
+torch.set_grad_enabled(True); torch.use_deterministic_algorithms(False)
+torch.multiprocessing.set_sharing_strategy("file_descriptor")
+multiprocessing.set_start_method(None, force=True)
+numpy.seterr(divide="warn")
+sys.argv = kernels_argv
+"""
+
+
+@pytest.fixture
+def with_state(frontend: Frontend) -> Iterator[Frontend]:
+    frontend.run("import sys; kernels_argv = list(sys.argv)")
+    frontend.run(STATE)
+    yield frontend
+    frontend.run(UNDO)
+
+
+def test_what_cells_set_in_their_process(with_state: Frontend) -> None:
+    frontend = with_state
+    text = frontend.text(frontend.run(f"%%taas --gpus 2 --out drawn,empty\n{STATE_IN_RANKS}"))
+    assert re.search(r"] <root\|hello>$", text, re.M) and re.search(r"] own hello$", text, re.M)
+    assert "of no interest" not in text and "told" in text
+    assert len(set(re.findall(r"drawn (.*)", text))) == 1  # all ranks drew the same
+    frontend.run("assert empty.device.type == 'cpu'")
+    frontend.run("torch.manual_seed(7); assert drawn == torch.rand(3, device='cpu').tolist()")
+
+
+def test_what_nobody_set_stays_as_it_is_in_a_program(frontend: Frontend) -> None:
+    """A kernel's own arguments, loggers and seed are not its notebook's."""
+    frontend.run("import torch; torch.seed()")
+    frontend.run("""%%taas --gpus 1
+import sys, torch
+assert torch.initial_seed() >= 1 << 32
+assert not any("ipykernel" in word or "-f" == word for word in sys.argv), sys.argv
+assert torch.is_grad_enabled() and torch.ones(1).dtype == torch.float32
+""")
+
+
+def test_refused_results_are_not_told_to_be_made_in_the_cell(frontend: Frontend) -> None:
+    reply = frontend.fail("%%taas --gpus 1 --out batches\nbatches = (i for i in range(3))")
+    assert "`batches` is a generator and cannot travel to the notebook; make a list of it" in str(
+        reply["evalue"]
+    )
+    reply = frontend.fail(
+        "%%taas --gpus 1 --out model\n"
+        "import threading, types\nmodel = types.SimpleNamespace(lock=threading.Lock())"
+    )
+    assert "`model.lock` is a _thread.lock and cannot travel to the notebook" in reply["evalue"]
+    assert "bring back plain data instead" in reply["evalue"]
+    assert "inside the cell" not in reply["evalue"]

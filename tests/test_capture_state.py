@@ -1,0 +1,64 @@
+"""What of a process's state is read, and what is not."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from taas_magic.capture.process_state import is_programs_own
+
+COLLECT = """
+import json, sys
+{}
+from taas_magic.capture import process_state
+state = process_state.collect()
+state.pop("warnings")
+state["imported"] = sorted({{"numpy", "torch", "matplotlib"}} & sys.modules.keys())
+print(json.dumps(state, default=str))
+"""
+LAUNCHER = ["python", "-m", "ipykernel_launcher", "-f", "kernel.json"]
+
+
+def collected(setup: str, *words: str) -> Any:
+    """What a fresh process that did `setup` would give to its ranks, the filters left out."""
+    command = [sys.executable, "-c", COLLECT.format(setup), *words]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(ran.stdout)
+
+
+def test_a_fresh_process_gives_nothing_and_imports_nothing() -> None:
+    assert collected("", "--own", "word") == {"imported": []}
+    assert collected("import numpy, torch, matplotlib").keys() <= {"logging", "imported"}
+
+
+def test_only_what_was_changed_is_given() -> None:
+    setup = "import numpy, torch; torch.manual_seed(2**32 - 1); numpy.set_printoptions(precision=3)"
+    found = collected(setup)
+    assert (found["torch"], found["numpy"]) == ({"seed": 2**32 - 1}, {"print": {"precision": 3}})
+
+
+def test_torchs_newer_precision_is_no_obstacle() -> None:
+    setup = "import torch; torch.backends.fp32_precision = 'tf32'"
+    assert "torch" not in collected(setup)
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "own"),
+    [
+        (["/lib/ipykernel_launcher.py", "-f", "kernel.json"], LAUNCHER, True),
+        (["/lib/ipykernel/__main__.py", "-f", "k"], ["python", "-m", "ipykernel", "-f", "k"], True),
+        (["/lib/taas_magic/kernel.py"], ["python", "-m", "taas_magic.kernel"], True),
+        (["/bin/ipython"], ["/bin/python", "/bin/ipython"], True),
+        (["-c", "--x"], ["python", "-c", "pass", "--x"], True),
+        (["/lib/ipykernel_launcher.py"], LAUNCHER, False),
+        (["train.py"], LAUNCHER, False),
+        (["train.py", "-f", "kernel.json"], LAUNCHER, False),
+        (["train.py", "--lr", "1"], LAUNCHER, False),
+        ([""], LAUNCHER, False),
+        ([], LAUNCHER, False),
+    ],
+)
+def test_whose_arguments(argv: list[str], orig_argv: list[str], own: bool) -> None:
+    assert is_programs_own(argv, orig_argv) is own

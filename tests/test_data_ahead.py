@@ -1,0 +1,115 @@
+"""What is prepared when nobody waits: an epoch and a little, or as much as is to be ready."""
+
+from itertools import islice
+
+from taas_magic.data.buffer import Ahead, FetcherShare
+from taas_magic.data.dataset import Opened
+from taas_magic.data.protocol import Kind
+
+
+def ahead_of(enough=lambda: True, **share):
+    return Ahead(FetcherShare(**share), enough)
+
+
+def keys(ahead, batches=4, streams=None, most=100):
+    """What it says until it says nothing; every epoch that it wants to know is opened."""
+    opened = Opened(None if streams else batches, streams, 0)
+    for key in islice(iter(ahead.next, None), most):
+        if key.kind is Kind.OPEN:
+            ahead.opened(key.epoch, opened)
+        yield key
+
+
+def slots(keys):
+    return [(key.epoch, key.slot) for key in keys if key.kind is Kind.GET]
+
+
+def test_one_epoch_and_two_batches_of_the_next():
+    assert slots(keys(ahead_of())) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+
+
+def test_an_epoch_is_opened_before_its_batches_and_not_twice():
+    ahead = ahead_of()
+    first = ahead.next()
+    assert (first.kind, first.epoch) == (Kind.OPEN, 0)
+    assert ahead.next() is None
+    ahead.opened(0, Opened(1, None, 0))
+    assert slots([ahead.next()]) == [(0, 0)]
+    assert (ahead.next().kind, ahead.next()) == (Kind.OPEN, None)
+
+
+def test_before_any_rank_asks_it_goes_on_until_there_is_enough():
+    prepared = []
+    ahead = ahead_of(enough=lambda: len(prepared) >= 11)
+    for key in keys(ahead):
+        prepared += slots([key])
+    assert prepared == [(epoch, slot) for epoch in range(3) for slot in range(4)][:11]
+
+
+def test_what_is_used_up_is_filled_up_again():
+    ready, enough = 0, 12
+    ahead = ahead_of(enough=lambda: ready >= enough)
+    for used in (0, 3, 1):
+        ready -= used
+        for key in keys(ahead, batches=10):
+            ready += len(slots([key]))
+        assert ready == enough
+
+
+def test_once_a_rank_asks_it_is_as_ever():
+    ahead = ahead_of(enough=lambda: False)
+    list(keys(ahead, most=20))
+    ahead.reached(2, 2)
+    assert slots(keys(ahead)) == [(2, 3), (3, 0), (3, 1)]
+
+
+def test_what_a_slow_rank_asks_of_an_earlier_epoch_does_not_turn_it_back():
+    ahead = ahead_of()
+    ahead.reached(1, 2)
+    ahead.reached(0, 0)
+    ahead.reached(1, 0)
+    assert slots(keys(ahead)) == [(1, 3), (2, 0), (2, 1)]
+
+
+def test_units_bound_all_epochs_together():
+    assert slots(keys(ahead_of(enough=lambda: False, units=10))) == [
+        *((0, slot) for slot in range(4)),
+        *((1, slot) for slot in range(4)),
+        *((2, slot) for slot in range(2)),
+    ]
+
+
+def test_the_share_of_one_fetcher_among_three():
+    assert slots(keys(ahead_of(index=2, fetchers=3), batches=9)) == [
+        *((0, slot) for slot in (2, 5, 8)),
+        *((1, slot) for slot in (2, 5)),
+    ]
+
+
+def test_the_share_of_a_rank_that_prepares_its_own_batches():
+    assert slots(keys(ahead_of(stride=3, first=1), batches=8)) == [
+        *((0, slot) for slot in (1, 4, 7)),
+        *((1, slot) for slot in (1, 4)),
+    ]
+
+
+def test_a_fetcher_without_a_part_of_the_data_ends():
+    never = {"enough": lambda: False}
+    assert slots(keys(ahead_of(**never, fetchers=3, index=2), streams=2)) == []
+    assert slots(keys(ahead_of(**never), batches=0)) == []
+
+
+def test_it_goes_on_behind_no_end_of_a_stream():
+    ahead, prepared = ahead_of(), []
+    for key in keys(ahead, streams=2):
+        prepared += slots([key])
+        if key.kind is Kind.GET and not key.epoch and key.slot == 6:
+            ahead.ended(0, 5)
+    assert prepared == [*((0, slot) for slot in range(7)), (1, 0), (1, 1)]
+
+
+def test_an_epoch_whose_sampler_raised_ends_it():
+    ahead = ahead_of()
+    assert ahead.next().kind is Kind.OPEN
+    ahead.opened(0, None)
+    assert ahead.next() is None

@@ -1,0 +1,575 @@
+"""What a fetcher has ready: what is prepared next, what memory holds, and what is forgotten."""
+
+from itertools import islice
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from taas_magic.data.buffer import Ahead, Buffer, FetcherShare, keys_of
+from taas_magic.data.dataset import Opened
+from taas_magic.data.protocol import Kind
+from taas_magic.data.sharding import VOID
+from taas_magic.data.worker import Key, Reply
+from taas_magic.data.workers import Answer, Disk
+
+BATCH_BYTES = 64 << 10
+PLENTY = 1 << 40
+
+
+def key(slot, epoch=0, kind=Kind.GET):
+    return Key(kind, epoch, slot)
+
+
+class Arena:
+    """What an answer knows of the worker whose memory it lies in."""
+
+    def __init__(self):
+        self.frees, self.pid = [], 77
+
+
+def answer(slot=0, units=1, kind=Kind.BATCH, size=BATCH_BYTES, arena=None, disk=None):
+    """An answer whose place in its worker's memory is its slot."""
+    reply = Reply(slot, kind, 0, 0, units, 0, 0, size, slot, 0, 0.0, 0.0)
+    return Answer(reply, arena or Arena(), disk=disk)
+
+
+def buffer_of(budget_bytes=PLENTY, batches=0, **about):
+    """A buffer that works ahead on so many batches an epoch."""
+    ahead = Ahead(FetcherShare())
+    for epoch in range(60):
+        ahead.opened(epoch, Opened(batches, None, 0))
+    return Buffer(budget_bytes, ahead, **about)
+
+
+def by_parity(key):
+    """Even slots are for worker 0, odd ones for worker 1."""
+    return key.slot % 2
+
+
+def chosen(buffer, most=1000):
+    """The slots of what is chosen until there is nothing to choose."""
+    return [key.slot for key in islice(iter(lambda: buffer.choose(0), None), most)]
+
+
+def prepare(buffer, slots, epoch=0, **about):
+    """Lay batches ready that nobody has asked for."""
+    for slot in slots:
+        buffer.want("nobody", key(slot, epoch))
+    while (one := buffer.choose(0)) is not None:
+        buffer.put(one, answer(one.slot, **about))
+    buffer.forget("nobody")
+
+
+def test_connections_are_served_in_turn_each_in_the_order_of_its_asking():
+    buffer = buffer_of()
+    for slot in range(0, 200, 2):
+        buffer.want("rank 0", key(slot))
+    for slot in (3, 1):
+        buffer.want("rank 1", key(slot))
+    assert chosen(buffer, 6) == [0, 3, 2, 1, 4, 6]
+
+
+def test_what_two_connections_want_is_prepared_once_and_each_has_it():
+    buffer, arena = buffer_of(), Arena()
+    for who in ("rank 0", "rank 1"):
+        buffer.want(who, key(0))
+    assert chosen(buffer) == [0]
+    assert buffer.put(key(0), answer(0, arena=arena)) == {"rank 0", "rank 1"}
+    first = buffer.take("rank 0", key(0))
+    second = buffer.take("rank 1", key(0))
+    assert first is second
+    assert first.is_shared
+    first.release()
+    assert arena.frees == []
+    assert not second.is_shared
+    second.release()
+    assert arena.frees == [0]
+
+
+def test_a_worker_gets_what_it_may_prepare_and_the_rest_waits_for_another():
+    buffer = buffer_of(home=by_parity)
+    for slot in range(4):
+        buffer.want("rank", key(slot))
+    odd, even = [], []
+    for slots, worker in ((odd, 1), (even, 0)):
+        while (one := buffer.choose(worker)) is not None:
+            slots.append(one.slot)
+    assert (odd, even) == ([1, 3], [0, 2])
+    assert not buffer.has_open
+
+
+def test_a_stream_does_not_go_back_as_long_as_it_can_go_on():
+    buffer = buffer_of()
+    for slot in (0, 2, 4):
+        buffer.want("rank", key(slot))
+    assert buffer.choose(0, lambda key: key.slot >= 2) == key(2)
+    assert buffer.choose(0, lambda key: key.slot >= 3) == key(4)
+    assert buffer.choose(0, lambda key: key.slot >= 5) == key(0)
+
+
+def test_what_is_wanted_comes_before_what_is_done_ahead():
+    buffer = buffer_of(batches=4)
+    assert buffer.choose(0) is None
+    assert buffer.choose_ahead() == key(0)
+    buffer.want("rank", key(5))
+    assert buffer.choose(0) == key(5)
+
+
+def test_ahead_is_what_lies_behind_what_ranks_ask_for():
+    buffer = buffer_of(batches=8)
+    buffer.want("rank", key(4))
+    assert buffer.choose(0) == key(4)
+    assert [buffer.choose_ahead() for _ in range(3)] == [key(5), key(6), key(7)]
+    assert buffer.choose_ahead() == key(0, epoch=1)
+
+
+def test_what_is_known_is_not_done_ahead():
+    buffer = buffer_of(batches=4)
+    assert buffer.choose_ahead() == key(0)
+    prepare(buffer, [2])
+    buffer.want("rank", key(1))
+    assert buffer.choose_ahead() == key(3)
+
+
+def test_what_somebody_waits_for_is_not_done_ahead_too():
+    """Only another worker may prepare it, and that one will."""
+    buffer = buffer_of(batches=3, home=lambda key: 1)
+    for slot in (0, 1):
+        buffer.want("rank", key(slot))
+    assert buffer.choose(0) is None
+    assert buffer.choose_ahead() == key(2)
+    assert [buffer.choose(1) for _ in range(3)] == [key(0), key(1), None]
+
+
+def test_what_waits_for_its_worker_can_be_asked_for():
+    """Done ahead, it was another worker's: as long as that has not begun, ranks may want it."""
+    buffer = buffer_of(batches=3)
+    assert buffer.choose_ahead() == key(0)
+    buffer.postpone(key(0))
+    buffer.want("rank", key(0))
+    assert buffer.choose(0) == key(0)
+    assert not buffer.begin(key(0)), "it is being prepared"
+
+
+def test_what_waited_for_its_worker_is_begun_once():
+    buffer = buffer_of(batches=3)
+    assert buffer.choose_ahead() == key(0)
+    buffer.postpone(key(0))
+    assert buffer.begin(key(0))
+    assert not buffer.begin(key(0))
+
+
+def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_room():
+    buffer = buffer_of(2 * BATCH_BYTES)
+    prepare(buffer, range(2))
+    assert buffer.is_full
+    buffer.want("rank", key(7))
+    assert buffer.choose(0) == key(7)
+    assert buffer.is_full, "by what is left and what is being prepared"
+    assert (buffer.units(key(0)), buffer.units(key(1))) == (1, None), "the latest goes first"
+
+
+def test_what_is_being_prepared_needs_room_too():
+    buffer = buffer_of(4 * BATCH_BYTES, batches=100)
+    assert buffer.choose_ahead() == key(0)
+    buffer.put(key(0), answer(0))
+    begun = 0
+    while not buffer.is_full:
+        assert buffer.choose_ahead() is not None
+        begun += 1
+    assert begun == 3
+
+
+def test_what_somebody_waits_for_makes_no_room():
+    buffer = buffer_of(2 * BATCH_BYTES)
+    for slot in range(3):
+        buffer.want("rank", key(slot))
+    for slot in (0, 1):
+        assert buffer.choose(0) == key(slot)
+        buffer.put(key(slot), answer(slot))
+    buffer.make_room()
+    assert buffer.is_full
+    assert buffer.choose(0) is None
+    buffer.take("rank", key(0)).release()
+    assert buffer.choose(0) == key(2)
+
+
+def test_a_connection_may_always_have_the_batch_that_it_has_to_send_next():
+    """Though what follows in its stream was nearer, and has used up the memory."""
+    buffer = buffer_of(BATCH_BYTES)
+    for slot in (0, 2, 4):
+        buffer.want("rank", key(slot))
+    assert buffer.choose(0, lambda key: key.slot >= 2) == key(2)
+    buffer.put(key(2), answer(2))
+    assert buffer.choose(0) is None
+    assert buffer.take("rank", key(0)) is None
+    assert buffer.choose(0) == key(0)
+    assert buffer.put(key(0), answer(0)) == {"rank"}
+    assert buffer.choose(0) is None
+    assert buffer.take("rank", key(0)).offset == 0
+
+
+def test_a_slow_rank_starves_no_other():
+    buffer = buffer_of(2 * BATCH_BYTES)
+    for slot in range(10):
+        buffer.want("slow", key(slot))
+    for one in (key(0), key(1)):
+        assert buffer.choose(0) == one
+        buffer.put(one, answer(one.slot))
+    for slot in range(10, 20):
+        buffer.want("fast", key(slot))
+        assert buffer.take("fast", key(slot)) is None
+        assert buffer.choose(0) == key(slot)
+        buffer.put(key(slot), answer(slot))
+        buffer.take("fast", key(slot)).release()
+    assert buffer.ready_bytes == 2 * BATCH_BYTES
+
+
+@pytest.mark.parametrize("kind", [Kind.OPEN, Kind.SAMPLE, Kind.ORDER, Kind.STATE])
+def test_questions_for_other_things_than_batches_need_no_room(kind):
+    buffer = buffer_of(0)
+    one = key(0, kind=kind)
+    buffer.want("rank", one)
+    assert buffer.choose(0) == one
+
+
+def test_an_answer_that_was_thrown_away_for_room_is_prepared_again():
+    buffer = buffer_of(BATCH_BYTES)
+    prepare(buffer, [0])
+    buffer.want("rank", key(0), only_count=True)
+    assert buffer.count("rank", key(0)) == 1
+    buffer.want("other", key(1))
+    assert chosen(buffer) == [1]
+    buffer.put(key(1), answer(1))
+    assert buffer.take("rank", key(0)) is None
+    assert chosen(buffer) == [0]
+
+
+def test_a_count_that_was_forgotten_is_found_out_again():
+    buffer = buffer_of()
+    prepare(buffer, [3], units=5)
+    buffer.want("slow", key(3), only_count=True)
+    for epoch in (1, 2):
+        prepare(buffer, [0], epoch)
+    assert buffer.count("slow", key(3)) is None
+    assert buffer.choose(0) == key(3)
+    assert buffer.put(key(3), answer(3, units=5)) == {"slow"}
+    assert buffer.count("slow", key(3)) == 5
+
+
+def test_a_count_leaves_the_batch_for_whoever_gets_it():
+    buffer = buffer_of()
+    for who, only_count in (("peeks", True), ("gets", False)):
+        buffer.want(who, key(0), only_count)
+    assert chosen(buffer) == [0]
+    buffer.put(key(0), answer(0, units=7))
+    assert buffer.count("peeks", key(0)) == 7
+    assert buffer.take("gets", key(0)).units == 7
+    buffer.want("late", key(0), only_count=True)
+    assert chosen(buffer) == [], "what it counts is known"
+    assert buffer.count("late", key(0)) == 7
+
+
+def test_that_there_is_no_batch_is_a_count_too():
+    buffer = buffer_of(batches=4)
+    buffer.want("rank", key(1), only_count=True)
+    assert buffer.choose(0) == key(1)
+    buffer.put(key(1), answer(1, units=VOID, kind=Kind.VOID, size=0))
+    assert buffer.count("rank", key(1)) == VOID
+    assert buffer.choose_ahead() == key(0, epoch=1), "behind the end there is nothing to do"
+
+
+def test_counts_of_given_indices_are_not_those_of_the_batch():
+    buffer = buffer_of()
+    (given,) = keys_of(Kind.GIVEN, 0, [0], b"indices")
+    buffer.want("rank", given)
+    assert buffer.choose(0) == given
+    buffer.put(given, answer(0, units=9))
+    assert buffer.units(key(0)) is None
+
+
+def test_what_a_connection_wanted_is_not_prepared_when_it_is_gone():
+    buffer = buffer_of()
+    for who, slots in (("rank 0", (0, 1)), ("rank 1", (1, 2))):
+        for slot in slots:
+            buffer.want(who, key(slot))
+    buffer.forget("rank 0")
+    assert sorted(chosen(buffer)) == [1, 2]
+
+
+def test_what_is_prepared_stays_for_whoever_asks_again():
+    buffer = buffer_of()
+    buffer.want("rank", key(0))
+    assert chosen(buffer) == [0]
+    buffer.forget("rank")
+    assert buffer.put(key(0), answer(0)) == set()
+    buffer.want("again", key(0))
+    assert chosen(buffer) == []
+    assert buffer.take("again", key(0)).offset == 0
+
+
+def test_a_lost_key_is_prepared_again_before_all_else_that_its_asker_wants():
+    buffer = buffer_of()
+    for slot in range(3):
+        buffer.want("rank", key(slot))
+    assert buffer.choose(0) == key(0)
+    buffer.lost(key(0))
+    assert chosen(buffer) == [0, 1, 2]
+
+
+def test_what_was_lost_and_nobody_wants_is_done_ahead_again():
+    buffer = buffer_of(batches=2)
+    assert [buffer.choose_ahead() for _ in range(2)] == [key(0), key(1)]
+    for slot in (0, 1):
+        buffer.lost(key(slot))
+    assert [buffer.choose_ahead() for _ in range(3)] == [key(0), key(1), key(0, epoch=1)]
+
+
+def test_what_was_lost_while_nobody_waited_can_be_asked_for():
+    buffer = buffer_of(batches=2)
+    assert buffer.choose_ahead() == key(0)
+    buffer.lost(key(0))
+    buffer.want("rank", key(0))
+    assert chosen(buffer) == [0]
+    assert buffer.choose_ahead() == key(1)
+
+
+def test_what_all_ranks_are_past_is_forgotten():
+    buffer, slots, most = buffer_of(), 100, 0
+    arenas = []
+    for epoch in range(50):
+        arenas.append(Arena())
+        prepare(buffer, range(slots), epoch, arena=arenas[-1])
+        for slot in range(slots // 2):  # the rank leaves its loop in the middle of the epoch
+            buffer.want("rank", key(slot, epoch))
+            buffer.take("rank", key(slot, epoch)).release()
+        most = max(most, buffer.entries)
+    assert most == 2 * (slots // 2 + slots)
+    assert [len(arena.frees) for arena in arenas] == [slots] * 48 + [slots // 2] * 2
+    assert buffer.oldest_epoch == 48
+
+
+def test_a_rank_that_is_behind_gets_the_same_answers_prepared_again():
+    buffer = buffer_of()
+    prepare(buffer, [0], 0)
+    prepare(buffer, [0], 5)
+    buffer.want("behind", key(0, 0))
+    assert buffer.choose(0) == key(0, 0)
+    buffer.put(key(0, 0), answer(0))
+    assert buffer.take("behind", key(0, 0)) is not None
+
+
+def test_of_a_long_epoch_the_latest_counts_are_remembered():
+    buffer, slots = buffer_of(), 40_000
+    for slot in range(slots):
+        buffer.want("rank", key(slot))
+        assert buffer.choose(0) == key(slot)
+        buffer.put(key(slot), answer(slot, units=7))
+        buffer.take("rank", key(slot)).release()
+    assert buffer.entries < slots // 2
+    assert buffer.count("other rank", key(slots - 1)) == 7
+
+
+def test_many_small_batches_take_no_more_memory_than_there_is():
+    buffer = buffer_of(1 << 20, batches=100_000)
+    while not buffer.is_full:
+        one = buffer.choose_ahead()
+        buffer.put(one, answer(one.slot, size=1))
+    assert 100 < buffer.ready_batches < 2000
+
+
+def test_what_lies_on_disk_takes_no_memory_and_its_file_goes_with_it(tmp_path):
+    disk, buffer = Disk(tmp_path, 10 * BATCH_BYTES), buffer_of(batches=4)
+    for slot in range(4):
+        file = tmp_path / f"77-{slot}"
+        file.write_bytes(bytes([slot]) * BATCH_BYTES)
+        assert buffer.choose_ahead() == key(slot)
+        buffer.put(key(slot), answer(slot, disk=disk))
+    assert (buffer.ready_batches, buffer.ready_bytes) == (4, 0)
+    assert disk.used_bytes == 4 * BATCH_BYTES
+    for slot in range(4):
+        buffer.want("rank", key(slot))
+        one = buffer.take("rank", key(slot))
+        assert bytes(one.body()) == bytes([slot]) * BATCH_BYTES
+        one.release()
+    assert list(tmp_path.iterdir()) == []
+    assert disk.used_bytes == 0
+
+
+def test_the_limit_of_the_disk_holds(tmp_path):
+    disk = Disk(tmp_path, 2 * BATCH_BYTES)
+    for slot in range(2):
+        assert disk.has_room
+        answer(slot, disk=disk)
+    assert not disk.has_room
+    assert not disk.is_full, "the limit is no fault of the disk"
+
+
+def test_at_the_end_everything_is_let_go_of():
+    buffer, arena = buffer_of(), Arena()
+    prepare(buffer, range(5), arena=arena)
+    held = buffer.take("rank", key(3))
+    buffer.close()
+    assert sorted(arena.frees) == [0, 1, 2, 4]
+    held.release()
+    assert sorted(arena.frees) == [0, 1, 2, 3, 4]
+    assert (buffer.ready_batches, buffer.ready_bytes) == (0, 0)
+
+
+RANKS = st.sampled_from(["rank 0", "rank 1", "rank 2"])
+SLOTS = st.integers(0, 11)
+BUDGET_BATCHES = 3
+
+
+class BufferMachine(RuleBasedStateMachine):
+    """Three ranks, each of which asks, waits for its first answer, takes it; workers; deaths."""
+
+    def __init__(self):
+        super().__init__()
+        # With what Python takes beside each of them.
+        budget_bytes = BUDGET_BATCHES * (BATCH_BYTES + 1280)
+        self.buffer = buffer_of(budget_bytes, batches=12, home=by_parity)
+        self.arena = Arena()
+        self.asked, self.postponed = {}, {}
+        self.doing, self.prepared, self.held = [], 0, []
+
+    @rule(who=RANKS, slot=SLOTS)
+    def ask(self, who, slot):
+        asked = self.asked.setdefault(who, [])
+        if key(slot) not in asked:
+            asked.append(key(slot))
+            self.buffer.want(who, key(slot))
+
+    @rule(who=RANKS)
+    def go(self, who):
+        self.asked.pop(who, None)
+        self.buffer.forget(who)
+
+    @precondition(lambda self: any(self.asked.values()))
+    @rule(data=st.data())
+    def take(self, data):
+        who = data.draw(st.sampled_from(sorted(who for who in self.asked if self.asked[who])))
+        answer = self.buffer.take(who, self.asked[who][0])
+        if answer is not None:
+            assert answer.reply.number == self.asked[who].pop(0).slot
+            self.held.append(answer)
+
+    @precondition(lambda self: self.held)
+    @rule(at=st.integers(0, 50))
+    def sent(self, at):
+        self.held.pop(at % len(self.held)).release()
+
+    @rule(ahead=st.booleans(), worker=st.sampled_from([0, 1]))
+    def choose(self, ahead, worker):
+        one = self.buffer.choose(worker)
+        if one is None and ahead and not self.buffer.is_full:
+            one = self.choose_ahead(worker)
+        if one is not None:
+            assert one not in self.doing, "it is being prepared already"
+            assert all(one != ready for ready in self.buffer._ready)
+            self.doing.append(one)
+
+    def choose_ahead(self, worker):
+        while self.postponed.get(worker):
+            if self.buffer.begin(one := self.postponed[worker].pop(0)):
+                return one
+        one = self.buffer.choose_ahead()
+        if one is None or by_parity(one) == worker:
+            return one
+        self.buffer.postpone(one)
+        self.postponed.setdefault(1 - worker, []).append(one)
+        return None
+
+    @precondition(lambda self: self.doing)
+    @rule(at=st.integers(0, 50))
+    def reply(self, at):
+        one = self.doing.pop(at % len(self.doing))
+        # The place says which of all answers it is; the number, for which slot.
+        reply = Reply(one.slot, Kind.BATCH, 0, 0, 1, 0, 0, BATCH_BYTES, self.prepared, 0, 0, 0)
+        self.prepared += 1
+        waiting = {who for who, asked in self.asked.items() if one in asked}
+        assert self.buffer.put(one, Answer(reply, self.arena)) == waiting
+
+    @precondition(lambda self: self.doing)
+    @rule(at=st.integers(0, 50))
+    def die(self, at):
+        self.buffer.lost(self.doing.pop(at % len(self.doing)))
+
+    @rule()
+    def make_room(self):
+        self.buffer.make_room()
+
+    @invariant()
+    def nothing_is_freed_twice_or_while_it_is_sent(self):
+        frees = self.arena.frees
+        assert len(set(frees)) == len(frees)
+        assert not set(frees) & {answer.offset for answer in self.held}
+
+    @invariant()
+    def memory_is_that_of_the_batches(self):
+        assert self.buffer.ready_bytes == BATCH_BYTES * self.buffer.ready_batches
+
+    @invariant()
+    def what_is_not_ready_and_wanted_is_open_or_being_prepared(self):
+        wanted = {one for asked in self.asked.values() for one in asked}
+        missing = wanted - set(self.buffer._ready) - set(self.doing)
+        queues = self.buffer._open.values()
+        is_open = {one for queue in queues for keys in queue.values() for one in keys}
+        assert is_open == set(self.buffer._asker)
+        assert missing <= is_open <= wanted
+        assert not is_open & set(self.doing)
+
+    def teardown(self):
+        """Every rank gets what it has asked for, and then all memory is free."""
+        for who in sorted(self.asked):
+            while self.asked[who]:
+                self.take_now(who)
+        for answer in self.held:
+            answer.release()
+        for one in list(self.doing):
+            self.buffer.lost(one)
+        self.buffer.close()
+        assert sorted(self.arena.frees) == list(range(self.prepared))
+
+    def take_now(self, who):
+        first = self.asked[who][0]
+        for _ in range(100):
+            answer = self.buffer.take(who, first)
+            if answer is not None:
+                self.asked[who].pop(0)
+                self.held.append(answer)
+                return
+            self.choose(ahead=False, worker=by_parity(first))
+            if self.doing:
+                self.reply(0)
+        raise AssertionError(f"{who} never gets {first}")
+
+
+TestBuffer = BufferMachine.TestCase
+TestBuffer.settings = hypothesis.settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@hypothesis.given(
+    st.lists(st.sampled_from(["take", "send", "prepare"]), max_size=200), st.integers(1, 4)
+)
+@hypothesis.settings(deadline=None)
+def test_memory_is_bounded_whatever_one_rank_does(does, workers):
+    buffer, doing, asked, next_slot = buffer_of(BUDGET_BATCHES * BATCH_BYTES), [], [], 0
+    for one in does:
+        if one == "take":
+            asked.append(key(next_slot))
+            buffer.want("rank", key(next_slot))
+            next_slot += 1
+        elif one == "send" and asked and (taken := buffer.take("rank", asked[0])) is not None:
+            taken.release()
+            del asked[0]
+        elif one == "prepare":
+            if len(doing) >= workers:
+                done = doing.pop(0)
+                buffer.put(done, answer(done.slot))
+            elif (got := buffer.choose(0)) is not None:
+                doing.append(got)
+        # One that the rank has to send next; and nobody knew how large the first ones would be.
+        assert buffer.ready_batches <= max(BUDGET_BATCHES, workers) + 1

@@ -1,0 +1,347 @@
+"""What a source prepares is what a local DataLoader yields."""
+
+import random
+
+import cloudpickle
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from taas_magic.data.dataset import Ended, Failed, Source
+from taas_magic.data.order import Order
+from taas_magic.data.sharding import seed_of
+
+SEED = 11
+
+
+class Squares(Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index * index
+
+
+class Noise(Squares):
+    def __getitem__(self, index):
+        return torch.rand(1).item() + random.random()
+
+
+class Broken(Squares):
+    def __getitem__(self, index):
+        if index == 5:
+            raise ValueError("sample five is bad")
+        return index
+
+
+class Count(IterableDataset):
+    """Splits its numbers over the workers, unevenly."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        yield from range(first, self.size, step)
+
+
+class Remembering(Sampler):
+    """A sampler with a memory of its own."""
+
+    def __init__(self, size):
+        self.rng, self.size = random.Random(3), size
+
+    def __iter__(self):
+        order = list(range(self.size))
+        self.rng.shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return self.size
+
+
+class Stages(Sampler):
+    """Another order in each epoch that it is told of."""
+
+    def __init__(self, size):
+        self.size, self.epoch = size, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(random.Random(self.epoch).sample(range(self.size), self.size))
+
+    def __len__(self):
+        return self.size
+
+
+class Unsized(Sampler):
+    def __iter__(self):
+        return iter([3, 1, 2])
+
+
+class Endless(Sampler):
+    """Draws for ever, from the process's own random numbers."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        while True:
+            yield int(torch.randint(self.size, ()))
+
+
+def source_of(loader, **changes):
+    arguments = {"name": "train", "seed": SEED, "where": "test"} | changes
+    return Source(cloudpickle.dumps(loader), **arguments)
+
+
+def stream(source, epoch=0):
+    batches = []
+    while True:
+        try:
+            batches.append(source.prepare(epoch, len(batches)))
+        except Ended:
+            return batches
+
+
+def flat(batches):
+    return [torch.as_tensor(batch).tolist() for batch in batches]
+
+
+def local(loader, epoch=0):
+    torch.manual_seed(seed_of(SEED, epoch))
+    return flat(loader)
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(st.integers(0, 40), st.integers(1, 7), st.booleans(), st.booleans())
+def test_a_map_style_stream_is_the_local_one(size, batch_size, shuffle, drop_last):
+    shuffle = shuffle and size > 0
+    loader = DataLoader(Squares(size), batch_size, shuffle=shuffle, drop_last=drop_last)
+    source = source_of(loader)
+    for epoch in (0, 1, 5):
+        assert flat(stream(source, epoch)) == local(loader, epoch)
+        assert source.open(epoch).batches == len(loader)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sampler": WeightedRandomSampler([1, 2, 3, 4], 9)},
+        {"batch_sampler": BatchSampler([4, 3, 2, 1, 0], 2, False)},
+        {"batch_size": None},
+        {"batch_size": None, "shuffle": True},
+        {"batch_size": 4, "collate_fn": sum},
+        {"sampler": [4, 4, 1]},
+    ],
+)
+def test_samplers_and_collation(arguments):
+    loader = DataLoader(Squares(5), **arguments)
+    assert flat(stream(source_of(loader), 2)) == local(loader, 2)
+
+
+def test_a_generator_goes_on_from_epoch_to_epoch():
+    loader = DataLoader(Squares(20), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
+    source = source_of(loader)
+    assert [flat(stream(source, epoch)) for epoch in range(3)] == [flat(loader) for _ in range(3)]
+    again = source_of(
+        DataLoader(Squares(20), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
+    )
+    assert flat(stream(again, 2)) == flat(stream(source, 2))
+
+
+def test_a_sampler_with_a_memory_is_replayed():
+    loader = DataLoader(Squares(12), 3, sampler=Remembering(12))
+    source = source_of(loader)
+    assert flat(stream(source, 2)) == [flat(loader) for _ in range(3)][2]
+    assert flat(stream(source_of(DataLoader(Squares(12), 3, sampler=Remembering(12)))))
+
+
+@pytest.mark.parametrize("is_stateful", [True, False])
+def test_many_epochs_are_remembered_in_bounded_memory(is_stateful):
+    generator = torch.Generator().manual_seed(5) if is_stateful else None
+    order = Order(DataLoader(Squares(12), 3, shuffle=True, generator=generator), SEED)
+    digests = [order.epoch(number).digest for number in range(40)]
+    assert len(set(digests)) == 40
+    assert len(order._starts) < 8
+    assert [order.epoch(number).digest for number in (3, 39, 0, 20)] == [
+        digests[number] for number in (3, 39, 0, 20)
+    ], "it begins again"
+
+
+def test_a_sampler_without_length_is_read_to_its_end():
+    source = source_of(DataLoader(Squares(4), batch_size=2, sampler=Unsized()))
+    assert flat(stream(source)) == [[9, 1], [4]]
+    assert source.open(0).batches is None
+
+
+def test_an_endless_sampler_draws_the_same_whatever_is_prepared_meanwhile():
+    loader = DataLoader(Noise(100), batch_size=4, sampler=Endless(100))
+    one, other = Order(loader, SEED).epoch(0).indices, source_of(loader)
+    for slot in (0, 5000, 4999, 2):
+        other.prepare(0, slot)
+        assert other.indices(0, slot) == one[slot]
+    assert one[0] != one[1]
+
+
+def test_an_endless_sampler_is_remembered_in_bounded_memory():
+    loader = DataLoader(Squares(100), batch_size=1, sampler=Endless(100))
+    indices = Order(loader, SEED).epoch(0).indices
+    first = [indices[batch] for batch in range(40_000)]
+    assert len(indices._seen) < 20_000
+    assert [indices[batch] for batch in range(40_000)] == first, "it begins again"
+
+
+def test_set_epoch_reaches_the_sampler():
+    sampler = Stages(10)
+    source = source_of(DataLoader(Squares(10), 5, sampler=sampler))
+    sampler.set_epoch(3)
+    assert flat(stream(source, 3)) == flat(DataLoader(Squares(10), 5, sampler=sampler))
+    assert flat(stream(source, 3)) != flat(stream(source, 2))
+
+
+def test_the_digest_tells_orders_apart():
+    loader = DataLoader(Squares(20), 4, shuffle=True)
+    one, other = Order(loader, 1), Order(loader, 2)
+    assert one.epoch(0).digest == Order(loader, 1).epoch(0).digest
+    assert one.epoch(0).digest != one.epoch(1).digest != other.epoch(1).digest
+
+
+def test_a_sampler_does_not_carry_the_dataset():
+    dataset = Squares(10)
+    dataset.large = bytes(1_000_000)
+    assert len(Order(DataLoader(dataset, 2, shuffle=True), 0)._starts[0]) < 10_000
+
+
+def test_randomness_depends_on_the_batch_alone():
+    loader = DataLoader(Noise(20), 4, shuffle=True)
+    forward, source = flat(stream(source_of(loader))), source_of(loader)
+    assert [source.prepare(0, slot).tolist() for slot in (4, 2, 2)] == [
+        forward[slot] for slot in (4, 2, 2)
+    ]
+
+
+def test_an_exception_names_index_batch_and_line():
+    source = source_of(DataLoader(Broken(8), 2), where="fetcher 1 on host a")
+    assert source.prepare(0, 1).tolist() == [2, 3]
+    with pytest.raises(Failed) as caught:
+        source.prepare(0, 2)
+    with pytest.raises(ValueError, match="sample five is bad") as raised:
+        caught.value.raised.reraise()
+    text = str(raised.value)
+    assert 'fetcher 1 on host a (loader "train", epoch 0, batch 2, index 5)' in text
+    assert 'raise ValueError("sample five is bad")' in text
+    assert source.prepare(0, 3).tolist() == [6, 7]
+
+
+@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.given(st.integers(0, 25), st.integers(1, 4), st.booleans())
+def test_one_stream_is_the_local_one(size, batch_size, drop_last):
+    loader = DataLoader(Count(size), batch_size, drop_last=drop_last)
+    assert flat(stream(source_of(loader))) == flat(loader)
+
+
+def test_several_streams_are_the_local_workers():
+    loader = DataLoader(Count(23), 3, num_workers=2)
+    source, batches, voids, slot = source_of(loader), [], 0, 0
+    while voids < 2:
+        try:
+            batches.append(source.prepare(0, slot).tolist())
+            voids = 0
+        except Ended:
+            voids += 1
+        slot += 1
+    assert batches == flat(loader)
+
+
+def test_a_stream_is_replayed_when_asked_for_what_is_behind_it():
+    source = source_of(DataLoader(Count(40), 4))
+    forward = flat(stream(source))
+    assert source.prepare(0, 3).tolist() == forward[3]
+    assert source.prepare(0, 9).tolist() == forward[9]
+
+
+class Stateful(Count):
+    replayed = 0
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < self.size:
+            Stateful.replayed += 1
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def test_a_state_that_was_loaded_shortens_the_replay():
+    payload = __import__("pickle").dumps(DataLoader(Stateful(400), 2))
+    first = Source(payload, "train", SEED, "test")
+    forward = flat(stream(first))
+    found = first.state(0, 130)
+    assert found == (128, {"at": 256})
+    other = Source(payload, "train", SEED, "test")
+    assert other.state(0, 130) is None
+    other.prepare(0, 3)
+    other.restore(0, 128, found[1])
+    Stateful.replayed = 0
+    assert other.prepare(0, 130).tolist() == forward[130]
+    assert Stateful.replayed == 2 * 3
+    other.restore(0, 128, found[1])
+    assert other.prepare(0, 131).tolist() == forward[131]
+    assert Stateful.replayed == 2 * 4, "another rank that loads the same state costs nothing"
+
+
+def test_a_datasets_own_state_shortens_the_replay():
+    source = Source(__import__("pickle").dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
+    forward = flat(stream(source))
+    Stateful.replayed = 0
+    assert source.prepare(0, 130).tolist() == forward[130]
+    assert Stateful.replayed <= 2 * (130 - 128 + 1)
+
+
+def test_the_states_of_an_epoch_outlive_the_work_ahead_on_the_next():
+    source = Source(__import__("pickle").dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
+    forward = flat(stream(source))
+    source.prepare(1, 0)
+    assert source.state(0, 130) == (128, {"at": 256})
+    Stateful.replayed = 0
+    assert source.prepare(0, 130).tolist() == forward[130]
+    assert Stateful.replayed <= 2 * (130 - 128 + 1)
+    source.forget_before(1)
+    assert source.state(0, 130) is None
+    assert source.state(1, 0) is None, "a stream that has given nothing begins at its beginning"
+
+
+def test_of_a_long_stream_few_states_are_kept_and_they_reach_all_of_it():
+    size = 64 * 600
+    payload = __import__("pickle").dumps(DataLoader(Stateful(size), None))
+    source = Source(payload, "train", SEED, "test")
+    for slot in range(size):
+        source.prepare(0, slot)
+    behind = {slot: slot - source.state(0, slot)[0] for slot in range(64, size, 64)}
+    assert max(behind.values()) < 64 * 4
+    assert len({slot - lag for slot, lag in behind.items()}) <= 256

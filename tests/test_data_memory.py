@@ -1,0 +1,285 @@
+"""Memory for batches: used again when nobody looks at it, never before."""
+
+import gc
+import mmap
+import os
+import socket
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from taas_magic.data.memory import Arena, Blocks, Lent, Mapping, Spans, write_parts
+from taas_magic.data.protocol import ALIGN, aligned
+
+MEGABYTE = 1 << 20
+
+
+class SpansMachine(RuleBasedStateMachine):
+    """Whatever is taken and given back: nothing overlaps, and all that is free can be taken."""
+
+    def __init__(self):
+        super().__init__()
+        self.spans, self.used = Spans(), {}
+
+    @rule(size=st.integers(0, 1000))
+    def take(self, size):
+        room = aligned(max(size, 1))
+        fits = [start for start, end in self.gaps() if end - start >= room]
+        start = self.spans.take(size)
+        assert start == min(fits, default=max(self.used.values(), default=0))
+        self.used[start] = start + room
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def give_back(self, data):
+        start = data.draw(st.sampled_from(sorted(self.used)))
+        del self.used[start]
+        self.spans.give_back(start)
+
+    @invariant()
+    def nothing_overlaps(self):
+        assert all(start % ALIGN == 0 for start in self.used)
+        assert all(start <= end for start, end in self.gaps())
+
+    @invariant()
+    def the_end_is_that_of_the_last_span(self):
+        assert self.spans.end == max(self.used.values(), default=0)
+
+    def gaps(self):
+        """What lies between the spans in use, holes that were joined."""
+        spans = sorted(self.used.items())
+        return [(end, start) for (_, end), (start, _) in zip([(0, 0), *spans], spans, strict=False)]
+
+
+TestSpans = SpansMachine.TestCase
+TestSpans.settings = hypothesis.settings(max_examples=50, stateful_step_count=40, deadline=None)
+
+
+def test_a_hole_is_used_again_before_the_end_grows():
+    spans = Spans()
+    first, second, third = (spans.take(1000) for _ in range(3))
+    end = spans.end
+    spans.give_back(first)
+    spans.give_back(second)
+    assert (spans.take(2000), spans.end) == (first, end)
+    spans.give_back(third)
+    assert spans.end == third
+
+
+def test_an_arena_of_batches_that_come_and_go_does_not_grow():
+    arena = Arena()
+    for _ in range(50):
+        spans = [arena.take(size) for size in (100, 3 * MEGABYTE, 5000)]
+        for place, room in spans:
+            room[:] = b"x" * len(room)
+            arena.free(place)
+    assert os.fstat(arena.descriptor).st_blocks * 512 < 5 * MEGABYTE
+
+
+def test_an_arena_grows_under_what_is_looked_at():
+    arena = Arena()
+    _, first = arena.take(100)
+    first[:] = b"x" * 100
+    offset, _ = arena.take(3 << 30)
+    _, last = arena.take(100)
+    last[:] = b"y" * 100
+    memory = Mapping(os.dup(arena.descriptor))
+    assert bytes(memory.view(0, 100)) == bytes(first) == b"x" * 100
+    assert bytes(memory.view(aligned(offset + (3 << 30)), 100)) == b"y" * 100
+
+
+@hypothesis.given(st.lists(st.binary(max_size=50), max_size=1200))
+@hypothesis.settings(max_examples=20, deadline=None)
+def test_all_parts_of_a_body_are_written(parts):
+    descriptor = os.memfd_create("parts")
+    write_parts(descriptor, parts, 5)
+    assert os.pread(descriptor, 1 << 20, 0) == (bytes(5) + b"".join(parts) if any(parts) else b"")
+    os.close(descriptor)
+
+
+class Writer:
+    """An arena in a process of its own, which writes and frees what it is told to."""
+
+    def __init__(self):
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if not self.pid:
+            self._socket.close()
+            os._exit(self._work(theirs))
+        theirs.close()
+        _, descriptors, _, _ = socket.recv_fds(self._socket, 16, 1)
+        self.descriptor = descriptors[0]
+
+    @staticmethod
+    def _work(sock):
+        arena = Arena()
+        socket.send_fds(sock, [b"here"], [arena.descriptor])
+        while said := sock.recv(64).split():
+            if said[0] == b"free":
+                arena.free(int(said[1]))
+                sock.send(b"freed")
+                continue
+            size = int(said[2])
+            offset, room = arena.take(size)
+            room[:] = said[1] * size
+            sock.send(b"%d" % offset)
+        return 0
+
+    def write(self, letter, size):
+        self._socket.send(f"write {letter} {size}".encode())
+        return int(self._socket.recv(64))
+
+    def free(self, offset):
+        self._socket.send(f"free {offset}".encode())
+        self._socket.recv(64)
+
+    def close(self):
+        self._socket.close()
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def writer():
+    one = Writer()
+    yield one
+    one.close()
+
+
+def test_another_process_sees_what_a_worker_writes(writer):
+    memory = Mapping(writer.descriptor)
+    small = writer.write("a", 100)
+    view = memory.view(small, 100)
+    large = writer.write("b", 3 * MEGABYTE)
+    assert bytes(memory.view(large, 3 * MEGABYTE)) == b"b" * 3 * MEGABYTE
+    assert bytes(view) == b"a" * 100, "though more of the arena has been mapped since"
+    writer.free(small)
+    assert writer.write("c", 100) == small
+    assert bytes(view) == b"c" * 100, "it is the same memory"
+
+
+def test_a_mapping_outlives_its_writer(writer):
+    offset = writer.write("a", 5000)
+    memory = Mapping(writer.descriptor)
+    writer.close()
+    writer.close = lambda: None
+    assert bytes(memory.view(offset, 5000)) == b"a" * 5000
+
+
+def test_a_mapping_that_is_gone_closes_its_descriptor(writer):
+    memory = Mapping(writer.descriptor)
+    view = memory.view(writer.write("a", 100), 100)
+    del memory
+    with pytest.raises(OSError):
+        os.fstat(writer.descriptor)
+    assert bytes(view) == b"a" * 100
+
+
+@pytest.fixture
+def lent(writer):
+    closed = []
+    one = Lent(lambda: closed.append(True))
+    one.closed = closed
+    one.add(3, writer.descriptor)
+    return one
+
+
+def test_a_lent_span_is_given_back_once_when_the_last_view_is_gone(writer, lent):
+    first, second = writer.write("a", 5000), writer.write("b", 5000)
+    one, other = lent.look(3, first, 5000), lent.look(3, second, 5000)
+    part = one[100:200]
+    del one
+    assert lent.gone() == []
+    assert bytes(part) == b"a" * 100
+    del part
+    assert lent.gone() == [3, first]
+    assert lent.gone() == []
+    del other
+    assert lent.gone() == [3, second]
+
+
+def test_a_span_that_is_lent_again_is_given_back_again(writer, lent):
+    offset = writer.write("a", 5000)
+    for _ in range(3):
+        assert bytes(lent.look(3, offset, 5000)[:1]) == b"a"
+        assert lent.gone() == [3, offset]
+
+
+def test_what_is_read_stays_when_the_connection_is_closed(writer, lent):
+    view = lent.look(3, writer.write("a", 5000), 5000)
+    lent.close()
+    assert lent.closed == []
+    assert bytes(view) == b"a" * 5000
+    del view
+    assert lent.closed == [True]
+
+
+def test_a_connection_whose_memory_nobody_reads_is_closed_at_once(writer, lent):
+    view = lent.look(3, writer.write("a", 100), 100)
+    del view
+    assert lent.closed == []
+    lent.close()
+    assert lent.closed == [True]
+
+
+def test_what_a_child_reads_no_more_is_not_given_back(writer, lent):
+    offset = writer.write("a", 5000)
+    view = lent.look(3, offset, 5000)
+    pid = os.fork()
+    if not pid:
+        del view
+        gc.collect()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert lent.gone() == []
+    assert bytes(view) == b"a" * 5000
+    del view
+    assert lent.gone() == [3, offset]
+
+
+def test_held_bytes_are_what_has_been_looked_at_of_the_arenas(writer, lent):
+    assert lent.held_bytes == 0
+    view = lent.look(3, writer.write("a", 2 * MEGABYTE), 2 * MEGABYTE)
+    assert 2 * MEGABYTE <= lent.held_bytes <= 4 * MEGABYTE
+    assert len(view) == 2 * MEGABYTE
+
+
+def test_a_block_is_used_again_once_nobody_looks_at_it():
+    blocks = Blocks(MEGABYTE)
+    first = blocks.take(5000)
+    first[:3] = b"one"
+    second = blocks.take(5000)
+    second[:3] = b"two"
+    assert bytes(first[:3]) == b"one"
+    held = blocks.held_bytes
+    del first
+    third = blocks.take(5000)
+    assert (blocks.held_bytes, bytes(second[:3])) == (held, b"two")
+    assert bytes(third[:3]) == b"one"
+
+
+def test_a_part_of_a_block_keeps_all_of_it():
+    blocks = Blocks(MEGABYTE)
+    part = blocks.take(5000)[4000:4003]
+    part[:] = b"one"
+    other = blocks.take(5000)
+    other[:] = bytes(5000)
+    assert bytes(part) == b"one"
+
+
+def test_what_is_kept_free_is_bounded_and_what_is_looked_at_stays():
+    blocks = Blocks(MEGABYTE)
+    views = [blocks.take(1 << 19) for _ in range(6)]
+    for number, view in enumerate(views):
+        view[0] = number
+    assert blocks.held_bytes <= MEGABYTE
+    assert [view[0] for view in views] == list(range(6))
+
+
+@hypothesis.given(st.integers(1, 3 * MEGABYTE))
+@hypothesis.settings(deadline=None, max_examples=30)
+def test_a_block_is_as_large_as_asked_and_not_much_larger(size):
+    blocks = Blocks(0)
+    assert len(blocks.take(size)) == size
+    assert size <= blocks.held_bytes <= size + max(size // 4, mmap.PAGESIZE)

@@ -1,0 +1,558 @@
+"""What is registered, by its user: the notebook, the cell, and a local DataLoader beside it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from taas_magic import registry
+from taas_magic.capture import pickling
+from taas_magic.data.sharding import seed_of
+from tests.harness import Notebook, Outcome
+
+SEED = 5
+
+DEFINE = """
+import functools, os, random, taas, torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import Sampler, get_worker_info
+
+class Numbers(Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered() -> Iterator[None]:
+    yield
+    registry._registered.clear()
+    pickling.STAND_INS.clear()
+
+
+@pytest.fixture
+def defined(notebook: Notebook) -> Notebook:
+    """A notebook with a dataset."""
+    notebook.define(DEFINE)
+    return notebook
+
+
+def result(outcome: Outcome) -> Any:
+    assert outcome.error is None, outcome.shown
+    assert outcome.run is not None
+    return outcome.run.result
+
+
+def refusal(notebook: Notebook, source: str) -> str:
+    """What an ordinary cell says that fails."""
+    ran = notebook.shell.run_cell(source, store_history=True)
+    assert ran.error_in_exec is not None
+    return str(ran.error_in_exec)
+
+
+def local(notebook: Notebook, expression: str, epoch: int = 0) -> list[list[int]]:
+    """What a local DataLoader yields in this process."""
+    torch.manual_seed(seed_of(SEED, epoch))
+    return [torch.as_tensor(batch).tolist() for batch in eval(expression, notebook.shell.user_ns)]
+
+
+FIRST = "[batch.tolist() for batch in loader]"
+CPUS = ("--cpus 0", "--cpus 1", "--cpus 3")
+
+
+def test_a_look_in_the_notebook_leaves_a_saved_position(defined: Notebook) -> None:
+    defined.define(
+        "def made():\n"
+        "    generator = torch.Generator().manual_seed(3)\n"
+        "    return DataLoader(Numbers(24), 2, shuffle=True, generator=generator)\n"
+        "loader = taas.register(made(), seed=5)"
+    )
+    whole = local(defined, "made()")
+    state: Any = result(
+        defined.run("for _ in zip(range(4), loader): pass\nloader.state_dict()", gpus=1)
+    )
+    defined.define("looked = [list(loader), next(iter(loader))]")
+    defined.shell.user_ns["state"] = state
+    for flags in CPUS:
+        rest = result(defined.run(f"loader.load_state_dict(state)\n{FIRST}", flags, gpus=1))
+        assert rest == whole[4:]
+
+
+STATE = "for _ in zip(range(3), loader): pass\nloader.state_dict()"
+
+
+@pytest.mark.parametrize("flags", CPUS[:2])
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        ("DataLoader(Numbers(24), 2, shuffle=True), seed=6", "is of seed 5, and this run's is 6"),
+        ("DataLoader(Numbers(26), 2, shuffle=True), seed=5", "of 24 samples, the loader's is"),
+        ("DataLoader(Numbers(24), 3, shuffle=True), seed=5", "another order than the loader has"),
+        ("DataLoader(Numbers(24), 2), seed=5", "another order than the loader has"),
+    ],
+)
+def test_a_state_of_another_loader_is_refused(
+    defined: Notebook, flags: str, now: str, says: str
+) -> None:
+    defined.define(
+        "loader = taas.register(DataLoader(Numbers(24), 2, shuffle=True), name='x', seed=5)"
+    )
+    defined.shell.user_ns["state"] = result(defined.run(STATE, flags, gpus=1))
+    defined.define(f"loader = taas.register({now}, name='x')")
+    outcome = defined.run("loader.load_state_dict(state)\nlist(loader)", flags, gpus=1)
+    assert says in outcome.shown
+
+
+def test_a_state_of_other_streams_is_refused(defined: Notebook) -> None:
+    defined.define(
+        "class Count(IterableDataset):\n"
+        "    def __iter__(self):\n"
+        "        return iter(range(20))\n"
+        "loader = taas.register(DataLoader(Count(), 2, num_workers=1))"
+    )
+    defined.shell.user_ns["state"] = result(defined.run(STATE, gpus=1))
+    defined.define("loader = taas.register(DataLoader(Count(), 2, num_workers=2))")
+    outcome = defined.run("loader.load_state_dict(state)", gpus=1)
+    assert "with num_workers=1 and batch_size=2, the loader has" in outcome.shown
+    outcome = defined.run("loader.load_state_dict({'_num_yielded': 3})", gpus=1)
+    assert "this is no state of a registered loader" in outcome.shown
+
+
+@pytest.mark.parametrize("flags", CPUS)
+def test_built_in_datasets_are_dealt(defined: Notebook, flags: str) -> None:
+    defined.define(
+        "datasets = [[10, 11, 12, 13], (10, 11, 12, 13), {n: 10 + n for n in range(4)}, 'abcd']\n"
+        "loaders = [taas.register(DataLoader(data, 1, shuffle=False)) for data in datasets]"
+    )
+    cell = "print([[list(batch) for batch in loader] for loader in loaders])"
+    outcome = defined.run(cell, flags)
+    assert outcome.error is None, outcome.shown
+    numbers = [[[[10], [12]]] * 3, [[[11], [13]]] * 3]
+    letters = [[["a"], ["c"]], [["b"], ["d"]]]
+    for rank in (0, 1):
+        seen = eval(outcome.lines[rank][0].replace("tensor(", "int("))
+        assert seen == [*numbers[rank], letters[rank]]
+
+
+def test_a_built_in_value_is_no_loader(defined: Notebook) -> None:
+    for value in ("[1, 2]", "(1, 2)", "{1: 2}", "'ab'", "{1}", "b'ab'"):
+        assert "register a DataLoader of it" in refusal(defined, f"taas.register({value})")
+
+
+SHARDS = [
+    (
+        "torch.utils.data.DataLoader(Numbers(8), sampler="
+        "torch.utils.data.DistributedSampler(Numbers(8), num_replicas=2, rank=0))",
+        "`loader.sampler` is a torch.utils.data.distributed.DistributedSampler",
+    ),
+    (
+        "DataLoader(Numbers(8), batch_sampler=accelerate.data_loader.BatchSamplerShard("
+        "BatchSampler(range(8), 2, False), 2, 0))",
+        "`loader.batch_sampler` is an accelerate.data_loader.BatchSamplerShard",
+    ),
+    (
+        "DataLoader(accelerate.data_loader.IterableDatasetShard(Stream(), 2, False, 2, 0))",
+        "`loader.dataset` is an accelerate.data_loader.IterableDatasetShard",
+    ),
+    (
+        "accelerate.data_loader.DataLoaderShard(Numbers(8))",
+        "`loader` is an accelerate.data_loader.DataLoaderShard",
+    ),
+    (
+        "DataLoader(datasets.distributed.split_dataset_by_node("
+        "datasets.IterableDataset.from_generator(count), rank=0, world_size=2))",
+        "is a datasets.iterable_dataset.DistributedConfig",
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "says"), SHARDS)
+def test_double_sharding_is_refused(defined: Notebook, made: str, says: str) -> None:
+    defined.define(
+        "import accelerate.data_loader, datasets.distributed\n"
+        "class Stream(IterableDataset):\n"
+        "    def __iter__(self):\n"
+        "        return iter(range(4))\n"
+        "def count():\n"
+        "    yield from ({'n': n} for n in range(4))\n"
+        f"loader = {made}"
+    )
+    said = refusal(defined, "taas.register(loader)")
+    assert says in said
+    assert "dealt to the ranks already: leave it out" in said
+
+
+DEALING = """
+import torch.distributed as dist
+
+class Dealing(IterableDataset):
+    def __iter__(self):
+        rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if dist.is_initialized():
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+        return iter(range(rank, 12, ranks))
+
+loader = taas.register(DataLoader(Dealing(), 2, num_workers=WORKERS))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("flags", CPUS[:2])
+def test_a_dataset_that_deals_by_rank_deals_once(
+    defined: Notebook, flags: str, workers: int
+) -> None:
+    defined.define(DEALING.replace("WORKERS", str(workers)))
+    cell = (
+        "dist.init_process_group('gloo')\n"
+        "print([batch.tolist() for batch in loader], dist.get_rank(), os.environ['RANK'])"
+    )
+    outcome = defined.run(cell, flags)
+    assert outcome.error is None, outcome.shown
+    assert outcome.lines == {
+        0: ["[[0, 1], [4, 5], [8, 9]] 0 0"],
+        1: ["[[2, 3], [6, 7], [10, 11]] 1 1"],
+    }
+
+
+def test_webdatasets_split_by_node_deals_once(defined: Notebook) -> None:
+    defined.define(
+        "import io, tarfile, webdataset as wds\n"
+        "for shard in range(4):\n"
+        "    with tarfile.open(f'shard-{shard}.tar', 'w') as archive:\n"
+        "        info = tarfile.TarInfo(f'{shard}.cls')\n"
+        "        info.size = 1\n"
+        "        archive.addfile(info, io.BytesIO(str(shard).encode()))\n"
+        "data = wds.WebDataset('shard-{0..3}.tar', shardshuffle=False,\n"
+        "                      nodesplitter=wds.split_by_node).decode().to_tuple('cls')\n"
+        "loader = taas.register(DataLoader(data, batch_size=None))"
+    )
+    for flags in CPUS[:2]:
+        outcome = defined.run("print([label for (label,) in loader])", flags)
+        assert outcome.error is None, outcome.shown
+        assert outcome.lines == {0: ["[0, 2]"], 1: ["[1, 3]"]}
+
+
+def test_register_in_a_rank_raises(defined: Notebook) -> None:
+    outcome = defined.run("taas.register(DataLoader(Numbers(4)))")
+    assert "Register the loader in the notebook, in a cell without %%taas" in outcome.shown
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+def test_the_datasets_set_epoch_has_its_effect(defined: Notebook, kind: str) -> None:
+    defined.define(
+        "class Staged(Numbers):\n"
+        "    epoch = 0\n"
+        "    def set_epoch(self, epoch):\n"
+        "        self.epoch = epoch\n"
+        "    def __getitem__(self, index):\n"
+        "        return 100 * self.epoch + index\n"
+        "class Stages(Staged, IterableDataset):\n"
+        "    def __iter__(self):\n"
+        "        return (self[n] for n in range(self.size))\n"
+        f"def made():\n    return DataLoader({'Staged' if kind == 'map' else 'Stages'}(8), 2)\n"
+        "loader = taas.register(made())\n"
+        "def train(loader):\n"
+        "    seen = []\n"
+        "    for epoch in (0, 1, 4):\n"
+        "        loader.dataset.set_epoch(epoch)\n"
+        "        seen += [batch.tolist() for batch in loader]\n"
+        "    return seen"
+    )
+    here = eval("train(made())", defined.shell.user_ns)
+    for flags in CPUS:
+        assert result(defined.run("train(loader)", flags, gpus=1)) == here
+        outcome = defined.run("print(train(loader))", flags, gpus=2)
+        assert outcome.error is None, outcome.shown
+        assert [eval(outcome.lines[rank][0]) for rank in (0, 1)] == [here[::2], here[1::2]]
+
+
+@pytest.mark.parametrize("flags", CPUS[:2])
+def test_an_assignment_to_the_dataset_is_refused(defined: Notebook, flags: str) -> None:
+    defined.define(
+        "from torch.utils.data import Subset\n"
+        "loader = taas.register(DataLoader(Subset(Numbers(4), [3, 1])))"
+    )
+    outcome = defined.run("loader.dataset.train = False", flags)
+    assert "set 'train' in the notebook, before the cell (loader.dataset.train = …)" in (
+        outcome.shown
+    )
+    outcome = defined.run("loader.dataset.dataset.train = False", flags)
+    assert "(loader.dataset.dataset.train = …)" in outcome.shown
+    outcome = defined.run("loader.collate_fn = list", flags)
+    assert 'collate_fn of loader "loader" is with its fetchers' in outcome.shown
+
+
+def test_a_method_that_changes_only_the_ranks_copy_is_said(defined: Notebook) -> None:
+    defined.define(
+        "class Modes(Numbers):\n"
+        "    mode = 'train'\n"
+        "    def evaluate(self):\n"
+        "        self.mode = 'evaluate'\n"
+        "    def half(self):\n"
+        "        return self.size // 2\n"
+        "loader = taas.register(DataLoader(Modes(8)))"
+    )
+    outcome = defined.run("loader.dataset.evaluate()\nprint(loader.dataset.half())", gpus=1)
+    assert outcome.error is None, outcome.shown
+    said = " ".join(outcome.lines[0])
+    assert "loader.dataset.evaluate() changed 'mode' of this rank's copy" in said
+    assert outcome.lines[0][-1] == "4"
+
+
+SURFACE = """
+class Bunches(Sampler):
+    def __init__(self, size):
+        self.size, self.epoch = size, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.size - self.epoch
+
+    def __iter__(self):
+        return iter([[n, self.epoch] for n in range(len(self))])
+
+class Unsized(Sampler):
+    def __iter__(self):
+        return iter([3, 1, 2])
+
+class Endless(Sampler):
+    def __iter__(self):
+        while True:
+            yield int(torch.randint(8, ()))
+
+class Sized(IterableDataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+def added(batch):
+    return torch.tensor([sum(batch)])
+
+def hello(worker):
+    random.seed(worker)
+
+def length(loader):
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+def about(loader):
+    names = ("batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "in_order")
+    names += ("prefetch_factor", "persistent_workers")
+    shown = {name: getattr(loader, name) for name in names}
+    for name in ("collate_fn", "worker_init_fn"):
+        shown[name] = getattr(getattr(loader, name), "__name__", None)
+    generator, context = loader.generator, loader.multiprocessing_context
+    shown["generator"] = None if generator is None else generator.initial_seed()
+    shown["context"] = None if context is None else context.get_start_method()
+    shown["lengths"] = [length(loader), length(loader.dataset)]
+    if not isinstance(loader.dataset, IterableDataset):
+        samplers = (loader.sampler, loader.batch_sampler)
+        shown["lengths"] += [one if one is None else length(one) for one in samplers]
+    return shown
+
+def made():
+    return [
+        DataLoader(Numbers(3), 4, drop_last=True),
+        DataLoader(Numbers(9), 2, shuffle=True, generator=torch.Generator().manual_seed(9)),
+        DataLoader(Numbers(9), 2, collate_fn=added, worker_init_fn=hello, num_workers=1,
+                   timeout=50, prefetch_factor=3, persistent_workers=True,
+                   multiprocessing_context="fork"),
+        DataLoader(Numbers(9), batch_size=None),
+        DataLoader(Numbers(9), batch_sampler=Bunches(5)),
+        DataLoader(Numbers(9), 2, sampler=Unsized()),
+        DataLoader(Numbers(9), 2, sampler=Endless()),
+        DataLoader(Sized(9), 2),
+        DataLoader(Sized(9), 2, drop_last=True),
+        DataLoader(Sized(9), batch_size=None),
+    ]
+
+loaders = [taas.register(loader, seed=5) for loader in made()]
+
+def looked_at(loaders):
+    shown = [about(loader) for loader in loaders]
+    batches = [[torch.as_tensor(one).tolist() for one in loader]
+               for loader in loaders[:6] + loaders[7:]]
+    bunches = loaders[4]
+    bunches.batch_sampler.set_epoch(3)
+    epochs = [length(bunches), [one.tolist() for one in bunches], bunches.batch_sampler.size]
+    return shown, batches, epochs
+"""
+
+
+def test_a_rank_shows_what_the_loader_has(defined: Notebook) -> None:
+    defined.define(SURFACE)
+    here = eval("looked_at(made())", defined.shell.user_ns)
+    here[1][1] = [batch[:] for batch in local(defined, "made()[1]")]
+    for flags in CPUS:
+        shown, batches, epochs = result(defined.run("looked_at(loaders)", flags, gpus=1))
+        assert shown == here[0]
+        assert batches == here[1]
+        assert epochs == here[2]
+
+
+def test_two_ranks_of_an_endless_sampler(defined: Notebook) -> None:
+    defined.define(SURFACE)
+    torch.manual_seed(seed_of(SEED, 0))
+    endless = iter(defined.shell.user_ns["made"]()[6])
+    here = [next(endless).tolist() for _ in range(6)]
+    for flags in CPUS[:2]:
+        cell = "print([batch.tolist() for batch, _ in zip(loaders[6], range(3))])"
+        outcome = defined.run(cell, flags)
+        assert outcome.error is None, outcome.shown
+        assert [eval(outcome.lines[rank][0]) for rank in (0, 1)] == [here[::2], here[1::2]]
+
+
+def test_spawned_workers(defined: Notebook) -> None:
+    defined.define(
+        "loader = taas.register("
+        "DataLoader(Numbers(6), 2, num_workers=1, multiprocessing_context='spawn'))"
+    )
+    for flags in CPUS[:2]:
+        assert result(defined.run(FIRST, flags, gpus=1)) == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_are_what_a_local_loaders_are(defined: Notebook, workers: int) -> None:
+    defined.define(
+        "def begin(worker):\n"
+        "    os.environ['BEGUN'] = str(worker)\n"
+        "class Seeing(Numbers):\n"
+        "    def __getitem__(self, index):\n"
+        "        info = get_worker_info()\n"
+        "        return (info.id, info.num_workers) if info else None, os.environ.get('BEGUN')\n"
+        f"loader = DataLoader(Seeing(6), batch_size=None, num_workers={workers},\n"
+        "                    collate_fn=list, worker_init_fn=begin)\n"
+        "here = list(loader)\n"
+        "taas.register(loader)"
+    )
+    for flags in CPUS[:2]:
+        assert result(defined.run("list(loader)", flags, gpus=1)) == defined.shell.user_ns["here"]
+
+
+def test_a_handle_opened_after_register_is_named(
+    defined: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    defined.define(
+        "loader = taas.register(DataLoader(Numbers(4)))\n"
+        "loader.dataset.handle = open('handle.txt', 'w')"
+    )
+    for flags in (*CPUS[:2], "--dry-run"):
+        outcome = defined.run("for batch in loader: pass", flags)
+        shown = outcome.shown + capsys.readouterr().out
+        assert "`loader.dataset.handle` is a _io.TextIOWrapper" in shown
+        assert "set it to None here" in shown
+        assert "inside the cell" not in shown
+    defined.define("loader.dataset.handle.close(); del loader.dataset.handle")
+
+
+def test_the_same_cell_five_times_leaves_one_loader(defined: Notebook) -> None:
+    for size in range(1, 6):
+        defined.define(f"loader = taas.register(DataLoader(Numbers({size})))")
+    assert {name: len(one.loader) for name, one in taas_registered().items()} == {"loader": 5}
+    for size in range(1, 6):
+        defined.define(f"loader = DataLoader(Numbers({size}))\ntaas.register(loader)")
+    assert {name: len(one.loader) for name, one in taas_registered().items()} == {"loader": 5}
+    defined.define("other = taas.register(DataLoader(Numbers(7)), name='named')\nalias = loader")
+    defined.define("loader = taas.register(DataLoader(Numbers(6)))")
+    assert sorted(taas_registered()) == ["alias", "loader", "named"]
+    defined.define("taas.unregister('loader'); taas.unregister(alias); taas.unregister('named')")
+    assert taas_registered() == {}
+
+
+def taas_registered() -> dict[str, Any]:
+    return registry.registered()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loaded_state_of_a_local_loader_is_refused(defined: Notebook) -> None:
+    defined.define(
+        "from torchdata.stateful_dataloader import StatefulDataLoader\n"
+        "first = StatefulDataLoader(Numbers(8), 2)\n"
+        "next(iter(first))\n"
+        "loader = StatefulDataLoader(Numbers(8), 2)\n"
+        "taas.register(loader)"
+    )
+    assert result(defined.run(FIRST, gpus=1)) == local(defined, "first")
+    defined.define("loader.load_state_dict(first.state_dict())")
+    assert "has loaded a state in the notebook" in defined.run(FIRST, gpus=1).shown
+    assert "has loaded a state in the notebook" in refusal(defined, "taas.register(loader)")
+
+
+def test_what_the_capture_carries_a_dataset_may_hold(defined: Notebook) -> None:
+    defined.define(
+        "@functools.lru_cache\n"
+        "def squared(n):\n"
+        "    return n * n\n"
+        "class Squares(Numbers):\n"
+        "    def __init__(self, size):\n"
+        "        super().__init__(size)\n"
+        "        self.of, self.picture = squared, torch.arange(100)\n"
+        "    def __getitem__(self, index):\n"
+        "        return self.of(index) + int(self.picture[index])\n"
+        "loader = taas.register(DataLoader(Squares(6), 2))"
+    )
+    for flags in CPUS[:2]:
+        assert result(defined.run(FIRST, flags, gpus=1)) == local(defined, "loader")
+
+
+def test_persistent_workers_of_the_notebook_stay_there(defined: Notebook) -> None:
+    defined.define(
+        "loader = taas.register("
+        "DataLoader(Numbers(6), 2, num_workers=1, persistent_workers=True))\n"
+        "looked = list(loader)"
+    )
+    assert result(defined.run(FIRST, "--cpus 1", gpus=1)) == [[0, 1], [2, 3], [4, 5]]
+    defined.define("loader._iterator = None")
+
+
+def test_what_a_dataset_prints_without_fetchers_is_the_ranks(defined: Notebook) -> None:
+    defined.define(
+        "class Printing(Numbers):\n"
+        "    def __getitem__(self, index):\n"
+        "        print('read', index)\n"
+        "        return index\n"
+        "loader = taas.register(DataLoader(Printing(2), 2))"
+    )
+    outcome = defined.run("list(loader)", gpus=1)
+    assert outcome.error is None, outcome.shown
+    assert outcome.lines[0][:2] == ["read 0", "read 1"], "it reads ahead, too"
+
+
+def test_loaders_in_threads_of_their_own(defined: Notebook) -> None:
+    defined.define(
+        "import threading\n"
+        "class Noise(Numbers):\n"
+        "    def __getitem__(self, index):\n"
+        "        return torch.rand(()) + index\n"
+        "made = [DataLoader(Noise(40), 2, shuffle=True) for _ in range(2)]\n"
+        "loaders = [taas.register(loader, seed=n) for n, loader in enumerate(made)]\n"
+        "def epochs():\n"
+        "    seen = [None, None]\n"
+        "    def take(n):\n"
+        "        seen[n] = [batch.tolist() for batch in loaders[n]]\n"
+        "    threads = [threading.Thread(target=take, args=(n,)) for n in (0, 1)]\n"
+        "    for thread in threads: thread.start()\n"
+        "    for thread in threads: thread.join()\n"
+        "    return seen"
+    )
+    alone = "[[batch.tolist() for batch in loader] for loader in loaders]"
+    expected = result(defined.run(alone, gpus=1))
+    cell = "before = torch.get_rng_state()\nepochs(), torch.equal(before, torch.get_rng_state())"
+    for flags in CPUS[:2]:
+        assert result(defined.run(cell, flags, gpus=1)) == (expected, True)

@@ -1,0 +1,174 @@
+"""Who gets which batch: against a plain model, for every size, world size and rule."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from taas_magic.data import sharding
+from taas_magic.data.sharding import VOID, Course, EpochPlace, NoSlot, Part, ScoutedCourse
+
+worlds = st.integers(1, 5)
+rules = st.sampled_from(sharding.UNEVEN)
+
+
+def rows_of(slots, world_size, uneven):
+    """The model: deal slots into rows, one for each step."""
+    rows = [slots[at : at + world_size] for at in range(0, len(slots), world_size)]
+    if rows and len(rows[-1]) < world_size:
+        if uneven == "drop":
+            rows.pop()
+        elif uneven == "pad":
+            rows[-1] += [slots[k % len(slots)] for k in range(world_size - len(rows[-1]))]
+    return rows
+
+
+def bounded(rows, units, counts):
+    kept, spent = [], 0
+    for row in rows:
+        spent += sum(counts[slot] for slot in row)
+        if units is not None and spent > units:
+            break
+        kept.append(row)
+    return kept
+
+
+def walk(course, rank, answers, ahead=3, step=0):
+    """Play a rank: ask ahead, learn the answers in order, take steps until the end."""
+    handed = []
+    while True:
+        for ask in course.asks(step + ahead):
+            if answers(ask.slot) == VOID or isinstance(course, ScoutedCourse) or ask.mine:
+                course.learn(ask.slot, answers(ask.slot))
+        verdict = course.at(step)
+        assert verdict is not NoSlot.WAIT
+        if verdict is NoSlot.END:
+            return handed
+        handed.append(verdict)
+        step += 1
+
+
+@hypothesis.given(st.integers(0, 40), worlds, rules, st.none() | st.integers(0, 60))
+def test_a_plain_course_deals_like_the_model(batches, world_size, uneven, units):
+    if uneven == "keep" and units is not None:
+        rows = rows_of(list(range(min(batches, units))), world_size, uneven)
+    else:
+        rows = bounded(rows_of(list(range(batches)), world_size, uneven), units, [1] * batches)
+    for rank in range(world_size):
+        part = Part(rank, world_size, uneven, units)
+        course = Course(part, batches)
+        want = [row[rank] for row in rows if rank < len(row)]
+        assert walk(course, rank, lambda slot: 1) == want
+        assert len(course) == len(want)
+
+
+@hypothesis.given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=4), worlds, rules, st.integers(1, 6)
+)
+def test_streams_are_dealt_like_a_local_loaders(lengths, world_size, uneven, ahead):
+    streams = len(lengths)
+    present = [s for s in range(streams * 13) if s // streams < lengths[s % streams]]
+    rows = rows_of(present, world_size, uneven)
+    for rank in range(world_size):
+        course = ScoutedCourse(Part(rank, world_size, uneven), None, streams)
+        handed = walk(course, rank, lambda s: 1 if s in present else VOID, ahead)
+        assert handed == [row[rank] for row in rows if rank < len(row)]
+
+
+@hypothesis.given(
+    st.lists(st.integers(1, 9), max_size=25),
+    worlds,
+    rules,
+    st.none() | st.integers(0, 80),
+    st.integers(1, 6),
+)
+def test_hints_bound_all_ranks_at_the_same_step(counts, world_size, uneven, units, ahead):
+    rows = bounded(rows_of(list(range(len(counts))), world_size, uneven), units, counts)
+    for rank in range(world_size):
+        course = ScoutedCourse(Part(rank, world_size, uneven, units), len(counts), 1)
+        handed = walk(course, rank, counts.__getitem__, ahead)
+        assert handed == [row[rank] for row in rows if rank < len(row)]
+
+
+@hypothesis.given(
+    st.lists(st.integers(0, 8), min_size=1, max_size=3), worlds, rules, st.integers(0, 9)
+)
+def test_a_course_goes_on_where_another_stopped(lengths, world_size, uneven, stop):
+    streams = len(lengths)
+    present = [s for s in range(streams * 9) if s // streams < lengths[s % streams]]
+
+    def answers(slot):
+        return 1 if slot in present else VOID
+
+    for rank in range(world_size):
+        part = Part(rank, world_size, uneven)
+        whole = walk(ScoutedCourse(part, None, streams), rank, answers)
+        step = min(stop, len(whole))
+        course = ScoutedCourse(part, None, streams)
+        for ask in course.asks(step + 1):
+            course.learn(ask.slot, answers(ask.slot))
+        resumed = ScoutedCourse(part, None, streams, course.place(step))
+        assert walk(resumed, rank, answers, step=step) == whole[step:]
+
+
+@hypothesis.given(st.integers(1, 30), worlds, rules, st.integers(0, 9))
+def test_a_plain_course_goes_on_too(batches, world_size, uneven, stop):
+    for rank in range(world_size):
+        course = Course(Part(rank, world_size, uneven), batches)
+        whole = walk(course, rank, lambda slot: 1)
+        step = min(stop, len(whole))
+        resumed = Course(Part(rank, world_size, uneven), batches, course.place(step))
+        assert walk(resumed, rank, lambda slot: 1, step=step) == whole[step:]
+
+
+def test_a_long_course_forgets_what_is_behind_it():
+    course = ScoutedCourse(Part(1, 2), None, 3)
+    handed = walk(course, 1, lambda slot: 1 if slot < 9000 else VOID)
+    assert handed == list(range(1, 9000, 2))
+    assert len(course._known) < 3000
+
+
+def test_hints_that_come_late_are_refused():
+    with pytest.raises(ValueError, match="batch 3 counts 5 units"):
+        Course(Part(0, 1), 10).learn(3, 5)
+
+
+def test_an_unknown_row_waits():
+    course = ScoutedCourse(Part(0, 2), None, 1)
+    list(course.asks(2))
+    course.learn(0, 1)
+    assert course.at(0) is NoSlot.WAIT
+    course.learn(1, 1)
+    assert course.at(0) == 0
+
+
+def test_the_units_of_a_row():
+    course = ScoutedCourse(Part(0, 2), 4, 1)
+    for ask in course.asks(2):
+        course.learn(ask.slot, ask.slot + 1)
+    assert [course.row_units(0), course.row_units(1)] == [3, 7]
+    assert Course(Part(0, 2, "keep"), 3).row_units(1) == 1
+
+
+@hypothesis.given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**40))
+def test_seeds_differ_by_place_and_fit_63_bits(seed, epoch, batch):
+    value = sharding.seed_of(seed, epoch, batch)
+    assert 0 <= value < 2**63
+    assert value == sharding.seed_of(seed, epoch, batch) != sharding.seed_of(seed, epoch, batch + 1)
+
+
+def test_seeds_stay_what_they_are():
+    assert sharding.seed_of(0, 0) == 520810605562734633
+
+
+@hypothesis.given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
+def test_batches_and_streams_keep_to_their_worker(slot, fetchers, workers):
+    fetcher, worker = sharding.home(slot, None, fetchers, workers)
+    assert worker == slot % workers
+    assert fetcher == slot // workers % fetchers
+    assert sharding.home(slot, 3, fetchers, workers) == sharding.home(
+        slot + 3, 3, fetchers, workers
+    )
+
+
+def test_place_is_plain_data():
+    assert EpochPlace(*EpochPlace(4, 4, (0, 1))) == EpochPlace(4, 4, (0, 1))

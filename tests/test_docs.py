@@ -1,0 +1,22 @@
+"""What the documentation names is there."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_page_of_faults_names_tests_that_there_are() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)
+    assert rows == [str(number) for number in range(1, 77)]
+    missing = [name for name in re.findall(r"`(test_\w+::test_\w+)`", page) if not exists(name)]
+    assert not missing
+
+
+def exists(name: str) -> bool:
+    """Whether `file::test` is a test."""
+    file, _, test = name.partition("::")
+    tree = ast.parse((ROOT / "tests" / f"{file}.py").read_text())
+    return any(isinstance(node, ast.FunctionDef) and node.name == test for node in tree.body)

@@ -1,0 +1,168 @@
+"""`taas.federation`: Flower on hosts that share nothing, each with data that stays there."""
+
+import secrets
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from taas_magic.errors import RankFailed
+from taas_magic.federation.apps import RESULT, _keeping
+from taas_magic.journal.folder import Event
+from taas_magic.notebook import launch
+from taas_magic.notebook.run import Run
+from tests.harness import Notebook, on_event, without_pytests_filter
+from tests.rig.hosts import Hosts, hosts_up
+from tests.rig.pools import enter, give_back, settings_in, ssh_pool
+
+flwr = pytest.importorskip("flwr", reason="flwr needs Python 3.11")
+
+from flwr.serverapp import ServerApp  # noqa: E402
+
+APPS = """
+import time
+import numpy as np, taas
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+client_app = ClientApp()
+
+@client_app.train()
+def train(message, context):
+    with open(context.node_config["data"]) as file:
+        examples = len(file.read())
+    print("trains in round", message.content["config"]["server-round"], flush=True)
+    weights, = message.content["arrays"].to_numpy_ndarrays()
+    metrics = MetricRecord({"num-examples": examples, "seen": float(examples)})
+    content = {"arrays": ArrayRecord([weights + examples]), "metrics": metrics}
+    return Message(RecordDict(content), reply_to=message)
+
+server_app = ServerApp()
+
+@server_app.main()
+def main(grid, context):
+    print("serves", context.run_config["rounds"], "rounds", flush=True)
+    while len(list(grid.get_node_ids())) < 2:
+        time.sleep(0.1)
+    strategy = FedAvg(fraction_evaluate=0, min_train_nodes=1, min_available_nodes=1)
+    return strategy.start(
+        grid,
+        ArrayRecord([np.zeros(2)]),
+        num_rounds=context.run_config["rounds"],
+        timeout=context.run_config["timeout"],
+    )
+"""
+
+PLACES = ("/tmp", "/root", "/home", "/var/tmp", "/run", "/dev/shm", "/srv", "/mnt")
+"""Where a process can leave a file on a host."""
+
+
+def test_what_main_returns_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RESULT, str(tmp_path / "result"))
+    app = ServerApp()
+    app.main()(lambda grid, context: [grid, context])
+    _keeping(app)("the grid", "the context")
+    assert b"the context" in (tmp_path / "result").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with hosts_up(2) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def settings(
+    warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    folder = settings_in(
+        tmp_path_factory.mktemp("config"), ssh_pool("sites", hosts, more="lease_s = 20")
+    )
+    yield folder
+    give_back(warm_notebook, folder, "sites")
+
+
+@pytest.fixture
+def sites(warm_notebook: Notebook, settings: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
+    """A notebook with the pool, and the two apps."""
+    enter(warm_notebook, settings, monkeypatch)
+    warm_notebook.define(APPS)
+    return warm_notebook
+
+
+def federate(notebook: Notebook, per_host: dict[str, dict[str, str]], **config: int) -> Run:
+    """Runs the apps; `result` is what came back."""
+    notebook.shell.user_ns |= {"per_host": per_host, "config": config}
+    with without_pytests_filter():
+        notebook.define(
+            "result = taas.federation(pool='sites', per_host=per_host)"
+            ".run(server_app, client_app, config)"
+        )
+    assert launch.last_run is not None
+    return launch.last_run
+
+
+def holding(hosts: Hosts, number: int, text: str) -> list[str]:
+    """The files of a host that hold a text."""
+    found = hosts.exec(number, "sh", "-c", f"grep -rlF {text} {' '.join(PLACES)} 2>/dev/null; :")
+    return found.split()
+
+
+@pytest.mark.network
+@pytest.mark.timeout(400)
+def test_data_stays_where_it_is_and_what_was_learned_comes_back(
+    sites: Notebook, hosts: Hosts
+) -> None:
+    (sites.project / "notes.txt").write_text(mark := secrets.token_hex(16))
+    texts = {number: secrets.token_hex(16) * number for number in (1, 2)}
+    for number, text in texts.items():
+        hosts.exec(number, "sh", "-c", f"mkdir -p /srv/data && printf {text} > /srv/data/own")
+    per_host = {name: {"data": "/srv/data/own"} for name in hosts.names}
+    run = federate(sites, per_host, rounds=2, timeout=300)
+    result = sites.shell.user_ns["result"]
+    # weighted by examples: (32 * 32 + 64 * 64) / 96 in each round
+    assert result.arrays.to_numpy_ndarrays()[0].tolist() == pytest.approx([2 * 160 / 3] * 2)
+    assert {n: m["seen"] for n, m in result.train_metrics_clientapp.items()} == pytest.approx(
+        {1: 160 / 3, 2: 160 / 3}
+    )
+    assert "serves 2 rounds" in run.logs(0)
+    for number, text in texts.items():
+        others = [holding(hosts, other, text[:32]) for other in (1, 2) if other != number]
+        assert holding(hosts, number, text[:32]) == ["/srv/data/own"] and others == [[]]
+        here = [str(sites.state_dir), str(sites.project)]
+        assert subprocess.run(["grep", "-rqF", text[:32], *here], check=False).returncode == 1
+        assert not holding(hosts, number, mark), "the project went to a client"
+    assert not [name for name in sites.shell.user_ns if name.startswith("taas_")]
+    for number in (1, 2):
+        left = hosts.exec(number, "sh", "-c", "ls -A /tmp").split()
+        assert not [name for name in left if name.startswith("taas-flower")]
+
+
+@pytest.mark.network
+@pytest.mark.timeout(200)
+def test_a_host_without_a_word_in_per_host_is_named(sites: Notebook, hosts: Hosts) -> None:
+    with pytest.raises(RankFailed, match=f"the hosts that take part are {hosts.name(1)}, "):
+        federate(sites, {"elsewhere": {"data": "/etc/hosts"}}, rounds=1, timeout=60)
+
+
+@pytest.mark.network
+@pytest.mark.timeout(400)
+def test_the_others_go_on_without_a_client_that_is_lost(
+    sites: Notebook, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trains_on_another_host(event: Event) -> bool:
+        lines = event.get("lines", ()) if event["kind"] == "lines" and event["rank"] else ()
+        return any("trains in round" in line for line in lines)
+
+    def power_off(run: Run) -> None:
+        hosts.kill(hosts.names.index(run.hosts[1]) + 1)
+
+    per_host = {name: {"data": "/etc/hosts"} for name in hosts.names}
+    with on_event(monkeypatch, trains_on_another_host, power_off) as seen:
+        run = federate(sites, per_host, rounds=2, timeout=300)
+    assert seen and run.state == "SUCCEEDED"
+    assert sorted(sites.shell.user_ns["result"].train_metrics_clientapp) == [1, 2]
+    assert "takes no part any more" in (run.path / "events.jsonl").read_text()

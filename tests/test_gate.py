@@ -1,0 +1,405 @@
+"""The pool's port, tried by programs that play the other side: FAULTS 47 to 50, 73 and 74."""
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from distributed import Client, Scheduler, Security
+from distributed.comm import CommClosedError, connect, listen
+from distributed.protocol.serialize import Serialize, ToPickle
+
+from taas_magic.config import PoolConfig
+from taas_magic.engines.keys import Keys, Peer, PeerRole
+from taas_magic.errors import ProtocolError
+from taas_magic.host.spec import HostSpec, Origin
+from taas_magic.journal.folder import RunFolder
+from taas_magic.messages import HostHello, PoolStatus, StorePort, pack, unpack
+from taas_magic.plan import Flags, HostCapacity, make_plan
+from taas_magic.pool import gate
+from taas_magic.pool.controller import Controller
+from taas_magic.pool.head import HeadScheduler
+from tests.rig.pools import PoolHere, pool_here
+
+pytestmark = pytest.mark.usefixtures("no_leftovers")
+
+
+class Pool(PoolHere):
+    """A pool with one good host, and the means of a bad one."""
+
+    @property
+    def port(self) -> tuple[str, int]:
+        return self.scheduler.ip, self.scheduler.port
+
+    async def connect(self, security: dict[str, Any], role: str = "worker") -> Any:
+        arguments = Security(**security).get_connection_args(role)
+        return await connect(self.scheduler.address, timeout=10, **arguments)
+
+    async def bad_host(self, name: str = "bad") -> Any:
+        """A connection of a host that has what every host is told."""
+        return await self.connect(self.keys.host(name))
+
+    async def join(self, comm: Any, **told: Any) -> None:
+        await comm.write(registration(**told))
+
+
+def registration(**told: Any) -> dict[str, Any]:
+    """What an agent says when it joins."""
+    usual = {
+        "op": "register-worker",
+        "reply": False,
+        "address": "tls://127.0.0.1:9",
+        "status": "running",
+        "nthreads": 1,
+        "name": "bad",
+        "now": 0.0,
+        "resources": {},
+        "memory_limit": 0,
+        "local_directory": "",
+        "services": {},
+        "nanny": None,
+        "pid": 0,
+        "versions": 7,
+        "metrics": {"bandwidth": {"total": 0, "workers": 5}},  # nobody could join after it
+        "extra": {"taas_agent": True},
+        "stimulus_id": "x",
+        "server_id": "bad",
+    }
+    return {**usual, **told}
+
+
+Play = Callable[[Pool], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def with_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Play], None]]:
+    """Runs plays with the module's pool; none may cost it its host."""
+    with pool_here(tmp_path_factory.mktemp("pool")) as (here, run):
+        pool = Pool(here.scheduler, here.controller, here.keys, here.member)
+
+        async def live(play: Play) -> None:
+            await play(pool)
+            assert pool.controller.members.all() == [pool.member]
+
+        yield lambda play: run(live(play))
+
+
+class Makes:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mknod, (str(self.file),)
+
+
+def test_nothing_that_is_sent_is_unpickled(
+    with_pool: Callable[[Play], None], tmp_path: Path
+) -> None:
+    """FAULTS 73; it is Dask that unpickles, before it looks at what is asked."""
+    file = tmp_path / "made"
+
+    async def play(pool: Pool) -> None:
+        for wrap, op in itertools.product((ToPickle, Serialize), ("identity", "taas_store")):
+            told = pool.keys.host("bad"), pool.keys.cluster(talks=False)
+            for comm in [await pool.connect(security) for security in told]:
+                with pytest.raises(CommClosedError):
+                    await comm.write({"op": op, "reply": True, "address": wrap(Makes(file))})
+                    await comm.read()
+
+    with_pool(play)
+    assert not file.exists()
+
+
+def test_a_host_may_ask_for_nothing_else(with_pool: Callable[[Play], None]) -> None:
+    """FAULTS 73: neither of Dask's calls nor of the controller's."""
+
+    async def play(pool: Pool) -> None:
+        kernels = {name for name in pool.scheduler.handlers if name.startswith("taas_")}
+        dasks = set(Scheduler.__dict__) | {"feed", "connection_stream", "register-client"}
+        asked = (dasks | kernels) - gate.MAY[PeerRole.HOST]
+        before = unpack(await pool.controller.status(), PoolStatus).refused
+        for op in asked:
+            comm = await pool.bad_host()
+            with pytest.raises(CommClosedError):
+                await comm.write({"op": op, "reply": True})
+                await comm.read()
+        assert len(kernels) > 5 and not pool.controller.over.is_set()
+        status = unpack(await pool.controller.status(), PoolStatus)
+        assert status.refused - before == len(asked)
+
+    with_pool(play)
+
+
+def test_nobody_has_functions_run_in_the_pool(with_pool: Callable[[Play], None]) -> None:
+    async def play(pool: Pool) -> None:
+        comm = await pool.connect(pool.keys.kernel(), "client")
+        for op in ("run_function", "feed", "broadcast", "register_worker_plugin"):
+            await comm.write({"op": op, "reply": True})
+            assert await comm.read() is None  # there is no such call
+        comm.abort()
+
+    with_pool(play)
+
+
+def test_a_host_joins_by_its_own_name_alone(with_pool: Callable[[Play], None]) -> None:
+    async def play(pool: Pool) -> None:
+        comm = await pool.bad_host()
+        await pool.join(comm, name="another")
+        with pytest.raises(CommClosedError):
+            await comm.read()
+
+    with_pool(play)
+
+
+def test_a_host_speaks_for_itself_alone(with_pool: Callable[[Play], None]) -> None:
+    """FAULTS 49: Dask believes a `worker` in a message more than whose stream it is."""
+
+    async def play(pool: Pool) -> None:
+        comm = await pool.bad_host()
+        await pool.join(comm)
+        assert (await comm.read())["status"] == "OK"
+        await comm.write([{"op": "taas_beat", "beat": 1, "worker": pool.member.address}])
+        with pytest.raises(CommClosedError):
+            while True:
+                await comm.read()
+        other = await pool.bad_host("worse")
+        metrics: dict[str, Any] = {}
+        await other.write(
+            {"op": "heartbeat_worker", "address": pool.member.address, "metrics": metrics}
+        )
+        answer = await other.read()
+        assert answer["status"] == "uncaught-error"
+        other.abort()
+
+    with_pool(play)
+
+
+def test_a_vehicle_is_no_agent(with_pool: Callable[[Play], None]) -> None:
+    async def play(pool: Pool) -> None:
+        comm = await pool.connect(pool.keys.cluster(talks=False))
+        await pool.join(comm, name="any")
+        await comm.write({"op": "identity"})
+        with pytest.raises(CommClosedError):
+            await comm.read()
+        assert "any" not in {worker.name for worker in pool.scheduler.workers.values()}
+
+    with_pool(play)
+
+
+def test_no_host_connects_to_another(with_pool: Callable[[Play], None]) -> None:
+    async def play(pool: Pool) -> None:
+        host, _, port = pool.member.address.removeprefix("tls://").rpartition(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)))
+        shows = Security(**pool.keys.host("x")).get_listen_args("worker")
+        async with listen("tls://127.0.0.1:0", pytest.fail, **shows) as agent:
+            for told, role in ((pool.keys.host("bad"), "worker"), (pool.keys.kernel(), "client")):
+                arguments = Security(**told).get_connection_args(role)
+                with pytest.raises(OSError, match=r"certificate|TLS|closed|Timed out"):
+                    comm = await connect(agent.contact_address, timeout=3, **arguments)
+                    await comm.read()
+
+    with_pool(play)
+
+
+def test_the_key_of_another_pool_opens_nothing(with_pool: Callable[[Play], None]) -> None:
+    """FAULTS 47: within 2 s."""
+
+    async def play(pool: Pool) -> None:
+        [listening] = pool.scheduler.listeners
+        before = listening.refused
+        with pytest.raises(OSError):
+            await pool.connect(Keys().host("local-0"))
+        forged = {**Keys().kernel(), "tls_ca_file": pool.keys.kernel()["tls_ca_file"]}
+        with pytest.raises(OSError):
+            comm = await pool.connect(forged, "client")
+            await comm.read()
+        assert listening.refused > before
+
+    with_pool(play)
+
+
+def test_a_crowd_that_says_nothing_keeps_nobody_out(
+    with_pool: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS 50 and 74: the oldest of those that prove nothing give way."""
+    monkeypatch.setattr(gate, "PROVE_S", 600)
+
+    async def play(pool: Pool) -> None:
+        crowd = [socket.create_connection(pool.port) for _ in range(3 * gate.MOST_UNPROVED)]
+        try:
+            for number, visitor in enumerate(crowd):
+                visitor.send(b"\x16\x03\x01"[: number % 4] or b"GET / HTTP/1.1\r\n\r\n"[:8])
+            security = Security(**pool.keys.kernel())
+            async with Client(pool.scheduler.address, security=security, asynchronous=True) as me:
+                assert unpack(await me.scheduler.taas_status(), PoolStatus).hosts
+            comm = await pool.bad_host()
+            comm.abort()
+            for visitor in crowd[: 2 * gate.MOST_UNPROVED]:
+                await asyncio.to_thread(_read_end, visitor)
+        finally:
+            for visitor in crowd:
+                visitor.close()
+
+    with_pool(play)
+
+
+def test_a_connection_that_drips_is_ended(
+    with_pool: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(pool: Pool) -> None:
+        monkeypatch.setattr(gate, "PROVE_S", 0.5)
+        with socket.create_connection(pool.port) as dripping:
+            for byte in b"\x16\x03\x01":
+                dripping.send(bytes([byte]))
+                await asyncio.sleep(0.05)
+            await asyncio.to_thread(_read_end, dripping)
+
+    with_pool(play)
+
+
+def _read_end(visitor: socket.socket) -> None:
+    """Returns when the other side has ended the connection."""
+    visitor.settimeout(60)
+    try:
+        while visitor.recv(4096):
+            pass
+    except ConnectionError:
+        return
+
+
+def test_a_message_may_not_announce_more_than_there_can_be() -> None:
+    for begin in (b"\xff" * 24, (2**40).to_bytes(8, "little") + (1).to_bytes(8, "little") * 2):
+        with pytest.raises(ProtocolError):
+            gate.size_of(begin)
+
+
+def test_a_host_is_whom_its_certificate_names() -> None:
+    for peer in (
+        Peer(PeerRole.HOST, "g2.8-0@ab: ü"),
+        Peer(PeerRole.KERNEL),
+        Peer(PeerRole.VEHICLE),
+    ):
+        assert Peer.of({"subjectAltName": (("URI", peer.identity),)}) == peer
+    with pytest.raises(ValueError, match="whose"):
+        Peer.of({})
+
+
+class Nowhere:
+    """Where no hosts come from: those of the test join by themselves."""
+
+    async def ensure(self, count: int) -> list[str]:
+        return []
+
+    async def release(self, keep: object) -> None:
+        """They stay."""
+
+    async def why_lost(self, agent: str) -> str:
+        return ""
+
+
+def test_a_bad_host_of_a_run_says_only_what_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS 73: two made-up hosts; the second one has rank 1 and says what it likes."""
+    monkeypatch.setenv("TAAS_STATE_DIR", str(tmp_path))
+    plan = make_plan(Flags(gpus=2), HostCapacity(1, 1), "a-run", max_hosts=2)
+    folder = RunFolder.create("a-run", plan, "cell")
+    folder.payload.write_bytes(b"payload")
+    changed = {"SET_IN_A_CELL": "1"}
+    origin = Origin("/", {"SECRET": "of the kernel"}, (), changed=changed)
+    spec = HostSpec(plan, 0, str(folder.path), origin, requires=None)
+    others = [
+        {"kind": "lines", "host": "good", "rank": 0, "lines": ["forged"]},
+        {"kind": "ended", "host": "", "state": "SUCCEEDED", "failures": [], "first": None},
+        {"kind": "settled", "host": "good", "attempt": 0, "state": "FAILED", "cause": "failure",
+         "failures": [{"rank": 0}]},
+        {"kind": "hang", "host": "good", "attempt": 0, "ranks": [{"rank": 0, "pid": 1}]},
+        {"kind": "lines", "host": "good", "rank": 1, "lines": ["mine"]},
+    ]  # fmt: skip
+
+    async def live() -> None:
+        keys = Keys()
+        options = {"host": "127.0.0.1", "protocol": "tls://"}
+        async with HeadScheduler(**options, security=Security(**keys.scheduler())) as scheduler:
+            pool = PoolConfig("far", engine="ssh", lease_s=600)
+            controller = Controller(scheduler, Nowhere(), pool, linger_s=600)  # type: ignore[arg-type]
+            hosts = [MadeUp(scheduler.address, keys, name) for name in ("good", "bad")]
+            for host in hosts:
+                await host.join()
+            security = Security(**keys.kernel())
+            async with Client(scheduler.address, security=security, asynchronous=True) as kernel:
+                launch = kernel.scheduler.taas_launch
+                await launch(owner=kernel.id, spec=pack(spec), said=[])
+                _, bad = hosts
+                told = unpack(bad.told, HostSpec)
+                assert told.origin.environ == {}
+                assert told.origin.changed == changed
+                for said in (*map(json.dumps, others), '{"kind": "new"}', "{"):
+                    await bad.say(op="taas_event", run_id="a-run", event=said.encode())
+                await bad.say(op="taas_event", run_id="a-run", event={"kind": "note"})
+                for name, may in (("logs/rank-1.log", True), ("logs/rank-0.log", False)):
+                    written = {"name": name, "offset": 0, "data": b"x", "last": True}
+                    answer = await bad.ask(run_id="a-run", what="run_write", arguments=written)
+                    assert (answer is None) == may
+                assert controller.members.refused == 8
+                for host in hosts:
+                    host.leave()
+
+    asyncio.run(live())
+    told = [json.loads(line) for line in folder.events.read_text().splitlines()]
+    assert [said for said in told if said["kind"] == "lines"] == [
+        {**others[-1], "host": "bad", "time": mock.ANY}
+    ]
+    assert [said["state"] for said in told if said["kind"] == "ended"] == ["LOST"]
+    assert folder.log(1).read_bytes() == b"x" and not folder.log(0).exists()
+
+
+class MadeUp:
+    """A host that joins and answers, and has no agent."""
+
+    def __init__(self, address: str, keys: Keys, name: str) -> None:
+        self.name, self._address = name, address
+        self._arguments = Security(**keys.host(name)).get_connection_args("worker")
+        self.told = b""
+
+    async def join(self) -> None:
+        self._comm = await connect(self._address, **self._arguments)
+        place = f"tls://127.0.0.1:{len(self.name)}"
+        await self._comm.write(registration(name=self.name, address=place))
+        assert (await self._comm.read())["status"] == "OK"
+        self._answering = asyncio.create_task(self._answer())
+
+    async def say(self, **message: Any) -> None:
+        await self._comm.write([message])
+
+    async def ask(self, **arguments: Any) -> Any:
+        comm = await connect(self._address, **self._arguments)
+        await comm.write({"op": "taas_store", "reply": True, **arguments})
+        answer = await comm.read()
+        comm.abort()
+        return answer
+
+    def leave(self) -> None:
+        self._answering.cancel()
+        self._comm.abort()
+
+    async def _answer(self) -> None:
+        while True:
+            for call in await self._comm.read():
+                if call["op"] == "taas_call":
+                    await self.say(op="taas_answer", id=call["id"], answer=self._said(call))
+
+    def _said(self, call: dict[str, Any]) -> bytes:
+        if call["name"] == "taas_hello":
+            return pack(HostHello(host=self.name, address="10.0.0.1", means="", gpus=1))
+        self.told = call["arguments"].get("spec", self.told)
+        return pack(StorePort(1))

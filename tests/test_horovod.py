@@ -1,0 +1,93 @@
+"""Horovod's ranks find what `horovodrun` would have given them."""
+
+import socket
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from taas_magic.host import horovod
+from taas_magic.host.rendezvous import Rendezvous
+from tests.harness import Notebook
+
+ADDRESS = "127.0.0.1"
+needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="horovod is not installed")
+
+SUM = """
+import horovod.torch as hvd, torch
+hvd.init()
+total = hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item()
+print(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), total)
+"""
+
+DIES_ONCE = """
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and hvd.rank() == 3:
+    os._exit(1)
+"""
+
+
+def environ(port: int = 1, **places: int) -> dict[str, str]:
+    """torchrun's variables of a rank, and where gloo listens."""
+    meeting = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "eth0"}
+    return {**meeting, **{name: str(number) for name, number in places.items()}}
+
+
+def test_a_rank_has_horovodruns_variables() -> None:
+    """The second of two hosts with two ranks each."""
+    places = {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
+    found = horovod.variables(environ(**places, GROUP_RANK=1, GROUP_WORLD_SIZE=2), "4711")
+    assert found == {
+        "HOROVOD_RANK": "3",
+        "HOROVOD_SIZE": "4",
+        "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_CROSS_RANK": "1",
+        "HOROVOD_CROSS_SIZE": "2",
+        "HOROVOD_HOSTNAME": f"{socket.gethostname()}-1",
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": ADDRESS,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
+        "HOROVOD_GLOO_IFACE": "eth0",
+    }
+
+
+@pytest.mark.parametrize(("local_rank", "hosts"), [(0, 3), (1, 3), (2, 2)])
+def test_of_uneven_hosts_only_the_larger_ones_have_a_last_place(
+    local_rank: int, hosts: int
+) -> None:
+    """Eight ranks on three hosts: 3, 3 and 2."""
+    places = {"RANK": local_rank, "WORLD_SIZE": 8, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 3}
+    found = horovod.variables(environ(**places, GROUP_RANK=0, GROUP_WORLD_SIZE=3), "4711")
+    assert found["HOROVOD_CROSS_SIZE"] == str(hosts)
+
+
+@pytest.fixture
+def meeting() -> Iterator[Rendezvous]:
+    found = Rendezvous(ADDRESS)
+    found.start()
+    yield found
+    found.close()
+
+
+@pytest.mark.skipif(find_spec("horovod") is not None, reason="horovod is installed")
+def test_a_first_host_without_horovod_is_named(meeting: Rendezvous) -> None:
+    notes: list[str] = []
+    assert horovod.ask(environ(meeting.port), notes.append) == {}
+    assert notes == ["the run's first host has no horovod: its ranks will not find each other"]
+
+
+@needs_horovod
+def test_ranks_of_one_host_add_up(notebook: Notebook) -> None:
+    outcome = notebook.run(SUM)
+    assert outcome.error is None, outcome.shown
+    assert outcome.lines == {rank: [f"{rank} 2 {rank} 2 0 1.0"] for rank in range(2)}
+
+
+@needs_horovod
+def test_ranks_of_several_hosts_add_up_also_after_a_restart(several: Notebook) -> None:
+    outcome = several.run(SUM + DIES_ONCE, "--pool many --max-restarts 1", gpus=4)
+    assert outcome.error is None, outcome.shown
+    said = {rank: f"{rank} 4 {rank % 2} 2 {rank // 2} 6.0" for rank in range(4)}
+    assert {rank: lines[-1] for rank, lines in outcome.lines.items()} == said

@@ -1,0 +1,208 @@
+"""Whole user programs of tests/programs: each gives in cells what it gives under torchrun.
+
+A program is a plain Python file that `# %%` lines divide into cells. A cell that begins with
+`# %% taas` runs on two ranks, with the flags that stand there; the others run in the notebook. What
+torchrun gives is recorded with the versions of all libraries (`rig/torchrun.py`).
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import textwrap
+import venv
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from tests.frontend import ROOT, Frontend, environment, kernel
+from tests.rig.torchrun import (
+    ARGUMENTS,
+    BESIDE,
+    GUIDE,
+    HANGS_AFTER_S,
+    NAMES,
+    PROGRAMS,
+    SCRIPT,
+    recorded,
+    results,
+    torchrun,
+)
+
+SPAWNING = ("hogwild", "process_pools")
+PASTED = ("process_pools", "rpc")
+NEEDS_TORCH = {"fsdp_dcp": "2.7", "pipeline_parallel": "2.6"}
+"""Programs that use what older versions of torch do not have."""
+
+IS_LIVE = "TAAS_TEST_TORCHRUN" in os.environ
+"""Whether every program is run by torchrun, too, though its results are recorded."""
+
+HEAD = f"%%taas --gpus 2 --timeout {HANGS_AFTER_S:.0f}s --env OMP_NUM_THREADS=1"
+GUARD = 'if __name__ == "__main__":\n'
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+SCRIPT_CELLS = {
+    "import": f"import {SCRIPT.stem}\n{SCRIPT.stem}.main({ARGUMENTS})\n",
+    "%run": f"%run {SCRIPT.name} {' '.join(ARGUMENTS)}\n",
+    "runpy": f"""
+import runpy
+import sys
+
+sys.argv = ["{SCRIPT.name}", *{ARGUMENTS}]
+runpy.run_path("{SCRIPT.name}", run_name="__main__")
+""",
+}
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a program.
+
+    Attributes:
+        marker: What stands behind `# %%`: "" or "taas", with flags.
+        source: The cell's text.
+    """
+
+    marker: str
+    source: str
+
+    @property
+    def code(self) -> str:
+        """The cell as a notebook holds it."""
+        if not self.marker:
+            return self.source
+        return f"{HEAD} {self.marker.removeprefix('taas').strip()}\n{self.source}"
+
+    def unguarded(self) -> "Cell":
+        """The cell without `if __name__ == "__main__":`, as people write it in notebooks."""
+        before, guard, after = self.source.partition(GUARD)
+        return Cell(self.marker, before + textwrap.dedent(after)) if guard else self
+
+
+def cells_of(name: str) -> list[Cell]:
+    text = (PROGRAMS / f"{name}.py").read_text()
+    _, *parts = re.split(r"^# %%(.*)\n", text, flags=re.MULTILINE)
+    return [Cell(*map(str.strip, pair)) for pair in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def check(found: list[str], script: Path, *arguments: str) -> None:
+    """Asserts that cells gave what torchrun gives: by its record, else by torchrun itself."""
+    assert found
+    if IS_LIVE or found != recorded(script, *arguments):
+        assert found == torchrun(script, *arguments)
+
+
+@pytest.fixture
+def frontend(frontend_of_module: Frontend) -> Frontend:
+    """The module's kernel, with no names of the program before and the scripts beside it."""
+    frontend_of_module.run("%reset -f")
+    frontend_of_module.run(
+        f"import shutil; shutil.copytree({str(BESIDE)!r}, '.', dirs_exist_ok=True)"
+    )
+    return frontend_of_module
+
+
+def run_cells(frontend: Frontend, cells: list[Cell]) -> list[str]:
+    """Runs cells one after another; gives the RESULT lines of them all."""
+    texts = []
+    for cell in cells:
+        request = frontend.send(cell.code)
+        reply = frontend.finish(request, HANGS_AFTER_S + 60)
+        text = ANSI.sub("", frontend.text(request))
+        assert reply["status"] == "ok", text + ANSI.sub("", "\n".join(reply["traceback"]))
+        texts.append(text)
+    return results("".join(texts))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_gives_in_cells_what_torchrun_gives(name: str, frontend: Frontend) -> None:
+    needs = NEEDS_TORCH.get(name, "0")
+    if Version(version("torch")) < Version(needs):
+        pytest.skip(f"{name} needs torch {needs}")
+    check(run_cells(frontend, cells_of(name)), PROGRAMS / f"{name}.py")
+
+
+@pytest.mark.parametrize("name", SPAWNING)
+def test_a_cell_spawns_processes_without_a_guard(name: str, frontend: Frontend) -> None:
+    cells = cells_of(name)
+    assert any(GUARD in cell.source for cell in cells)
+    unguarded = [cell.unguarded() for cell in cells]
+    check(run_cells(frontend, unguarded), PROGRAMS / f"{name}.py")
+
+
+@pytest.mark.parametrize("name", PASTED)
+def test_a_program_gives_in_one_cell_what_torchrun_gives(name: str, frontend: Frontend) -> None:
+    pasted = Cell("taas", "\n".join(cell.source for cell in cells_of(name)))
+    check(run_cells(frontend, [pasted]), PROGRAMS / f"{name}.py")
+
+
+@pytest.mark.parametrize("way", SCRIPT_CELLS)
+def test_a_script_gives_in_a_cell_what_torchrun_gives(way: str, frontend: Frontend) -> None:
+    found = run_cells(frontend, [Cell("taas", SCRIPT_CELLS[way])])
+    assert len(found) == 2
+    check(found, SCRIPT, *ARGUMENTS)
+
+
+def check_guide(found: list[str]) -> None:
+    """Asserts that the guide's example has learned the digits, and that its model came back."""
+    *_, last = [line for line in found if "epoch 9 rank 0" in line]
+    accuracy = last.split()[-1]
+    assert float(accuracy) > 0.8
+    assert f"RESULT in the notebook {float(accuracy)}" in found
+    assert f"RESULT epoch 9 rank 1 accuracy {accuracy}" in found
+
+
+def test_the_guides_example(frontend: Frontend) -> None:
+    check_guide(run_cells(frontend, cells_of(GUIDE)))
+    frontend.run("%taas down g2.8")
+
+
+@pytest.mark.skipif(
+    "TAAS_TEST_PIP_INSTALL" not in os.environ,
+    reason="asks the package index; TAAS_TEST_PIP_INSTALL=1 runs it",
+)
+def test_the_guides_example_after_its_pip_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
+) -> None:
+    """In an environment of its own: PyPI's `taas` overwrites the module of that name."""
+    python = copied_environment(tmp_path / "venv")
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PYTHONPATH")
+    use_python(tmp_path / "jupyter" / "kernels" / "taas" / "kernel.json", python)
+    cells = [Cell("", cell.source.replace("# %pip", "%pip")) for cell in cells_of(GUIDE)]
+    with kernel(tmp_path / "project") as frontend:
+        check_guide(run_cells(frontend, cells))
+        frontend.run("%taas down g2.8")
+    assert list((tmp_path / "venv").glob("lib/python*/site-packages/taas/taas_data_server.py"))
+
+
+def copied_environment(folder: Path) -> Path:
+    """An environment with this checkout installed, and all else from the one of these tests.
+
+    Returns:
+        Its interpreter.
+    """
+    venv.create(folder, with_pip=True)
+    [packages] = folder.glob("lib/python*/site-packages")
+    [shared] = Path(sys.prefix).glob("lib/python*/site-packages")
+    (packages / "shared.pth").write_text(f"{shared}\n")
+    shutil.copytree(ROOT / "taas_magic", packages / "taas_magic")
+    shutil.copy(ROOT / "taas.py", packages)
+    return folder / "bin" / "python"
+
+
+def use_python(kernelspec: Path, python: Path) -> None:
+    """Lets a kernel be started by another interpreter."""
+    content = json.loads(kernelspec.read_text())
+    content["argv"][0] = str(python)
+    kernelspec.write_text(json.dumps(content))

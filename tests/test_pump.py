@@ -1,0 +1,105 @@
+"""What ranks write to their pipes becomes events, messages and log files."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from taas_magic.host import link
+from taas_magic.host.output import MESSAGE_LIMIT_BYTES, Pump
+from taas_magic.journal.folder import RunFolder
+from taas_magic.messages import (
+    Display,
+    Event,
+    Note,
+    RankMessage,
+    RankRaised,
+    RankReported,
+    StoreMessage,
+    encode,
+)
+
+RAISED = RankRaised("ValueError", "bad", ["Traceback", "ValueError: bad"])
+
+
+class Rank:
+    """A rank's ends of the pipes of one pump, and what the pump made of what came.
+
+    Attributes:
+        log: The rank's log file.
+        events: What was sent to the pool's process.
+        messages: What came that is no log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        run = RunFolder(folder / "run")
+        (run.path / "logs").mkdir(parents=True)
+        self.log = run.log(0)
+        self.events: list[Event] = []
+        self.messages: list[Event | RankMessage | StoreMessage] = []
+        self.heard = threading.Event()
+        self.pump = Pump(folder, run, "h", self.events.append, self._take, lambda: None)
+        self.pump.open(0, [(0, 0)])
+        self.output = os.open(link.log_pipe(folder, 0, 0), os.O_WRONLY)
+        self.message_pipe = os.open(link.message_pipe(folder, 0, 0), os.O_WRONLY)
+
+    def _take(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
+        self.messages.append(message)
+        self.heard.set()
+
+    def say(self, message: Event | RankMessage | bytes) -> None:
+        """Writes a message, or bytes, as a rank does; returns when one has been taken."""
+        data = message if isinstance(message, bytes) else encode(message) + b"\n"
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.message_pipe, view) :]
+
+    def close(self) -> None:
+        os.close(self.output)
+        os.close(self.message_pipe)
+        self.pump.close()
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    made = Rank(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_traceback_is_in_the_log_once_after_what_was_written_before(rank: Rank) -> None:
+    os.write(rank.output, b"before\nno end")
+    rank.say(RAISED)
+    rank.say(RankRaised("ValueError", "bad", ["drawn"]))
+    rank.say(RankReported())
+    while len(rank.messages) < 3:
+        assert rank.heard.wait(30)
+        rank.heard.clear()
+    os.write(rank.output, b"after\n")
+    rank.pump.drain(0)
+    assert rank.log.read_text() == "before\nno end\nTraceback\nValueError: bad\nafter\n"
+
+
+def test_a_traceback_comes_into_the_log_of_a_rank_that_has_closed_it(rank: Rank) -> None:
+    os.write(rank.output, b"before\n")
+    os.close(rank.output)
+    rank.pump.drain(0)
+    rank.output = os.dup(rank.message_pipe)
+    rank.say(RAISED)
+    assert rank.heard.wait(30)
+    assert rank.log.read_text() == "before\nTraceback\nValueError: bad\n"
+
+
+def test_a_message_that_is_too_large_is_a_note_and_the_next_one_arrives(rank: Rank) -> None:
+    for _ in range(2 * MESSAGE_LIMIT_BYTES >> 20):
+        rank.say(b"x" * (1 << 20))
+    rank.say(b"\n")
+    rank.say(Display(data={"text/plain": "y" * 1_000_000}))
+    while len(rank.messages) < 2:
+        assert rank.heard.wait(60)
+        rank.heard.clear()
+    note, display = rank.messages
+    assert isinstance(note, Note) and note.text == "rank 0 sent 134 MB at once: not shown"
+    assert isinstance(display, Display) and len(display.data["text/plain"]) == 1_000_000

@@ -1,0 +1,216 @@
+"""A rank is as a process that torchrun started: what programs may do in it, and how it ends."""
+
+from pathlib import Path
+
+import pytest
+
+from taas_magic.errors import RankFailed
+from tests.harness import Notebook
+from tests.rig.pools import enter, given_back, settings_in
+
+DEFINITIONS = """
+import torch
+from torch.utils.data import Dataset
+
+class Squares(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.tensor(index * index)
+
+def square(number):
+    return number * number
+"""
+
+
+@pytest.mark.timeout(240)
+def test_loaders_have_workers_of_every_kind_in_every_rank(notebook: Notebook) -> None:
+    notebook.define(DEFINITIONS)
+    source = """
+from torch.utils.data import DataLoader
+
+for context in ("fork", "spawn", "forkserver"):
+    loader = DataLoader(Squares(), 4, num_workers=1, multiprocessing_context=context,
+                        persistent_workers=context == "fork")
+    for epoch in range(2 if context == "fork" else 1):
+        print(context, [batch.tolist() for batch in loader])
+"""
+    outcome = notebook.run(source)
+    batches = "[[0, 1, 4, 9], [16, 25, 36, 49]]"
+    lines = [f"{name} {batches}" for name in ("fork", "fork", "spawn", "forkserver")]
+    assert outcome.lines == {0: lines, 1: lines}
+
+
+@pytest.mark.timeout(240)
+def test_spawned_children_know_the_notebook_and_start_no_training(notebook: Notebook) -> None:
+    notebook.define(DEFINITIONS)
+    source = """
+import multiprocessing
+
+OFFSET = 5
+print("the cell runs")
+
+class Answer:
+    def __init__(self, value):
+        self.value = value
+
+def work(number, answers):
+    answers.put(Answer(square(number) + OFFSET))
+
+print(multiprocessing.get_start_method(allow_none=True), multiprocessing.current_process().name)
+multiprocessing.set_start_method("spawn")
+context = multiprocessing.get_context()
+answers = context.SimpleQueue()
+children = [context.Process(target=work, args=(number, answers)) for number in (1, 2)]
+for child in children:
+    child.start()
+print(sorted(answers.get().value for _ in children))
+print([child.join() or child.exitcode for child in children])
+"""
+    outcome = notebook.run(source)
+    lines = ["the cell runs", "None MainProcess", "[6, 9]", "[0, 0]"]
+    assert outcome.lines == {0: lines, 1: lines}
+
+
+@pytest.mark.timeout(240)
+def test_a_cell_with_a_guard_is_imported_whole_by_its_children(notebook: Notebook) -> None:
+    source = """
+import os
+import torch.multiprocessing as mp
+
+table = dict(one=1)
+print("imported", __name__)
+
+def work(index):
+    print("child", table["one"] + index)
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=1)
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.lines[0] == ["imported __main__", "imported __mp_main__", "child 1"]
+
+
+def test_random_numbers_differ_between_ranks_and_runs(notebook: Notebook) -> None:
+    source = """
+import random, numpy, torch
+print(torch.rand(1).item(), numpy.random.rand(), random.random())
+"""
+    lines = [line for _ in range(2) for line in notebook.run(source).lines.values()]
+    numbers = [number for (line,) in lines for number in line.split()]
+    assert len(set(numbers)) == len(numbers) == 12
+
+
+def test_a_program_ends_as_python_ends_one(notebook: Notebook) -> None:
+    source = """
+import atexit, tempfile, threading, time, weakref, os
+
+class Kept:
+    pass
+
+kept = Kept()
+weakref.finalize(kept, print, "finalized")
+atexit.register(print, "at exit")
+folder = tempfile.TemporaryDirectory()
+print(folder.name)
+unflushed = open(os.path.join(os.environ["OUT"], os.environ["RANK"]), "w")
+unflushed.write("written")
+
+def late(ready=threading.Event()):
+    ready.wait(0.2)
+    print("a thread ended")
+
+threading.Thread(target=late).start()
+"""
+    notebook.define("import os, tempfile\nos.environ['OUT'] = tempfile.mkdtemp()")
+    outcome = notebook.run(source)
+    where = notebook.shell.user_ns["os"].environ["OUT"]
+    for rank, (folder, *rest) in outcome.lines.items():
+        assert rest == ["a thread ended", "at exit", "finalized"]
+        assert not notebook.shell.user_ns["os"].path.exists(folder)
+        with open(f"{where}/{rank}") as file:
+            assert file.read() == "written"
+
+
+def test_forked_children_are_not_the_rank(notebook: Notebook) -> None:
+    source = """
+import os, sys
+if os.fork() == 0:
+    print("a child runs on")
+else:
+    os.wait()
+    print("the rank goes on")
+    if os.fork() == 0:
+        raise ValueError("of a child")
+    os.wait()
+    os._exit(0)
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert "exited with code 0" in outcome.shown
+    assert outcome.lines[0][:2] == ["a child runs on", "the rank goes on"]
+    assert outcome.lines[0].count("ValueError: of a child") == 1
+
+
+def test_what_ends_a_rank_after_its_last_line_is_a_failure(notebook: Notebook) -> None:
+    outcome = notebook.run("import atexit, os\natexit.register(os._exit, 4)\nprint('x')", gpus=1)
+    assert isinstance(outcome.error, RankFailed)
+    assert "failed after the cell's end: exit code 4" in outcome.shown
+
+
+def test_interactive_habits_work_or_say_why_not(notebook: Notebook) -> None:
+    source = """
+%matplotlib inline
+for ask in (input, breakpoint, __import__("sys").stdin.read):
+    try:
+        ask()
+    except Exception as error:
+        print(error)
+exit()
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.error is None
+    asked = [line.partition(":")[0] for line in outcome.lines[0]]
+    assert asked == ["input()", "breakpoint()", "sys.stdin"]
+    outcome = notebook.run("exit(3)", gpus=1)
+    assert isinstance(outcome.error, RankFailed) and outcome.error.etype == "SystemExit"
+
+
+def test_the_notebooks_variables_win_over_the_pools(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", "/of/the/notebook")
+    monkeypatch.setenv("LOCAL_SETTING", "mine")
+    monkeypatch.setenv("RANK", "77")
+    source = "import os\nprint(*(os.environ[n] for n in ('TORCH_HOME', 'LOCAL_SETTING', 'RANK')))"
+    assert notebook.run(source, gpus=1).lines[0] == ["/of/the/notebook mine 0"]
+
+
+def test_threads_and_exit_handlers_fail_in_the_notebooks_lines(notebook: Notebook) -> None:
+    source = """
+import atexit, threading
+def work():
+    1 / 0
+atexit.register(work)
+thread = threading.Thread(target=work, name="worker")
+thread.start()
+thread.join()
+"""
+    outcome = notebook.run(source, gpus=1)
+    lines = outcome.lines[0]
+    assert lines[0] == "Exception in thread worker:"
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+    assert len([line for line in lines if "Cell In[" in line and "line 5, in work" in line]) == 2
+
+
+def test_a_pool_imports_more_before_the_fork_and_says_what_it_cannot(
+    warm_notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_in(tmp_path, '[pools.more]\npreload = ["wave", "no_such_module"]\n')
+    enter(warm_notebook, settings, monkeypatch)
+    with given_back(warm_notebook, settings, "more"):
+        outcome = warm_notebook.run(
+            "import sys\nprint('wave' in sys.modules)", "--pool more", gpus=1
+        )
+    assert outcome.lines[0] == ["True"]
+    notes = [event["text"] for event in outcome.of_kind("note")]
+    assert [note for note in notes if "preload: 'no_such_module' was not imported" in note]

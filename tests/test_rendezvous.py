@@ -1,0 +1,76 @@
+"""Where the ranks of an attempt meet, and what torchrun would tell them."""
+
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from msgspec import structs
+from torch.distributed import TCPStore
+
+from taas_magic.errors import PoolError
+from taas_magic.host import rendezvous
+from taas_magic.host.rendezvous import Rendezvous
+from taas_magic.host.spec import HostSpec, Origin, of_host, torchrun_variables
+from taas_magic.messages import pack, unpack
+from taas_magic.plan import Flags, HostCapacity, make_plan
+
+ADDRESS = "127.0.0.1"
+
+
+def spec(host_rank: int, ranks: int = 2) -> HostSpec:
+    plan = make_plan(Flags(gpus=ranks), HostCapacity(gpus=ranks // 2, cores=1), "run", max_hosts=2)
+    return HostSpec(plan, host_rank, "/nowhere", Origin("/", {}, ()), ADDRESS, n_hosts=2)
+
+
+@pytest.fixture
+def meeting() -> Iterator[Rendezvous]:
+    """A rendezvous that a process of a forkserver serves."""
+    found = Rendezvous(ADDRESS)
+    found.start()
+    yield found
+    found.close()
+
+
+def store_at(port: int) -> TCPStore:
+    return TCPStore(ADDRESS, port, is_master=False, timeout=timedelta(seconds=60))
+
+
+def test_ranks_meet_and_another_attempt_has_a_store_of_its_own(meeting: Rendezvous) -> None:
+    store_at(meeting.port).set("word", "yes")
+    assert store_at(meeting.port).get("word") == b"yes"
+    other = Rendezvous(ADDRESS)
+    other.start()
+    assert not store_at(other.port).check(["word"])
+    other.close()
+
+
+def test_it_listens_on_its_address_only_and_is_gone_with_its_attempt(meeting: Rendezvous) -> None:
+    listening = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [place.ip for place in listening if place.port == meeting.port] == [ADDRESS]
+    meeting.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((ADDRESS, meeting.port))
+
+
+def test_a_first_host_that_cannot_be_reached_is_named() -> None:
+    with pytest.raises(PoolError, match=r"127\.0\.0\.1, port 1: .*`interface`"):
+        rendezvous.reach(ADDRESS, 1)
+
+
+def test_a_host_is_told_only_its_own_ranks() -> None:
+    whole = spec(0)
+    mine = unpack(pack(of_host(whole, 1)), HostSpec)
+    assert (mine.n_hosts, mine.host_rank, len(mine.plan.hosts)) == (2, 1, 1)
+    assert mine.share == whole.plan.hosts[1]
+
+
+def test_a_rank_of_the_second_host_has_torchruns_variables() -> None:
+    second = structs.replace(spec(1, ranks=4), attempt=3)
+    found = torchrun_variables(second, 1, 29500, Path("/pipes/error.json"))
+    places = {"RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "ROLE_RANK": "3"}
+    sizes = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "3"}
+    assert places.items() | sizes.items() | meeting.items() <= found.items()

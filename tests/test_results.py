@@ -1,0 +1,199 @@
+"""`--out` through real ranks: what comes, what does not, and what is said about it."""
+
+import os
+from typing import Any
+
+import pytest
+
+from taas_magic.errors import RankFailed, ResultError, UsageError
+from tests.harness import Notebook
+
+MEET = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+"""
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("histroy", "did you mean history?"),
+        ("1x", 'got "1x"'),
+        ("for", 'got "for"'),
+        ("history@2", "--gpus 2 has ranks @0 to @1, and @last"),
+        ("history@first", 'got "history@first"'),
+        ("history,history@1", "each once"),
+        ("unused", "neither sets nor uses it"),
+    ],
+)
+def test_a_name_that_no_rank_will_have_is_refused_before_the_start(
+    notebook: Notebook, out: str, said: str
+) -> None:
+    notebook.define("unused = 1")
+    outcome = notebook.run("history = [1]", f"--out {out}")
+    assert outcome.run is None
+    assert isinstance(outcome.error, UsageError)
+    assert said in outcome.shown and "\n" not in outcome.shown
+
+
+def test_names_that_only_running_the_cell_sets_are_not_refused(notebook: Notebook) -> None:
+    notebook.define("def train():\n    global losses\n    losses = [3]")
+    source = "train()\nfor step in range(2): pass\nlisted = !echo hi\nexec('later = 4')"
+    outcome = notebook.run(source, "--out losses,step,listed,later", gpus=1)
+    assert outcome.error is None
+    space = notebook.shell.user_ns
+    assert (space["losses"], space["step"], space["listed"], space["later"]) == ([3], 1, ["hi"], 4)
+
+
+def test_one_value_that_cannot_come_loses_no_other(notebook: Notebook) -> None:
+    source = """
+import threading
+class Grumpy:
+    def __setstate__(self, state): raise ValueError("not here")
+grumpy = Grumpy()
+grumpy.x = 1
+state = {"lock": threading.Lock()}
+steps = (i for i in range(3))
+history = [1, 2]
+if len(history) > 5:
+    never = 1
+"""
+    outcome = notebook.run(source, "--out state,history,never,steps,grumpy", gpus=1)
+    assert isinstance(outcome.error, ResultError)
+    run = outcome.run
+    assert run is not None and run.state == "SUCCEEDED"
+    assert notebook.shell.user_ns["history"] == [1, 2] and run.out == {"history": [1, 2]}
+    assert set(run.missing) == {"state", "never", "steps", "grumpy"}
+    assert "the others are here: history" in outcome.shown
+    assert "`state['lock']` is a _thread.lock and cannot travel to the notebook" in outcome.shown
+    assert "make a list of it" in run.missing["steps"]
+    assert "rank 0 has no such variable; it has: threading, Grumpy," in run.missing["never"]
+    assert "ValueError: not here" in run.missing["grumpy"]
+    assert "create it inside the cell" not in outcome.shown
+    notes = [event["text"] for event in outcome.of_kind("note")]
+    assert [note for note in notes if note.startswith("--out state does not come")]
+
+
+def test_values_come_home_from_a_cell_that_fails_at_its_end(
+    notebook: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "history = [1, 2]\nassert not history\nmodel = 3"
+    outcome = notebook.run(source, "--out history,model", gpus=1)
+    assert isinstance(outcome.error, RankFailed) and outcome.error.etype == "AssertionError"
+    assert notebook.shell.user_ns["history"] == [1, 2]
+    assert "came back all the same (--out): history\n" in capsys.readouterr().out
+    assert outcome.run is not None and set(outcome.run.missing) == {"model"}
+    assert "model" not in notebook.shell.user_ns
+
+
+def test_values_come_home_from_an_interrupted_cell(notebook: Notebook) -> None:
+    source = """
+history = []
+for step in range(600):
+    history.append(step)
+    if step == 2 and rank == 0:
+        os.kill(%d, 2)
+    if step > 1:
+        time.sleep(1)
+"""
+    outcome = notebook.run(MEET + "import time" + source % os.getpid(), "--out history")
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert notebook.shell.user_ns["history"][:3] == [0, 1, 2]
+
+
+def test_another_ranks_value(notebook: Notebook) -> None:
+    source = (
+        "import os\nrank = first = int(os.environ.pop('RANK'))\nonly = 'here' if rank else None"
+    )
+    outcome = notebook.run(source, "--out first,rank@last,only@1", gpus=3)
+    assert outcome.error is None
+    space = notebook.shell.user_ns
+    assert (space["first"], space["rank"], space["only"]) == (0, 2, "here")
+
+
+def test_a_wrapped_model_comes_without_its_wrapper_and_keeps_its_optimizer(
+    notebook: Notebook,
+) -> None:
+    notebook.define("import torch\nclass Net(torch.nn.Linear): pass")
+    source = """
+model = torch.nn.parallel.DistributedDataParallel(Net(2, 1))
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+"""
+    outcome = notebook.run(MEET + source, "--out model,optimizer,rank")
+    assert outcome.error is None
+    space: dict[str, Any] = notebook.shell.user_ns
+    assert type(space["model"]) is space["Net"]
+    assert space["optimizer"].param_groups[0]["params"][0] is space["model"].weight
+    notes = [event["text"] for event in outcome.of_kind("note") if "--out" in event["text"]]
+    assert notes == ["--out model, optimizer: of a DistributedDataParallel its `.module` comes"]
+
+
+SHARD = """
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 6)
+whole = {name: value.clone() for name, value in model.state_dict().items()}
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters())
+"""
+
+
+def test_sharded_values_are_gathered(notebook: Notebook) -> None:
+    source = "part = {'weights': [model.weight], 'rank': rank}\nlist(model.parameters())"
+    outcome = notebook.run(MEET + SHARD + source, "--out model,part@last,whole,optimizer")
+    assert isinstance(outcome.error, ResultError)
+    assert outcome.run is not None and set(outcome.run.missing) == {"optimizer"}
+    assert "get_optimizer_state_dict" in outcome.run.missing["optimizer"]
+    space = notebook.shell.user_ns
+    assert space["model"].keys() == space["whole"].keys()
+    for name, value in space["whole"].items():
+        assert value.equal(space["model"][name])
+    assert space["part"]["rank"] == 1
+    assert space["part"]["weights"][0].equal(space["whole"]["weight"])
+    assert any("full state_dict() comes" in event["text"] for event in outcome.of_kind("note"))
+
+
+def test_what_is_sharded_when_the_process_group_is_closed_is_named(notebook: Notebook) -> None:
+    source = "dist.destroy_process_group()\nhistory = [rank]"
+    outcome = notebook.run(MEET + SHARD + source, "--out model,history")
+    assert isinstance(outcome.error, ResultError)
+    assert notebook.shell.user_ns["history"] == [0]
+    assert "it is sharded, and gathering it raised" in outcome.shown
+
+
+def test_a_last_value_that_cannot_come_is_no_error(notebook: Notebook) -> None:
+    outcome = notebook.run("import threading\nx = 1\nthreading.Lock()", "--out x", gpus=1)
+    assert outcome.error is None
+    assert outcome.run is not None and outcome.run.result is None and outcome.run.out == {"x": 1}
+
+
+def test_results_are_those_of_the_last_attempt(notebook: Notebook) -> None:
+    source = """
+import os
+early = attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt == 0:
+    stale = 1
+assert attempt == 1
+"""
+    outcome = notebook.run(source, "--max-restarts 1 --out early,stale", gpus=1)
+    assert isinstance(outcome.error, ResultError)
+    assert outcome.run is not None and outcome.run.out == {"early": 1}
+    assert set(outcome.run.missing) == {"stale"}
+
+
+def test_a_full_disk_is_said_and_the_run_succeeds(notebook: Notebook) -> None:
+    source = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+large, small = bytes(2 << 20), 1
+"""
+    outcome = notebook.run(source, "--out large,small", gpus=1)
+    assert isinstance(outcome.error, ResultError)
+    assert outcome.run is not None and outcome.run.out == {"small": 1}
+    assert "writing it raised OSError" in outcome.run.missing["large"]

@@ -1,0 +1,144 @@
+"""`import taas` is this product, also after `%pip install taas` has put another package there."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from taas_magic import short_name
+from tests.frontend import ROOT, Frontend, environment, kernel
+
+pytest.importorskip("hatchling", reason="builds need hatchling, which `.[test]` installs")
+
+OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index")
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    """What PyPI has as taas 0.9.2, as far as pip sees it; it fails when it is imported."""
+    path = tmp_path / "taas-0.9.2-py3-none-any.whl"
+    files = {
+        "taas/__init__.py": "raise ImportError('this is the other taas')",
+        "taas/config.py": "",
+        "taas-0.9.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: taas\nVersion: 0.9.2\n",
+        "taas-0.9.2.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
+        "Tag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+        record = "".join(f"{name},,\n" for name in files)
+        archive.writestr("taas-0.9.2.dist-info/RECORD", record + "taas-0.9.2.dist-info/RECORD,,\n")
+    return path
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """The interpreter of an environment into which taas-magic is installed, as a user does it.
+
+    Dependencies, and pip, come from the environment of the tests.
+    """
+    folder = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    # Behind what is installed in the environment itself.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "-q"]
+    subprocess.run([*pip, *OFFLINE, "--ignore-installed", ROOT], check=True)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def front(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frontend]:
+    """A kernel "Python (TaaS)" of that environment."""
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PYTHONPATH")
+    spec = tmp_path / "jupyter" / "kernels" / "taas" / "kernel.json"
+    told = json.loads(spec.read_text())
+    told["argv"][0] = str(python)
+    spec.write_text(json.dumps(told))
+    with kernel(tmp_path / "project") as front:
+        # the tests' own environment must not be installed into
+        front.run(f"import sys\nassert sys.executable == {str(python)!r}, sys.executable")
+        yield front
+
+
+def test_pip_install_taas_changes_nothing(front: Frontend, wheel: Path) -> None:
+    said = front.text(front.run(f"%pip install {' '.join(OFFLINE)} {wheel}"))
+    assert said.count(short_name.HERE) == 1
+    other = "import importlib.machinery as m\nprint(m.PathFinder.find_spec('taas').origin)"
+    assert front.text(front.run(other)).endswith("site-packages/taas/__init__.py\n")
+    front.run("import taas\nassert taas.runs() == [] and taas.device_type == 'cpu'")
+    front.run(
+        "import torch\nclass Data:\n    def __len__(self): return 4\n"
+        "    def __getitem__(self, i):\n"
+        "        import taas\n        return torch.tensor([taas.is_registered(i), i])\n"
+        "loader = taas.register(torch.utils.data.DataLoader(Data()))"
+    )
+    cell = "%%taas --gpus 2 --cpus 1 --out seen\nimport taas\nprint(taas.register.__module__)\n"
+    request = front.run(cell + "seen = [batch.tolist() for batch in loader]")
+    assert "taas_magic.registry" in front.text(request)
+    front.run("assert seen == [[[0, 0]], [[0, 2]]], seen")
+
+
+def test_neither_package_owns_a_file_of_the_other(python: Path, wheel: Path) -> None:
+    def pip(*words: object) -> None:
+        subprocess.run([sys.executable, "-m", "pip", "-q", "--python", python, *words], check=True)
+
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(python.parent.parent)}))
+    ours = (site / "taas.py").read_text()
+    pip("install", *OFFLINE, wheel)
+    pip("uninstall", "-y", "taas")
+    assert (site / "taas.py").read_text() == ours
+    pip("install", *OFFLINE, wheel)
+    pip("uninstall", "-y", "taas-magic")
+    assert (site / "taas" / "__init__.py").exists() and not (site / "taas.py").exists()
+
+
+def test_a_program_of_its_own_imports_it(python: Path) -> None:
+    code = "import taas, taas_magic.api as api; print(taas is api)"
+    done = subprocess.run(
+        [python, "-E", "-c", code], cwd=python.parent, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "%pip install taas",
+        "!pip install taas",
+        "pip install taas",
+        "import os\n  !{sys.executable} -m pip install -U taas",
+        "%pip install -q 'taas==0.9.2' numpy  # the client",
+        "%pip3 install torch taas>=0.9",
+        "!uv pip install taas[all]",
+        "%pip install ./wheels/taas-0.9.2-py3-none-any.whl",
+        "%%bash\npip install taas",
+    ],
+)
+def test_cells_that_install_the_other(cell: str) -> None:
+    assert short_name.installs(cell)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "%pip install taas-magic",
+        "%pip install 'taas_magic[test]'",
+        "%pip uninstall taas",
+        "%pip show taas",
+        "# %pip install taas",
+        "%pip install numpy  # not taas",
+        "import taas",
+        "%pip install betaas",
+    ],
+)
+def test_cells_that_do_not(cell: str) -> None:
+    assert not short_name.installs(cell)

@@ -1,0 +1,444 @@
+"""Runs that hang: what is said of each rank, when, and that none is blamed that computes."""
+
+import os
+import re
+import threading
+from typing import Any
+
+import psutil
+import pytest
+
+from taas_magic.config import Config
+from taas_magic.display.head import html, text
+from taas_magic.display.state import RunState
+from taas_magic.display.view import TerminalScreen
+from taas_magic.host.stacks import Sight, last_seen, parse, waits_for
+from taas_magic.messages import Event, Hang, RanksStarted, RankStand, RunEnded, Settled, StackFrame
+from taas_magic.notebook import commands, pools
+from taas_magic.notebook.run import Run
+from tests.events import Line
+from tests.frontend import Frontend
+from tests.harness import Notebook, on_event
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+HANG = "--hang 2s"
+MEET = """
+import os, subprocess, sys, threading, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def stop(run: Run) -> None:
+    pools.stop(run.run_id, Config())
+
+
+def says_hang(event: Line) -> bool:
+    return event["kind"] == "hang" and bool(event["ranks"])
+
+
+def hung(notebook: Notebook, source: str, patch: pytest.MonkeyPatch, gpus: int = 2) -> list[Any]:
+    """Runs a cell that hangs until that is said; returns the report's rows, by rank."""
+    with on_event(patch, says_hang, stop) as seen:
+        outcome = notebook.run(source, HANG, gpus=gpus)
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    rows: list[Any] = seen[0]["ranks"]
+    return sorted(rows, key=lambda row: row["rank"])
+
+
+def test_a_missing_collective_is_told_with_its_number(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+if rank == 1:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+dist.all_reduce(torch.ones(1))
+"""
+    zero, one = hung(notebook, MEET + source, monkeypatch)
+    assert zero["waits_for"] == "all_reduce #2 of torch.distributed"
+    assert zero["place"] == "Cell In[1], line 12: dist.all_reduce(torch.ones(1))"
+    assert one["waits_for"] == "a lock, in a C call"
+    assert one["place"] == "Cell In[1], line 11: lock.acquire()"
+    assert one["quiet_s"] >= 2
+
+
+def test_a_missing_collective_is_told_within_half_a_minute(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "if rank == 1:\n    time.sleep(600)\ndist.barrier()\n"
+    with on_event(monkeypatch, says_hang, stop) as seen:
+        notebook.run(MEET + source)
+    assert all(20 <= row["quiet_s"] < 60 for row in seen[0]["ranks"])
+
+
+def test_an_all_reduce_of_ddp_is_told_from_the_recorder(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+loss = model(torch.ones(1, 2)).sum()
+if rank == 0:
+    threading.Event().wait()
+loss.backward()
+"""
+    zero, one = hung(notebook, MEET + source, monkeypatch)
+    assert zero["waits_for"] == "a lock, an event or a thread"
+    assert zero["place"] == "Cell In[1], line 11: threading.Event().wait()"
+    assert re.fullmatch(r"all_reduce #\d+ of torch.distributed", one["waits_for"])
+    assert one["place"] == "Cell In[1], line 12: loss.backward()"
+
+
+def test_a_c_call_that_holds_the_interpreters_lock_is_told(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+import ctypes
+
+def wait():
+    while True:
+        ctypes.PyDLL(None).sleep(600)
+wait()
+"""
+    [row] = hung(notebook, source, monkeypatch, gpus=1)
+    assert row["waits_for"] == "a C call that holds the interpreter's lock"
+    assert row["place"] == "Cell In[1], line 7, in wait: ctypes.PyDLL(None).sleep(600)"
+
+
+def test_the_worker_that_a_data_loader_waits_for_is_told(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook.define("""\
+import time
+
+class Slow:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        time.sleep(600)
+""")
+    source = (
+        "from torch.utils.data import DataLoader\nfor _ in DataLoader(Slow(), num_workers=1):\n"
+    )
+    [row] = hung(notebook, source + "    pass\n", monkeypatch, gpus=1)
+    assert row["place"].startswith("Cell In[2], line 3: for _ in DataLoader(")
+    assert row["waits_for"].startswith("a DataLoader's worker (process ")
+    assert row["waits_for"].endswith("at Cell In[1], line 8, in __getitem__: time.sleep(600))")
+
+
+COMPUTES = {
+    "a rank": "x = torch.ones(300, 300)\nwhile time.monotonic() < until:\n    x = x @ x\n",
+    "its child": (
+        "code = 'import time; t = time.monotonic() + 6\\nwhile time.monotonic() < t: pass'\n"
+        "subprocess.run([sys.executable, '-c', code])\n"
+    ),
+    "prints": "while time.monotonic() < until:\n    print('on')\n    time.sleep(0.4)\n",
+}
+
+
+@pytest.mark.parametrize("how", COMPUTES)
+def test_who_comes_forward_is_not_said_to_hang(notebook: Notebook, how: str) -> None:
+    lines = COMPUTES[how].replace("\n", "\n    ")
+    source = f"until = time.monotonic() + 6\nif rank == 0:\n    {lines}\ndist.barrier()\n"
+    outcome = notebook.run(MEET + source, HANG)
+    assert outcome.error is None
+    assert not outcome.of_kind("hang")
+
+
+def test_collectives_count_where_torch_records_them(notebook: Notebook) -> None:
+    source = "for _ in range(12):\n    time.sleep(0.5)\n    dist.barrier()\n"
+    outcome = notebook.run(MEET + source, HANG)
+    assert outcome.error is None
+    assert not outcome.of_kind("hang")
+
+
+def test_a_run_that_goes_on_does_not_hang_any_more(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+import os, time
+while not os.path.exists("go on"):
+    time.sleep(0.2)
+print("on")
+while not os.path.exists("end"):
+    time.sleep(0.2)
+"""
+
+    def go_on(run: Run) -> None:
+        (notebook.project / "go on").touch()
+
+    def end(run: Run) -> None:
+        (notebook.project / "end").touch()
+
+    with (
+        on_event(monkeypatch, says_hang, go_on),
+        on_event(monkeypatch, lambda it: it["kind"] == "hang" and not it["ranks"], end),
+    ):
+        outcome = notebook.run(source, HANG, gpus=1)
+    assert outcome.error is None
+    assert [bool(event["ranks"]) for event in outcome.of_kind("hang")][:2] == [True, False]
+
+
+def test_a_rank_that_has_ended_is_told(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)\n"
+    zero, one = hung(notebook, source, monkeypatch)
+    assert (zero["waits_for"], one["waits_for"]) == ("a sleep", "nothing: it has ended")
+
+
+def test_hang_0_says_nothing(notebook: Notebook) -> None:
+    outcome = notebook.run("import time\ntime.sleep(3)", "--hang 0", gpus=1)
+    assert outcome.error is None
+    assert not outcome.of_kind("hang")
+
+
+def test_stacks_shows_all_threads_and_children(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+import multiprocessing, subprocess, threading, time
+
+def in_a_thread():
+    threading.Event().wait()
+
+forked = multiprocessing.get_context("fork")
+is_up = forked.Event()
+
+def in_a_child():
+    is_up.set()
+    time.sleep(600)
+
+threading.Thread(target=in_a_thread, name="reader", daemon=True).start()
+forked.Process(target=in_a_child, daemon=True).start()
+program = subprocess.Popen(["sleep", "600"])
+is_up.wait()
+print("ready")
+time.sleep(600)
+"""
+    shown: list[str] = []
+
+    def look(run: Run) -> None:
+        shown.append(commands.run("stacks", Config()))  # type: ignore[arg-type]
+        stop(run)
+
+    with on_event(monkeypatch, lambda it: it["kind"] == "lines", look):
+        notebook.run(source, gpus=1)
+    assert shown[0].startswith("rank 0 on ")
+    assert "waits for a sleep (sleeping in " in shown[0]
+    assert "MainThread:\n    Cell In[1], line 20: time.sleep(600)" in shown[0]
+    assert "reader:\n" in shown[0] and "Cell In[1], line 6, in in_a_thread: " in shown[0]
+    assert "Cell In[1], line 13, in in_a_child: time.sleep(600)" in shown[0]
+    assert ": sleep 600\n    waits for a sleep (sleeping" in shown[0]
+    assert "taas-" not in shown[0]
+
+
+SLOW_LOADER = """\
+import time, taas, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        time.sleep(0.2 if index == 0 else 600)
+
+slow = taas.register(DataLoader(Slow(), collate_fn=len))
+"""
+
+
+def test_stacks_shows_fetchers_and_their_workers(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook.define(SLOW_LOADER)
+    shown: list[str] = []
+
+    def look(run: Run) -> None:
+        shown.append(commands.run("stacks", Config()))  # type: ignore[arg-type]
+        stop(run)
+
+    with on_event(monkeypatch, lambda it: it["kind"] == "lines", look):
+        notebook.run("for batch in slow:\n    print(batch)", "--cpus 1", gpus=1)
+    assert shown[0].startswith("rank 0 on ")
+    assert re.search(r"^fetcher 0 on \S+ \(process \d+\)$", shown[0], re.MULTILINE)
+    assert re.search(r"^    child \d+: worker$", shown[0], re.MULTILINE)
+    assert "Cell In[1], line 9, in __getitem__" in shown[0]
+
+
+HANGS = f"""%%taas --gpus 3 {HANG}{MEET}
+def step():
+    dist.all_reduce(torch.ones(1))
+if rank == 1:
+    time.sleep(600)
+step()
+"""
+
+
+def test_the_head_and_stacks_in_a_real_kernel(frontend_of_module: Frontend) -> None:
+    frontend = frontend_of_module
+    request = frontend.send(HANGS)
+
+    def heads() -> list[dict[str, str]]:
+        return [it["data"] for it in frontend.contents(request, "update_display_data")]
+
+    frontend.wait(lambda: any("no rank has come" in head["text/plain"] for head in heads()))
+    shown = next(head for head in heads() if "no rank has come" in head["text/plain"])
+    first, second = shown["text/plain"].partition("waits for\n")[2].splitlines()[:2]
+    assert re.match(r" +1 .*line 10: time.sleep\(600\) +a sleep$", first)
+    assert re.match(r" +0,2 .*line 8, in step: .* +all_reduce #2 of torch.distributed$", second)
+    assert "<td" in shown["text/html"]
+    stacks = frontend.send("%taas stacks", subshell_id=frontend.new_subshell())
+    frontend.finish(stacks)
+    assert "ranks 0,2 on " in frontend.text(stacks)
+    assert "line 11" in frontend.text(stacks)
+    frontend.manager.interrupt_kernel()
+    assert frontend.finish(request)["ename"] == "KeyboardInterrupt"
+    assert "no rank has come" not in heads()[-1]["text/plain"]
+    print(shown["text/plain"], frontend.text(stacks), sep="\n")
+
+
+FAULTHANDLER = """Thread 0x00007f0001 (most recent call first):
+  File "/lib/python3.11/threading.py", line 324 in wait
+  File "/ipykernel_1/2.py", line 5 in reader
+
+Current thread 0x00007f0002 (most recent call first):
+  File "/ipykernel_1/2.py", line 9 in train
+  File "/ipykernel_1/2.py", line 12 in <module>
+"""
+
+
+def test_what_faulthandler_writes_is_read() -> None:
+    threads = parse(FAULTHANDLER)
+    assert list(threads) == ["MainThread", "thread 1"]
+    assert threads["MainThread"][-1] == StackFrame("/ipykernel_1/2.py", 9, "train")
+    assert threads["thread 1"][0].function == "reader"
+    assert parse("") == {}
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["queue.py", "threading.py"], "a queue"),
+        (["subprocess.py"], "a child process"),
+        (["http/client.py", "socket.py"], "a connection, in a C call"),
+        (["site-packages/torch/utils/data/dataloader.py", "queue.py"], "a DataLoader's worker"),
+        (["site-packages/taas_magic/data/stream.py", "queue.py"], "batches of a registered loader"),
+        (["site-packages/torch/distributed/distributed_c10d.py"], "recv of torch.distributed"),
+    ],
+)
+def test_what_the_frames_say_of_a_wait(files: list[str], words: str) -> None:
+    library = os.path.dirname(os.__file__)
+    frames = [StackFrame(f"{library}/{file}", 1, "recv") for file in files]
+    cell = StackFrame("Cell In[1]", 1, "<module>")
+    sight = Sight(1, "", "sleeping", "ep_poll", {"MainThread": [cell, *frames]}, answers=True)
+    assert waits_for(sight) == words
+
+
+def test_what_a_heartbeat_said_is_read() -> None:
+    stack = ['  File "Cell In[1]", line 2, in <module>', "    step(", '  File "a.py", line 5, in f']
+    [frames] = last_seen(stack).values()
+    assert frames == [StackFrame("Cell In[1]", 2, "<module>", "step("), StackFrame("a.py", 5, "f")]
+    assert last_seen([]) == {}
+
+
+def test_stacks_of_a_rank_that_is_stopped(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import os, time\nprint('up')\ntime.sleep(1.5)\nos.kill(os.getpid(), 19)\n"
+    shown: list[str] = []
+
+    def look(run: Run) -> None:
+        [pid] = (pid for it in started for pid in it["pids"].values())
+        while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+            threading.Event().wait(0.05)
+        shown.append(commands.run("stacks", Config()))  # type: ignore[arg-type]
+
+    with (
+        on_event(monkeypatch, lambda it: it["kind"] == "started", lambda run: None) as started,
+        on_event(monkeypatch, lambda it: it["kind"] == "lines", look),
+    ):
+        notebook.run(source, gpus=1)
+    assert "waits for SIGCONT: it was stopped from outside (stopped" in shown[0]
+    assert "MainThread, when it was last seen:\n    Cell In[1], line 4: time.sleep(1.5)" in shown[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "wchan", "words"),
+    [
+        ("disk-sleep", "nfs_wait", "an uninterruptible system call nfs_wait"),
+        ("sleeping", "pipe_read", "a pipe"),
+        ("sleeping", "do_wait", "a child process, in a C call"),
+        ("sleeping", "ep_poll", "a connection, in a C call"),
+        ("sleeping", "", "a C call"),
+    ],
+)
+def test_what_the_system_says_of_a_wait(state: str, wchan: str, words: str) -> None:
+    frames = [StackFrame("Cell In[1]", 1, "<module>")]
+    sight = Sight(1, "", state, wchan, {"MainThread": frames}, answers=True)
+    assert waits_for(sight) == words
+
+
+def row(rank: int, place: str = "Cell In[1], line 3: x", waits: str = "a lock") -> RankStand:
+    return RankStand(rank=rank, pid=rank + 10, quiet_s=60.0, place=place, waits_for=waits)
+
+
+ALL = "all_reduce #7 of torch.distributed"
+
+
+def hang(host: str, *rows: RankStand) -> Event:
+    return Hang(host=host, attempt=0, ranks=list(rows))
+
+
+def started(host: str, *ranks: int) -> Event:
+    return RanksStarted(host=host, pids={rank: rank + 10 for rank in ranks})
+
+
+def of_events(*events: Event) -> RunState:
+    state = RunState("r1", world_size=4, n_hosts=2, began=0.0, state="RUNNING")
+    for seen in events:
+        state.apply(seen, 100.0)
+    return state
+
+
+def test_the_head_folds_ranks_and_names_the_odd_one_first() -> None:
+    both = started("gpu1", 0, 1), started("gpu2", 2, 3)
+    first = hang("gpu1", row(0, waits=ALL), row(1, "Cell In[1], line 9: <b>", "a lock"))
+    state = of_events(*both, first, hang("gpu2", row(2, waits=ALL), row(3, waits=ALL)))
+    lines = text(state, 105.0).splitlines()
+    at = next(
+        i for i, line in enumerate(lines) if "no rank has come forward for 1 min 05 s" in line
+    )
+    assert lines[at + 2].split()[:2] == ["1", "gpu1"]
+    assert lines[at + 2].endswith("a lock")
+    assert lines[at + 3].split()[:3] == ["0,2-3", "2", "hosts"]
+    assert lines[at + 3].endswith(ALL)
+    assert "&lt;b&gt;" in html(state, 105.0)
+
+
+def test_a_terminal_shows_it_once(capsys: pytest.CaptureFixture[str]) -> None:
+    state, screen = of_events(started("gpu1", 0), hang("gpu1", row(0))), TerminalScreen()
+    screen.show(state, 101.0)
+    screen.show(state, 102.0)
+    assert capsys.readouterr().out.count("no rank has come forward") == 1
+    state.apply(hang("gpu1"), 103.0)
+    screen.show(state, 103.0)
+    state.apply(hang("gpu1", row(0)), 104.0)
+    screen.show(state, 104.0)
+    assert capsys.readouterr().out.count("no rank has come forward") == 1
+
+
+def test_the_head_says_nothing_while_a_host_comes_forward() -> None:
+    both = started("gpu1", 0, 1), started("gpu2", 2, 3)
+    assert not of_events(*both, hang("gpu1", row(0))).hang
+    said = (*both, hang("gpu1", row(0)), hang("gpu2", row(2)))
+    assert of_events(*said).hang
+    assert not of_events(*said, hang("gpu2")).hang
+    assert not of_events(*said, RunEnded(state="FAILED")).hang
+    settled = Settled(host="gpu2")
+    assert of_events(*both, settled, hang("gpu1", row(0))).hang

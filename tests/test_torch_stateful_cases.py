@@ -1,0 +1,22 @@
+"""What torchdata promises of a loader's state, kept by a registered one."""
+
+from types import ModuleType
+
+import pytest
+
+from tests.harness import Notebook
+from tests.loaders import resumed, state
+from tests.loaders.rig import Seen, differences, parameters
+
+
+@pytest.fixture(scope="module")
+def seen(warm_notebook: Notebook) -> Seen:
+    return Seen(warm_notebook)
+
+
+@pytest.mark.parametrize("module, name", parameters(state, resumed))
+def test_a_rank_goes_on_where_a_local_loader_does(
+    seen: Seen, module: ModuleType, name: str
+) -> None:
+    found = differences(seen, module, name)
+    assert not found, "\n".join(found)

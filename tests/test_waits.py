@@ -1,0 +1,213 @@
+"""Nothing waits for ever: processes that are stopped, and the user's second interrupt."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from taas_magic.config import Config, PoolConfig
+from taas_magic.errors import PoolError, RunLost
+from taas_magic.notebook import pools
+from taas_magic.notebook.run import Run
+from taas_magic.pool.client import Pool
+from tests.conftest import carriers
+from tests.frontend import Frontend, before_start
+from tests.harness import AGENT, Notebook, forkservers, on_event, words
+
+pytestmark = [
+    pytest.mark.timeout(280),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+POOL = "taas_magic.pool.process"
+ENDLESS = "%%taas --gpus 2\nimport time\nprint('begun', flush=True)\ntime.sleep(600)\n"
+
+
+@pytest.mark.parametrize(("stopped", "said"), [(POOL, "did not answer"), (AGENT, "waits for run")])
+def test_two_interrupts_end_the_cell_whatever_does_not_answer(
+    kernel_of_its_own: Frontend, no_leftovers: str, stopped: str, said: str
+) -> None:
+    frontend = kernel_of_its_own
+    request = frontend.send(ENDLESS)
+    frontend.wait(lambda: "begun" in frontend.text(request))
+    [process] = [it for it in carriers(no_leftovers) if stopped in words(it)]
+    process.suspend()
+    frontend.manager.interrupt_kernel()
+    frontend.wait(lambda: threading.Event().wait(0.5) is False)
+    began = time.monotonic()
+    frontend.manager.interrupt_kernel()
+    reply = frontend.finish(request)
+    print(f"{stopped}: {time.monotonic() - began:.2f} s after the second interrupt")
+    assert reply["ename"] == "KeyboardInterrupt"
+    assert "left to end by itself: the ranks on " in reply["evalue"]
+    heads = frontend.contents(request, "update_display_data")
+    assert heads[-1]["data"]["text/plain"].startswith("INTERRUPTED")
+    again = frontend.run("%%taas --gpus 1\nprint('on')")
+    assert "[0] on" in frontend.text(again)
+    assert said in before_start(frontend, again)
+
+
+OWN = Config(pools={"own": PoolConfig("own", start_timeout_s=60)})
+
+
+@pytest.fixture
+def own_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str) -> Iterator[Pool]:
+    """A pool of the test's own, whose process listens; it has no host yet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pools, "_pools", {})
+    pool = pools.named("own", OWN)
+    pool.connect()
+    yield pool
+    pool.down()
+
+
+def process_of(pool: Pool) -> psutil.Process:
+    return psutil.Process(int((pool.folder / "lock").read_text()))
+
+
+def test_a_stopped_pool_is_told_and_down_ends_it(
+    own_pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("taas_magic.pool.client.SILENT_S", 3.0)
+    process = process_of(own_pool)
+    process.suspend()
+    with pytest.raises(PoolError, match=rf"process {process.pid} has not been heard for \d+ s"):
+        own_pool.status()
+    [row] = pools.rows(OWN)
+    assert (row.state, row.status.hosts) == ("silent", [])
+    own_pool.down()
+    assert pools.rows(OWN)[0].state == "down"
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert not own_pool.is_alive()
+
+
+def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
+    own_pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = process_of(own_pool)
+    process.suspend()
+    other = Pool(own_pool.config, tmp_path)
+    told: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("taas_magic.pool.client.ANSWER_S", 3.0)
+        joining = threading.Thread(target=other.connect, args=(told.extend,))
+        joining.start()
+        process.wait(60)
+        patch.undo()  # the new one may take its time
+        joining.join()
+    assert told == ['pool "own" did not answer: it is ended and started again']
+    assert not other.status().hosts
+    other.down()
+
+
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_pool_that_stops_while_it_starts_is_replaced(tmp_path: Path) -> None:
+    pool = Pool(PoolConfig("local", start_timeout_s=40), tmp_path)
+    before = psutil.Process().children()
+
+    def begun(process: psutil.Process) -> bool:
+        return process not in before and POOL in words(process)  # it has called exec
+
+    with ThreadPoolExecutor() as threads:
+        opening = threads.submit(pool.connect)
+        while not (new := [it for it in psutil.Process().children() if begun(it)]):
+            threading.Event().wait(0.001)
+        new[0].suspend()
+        with pytest.raises(PoolError, match="did not start"):
+            opening.result()
+    pool.connect()
+    assert not pool.status().hosts
+    pool.down()
+
+
+def test_a_stopped_forkserver_is_replaced(notebook: Notebook) -> None:
+    assert notebook.run("pass", gpus=1).error is None
+    local = process_of(pools.named("local", Config()))
+    [server] = forkservers(local.children(recursive=True))
+    server.suspend()
+    outcome = notebook.run("print('on')", gpus=1)
+    if outcome.error is not None:
+        why = rf"forkserver \(process {server.pid}\) was stopped \(SIGSTOP\) for 5 s, and was ended"
+        assert re.search(why, outcome.shown)
+        assert "the host is replaced, run the cell again" in outcome.shown
+        outcome = notebook.run("print('on')", gpus=1)
+    assert outcome.lines == {0: ["on"]}
+
+
+def test_a_forkserver_that_stops_during_a_run_is_told(notebook: Notebook) -> None:
+    source = "import os, time\nif os.environ['RANK'] == '0':\n    os.kill(os.getppid(), 19)\n"
+    outcome = notebook.run(source + "    time.sleep(600)\n")
+    assert isinstance(outcome.error, RunLost)
+    assert "was stopped (SIGSTOP) for 5 s" in outcome.shown
+    assert notebook.run("print('again')", gpus=1).error is None
+
+
+BLOCKED = """
+import os, signal
+log = os.path.join(os.path.dirname(os.environ["TAAS_PAYLOAD"]), "logs", "rank-0.log")
+os.remove(log)
+os.mkfifo(log)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def opens_a_pipe(process: psutil.Process) -> bool:
+    """Whether a thread of a process waits for who reads a named pipe that it opens."""
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/wchan")
+    return any(path.read_text() == "wait_for_partner" for path in tasks)
+
+
+def test_an_interrupt_while_a_restart_waits_for_its_host_is_an_interrupt(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import psutil\npsutil.Process().parent().parent().kill()  # the agent"
+
+    def interrupt(run: Run) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with on_event(monkeypatch, lambda event: event["kind"] == "restart", interrupt):
+        outcome = notebook.run(source, "--max-restarts 1", gpus=1)
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert outcome.run is not None and outcome.run.state == "INTERRUPTED"
+    assert notebook.run("print('on')", gpus=1).lines == {0: ["on"]}
+
+
+def test_a_host_that_does_not_end_a_run_is_ended(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's next attempt opens a log that nobody reads: its thread waits for ever."""
+
+    def interrupt(run: Run) -> None:
+        while not opens_a_pipe(agent):
+            threading.Event().wait(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(0.5)  # two at once are one
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert notebook.run("pass", gpus=1).error is None
+    below = process_of(pools.named("local", Config())).children(recursive=True)
+    [agent] = [process for process in below if AGENT in words(process)]
+    with on_event(monkeypatch, lambda event: event["kind"] == "restart", interrupt):
+        outcome = notebook.run(BLOCKED, "--max-restarts 1", gpus=1)
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    again = notebook.run("print('on')", gpus=1)
+    assert again.lines == {0: ["on"]}
+    assert any("within 30 s; it is replaced" in str(event) for event in outcome.events)
+
+
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_stopped_supervisor_keeps_nothing_from_ending(own_pool: Pool) -> None:
+    own_pool.open()
+    [supervisor] = process_of(own_pool).children()
+    supervisor.suspend()
+    tree = [supervisor, *supervisor.children(recursive=True)]
+    own_pool.down()
+    _, alive = psutil.wait_procs(tree, timeout=30)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
