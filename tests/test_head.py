@@ -207,7 +207,8 @@ def test_the_journal_alone_gives_times() -> None:
         ([("progress", "loss"), ("progress", "loss 0.1"), ("progress", "")], ""),
         ([("progress", " 50%|# | 1/2"), ("progress", "")], "50%|# | 1/2"),
         ([("progress", " 50%|# | 1/2"), ("lines", ["100%|##| 2/2", "end"])], "100%|##| 2/2"),
-        ([("lines", ["100%|##| 2/2"])], ""),
+        ([("lines", ["100%|##| 2/2", "end"])], "100%|##| 2/2"),
+        ([("lines", ["the end"])], ""),
     ],
 )
 def test_the_last_progress_bar_of_rank_0(

@@ -91,7 +91,7 @@ class RunState:
                 self._started(event, now)
             case Progress(rank=0):
                 self._progressed(event.text)
-            case Lines(rank=0) if self.progress:
+            case Lines(rank=0):
                 self._finish_progress(event.lines)
             case Note():
                 self._note(event.text)
@@ -155,9 +155,9 @@ class RunState:
             self.progress = text.strip()
 
     def _finish_progress(self, lines: list[str]) -> None:
-        """A bar's last state arrives as a line, with its end."""
+        """Takes a bar's last state, which is a line; a quick loop's bar is nothing else."""
         for line in reversed(lines):
-            if TQDM.match(line):
+            if "%|" in line and TQDM.match(line):
                 self.progress = line
                 return
 
