@@ -27,6 +27,9 @@ ALIVE_S = 1.0
 PROOF_S = 5.0
 """How long a peer of a fetcher may take, in all, to show that it belongs to the run."""
 
+NODE_START_S = 120.0
+"""How long a farm's node may take to come, once its run has begun."""
+
 LEAST_FETCH_S = 4 * ALIVE_S
 """The shortest `fetch_s`: half of it has to be longer than a sign of life may take."""
 

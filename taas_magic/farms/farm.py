@@ -13,17 +13,17 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from IPython.core.getipython import get_ipython
 
-from taas_magic import messages
+from taas_magic import leases, messages
 from taas_magic.capture import pickling
 from taas_magic.capture.payload import Cell
 from taas_magic.config import LOCAL, Config, load_config
-from taas_magic.errors import JobFailed, PoolError, UsageError, interrupted
+from taas_magic.errors import JobFailed, PoolError, ProtocolError, UsageError, interrupted
 from taas_magic.farms import table, values, worker
 from taas_magic.farms.table import FarmState, JobState
 from taas_magic.farms.terms import (
@@ -51,6 +51,9 @@ LOG = "farm.log"
 END_S = 30.0
 """How long the farm's process may take to end."""
 
+SEEN_S = 10.0
+"""How long it may take until a farm's process that closed its connection is seen to have ended."""
+
 
 class Job:
     """A call of a function in a farm.
@@ -74,6 +77,7 @@ class Job:
         self._result: Any = None
         self._error: BaseException | None = None
         self._listeners: list[Callable[[Job], None]] = []
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         where = f" on {self.host}" if self.host else ""
@@ -121,22 +125,26 @@ class Job:
 
     def when_done(self, listener: Callable[["Job"], None]) -> None:
         """Have a function called with the job when it has ended, or now if it has."""
-        self._listeners.append(listener)
+        with self._lock:
+            self._listeners.append(listener)
         if self.done():
             self._tell()
 
     def end(self, state: str, result: Any = None, error: BaseException | None = None) -> None:
         """Take how it ended; what comes first counts."""
-        if self.done():
-            return
-        self.seen.end(state)
-        self._result, self._error = result, error
-        self._ended.set()
+        with self._lock:
+            if self.done():
+                return
+            self.seen.end(state)
+            self._result, self._error = result, error
+            self._ended.set()
         self._tell()
 
     def _tell(self) -> None:
-        while self._listeners:
-            self._listeners.pop()(self)
+        with self._lock:
+            listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener(self)
 
 
 class Farm:
@@ -225,13 +233,12 @@ class Farm:
             jobs: Which; left out, all of the farm that have not ended.
         """
         waiting = list(self._unfinished() if jobs is None else jobs)
-        ended: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        for job in waiting:
-            job.when_done(ended.put)
-        for _ in waiting:
-            with self.cancelling(waiting):
-                job = ended.get()
-            yield job
+        with self.cancelling(waiting):
+            ended: queue.SimpleQueue[Job] = queue.SimpleQueue()
+            for job in waiting:
+                job.when_done(ended.put)
+            for _ in waiting:
+                yield ended.get()
 
     def on_solution(self, listener: Callable[[Job], None]) -> None:
         """Have a function called with each job that has returned, in a thread of the farm's."""
@@ -327,6 +334,7 @@ class Farm:
             self._count += 1
             name = f"{getattr(function, '__name__', 'job').strip('<>')}-{self._count}"
         job = Job(self, name, args, kwargs, self.folder / "jobs" / name)
+        self.state.add(job.seen)
         told = JobCall(name, called[0], len(args), tuple(kwargs), fresh)
         parts = [self._part(part) for part in (called[1], *packed.parts)]
         with _quiet():
@@ -336,7 +344,6 @@ class Farm:
         kept = [part for part in parts if hasattr(part, "key")]
         with self._lock:
             self._jobs[name] = job, [future, *kept]
-        self.state.add(job.seen)
         self._completed.add(future)
         self._submitted.release()
         return job
@@ -351,9 +358,18 @@ class Farm:
 
     def _watch(self) -> None:
         """Ends all jobs if the farm's process ends by itself."""
-        code = self._process.wait()
-        if not self._is_closed:
-            self._give_up(f"its process ended with code {code} ({self.folder / LOG})")
+        self._process.wait()
+        self._lose()
+
+    def _lose(self) -> None:
+        """Ends all jobs: the farm's process has ended, or is not connected any more."""
+        if self._is_closed:
+            return
+        try:
+            why = f"its process ended with code {self._process.wait(SEEN_S)}"
+        except subprocess.TimeoutExpired:
+            why = "the connection to its process broke"
+        self._give_up(f"{why} ({self.folder / LOG})")
 
     def _give_up(self, why: str) -> None:
         """No job will be done any more."""
@@ -373,23 +389,28 @@ class Farm:
                 continue
             done = [future for future in batch if future.status == "finished"]
             try:
-                results = dict(zip(done, self._client.gather(done), strict=True))
+                results = dict(zip(done, self._client.gather(done), strict=True)) if done else {}
             except Exception:  # of one of them: each by itself then
                 results = {}
             for future in batch:
+                with self._lock:
+                    job, _ = self._jobs.get(future.key, (None, []))
+                if job is None:
+                    continue
                 try:
-                    self._take(future, results.get(future))
+                    self._take(job, future, results.get(future))
                 except (FutureCancelledError, OSError):
-                    self._forget(future.key)
+                    self._drop(job)
+                self._forget(future.key)
 
-    def _take(self, future: "Future", said: JobResult | None) -> None:
-        with self._lock:
-            known = self._jobs.get(future.key)
-        if known is None:
-            return
-        job = known[0]
+    def _drop(self, job: Job) -> None:
+        """Takes that a job's future is none any more: `cancel`, else the farm's end."""
+        if not job.done():
+            self._lose()
+
+    def _take(self, job: Job, future: "Future", said: JobResult | None) -> None:
         if future.status == "cancelled":
-            job.end("cancelled", error=JobFailed(f"job {job.name} was cancelled", name=job.name))
+            self._drop(job)
         elif future.status == "error":
             error = future.exception()
             job.end("failed", error=self._failure(job, error))
@@ -397,12 +418,10 @@ class Farm:
             found: JobResult = future.result() if said is None else said
             job.seen.host = self.state.host_of(found.node)
             self._deliver(job, found)
-        self._forget(future.key)
 
     def _deliver(self, job: Job, said: JobResult) -> None:
         try:
-            for name, data in said.files.items():
-                path = job.folder / name
+            for path, data in [(_below(job.folder, name), it) for name, it in said.files.items()]:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
             data, *buffers = said.parts
@@ -442,6 +461,8 @@ class Farm:
     def _hear(self, pair: tuple[float, dict[str, str]]) -> None:
         """Takes what nodes, and the farm's process, say; in the thread of the Dask client."""
         said: News = msgspec.convert(pair[1], News)
+        if isinstance(said, JobNews) and said.job not in self.state.jobs:
+            return  # no name of a job, and no folder of one
         if isinstance(said, JobNews) and said.lines:
             path = self.folder / "jobs" / said.job / "output.log"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -450,6 +471,18 @@ class Farm:
         self.state.take(said)
         if isinstance(said, NodeNews) and said.state == "given up" and not self.state.here:
             self._give_up(said.why)
+
+
+def _below(folder: Path, name: str) -> Path:
+    """Where a file of a job is put that its node has named.
+
+    Raises:
+        ProtocolError: Outside of the job's folder.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.name:
+        raise ProtocolError(f"a farm's node brought {name!r} for a job's folder")
+    return folder / path
 
 
 def farm(
@@ -491,6 +524,7 @@ def farm(
         cpus=cpus,
         store=rule,
         origin=launch.origin(shell, rule.path),
+        start_s=leases.NODE_START_S,
     )
     return Farm(terms, config, shell)
 

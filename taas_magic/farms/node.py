@@ -19,6 +19,7 @@ from taas_magic.farms.terms import NodeSetting, NodeTerms
 from taas_magic.host import forkserver, scratch
 from taas_magic.host.processes import die_with_parent, spawn_command
 from taas_magic.host.spec import TORCHRUN_NAMES
+from taas_magic.leases import NODE_START_S
 
 
 def keep(terms: NodeTerms) -> None:
@@ -81,7 +82,7 @@ async def _serve(setting: NodeSetting, folder: Path) -> None:
         host=terms.host,
         security=Security(**terms.security),
         local_directory=str(folder),
-        death_timeout=30,
+        death_timeout=NODE_START_S,
     )
     async with node:
         await node.finished()

@@ -6,6 +6,7 @@ for nodes. To the pool this process is one kernel more; the pool's own scheduler
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -120,7 +121,21 @@ class _Keys:
 
 
 class FarmScheduler(Scheduler):
-    """Dask's scheduler without its web pages, which would ask nobody for a key."""
+    """Dask's scheduler without its web pages, which would ask nobody for a key.
+
+    Args:
+        fleet: Starts and ends its nodes.
+    """
+
+    def __init__(self, *args: Any, fleet: "Fleet", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._fleet = fleet
+
+    def subscribe_topic(self, topic: str, client: str) -> None:
+        """Called by Dask; nodes may have come before a kernel that is slow listens."""
+        super().subscribe_topic(topic, client)
+        for news in list(self._fleet.told) if topic == TOPIC else ():
+            self.log_event(TOPIC, msgspec.to_builtins(news))
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Opens no port."""
@@ -143,7 +158,7 @@ class FarmCluster(SpecCluster):
         self._numbers = itertools.count()
         options = {"host": fleet.address, "protocol": "tls://", "security": Security(**secure)}
         super().__init__(
-            scheduler={"cls": FarmScheduler, "options": options},
+            scheduler={"cls": FarmScheduler, "options": {"fleet": fleet, **options}},
             worker={"cls": Node, "options": {"fleet": fleet}},
             security=Security(**secure),
             asynchronous=True,
@@ -192,14 +207,20 @@ class Node(ProcessInterface):
     def __init__(self, scheduler: str, fleet: "Fleet", name: str) -> None:
         super().__init__(scheduler=scheduler, name=name)
         self._fleet, self._name, self._joins = fleet, str(name), scheduler
-        self._starting: asyncio.Future[None] | None = None
+        self._coming: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        starting = asyncio.to_thread(self._fleet.start, self._name, self._joins)
-        self._starting = asyncio.ensure_future(starting)
+        self._coming = asyncio.create_task(self._come())
         await super().start()
 
+    async def _come(self) -> None:
+        await asyncio.to_thread(self._fleet.start, self._name, self._joins)
+        await asyncio.sleep(self._fleet.start_s)
+        self._fleet.overdue(self._name)
+
     async def close(self) -> None:
+        if self._coming is not None:
+            self._coming.cancel()
         await asyncio.to_thread(self._fleet.end, self._name)
         await super().close()
 
@@ -240,7 +261,9 @@ class Fleet:
         self._ended: set[str] = set()
         self._joined: set[str] = set()
         self._leaving: set[str] = set()
-        self._failed = 0
+        self._failed, self._why = 0, ""
+        self.told: list[NodeNews] = []
+        self.start_s = terms.start_s
         self.address = LOOPBACK
         self.tell: Callable[[NodeNews], object] = lambda news: None
         self.drop: Callable[[str], Any] = lambda name: None
@@ -257,12 +280,17 @@ class Fleet:
         with self._lock:  # one after the other, each on the host that then runs least
             if name in self._ended:  # Dask would have a node again that was lost: others come
                 self.drop(name)
-            if self._failed >= FAILED_STARTS or name in self._ended:
-                return
-            try:
-                self._launch(name, self._choose(), scheduler)
-            except (TaasError, OSError) as error:
-                self._lost(name, str(error))
+            elif self._failed >= FAILED_STARTS:
+                why = f"{FAILED_STARTS} nodes did not start, no more are: {self._why}"
+                self.said(name, "given up", why)
+            else:
+                self._try(name, scheduler)
+
+    def _try(self, name: str, scheduler: str) -> None:
+        try:
+            self._launch(name, self._choose(), scheduler)
+        except Exception as error:  # of whatever kind: nobody waits for this thread
+            self._lost(name, str(error) or repr(error))
 
     def _choose(self) -> Pool:
         """The first pool that has a host without a node, else the first of all."""
@@ -283,6 +311,7 @@ class Fleet:
 
         def hear(event: Event) -> None:
             if isinstance(event, RunEnded):
+                self._runs.pop(name, None)
                 self._lost(name, _why(event))
 
         try:
@@ -325,18 +354,20 @@ class Fleet:
 
     def _lost(self, name: str, why: str) -> None:
         """Have another in the place of a node that has ended by itself, or never began."""
-        self._runs.pop(name, None)
         if name in self._leaving:
             return
         self.said(name, "lost", why)
         if name in self._ended:
             return
         self._ended.add(name)
-        self._failed += name not in self._joined
-        if self._failed < FAILED_STARTS:
-            self.drop(name)
-        else:
-            self.said(name, "given up", f"{FAILED_STARTS} nodes did not start, no more are: {why}")
+        if name not in self._joined:
+            self._failed, self._why = self._failed + 1, why
+        self.drop(name)
+
+    def overdue(self, name: str) -> None:
+        """Give up a node whose run goes on, but that takes no jobs yet."""
+        if name in self._runs and name not in self._joined:
+            self._lost(name, f"it did not come within {self.start_s:g} s")
 
     def joined(self, name: str) -> None:
         """A node takes jobs."""
@@ -361,12 +392,15 @@ class Fleet:
             self.said(name, "lost", "its process ended, or its connection broke")
         if known is not None:
             pool, run_id = known
-            pool.halt(run_id, "interrupt")
+            with contextlib.suppress(TaasError, OSError):  # the pool is gone, and the run with it
+                pool.halt(run_id, "interrupt")
             pool.forget(run_id)
 
     def said(self, name: str, state: str, why: str = "", host: str = "") -> None:
         """Tell the kernel how a node stands."""
-        self.tell(NodeNews(name, state, why, host))
+        news = NodeNews(name, state, why, host)
+        self.told.append(news)
+        self.tell(news)
 
     def close(self) -> None:
         """Leave the pools."""

@@ -53,6 +53,7 @@ class Slots:
         self._setting, self._terms, self._folder = setting, setting.terms, folder
         self._free: queue.LifoQueue[Slot] = queue.LifoQueue()
         self._running: dict[str, Slot] = {}
+        self._lock = threading.Lock()
         devices = _devices()
         gpus = self._terms.gpus
         for number in reversed(range(self._terms.slots)):
@@ -61,8 +62,9 @@ class Slots:
 
     def cancel(self, name: str) -> None:
         """Interrupt a job, if it runs here."""
-        if (slot := self._running.get(name)) is not None:
-            slot.cancel()
+        with self._lock:  # what comes late is not for the next job of the slot
+            if (slot := self._running.get(name)) is not None:
+                slot.cancel()
 
     def run(self, call: JobCall, payload: Part, arguments: list[Part], say: Say) -> JobResult:
         """Run a job in a slot that is free; blocks.
@@ -86,7 +88,9 @@ class Slots:
         try:
             outcome, parts = slot.run(placed, lambda text: say(JobNews(name, node, lines=text)))
         finally:
-            del self._running[name]
+            with self._lock:
+                del self._running[name]
+            slot.rest()
             self._free.put(slot)
         if outcome.state != "done":
             raise JobEnded(node, outcome)
@@ -146,6 +150,7 @@ class Slot:
         self._control: Any = None
         self._output: Any = None
         self._cancelled_at: float | None = None
+        self._again = False
         self._starts = 0
 
     def run(self, placed: PlacedCall, say: Callable[[str], None]) -> tuple[JobOutcome, list[bytes]]:
@@ -166,18 +171,24 @@ class Slot:
             outcome, parts = self._wait(lines)
         except (EOFError, OSError):
             outcome, parts = self._died(), []
-        self._cancelled_at = None
         lines.take(self._printed())
         lines.flush(whole=False)
-        if not outcome.again:
-            self.close()
+        self._again = outcome.again
         return outcome, parts
+
+    def rest(self) -> None:
+        """Be ready for another job; the last one is not cancelled any more."""
+        if self._cancelled_at is not None or not self._again:
+            self.close()
+        self._cancelled_at, self._again = None, False
 
     def cancel(self) -> None:
         """Interrupt the job; any thread may call it."""
         if self._cancelled_at is None:
             self._cancelled_at = time.monotonic()
-            threading.Thread(target=self._interrupt, args=(self._process,), daemon=True).start()
+            if (process := self._process) is not None:
+                _signal(process.pid, 2)
+                threading.Thread(target=self._end_late, args=(process,), daemon=True).start()
 
     def close(self) -> None:
         """End the process, and what it has started."""
@@ -235,10 +246,7 @@ class Slot:
         how = f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}"
         return JobOutcome("failed", "JobDied", f"its process {self._process.pid} {how}")
 
-    def _interrupt(self, process: Any) -> None:
-        if process is None:
-            return
-        _signal(process.pid, 2)
+    def _end_late(self, process: Any) -> None:
         began = self._cancelled_at
         time.sleep(GRACE_S)
         if self._process is process and self._cancelled_at == began:

@@ -9,7 +9,7 @@ from typing import Any
 
 from taas_magic.display.head import CODE, FRAME
 from taas_magic.display.log import harmless
-from taas_magic.farms.terms import JobNews, News, NodeNews
+from taas_magic.farms.terms import NODE_STATES, JobNews, News, NodeNews
 
 SHOWN_JOBS = 12
 LINE_CHARS = 100
@@ -19,7 +19,7 @@ ENDED = ("done", "failed", "cancelled")
 
 @dataclass
 class JobState:
-    """A job as the table has it."""
+    """A job as the table has it; once it has ended, it stays so, whichever thread says what."""
 
     name: str
     state: str = "queued"
@@ -28,11 +28,20 @@ class JobState:
     last_line: str = ""
     began: float = 0.0
     took_s: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def go_on(self, state: str) -> None:
+        """It runs, or waits again."""
+        with self.lock:
+            if self.state not in ENDED:
+                self.state = state
+                self.began = time.monotonic() if state == "running" else 0.0
 
     def end(self, state: str) -> None:
         """It has ended."""
-        self.state = state
-        self.took_s = time.monotonic() - self.began if self.began else 0.0
+        with self.lock:
+            self.state = state
+            self.took_s = time.monotonic() - self.began if self.began else 0.0
 
 
 @dataclass
@@ -47,7 +56,7 @@ class NodeState:
 
 @dataclass
 class FarmState:
-    """How a farm stands."""
+    """How a farm stands; threads change it while others read it, each from a copy."""
 
     name: str
     pools: str
@@ -83,17 +92,18 @@ class FarmState:
 
     def counts(self) -> dict[str, int]:
         """Jobs by their state."""
-        found = Counter(job.state for job in self.jobs.values())
+        found = Counter(job.state for job in list(self.jobs.values()))
         return {state: found[state] for state in ("queued", "running", *ENDED)}
 
     @property
     def here(self) -> list[NodeState]:
         """The nodes that take jobs."""
-        return [node for node in self.nodes.values() if node.state == "here"]
+        return [node for node in list(self.nodes.values()) if node.state == "here"]
 
     def eta_s(self) -> float | None:
         """Seconds until all jobs have ended, by those that have; None while none has."""
-        took = [job.took_s for job in self.jobs.values() if job.state == "done" and job.took_s]
+        jobs = list(self.jobs.values())
+        took = [job.took_s for job in jobs if job.state == "done" and job.took_s]
         counts = self.counts()
         left = counts["queued"] + counts["running"]
         if not took or not left:
@@ -106,17 +116,19 @@ class FarmState:
             return
         job.node, job.host = said.node, self.host_of(said.node)
         if said.state == "running":
-            job.state, job.began = "running", time.monotonic()
+            job.go_on("running")
         lines = [line for line in said.lines.replace("\r", "\n").split("\n") if line]
         job.last_line = lines[-1] if lines else job.last_line
 
     def _take_node(self, said: NodeNews) -> None:
         node = self.nodes.setdefault(said.node, NodeState(said.node))
-        node.state, node.why, node.host = said.state, said.why, said.host or node.host
+        node.host = said.host or node.host
+        if NODE_STATES.index(said.state) >= NODE_STATES.index(node.state):
+            node.state, node.why = said.state, said.why
         if node.state in ("lost", "left"):
-            for job in self.jobs.values():
+            for job in list(self.jobs.values()):
                 if job.node == node.name and job.state == "running":
-                    job.state = "queued"
+                    job.go_on("queued")
 
     def __repr__(self) -> str:
         return text(self)
@@ -142,10 +154,10 @@ def head(state: FarmState) -> str:
 
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     """Nodes, then jobs: those that run, that failed, that ended last."""
-    nodes = [n for n in state.nodes.values() if n.state != "left"]
+    nodes = [n for n in list(state.nodes.values()) if n.state != "left"]
     found = [(n.name, n.state, n.host, n.why.partition("\n")[0]) for n in nodes[-SHOWN_JOBS:]]
     order = {"running": 0, "failed": 1, "cancelled": 2, "done": 3, "queued": 4}
-    jobs = sorted(reversed(state.jobs.values()), key=lambda job: order[job.state])
+    jobs = sorted(reversed(list(state.jobs.values())), key=lambda job: order[job.state])
     found += [(job.name, job.state, job.host, job.last_line) for job in jobs[:SHOWN_JOBS]]
     return [(name, kind, host, harmless(line)[:LINE_CHARS]) for name, kind, host, line in found]
 

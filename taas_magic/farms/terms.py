@@ -26,6 +26,7 @@ class FarmTerms(Struct, frozen=True):
         cpus: Processors of each job.
         store: The rule of the project store.
         origin: What jobs take over from the notebook.
+        start_s: Seconds in which a node must have come.
     """
 
     name: str
@@ -36,6 +37,7 @@ class FarmTerms(Struct, frozen=True):
     cpus: int
     store: StoreRule
     origin: Origin
+    start_s: float
 
 
 class FarmPlace(Struct, frozen=True):
@@ -171,8 +173,12 @@ class JobResult(Struct):
     files: dict[str, bytes]
 
 
+NODE_STATES = ("", "asked for", "starting", "here", "left", "lost", "given up")
+"""In the order in which a node may have them; after "here" it has at most one more."""
+
+
 class NodeNews(Struct, tag="node"):
-    """A node comes or goes."""
+    """A node comes or goes; threads tell it, so that an earlier state may be told later."""
 
     node: str
     state: str
