@@ -8,12 +8,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
 TOKEN = "TAAS_TEST_TOKEN"
 GONE_WITHIN_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
+
+# An example may take as long as a machine that is busy takes for it.
+hypothesis.settings.register_profile(
+    "taas", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("taas")
 
 
 @pytest.fixture(autouse=True)

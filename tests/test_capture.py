@@ -16,7 +16,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from taas_magic.capture import payload
+from taas_magic.capture import culprit, payload
 from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.errors import CaptureError
 from tests.harness import without_pytests_filter
@@ -91,6 +91,12 @@ class Notebook:
 @pytest.fixture
 def notebook(tmp_path: Path) -> Notebook:
     return Notebook(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot travel is found, also while this machine is busy."""
+    monkeypatch.setattr(culprit, "_BUDGET_S", 1000.0)
 
 
 def why(made: Payload) -> dict[str, str]:

@@ -49,7 +49,8 @@ def executed(folder: Path, name: str, *pools: str) -> NotebookNode:
     down = "\n".join(f"%taas down {pool}" for pool in (*pools, ""))
     notebook.cells.append(nbformat.v4.new_code_cell(down))
     resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, kernel_name="taas", timeout=240, resources=resources).execute()
+    waits = {"timeout": 240, "startup_timeout": 100, "iopub_timeout": 100}
+    NotebookClient(notebook, kernel_name="taas", resources=resources, **waits).execute()
     return notebook
 
 
