@@ -558,11 +558,19 @@ class StorePort(Struct):
 
 
 class Started(Struct, kw_only=True):
-    """The hosts of a run or of its fetchers; or why there are none, or not its project store."""
+    """The hosts of a run or of its fetchers; or why there are none, or not its project store.
+
+    Attributes:
+        hosts: Their names.
+        error: Why there are none.
+        store_error: Why it does not have its project store.
+        is_ending: Whether the pool's process had begun to end when it was asked.
+    """
 
     hosts: list[str] = []
     error: str = ""
     store_error: str = ""
+    is_ending: bool = False
 
 
 class HostStatus(Struct, kw_only=True):

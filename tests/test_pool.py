@@ -205,6 +205,22 @@ def test_a_pool_that_is_just_ending_is_followed_by_a_new_one(
     pool.down()
 
 
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_kernel_that_comes_while_its_pool_ends_gets_a_new_one(tmp_path: Path) -> None:
+    config = PoolConfig("local", start_timeout_s=60)
+    first, late = Pool(config, tmp_path), Pool(config, tmp_path)
+    first.open()
+    late.connect()
+    ending = (first.folder / "lock").read_text()
+    first.call("taas_down")
+    while (first.folder / "pool.json").exists():
+        threading.Event().wait(0.001)
+    late.open()
+    assert late.is_ready and (late.folder / "lock").read_text() != ending
+    first.close()
+    late.down()
+
+
 def test_a_cell_waits_beside_the_warming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
     pool = Pool(PoolConfig("local", start_timeout_s=60), tmp_path)

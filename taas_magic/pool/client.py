@@ -80,6 +80,10 @@ class PoolProcess:
         """Whether the pool's process lives, whoever started it."""
         return not _is_free(self.folder)
 
+    def is_ending(self) -> bool:
+        """Whether the pool's process, if it lives, has begun to end."""
+        return not (self.folder / "pool.json").exists()
+
     def begin(self) -> None:
         """Starts the pool's process, unless one lives; first removes what a killed one left."""
         lock = take_lock(self.folder)
@@ -318,12 +322,25 @@ class Pool:
         Raises:
             PoolError: It could not be started, or hosts could not be had.
         """
+        wait = wait or Wait()
+        said = self._ready(hosts, on_wait, wait)
+        if said.is_ending:  # nobody had used it for a while before this kernel came
+            self.close()
+            self._process.wait_for_end(END_S)
+            said = self._ready(hosts, on_wait, wait)
+        self._require(said)
+
+    def _ready(
+        self, hosts: int, on_wait: Callable[[list[str]], None] | None, wait: Wait
+    ) -> Started:
+        """Waits for hosts, as `open` does."""
         from taas_magic.host.topics import POOL_TOPIC
 
-        wait = wait or Wait()
         self.connect(on_wait or (lambda lines: None))
         if wait.is_given_up:
             raise PoolError(f'pool "{self.name}": nobody waits for its hosts any more')
+        if self._process.is_ending():
+            return Started(is_ending=True)
         client = self._connected()
         if on_wait is not None:
             client.subscribe_topic(POOL_TOPIC, lambda pair: on_wait(list(pair[1]["awaited"])))
@@ -332,7 +349,7 @@ class Pool:
         finally:
             if on_wait is not None:
                 client.unsubscribe_topic(POOL_TOPIC)
-        self._require(unpack(said, Started))
+        return unpack(said, Started)
 
     def give_up(self, wait: Wait) -> None:
         """Gives up a wait: its `open`, in another thread, raises PoolError."""
@@ -542,6 +559,8 @@ class Pool:
 
 
 async def _call(client: "Client", name: str, arguments: Mapping[str, object]) -> bytes:
+    if client.scheduler is None:
+        raise OSError("the connection to it broke")
     answer: bytes = await getattr(client.scheduler, name)(**arguments)
     return answer
 

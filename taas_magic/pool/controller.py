@@ -98,6 +98,8 @@ class Kernels:
         Returns:
             `Started`, packed.
         """
+        if self.over.is_set():
+            return pack(Started(error="its process is ending", is_ending=True))
         waiting = asyncio.ensure_future(self._members.take(hosts))
         self._waiting[owner, wait] = waiting
         try:
