@@ -200,11 +200,15 @@ def everybody_of(running, number=0, count=1):
     return [server, *server.children(), *workers_of(running, number, count)]
 
 
-def linked(running, *arguments, key=None, **changes):
+def address_of(running):
+    return running.feed().directory("train").addresses[0]
+
+
+def linked(running, *arguments, key=None, address=None, **changes):
     """A connection to the first fetcher, with patience for a busy machine."""
-    address = running.feed().directory("train").addresses[0]
     patience = {"connect_s": WAIT_S, "patience_s": WAIT_S}
-    return FetcherLink(address, "train", key or running.key, *arguments, **patience | changes)
+    whom = address or address_of(running), "train", key or running.key
+    return FetcherLink(*whom, *arguments, **patience | changes)
 
 
 def plain(batch):

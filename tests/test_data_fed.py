@@ -193,7 +193,7 @@ def test_ranks_say_what_broke_while_it_was_filled(notebook: Notebook) -> None:
 
 
 SAYS_WHO = """
-import psutil, warnings
+import os, psutil, warnings
 
 class SaysWho(Pictures):
     def __getitem__(self, index):

@@ -30,6 +30,7 @@ from tests.data_rig import (
     WAIT_S,
     Noise,
     Rows,
+    address_of,
     everybody_of,
     forkserver_for_this_module,  # noqa: F401
     linked,
@@ -48,10 +49,6 @@ is_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become an
 
 def stream(running, **arguments):
     return [plain(batch) for batch in running.loader(**arguments)]
-
-
-def address_of(running):
-    return running.feed().directory("train").addresses[0]
 
 
 def stats(running, until):
@@ -234,10 +231,11 @@ def test_a_server_refuses_a_unix_peer_of_another_user(tmp_path):
 @is_root
 def test_a_rank_refuses_a_unix_server_of_another_user(tmp_path):
     with data_service(tmp_path, DataLoader(Rows(4), 2)) as running:
+        address = address_of(running)
 
         def connect():
             try:
-                linked(running)
+                linked(running, address=address)
             except ProtocolError as error:
                 return str(error)
 

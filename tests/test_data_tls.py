@@ -16,6 +16,7 @@ from tests.data_rig import (
     WAIT_S,
     Noise,
     Rows,
+    address_of,
     forkserver_for_this_module,  # noqa: F401
     linked,
     plain,
@@ -40,10 +41,6 @@ def over_tcp(running, **changes):
     has = running.changes["tls"]
     arguments = {"direct": False, "tls": has.client if has else None}
     return [plain(batch) for batch in running.loader(**arguments | changes)]
-
-
-def address_of(running):
-    return running.feed().directory("train").addresses[0]
 
 
 def connection(running):
