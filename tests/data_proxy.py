@@ -63,7 +63,7 @@ class Proxy:
 
     def _back(self, number, fetcher, rank):
         with contextlib.suppress(OSError), fetcher:
-            while data := fetcher.recv(1 << 16):
+            for data in _received(fetcher):
                 data = self.harm(number, data)
                 if data is None:
                     rank.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -77,3 +77,10 @@ class Proxy:
             with contextlib.suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)
             server.close()
+
+
+def _received(sock):
+    """What comes, until the end; that of a fetcher that was killed may be a reset."""
+    with contextlib.suppress(ConnectionError):
+        while data := sock.recv(1 << 16):
+            yield data
