@@ -1,6 +1,7 @@
 """A TCP proxy between a rank and its fetchers that does what a bad network does."""
 
 import contextlib
+import itertools
 import select
 import socket
 import struct
@@ -18,7 +19,7 @@ class Proxy:
     def __init__(self, directory, harm):
         self._directory, self.harm = directory, harm
         self._servers, self._addresses = {}, {}
-        self.connections = 0
+        self._numbers = itertools.count(1)
 
     def __call__(self, loader):
         found = self._directory(loader)
@@ -44,8 +45,7 @@ class Proxy:
                 except OSError:
                     rank.close()
                     continue
-                self.connections += 1
-                back = (self.connections, fetcher, rank)
+                back = (next(self._numbers), fetcher, rank)
                 threading.Thread(target=self._back, args=back, daemon=True).start()
                 threading.Thread(target=self._forth, args=(rank, fetcher), daemon=True).start()
 
@@ -63,7 +63,7 @@ class Proxy:
 
     def _back(self, number, fetcher, rank):
         with contextlib.suppress(OSError), fetcher:
-            while data := fetcher.recv(1 << 16):
+            for data in _received(fetcher):
                 data = self.harm(number, data)
                 if data is None:
                     rank.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -77,3 +77,10 @@ class Proxy:
             with contextlib.suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)
             server.close()
+
+
+def _received(sock):
+    """What comes, until the end; that of a fetcher that was killed may be a reset."""
+    with contextlib.suppress(ConnectionError):
+        while data := sock.recv(1 << 16):
+            yield data

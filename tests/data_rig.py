@@ -4,18 +4,18 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import sys
-import types
+import time
 import weakref
 from multiprocessing import forkserver
-from unittest import mock
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from taas_magic.data import metrics
+from taas_magic.data.connection import FetcherLink
 from taas_magic.data.loader import Feed, RemoteLoader
 from taas_magic.data.service import FolderDirectory
 from taas_magic.host import fetcher
@@ -23,8 +23,12 @@ from taas_magic.host.fetcher_spec import Fetched, FetcherSpec
 from taas_magic.leases import FetchLease
 from taas_magic.messages import FetcherStarted, of_fetcher
 from taas_magic.registry import Registered
+from tests.rig.main_module import plain_main
 
 SEED = 7
+WAIT_S = 100.0
+"""For what comes at once on an idle machine."""
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["taas_magic.host.fetcher", "tests.data_rig"])
 
@@ -128,8 +132,7 @@ class Service:
 
     def restart(self, number):
         """Start a fetcher, perhaps in the place of one that is gone."""
-        # A shell of another test may stand for the main module, and spawning looks at that.
-        with mock.patch.dict(sys.modules, {"__main__": types.ModuleType("__main__")}):
+        with plain_main():  # a shell of another test may stand for the main module
             started = fetcher.start(self.spec(number), CONTEXT)
         assert isinstance(of_fetcher(started[1].recv_bytes()), FetcherStarted)
         if number < len(self.processes):
@@ -142,7 +145,7 @@ class Service:
             "directory": None if local else FolderDirectory(self.folder / "fetchers"),
             "key": self.key,
             "seed": SEED,
-            "lease": FetchLease(fetch_s=6.0, start_s=30.0),
+            "lease": FetchLease(fetch_s=WAIT_S, start_s=WAIT_S),
         }
         return Feed(rank, world_size, **arguments | changes)
 
@@ -165,7 +168,7 @@ class Service:
             with contextlib.suppress(OSError):
                 control.send("end")  # workers of this process's ranks have the pipe open, too
             control.close()
-            process.join(10)
+            process.join(WAIT_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -180,6 +183,32 @@ def service(folder, loaders, **arguments):
         yield running
     finally:
         running.close()
+
+
+def workers_of(running, number=0, count=1):
+    """The workers of a fetcher, once there are so many: children of the one that starts them."""
+    while True:
+        (parent,) = psutil.Process(running.processes[number][0].pid).children()
+        if len(workers := parent.children()) == count:
+            return workers
+        time.sleep(0.01)
+
+
+def everybody_of(running, number=0, count=1):
+    """All processes of a fetcher, once it has so many workers."""
+    server = psutil.Process(running.processes[number][0].pid)
+    return [server, *server.children(), *workers_of(running, number, count)]
+
+
+def address_of(running):
+    return running.feed().directory("train").addresses[0]
+
+
+def linked(running, *arguments, key=None, address=None, **changes):
+    """A connection to the first fetcher, with patience for a busy machine."""
+    patience = {"connect_s": WAIT_S, "patience_s": WAIT_S}
+    whom = address or address_of(running), "train", key or running.key
+    return FetcherLink(*whom, *arguments, **patience | changes)
 
 
 def plain(batch):

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import socket
-import time
 
 import cloudpickle
 import psutil
@@ -13,30 +12,28 @@ import torch
 from torch.utils.data import DataLoader
 
 from taas_magic.data import metrics, protocol
-from taas_magic.data.connection import FetcherLink, machine
 from taas_magic.data.protocol import Frame, Kind
 from taas_magic.data.server import ServerSpec
 from taas_magic.errors import ProtocolError, RunLost
+from taas_magic.leases import FetchLease
 from tests.data_proxy import Proxy
 from tests.data_rig import (
+    WAIT_S,
     Noise,
     Rows,
+    everybody_of,
     forkserver_for_this_module,  # noqa: F401
+    linked,
     plain,
     service,
+    workers_of,
 )
+
+SHORT = FetchLease(fetch_s=8.0, start_s=WAIT_S)
 
 
 def stream(running, **arguments):
     return [plain(batch) for batch in running.loader(**arguments)]
-
-
-def workers_of(running, number=0):
-    """The workers of a fetcher, once there are any: children of the process that starts them."""
-    (parent,) = psutil.Process(running.processes[number][0].pid).children()
-    while not (workers := parent.children()):
-        time.sleep(0.01)
-    return workers
 
 
 def addresses_of(running):
@@ -52,7 +49,7 @@ def is_dropped(sock):
 
 
 def over_tcp(address):
-    return socket.create_connection((address.host, address.port), 60)
+    return socket.create_connection((address.host, address.port), WAIT_S)
 
 
 def test_17_a_reset_in_the_middle_of_a_batch(tmp_path):
@@ -101,29 +98,28 @@ def test_18_a_worker_that_died_is_started_again(tmp_path):
             assert handed + [plain(batch) for batch in batches] == want
 
 
-class Slowish(Noise):
-    def __getitem__(self, index):
-        time.sleep(0.01)
-        return super().__getitem__(index)
-
-
 def test_19_a_fetcher_stops_and_goes_on(tmp_path):
-    with service(tmp_path, DataLoader(Slowish(100), 2), fetchers=2) as running:
+    with service(tmp_path, DataLoader(Noise(100), 2), fetchers=2) as running:
         want = stream(running, local=True)
-        batches = iter(running.loader())
+        remote = running.loader(window_bytes=1, lease=SHORT)
+        batches = iter(remote)
         handed = [plain(next(batches)) for _ in range(3)]
-        for worker in workers_of(running):
-            worker.suspend()
-        handed += [plain(batch) for batch in batches]
-        for worker in workers_of(running):
-            worker.resume()
+        stopped = everybody_of(running)
+        for process in stopped:
+            process.suspend()
+        try:
+            handed += [plain(batch) for batch in batches]
+        finally:
+            for process in stopped:
+                process.resume()
         assert handed == want
+        assert remote.counts.retried > 0, "the other one was asked"
         assert stream(running) == want
 
 
 def test_20_all_fetchers_die(tmp_path):
     with service(tmp_path, DataLoader(Rows(10_000), 2), fetchers=2) as running:
-        batches = iter(running.loader(window_bytes=1))
+        batches = iter(running.loader(window_bytes=1, lease=FetchLease(6.0)))
         next(batches)
         for process, _ in running.processes:
             process.kill()
@@ -185,13 +181,16 @@ def test_23_an_answer_is_lost_and_sent_again(tmp_path):
 
 def test_24_a_corrupted_batch_is_fetched_again(tmp_path):
     with service(tmp_path, DataLoader(Noise(24, width=5000), 2)) as running:
-        spoilt = []
+        sent, spoilt = {}, []
 
         def harm(number, data):
-            if number > 4 or len(data) < 20_000:
-                return data
-            spoilt.append(number)
-            return data[:9_000] + bytes([data[9_000] ^ 1]) + data[9_001:]
+            """Spoil one byte of the first batch on each of the first connections."""
+            before, data = sent.get(number, 0), bytearray(data)
+            sent[number] = before + len(data)
+            if number <= 4 and before <= 20_000 < sent[number]:
+                spoilt.append(number)
+                data[20_000 - before] ^= 1
+            return data
 
         proxy = Proxy(running.feed().directory, harm)
         remote = running.loader(directory=proxy, direct=False)
@@ -205,8 +204,9 @@ def test_25_headers_that_are_cut_negative_or_huge(tmp_path):
     with service(tmp_path, DataLoader(Rows(20), 2)) as running:
         address = addresses_of(running)[0]
         want = stream(running)
-        (worker,) = workers_of(running)
-        before = worker.memory_info().rss
+        processes = everybody_of(running)
+        server = processes[0]
+        before = server.memory_info().rss
         for noise in (
             b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + bytes(64),
             protocol.pack(Frame(Kind.PROOF))[:-1],
@@ -216,24 +216,31 @@ def test_25_headers_that_are_cut_negative_or_huge(tmp_path):
         ):
             with over_tcp(address) as sock:
                 sock.sendall(noise)
-                with contextlib.suppress(OSError):  # the worker was faster
+                with contextlib.suppress(OSError):  # the server was faster
                     sock.shutdown(socket.SHUT_WR)
                 assert is_dropped(sock)
         assert stream(running) == want
-        assert workers_of(running)[0].pid == worker.pid
-        assert worker.memory_info().rss - before < 50 << 20
+        assert everybody_of(running) == processes
+        assert server.memory_info().rss - before < 50 << 20
 
 
 def test_25_a_rank_closes_on_a_header_that_is_huge(tmp_path):
     with service(tmp_path, DataLoader(Rows(20), 2), fetchers=2) as running:
         huge = bytearray(protocol.pack(Frame(Kind.VOID)))
         huge[-1] ^= 255
+        sent, said = {}, []
 
         def harm(number, data):
-            return bytes(huge) if number == 1 and len(data) > 500 else data
+            """Say it on the first connection, behind the handshake."""
+            sent[number] = sent.get(number, 0) + len(data)
+            if number > 1 or sent[number] <= 500:
+                return data
+            said.append(number)
+            return bytes(huge)
 
         proxy = Proxy(running.feed().directory, harm)
         assert stream(running, directory=proxy, direct=False) == stream(running, local=True)
+        assert said
         proxy.close()
 
 
@@ -275,9 +282,8 @@ def test_27_empty_batches_and_nans(tmp_path):
 
 def test_47_a_peer_with_the_wrong_key_is_refused_and_refuses(tmp_path):
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
-        address = addresses_of(running)[0]
         with pytest.raises(ProtocolError, match="does not know the run's key"):
-            FetcherLink(address, "train", b"wrong" * 8)
+            linked(running, key=b"wrong" * 8)
         assert len(stream(running)) == 2
 
 
@@ -299,6 +305,12 @@ def test_nothing_is_unpickled_before_the_proof(tmp_path):
         assert len(stream(running)) == 2
 
 
+def test_a_fetcher_that_ends_between_two_looks_at_where_it_listens(tmp_path):
+    with service(tmp_path, DataLoader(Rows(4), 2)) as running:
+        (tmp_path / "fetchers" / "fetcher-1.json").symlink_to(tmp_path / "gone")
+        assert len(stream(running)) == 2
+
+
 def test_what_a_worker_is_told_keeps_its_key_out_of_sight():
     assert "secret" not in repr(ServerSpec(b"secret", {}))
 
@@ -306,8 +318,6 @@ def test_what_a_worker_is_told_keeps_its_key_out_of_sight():
 def test_the_workers_end_with_their_fetcher(tmp_path):
     with service(tmp_path, DataLoader(Rows(40), 2), workers=2) as running:
         stream(running)
-        workers = workers_of(running)
-        assert len(workers) == 2
+        workers = workers_of(running, count=2)
         running.processes[0][0].kill()
-        psutil.wait_procs(workers)
-        assert machine()
+        assert psutil.wait_procs(workers, WAIT_S)[1] == []

@@ -1,7 +1,9 @@
 """What a user sees of a run's loaders: who waited, the advice, prefilling, and spilling."""
 
 import os
+import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from taas_magic.capture import pickling
 from taas_magic.data import metrics
 from taas_magic.errors import RankFailed
 from taas_magic.journal import folder as journal
-from tests.harness import Notebook, Outcome
+from tests.events import Line
+from tests.harness import Notebook, Outcome, on_event
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +45,7 @@ def short_lease(notebook: Notebook) -> Iterator[None]:
 
 
 LOADER = """
-import os, time, taas, torch
+import time, taas, torch
 from torch.utils.data import DataLoader, Dataset
 
 class Pictures(Dataset):
@@ -54,8 +57,6 @@ class Pictures(Dataset):
 
     def __getitem__(self, index):
         time.sleep(self.wait_s)
-        if index == getattr(self, "interrupt_at", None):
-            os.kill(self.pid, 2)
         return torch.full((64, 64), float(index))
 
 torch.manual_seed(5)
@@ -80,7 +81,8 @@ def filled(outcome: Outcome) -> list[dict[str, float]]:
 def test_slow_storage_is_seen_and_advice_given(notebook: Notebook) -> None:
     notebook.define(LOADER)
     notebook.define("loader = taas.register(DataLoader(Pictures(160, 0.01), 4, num_workers=1))")
-    outcome = notebook.run(CELL, "--cpus 1")
+    # without --prefill it is the first batch, on a busy machine, that ranks wait for
+    outcome = notebook.run(CELL, "--cpus 1 --prefill 2")
     assert outcome.error is None and outcome.run is not None
     assert "for 'loader': its storage waits; --cpus " in outcome.run.advice
     assert isinstance(outcome.run.plot(), Figure)
@@ -95,11 +97,20 @@ def test_slow_storage_is_seen_and_advice_given(notebook: Notebook) -> None:
     assert stats["fetch_s"] > 10 * stats["fetch_cpu_s"] > 0
 
 
+COMPUTES = """
+import time
+
+batches, began = iter(loader), time.monotonic()
+for batch in batches:
+    time.sleep(0.3 + 20 * (time.monotonic() - began))  # long for what it waited, however slow
+    began = time.monotonic()
+"""
+
+
 def test_a_rank_that_does_not_wait_gets_no_advice(notebook: Notebook) -> None:
     notebook.define(LOADER)
     notebook.define("loader = taas.register(DataLoader(Pictures(40), 4))")
-    source = "import time\nfor batch in loader:\n    time.sleep(0.3)"
-    outcome = notebook.run(source, "--cpus 1 --prefill 10")
+    outcome = notebook.run(COMPUTES, "--cpus 1 --prefill 10")
     assert outcome.error is None and outcome.run is not None
     assert outcome.run.advice == ""
 
@@ -110,8 +121,8 @@ def test_ranks_start_when_enough_is_ready(notebook: Notebook) -> None:
     events = filled(outcome := notebook.run(CELL, "--cpus 1 --prefill 12"))
     assert events and events[-1]["wanted"] == 12
     stats = [e for e in outcome.events if e["kind"] in ("fetched", "started")]
-    before = stats[[e["kind"] for e in stats].index("started") - 1]
-    assert before["loaders"]["loader"]["ready"] >= 12
+    before = stats[: [e["kind"] for e in stats].index("started")]
+    assert max(e["loaders"]["loader"]["ready"] for e in before) >= 12
     assert sum(line.batches for line in handed(outcome)) == 40
 
 
@@ -122,8 +133,10 @@ def test_all_units_may_be_ready_before(notebook: Notebook) -> None:
     assert sum(line.batches for line in handed(outcome)) == 16
     stats = [e for e in outcome.events if e["kind"] in ("fetched", "started")]
     started = [e["kind"] for e in stats].index("started")
-    last = {e["number"]: e["loaders"]["loader"]["ready"] for e in stats[:started]}
-    assert sum(last.values()) >= 16
+    most: dict[int, int] = {}
+    for e in stats[:started]:
+        most[e["number"]] = max(e["loaders"]["loader"]["ready"], most.get(e["number"], 0))
+    assert sum(most.values()) >= 16
 
 
 def handed(outcome: Outcome) -> list[metrics.Handed]:
@@ -150,14 +163,21 @@ def test_what_memory_cannot_hold_is_on_disk_until_it_is_asked_for(
     stats = [event["loaders"]["loader"] for event in spilled.of_kind("fetched")]
     assert max(one["spilled_bytes"] for one in stats) > 10 * 65_536
     assert stats[-1]["budget_bytes"] <= 100_000
-    assert spilled_here() <= before
+    deadline = time.monotonic() + 100
+    while (left := spilled_here() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
 
 
-def test_filling_can_be_interrupted(notebook: Notebook) -> None:
+def is_filling(line: Line) -> bool:
+    return bool(line["kind"] == "filling" and line["done"])
+
+
+def test_filling_can_be_interrupted(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook.define(LOADER)
-    notebook.define(f"data = Pictures(4000, 0.02)\ndata.interrupt_at, data.pid = 20, {os.getpid()}")
-    notebook.define("loader = taas.register(DataLoader(data, 4, num_workers=1))")
-    outcome = notebook.run(CELL, "--cpus 1 --prefill 900")
+    notebook.define("loader = taas.register(DataLoader(Pictures(4000, 0.02), 4, num_workers=1))")
+    with on_event(monkeypatch, is_filling, lambda run: os.kill(os.getpid(), signal.SIGINT)):
+        outcome = notebook.run(CELL, "--cpus 1 --prefill 900")
     assert isinstance(outcome.error, KeyboardInterrupt)
     assert outcome.run is not None and outcome.run.state == "INTERRUPTED"
     assert outcome.of_kind("started") == []
@@ -173,7 +193,7 @@ def test_ranks_say_what_broke_while_it_was_filled(notebook: Notebook) -> None:
 
 
 SAYS_WHO = """
-import psutil, warnings
+import os, psutil, warnings
 
 class SaysWho(Pictures):
     def __getitem__(self, index):

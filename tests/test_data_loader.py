@@ -15,6 +15,7 @@ from taas_magic.data import metrics, sharding
 from taas_magic.data.sharding import seed_of
 from tests.data_rig import (
     SEED,
+    WAIT_S,
     Lines,
     Noise,
     Remembering,
@@ -119,11 +120,12 @@ def test_a_rank_prepares_its_own_share_in_workers_of_its_own(tmp_path):
         assert [plain(batch) for batch in remote] == dealt(local(running.loaders["train"]), 2)[1]
         [server] = [child for child in psutil.Process().children() if child not in children]
         [parent] = server.children()
-        workers = parent.children()
+        while len(workers := parent.children()) < 2:
+            time.sleep(0.01)
         assert len(workers) == 2
         del remote
         gc.collect()
-        assert psutil.wait_procs([server, parent, *workers], 60)[1] == []
+        assert psutil.wait_procs([server, parent, *workers], WAIT_S)[1] == []
 
 
 def test_units_bound_all_ranks_over_epochs(tmp_path):

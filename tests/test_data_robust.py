@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from taas_magic.data import encode, protocol, service, worker
-from taas_magic.data.connection import FetcherLink, Silent
+from taas_magic.data.connection import Silent
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import Frame, FrameFlag, Kind
 from taas_magic.data.worker import Key
@@ -25,11 +26,22 @@ from taas_magic.data.workers import WorkerHandle
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
 from taas_magic.messages import FetcherReport, of_fetcher
-from tests.data_rig import Noise, Rows, forkserver_for_this_module, plain  # noqa: F401
+from tests.data_rig import (
+    WAIT_S,
+    Noise,
+    Rows,
+    address_of,
+    everybody_of,
+    forkserver_for_this_module,  # noqa: F401
+    linked,
+    plain,
+    workers_of,
+)
 from tests.data_rig import service as data_service
 
-SHORT = FetchLease(fetch_s=4.0, start_s=30.0)
-LONG_S = 6.0
+SHORT = FetchLease(fetch_s=4.0, start_s=WAIT_S)
+PATIENT = FetchLease(fetch_s=10.0, start_s=WAIT_S)
+LONG_S = 12.0
 LARGE = 64 << 10
 NOBODY = 65534
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
@@ -37,19 +49,6 @@ is_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become an
 
 def stream(running, **arguments):
     return [plain(batch) for batch in running.loader(**arguments)]
-
-
-def address_of(running):
-    return running.feed().directory("train").addresses[0]
-
-
-def workers_of(running, number=0, count=1):
-    """The workers of a fetcher, once there are so many: children of the one that starts them."""
-    while True:
-        (parent,) = psutil.Process(running.processes[number][0].pid).children()
-        if len(workers := parent.children()) == count:
-            return workers
-        time.sleep(0.01)
 
 
 def stats(running, until):
@@ -104,14 +103,21 @@ class HoldsTheLock(Rows):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("dataset", [SlowToUnpickle, HoldsTheLock])
-def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path, dataset):
-    with data_service(tmp_path, DataLoader(dataset(10), 2)) as running:
-        remote = running.loader(lease=SHORT)
-        began = time.monotonic()
-        assert [plain(batch)[1] for batch in remote] == [[n, n + 1] for n in range(0, 10, 2)]
-        assert time.monotonic() - began > SHORT.fetch_s, "it took its time"
-        assert remote.counts.retried == 0
+def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path):
+    """Two such datasets, at the same time."""
+    loaders = {kind.__name__: DataLoader(kind(10), 2) for kind in (SlowToUnpickle, HoldsTheLock)}
+    with data_service(tmp_path, loaders) as running, ThreadPoolExecutor() as threads:
+        remotes = [running.loader(name, lease=PATIENT) for name in loaders]
+        for indices, took_s in threads.map(taken, remotes):
+            assert indices == [[n, n + 1] for n in range(0, 10, 2)]
+            assert took_s > PATIENT.fetch_s, "it took its time"
+        assert [remote.counts.retried for remote in remotes] == [0, 0]
+
+
+def taken(remote):
+    """The indices of all batches, and how long that took."""
+    began = time.monotonic()
+    return [plain(batch)[1] for batch in remote], time.monotonic() - began
 
 
 @pytest.mark.parametrize("fetchers, workers", [(1, 1), (1, 8), (3, 1)])
@@ -121,10 +127,8 @@ def test_the_run_is_lost_when_all_fetchers_are_stopped(tmp_path, fetchers, worke
         batches = iter(running.loader(window_bytes=1, lease=SHORT))
         for _ in range(4 * fetchers * workers):
             next(batches)
-        everybody = []
-        for number in range(fetchers):
-            server = psutil.Process(running.processes[number][0].pid)
-            everybody += [server, *server.children(), *workers_of(running, number, workers)]
+        numbers = range(fetchers)
+        everybody = [one for n in numbers for one in everybody_of(running, n, workers)]
         for process in everybody:
             process.suspend()
         began = time.monotonic()
@@ -137,7 +141,7 @@ def test_the_run_is_lost_when_all_fetchers_are_stopped(tmp_path, fetchers, worke
                 process.resume()
         said = str(raised.value)
         assert 'no fetcher of loader "train" has answered for ' in said
-        assert all(f"fetcher {number} at 127.0.0.1:" in said for number in range(fetchers)), said
+        assert all(f"fetcher {number} at 127.0.0.1:" in said for number in numbers), said
         assert SHORT.fetch_s <= time.monotonic() - began
 
 
@@ -153,7 +157,7 @@ def strangers(running, count):
     """So many connections, all of which the kernel has taken."""
     address, crowd = address_of(running), []
     for _ in range(count):
-        sock = socket.create_connection((address.host, address.port), 60)
+        sock = socket.create_connection((address.host, address.port), WAIT_S)
         sock.setblocking(False)
         crowd.append(sock)
     return crowd
@@ -215,7 +219,7 @@ def test_a_server_refuses_a_unix_peer_of_another_user(tmp_path):
 
         def read():
             with socket.socket(socket.AF_UNIX) as sock:
-                sock.settimeout(30)
+                sock.settimeout(WAIT_S)
                 sock.connect("\0" + address.unix)
                 return sock.recv(1000)
 
@@ -227,11 +231,11 @@ def test_a_server_refuses_a_unix_peer_of_another_user(tmp_path):
 @is_root
 def test_a_rank_refuses_a_unix_server_of_another_user(tmp_path):
     with data_service(tmp_path, DataLoader(Rows(4), 2)) as running:
-        address, key = address_of(running), running.key
+        address = address_of(running)
 
         def connect():
             try:
-                FetcherLink(address, "train", key)
+                linked(running, address=address)
             except ProtocolError as error:
                 return str(error)
 
@@ -328,7 +332,7 @@ def is_lent(link):
 def test_a_batch_that_is_still_being_sent_to_a_rank_is_not_lent_to_another(tmp_path):
     gate = tmp_path / "gate"
     with data_service(tmp_path / "run", DataLoader(Gated(1, 8 << 20, gate), 1)) as running:
-        links = [FetcherLink(address_of(running), "train", running.key) for _ in range(2)]
+        links = [linked(running) for _ in range(2)]
         for link in links:
             link.send([(Frame(Kind.GET, 0, 0), b"")])
         for link in links:  # both wait, which the server says a second later
@@ -346,7 +350,7 @@ def test_a_batch_that_is_still_being_sent_to_a_rank_is_not_lent_to_another(tmp_p
 
 def test_a_peer_that_is_cut_off_costs_nobody_else_anything(tmp_path):
     with data_service(tmp_path, DataLoader(Noise(200, width=20_000), 1)) as running:
-        link = FetcherLink(address_of(running), "train", running.key, direct=False)
+        link = linked(running, direct=False)
         body = protocol.pack_numbers(range(1, 200))
         link.send([(Frame(Kind.GET, 0, 0, body_bytes=len(body)), body)])
         frame, _ = received(link)
@@ -429,7 +433,7 @@ class Streams(IterableDataset):
 
 def test_what_one_stream_prepared_ahead_keeps_no_other_from_being_prepared(tmp_path):
     gate = tmp_path / "gate"
-    loader = DataLoader(Streams(gate, 40), None, num_workers=2, timeout=20)
+    loader = DataLoader(Streams(gate, 40), None, num_workers=2, timeout=WAIT_S)
     with data_service(tmp_path / "run", loader, buffer_bytes=8 * LARGE) as running:
         stats(running, lambda said: said.idle and said.ready_bytes >= 5 * LARGE)
         gate.touch()

@@ -11,13 +11,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from taas_magic.data.connection import FetcherLink
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import Frame, FrameFlag, Kind
 from taas_magic.data.worker import REPLY, Key
 from taas_magic.data.workers import WorkerHandle
 from taas_magic.messages import FetcherReport, of_fetcher
-from tests.data_rig import Rows, Service, forkserver_for_this_module, plain, service  # noqa: F401
+from tests.data_rig import (
+    Rows,
+    Service,
+    forkserver_for_this_module,  # noqa: F401
+    linked,
+    plain,
+    service,
+)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +96,7 @@ def sent(running):
 
 def test_memory_that_is_being_sent_is_not_lent(tmp_path):
     with service(tmp_path, DataLoader(Gated(tmp_path / "gate"), batch_size=None)) as running:
-        address = running.feed().directory("train").addresses[0]
-        links = [FetcherLink(address, "train", running.key) for _ in range(2)]
+        links = [linked(running) for _ in range(2)]
         for link in links:
             link.send([(Frame(Kind.GET), b"")])
         (tmp_path / "gate").touch()

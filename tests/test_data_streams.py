@@ -654,9 +654,7 @@ KINDS = r"""
 import asyncio
 import collections
 import functools
-import os
 import random
-import tempfile
 import threading
 import warnings
 import queue
@@ -806,7 +804,7 @@ def split():
     return random_split(Rows(10), [7, 3], torch.Generator().manual_seed(1))[0]
 
 def make():
-    path = os.path.join(tempfile.gettempdir(), f"taas-tests-{os.getuid()}.npy")
+    path = "mapped.npy"  # in the notebook's folder: other tests have one of their own
     np.save(path, np.arange(12.0).reshape(6, 2))
     tokens = Tokens()
     return {

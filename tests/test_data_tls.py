@@ -9,14 +9,19 @@ import pytest
 from torch.utils.data import DataLoader
 
 from taas_magic.data import service
-from taas_magic.data.connection import FetcherLink
 from taas_magic.errors import ProtocolError
 from taas_magic.messages import FetcherReport, of_fetcher
 from tests.data_proxy import Proxy
-from tests.data_rig import Noise, Rows, forkserver_for_this_module, plain  # noqa: F401
+from tests.data_rig import (
+    WAIT_S,
+    Noise,
+    Rows,
+    address_of,
+    forkserver_for_this_module,  # noqa: F401
+    linked,
+    plain,
+)
 from tests.data_rig import service as data_service
-
-BUFFER_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +43,9 @@ def over_tcp(running, **changes):
     return [plain(batch) for batch in running.loader(**arguments | changes)]
 
 
-def address_of(running):
-    return running.feed().directory("train").addresses[0]
-
-
 def connection(running):
     address = address_of(running)
-    return socket.create_connection((address.host, address.port), BUFFER_S)
+    return socket.create_connection((address.host, address.port), WAIT_S)
 
 
 def is_dropped(sock):
@@ -94,7 +95,7 @@ def test_47_a_peer_without_the_runs_certificate_is_refused(tmp_path, ours, shows
             context = service.new_certificate().client()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with pytest.raises(OSError):
-            FetcherLink(address_of(running), "train", running.key, context, direct=False)
+            linked(running, context, direct=False)
         assert refused(running) == 1
         assert len(over_tcp(running)) == 2
 
@@ -103,13 +104,14 @@ def test_47_a_server_without_the_runs_certificate_is_refused(tmp_path, ours):
     another, loader = service.new_certificate(), DataLoader(Rows(4), 2)
     refuses = pytest.raises(ssl.SSLCertVerificationError)
     with data_service(tmp_path, loader, tls=another) as running, refuses:
-        FetcherLink(address_of(running), "train", running.key, ours.client(), direct=False)
+        linked(running, ours.client(), direct=False)
 
 
 def test_47_a_plain_peer_of_a_server_with_tls_is_refused(tmp_path, ours):
     with data_service(tmp_path, DataLoader(Rows(4), 2), tls=ours) as running:
         with pytest.raises((OSError, ProtocolError)):
-            FetcherLink(address_of(running), "train", running.key, direct=False)
+            linked(running, direct=False)
+        assert refused(running) == 1
         assert len(over_tcp(running)) == 2
 
 

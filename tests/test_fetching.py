@@ -5,7 +5,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from taas_magic.config import load_config
 from taas_magic.data import metrics
 from taas_magic.errors import PoolError, RankFailed
 from taas_magic.notebook import pools
-from tests.harness import Notebook, Outcome
+from tests.events import Line
+from tests.harness import Notebook, Outcome, on_event
 from tests.rig.pools import enter, given_back, settings_in
 
 SETTINGS = """
@@ -97,7 +98,7 @@ def two_pools(
     enter(warm_notebook, settings, monkeypatch)
     warm_notebook.define(LOADERS)
     yield warm_notebook
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while (left := running_in_data_pool()) and time.monotonic() < deadline:
         threading.Event().wait(0.1)
     assert not left
@@ -120,8 +121,10 @@ def handed(outcome: Outcome) -> list[metrics.Handed]:
 
 def test_weights_are_equal_wherever_the_loaders_run(two_pools: Notebook) -> None:
     seen = {}
+    # so many ready batches that each fetcher must have come up: ranks need no more than one
+    prefill = {"--cpus 2": "--prefill 12", "--cpus 3": "--prefill 18"}
     for flags in ("--cpus 0", "--cpus 1 --data-pool local", "--cpus 2", "--cpus 3"):
-        outcome = two_pools.run(TRAIN, flags)
+        outcome = two_pools.run(TRAIN, f"{flags} {prefill.get(flags, '')}")
         assert outcome.error is None, outcome.shown
         assert outcome.run is not None
         seen[flags] = outcome.run.result
@@ -148,25 +151,42 @@ def test_two_loaders_have_hosts_of_their_own(two_pools: Notebook) -> None:
 
 
 KILL = """
-import psutil, signal
+import contextlib, psutil
 for number, (batch, pids) in enumerate(slow):
     if number == 5 and int(os.environ["RANK"]) == 0:
         fetcher = psutil.Process(int(pids[0]))
         supervisors = [p for p in fetcher.parents() if "supervisor" in " ".join(p.cmdline())]
-        print("killed", VICTIMS(supervisors[0]), flush=True)
-number
+        for process in VICTIMS(supervisors[0]):
+            with contextlib.suppress(psutil.NoSuchProcess):  # some go with others of them
+                process.kill()
 """
+
+UNTIL_SAID = """
+while not os.path.exists("said"):
+    time.sleep(0.02)
+"""
+
+
+@contextlib.contextmanager
+def said(notebook: Notebook, words: str) -> Iterator[None]:
+    """Has a file for what waits in UNTIL_SAID, once a note of the run has these words."""
+    file = notebook.project / "said"
+    is_said: Callable[[Line], bool] = lambda line: words in line.get("text", "")  # noqa: E731
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        on_event(patch, is_said, lambda run: file.touch()),
+    ):
+        yield
+    file.unlink(missing_ok=True)
 
 
 def test_18_a_host_with_fetchers_dies(two_pools: Notebook) -> None:
     """FAULTS.md 10 and 18: its batches come from the other host, each once."""
     two_pools.define(
-        "def VICTIMS(host):\n"
-        "    for process in [host, *host.children(recursive=True)]:\n"
-        "        process.kill()\n"
-        "    return host.pid\n"
+        "def VICTIMS(host):\n    return [host, *host.children(recursive=True)]\nimport psutil"
     )
-    outcome = two_pools.run(KILL, "--cpus 2")
+    with said(two_pools, "is gone"):
+        outcome = two_pools.run(f"{KILL}{UNTIL_SAID}number", "--cpus 2 --timeout 100")
     assert outcome.error is None, outcome.shown
     assert outcome.run is not None
     assert outcome.run.result == 99
@@ -183,11 +203,8 @@ def test_20_all_hosts_with_fetchers_die(two_pools: Notebook) -> None:
     two_pools.define(
         "def VICTIMS(host):\n"
         "    hosts = [p for p in host.parent().children() if 'supervisor' in str(p.cmdline())]\n"
-        "    for process in [p for h in hosts for p in [h, *h.children(recursive=True)]]:\n"
-        "        with contextlib.suppress(psutil.Error):\n"
-        "            process.kill()\n"
-        "    return len(hosts)\n"
-        "import contextlib, psutil"
+        "    return [p for h in hosts for p in [h, *h.children(recursive=True)]]\n"
+        "import psutil"
     )
     outcome = two_pools.run(KILL, "--cpus 2")
     assert isinstance(outcome.error, RankFailed)
@@ -200,19 +217,20 @@ def test_a_fetcher_is_kept_off_the_project_store(two_pools: Notebook) -> None:
     two_pools.define(
         "class Caching(Numbers):\n"
         "    def __getitem__(self, index):\n"
-        "        time.sleep(0.5)\n"
         "        open('cache.txt', 'a').write(f'{index}\\n')\n"
         "        return len(open('cache.txt').readlines()), os.system('touch by_shell 2>&-')\n"
         "caching = taas.register(DataLoader(Caching(4), batch_size=None))"
     )
-    outcome = two_pools.run("[tuple(map(int, pair)) for pair in caching]", "--cpus 1", gpus=1)
+    cell = f"seen = [tuple(map(int, pair)) for pair in caching]{UNTIL_SAID}seen"
+    with said(two_pools, "not saved"):
+        outcome = two_pools.run(cell, "--cpus 1 --timeout 100", gpus=1)
     assert outcome.error is None, outcome.shown
     assert outcome.run is not None
     assert sorted(count for count, _ in outcome.run.result) == [1, 2, 3, 4]
     assert all(refused for _, refused in outcome.run.result)
     assert not list(two_pools.project.glob("cache.txt")) + list(two_pools.project.glob("by_shell"))
-    said = "not saved (fetchers do not write the project store): cache.txt"
-    assert said in [note["text"] for note in outcome.of_kind("note")]
+    kept_out = "not saved (fetchers do not write the project store): cache.txt"
+    assert kept_out in [note["text"] for note in outcome.of_kind("note")]
 
 
 def test_a_data_pool_that_cannot_be_had_fails_the_cell_and_leaves_no_run(
@@ -237,7 +255,7 @@ def test_the_plan_says_where_fetchers_will_be(
 def test_the_journal_says_where_fetchers_were_but_not_where_they_listen(
     two_pools: Notebook,
 ) -> None:
-    outcome = two_pools.run("sum(1 for batch in loader)", "--cpus 2")
+    outcome = two_pools.run("sum(1 for batch in loader)", "--cpus 2 --prefill 12")
     assert outcome.run is not None
     plan = json.loads((outcome.run.path / "plan.json").read_text())
     assert plan["data"]["pool"] == "data"

@@ -13,7 +13,8 @@ from taas_magic.capture import pickling
 from taas_magic.config import load_config
 from taas_magic.data import metrics
 from taas_magic.notebook import pools
-from tests.harness import Notebook, Outcome
+from tests.events import Line
+from tests.harness import Notebook, Outcome, on_event
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import ssh_pool
 
@@ -151,7 +152,8 @@ def test_data_goes_from_fetcher_host_to_rank_host_and_nowhere_else(
     remote.define("loader = taas.register(DataLoader(Pictures(40, width=500_000), 2))")
     here = result(train(remote, "--cpus 0"))
     before, by_caller = received(hosts, 1), sent_by_caller(hosts)
-    outcome = train(remote, "--cpus 2")
+    # so many ready batches that both fetchers must have come up: the rank needs no more than one
+    outcome = train(remote, "--cpus 2 --prefill 16")
     arrived = received(hosts, 1) - before
     by_caller = sent_by_caller(hosts) - by_caller
     assert result(outcome) == here
@@ -219,10 +221,27 @@ def most_ready(outcome: Outcome) -> int:
     return max(int(one["ready_bytes"]) for one in told)
 
 
-def test_18_a_host_with_fetchers_is_powered_off(remote: Notebook, hosts: Hosts) -> None:
+SAID = "/tmp/said"
+UNTIL_SAID = f"""
+while not os.path.exists({SAID!r}):
+    time.sleep(0.05)
+"""
+
+
+def test_18_a_host_with_fetchers_is_powered_off(
+    remote: Notebook, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FAULTS.md 11 and 18: the other host's fetcher takes over, each batch comes once."""
     remote.define("loader = taas.register(DataLoader(Pictures(200, 20_000, wait_s=0.05), 2))")
-    outcome = during(lambda: train(remote, "--cpus 2"), hosts, lambda: hosts.kill(3))
+    body, result_line = TRAIN.rstrip().rsplit("\n", 1)
+    source = f"{body}{UNTIL_SAID}{result_line}"
+    is_said: Callable[[Line], bool] = lambda line: "is gone" in line.get("text", "")  # noqa: E731
+    with on_event(monkeypatch, is_said, lambda run: hosts.exec(1, "touch", SAID)):
+        outcome = during(
+            lambda: train(remote, "--cpus 2 --timeout 300", source),
+            hosts,
+            lambda: hosts.kill(3),
+        )
     assert any("is gone" in note["text"] for note in outcome.of_kind("note"))
     host, batches, _ = result(outcome)
     assert (host, batches) == (hosts.name(1), 100)

@@ -8,6 +8,9 @@ from tests.harness import Notebook
 from tests.loaders import collate, datasets, details, endless, errors, running, samplers
 from tests.loaders.rig import Seen, differences, parameters
 
+pytestmark = pytest.mark.timeout(600)
+"""A module's first case runs the cells of all of them."""
+
 
 @pytest.fixture(scope="module")
 def seen(warm_notebook: Notebook) -> Seen:

@@ -174,12 +174,20 @@ def write_entry(folder: Path, number: int, entry: LoaderPlaces) -> Path:
     """Write where fetcher `number` listens; a rank sees the whole file or none."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     file, text = folder / f"fetcher-{number}.json", msgspec.json.encode(entry)
-    if file.exists() and file.read_bytes() == text:
+    if _content(file) == text:
         return file  # the folder is shared, and the fetcher has written it itself
     draft = folder / f"{number}-{os.getpid()}.draft"
     draft.write_bytes(text)
     os.replace(draft, file)
     return file
+
+
+def _content(file: Path) -> bytes | None:
+    """What a fetcher has written; None when it has ended, perhaps a moment ago."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 _entry = msgspec.json.Decoder(dict[str, LoaderPlace])
@@ -194,7 +202,8 @@ class FolderDirectory:
     def __call__(self, loader: str) -> Found:
         """Read what is there."""
         files = sorted(self._folder.glob("fetcher-*.json"))
-        entries = (_entry.decode(file.read_bytes()) for file in files)
+        contents = [_content(file) for file in files]
+        entries = [_entry.decode(content) for content in contents if content is not None]
         places = [entry[loader] for entry in entries if loader in entry]
         failed = [place for place in places if place.failed]
         if failed and len(failed) == failed[0].fetchers:

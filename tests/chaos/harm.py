@@ -35,6 +35,7 @@ class Chaos:
         self.done = []
         self.proxy = Proxy(running.feed().directory, self._harm)
         self._cuts = threading.Event()
+        self._steps, self._news = 0, threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self):
@@ -42,9 +43,17 @@ class Chaos:
         return self
 
     def __exit__(self, *error):
-        self._faults = 0
+        with self._news:
+            self._faults = 0
+            self._news.notify()
         self._thread.join()
         self.proxy.close()
+
+    def stepped(self):
+        """The ranks have had a batch each."""
+        with self._news:
+            self._steps += 1
+            self._news.notify()
 
     def _run(self):
         while len(self.done) < self._faults:
@@ -53,6 +62,13 @@ class Chaos:
             with contextlib.suppress(psutil.NoSuchProcess, IndexError):
                 getattr(self, "_" + kind.replace(" ", "_"))()
                 self.done.append(kind)
+            self._wait_for_a_step()
+
+    def _wait_for_a_step(self):
+        """Ten faults while one batch is asked for would end the run; on a slow machine they do."""
+        with self._news:
+            before = self._steps
+            self._news.wait_for(lambda: self._steps > before or not self._faults)
 
     def _parent(self):
         """The process whose children are a fetcher's workers."""
@@ -89,7 +105,7 @@ class Chaos:
         return data
 
 
-def train(running, epochs, directory, generation=0, rest_s=0.0):
+def train(running, epochs, directory, generation=0, rest_s=0.0, stepped=lambda: None):
     """Train on all ranks' streams, with a rest now and then; returns their hash and weights."""
     torch.manual_seed(0)
     weights = torch.zeros(8)
@@ -105,6 +121,7 @@ def train(running, epochs, directory, generation=0, rest_s=0.0):
     ]
     for _ in range(epochs):
         for rows in zip(*remotes, strict=True):
+            stepped()
             if rest_s and not next(steps) % REST_EVERY:
                 time.sleep(rests.expovariate(1 / rest_s))
             for features, indices in rows:
@@ -137,7 +154,7 @@ def play(folder, seed, faults, pause_s=0.05, rows=200, tls=None, rest_s=0.0):
         while len(done) < faults:
             generation += 1
             with Chaos(running, seed + generation, faults - len(done), pause_s) as chaos:
-                got = train(running, 2, chaos.proxy, generation, rest_s)
+                got = train(running, 2, chaos.proxy, generation, rest_s, chaos.stepped)
             done += chaos.done
             assert got[0] == digest
             assert torch.equal(got[1], weights)

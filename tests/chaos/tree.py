@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 
-from tests.conftest import TOKEN, abandoned, carriers, describe
-from tests.frontend import Frontend, Scene
+from tests.conftest import TOKEN, abandoned, carriers, describe, end
+from tests.frontend import WAIT_S, Frontend, Scene
 from tests.harness import FORKSERVER, words
 
-GONE_WITHIN_S = 20.0
+GONE_WITHIN_S = 60.0
 STOPPED_S = 2.0
 """How long a kernel or a pool stays stopped: nobody else can end them."""
 
@@ -109,8 +109,7 @@ class Chaos:
                 if done >= LEAST_ROUNDS and time.monotonic() > until:
                     break
                 self._round(frontend, say)
-        wait_until_gone(self._all_left)
-        self.result.left += self._all_left()
+        self.result.left += left_after_a_while(self._all_left)
         return self.result
 
     def _round(self, frontend: Frontend, say: Callable[[str], None]) -> None:
@@ -149,7 +148,7 @@ class Chaos:
         """Returns when the cell has ended; one that does not is interrupted as a user would."""
         if harm == "kill kernel":
             frontend.manager.restart_kernel(now=True)
-            frontend.client.wait_for_ready(timeout=60)
+            frontend.client.wait_for_ready(timeout=WAIT_S)
             frontend.run(LOADER)
             return
         try:
@@ -184,11 +183,11 @@ class Chaos:
             if process not in tree:
                 self._doomed.setdefault(process, (now, harm))
         for process, (since, why) in list(self._doomed.items()):
-            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            if is_over(process):
                 del self._doomed[process]
             elif now - since > GONE_WITHIN_S:
                 self.result.left.append(f"{why}: process {describe(process)}")
-                process.kill()
+                end(process)
 
     def _all_left(self) -> list[str]:
         """What is there when nothing should be: with the processes go their ports and sockets."""
@@ -198,10 +197,20 @@ class Chaos:
         return found + [f"file {path}" for path in (*files, *kept)]
 
 
-def wait_until_gone(left: Callable[[], list[str]]) -> None:
+def left_after_a_while(left: Callable[[], list[str]]) -> list[str]:
+    """What is left when nothing goes any more; looks again and again, as long as there is any."""
     deadline = time.monotonic() + GONE_WITHIN_S
-    while left() and time.monotonic() < deadline:
+    while (found := left()) and time.monotonic() < deadline:
         time.sleep(0.2)
+    return found
+
+
+def is_over(process: psutil.Process) -> bool:
+    """Whether a process has ended; it may be gone between two looks at it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _place_of(process: psutil.Process) -> str:
@@ -221,6 +230,32 @@ def _place_of(process: psutil.Process) -> str:
             return "fetcher" if process.children() else "rank"
         return "worker"
     return ""
+
+
+def grown(
+    frontend: Frontend, before: dict[str, tuple[int, int, int]], more: int
+) -> dict[str, tuple[int, int, int]]:
+    """Which processes have `more` descriptors or threads than before, once nothing goes any more.
+
+    Args:
+        frontend: Whose.
+        before: What `memory_of` said.
+        more: As many as are too many.
+    """
+
+    def found() -> dict[str, tuple[int, int, int]]:
+        after = memory_of(frontend)
+        assert after.keys() == before.keys()
+        return {
+            name: seen
+            for name, seen in after.items()
+            if any(now - then >= more for now, then in zip(seen[1:], before[name][1:], strict=True))
+        }
+
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (seen := found()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return seen
 
 
 def memory_of(frontend: Frontend) -> dict[str, tuple[int, int, int]]:

@@ -156,7 +156,7 @@ class Seen:
         ]
 
     def _cell(self, source: str, ranks: int, cpus: int, out: str) -> list[SeenByCase]:
-        outcome = self._notebook.run(source, f"--cpus {cpus} --out {out} --timeout 90", gpus=ranks)
+        outcome = self._notebook.run(source, f"--cpus {cpus} --out {out} --timeout 200", gpus=ranks)
         assert outcome.error is None, f"{ranks} ranks, --cpus {cpus}: {outcome.shown}"
         found: list[SeenByCase] = self._notebook.shell.user_ns["seen"]
         return found

@@ -6,10 +6,8 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import traceback
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +15,11 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from taas_magic.store import guard
 from taas_magic.store.guard import Means, hold
 from taas_magic.store.rule import StoreRule
+from tests.rig.main_module import plain_main
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "numpy", "sqlite3", "taas_magic.store.guard"])
@@ -30,7 +28,7 @@ CONTEXT.set_forkserver_preload(["torch", "numpy", "sqlite3", "taas_magic.store.g
 def start(target: Any, *args: Any) -> Any:
     """A process that begins as a rank does; it does not import what runs the tests."""
     process = CONTEXT.Process(target=target, args=args)
-    with mock.patch.dict(sys.modules, {"__main__": types.ModuleType("__main__")}):
+    with plain_main():
         process.start()
     return process
 

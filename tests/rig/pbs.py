@@ -191,7 +191,9 @@ def _delete(folder: Path, job_id: str) -> int:
             return _complain(f"qdel: Job has finished {job_id}", 35)
         if "pid" not in job:  # it waits, or its watcher has not begun
             job.update(state="F", exit=ENDED_BY_SIGNAL + signal.SIGTERM, comment="Job deleted")
-            return 0
+    if "pid" not in job:
+        _schedule(folder)  # its slot is free
+        return 0
     _end(job["pid"])
     return 0
 
