@@ -109,7 +109,7 @@ CFG
 
 down_one() {
     local i=$1 name=$PREFIX$1 p
-    alive "$i" && kill -9 "$(pid1 "$i")" 2>/dev/null
+    kill -9 "$(pid1 "$i")" 2>/dev/null || true # there may be none
     for p in $(ip netns pids "$name" 2>/dev/null || true); do kill -9 "$p" 2>/dev/null || true; done
     for p in $(seq 100); do [[ -z $(ip netns pids "$name" 2>/dev/null) ]] && break; sleep 0.05; done
     ip link del "${PREFIX}v$i" 2>/dev/null || true
