@@ -3,9 +3,8 @@
 import contextlib
 import re
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,7 @@ from taas_magic.notebook import launch
 from taas_magic.notebook.run import Run
 from tests.events import Line, line_of
 
-WITHIN_S = 100.0
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def eventually(holds: Callable[[], object], within_s: float = WITHIN_S) -> None:
-    """Waits until something holds; a file that goes while it is looked at is looked for again."""
-    deadline = time.monotonic() + within_s
-    while True:
-        with contextlib.suppress(OSError):
-            if holds():
-                return
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 @dataclass

@@ -34,7 +34,7 @@ from tests.harness import (
 )
 from tests.rig.pools import enter, given_back, settings_in
 
-GONE_WITHIN_S = 60.0
+GONE_WITHIN_S = 10.0
 
 LONGEST = (
     *("programs", "aftermath", "waits", "browser", "notebooks", "slurm", "lost_hosts", "ssh_host"),

@@ -7,7 +7,8 @@ import psutil
 import pytest
 
 from taas_magic.errors import RankFailed, RunLost
-from tests.harness import Notebook, Outcome, eventually
+from tests.eventually import eventually
+from tests.harness import Notebook, Outcome
 
 pytestmark = pytest.mark.timeout(300)
 

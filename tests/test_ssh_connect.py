@@ -13,7 +13,7 @@ import pytest
 from taas_magic.errors import PoolError
 from taas_magic.ssh.config import Target, find_target, read_config
 from taas_magic.ssh.connect import Connection, Stopped, connect, open_tunnel
-from tests.harness import WITHIN_S, eventually
+from tests.eventually import WITHIN_S, eventually
 from tests.rig.hosts import Hosts, hosts_up
 
 pytestmark = [

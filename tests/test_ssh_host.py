@@ -17,7 +17,8 @@ from taas_magic.config import Config, load_config
 from taas_magic.engines import ssh as engine
 from taas_magic.errors import PoolError, RunLost
 from taas_magic.notebook import pools
-from tests.harness import WITHIN_S, Notebook, Outcome, words
+from tests.eventually import WITHIN_S
+from tests.harness import Notebook, Outcome, words
 from tests.rig.hosts import Hosts, hosts_up, name_of
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]

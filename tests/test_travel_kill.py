@@ -13,7 +13,7 @@ from taas_magic.store.mirror.desk import Desk
 from taas_magic.store.mirror.inbound import bring_in
 from taas_magic.store.mirror.outbound import Outbound
 from tests.children import travel_side
-from tests.harness import eventually
+from tests.eventually import eventually
 from tests.travel_rig import Travel, tree_of
 
 

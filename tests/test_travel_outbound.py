@@ -18,7 +18,7 @@ import torch
 from taas_magic.store.mirror import outbound as inotify
 from taas_magic.store.mirror.desk import Desk
 from taas_magic.store.mirror.inbound import News
-from tests.harness import WITHIN_S, eventually
+from tests.eventually import WITHIN_S, eventually
 from tests.travel_rig import Travel, descriptors, tree_of, wired
 
 

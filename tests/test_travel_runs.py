@@ -13,7 +13,8 @@ import torch
 from taas_magic.errors import RunLost, StoreError
 from taas_magic.journal.folder import RunFolder
 from tests.events import line_of
-from tests.harness import Notebook, Outcome, eventually
+from tests.eventually import eventually
+from tests.harness import Notebook, Outcome
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, given_back, settings_in, ssh_pool
 from tests.travel_rig import STARTED_WITHIN_S, tree_of

@@ -156,8 +156,8 @@ limit() {
 
 drop() { # host, rule that matches what is dropped; none removes it
     local i=$1; shift
-    ip netns exec "$PREFIX$i" iptables -F INPUT
-    [[ $1 == none ]] || ip netns exec "$PREFIX$i" iptables -A INPUT "$@" -j DROP
+    ip netns exec "$PREFIX$i" iptables -w -F INPUT
+    [[ $1 == none ]] || ip netns exec "$PREFIX$i" iptables -w -A INPUT "$@" -j DROP
 }
 
 cmd=$1; shift

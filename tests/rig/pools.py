@@ -23,7 +23,7 @@ from tests.conftest import is_tracker
 from tests.harness import Notebook, below, waiting_servers
 from tests.rig.hosts import Hosts
 
-GONE_WITHIN_S = 100
+GONE_WITHIN_S = 60
 
 
 def settings_in(folder: Path, toml: str) -> Path:

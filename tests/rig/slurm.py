@@ -4,6 +4,7 @@ Its one node is this machine, or its nodes are hosts of the rig (hosts.py).
 """
 
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -146,13 +147,14 @@ def _configure(slurm: Slurm) -> None:
         f"NodeName={name} NodeAddr={place} CPUs={CORES} RealMemory=8000 State=UNKNOWN"
         for name, place in zip(names, places, strict=True)
     ]
+    controller_port, node_port = _free_ports(2)
     values = {
         "machine": machine,
         "address": address,
         "folder": slurm.folder,
         "spool": spool,
-        "controller_port": _free_port(10_000),
-        "node_port": _free_port(20_000),
+        "controller_port": controller_port,
+        "node_port": node_port,
         "nodes": "\n".join(nodes),
         "names": ",".join(names),
     }
@@ -203,12 +205,14 @@ def _stop(folder: Path) -> None:
             _wait(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"{name} did not end")
 
 
-def _free_port(least: int) -> int:
-    """A free port of ten thousand; not of those that the system gives to whoever asks for any."""
-    while True:
-        port = least + secrets.randbelow(10_000)
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free, and that the system gives to nobody who asks for any."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
+    for port in random.sample(range(lowest // 2, lowest), 100):
         with suppress(OSError), socket.create_server(("", port)):
-            return port
+            found.append(port)
+    return found[:count]
 
 
 def _wait(condition: Callable[[], object], otherwise: str) -> None:
