@@ -70,7 +70,7 @@ def settings(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     python.chmod(0o755)
     clocks = ssh_pool("clocks", hosts, python=python)
-    return settings_in(folder, ssh_pool("far", hosts, more="lease_s = 10") + clocks)
+    return settings_in(folder, ssh_pool("far", hosts) + clocks)
 
 
 @pytest.fixture(scope="module")
