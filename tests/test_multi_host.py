@@ -75,7 +75,7 @@ dist.all_reduce(torch.ones(1))
     assert isinstance(outcome.error, RankFailed)
     assert (first(outcome)["rank"], first(outcome)["signal"]) == (5, "SIGKILL")
     failed = [event["failure"]["rank"] for event in outcome.of_kind("failure")]
-    assert failed[0] == 0
+    assert failed[0] != 5, "of those that follow from it, one was reported before"
 
 
 def test_all_hosts_start_again_together(several: Notebook) -> None:
