@@ -15,7 +15,7 @@ from taas_magic.host.hardware import count_gpus
 from taas_magic.pool.head import HeadScheduler
 from taas_magic.pool.hosts import Members
 
-pytestmark = pytest.mark.usefixtures("no_leftovers")
+pytestmark = [pytest.mark.usefixtures("no_leftovers"), pytest.mark.timeout(300)]
 
 
 class Watching(SchedulerPlugin):

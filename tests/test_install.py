@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = ("taas_magic", "taas.py", "kernels", "pyproject.toml", "README.md", "LICENSE")
 
+pytestmark = pytest.mark.timeout(300)
+
 pytest.importorskip("hatchling", reason="builds need hatchling, which `.[test]` installs")
 
 

@@ -85,7 +85,7 @@ def test_a_full_queue_is_named_and_nothing_is_kept(
     notebook: Notebook, pbs: Pbs, hosts: Hosts
 ) -> None:
     """FAULT 57."""
-    settings = TOML.format(head=hosts.caller, start_timeout_s=10)
+    settings = TOML.format(head=hosts.caller, start_timeout_s=20)
     Path(notebook.project / "taas.toml").write_text(settings)
     outcome = notebook.run(MEET, "--pool hpc", gpus=6)
     assert isinstance(outcome.error, PoolError)
@@ -102,6 +102,7 @@ WAITS_TO_BE_ENDED = """
 """
 
 
+@pytest.mark.timeout(600)
 def test_the_pages_program_goes_on_after_its_job_was_deleted(
     queue: Pbs, hosts: Hosts, kernel_of_its_own: Frontend, tmp_path: Path
 ) -> None:

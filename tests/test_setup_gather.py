@@ -19,13 +19,13 @@ POOL = PoolConfig("p", engine="ssh", hosts=("a", "b", "c"), python=sys.executabl
 
 @contextmanager
 def reaching(shell: Shell, together: threading.Barrier) -> Iterator[Shell]:
-    together.wait(60)  # breaks unless all hosts are asked at the same time
+    together.wait(100)  # breaks unless all hosts are asked at the same time
     yield shell
 
 
 @contextmanager
 def refusing(together: threading.Barrier) -> Iterator[Shell]:
-    together.wait(60)
+    together.wait(100)
     raise PoolError("host b: no route")
     yield
 

@@ -1,5 +1,6 @@
 """A Python with torch and nothing of ours becomes a host: on first use, whole or not at all."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -154,6 +155,16 @@ def test_what_was_cut_off_long_ago_is_swept(tmp_path: Path) -> None:
     answer = landing.main(str(site / "demo"), bundle=str(tmp_path / "no-such"))
     assert not answer["done"] and "no-such" in answer["error"]
     assert os.listdir(site) == [".new-young"]
+
+
+def test_what_goes_while_others_are_swept_keeps_nobody_from_installing(tmp_path: Path) -> None:
+    site, bundle = tmp_path / "site", tmp_path / "bundle.zip"
+    site.mkdir()
+    (site / ".new-listed").symlink_to("gone")  # as a folder that was renamed after it was listed
+    bundle.write_bytes(PARCEL.bundle())
+    mark = hashlib.sha256(bundle.read_bytes()).hexdigest()
+    answer = landing.main(str(site / "demo"), bundle=str(bundle), sha256=mark)
+    assert answer == {"done": True, "error": ""}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")

@@ -116,12 +116,14 @@ class Hpc:
     def forget_runs(self) -> None:
         shutil.rmtree(self.notebook.state_dir / "runs", ignore_errors=True)
 
-    def ranks(self) -> list[psutil.Process]:
-        """Processes of runs on any host."""
+    def ranks_left(self) -> list[psutil.Process]:
+        """Processes of runs that are there now, on any host, and still are after a while."""
         hosts = self.slurm.hosts
         assert hosts is not None
         found = [p for number in (1, 2) for p in hosts.processes(number)]
-        return [p for p in found if RUN_TOKEN in _environ(p)]
+        ranks = [p for p in found if RUN_TOKEN in _environ(p)]
+        _, alive = psutil.wait_procs(ranks, timeout=100)
+        return alive
 
 
 def _environ(process: psutil.Process) -> dict[str, str]:
@@ -195,7 +197,7 @@ def test_a_cancelled_job_is_named_with_its_reason_and_the_next_cell_runs(hpc: Hp
         outcome = hpc.run(ENDLESS)
     assert isinstance(outcome.error, RunLost), outcome.shown
     assert re.search(r"Slurm job \d+ is (CANCELLED|COMPLETING)", outcome.shown)
-    assert not hpc.ranks()
+    assert not hpc.ranks_left()
     assert hpc.run(MEET).error is None
 
 
@@ -208,7 +210,7 @@ def test_a_job_that_is_started_again_does_not_join_the_old_run(hpc: Hpc) -> None
         outcome = hpc.run(ENDLESS)
     assert isinstance(outcome.error, RunLost), outcome.shown
     assert "Slurm job" in outcome.shown
-    assert not hpc.ranks()
+    assert not hpc.ranks_left()
     assert outcome.run is not None
     started = [event for event in outcome.of_kind("started")]
     assert len(started) == 2, "each host started its ranks once"

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import ssl
@@ -18,12 +17,12 @@ from taas_magic.config import Config, load_config
 from taas_magic.engines import ssh as engine
 from taas_magic.errors import PoolError, RunLost
 from taas_magic.notebook import pools
-from tests.harness import Notebook, Outcome
-from tests.rig.hosts import Hosts, hosts_up
+from tests.eventually import WITHIN_S
+from tests.harness import Notebook, Outcome, words
+from tests.rig.hosts import Hosts, hosts_up, name_of
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
 
-WITHIN_S = 60.0
 ENDLESS = """
 import time
 print("begun", flush=True)
@@ -74,7 +73,7 @@ class Remote:
         for name in self.config.pools.keys() - {"local"}:
             pools.down(name, self.config)
         for number in range(1, self.hosts.count + 1):
-            assert not left_on(self.hosts, number)
+            assert not self.hosts.left(number)
 
     @property
     def config(self) -> Config:
@@ -137,26 +136,19 @@ def open_files(process: psutil.Process) -> list[str]:
     return []
 
 
-def left_on(hosts: Hosts, number: int, besides: str = "-") -> list[psutil.Process]:
-    """What is still there on a host after a while."""
-    found = [p for p in hosts.processes(number) if not p.name().startswith(besides)]
-    _, alive = psutil.wait_procs(found, timeout=WITHIN_S)
-    return alive
-
-
 def test_a_cell_runs_there(remote: Remote, hosts: Hosts) -> None:
     cell = "import os, socket\nprint(socket.gethostname(), os.environ['RANK'])"
     outcome = remote.run(cell, "one", gpus=2)
     assert outcome.error is None
     assert outcome.lines == {0: [f"{hosts.name(1)} 0"], 1: [f"{hosts.name(1)} 1"]}
-    keys = [p for p in hosts.processes(1) if "PRIVATE" in " ".join([*p.cmdline(), *environ(p)])]
-    assert not keys
+    assert not [p for p in hosts.processes(1) if "PRIVATE" in words(p) + environ(p)]
 
 
-def environ(process: psutil.Process) -> list[str]:
+def environ(process: psutil.Process) -> str:
+    """The values of a process's environment; "" when it is gone."""
     with contextlib.suppress(psutil.Error):
-        return list(process.environ().values())
-    return []
+        return " ".join(process.environ().values())
+    return ""
 
 
 def test_ranks_of_two_hosts_meet(remote: Remote, hosts: Hosts) -> None:
@@ -178,8 +170,8 @@ def test_48_every_port_of_a_host_drops_who_has_no_key(remote: Remote, hosts: Hos
     ports = ports_of(hosts, 1)
     assert ports
     for port in ports:
-        for words in (b"", b"GET / HTTP/1.0\r\n\r\n", bytes(range(200))):
-            talk = f"exec 3<>/dev/tcp/$0/{port}; printf {shell_bytes(words)} >&3; timeout 1 cat <&3"
+        for said in (b"", b"GET / HTTP/1.0\r\n\r\n", bytes(range(200))):
+            talk = f"exec 3<>/dev/tcp/$0/{port}; printf {shell_bytes(said)} >&3; timeout 1 cat <&3"
             for address in (hosts.address(1), "127.0.0.1"):
                 with contextlib.suppress(Exception):
                     answer = hosts.exec(1, "bash", "-c", talk, address)
@@ -195,8 +187,8 @@ def ports_of(hosts: Hosts, number: int) -> list[int]:
     return sorted(ports - {22})
 
 
-def shell_bytes(words: bytes) -> str:
-    return "'" + "".join(f"\\x{byte:02x}" for byte in words) + "'"
+def shell_bytes(said: bytes) -> str:
+    return "'" + "".join(f"\\x{byte:02x}" for byte in said) + "'"
 
 
 def speaks_without_key(address: str, port: int) -> bool:
@@ -270,8 +262,6 @@ def test_35_an_interrupt_while_connecting_into_nothing(
     """The kernel connects itself to ask for the cores; told them, it leaves it to the pool."""
     name = f"void{cores}"
     remote.pool(name, 3, cores=cores)
-    hosts.hole(3)
-
     sent = threading.Event()
 
     def interrupt() -> None:
@@ -280,12 +270,15 @@ def test_35_an_interrupt_while_connecting_into_nothing(
         sent.set()
         os.kill(os.getpid(), signal.SIGINT)
 
-    interrupting = threading.Thread(target=interrupt)
-    interrupting.start()
-    outcome = remote.run("1", name)
+    interrupting = threading.Thread(target=interrupt, daemon=True)
+    hosts.hole(3)
+    try:
+        interrupting.start()
+        outcome = remote.run("1", name)
+    finally:
+        hosts.unhole(3)
     assert isinstance(outcome.error, KeyboardInterrupt), f"was interrupted: {sent.is_set()}"
     interrupting.join()
-    hosts.unhole(3)
 
 
 def connects_to(address: str) -> bool:
@@ -299,14 +292,14 @@ def test_52_sshd_dies_in_a_run(remote: Remote, hosts: Hosts) -> None:
     outcome = remote.run_until(ENDLESS, "two", lambda: hosts.kill_processes(2, "sshd"))
     assert isinstance(outcome.error, RunLost)
     assert hosts.name(2) in outcome.shown
-    assert not left_on(hosts, 2)
+    assert not hosts.left(2)
     assert remote.run("print('again')", "two").lines == {0: ["again"]}
 
 
 def test_a_killed_pool_process_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> None:
     outcome = remote.run_until(ENDLESS, "three", lambda: remote.pool_process("three").kill())
     assert isinstance(outcome.error, RunLost)
-    assert not left_on(hosts, 3)
+    assert not hosts.left(3)
     assert remote.run("print('again')", "three").lines == {0: ["again"]}
     pools.down("three", remote.config)
 
@@ -316,7 +309,7 @@ def test_a_pool_that_hangs_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> N
     process = remote.pool_process("three")
     process.suspend()
     try:
-        assert not left_on(hosts, 3, besides="sshd")  # the connection itself still stands
+        assert not hosts.left(3, besides="sshd")  # the connection itself still stands
     finally:
         process.kill()
 
@@ -324,8 +317,8 @@ def test_a_pool_that_hangs_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> N
 def test_down_ends_a_host_that_is_just_starting(remote: Remote, hosts: Hosts) -> None:
     remote.pool("late", 3)
     opening = pools.warm(remote.config, "late")
-    while not any(re.match("python", process.name()) for process in hosts.processes(3)):
+    while not any(name_of(process).startswith("python") for process in hosts.processes(3)):
         assert opening.is_alive()
     remote.pool_process("late").terminate()
     opening.join(WITHIN_S)
-    assert not left_on(hosts, 3)
+    assert not hosts.left(3)

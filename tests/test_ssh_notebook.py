@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 from tests.frontend import environment, kernel
 from tests.rig.hosts import Hosts, hosts_up
+from tests.travel_rig import STARTED_WITHIN_S
 
 ROOT = Path(__file__).parent.parent
 STORED = ROOT / "notebooks" / "ssh.ipynb"
@@ -61,8 +61,7 @@ def folder(
             hosts.exec(number, "env", "HOME=/root", "sh", "-c", link)
         yield copy, hosts
         for number in range(1, hosts.count + 1):
-            _, alive = psutil.wait_procs(hosts.processes(number), timeout=60)
-            assert not alive
+            assert not hosts.left(number)
 
 
 def ssh_config(hosts: Hosts) -> str:
@@ -111,11 +110,10 @@ def test_31_a_killed_kernel_leaves_clean_hosts(folder: tuple[Path, Hosts]) -> No
             "%%taas --pool lab --gpus 1\nimport time\nprint('begun')\nwhile True: time.sleep(0.1)"
         )
         request = frontend.send(cell)
-        frontend.wait(lambda: "begun" in frontend.text(request))
+        frontend.wait(lambda: "begun" in frontend.text(request), STARTED_WITHIN_S)
         assert hosts.processes(1)
-        psutil.Process(frontend.manager.provisioner.pid).kill()
-        _, alive = psutil.wait_procs(hosts.processes(1), timeout=100)
-        assert not alive
+        frontend.process.kill()
+        assert not hosts.left(1)
 
 
 def test_it_is_stored_with_its_outputs() -> None:

@@ -13,7 +13,8 @@ from taas_magic.store.mirror.desk import Desk
 from taas_magic.store.mirror.inbound import bring_in
 from taas_magic.store.mirror.outbound import Outbound
 from tests.children import travel_side
-from tests.travel_rig import Travel, eventually, tree_of
+from tests.eventually import eventually
+from tests.travel_rig import Travel, tree_of
 
 
 def start(role: str, socket: Path, store: Path, folder: Path) -> "subprocess.Popen[str]":
@@ -65,6 +66,7 @@ def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
         travel_side.write_all(Path(mirror.path), number)
         number += 1
     kill(child)
+    travel_side.write_all(Path(mirror.path), number)  # all that came before may have been sent
     outbound.finish()
     desk.close()
     assert "the desk is gone" in travel.notes[-1]

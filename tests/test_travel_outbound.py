@@ -18,7 +18,8 @@ import torch
 from taas_magic.store.mirror import outbound as inotify
 from taas_magic.store.mirror.desk import Desk
 from taas_magic.store.mirror.inbound import News
-from tests.travel_rig import Travel, descriptors, eventually, tree_of, wired
+from tests.eventually import WITHIN_S, eventually
+from tests.travel_rig import Travel, descriptors, tree_of, wired
 
 
 @pytest.fixture
@@ -114,13 +115,13 @@ def test_a_large_file_arrives_whole_and_small_ones_pass_it(travel: Travel) -> No
     def slow(what: str, **arguments: Any) -> Any:
         if what == "write" and arguments["offset"]:
             on_the_way.set()
-            assert go_on.wait(60)
+            assert go_on.wait(WITHIN_S)
         return ask(what, **arguments)
 
     with travel.running() as mirror:
         travel.outbound._sender._ask = slow
         (mirror / "big.pt").write_bytes(content)
-        assert on_the_way.wait(60)
+        assert on_the_way.wait(WITHIN_S)
         assert not (travel.store / "big.pt").exists()
         (mirror / "small").write_bytes(b"small")
         go_on.set()
@@ -311,7 +312,7 @@ def test_a_flood_of_files_that_overflows_the_queue_arrives(travel: Travel) -> No
     ask, go_on = wired(travel.desk), threading.Event()
 
     def waiting(what: str, **arguments: Any) -> Any:
-        assert go_on.wait(60)
+        assert go_on.wait(WITHIN_S)
         return ask(what, **arguments)
 
     with travel.running() as mirror:

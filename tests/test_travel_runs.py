@@ -13,10 +13,11 @@ import torch
 from taas_magic.errors import RunLost, StoreError
 from taas_magic.journal.folder import RunFolder
 from tests.events import line_of
+from tests.eventually import eventually
 from tests.harness import Notebook, Outcome
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, given_back, settings_in, ssh_pool
-from tests.travel_rig import STARTED_WITHIN_S, eventually, tree_of
+from tests.travel_rig import STARTED_WITHIN_S, tree_of
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
 
@@ -216,11 +217,12 @@ time.sleep(600)
     before = tree_of(far.project)
     assert before and all(content == b"x" * 1000 for content in before.values())
     hosts.heal(3)
-    _, alive = psutil.wait_procs(processes, timeout=60)
+    _, alive = psutil.wait_procs(processes, timeout=100)
     assert not alive and tree_of(far.project) == before
 
 
-def test_power_off_a_second_after_a_save_loses_nothing(far: Notebook, hosts: Hosts) -> None:
+def test_power_off_after_a_save_loses_nothing(far: Notebook, hosts: Hosts) -> None:
+    """What is closed gets home while the run goes on, and what is not has no part of it there."""
     source = """
 from pathlib import Path
 if rank == 0:
@@ -238,7 +240,7 @@ time.sleep(600)
 
     def cut_power() -> None:
         eventually(lambda: "saved" in said(far), STARTED_WITHIN_S)
-        threading.Event().wait(a_second())
+        eventually(lambda: Path("m.pt").exists() and len(os.listdir("epochs")) == 50)
         hosts.kill(3)
 
     cutting = threading.Thread(target=cut_power)
@@ -255,14 +257,9 @@ time.sleep(600)
     }  # fmt: skip
 
 
-def a_second() -> float:
-    """A second; more where this machine has more to do than it can at a time."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
 def said(notebook: Notebook) -> list[str]:
     """The lines of rank 0 in the newest run."""
-    newest = max((notebook.state_dir / "runs").iterdir())
-    events = [line_of(event) for event in RunFolder(newest).read_events()]
+    newest = max((notebook.state_dir / "runs").iterdir(), default=None)
+    events = [line_of(event) for event in RunFolder(newest).read_events()] if newest else []
     lines = [event["lines"] for event in events if event["kind"] == "lines" and event["rank"] == 0]
     return [line for some in lines for line in some]

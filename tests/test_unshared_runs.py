@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from taas_magic.errors import RankFailed
@@ -40,8 +39,7 @@ def settings(
     yield folder
     give_back(warm_notebook, folder, "far")
     for number in (1, 2):
-        _, left = psutil.wait_procs(hosts.processes(number), timeout=60)
-        assert not left
+        assert not hosts.left(number)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """A store and its hosts' mirrors on one machine; questions go through msgpack, as in Dask."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from taas_magic.store.mirror.manifest import Manifest
 from taas_magic.store.mirror.outbound import Outbound
 from taas_magic.store.rule import StoreRule
 
-WITHIN_S = 60.0
 STARTED_WITHIN_S = 240.0
 """How long a pool and a run on it may take to be under way on a machine that has much to do."""
 
@@ -79,16 +78,6 @@ def tree_of(folder: Path) -> dict[str, bytes | None]:
         else None
         for path in sorted(folder.rglob("*"))
     }
-
-
-def eventually(holds: Callable[[], bool], within_s: float = WITHIN_S) -> None:
-    """Waits until something holds."""
-    deadline = threading.Event()
-    timer = threading.Timer(within_s, deadline.set)
-    timer.start()
-    while not holds():
-        assert not deadline.wait(0.02), "it did not come true"
-    timer.cancel()
 
 
 def descriptors() -> int:

@@ -13,8 +13,11 @@ from taas_magic.messages import Failure
 SETTLE_S = 0.3
 """After a failure that is no consequence, how long other hosts may report theirs."""
 
-LATE_S = 1.0
-"""How long a host may take from a rank's failure to its report; it beats in the meantime."""
+LATE_S = 2.0
+"""How long a host may take from a rank's failure to its report; it beats in the meantime.
+
+It lets its other ranks settle first, and it may have more to do than it has cores.
+"""
 
 FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
 """Causes that another attempt would not cure, or that the user wants to end the run."""

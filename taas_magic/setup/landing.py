@@ -103,9 +103,16 @@ def _sweep(parent: str) -> None:
     """Removes what an attempt that was cut off long ago has left."""
     for name in os.listdir(parent):
         path = os.path.join(parent, name)
-        if name.startswith(".new-") and time.time() - os.stat(path).st_mtime > _ABANDONED_AFTER_S:
+        if name.startswith(".new-") and _is_abandoned(path):
             shutil.rmtree(path, ignore_errors=True)
             _remove(path)
+
+
+def _is_abandoned(path: str) -> bool:
+    try:
+        return time.time() - os.stat(path).st_mtime > _ABANDONED_AFTER_S
+    except OSError:
+        return False  # another host of the same home has just put it into its place
 
 
 def _remove(path: str) -> None:

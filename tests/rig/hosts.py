@@ -15,6 +15,7 @@ import pytest
 SCRIPT = Path(__file__).parent / "hosts.sh"
 ROOT = Path(__file__).parents[2]
 NAMESPACES = Path("/run/netns")
+GONE_WITHIN_S = 100.0
 NEEDS = ("ip", "tc", "iptables", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
 
 
@@ -88,6 +89,17 @@ class Hosts:
             with suppress(psutil.NoSuchProcess):
                 if process.name().startswith(name):
                     process.kill()
+
+    def left(self, number: int, besides: str = "-") -> list[psutil.Process]:
+        """What is still there after a while, of what is there now.
+
+        Args:
+            number: The host.
+            besides: What is not waited for: processes whose names begin so.
+        """
+        found = [p for p in self.processes(number) if not name_of(p).startswith(besides)]
+        _, alive = psutil.wait_procs(found, timeout=GONE_WITHIN_S)
+        return alive
 
     def cut(self, number: int) -> None:
         self._script("cut", number)
@@ -194,6 +206,13 @@ def _reserve_number() -> int:
             _state_folder(number).mkdir(mode=0o700)
             return number
     raise RuntimeError(f"no subnet of 10.77.1 to 10.77.250 is free: {sorted(used)}")
+
+
+def name_of(process: psutil.Process) -> str:
+    """A process's name; "" when it is gone."""
+    with suppress(psutil.Error):
+        return str(process.name())
+    return ""
 
 
 def _is_listener(process: psutil.Process) -> bool:

@@ -109,7 +109,7 @@ CFG
 
 down_one() {
     local i=$1 name=$PREFIX$1 p
-    alive "$i" && kill -9 "$(pid1 "$i")" 2>/dev/null
+    kill -9 "$(pid1 "$i")" 2>/dev/null || true # there may be none
     for p in $(ip netns pids "$name" 2>/dev/null || true); do kill -9 "$p" 2>/dev/null || true; done
     for p in $(seq 100); do [[ -z $(ip netns pids "$name" 2>/dev/null) ]] && break; sleep 0.05; done
     ip link del "${PREFIX}v$i" 2>/dev/null || true
@@ -156,8 +156,8 @@ limit() {
 
 drop() { # host, rule that matches what is dropped; none removes it
     local i=$1; shift
-    ip netns exec "$PREFIX$i" iptables -F INPUT
-    [[ $1 == none ]] || ip netns exec "$PREFIX$i" iptables -A INPUT "$@" -j DROP
+    ip netns exec "$PREFIX$i" iptables -w -F INPUT
+    [[ $1 == none ]] || ip netns exec "$PREFIX$i" iptables -w -A INPUT "$@" -j DROP
 }
 
 cmd=$1; shift

@@ -27,7 +27,7 @@ from typing import Any
 SERVER = "rig"
 FOLDER = "TAAS_RIG_PBS"
 KILL_DELAY_S = 10.0
-EMPTY_WITHIN_S = 60.0
+EMPTY_WITHIN_S = 100.0
 ENDED_BY_SIGNAL = 256
 FULL = "Not Running: Insufficient amount of resource: ncpus"
 COMMANDS = ("qsub", "qstat", "qdel")
