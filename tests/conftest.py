@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 TOKEN = "TAAS_TEST_TOKEN"
-GONE_WITHIN_S = 100.0
+GONE_WITHIN_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")
 
 
