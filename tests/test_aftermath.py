@@ -351,7 +351,7 @@ shell.run_line_magic("taas", "down")
             [*without_kill, *python], capture_output=True, text=True, cwd=scene.project, timeout=250
         )
     assert done.returncode == 0, done.stdout + done.stderr
-    [stays] = re.findall(r"could not be ended: (\d+) \(sleep\)", done.stdout)
+    [stays] = set(re.findall(r"could not be ended: (\d+) \(sleep\)", done.stdout))
     os.kill(int(stays), signal.SIGKILL)
     [other] = re.findall(r"other (\d+)", done.stdout)
     assert not left_of(processes([int(other)]))
