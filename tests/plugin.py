@@ -139,6 +139,7 @@ def frontend_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fro
         for name, value in {**environment(folder), TOKEN: token}.items():
             patch.setenv(name, value)
         with kernel(folder / "project") as started:
+            started.run("%%taas --gpus 1\npass")  # what it says of the warming is said here
             yield started
         deadline = time.monotonic() + GONE_WITHIN_S
         while (left := carriers(token)) and time.monotonic() < deadline:
