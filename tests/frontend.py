@@ -98,6 +98,11 @@ class Frontend:
         assert reply["status"] == "error", reply
         return reply
 
+    def be_patient(self) -> None:
+        """Has the kernel wait for a run that was interrupted as long as this machine may take."""
+        module = "__import__('taas_magic.notebook.run', fromlist=['Run'])"
+        self.run(f"{module}.KILL_WAIT_S = {WAIT_S}")
+
     def contents(self, request: str, kind: str) -> list[dict[str, Any]]:
         """The messages of one kind that belong to a request."""
         return [m["content"] for m in self.outputs[request] if m["msg_type"] == kind]
@@ -143,7 +148,10 @@ def kernel(project: Path, **environ: str) -> Iterator[Frontend]:
     """A kernel in a folder, for as long as the context; its pool `local` is ended with it."""
     project.mkdir(exist_ok=True)
     manager, client = start_new_kernel(
-        kernel_name="taas", cwd=str(project), env={**os.environ, **environ}
+        startup_timeout=WAIT_S,
+        kernel_name="taas",
+        cwd=str(project),
+        env={**os.environ, **environ},
     )
     frontend = Frontend(manager, client)
     try:
@@ -184,5 +192,8 @@ class Scene:
             yield started
 
     def close(self) -> None:
-        """Removes TMPDIR."""
-        shutil.rmtree(self.tmp)
+        """Removes TMPDIR; a process that ends just now may still remove its own files there."""
+        deadline = time.monotonic() + WAIT_S
+        while self.tmp.exists():
+            assert time.monotonic() < deadline, f"left: {list(self.tmp.iterdir())}"
+            shutil.rmtree(self.tmp, ignore_errors=True)

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ import psutil
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from taas_magic.host.processes import status_of
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event
 from taas_magic.notebook import launch
 from taas_magic.notebook.run import Run
+from tests.conftest import GONE_WITHIN_S
 from tests.events import Line, line_of
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -113,6 +116,32 @@ def on_event(patch: pytest.MonkeyPatch, wanted: Any, act: Any) -> Iterator[list[
 def below(pid: int) -> list[psutil.Process]:
     """The processes that descend from a process."""
     return psutil.Process(pid).children(recursive=True)
+
+
+def processes(pids: Iterable[int]) -> list[psutil.Process]:
+    """Those of processes that are (still) there."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
+
+
+def left_of(ending: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those of processes that do not go; returns as soon as all have gone, or are zombies."""
+    _, alive = psutil.wait_procs(list(ending), timeout=GONE_WITHIN_S)
+    return [process for process in alive if status_of(process) not in ("", psutil.STATUS_ZOMBIE)]
+
+
+def remove_cgroup(folder: Path) -> None:
+    """Removes a cgroup; the system may still count a process that has ended."""
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while folder.exists():
+        try:
+            folder.rmdir()
+        except OSError:
+            assert time.monotonic() < deadline, f"{folder} is in use"
+            threading.Event().wait(0.01)
 
 
 FORKSERVER = "multiprocessing.forkserver"

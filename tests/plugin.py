@@ -19,8 +19,9 @@ from traitlets.config import Config as ShellConfig
 from taas_magic.config import Config
 from taas_magic.journal import folder as journal
 from taas_magic.notebook import pools
-from tests.conftest import TOKEN, carriers, describe
-from tests.frontend import Frontend, environment, kernel
+from taas_magic.notebook import run as notebook_run
+from tests.conftest import GONE_WITHIN_S, TOKEN, carriers, describe
+from tests.frontend import WAIT_S, Frontend, environment, kernel
 from tests.harness import (
     FORKSERVER,
     Notebook,
@@ -28,13 +29,12 @@ from tests.harness import (
     forkservers,
     listening_ports,
     mapped,
+    remove_cgroup,
     shared_memory,
     waiting_servers,
     words,
 )
 from tests.rig.pools import enter, given_back, settings_in
-
-GONE_WITHIN_S = 10.0
 
 LONGEST = (
     *("programs", "aftermath", "waits", "browser", "notebooks", "slurm", "lost_hosts", "ssh_host"),
@@ -87,6 +87,7 @@ def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """
     monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
     monkeypatch.chdir(warm_notebook.project)
+    monkeypatch.setattr(notebook_run, "KILL_WAIT_S", WAIT_S)
     _empty(warm_notebook.shell)
     if "torch" in sys.modules:  # a seed that an earlier test set would go to the ranks
         sys.modules["torch"].seed()
@@ -138,9 +139,12 @@ def frontend_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fro
         for name, value in {**environment(folder), TOKEN: token}.items():
             patch.setenv(name, value)
         with kernel(folder / "project") as started:
+            started.run("%%taas --gpus 1\npass")  # what it says of the warming is said here
             yield started
-        left = [describe(process) for process in carriers(token)]
-        assert not left
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while (left := carriers(token)) and time.monotonic() < deadline:
+            threading.Event().wait(0.1)
+        assert not [describe(process) for process in left]
 
 
 @pytest.fixture
@@ -153,7 +157,7 @@ def memory_limit() -> Iterator[Path]:
     folder.mkdir()
     (folder / limit).write_text(str(600 << 20))
     yield folder
-    folder.rmdir()
+    remove_cgroup(folder)
 
 
 @pytest.fixture(scope="module")

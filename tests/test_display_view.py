@@ -12,6 +12,8 @@ import pytest
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 
+from tests.frontend import WAIT_S
+
 Message = dict[str, Any]
 Execute = Callable[[str], list[Message]]
 
@@ -58,7 +60,7 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[BlockingKernelClient]:
-    manager, client = start_new_kernel(kernel_name="python3")
+    manager, client = start_new_kernel(WAIT_S, kernel_name="python3")
     try:
         yield client
     finally:
@@ -75,7 +77,7 @@ def execute(client: BlockingKernelClient) -> Execute:
 def run_in(client: BlockingKernelClient, code: str, **how: Any) -> list[Message]:
     messages: list[Message] = []
     reply = client.execute_interactive(
-        PRELUDE + textwrap.dedent(code), timeout=60, output_hook=messages.append, **how
+        PRELUDE + textwrap.dedent(code), timeout=WAIT_S, output_hook=messages.append, **how
     )
     assert reply["content"]["status"] == "ok", reply["content"].get("traceback")
     kinds = ("status", "execute_input")
@@ -302,7 +304,7 @@ def test_without_a_front_end(command: list[str], tmp_path: Any) -> None:
         [sys.executable, *command, TERMINAL_RUN],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
         env={**os.environ, "IPYTHONDIR": str(tmp_path)},
         check=True,
     )
@@ -316,7 +318,9 @@ def test_without_a_front_end(command: list[str], tmp_path: Any) -> None:
 
 def test_a_terminal_redraws_the_progress_bar(tmp_path: Any) -> None:
     primary, secondary = pty.openpty()
-    subprocess.run([sys.executable, "-c", TERMINAL_RUN], stdout=secondary, timeout=60, check=True)
+    subprocess.run(
+        [sys.executable, "-c", TERMINAL_RUN], stdout=secondary, timeout=WAIT_S, check=True
+    )
     os.close(secondary)
     shown = b""
     try:

@@ -5,11 +5,10 @@ import re
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from taas_magic.errors import RankFailed, RunLost, RunTimeout
-from tests.harness import Notebook, Outcome
+from tests.harness import Notebook, Outcome, left_of, on_event, processes
 
 ALL_REDUCE = """
 import os, sys, time, torch, torch.distributed as dist
@@ -65,7 +64,7 @@ def test_a_stopped_rank_is_named_with_its_stack(notebook: Notebook) -> None:
 def stuck_here():
     if rank == 1:
         os.kill(os.getpid(), 19)
-time.sleep(1.5)
+time.sleep(2.5)  # its beats say where it stands
 stuck_here()
 dist.all_reduce(torch.ones(1))
 """
@@ -121,21 +120,24 @@ KILL_AGENT = """
 import os, psutil, time
 agent = psutil.Process(os.getppid()).parent()
 supervisor = agent.parent()
-time.sleep(0.5)
+while not os.path.exists({go!r}):
+    time.sleep(0.01)
 if os.environ["RANK"] == "0":
-    for process in [{}]:
+    for process in [{killed}]:
         process.kill()
 time.sleep(60)
 """
 
 
 @pytest.mark.parametrize("killed", ["agent", "supervisor", "supervisor, agent"])
-def test_a_dead_agent_takes_its_ranks_along(notebook: Notebook, killed: str) -> None:
-    outcome = notebook.run(KILL_AGENT.format(killed))
+def test_a_dead_agent_takes_its_ranks_along(
+    notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    go = tmp_path / "go"
+    with on_event(monkeypatch, lambda it: it["kind"] == "started", lambda run: go.touch()) as seen:
+        outcome = notebook.run(KILL_AGENT.format(go=str(go), killed=killed))
     assert outcome.run is not None and outcome.run.state == "LOST"
-    started = outcome.of_kind("started")[0]["pids"].values()
-    _, alive = psutil.wait_procs([psutil.Process(p) for p in started if psutil.pid_exists(p)], 5)
-    assert not alive
+    assert not left_of(processes(seen[0]["pids"].values()))
     assert notebook.run("print('again')", gpus=1).error is None
 
 
@@ -162,13 +164,12 @@ print(subprocess.Popen(["setsid", "sleep", "600"], start_new_session=True).pid)
     }
     outcome = notebook.run(sources[daemon], gpus=1)
     assert outcome.error is None
-    pid = int(outcome.lines[0][0])
-    assert not psutil.pid_exists(pid)
+    assert not left_of(processes([int(outcome.lines[0][0])]))
 
 
 def test_a_timeout_says_where_the_ranks_stood(notebook: Notebook) -> None:
     source = "import time\ndef long_wait():\n    time.sleep(600)\nlong_wait()\n"
-    outcome = notebook.run(source, gpus=1, flags="--timeout 2.5")
+    outcome = notebook.run(source, gpus=1, flags="--timeout 10")
     assert isinstance(outcome.error, RunTimeout)
     assert "line 4: time.sleep(600)" in outcome.shown
 
@@ -232,8 +233,7 @@ time.sleep(600)
     before = signal.getsignal(signal.SIGINT)
     outcome = notebook.run(source % os.getpid())
     assert isinstance(outcome.error, KeyboardInterrupt)
-    for pid in outcome.of_kind("started")[0]["pids"].values():
-        assert not psutil.pid_exists(pid)
+    assert not left_of(processes(outcome.of_kind("started")[0]["pids"].values()))
     assert signal.getsignal(signal.SIGINT) == before
 
 

@@ -25,6 +25,7 @@ from taas_magic.plan import Flags, HostCapacity, make_plan
 from taas_magic.pool import gate
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.head import HeadScheduler
+from tests.frontend import WAIT_S
 from tests.rig.pools import PoolHere, pool_here
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -39,7 +40,7 @@ class Pool(PoolHere):
 
     async def connect(self, security: dict[str, Any], role: str = "worker") -> Any:
         arguments = Security(**security).get_connection_args(role)
-        return await connect(self.scheduler.address, timeout=10, **arguments)
+        return await connect(self.scheduler.address, timeout=WAIT_S, **arguments)
 
     async def bad_host(self, name: str = "bad") -> Any:
         """A connection of a host that has what every host is told."""
@@ -268,7 +269,7 @@ def test_a_connection_that_drips_is_ended(
 
 def _read_end(visitor: socket.socket) -> None:
     """Returns when the other side has ended the connection."""
-    visitor.settimeout(60)
+    visitor.settimeout(WAIT_S)
     try:
         while visitor.recv(4096):
             pass
@@ -350,6 +351,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                     written = {"name": name, "offset": 0, "data": b"x", "last": True}
                     answer = await bad.ask(run_id="a-run", what="run_write", arguments=written)
                     assert (answer is None) == may
+                await _refuses(controller, 8)
                 assert controller.members.refused == 8
                 for host in hosts:
                     host.leave()
@@ -361,6 +363,14 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
     ]
     assert [said["state"] for said in told if said["kind"] == "ended"] == ["LOST"]
     assert folder.log(1).read_bytes() == b"x" and not folder.log(0).exists()
+
+
+async def _refuses(controller: Controller, count: int) -> None:
+    """Returns when a pool has refused so many messages: they come on two connections."""
+    for _ in range(10_000):
+        if controller.members.refused >= count:
+            return
+        await asyncio.sleep(0.01)
 
 
 class MadeUp:

@@ -69,6 +69,21 @@ def test_a_run_that_nobody_keeps_any_more_is_lost() -> None:
     assert lost.ended is not None
 
 
+def test_a_run_that_ends_while_its_journal_is_read_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writer = write(make_run("r1"), event("state", state="RUNNING"))
+
+    def end(folder: RunFolder) -> bool:
+        writer.append(event("ended", state="SUCCEEDED"))
+        writer.close()
+        return False
+
+    monkeypatch.setattr(journal, "_is_kept", end)
+    [run] = journal.runs()
+    assert run.state == "SUCCEEDED"
+
+
 def test_a_line_that_is_being_written_is_left_out() -> None:
     folder = make_run("r1", event("state", state="RUNNING"))
     with folder.events.open("a") as file:
@@ -134,7 +149,7 @@ def test_a_disk_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> N
     writer.append(event("ended", state="SUCCEEDED"))
     writer.close()
     lines = folder.events.read_bytes().splitlines()  # the disk is there again
-    assert said.wait(30)
+    assert said.wait(100)
     assert 50 < len(lines) < 100
     assert json.loads(lines[-1])["kind"] == "ended"
 
@@ -175,7 +190,7 @@ def test_two_kernels_prune_at_once() -> None:
         folder.log(0).write_text("a log")
     prune = "from taas_magic.journal.folder import prune; prune(keep_runs=1, keep_bytes=1 << 30)"
     kernels = [subprocess.Popen([sys.executable, "-c", prune]) for _ in range(3)]
-    assert [kernel.wait(60) for kernel in kernels] == [0, 0, 0]
+    assert [kernel.wait(100) for kernel in kernels] == [0, 0, 0]
     assert [seen.run_id for seen in journal.runs()] == ["r099"]
 
 

@@ -5,18 +5,17 @@ import sys
 import threading
 import time
 
-import psutil
 import pytest
 
 from taas_magic.errors import RunLost
 from taas_magic.host.lease import EXPIRED, Lease
 from taas_magic.leases import BEATS_PER_LEASE
-from tests.harness import Notebook
+from tests.harness import Notebook, left_of, processes
 from tests.test_multi_host import ALL_REDUCE
 
 pytestmark = pytest.mark.timeout(300)
 
-WITHIN_S = 60.0
+WITHIN_S = 100.0
 
 
 class Expiring:
@@ -38,11 +37,15 @@ def test_a_lease_that_nobody_renews_expires() -> None:
 
 
 def test_answers_renew_it_from_the_time_the_beat_was_sent() -> None:
-    seen = Expiring(2.0)
-    beat = seen.lease.beat()
-    assert not seen.expired.wait(1.0)
+    seen = Expiring(60.0)
+    time.sleep(0.01)  # it began before the beat was sent
+    before = time.monotonic()
+    beat, after = seen.lease.beat(), time.monotonic()
+    time.sleep(0.01)
     seen.lease.heard(beat)
-    assert 2.0 <= seen.lasted_s() < WITHIN_S
+    assert before <= seen.lease._good_until - 60.0 <= after
+    assert not seen.expired.is_set()
+    seen.lease.close()
 
 
 def test_only_answers_to_beats_that_were_sent_count_and_each_once() -> None:
@@ -80,7 +83,7 @@ async def hang():
 asyncio.run(hang())
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WITHIN_S, check=False
     )
     assert done.returncode == EXPIRED
     assert "heard nothing of the pool for 0.5 s: the host ends" in done.stderr
@@ -104,9 +107,7 @@ time.sleep(600)
     started = {event["host"]: event["pids"] for event in outcome.of_kind("started")}
     assert set(started[ended["host"]]) == {"2", "3"}
     pids = [pid for pids in started.values() for pid in pids.values()]
-    gone = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(gone, timeout=WITHIN_S)
-    assert not alive
+    assert not left_of(processes(pids))
 
 
 def test_a_host_that_is_halted_for_less_than_its_lease_goes_on(
@@ -130,14 +131,15 @@ print("done")
 
 def test_a_rank_0_that_nobody_hears_is_gone_before_another_starts(several: Notebook) -> None:
     source = """
-import os, psutil, signal, time
+import contextlib, os, psutil, signal, time
 if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     with open("first", "w") as file:
         file.write(str(os.getpid()))
     psutil.Process(os.getppid()).parent().send_signal(signal.SIGSTOP)
 elif os.environ["RANK"] == "0":
-    first = int(open("first").read())
-    lives = psutil.pid_exists(first) and psutil.Process(first).status() != psutil.STATUS_ZOMBIE
+    first, lives = int(open("first").read()), False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        lives = psutil.Process(first).status() != psutil.STATUS_ZOMBIE
     print("the first one lives:", lives)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     time.sleep(600)

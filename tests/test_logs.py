@@ -2,10 +2,11 @@
 
 import re
 import resource
+from pathlib import Path
 
 import pytest
 
-from tests.harness import Notebook
+from tests.harness import Notebook, on_event
 
 
 def test_output_below_python_is_caught(notebook: Notebook) -> None:
@@ -97,18 +98,23 @@ for byte in "grün\n".encode() + b"\xff\xfe bad\n" + b"50%\r100%\n" + b"\x1b[31m
     assert outcome.lines[0] == ["grün", "\ufffd\ufffd bad", "100%", "\x1b[31mred\x1b[0m"]
 
 
-def test_progress_redraws_in_place(notebook: Notebook) -> None:
-    source = """
-import sys, time
+def test_progress_redraws_in_place(
+    notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = tmp_path / "go"
+    source = f"""
+import os, sys, time
 for step in range(5):
-    sys.stderr.write(f"\\rstep {step}")
+    sys.stderr.write(f"\\rstep {{step}}")
     sys.stderr.flush()
-    time.sleep(0.15)
+    while step == 3 and not os.path.exists({str(go)!r}):
+        time.sleep(0.01)
 print()
 """
-    outcome = notebook.run(source, gpus=1)
+    with on_event(monkeypatch, lambda it: it.get("text") == "step 3", lambda run: go.touch()):
+        outcome = notebook.run(source, gpus=1)
     assert outcome.lines[0] == ["step 4"]
-    assert any(event["text"].startswith("step") for event in outcome.of_kind("progress"))
+    assert "step 3" in [event["text"] for event in outcome.of_kind("progress")]
 
 
 def test_a_full_log_disk_does_not_stop_the_run(notebook: Notebook) -> None:

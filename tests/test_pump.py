@@ -75,7 +75,7 @@ def test_a_traceback_is_in_the_log_once_after_what_was_written_before(rank: Rank
     rank.say(RankRaised("ValueError", "bad", ["drawn"]))
     rank.say(RankReported())
     while len(rank.messages) < 3:
-        assert rank.heard.wait(30)
+        assert rank.heard.wait(100)
         rank.heard.clear()
     os.write(rank.output, b"after\n")
     rank.pump.drain(0)
@@ -88,7 +88,7 @@ def test_a_traceback_comes_into_the_log_of_a_rank_that_has_closed_it(rank: Rank)
     rank.pump.drain(0)
     rank.output = os.dup(rank.message_pipe)
     rank.say(RAISED)
-    assert rank.heard.wait(30)
+    assert rank.heard.wait(100)
     assert rank.log.read_text() == "before\nTraceback\nValueError: bad\n"
 
 
@@ -98,7 +98,7 @@ def test_a_message_that_is_too_large_is_a_note_and_the_next_one_arrives(rank: Ra
     rank.say(b"\n")
     rank.say(Display(data={"text/plain": "y" * 1_000_000}))
     while len(rank.messages) < 2:
-        assert rank.heard.wait(60)
+        assert rank.heard.wait(100)
         rank.heard.clear()
     note, display = rank.messages
     assert isinstance(note, Note) and note.text == "rank 0 sent 134 MB at once: not shown"

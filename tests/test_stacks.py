@@ -2,7 +2,11 @@
 
 import os
 import re
+import subprocess
 import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -12,7 +16,8 @@ from taas_magic.config import Config
 from taas_magic.display.head import html, text
 from taas_magic.display.state import RunState
 from taas_magic.display.view import TerminalScreen
-from taas_magic.host.stacks import Sight, last_seen, parse, waits_for
+from taas_magic.host.stacks import Sight, Stand, last_seen, parse, waits_for
+from taas_magic.host.watch import Ranks, still_since
 from taas_magic.messages import Event, Hang, RanksStarted, RankStand, RunEnded, Settled, StackFrame
 from taas_magic.notebook import commands, pools
 from taas_magic.notebook.run import Run
@@ -133,6 +138,9 @@ class Slow:
     assert row["waits_for"].endswith("at Cell In[1], line 8, in __getitem__: time.sleep(600))")
 
 
+LATER = "--hang 4s"
+"""Shorter than the runs that do not hang, and several times what a rank's beat takes."""
+
 COMPUTES = {
     "a rank": "x = torch.ones(300, 300)\nwhile time.monotonic() < until:\n    x = x @ x\n",
     "its child": (
@@ -147,14 +155,14 @@ COMPUTES = {
 def test_who_comes_forward_is_not_said_to_hang(notebook: Notebook, how: str) -> None:
     lines = COMPUTES[how].replace("\n", "\n    ")
     source = f"until = time.monotonic() + 6\nif rank == 0:\n    {lines}\ndist.barrier()\n"
-    outcome = notebook.run(MEET + source, HANG)
+    outcome = notebook.run(MEET + source, LATER)
     assert outcome.error is None
     assert not outcome.of_kind("hang")
 
 
 def test_collectives_count_where_torch_records_them(notebook: Notebook) -> None:
     source = "for _ in range(12):\n    time.sleep(0.5)\n    dist.barrier()\n"
-    outcome = notebook.run(MEET + source, HANG)
+    outcome = notebook.run(MEET + source, LATER)
     assert outcome.error is None
     assert not outcome.of_kind("hang")
 
@@ -340,6 +348,23 @@ def test_what_the_frames_say_of_a_wait(files: list[str], words: str) -> None:
     assert waits_for(sight) == words
 
 
+def test_a_host_that_stood_still_blames_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, said, pump = Ranks([0]), threading.Event(), SimpleNamespace(heard_at=lambda rank: 0.0)
+    with subprocess.Popen(["sleep", "600"]) as sleeping:
+        ranks.started({0: sleeping.pid})
+        monkeypatch.setattr(Stand, "_say", lambda stand, still_s: said.set())
+        stand = Stand(60.0, "gpu1", 0, ranks, pump, tmp_path, print)  # type: ignore[arg-type]
+        woke = time.monotonic() + 300
+        stand.look(woke)
+        assert woke - still_since(ranks.states(), woke) < 10
+        for second in range(3, 63, 3):
+            stand.look(woke + second)
+        sleeping.kill()
+    assert said.wait(100)
+
+
 def test_what_a_heartbeat_said_is_read() -> None:
     stack = ['  File "Cell In[1]", line 2, in <module>', "    step(", '  File "a.py", line 5, in f']
     [frames] = last_seen(stack).values()
@@ -350,7 +375,7 @@ def test_what_a_heartbeat_said_is_read() -> None:
 def test_stacks_of_a_rank_that_is_stopped(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = "import os, time\nprint('up')\ntime.sleep(1.5)\nos.kill(os.getpid(), 19)\n"
+    source = "import os, time\nprint('up')\ntime.sleep(2.5)\nos.kill(os.getpid(), 19)\n"
     shown: list[str] = []
 
     def look(run: Run) -> None:
@@ -365,7 +390,7 @@ def test_stacks_of_a_rank_that_is_stopped(
     ):
         notebook.run(source, gpus=1)
     assert "waits for SIGCONT: it was stopped from outside (stopped" in shown[0]
-    assert "MainThread, when it was last seen:\n    Cell In[1], line 4: time.sleep(1.5)" in shown[0]
+    assert "MainThread, when it was last seen:\n    Cell In[1], line 4: time.sleep(2.5)" in shown[0]
 
 
 @pytest.mark.parametrize(

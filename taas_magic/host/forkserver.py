@@ -118,10 +118,11 @@ def warm_up() -> list[str]:
         process = start("taas_magic.host.preload.report", theirs)
         theirs.close()
         pid, problems = ours.recv()
-    except (EOFError, OSError) as error:
+        server = psutil.Process(pid)
+    except (EOFError, OSError, psutil.NoSuchProcess) as error:
         raise PoolError("the forkserver could not import torch and what ranks need") from error
     process.join()
-    _server, _is_warm = psutil.Process(pid), True
+    _server, _is_warm = server, True
     return list(problems)
 
 

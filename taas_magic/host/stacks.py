@@ -261,9 +261,11 @@ class Stand:
         Args:
             now: The agent's monotonic clock.
         """
-        is_early = now - self._sampled_at < min(SAMPLE_S, self._hang_s / 4)
-        if not self._hang_s or is_early or self._collecting.locked():
+        pause_s, passed_s = min(SAMPLE_S, self._hang_s / 4), now - self._sampled_at
+        if not self._hang_s or passed_s < pause_s or self._collecting.locked():
             return
+        # while this host stood still, no rank could come forward
+        self._ranks.excuse(max(0.0, passed_s - 2 * pause_s), now)
         self._sample(now)
         still_s = now - still_since(self._ranks.states(), now)
         if still_s < self._looks_s[0]:
@@ -348,10 +350,14 @@ class Stand:
     def _ask(self, states: Sequence[RankState]) -> None:
         """Asks ranks for their stacks; returns when they are there, or will not come."""
         asked = time.monotonic()
+
+        def awaited(state: RankState) -> bool:
+            return state.sight_at < asked and state.stopped_at is None and not state.ended
+
         for state in states:
             link.ask(self._pipes, self._attempt, self._local(state))
         until = asked + ANSWER_S
-        while any(state.sight_at < asked for state in states) and time.monotonic() < until:
+        while any(map(awaited, states)) and time.monotonic() < until:
             time.sleep(_WAIT_S)
         for state in states:
             if state.sight_at < asked:

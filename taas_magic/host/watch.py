@@ -5,6 +5,7 @@ given. The thread that reads the ranks' pipes brings messages, the run's thread 
 lock is between them.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -383,7 +384,7 @@ class Ranks:
                 self._states[rank].pid = pid
                 self._states[rank].forward_at = time.monotonic()
                 self._kills[rank] = oom_kills(pid)
-                if psutil.pid_exists(pid):
+                with contextlib.suppress(psutil.NoSuchProcess):
                     self._processes[rank] = psutil.Process(pid)
 
     def states(self) -> list[RankState]:
@@ -436,6 +437,12 @@ class Ranks:
         with self._lock:
             state = self._states[rank]
             state.forward_at = max(state.forward_at, at)
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """Takes down that for so long, until now, nothing could be seen of any rank."""
+        with self._lock:
+            for state in self._states.values():
+                state.forward_at = min(now, state.forward_at + seconds)
 
     def poll(self, now: float, exitcode_of: ExitcodeOf, stack_of: Callable[[int], Path]) -> None:
         """Asks the system which ranks are gone, stopped, or moved to another memory limit.

@@ -426,31 +426,36 @@ def record(folder: RunFolder) -> RunRecord:
         ValueError: The plan cannot be read.
     """
     plan = folder.plan()
-    started = changed = (folder.path / "plan.json").stat().st_mtime
-    state, ended = "STARTING", None
-    last: StateChanged | RunEnded | None = None
-    for seen in folder.read_events():
-        if isinstance(seen, StateChanged | RunEnded):
-            if state == "STARTING" and isinstance(seen, StateChanged):
-                started = seen.time  # before, it waited for hosts
-            state, changed, last = seen.state, seen.time, seen
-    if state not in ENDED_STATES and not _is_kept(folder):
-        state = "LOST"
-    if state in ENDED_STATES:
-        ended = changed
+    made = (folder.path / "plan.json").stat().st_mtime
+    told = _states(folder)
+    if not _has_end(told) and not _is_kept(folder):
+        told = _states(folder)  # its end may have been written since
+        if not _has_end(told):
+            told.append(StateChanged(state="LOST", time=told[-1].time if told else made))
+    last = told[-1] if told else StateChanged(state="STARTING", time=made)
     end = last if isinstance(last, RunEnded) else None
     return RunRecord(
         run_id=folder.run_id,
         name=plan.name,
         pool=plan.pool,
         world_size=plan.world_size,
-        state=state,
-        started=started,
-        ended=ended,
+        state=last.state,
+        started=next((it.time for it in told if isinstance(it, StateChanged)), made),
+        ended=last.time if _has_end(told) else None,
         path=folder.path,
         took_s=end.elapsed_s if end else None,
         failed_rank=end.first.rank if end and end.first else None,
     )
+
+
+def _states(folder: RunFolder) -> list[StateChanged | RunEnded]:
+    """What a journal says of the run's state, in its order, once its hosts were there."""
+    told = (seen for seen in folder.read_events() if isinstance(seen, StateChanged | RunEnded))
+    return [seen for seen in told if seen.state != "STARTING"]
+
+
+def _has_end(told: list[StateChanged | RunEnded]) -> bool:
+    return bool(told) and told[-1].state in ENDED_STATES
 
 
 def _is_kept(folder: RunFolder) -> bool:

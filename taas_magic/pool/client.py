@@ -103,7 +103,7 @@ class PoolProcess:
         """
         path = self.folder / "pool.json"
         try:
-            self._wait_until(lambda: path.exists() or self._begin_again(), "did not start")
+            self._wait_for_start(path)
         except PoolError:
             self.kill()
             raise
@@ -134,7 +134,11 @@ class PoolProcess:
         Raises:
             PoolError: It does not end in that time.
         """
-        self._wait_until(lambda: not self.is_alive(), "did not end", limit_s)
+        deadline = time.monotonic() + limit_s
+        while self.is_alive():
+            if time.monotonic() > deadline:
+                raise self._error("did not end")
+            time.sleep(_POLL_S)
         if self._started is not None:
             self._started.wait(limit_s)
 
@@ -187,16 +191,17 @@ class PoolProcess:
             self.begin()
         return False
 
-    def _wait_until(
-        self, condition: Callable[[], bool], otherwise: str, limit_s: float | None = None
-    ) -> None:
-        deadline = time.monotonic() + (limit_s or self._config.start_timeout_s)
-        while not condition():
-            ended = self._started is not None and self._started.poll() not in (None, 0)
-            if ended or time.monotonic() > deadline:
-                said = f'pool "{self._config.name}" {otherwise}. Its log:'
-                raise PoolError(f"{said}\n{log_tail(self.folder)}")
+    def _wait_for_start(self, path: Path) -> None:
+        """Returns when the process has written where it listens."""
+        deadline = time.monotonic() + self._config.start_timeout_s
+        while not (path.exists() or self._begin_again()):
+            failed = self._started is not None and self._started.poll() not in (None, 0)
+            if failed or time.monotonic() > deadline:
+                raise self._error("did not start")
             time.sleep(_POLL_S)
+
+    def _error(self, what: str) -> PoolError:
+        return PoolError(f'pool "{self._config.name}" {what}. Its log:\n{log_tail(self.folder)}')
 
 
 def _read(path: Path) -> PoolPlace:

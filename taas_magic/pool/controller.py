@@ -42,13 +42,16 @@ from taas_magic.pool.runs import PoolRun
 from taas_magic.setup.facts import HostFacts
 from taas_magic.store.rule import owned
 
+FIRST_S = 20.0
+"""How long a pool waits for its first kernel at least: that may still be busy with imports."""
+
 
 class Kernels:
     """The kernels of a pool.
 
     Args:
         members: The pool's hosts.
-        linger_s: How long the pool goes on without a kernel.
+        linger_s: How long the pool goes on without a kernel, once it has had one.
         is_busy: Says whether the pool has runs.
     """
 
@@ -59,7 +62,7 @@ class Kernels:
         self._lingering: asyncio.TimerHandle | None = None
         self.over = asyncio.Event()
         """Nobody needs the pool any more."""
-        self._linger()
+        self._linger(max(FIRST_S, linger_s))
 
     @property
     def count(self) -> int:
@@ -83,7 +86,7 @@ class Kernels:
             if owner == client:
                 self.give_up(owner, wait)
         if not self._connected:
-            self._linger()
+            self._linger(self._linger_s)
 
     async def ready(self, owner: str, wait: str, hosts: int) -> bytes:
         """Returns when so many hosts are there and can start ranks at once.
@@ -118,13 +121,12 @@ class Kernels:
         if waiting := self._waiting.pop((owner, wait), None):
             waiting.cancel()
 
-    def _linger(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._lingering = loop.call_later(self._linger_s, self._end_if_alone)
+    def _linger(self, wait_s: float) -> None:
+        self._lingering = asyncio.get_running_loop().call_later(wait_s, self._end_if_alone)
 
     def _end_if_alone(self) -> None:
         if self._connected or self._is_busy():
-            self._linger()
+            self._linger(self._linger_s)
         else:
             self.over.set()
 

@@ -19,11 +19,9 @@ from taas_magic.notebook import pools
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.head import HeadScheduler
 from taas_magic.pool.hosts import Member
-from tests.conftest import is_tracker
+from tests.conftest import GONE_WITHIN_S, is_tracker
 from tests.harness import Notebook, below, waiting_servers
 from tests.rig.hosts import Hosts
-
-GONE_WITHIN_S = 60
 
 
 def settings_in(folder: Path, toml: str) -> Path:

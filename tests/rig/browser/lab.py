@@ -18,7 +18,16 @@ from typing import Any
 from tests.frontend import environment
 from tests.rig.browser.chromium import WAIT_S, Page
 
-NO_NEWS = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
+SETTINGS = {
+    "labconfig/page_config.json": {
+        "disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}
+    },
+    # a kernel on a busy machine may take longer than a second to answer
+    "lab/user-settings/@jupyterlab/completer-extension/manager.jupyterlab-settings": {
+        "providerTimeout": 60_000
+    },
+}
+"""Files of JupyterLab's configuration."""
 
 
 @dataclass
@@ -64,9 +73,10 @@ def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
         root: The folder whose notebooks it shows.
         environ: Environment variables besides those of `environment`.
     """
-    settings = folder / "config" / "labconfig" / "page_config.json"
-    settings.parent.mkdir(parents=True)
-    settings.write_text(json.dumps(NO_NEWS))
+    for name, values in SETTINGS.items():
+        settings = folder / "config" / name
+        settings.parent.mkdir(parents=True)
+        settings.write_text(json.dumps(values))
     environ = {
         **os.environ,
         **environment(folder),
@@ -75,19 +85,20 @@ def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
         "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
         **environ,
     }
-    port, token = free_port(), secrets.token_hex(16)
+    token = secrets.token_hex(16)
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--expose-app-in-browser"]
-    command += [f"--port={port}", "--ServerApp.port_retries=0", "--allow-root"]
+    command += ["--ServerApp.port_retries=0", "--allow-root"]
     command += [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}"]
-    with (folder / "lab.log").open("wb") as log:
+    with reserved_port() as port, (folder / "lab.log").open("wb") as log:
+        command += [f"--port={port}"]
         process = subprocess.Popen(command, env=environ, cwd=root, stdout=log, stderr=log)
-    lab = Lab(f"http://127.0.0.1:{port}", token, process)
-    try:
-        wait_until(lab.is_up, "JupyterLab does not answer")
-        yield lab
-    finally:
-        process.terminate()
-        process.wait(timeout=WAIT_S)
+        lab = Lab(f"http://127.0.0.1:{port}", token, process)
+        try:
+            wait_until(lab.is_up, "JupyterLab does not answer")
+            yield lab
+        finally:
+            process.terminate()
+            process.wait(timeout=WAIT_S)
 
 
 def show_notebook(page: Page, lab: Lab, name: str) -> None:
@@ -108,11 +119,13 @@ def command(page: Page, name: str) -> None:
     page.evaluate(f"void window.jupyterapp.commands.execute({json.dumps(name)})")
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that the system gives to nobody during the block, but to who asks for this one."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def wait_until(condition: Any, otherwise: str) -> None:
