@@ -42,8 +42,8 @@ def check(store: Path) -> None:
             assert content == content[:1] * travel_side.SIZES[name.removesuffix(".new")], name
 
 
-def unfinished(store: Path) -> list[str]:
-    return [path.name for path in store.rglob(".taas-arriving-*")]
+def unfinished(store: Path) -> list[Path]:
+    return list(store.rglob(".taas-arriving-*"))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -71,11 +71,11 @@ def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
     desk.close()
     assert "the desk is gone" in travel.notes[-1]
     left = unfinished(travel.store)
-    for name in left:
-        next(travel.store.rglob(name)).unlink()
+    for path in left:
+        path.unlink()
     check(travel.store)
-    for name in left:
-        (travel.store / "out" / name).touch()
+    for path in left:
+        path.touch()
     Desk(travel.rule, state).close()
     assert not unfinished(travel.store)
 

@@ -338,8 +338,8 @@ class Sender:
         """Reads a small file, if nobody writes it and it is not the one that the store has."""
         try:
             descriptor = self._mirror.tree.open_file(path)
-        except FileNotFoundError:
-            return
+        except (FileNotFoundError, NotADirectoryError):
+            return  # gone meanwhile, or its folder has become a file
         try:
             before = os.fstat(descriptor)
             data = os.pread(descriptor, SMALL_BYTES + 1, 0)
