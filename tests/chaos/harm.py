@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from taas_magic.data import metrics
-from tests.data_proxy import Proxy
-from tests.data_rig import Noise, service
+from tests.data.data_proxy import Proxy
+from tests.data.data_rig import Noise, service
 
 WORLD_SIZE = 2
 REST_EVERY = 40

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.chaos.harm import play
-from tests.data_rig import forkserver_for_this_module  # noqa: F401
+from tests.data.data_rig import forkserver_for_this_module  # noqa: F401
 
 FAULTS = int(os.environ.get("TAAS_CHAOS_FAULTS", "50"))
 SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))

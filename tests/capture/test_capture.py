@@ -1,0 +1,559 @@
+"""The cases that the capture promises, each for real: captured here, run in a new process."""
+
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from taas_magic.capture import culprit, payload
+from taas_magic.capture.payload import Cell, CellSource, Payload
+from taas_magic.errors import CaptureError
+from tests.harness import without_pytests_filter
+
+REPOSITORY = Path(__file__).parents[2]
+RANK = """
+import json, sys, types
+from pathlib import Path
+from taas_magic.capture import payload
+
+main = types.ModuleType("__main__")
+sys.modules["__main__"] = main
+loaded = payload.read(Path(sys.argv[1]))
+loaded.load_into(main.__dict__)
+exec(compile(loaded.cell.source, loaded.cell.filename, "exec"), main.__dict__)
+print(json.dumps(main.__dict__["out"]))
+"""
+
+
+class Notebook:
+    """Cells that run here, as in a kernel, and cells that are captured and run elsewhere."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.namespace: dict[str, Any] = {"__name__": "__main__"}
+        self.cells: dict[str, CellSource] = {}
+
+    def run(self, source: str) -> "Notebook":
+        source = textwrap.dedent(source)
+        count = len(self.cells) + 1
+        filename = f"/tmp/ipykernel_1/{count}.py"
+        self.cells[filename] = CellSource(source, f"Cell In[{count}]")
+        exec(compile(source, filename, "exec"), self.namespace)
+        return self
+
+    def _arguments(self, limit_bytes: int) -> dict[str, Any]:
+        return {
+            "transform": TransformerManager().transform_cell,
+            "project": self.folder,
+            "limit_bytes": limit_bytes,
+            "source_of": self.cells.get,
+        }
+
+    def capture(self, source: str, limit_bytes: int = 1 << 30) -> Payload:
+        cell = self.cell(source)
+        return payload.capture(cell, self.namespace, **self._arguments(limit_bytes))
+
+    def survey(self, source: str, limit_bytes: int = 1 << 30) -> tuple[Payload | None, list[str]]:
+        cell = self.cell(source)
+        return payload.survey(cell, self.namespace, **self._arguments(limit_bytes))
+
+    def cell(self, source: str) -> Cell:
+        source = textwrap.dedent(source)
+        return Cell(source, "/tmp/ipykernel_1/cell.py", f"%%taas --gpus 2\n{source}", 1, 7)
+
+    def in_rank(self, source: str, **environment: str) -> Any:
+        """What the captured cell leaves in `out`, as JSON."""
+        path = self.folder / "payload"
+        with without_pytests_filter():
+            payload.write(self.capture(source), path)
+        ran = subprocess.run(
+            [sys.executable, "-c", RANK, str(path)],
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, ran.stderr
+        return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Notebook:
+    return Notebook(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot travel is found, also while this machine is busy."""
+    monkeypatch.setattr(culprit, "_BUDGET_S", 1000.0)
+
+
+def why(made: Payload) -> dict[str, str]:
+    return {captured.name: captured.why for captured in made.captured}
+
+
+def test_class_used_only_by_a_called_function(notebook: Notebook) -> None:
+    notebook.run("""
+        class Point:
+            def __init__(self, x): self.x = x
+        def make(): return Point(3).x
+    """)
+    assert notebook.in_rank("out = make()") == 3
+    assert why(notebook.capture("make()"))["Point"] == "`make` uses it"
+
+
+def test_function_redefined_since(notebook: Notebook) -> None:
+    notebook.run("def f(): return 1\ndef g(): return f()").run("def f(): return 2")
+    assert notebook.in_rank("out = g()") == 2
+
+
+def test_function_redefined_by_the_cell(notebook: Notebook) -> None:
+    notebook.run("def f(): return 1\ndef g(): return f()")
+    assert notebook.in_rank("def f(): return 5\nout = g()") == 5
+
+
+def test_closure(notebook: Notebook) -> None:
+    notebook.run("""
+        def counter(n):
+            def step():
+                nonlocal n
+                n += 1
+                return n
+            return step
+        step = counter(4)
+    """)
+    assert notebook.in_rank("out = [step(), step()]") == [5, 6]
+
+
+def test_decorator(notebook: Notebook) -> None:
+    notebook.run("""
+        import functools
+        def twice(f):
+            @functools.wraps(f)
+            def inner(*a): return f(*a) * FACTOR
+            return inner
+        FACTOR = 2
+        @twice
+        def f(x): return x + 1
+    """)
+    source = "@twice\ndef g(): return 10\nout = [f(1), g(), f.__name__]"
+    assert notebook.in_rank(source) == [4, 20, "f"]
+
+
+def test_lambda_in_a_dict(notebook: Notebook) -> None:
+    notebook.run("offset = 5\nsteps = {'add': [lambda x: x + offset]}")
+    assert notebook.in_rank("out = steps['add'][0](1)") == 6
+    assert why(notebook.capture("steps"))["offset"] == "`steps` uses it"
+
+
+def test_module_alias_and_submodule_reached_through_its_package(notebook: Notebook) -> None:
+    notebook.run("import math as m\nimport xml.dom.minidom")
+    assert notebook.in_rank("out = [m.floor(2.5), xml.dom.minidom.__name__]") == [
+        2,
+        "xml.dom.minidom",
+    ]
+
+
+def test_star_import(notebook: Notebook) -> None:
+    notebook.run("from math import *")
+    assert notebook.in_rank("from string import *\nout = [floor(2.5), digits]") == [2, "0123456789"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "out = sum([n for _ in range(2)])",
+        "out = f'{n:>{n}}'",
+        "out = f'{1:>{n}}'",
+        "def f():\n    def g(): return n\n    return g()\nout = f()",
+        "match 3:\n    case x if x == n: out = 'equal'\n    case _: out = 'other'",
+        "class A:\n    k = n\nout = A.k",
+        "out = (lambda: n)()",
+        "def f(x=n): return x\nout = f()",
+        "n += 1\nout = n",
+        "n = n * 2\nout = n",
+        "try:\n    del n\n    out = 'gone'\nexcept NameError:\n    out = 'missing'",
+        "for _ in ():\n    n = 0\nout = n",
+        "with open('/dev/null') as file:\n    out = n",
+    ],
+)
+def test_a_name_read_anywhere_is_there(notebook: Notebook, source: str) -> None:
+    notebook.run("n = 3")
+    here = {"n": 3}
+    exec(source, here)
+    assert notebook.in_rank(source) == here["out"]
+
+
+def test_global_is_seen_by_cell_and_captured_functions(notebook: Notebook) -> None:
+    notebook.run("""
+        count = 1
+        def bump():
+            global count
+            count += 1
+        def read(): return count
+    """)
+    assert notebook.in_rank("bump()\nout = [count, read()]\ncount = 9\nout.append(read())") == [
+        2,
+        2,
+        9,
+    ]
+
+
+def test_recursion_and_mutual_recursion(notebook: Notebook) -> None:
+    notebook.run("""
+        def factorial(n): return 1 if n < 2 else n * factorial(n - 1)
+        def even(n): return n == 0 or odd(n - 1)
+        def odd(n): return n != 0 and even(n - 1)
+    """)
+    assert notebook.in_rank("out = [factorial(5), even(10)]") == [120, True]
+
+
+def test_code_that_runs_while_loading_finds_its_globals(notebook: Notebook) -> None:
+    notebook.run("""
+        SEED = 7
+        def mix(x): return x * SEED
+        class Key:
+            def __init__(self, x): self.x = x
+            def __hash__(self): return mix(1)
+            def __eq__(self, other): return self.x == other.x
+            def __setstate__(self, state): self.__dict__.update(state); self.mixed = mix(self.x)
+        a_table = {Key(1): 'one'}
+    """)
+    assert notebook.in_rank("out = [a_table[Key(1)], list(a_table)[0].mixed]") == ["one", 7]
+
+
+DEFINITIONS = """
+    import dataclasses, enum, typing, torch
+    from torch.utils.data import DataLoader, Dataset
+
+    @dataclasses.dataclass
+    class Config:
+        steps: int = 3
+        def double(self): return self.steps * FACTOR
+
+    class Colour(enum.Enum):
+        RED = 1
+        BLUE = 2
+
+    class Pair(typing.NamedTuple):
+        left: int
+        right: object
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+        def forward(self, x): return self.layer(x) * FACTOR
+
+    class Numbers(Dataset):
+        def __len__(self): return 4
+        def __getitem__(self, i): return Pair(i, (Config(i), Colour.RED, Net()))
+
+    FACTOR = 2
+    config, colour, pair, net = Config(4), Colour.BLUE, Pair(1, 2), Net()
+    data = Numbers()
+"""
+
+
+def test_dataclass_enum_namedtuple_and_module(notebook: Notebook) -> None:
+    notebook.run(DEFINITIONS)
+    expected = notebook.run("y = net(torch.ones(2)).item()").namespace["y"]
+    source = """
+        out = [config.double(), colour is Colour.BLUE, Config(4) == config, pair._replace(left=5)]
+        out += [isinstance(net, Net), net(torch.ones(2)).item()]
+    """
+    assert notebook.in_rank(source) == [8, True, True, [5, 2], True, expected]
+
+
+def test_notebook_classes_inside_a_dataloaders_processes(notebook: Notebook) -> None:
+    notebook.run(DEFINITIONS)
+    source = """
+        loader = DataLoader(data, batch_size=2, num_workers=2, collate_fn=lambda batch: batch)
+        pairs = [pair for batch in loader for pair in batch]
+        out = [[type(p).__name__, p.left, p.right[0].double()] for p in pairs]
+        out += [all(p.right[1] is type(p.right[1]).RED for p in pairs)]
+    """
+    assert notebook.in_rank(source) == [*(["Pair", i, 2 * i] for i in range(4)), True]
+
+
+def test_local_module_edited_between_two_runs(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(notebook.folder))
+    module = notebook.folder / "project_helpers.py"
+    module.write_text("def answer(): return 1\n")
+    notebook.run("import project_helpers\nfrom project_helpers import answer")
+    assert notebook.in_rank("out = [project_helpers.answer(), answer()]") == [1, 1]
+    module.write_text("def answer(): return 2\n")
+    try:
+        assert notebook.in_rank("out = [project_helpers.answer(), answer()]") == [2, 2]
+    finally:
+        del sys.modules["project_helpers"]
+
+
+def test_local_module_that_only_the_cell_imports(notebook: Notebook) -> None:
+    (notebook.folder / "only_the_cell.py").write_text("value = 11\n")
+    assert notebook.in_rank("import only_the_cell\nout = only_the_cell.value") == 11
+
+
+def test_shared_references_stay_shared(notebook: Notebook) -> None:
+    notebook.run("""
+        import torch
+        inner = [1]
+        a, b = {'x': inner}, {'y': inner}
+        base = torch.zeros(4)
+        view = base[2:]
+        net = torch.nn.Linear(2, 2, bias=False)
+        tied = torch.nn.Linear(2, 2, bias=False)
+        tied.weight = net.weight
+        state = net.state_dict()
+    """)
+    source = """
+        view[0] = 5
+        state['weight'].fill_(3)
+        out = [a['x'] is b['y'], base.tolist(), tied.weight is net.weight, net.weight.sum().item()]
+    """
+    assert notebook.in_rank(source) == [True, [0, 0, 5, 0], True, 12]
+
+
+def test_streams_logger_and_shell_become_the_ranks_own(notebook: Notebook) -> None:
+    notebook.run("""
+        import logging, sys
+        class Log:
+            def __init__(self):
+                self.to, self.logger = sys.stderr, logging.getLogger('mine')
+        log = Log()
+    """)
+    source = (
+        "import logging, sys\nout = [log.to is sys.stderr, log.logger is logging.getLogger('mine')]"
+    )
+    assert notebook.in_rank(source) == [True, True]
+
+
+def test_traceback_sources_of_captured_functions(notebook: Notebook) -> None:
+    notebook.run("def fail(): raise ValueError('no')")
+    made = notebook.capture("fail()")
+    assert made.sources["/tmp/ipykernel_1/1.py"].label == "Cell In[1]"
+    assert made.sources[made.cell.filename] == CellSource(made.cell.raw, "Cell In[7]")
+
+
+def test_what_the_cell_does_not_use_is_never_touched(notebook: Notebook) -> None:
+    class Untouchable:
+        def __getattribute__(self, name: str) -> Any:
+            pytest.fail(f"looked up {name}")
+
+    notebook.namespace.update(secret=Untouchable(), n=1, _=Untouchable())
+    assert list(why(notebook.capture("secret = 2\nout = n + secret\nx.secret"))) == ["n"]
+
+
+def test_what_belongs_to_ipython_stays_unless_rebound(notebook: Notebook) -> None:
+    history, outputs = ["", "1+1"], {1: object()}
+    notebook.namespace.update(
+        {"In": history, "_ih": history, "Out": outputs, "_oh": outputs, "_1": outputs[1]}
+    )
+    notebook.namespace.update({"_": outputs[1], "_i": "1+1", "__": ""})
+    source = "print(In, Out, _, __, _1, _i, _ih, __name__, __builtins__, missing)"
+    assert why(notebook.capture(source)) == {}
+    notebook.run("In, _, _i = [1], 5, 6")
+    assert set(why(notebook.capture(source))) == {"In", "_", "_i"}
+
+
+def test_what_a_real_shell_holds(notebook: Notebook) -> None:
+    is_own = not InteractiveShell.initialized()  # another test's is that of the whole session
+    shell = InteractiveShell.instance(config=Config(HistoryManager={"hist_file": ":memory:"}))
+    try:
+        shell.run_cell("import sys; n = 3; held = [get_ipython, get_ipython()]", silent=True)
+        shell.run_cell("def f():\n    !echo {n}\n    display(n, open, exit, quit)", silent=True)
+        notebook.namespace = shell.user_ns
+        made = notebook.capture("f()\n%time held\n!echo $sys\nIn, Out, _, open")
+    finally:
+        if is_own:
+            InteractiveShell.clear_instance()
+            shell.history_manager.end_session()
+    assert why(made) == {
+        "n": "`f` uses it",
+        "f": "the cell uses it",
+        "held": "the cell uses it",
+        "sys": "the cell uses it",
+    }
+
+
+def refused(notebook: Notebook, value: Any, source: str = "thing") -> str:
+    notebook.namespace["thing"] = value
+    with pytest.raises(CaptureError) as caught:
+        notebook.capture(source)
+    return str(caught.value)
+
+
+class Box:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+def test_refuses_a_lock(notebook: Notebook) -> None:
+    message = refused(notebook, Box(logger=Box(_lock=threading.Lock())))
+    assert message.startswith("`thing.logger._lock` is a _thread.lock and cannot travel")
+    assert "create it inside the cell (or delete the attribute)" in message
+
+
+@pytest.mark.parametrize("mode", ["r", "w", "rb", "r+b"])
+def test_refuses_an_open_file(notebook: Notebook, tmp_path: Path, mode: str) -> None:
+    (tmp_path / "file").touch()
+    with open(tmp_path / "file", mode) as file:
+        message = refused(notebook, {"out": [file]})
+    assert message.startswith("`thing['out'][0]` is a")
+    assert "open it inside the cell" in message
+
+
+def test_refuses_a_generator(notebook: Notebook) -> None:
+    message = refused(notebook, (n for n in range(3)))
+    assert message.startswith("`thing` is a generator")
+    assert "make a list of it" in message
+
+
+def test_refuses_a_socket(notebook: Notebook) -> None:
+    with socket.socket() as connection:
+        message = refused(notebook, [Box(peer=connection)])
+    assert message.startswith("`thing[0].peer` is a socket.socket")
+    assert "connect inside the cell" in message
+
+
+def test_refuses_a_database_handle_deep_in_an_attribute(notebook: Notebook) -> None:
+    database = sqlite3.connect(":memory:")
+    value = {"a": [0, 1, 2, Box(db=database)]}
+    message = refused(notebook, value)
+    database.close()
+    assert message.startswith("`thing['a'][3].db` is a sqlite3.Connection")
+
+
+def test_refuses_a_live_dataloader_iterator(notebook: Notebook) -> None:
+    from torch.utils.data import DataLoader
+
+    message = refused(notebook, Box(batches=iter(DataLoader(range(3)))))
+    assert message.startswith("`thing.batches` is a torch.utils.data")
+    assert "pass the loader and call iter() inside the cell" in message
+
+
+def test_refuses_a_thread(notebook: Notebook) -> None:
+    message = refused(notebook, [threading.Thread()])
+    assert message.startswith("`thing[0]")
+
+
+def test_refusal_says_why_the_variable_travels(notebook: Notebook) -> None:
+    notebook.run("def train(): return thing")
+    message = refused(notebook, threading.Lock(), "train()")
+    assert message.startswith("`thing` is a _thread.lock")
+    assert "(`train` uses it)" in message
+
+
+def test_refuses_more_than_the_limit(notebook: Notebook) -> None:
+    notebook.run("a, b, c, d = (bytes(n << 10) for n in (4, 3, 2, 1))")
+    with pytest.raises(CaptureError) as caught:
+        notebook.capture("a, b, c, d", limit_bytes=9 << 10)
+    message = str(caught.value)
+    assert "`a` 4.0 KiB, `b` 3.0 KiB, `c` 2.0 KiB;" in message
+    assert "`[capture] limit` in taas.toml" in message
+
+
+def test_survey_lists_all_that_would_fail(notebook: Notebook) -> None:
+    notebook.namespace.update(
+        {"lock": threading.Lock(), "numbers": iter(()), "n": 5, "gen": (x for x in ())}
+    )
+    made, problems = notebook.survey("lock, gen, n", limit_bytes=1)
+    assert made is not None
+    assert list(why(made)) == ["n"]
+    assert [problem.split()[0] for problem in problems] == ["`gen`", "`lock`", "the"]
+
+
+def test_syntax_error_comes_before_anything_is_pickled(notebook: Notebook) -> None:
+    notebook.namespace["lock"] = threading.Lock()
+    with pytest.raises(SyntaxError):
+        notebook.capture("lock\nif:")
+
+
+def test_reading_the_header_unpickles_nothing(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.run("class Loud:\n    def __setstate__(self, state): raise AssertionError")
+    notebook.run("loud = Loud(); loud.x = 1")
+    payload.write(notebook.capture("loud"), tmp_path / "payload")
+    loaded = payload.read(tmp_path / "payload")
+    assert [captured.name for captured in loaded.captured] == ["Loud", "loud"]
+    assert loaded.cell.line_offset == 1
+
+
+MEMORY_RANK = """
+import sys, types
+from pathlib import Path
+from taas_magic.capture import payload
+
+import torch
+
+def kib(field):
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(field))
+
+main = types.ModuleType("__main__")
+sys.modules["__main__"] = main
+before = kib("Private")
+payload.read(Path(sys.argv[1])).load_into(main.__dict__)
+total = main.big.sum().item()
+print(total, flush=True)
+sys.stdin.readline()
+print(kib("Private") - before, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_big_tensor_is_in_memory_once_for_all_ranks(notebook: Notebook, tmp_path: Path) -> None:
+    size_kib = 128 << 10
+    notebook.run(f"import torch\nbig = torch.ones({size_kib << 10} // 4)")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = _peak_kib()
+    payload.write(notebook.capture("big"), tmp_path / "payload")
+    grown = _peak_kib() - before
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMORY_RANK, str(tmp_path / "payload")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        sums = [_line(rank) for rank in ranks]
+        private = [float(_ask(rank)) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.communicate("\n")
+    assert sums == [f"{float(size_kib << 8)}"] * 2
+    assert grown < size_kib / 4
+    assert all(kib < size_kib / 4 for kib in private)
+
+
+def _peak_kib() -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+
+def _line(rank: "subprocess.Popen[str]") -> str:
+    assert rank.stdout is not None
+    return rank.stdout.readline().strip()
+
+
+def _ask(rank: "subprocess.Popen[str]") -> str:
+    assert rank.stdin is not None
+    rank.stdin.write("\n")
+    rank.stdin.flush()
+    return _line(rank)

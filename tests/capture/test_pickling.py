@@ -1,0 +1,285 @@
+"""Values as bytes and buffers, through a file, and back from a rank."""
+
+import math
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.backends.cudnn as cudnn
+
+from taas_magic.capture import pickling, reducers, tensors
+from taas_magic.errors import CaptureError
+from taas_magic.messages import Failure
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def through_a_file(value: Any, path: Path, namespace: dict[str, Any] | None = None) -> Any:
+    pickling.write_archive(path, pickling.dump(value))
+    archive = pickling.read_archive(path)
+    path.unlink()
+    return pickling.loads(archive.stream(), archive.buffers, namespace=namespace)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "values"
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int8, torch.uint16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)], ids=str)
+def test_tensors_of_any_dtype_and_shape(path: Path, dtype: torch.dtype, shape: Any) -> None:
+    value = torch.ones(shape).to(dtype)
+    back = through_a_file(value, path)
+    assert (back.dtype, back.shape) == (dtype, value.shape)
+    assert torch.equal(back, value)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch calls some of these kinds new or old
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: torch.arange(6).reshape(2, 3).t(), id="transposed"),
+        pytest.param(lambda: torch.arange(6)[1::2], id="strided"),
+        pytest.param(lambda: torch.eye(3).to_sparse(), id="sparse"),
+        pytest.param(lambda: torch.eye(3).to_sparse_csr(), id="csr"),
+        pytest.param(lambda: torch.ones(2, requires_grad=True), id="leaf"),
+        pytest.param(
+            lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), id="quantized"
+        ),
+    ],
+)
+def test_tensors_of_any_layout(path: Path, make: Callable[[], torch.Tensor]) -> None:
+    value = make()
+    back = through_a_file(value, path)
+    assert (back.layout, back.requires_grad) == (value.layout, value.requires_grad)
+    if value.layout == torch.strided:
+        assert back.stride() == value.stride()
+    plain = [t.dequantize() if t.is_quantized else t.to_dense() for t in (back, value)]
+    assert torch.equal(*plain)
+
+
+def test_a_meta_tensor(path: Path) -> None:
+    assert through_a_file(torch.zeros(2, device="meta"), path).device.type == "meta"
+
+
+def test_parameters_and_views_keep_one_storage(path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    base = torch.zeros(8)
+    values = [net, net.state_dict(), base[4:], base.view(torch.int32)]
+    pickled = pickling.dump(values)
+    back_net, state, tail, bits = through_a_file(values, path)
+    state["0.weight"].fill_(2)
+    tail.fill_(1)
+    assert back_net[0].weight.tolist() == [[2, 2], [2, 2]]
+    assert isinstance(back_net[0].weight, torch.nn.Parameter)
+    assert bits.count_nonzero() == 4
+    assert len(pickled.buffers) == len(net.state_dict()) + 1
+
+
+def test_large_data_is_no_part_of_the_pickle() -> None:
+    values = {"tensor": torch.ones(1 << 18), "array": np.ones(1 << 18)}
+    pickled = pickling.dump(values)
+    assert len(pickled.data) < 2000
+    assert pickled.size_bytes > 3 << 20
+    assert pickled.buffers[0].raw().obj is not None
+
+
+def test_values_are_writable_aligned_and_the_file_does_not_change(path: Path) -> None:
+    pickling.write_archive(path, pickling.dump([np.ones(3), torch.ones(5), np.arange(4)]))
+    before = path.read_bytes()
+    archive = pickling.read_archive(path)
+    array, tensor, numbers = pickling.loads(archive.stream(), archive.buffers)
+    array[:], tensor[:] = 7, 8
+    numbers += 1
+    assert path.read_bytes() == before
+    assert [t % 64 for t in (array.ctypes.data, tensor.data_ptr(), numbers.ctypes.data)] == [0] * 3
+
+
+def test_generators_continue_where_they_were(path: Path) -> None:
+    for make, draw in (
+        (torch.Generator, lambda g: torch.rand(3, generator=g).tolist()),
+        (lambda: np.random.default_rng(1), lambda g: g.random(3).tolist()),
+    ):
+        generator = make()
+        draw(generator)
+        back = through_a_file(generator, path)
+        assert draw(back) == draw(generator)
+
+
+def test_what_lived_on_a_gpu_comes_to_the_cpu_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    storage = tensors.rebuild_untyped(bytearray(torch.ones(2).numpy().tobytes()), "cuda")
+    typed = tensors.rebuild_typed(storage, torch.float32)
+    assert torch.tensor(typed).tolist() == [1, 1]
+    assert tensors.target_device("cuda") == "cpu"
+
+
+def test_a_rank_takes_its_own_gpu_and_the_kernel_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert tensors.target_device("cuda") == "cuda:1"
+    assert tensors.target_device("cpu") == "cpu"
+    monkeypatch.delenv("LOCAL_RANK")
+    assert tensors.target_device("cuda") == "cpu"
+
+
+def test_a_loader_travels_without_its_running_iterator(path: Path) -> None:
+    loader = torch.utils.data.DataLoader(
+        list(range(4)), num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    iterator = iter(loader)
+    back = through_a_file(loader, path)
+    iterator._shutdown_workers()
+    assert back._iterator is None
+    assert len(back) == 4
+
+
+def test_the_file_is_private_and_appears_whole(path: Path) -> None:
+    pickling.write_archive(path, pickling.dump(1))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    broken = pickling.Pickled(b"", [pickle.PickleBuffer(np.ones((2, 2))[:, 0])])
+    with pytest.raises(BufferError):
+        pickling.write_archive(path, broken)
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("keep", [0, 5, 20, 60, -1])
+def test_a_damaged_file_is_named(path: Path, keep: int) -> None:
+    pickling.write_archive(path, pickling.dump(np.ones(100)), Failure())
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CaptureError, match=str(path)):
+        pickling.read_archive(path)
+
+
+def test_another_kind_of_file_is_named(path: Path) -> None:
+    path.write_bytes(bytes(100))
+    with pytest.raises(CaptureError, match="not a whole payload"):
+        pickling.read_archive(path)
+
+
+def test_functions_find_the_namespace_they_are_loaded_into() -> None:
+    notebook: dict[str, Any] = {"__name__": "__main__", "x": 1}
+    exec("def f(): return x\ndef g(): return f() + x", notebook)
+    pickled = pickling.dump([notebook["f"], notebook["g"]], globals_dict=notebook)
+    rank: dict[str, Any] = {"x": 5, "f": lambda: 5}
+    f, g = pickling.loads(pickled.data, pickled.buffers, namespace=rank)
+    assert f.__globals__ is rank
+    assert [f(), g()] == [5, 10]
+    assert rank["x"] == 5
+    rank["f"] = lambda: 100
+    assert g() == 105
+
+
+def test_a_module_of_a_class_of_its_own_travels_by_its_name() -> None:
+    pickled = pickling.dump([cudnn, math], globals_dict={})
+    first, second = pickling.loads(pickled.data, pickled.buffers)
+    assert first is cudnn and second is math
+
+
+def test_a_refusal_names_the_result() -> None:
+    with pytest.raises(CaptureError, match=r"`model\['lock'\]` is a _thread.lock"):
+        pickling.dump({"lock": threading.Lock()}, name="model")
+
+
+def test_an_error_of_the_users_own_is_told(path: Path) -> None:
+    class Stubborn:
+        def __reduce__(self) -> Any:
+            raise ValueError("not today")
+
+    with pytest.raises(CaptureError, match=r"`value\[0\]`.*ValueError: not today"):
+        pickling.dump([Stubborn()])
+
+
+RANK = """
+import sys, types
+from pathlib import Path
+from taas_magic.capture import pickling
+
+main = types.ModuleType("__main__")
+sys.modules["__main__"] = main
+archive = pickling.read_archive(Path(sys.argv[1]))
+main.__dict__.update(pickling.loads(archive.stream(), archive.buffers, namespace=main.__dict__))
+exec(sys.argv[2], main.__dict__)
+out = {name: main.__dict__[name] for name in sys.argv[3:]}
+pickling.write_archive(Path(sys.argv[1] + ".result"), pickling.dump(out))
+"""
+
+
+def back_from_a_rank(notebook: dict[str, Any], path: Path, cell: str, *names: str) -> Any:
+    values = {k: v for k, v in notebook.items() if not k.startswith("__")}
+    pickling.write_archive(path, pickling.dump(values, globals_dict=notebook))
+    subprocess.run(
+        [sys.executable, "-c", RANK, str(path), textwrap.dedent(cell), *names],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        check=True,
+    )
+    archive = pickling.read_archive(path.with_name(path.name + ".result"))
+    return pickling.loads(archive.stream(), archive.buffers)
+
+
+def test_results_are_the_notebooks_own_classes(path: Path) -> None:
+    notebook: dict[str, Any] = {"__name__": "__main__"}
+    source = """
+        import enum, torch
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(2, 1)
+            def forward(self, x): return self.layer(x) * scale
+        class Mode(enum.Enum):
+            FAST = 1
+        net, scale = Net(), 1
+    """
+    exec(textwrap.dedent(source), notebook)
+    forward = notebook["Net"].forward
+    cell = """
+        scale = 100
+        net.layer.weight.data.fill_(3)
+        net.layer.bias.data.fill_(0)
+        mode = Mode.FAST
+    """
+    result = back_from_a_rank(notebook, path, cell, "net", "mode")
+    assert type(result["net"]) is notebook["Net"]
+    assert notebook["Net"].forward is forward
+    assert result["mode"] is notebook["Mode"].FAST
+    assert result["net"](torch.ones(2)).item() == 6
+    assert notebook["scale"] == 1
+
+
+def test_a_result_made_by_the_cells_own_definitions(path: Path) -> None:
+    notebook: dict[str, Any] = {"__name__": "__main__", "x": 1}
+    cell = """
+        x = 10
+        class Made:
+            def get(self): return x
+        def read(): return x
+        made = Made()
+    """
+    result = back_from_a_rank(notebook, path, cell, "made", "read")
+    assert [result["made"].get(), result["read"]()] == [10, 10]
+    assert notebook["x"] == 1
+    assert result["read"].__globals__ is not notebook
+
+
+def test_a_result_whose_class_is_gone_is_told() -> None:
+
+    with pytest.raises(CaptureError, match="`Net`"):
+        reducers._known_class("no such id", "Net")

@@ -1,0 +1,204 @@
+"""Runs cases: loaders in a notebook and what its ranks see of them, beside local DataLoaders.
+
+A case is a function without parameters in one of the modules here. It returns a loader, or a loader
+and a script, or these and what `taas.register` shall be told besides. A script takes a loader and
+returns what it sees of it; without one, that is two epochs. A module's text is a cell of the
+notebook, and all its loaders are iterated in one cell below `%%taas`, for each of its SETTINGS.
+"""
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.data.loaders import described
+from tests.data.loaders.share import SEED, Local, Share
+from tests.harness import Notebook, without_pytests_filter
+
+Script = Callable[[Any], Any]
+SeenByCase = dict[str, Any]
+
+
+class Setting(NamedTuple):
+    """How many ranks a cell has, its `--cpus`, and those of a second one, which resumes it."""
+
+    ranks: int
+    cpus: int
+    resumed_cpus: int | None = None
+
+
+SeenBySetting = dict[Setting, list[SeenByCase]]
+
+REGISTER = """
+import taas
+
+cases = {{}}
+for name in {names}:
+    loader, script, options = parts(globals()[name]())
+    cases[name] = taas.register(loader, name=name, seed={seed}, **options), script
+"""
+CELL = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+mine = {name: seen_of(script, loader) for name, (loader, script) in cases.items()}
+seen = [None] * dist.get_world_size()
+dist.all_gather_object(seen, mine)
+"""
+SAVE = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+mine = {name: seen_of(script, loader) for name, (loader, script) in cases.items()}
+kept = {name: loader.state_dict() for name, (loader, script) in cases.items()}
+seen, states = [None] * dist.get_world_size(), [None] * dist.get_world_size()
+dist.all_gather_object(seen, mine)
+dist.all_gather_object(states, kept)
+"""
+LOAD = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+mine = {}
+for name, (loader, script) in cases.items():
+    loader.load_state_dict(states[dist.get_rank()][name])
+    mine[name] = seen_of(two_epochs, loader)
+seen = [None] * dist.get_world_size()
+dist.all_gather_object(seen, mine)
+"""
+UNREGISTER = """
+for loader, script in cases.values():
+    taas.unregister(loader)
+del cases, name, loader, script, options
+"""
+
+
+@contextlib.contextmanager
+def unfiltered() -> Iterator[None]:
+    """Leaves out that warnings are errors: of workers beyond the cores, of torchdata's making."""
+    with without_pytests_filter():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+        yield
+
+
+def cases_of(module: ModuleType) -> list[str]:
+    """The names of a module's cases."""
+    functions = inspect.getmembers(module, inspect.isfunction)
+    own = [function for _, function in functions if function.__module__ == module.__name__]
+    return [function.__name__ for function in own if not inspect.signature(function).parameters]
+
+
+def parameters(*modules: ModuleType) -> list[Any]:
+    """All cases of some modules, as pytest's parameters."""
+    return [
+        pytest.param(module, name, id=f"{module.__name__.rpartition('.')[2]}-{name}")
+        for module in modules
+        for name in cases_of(module)
+    ]
+
+
+def settings_of(module: ModuleType) -> list[Setting]:
+    """Under which settings a module's loaders are iterated."""
+    return [Setting(*numbers) for numbers in module.SETTINGS]
+
+
+class Seen:
+    """What ranks saw of the loaders of each module; its cells run when they are asked for first."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        self._notebook = notebook
+        self._seen: dict[str, SeenBySetting | Exception] = {}
+
+    def of(self, module: ModuleType) -> SeenBySetting:
+        """What each rank saw of each case, by setting."""
+        if module.__name__ not in self._seen:
+            self._seen[module.__name__] = self._entered(module)
+        found = self._seen[module.__name__]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _entered(self, module: ModuleType) -> SeenBySetting | Exception:
+        """What ranks saw, or why they could not: no case of the module tries again."""
+        with pytest.MonkeyPatch.context() as patch, unfiltered():
+            patch.setenv("TAAS_STATE_DIR", str(self._notebook.state_dir))
+            patch.chdir(self._notebook.project)
+            try:
+                return self._run(module)
+            except Exception as error:  # whatever it is, each case of the module raises it
+                return error
+
+    def _run(self, module: ModuleType) -> SeenBySetting:
+        for each in (described, module):
+            assert each.__file__ is not None
+            self._notebook.define(Path(each.__file__).read_text())
+        try:
+            self._notebook.define(REGISTER.format(seed=SEED, names=cases_of(module)))
+            return {setting: self._ranks(setting) for setting in settings_of(module)}
+        finally:
+            self._notebook.define(UNREGISTER)
+
+    def _ranks(self, setting: Setting) -> list[SeenByCase]:
+        if setting.resumed_cpus is None:
+            return self._cell(CELL, setting.ranks, setting.cpus, "seen")
+        before = self._cell(SAVE, setting.ranks, setting.cpus, "seen,states")
+        after = self._cell(LOAD, setting.ranks, setting.resumed_cpus, "seen")
+        return [
+            {name: (saved[name], loaded[name]) for name in saved}
+            for saved, loaded in zip(before, after, strict=True)
+        ]
+
+    def _cell(self, source: str, ranks: int, cpus: int, out: str) -> list[SeenByCase]:
+        outcome = self._notebook.run(source, f"--cpus {cpus} --out {out} --timeout 200", gpus=ranks)
+        assert outcome.error is None, f"{ranks} ranks, --cpus {cpus}: {outcome.shown}"
+        found: list[SeenByCase] = self._notebook.shell.user_ns["seen"]
+        return found
+
+
+@functools.cache
+def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: bool) -> Any:
+    """What a rank is to see of a case."""
+    local, script, options = _local(module, name)
+    if not local.loader.num_workers:
+        local, *_ = _made(module, name)
+    with contextlib.closing(local), unfiltered():
+        first = Share(local, rank, ranks, **options)
+        seen = described.seen_of(script, first)
+        if not is_resumed:
+            return seen
+        second = Share(local, rank, ranks, **options)
+        second.load_state_dict(first.state_dict())
+        return seen, described.seen_of(described.two_epochs, second)
+
+
+@functools.lru_cache(1)
+def _local(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, Any]]:
+    """A case's local loader: what its workers have sent serves all ranks, as it is new memory.
+
+    Of one case only: each tensor that a worker has sent keeps a file open.
+    """
+    return _made(module, name)
+
+
+def _made(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, Any]]:
+    with unfiltered():
+        loader, script, options = described.parts(getattr(module, name)())
+    return Local(loader), script, options
+
+
+def differences(seen: Seen, module: ModuleType, name: str) -> list[str]:
+    """Where ranks saw something else of a case than they are to see."""
+    found = []
+    for setting, ranks in seen.of(module).items():
+        for rank, mine in enumerate(ranks):
+            shall = expected(module, name, rank, setting.ranks, setting.resumed_cpus is not None)
+            if mine[name] != shall:
+                found.append(f"{setting}, rank {rank}:\n  saw   {mine[name]}\n  shall {shall}")
+    return found

@@ -1,0 +1,353 @@
+"""A remote loader against a local one: real fetcher processes, real sockets."""
+
+import contextlib
+import gc
+import time
+
+import accelerate.data_loader
+import psutil
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import SequentialSampler as Sequential
+
+from taas_magic.data import metrics, sharding
+from taas_magic.data.sharding import seed_of
+from tests.data.data_rig import (
+    SEED,
+    WAIT_S,
+    Lines,
+    Noise,
+    Remembering,
+    Rows,
+    forkserver_for_this_module,  # noqa: F401
+    plain,
+    service,
+)
+
+
+def local(loader, epoch=0):
+    torch.manual_seed(seed_of(SEED, epoch))
+    return [plain(batch) for batch in loader]
+
+
+def dealt(batches, world_size, uneven="pad"):
+    """The model: what each rank gets."""
+    count = [sharding.steps(len(batches), rank, world_size, uneven) for rank in range(world_size)]
+    return [
+        [batches[(step * world_size + rank) % len(batches)] for step in range(count[rank])]
+        for rank in range(world_size)
+    ]
+
+
+def seen(running, world_size, **arguments):
+    """One epoch of every rank, their steps in turn."""
+    passes = [
+        iter(running.loader(rank=r, world_size=world_size, **arguments)) for r in range(world_size)
+    ]
+    handed = [[] for _ in passes]
+    left = list(range(world_size))
+    while left:
+        for rank in list(left):
+            try:
+                handed[rank].append(plain(next(passes[rank])))
+            except StopIteration:
+                left.remove(rank)
+    return handed
+
+
+def test_one_rank_sees_the_local_stream(tmp_path):
+    loader = DataLoader(Rows(50), 4, shuffle=True)
+    with service(tmp_path, loader, fetchers=2) as running:
+        remote = running.loader()
+        assert [plain(batch) for batch in remote] == local(loader, 0)
+        assert [plain(batch) for batch in remote] == local(loader, 1)
+        remote.sampler.set_epoch(7)
+        assert [plain(batch) for batch in remote] == local(loader, 7)
+
+
+@pytest.mark.parametrize("uneven", sharding.UNEVEN)
+@pytest.mark.parametrize("fetchers", [1, 3])
+def test_ranks_share_an_epoch(tmp_path, fetchers, uneven):
+    loader = DataLoader(Rows(43), 2, shuffle=True, drop_last=True)
+    with service(tmp_path, loader, fetchers=fetchers) as running:
+        for world_size in (2, 4):
+            handed = seen(running, world_size, shape={"uneven": uneven})
+            assert handed == dealt(local(loader), world_size, uneven)
+
+
+def test_accelerate_deals_alike(tmp_path):
+    loader = DataLoader(Rows(24), 3)
+    with service(tmp_path, loader) as running:
+        for rank, batches in enumerate(seen(running, 2)):
+            oracle = accelerate.data_loader.BatchSamplerShard(
+                BatchSampler(Sequential(range(24)), 3, False), 2, rank, even_batches=True
+            )
+            assert [batch[1] for batch in batches] == list(oracle)
+
+
+def test_the_stream_is_the_same_for_every_number_of_fetchers_and_none(tmp_path):
+    loader = DataLoader(Noise(40), 4, shuffle=True)
+    streams = []
+    for fetchers, workers in ((1, 1), (1, 2), (3, 1)):
+        arguments = {"fetchers": fetchers, "workers": workers}
+        with service(tmp_path / f"{fetchers}-{workers}", loader, **arguments) as running:
+            streams.append(seen(running, 2))
+    before = torch.random.get_rng_state()
+    streams.append(seen(running, 2, local=True))
+    streams.append(seen(running, 2, local=True, shape={"settings": {"num_workers": 2}}))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(stream == streams[0] for stream in streams)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("uneven", sharding.UNEVEN)
+def test_iterable_style(tmp_path, workers, uneven):
+    loader = DataLoader(Lines(27), 2, num_workers=workers)
+    with service(tmp_path, loader, fetchers=2) as running:
+        want = [plain(batch) for batch in loader]
+        assert seen(running, 1)[0] == want
+        assert seen(running, 3, shape={"uneven": uneven}) == dealt(want, 3, uneven)
+        assert seen(running, 3, shape={"uneven": uneven}, local=True) == dealt(want, 3, uneven)
+
+
+def test_a_rank_prepares_its_own_share_in_workers_of_its_own(tmp_path):
+    with service(tmp_path, DataLoader(Rows(30), 2, shuffle=True)) as running:
+        children = psutil.Process().children()
+        remote = running.loader(
+            rank=1, world_size=2, local=True, shape={"settings": {"num_workers": 2}}
+        )
+        assert [plain(batch) for batch in remote] == dealt(local(running.loaders["train"]), 2)[1]
+        [server] = [child for child in psutil.Process().children() if child not in children]
+        [parent] = server.children()
+        while len(workers := parent.children()) < 2:
+            time.sleep(0.01)
+        assert len(workers) == 2
+        del remote
+        gc.collect()
+        assert psutil.wait_procs([server, parent, *workers], WAIT_S)[1] == []
+
+
+def test_units_bound_all_ranks_over_epochs(tmp_path):
+    loader = DataLoader(Rows(10), 1)
+    with service(tmp_path, loader) as running:
+        remotes = [running.loader(rank=rank, world_size=2, units=13) for rank in range(2)]
+        counts = [[len(list(remote)) for _ in range(3)] for remote in remotes]
+        assert counts == [[5, 1, 0], [5, 1, 0]]
+
+
+class Hinted(Rows):
+    def __getitem__(self, index):
+        return index
+
+
+class Bag(list):
+    pass
+
+
+def weigh(items):
+    bag = Bag(items)
+    bag.hints = {"units": items[0] + 1}
+    return bag
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_hints_count_units(tmp_path, at_home):
+    loader = DataLoader(Hinted(8), 1, collate_fn=weigh)
+    with service(tmp_path, loader, fetchers=2, units=12) as running:
+        remotes = [running.loader(rank=r, world_size=2, units=12, local=at_home) for r in range(2)]
+        # Rows count 1 + 2, 3 + 4, 5 + 6: the third would make 21.
+        assert [[plain(batch) for batch in remote] for remote in remotes] == [
+            [[0], [2]],
+            [[1], [3]],
+        ]
+        assert [remote.counts.units for remote in remotes] == [4, 6]
+
+
+def test_it_is_a_data_loader_to_everyone_who_asks(tmp_path):
+    loader = DataLoader(Rows(43), 4)
+    with service(tmp_path, loader) as running:
+        remote = running.loader(rank=1, world_size=2, shape={"attributes": {"classes": ["a"]}})
+        assert isinstance(remote, DataLoader)
+        assert len(remote) == 6
+        assert len(remote.dataset) == 43
+        assert remote.batch_size == 4
+        assert remote.num_workers == 0
+        assert remote.dataset.classes == ["a"]
+        assert isinstance(remote.sampler, DistributedSampler)
+        assert len(remote.sampler) == 22
+        assert plain(next(iter(remote)))[1] == [4, 5, 6, 7]
+        assert remote.dataset[5][1] == 5
+        with pytest.raises(TypeError, match="not 'list'"):
+            running.loader(local=True).dataset[[1, 2]]
+        assert remote.dataset.width == 8
+        with pytest.raises(AttributeError, match="nothing_such"):
+            _ = remote.dataset.nothing_such
+
+
+def test_an_iterable_dataset_is_one(tmp_path):
+    with service(tmp_path, DataLoader(Lines(9), 2)) as running:
+        remote = running.loader()
+        assert isinstance(remote.dataset, IterableDataset)
+        with pytest.raises(TypeError, match="does not know its length"):
+            len(remote)
+
+
+def test_several_loaders_iterators_and_early_leave(tmp_path):
+    loaders = {"train": DataLoader(Rows(40), 2, shuffle=True), "val": DataLoader(Rows(9), 3)}
+    with service(tmp_path, loaders, fetchers=2) as running:
+        train, val = running.loader("train"), running.loader("val")
+        for batch, other in zip(train, val, strict=False):
+            assert len(batch) == len(other)
+        assert train.next_epoch == 1
+        one, two = iter(train), iter(train)
+        pairs = [(plain(next(one)), plain(next(two))) for _ in range(20)]
+        assert [pair[0] for pair in pairs] == local(loaders["train"], 1)
+        assert [pair[1] for pair in pairs] == local(loaders["train"], 2)
+        for _ in train:
+            break
+        assert [plain(batch) for batch in train] == local(loaders["train"], 4)
+
+
+@pytest.mark.parametrize("style", ["map", "iterable"])
+@pytest.mark.parametrize("stop", [0, 3, 7, 10])
+def test_a_state_goes_on_with_another_number_of_fetchers(tmp_path, stop, style):
+    loader = DataLoader(Noise(40), 2, shuffle=True)
+    if style == "iterable":
+        loader = DataLoader(Lines(41), 2)
+    states, heads, whole = [], [], []
+    with service(tmp_path / "one", loader, fetchers=1) as running:
+        whole = seen(running, 2)
+        for rank in range(2):
+            remote = running.loader(rank=rank, world_size=2)
+            batches = iter(remote)
+            heads.append([plain(next(batches)) for _ in range(stop)])
+            states.append(remote.state_dict())
+    with service(tmp_path / "two", loader, fetchers=3) as running:
+        for rank in range(2):
+            remote = running.loader(rank=rank, world_size=2)
+            remote.load_state_dict(states[rank])
+            assert heads[rank] + [plain(batch) for batch in remote] == whole[rank]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"local": True}], ids=["fetchers", "in the rank"])
+def test_a_state_has_the_datasets_own(tmp_path, arguments):
+    loader = DataLoader(Remembering(200), 1)
+    with service(tmp_path / "one", loader) as running:
+        batches = iter(remote := running.loader(**arguments))
+        first = [next(batches)[0, 0].item() for _ in range(140)]
+        state = remote.state_dict()
+    assert state["streams"] == {0: (128, {"at": 128})}
+    # workers that cannot work far ahead have nothing ready that was counted from the beginning
+    with service(tmp_path / "two", loader, fetchers=2, buffer_bytes=4096) as running:
+        remote = running.loader(**arguments)
+        remote.load_state_dict(state)
+        assert remote.state_dict() == state, "before the first batch it is what was loaded"
+        rest = [batch[0].tolist() for batch in remote]
+        assert first + [number for number, _ in rest] == list(range(200))
+        assert rest[0] == [140, 13], "it began at 128, not at 0"
+        assert next(iter(remote))[0].tolist() == [0, 1], "the next epoch is a whole one"
+
+
+def test_without_a_dataset_that_has_one_a_state_is_a_place(tmp_path):
+    with service(tmp_path, DataLoader(Lines(20), 1)) as running:
+        batches = iter(remote := running.loader())
+        next(batches)
+        assert "streams" not in remote.state_dict()
+
+
+def test_a_state_at_the_end_begins_the_next_epoch(tmp_path):
+    loader = DataLoader(Rows(8), 2, shuffle=True)
+    with service(tmp_path, loader) as running:
+        remote = running.loader()
+        list(remote)
+        other = running.loader()
+        other.load_state_dict(remote.state_dict())
+        assert [plain(batch) for batch in other] == local(loader, 1)
+
+
+def test_a_state_in_the_middle_of_a_step_is_refused(tmp_path):
+    with service(tmp_path, DataLoader(Rows(8), 1)) as running:
+        remote = running.loader(world_size=2)
+        next(iter(remote))
+        with pytest.raises(ValueError, match="middle of a step of 3 ranks"):
+            running.loader(world_size=3).load_state_dict(remote.state_dict())
+
+
+class Bad(Rows):
+    def __getitem__(self, index):
+        if index == 5:
+            raise ValueError("sample five is bad")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_a_datasets_exception_reaches_the_cell_and_the_next_batch_too(tmp_path, at_home):
+    with service(tmp_path, DataLoader(Bad(8), 2)) as running:
+        batches = iter(running.loader(local=at_home))
+        assert [plain(next(batches))[1] for _ in range(2)] == [[0, 1], [2, 3]]
+        with pytest.raises(ValueError, match="sample five is bad") as raised:
+            next(batches)
+        assert "index 5" in str(raised.value)
+        assert 'raise ValueError("sample five is bad")' in str(raised.value)
+
+
+def test_large_batches_arrive_ahead_and_are_not_overwritten(tmp_path):
+    loader = DataLoader(Rows(12, width=1 << 19), 1)
+    for direct in (True, False):
+        with service(tmp_path / str(direct), loader) as running:
+            remote = running.loader(direct=direct)
+            kept = list(remote)
+            assert [batch[0][0, -1].item() for batch in kept] == [float(n) for n in range(12)]
+            kept = [batch[0].mean().item() for batch in remote]
+            assert kept == [float(n) for n in range(12)]
+
+
+def test_the_ledger_has_every_batch_once(tmp_path):
+    with service(tmp_path, DataLoader(Rows(21), 2)) as running:
+        ledgers = [running.ledger(rank) for rank in range(2)]
+        for rank in range(2):
+            remote = running.loader(rank=rank, world_size=2, ledger=ledgers[rank])
+            for _ in range(2):
+                assert len(list(remote)) == 6
+        lines = running.handed()
+        assert metrics.audit(lines) == []
+        first = [line for line in lines if line.turn == 0]
+        assert metrics.missing(first, 11) == []
+        assert sum(line.batches for line in lines) == 24
+        for ledger in ledgers:
+            ledger.close()
+
+
+class Slow(Rows):
+    def __getitem__(self, index):
+        time.sleep(30)
+
+
+def test_a_loaders_timeout(tmp_path):
+    with service(tmp_path, DataLoader(Slow(4), 2)) as running:
+        batches = iter(running.loader(shape={"settings": {"timeout": 1.0}}))
+        with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
+            next(batches)
+
+
+class Unseeded(torch.utils.data.Sampler):
+    """Another order in every process."""
+
+    def __iter__(self):
+        import os
+
+        return iter(sorted(range(20), key=lambda n: hash((n, os.getpid()))))
+
+    def __len__(self):
+        return 20
+
+
+def test_an_order_that_is_no_function_of_the_seed_is_enumerated_once(tmp_path):
+    loader = DataLoader(Rows(20), 2, sampler=Unseeded())
+    with service(tmp_path, loader, fetchers=3) as running:
+        handed = seen(running, 2)
+        indices = [index for batches in handed for batch in batches for index in batch[1]]
+        assert sorted(indices) == list(range(20))
+        with contextlib.suppress(StopIteration):
+            assert seen(running, 2) == handed

@@ -1,0 +1,460 @@
+"""What must not end or change a run: pauses, long calls, stopped hosts, strangers, deaths."""
+
+import contextlib
+import ctypes
+import os
+import pickle
+import resource
+import select
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from taas_magic.data import encode, protocol, service, worker
+from taas_magic.data.connection import Silent
+from taas_magic.data.memory import Blocks
+from taas_magic.data.protocol import Frame, FrameFlag, Kind
+from taas_magic.data.worker import Key
+from taas_magic.data.workers import WorkerHandle
+from taas_magic.errors import ProtocolError, RunLost
+from taas_magic.leases import FetchLease
+from taas_magic.messages import FetcherReport, of_fetcher
+from tests.data.data_rig import (
+    WAIT_S,
+    Noise,
+    Rows,
+    address_of,
+    everybody_of,
+    forkserver_for_this_module,  # noqa: F401
+    linked,
+    plain,
+    workers_of,
+)
+from tests.data.data_rig import service as data_service
+
+SHORT = FetchLease(fetch_s=4.0, start_s=WAIT_S)
+PATIENT = FetchLease(fetch_s=10.0, start_s=WAIT_S)
+LONG_S = 12.0
+LARGE = 64 << 10
+NOBODY = 65534
+is_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+
+
+def stream(running, **arguments):
+    return [plain(batch) for batch in running.loader(**arguments)]
+
+
+def stats(running, until):
+    """What a fetcher says of its loader, the first time that `until` holds of it."""
+    while True:
+        said = of_fetcher(running.processes[0][1].recv_bytes())
+        if isinstance(said, FetcherReport) and until(said.loaders["train"]):
+            return said.loaders["train"]
+
+
+def value_of(batch):
+    """The one value that all of a batch has."""
+    value = batch.view(-1)[0]
+    assert (batch == value).all()
+    return value.item()
+
+
+class Large(Rows):
+    """Row n is filled with n."""
+
+    def __getitem__(self, index):
+        return torch.full((self.width,), index, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("way", ["tcp", "tls"])
+def test_a_rank_that_pauses_in_the_middle_of_a_pass_loses_nothing(tmp_path, way):
+    """For longer than the second in which a send over TLS once had to be done."""
+    certificate = service.new_certificate() if way == "tls" else None
+    tls = certificate.client if certificate else None
+    with data_service(tmp_path, DataLoader(Large(20, 4 << 20), 1), tls=certificate) as running:
+        remote = running.loader(direct=False, tls=tls, window_bytes=64 << 20)
+        batches = iter(remote)
+        handed = [value_of(next(batches)) for _ in range(2)]
+        time.sleep(3.0)
+        handed += [value_of(batch) for batch in batches]
+        assert handed == list(range(20))
+        assert remote.counts.retried == 0
+
+
+class SlowToUnpickle(Rows):
+    def __setstate__(self, state):
+        time.sleep(LONG_S)
+        self.__dict__.update(state)
+
+
+class HoldsTheLock(Rows):
+    """Its first item is a long call that keeps the interpreter to itself."""
+
+    def __getitem__(self, index):
+        if not index:
+            ctypes.PyDLL(None).usleep(int(LONG_S * 1e6))
+        return super().__getitem__(index)
+
+
+def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path):
+    """Two such datasets, at the same time."""
+    loaders = {kind.__name__: DataLoader(kind(10), 2) for kind in (SlowToUnpickle, HoldsTheLock)}
+    with data_service(tmp_path, loaders) as running, ThreadPoolExecutor() as threads:
+        remotes = [running.loader(name, lease=PATIENT) for name in loaders]
+        for indices, took_s in threads.map(taken, remotes):
+            assert indices == [[n, n + 1] for n in range(0, 10, 2)]
+            assert took_s > PATIENT.fetch_s, "it took its time"
+        assert [remote.counts.retried for remote in remotes] == [0, 0]
+
+
+def taken(remote):
+    """The indices of all batches, and how long that took."""
+    began = time.monotonic()
+    return [plain(batch)[1] for batch in remote], time.monotonic() - began
+
+
+@pytest.mark.parametrize("fetchers, workers", [(1, 1), (1, 8), (3, 1)])
+def test_the_run_is_lost_when_all_fetchers_are_stopped(tmp_path, fetchers, workers):
+    arguments = {"fetchers": fetchers, "workers": workers}
+    with data_service(tmp_path, DataLoader(Rows(10_000), 2), **arguments) as running:
+        batches = iter(running.loader(window_bytes=1, lease=SHORT))
+        for _ in range(4 * fetchers * workers):
+            next(batches)
+        numbers = range(fetchers)
+        everybody = [one for n in numbers for one in everybody_of(running, n, workers)]
+        for process in everybody:
+            process.suspend()
+        began = time.monotonic()
+        try:
+            with pytest.raises(RunLost) as raised:
+                for _ in batches:
+                    pass
+        finally:
+            for process in everybody:
+                process.resume()
+        said = str(raised.value)
+        assert 'no fetcher of loader "train" has answered for ' in said
+        assert all(f"fetcher {number} at 127.0.0.1:" in said for number in numbers), said
+        assert SHORT.fetch_s <= time.monotonic() - began
+
+
+@pytest.fixture
+def many_files():
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(6000, limit[1]), limit[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def strangers(running, count):
+    """So many connections, all of which the kernel has taken."""
+    address, crowd = address_of(running), []
+    for _ in range(count):
+        sock = socket.create_connection((address.host, address.port), WAIT_S)
+        sock.setblocking(False)
+        crowd.append(sock)
+    return crowd
+
+
+def drip(crowd, over):
+    """Say the beginning of a proof, one byte at a time."""
+    said = protocol.pack(Frame(Kind.PROOF, body_bytes=64))
+    for byte in said * 1000:
+        for sock in crowd:
+            if over.wait(0.0001):
+                return
+            with contextlib.suppress(OSError):
+                sock.send(bytes([byte]))
+
+
+@pytest.mark.parametrize("way", ["tcp", "tls"])
+def test_thousands_of_strangers_keep_no_rank_out(tmp_path, way, many_files):
+    certificate = service.new_certificate() if way == "tls" else None
+    tls = certificate.client if certificate else None
+    with data_service(tmp_path, DataLoader(Noise(40), 2), tls=certificate) as running:
+        want, over = stream(running, local=True), threading.Event()
+        silent, dripping = strangers(running, 1500), strangers(running, 1500)
+        thread = threading.Thread(target=drip, args=(dripping, over))
+        thread.start()
+        try:
+            for _ in range(3):
+                remote = running.loader(direct=False, tls=tls)
+                assert [plain(batch) for batch in remote] == want
+                assert remote.counts.retried == 0
+        finally:
+            over.set()
+            thread.join()
+            for sock in silent + dripping:
+                sock.close()
+
+
+def as_nobody(work):
+    """Do something as another user, in a child; returns what it returned."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.setuid(NOBODY)
+            os.write(writing, pickle.dumps(work()))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        said = pickle.load(file)
+    os.waitpid(pid, 0)
+    return said
+
+
+@is_root
+def test_a_server_refuses_a_unix_peer_of_another_user(tmp_path):
+    with data_service(tmp_path, DataLoader(Rows(4), 2)) as running:
+        address = address_of(running)
+
+        def read():
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(WAIT_S)
+                sock.connect("\0" + address.unix)
+                return sock.recv(1000)
+
+        assert as_nobody(read) == b"", "not even a challenge"
+        assert stats(running, lambda said: said.refused).refused == 1
+        assert len(stream(running)) == 2
+
+
+@is_root
+def test_a_rank_refuses_a_unix_server_of_another_user(tmp_path):
+    with data_service(tmp_path, DataLoader(Rows(4), 2)) as running:
+        address = address_of(running)
+
+        def connect():
+            try:
+                linked(running, address=address)
+            except ProtocolError as error:
+                return str(error)
+
+        assert "belongs to another user (uid 0)" in as_nobody(connect)
+
+
+def test_a_worker_that_is_killed_three_times_in_a_row_gives_the_same_stream(tmp_path):
+    with data_service(tmp_path, DataLoader(Noise(400), 2)) as running:
+        want = stream(running, local=True)
+        remote = running.loader(window_bytes=1)
+        batches = iter(remote)
+        handed = [plain(next(batches)) for _ in range(2)]
+        for _ in range(3):
+            (worker,) = workers_of(running)
+            worker.kill()
+            psutil.wait_procs([worker])
+            handed.append(plain(next(batches)))
+        handed += [plain(batch) for batch in batches]
+        assert handed == want
+        assert remote.counts.retried == 0, "a worker's death is no matter of the ranks"
+
+
+class Whose(Rows):
+    """Each item says which process made it."""
+
+    def __getitem__(self, index):
+        return torch.full((LARGE,), os.getpid())
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_ready_batches_survive_the_death_of_their_worker(tmp_path, direct):
+    with data_service(tmp_path, DataLoader(Whose(6), 1)) as running:
+        (worker,) = workers_of(running)
+        # An epoch, two of the next, and the lengths of both.
+        stats(running, lambda said: said.ready == 8)
+        worker.kill()
+        psutil.wait_procs([worker])
+        (other,) = workers_of(running)
+        assert other.pid != worker.pid
+        batches = [value_of(batch) for batch in running.loader(direct=direct)]
+        assert batches == [worker.pid] * 6
+
+
+def test_a_rank_that_changes_a_padded_batch_changes_no_other_ranks(tmp_path):
+    with data_service(tmp_path, DataLoader(Large(4, LARGE), 1)) as running:
+        ranks = [iter(running.loader(rank=rank, world_size=3)) for rank in range(3)]
+        handed = []
+        for _ in range(2):
+            for batches in ranks:
+                batch = next(batches)
+                handed.append(value_of(batch))
+                batch.fill_(99)
+        assert handed == [0, 1, 2, 3, 0, 1]
+
+
+class Gated(Rows):
+    """Gives nothing before a file is there."""
+
+    def __init__(self, size, width, gate):
+        super().__init__(size, width)
+        self.gate = gate
+
+    def __getitem__(self, index):
+        while not self.gate.exists():
+            time.sleep(0.01)
+        return torch.full((self.width,), index + 1, dtype=torch.uint8)
+
+
+def heard(link):
+    """The next frame, however long it takes."""
+    while True:
+        with contextlib.suppress(Silent):
+            return link.receive(Blocks(0))
+
+
+def received(link):
+    """The next frame but for ALIVE."""
+    while (whole := heard(link))[0].kind is Kind.ALIVE:
+        pass
+    return whole
+
+
+def is_lent(link):
+    """Whether the batch that comes next lies in the worker's memory; leaves it where it is."""
+    while True:
+        select.select([link._socket], [], [])
+        header = link._socket.recv(protocol.HEADER_BYTES, socket.MSG_PEEK)
+        frame = protocol.unpack(header)
+        if frame.kind is Kind.BATCH:
+            return bool(frame.flags & FrameFlag.SHARED)
+        link._socket.recv(protocol.HEADER_BYTES)
+
+
+def test_a_batch_that_is_still_being_sent_to_a_rank_is_not_lent_to_another(tmp_path):
+    gate = tmp_path / "gate"
+    with data_service(tmp_path / "run", DataLoader(Gated(1, 8 << 20, gate), 1)) as running:
+        links = [linked(running) for _ in range(2)]
+        for link in links:
+            link.send([(Frame(Kind.GET, 0, 0), b"")])
+        for link in links:  # both wait, which the server says a second later
+            assert heard(link)[0].kind is Kind.ALIVE
+        gate.touch()
+        # Who was lent it reads first, and changes it; the other has not taken it off its socket.
+        for link in sorted(links, key=is_lent, reverse=True):
+            frame, body = received(link)
+            batch = encode.decode(body, frame.head_bytes)
+            assert value_of(batch) == 1
+            batch.zero_()
+        for link in links:
+            link.close()
+
+
+def test_a_peer_that_is_cut_off_costs_nobody_else_anything(tmp_path):
+    with data_service(tmp_path, DataLoader(Noise(200, width=20_000), 1)) as running:
+        link = linked(running, direct=False)
+        body = protocol.pack_numbers(range(1, 200))
+        link.send([(Frame(Kind.GET, 0, 0, body_bytes=len(body)), body)])
+        frame, _ = received(link)
+        assert frame.batch == 0
+        link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        link.close()
+        assert stream(running) == stream(running, local=True)
+        assert stats(running, lambda said: said.sent > 200).refused == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_large_batches_take_no_more_memory_than_there_is(tmp_path, workers):
+    """Also the first ones, of which nobody knows yet how large they are."""
+    size, loader = 4 << 20, DataLoader(Large(50, 4 << 20), 1)
+    with data_service(tmp_path, loader, workers=workers, buffer_bytes=3 * size) as running:
+        ready = stats(running, lambda said: said.ready_bytes >= 3 * size and said.idle)
+        assert ready.ready_bytes <= max(4, 2 * workers) * (size + 4096)
+        taken = [value_of(batch) for batch in running.loader()]
+        assert taken == list(range(50))
+
+
+def on_disk(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_memory_has_no_room_for_comes_from_disk_bit_for_bit(tmp_path, direct):
+    spill = tmp_path / "spill"
+    about = {"buffer_bytes": 2 * LARGE, "spill": spill}
+    with data_service(tmp_path / "run", DataLoader(Large(20, LARGE), 1), **about) as running:
+        assert stats(running, lambda said: said.ready == 22).ready_bytes <= 3 * LARGE
+        files = on_disk(spill)
+        assert len(files) >= 19
+        assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+        batches = [value_of(batch) for batch in running.loader(direct=direct)]
+        assert batches == list(range(20))
+        (worker,) = workers_of(running)
+        worker.kill()
+        psutil.wait_procs([worker])
+        batches = [value_of(batch) for batch in running.loader(direct=direct)]
+        assert batches == list(range(20))
+    assert on_disk(spill) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "taas-test", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs root, to mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_makes_the_workers_wait_and_nothing_is_lost(tmp_path, small_disk):
+    about = {"buffer_bytes": 2 * LARGE, "spill": small_disk / "spill"}
+    with data_service(tmp_path / "run", DataLoader(Large(200, LARGE), 1), **about) as running:
+        said = stats(running, lambda said: said.spill_refused)
+        # What fits on the disk, and what had been begun.
+        assert 8 <= said.ready < 120
+        batches = [value_of(batch) for batch in running.loader()]
+        assert batches == list(range(200))
+
+
+class Streams(IterableDataset):
+    """Two streams; the second gives nothing before a file is there."""
+
+    def __init__(self, gate, size):
+        self.gate, self.size = gate, size
+
+    def __iter__(self):
+        number = get_worker_info().id
+        while number and not self.gate.exists():
+            time.sleep(0.01)
+        for item in range(self.size):
+            yield torch.full((LARGE,), 2 * item + number, dtype=torch.uint8)
+
+
+def test_what_one_stream_prepared_ahead_keeps_no_other_from_being_prepared(tmp_path):
+    gate = tmp_path / "gate"
+    loader = DataLoader(Streams(gate, 40), None, num_workers=2, timeout=WAIT_S)
+    with data_service(tmp_path / "run", loader, buffer_bytes=8 * LARGE) as running:
+        stats(running, lambda said: said.idle and said.ready_bytes >= 5 * LARGE)
+        gate.touch()
+        assert [int(batch[0]) for batch in running.loader()] == list(range(80))
+
+
+def test_a_server_does_not_wait_for_a_worker_that_takes_its_time():
+    """All that may lie with a worker has room in its socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)  # so that it fails instead of waiting
+    one = WorkerHandle(0, 1, ours, is_suspect=False)
+    with ours, theirs, open(os.devnull) as arena:
+        socket.send_fds(theirs, [(1).to_bytes(4, "little")], [arena.fileno()])
+        assert list(one.hear()) == []
+        small = worker.Reply(0, Kind.BATCH, 0, 0, 1, 0, 0, 1, 0, 0, 0.0, 0.0)
+        theirs.send(worker.REPLY.pack(*small))
+        assert len(list(one.hear())) == 1
+        while one.has_room:
+            for _ in range(1 if len(one.told) < one.room else one.room):
+                number = len(one.told)
+                one.tell(number, Key(Kind.GET, 0, number, bytes(worker.DETAIL_BYTES)), 0)
+            one.frees += range(10_000)
+            one.send()
+        assert len(one.told) == 64

@@ -1,0 +1,109 @@
+"""A fetcher's server: how much it tells its workers, how they end, and to whom it lends memory."""
+
+import dataclasses
+import os
+import socket
+import struct
+import time
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from taas_magic.data.memory import Blocks
+from taas_magic.data.protocol import Frame, FrameFlag, Kind
+from taas_magic.data.worker import REPLY, Key
+from taas_magic.data.workers import WorkerHandle
+from taas_magic.messages import FetcherReport, of_fetcher
+from tests.data.data_rig import (
+    Rows,
+    Service,
+    forkserver_for_this_module,  # noqa: F401
+    linked,
+    plain,
+    service,
+)
+
+
+@pytest.mark.parametrize(
+    ("body_bytes", "wall_s", "commands"),
+    [(64, 0.0, 64), (64, 0.001, 10), (64, 0.1, 2), (512 << 10, 0.0, 8), (64 << 20, 0.0, 2)],
+)
+def test_a_worker_is_told_as_much_as_is_worth_a_message(body_bytes, wall_s, commands):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, open(os.devnull) as arena:
+        worker = WorkerHandle(0, 1, ours, is_suspect=False)
+        socket.send_fds(theirs, [struct.pack("<I", 1)], [arena.fileno()])
+        assert list(worker.hear()) == []
+        assert worker.room == 2
+        worker.tell(7, Key(Kind.GET, 0, 0), 0)
+        theirs.send(REPLY.pack(7, Kind.BATCH, 0, 0, 1, 0, 0, body_bytes, 0, 0, wall_s, 0.0))
+        worker.told.clear()
+        assert len(list(worker.hear())) == 1
+        assert worker.room == commands
+
+
+class Spawning(Service):
+    """Its workers import torch before they say their first word, which takes a while."""
+
+    def spec(self, number):
+        spec = super().spec(number)
+        loaders = [dataclasses.replace(loader, context="spawn") for loader in spec.loaders]
+        return dataclasses.replace(spec, loaders=tuple(loaders))
+
+
+def worker_of(running):
+    (parent,) = psutil.Process(running.processes[0][0].pid).children()
+    while True:
+        for child in parent.children():
+            if "spawn_main" in " ".join(child.cmdline()):
+                return child
+        time.sleep(0.001)
+
+
+def test_a_worker_that_ends_before_it_has_begun_is_started_again(tmp_path):
+    running = Spawning(tmp_path, {"train": DataLoader(Rows(8), 2)})
+    try:
+        worker_of(running).kill()
+        assert [plain(rows)[1] for rows in running.loader()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    finally:
+        running.close()
+
+
+class Gated(Dataset):
+    """Large samples, once a file is there."""
+
+    def __init__(self, gate):
+        self.gate = gate
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        while not self.gate.exists():
+            time.sleep(0.01)
+        return torch.ones(16 << 20, dtype=torch.uint8)
+
+
+def sent(running):
+    """How many batches the fetcher has begun to send."""
+    control = running.processes[0][1]
+    while not isinstance(said := of_fetcher(control.recv_bytes()), FetcherReport):
+        pass
+    return said.loaders["train"].sent
+
+
+def test_memory_that_is_being_sent_is_not_lent(tmp_path):
+    with service(tmp_path, DataLoader(Gated(tmp_path / "gate"), batch_size=None)) as running:
+        links = [linked(running) for _ in range(2)]
+        for link in links:
+            link.send([(Frame(Kind.GET), b"")])
+        (tmp_path / "gate").touch()
+        while sent(running) < 2:  # neither has read: what is sent to one is more than a pipe holds
+            pass
+        for link in links:
+            while (frame := link.receive(Blocks(0))[0]).kind is not Kind.BATCH:
+                assert frame.kind is Kind.ALIVE
+            assert not frame.flags & FrameFlag.SHARED
+            link.close()

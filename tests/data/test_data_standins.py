@@ -1,0 +1,26 @@
+"""What stands for a dataset in a rank shows the dataset's attributes, whatever their names."""
+
+import pytest
+from torch.utils.data import DataLoader, Subset
+
+from tests.data.data_rig import Rows, forkserver_for_this_module, service  # noqa: F401
+
+
+class Filed(Rows):
+    """A dataset with names that a stand-in could want for itself."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self._path, self._copy, self._remote, self._about = "a", "b", "c", "d"
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_private_attributes_of_a_dataset_are_the_datasets_own(tmp_path, is_wrapped):
+    dataset = Subset(Filed(4), range(4)) if is_wrapped else Filed(4)
+    with service(tmp_path, DataLoader(dataset, 2)) as running:
+        shown = running.loader().dataset
+        shown = shown.dataset if is_wrapped else shown
+        found = [getattr(shown, name) for name in ("_path", "_copy", "_remote", "_about")]
+        assert found == ["a", "b", "c", "d"]
+        with pytest.raises(AttributeError, match="set '_path' in the notebook"):
+            shown._path = "e"

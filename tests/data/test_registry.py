@@ -1,0 +1,137 @@
+"""What may be registered, and what a registered loader becomes on its way to the ranks."""
+
+import threading
+
+import pytest
+from torch.utils.data import DataLoader
+
+import taas
+from taas_magic import registry
+from taas_magic.capture import pickling
+from taas_magic.data.loader import Feed, RemoteLoader, use_feed
+from taas_magic.registry import Registered
+from tests.data.data_rig import Lines, Rows
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered():
+    forget_loaders()
+    yield
+    forget_loaders()
+
+
+def forget_loaders():
+    """Whatever module was tested before, too."""
+    registry._registered.clear()
+    pickling.STAND_INS.clear()
+
+
+def test_register_gives_the_loader_back():
+    loader = DataLoader(Rows(4))
+    assert taas.register(loader, name="train", seed=3, uneven="drop") is loader
+    assert taas.is_registered(loader)
+    entry = taas.registered()["train"]
+    assert (entry.loader, entry.seed, entry.uneven) == (loader, 3, "drop")
+    assert taas.get_registered_data_loaders_names() == ["train"]
+    taas.unregister(loader)
+    assert not taas.is_registered(loader)
+    assert taas.registered() == {}
+
+
+def test_unregister_by_name_and_by_the_old_clients_name():
+    taas.register(DataLoader(Rows(4)), name="a")
+    taas.register(DataLoader(Rows(4)), name="b")
+    taas.unregister("a")
+    with pytest.raises(ValueError, match="not registered; registered: b"):
+        taas.unregistered("a")
+    taas.unregistered("b")
+
+
+def test_names_are_given():
+    first, second = taas.register(DataLoader(Rows(1))), taas.register(DataLoader(Rows(1)))
+    assert [entry.loader for entry in taas.registered().values()] == [first, second]
+    assert list(taas.registered()) == ["loader0", "loader1"]
+
+
+class Locked(Rows):
+    def __init__(self):
+        super().__init__(4)
+        self.state = {"lock": threading.Lock()}
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "says"),
+    [
+        (3, TypeError, "a int cannot be iterated"),
+        (iter([1]), TypeError, "only once"),
+        (DataLoader(Locked()), TypeError, r"train\.dataset\.state\['lock'\]"),
+    ],
+)
+def test_what_cannot_be_registered(value, error, says):
+    with pytest.raises(error, match=says):
+        taas.register(value, name="train")
+    assert taas.registered() == {}
+
+
+def test_registering_again_replaces():
+    first = taas.register(DataLoader(Rows(4)), name="train")
+    second = taas.register(DataLoader(Rows(4)), name="train")
+    assert not taas.is_registered(first)
+    taas.register(second, name="other", seed=5)
+    assert {name: entry.seed for name, entry in taas.registered().items()} == {"other": 5}
+
+
+def test_a_wrong_rule():
+    with pytest.raises(ValueError, match="uneven needs pad, drop or keep; got"):
+        taas.register(DataLoader(Rows(4)), uneven="fill")
+    assert taas.registered() == {}
+
+
+def test_the_shape_says_what_the_loader_says():
+    loader = DataLoader(Rows(10), 3, num_workers=2, drop_last=True, timeout=5)
+    shape = Registered("train", loader).packed().shape
+    assert (shape.batches, shape.samples, shape.settings["batch_size"]) == (3, 10, 3)
+    assert (shape.num_workers, shape.settings["timeout"], shape.iterable) == (2, 5, False)
+    assert shape.attributes == {"size": 10, "width": 8, "classes": ["a", "b"]}
+    assert Registered("lines", DataLoader(Lines(3))).packed().shape.iterable
+
+
+def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are():
+    loader, other = taas.register(DataLoader(Rows(10), 2), name="train"), DataLoader(Rows(3))
+    pickler = pickling.ValuePickler({})
+    with registry.noting() as used:
+        pickler.add({"loaders": [loader, loader], "other": other})
+    assert list(used) == ["train"]
+    use_feed(Feed(1, 2, lambda name: used[name].payload))
+    try:
+        data = pickler.pickled()
+        arrived = pickling.loads(bytes(data.data), data.buffers)
+    finally:
+        use_feed(None)
+    remote = arrived["loaders"][0]
+    assert isinstance(remote, RemoteLoader)
+    assert arrived["loaders"][1] is remote
+    assert type(arrived["other"]) is DataLoader
+    try:
+        assert [batch[1].tolist() for batch in remote] == [[2, 3], [6, 7], [0, 1]]
+    finally:
+        remote.end()
+
+
+def test_any_iterable_is_a_loader():
+    batches = [[1, 2], [3]]
+    travelling = Registered("plain", batches).packed()
+    feed = Feed(0, 1, lambda name: travelling.payload)
+    remote = RemoteLoader(travelling.shape, feed)
+    try:
+        assert list(remote) == batches
+    finally:
+        remote.end()
+
+
+def test_no_torch_before_it_is_needed():
+    import subprocess
+    import sys
+
+    code = "import sys, taas, taas_magic.registry; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,26 @@
+"""What PyTorch promises of a DataLoader, kept by a registered one: a local one is beside it."""
+
+from types import ModuleType
+
+import pytest
+
+from tests.data.loaders import collate, datasets, details, endless, errors, running, samplers
+from tests.data.loaders.rig import Seen, differences, parameters
+from tests.harness import Notebook
+
+pytestmark = pytest.mark.timeout(600)
+"""A module's first case runs the cells of all of them."""
+
+
+@pytest.fixture(scope="module")
+def seen(warm_notebook: Notebook) -> Seen:
+    return Seen(warm_notebook)
+
+
+KINDS = (datasets, samplers, collate, running, errors, details, endless)
+
+
+@pytest.mark.parametrize("module, name", parameters(*KINDS))
+def test_a_rank_sees_what_a_local_loader_gives(seen: Seen, module: ModuleType, name: str) -> None:
+    found = differences(seen, module, name)
+    assert not found, "\n".join(found)

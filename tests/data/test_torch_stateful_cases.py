@@ -1,0 +1,25 @@
+"""What torchdata promises of a loader's state, kept by a registered one."""
+
+from types import ModuleType
+
+import pytest
+
+from tests.data.loaders import resumed, state
+from tests.data.loaders.rig import Seen, differences, parameters
+from tests.harness import Notebook
+
+pytestmark = pytest.mark.timeout(600)
+"""A module's first case runs the cells of all of them."""
+
+
+@pytest.fixture(scope="module")
+def seen(warm_notebook: Notebook) -> Seen:
+    return Seen(warm_notebook)
+
+
+@pytest.mark.parametrize("module, name", parameters(state, resumed))
+def test_a_rank_goes_on_where_a_local_loader_does(
+    seen: Seen, module: ModuleType, name: str
+) -> None:
+    found = differences(seen, module, name)
+    assert not found, "\n".join(found)

@@ -1,0 +1,245 @@
+"""The run folders: what is written can be read by another kernel, and does not grow without end."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from taas_magic.display.head import text
+from taas_magic.display.state import RunState
+from taas_magic.errors import UsageError
+from taas_magic.journal import folder as journal
+from taas_magic.journal.analysis import Flow, load_of
+from taas_magic.journal.folder import PlanHead, RunFolder, Writer
+from taas_magic.messages import Display, Event, encode, event_of
+from tests.events import event, line_of
+
+PLAN = PlanHead("r1", "first", "local", 2)
+
+
+def make_run(run_id: str, *events: Event, name: str = "first") -> RunFolder:
+    """A run whose controller is gone."""
+    folder = RunFolder.create(run_id, structs.replace(PLAN, name=name), "print(1)")
+    write(folder, *events).close()
+    return folder
+
+
+def write(folder: RunFolder, *events: Event) -> Writer:
+    writer = Writer(folder)
+    for seen in events:
+        writer.append(seen)
+    writer.flush()
+    return writer
+
+
+def test_a_run_folder_is_the_users_alone() -> None:
+    folder = make_run("r1")
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(journal.state_dir().stat().st_mode) == 0o700
+    assert (folder.path / "cell.py").read_text() == "print(1)"
+
+
+def test_state_dir_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TAAS_STATE_DIR")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    assert journal.state_dir() == tmp_path / "xdg" / "taas"
+
+
+def test_records_tell_how_runs_stand() -> None:
+    make_run("r1", event("state", state="RUNNING"), event("ended", state="FAILED"))
+    writer = write(make_run("r2", name="second"), event("state", state="RUNNING"))
+    newest, oldest = journal.runs()
+    assert (newest.run_id, newest.state, newest.ended) == ("r2", "RUNNING", None)
+    assert (oldest.state, oldest.world_size) == ("FAILED", 2)
+    assert oldest.ended is not None
+    writer.close()
+
+
+def test_a_run_that_nobody_keeps_any_more_is_lost() -> None:
+    make_run("r1", event("state", state="RUNNING"))
+    [lost] = journal.runs()
+    assert lost.state == "LOST"
+    assert lost.ended is not None
+
+
+def test_a_run_that_ends_while_its_journal_is_read_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writer = write(make_run("r1"), event("state", state="RUNNING"))
+
+    def end(folder: RunFolder) -> bool:
+        writer.append(event("ended", state="SUCCEEDED"))
+        writer.close()
+        return False
+
+    monkeypatch.setattr(journal, "_is_kept", end)
+    [run] = journal.runs()
+    assert run.state == "SUCCEEDED"
+
+
+def test_a_line_that_is_being_written_is_left_out() -> None:
+    folder = make_run("r1", event("state", state="RUNNING"))
+    with folder.events.open("a") as file:
+        file.write(encode(event("ended", state="FAILED")).decode())
+    assert [line_of(seen)["kind"] for seen in folder.read_events()] == ["state"]
+
+
+def test_runs_are_found_by_id_prefix_and_name() -> None:
+    make_run("20260101-1")
+    make_run("20260202-2", name="second")
+    assert journal.find(None).run_id == "20260202-2"
+    assert journal.find("20260101").run_id == "20260101-1"
+    assert journal.find("second").run_id == "20260202-2"
+    with pytest.raises(UsageError, match=r'No run "x". The newest are: 20260202-2'):
+        journal.find("x")
+
+
+def test_logs_are_read_by_rank() -> None:
+    folder = make_run("r1")
+    folder.log(1).write_bytes(b"gr\xc3\xbcn \xff\n")
+    record = journal.find("r1")
+    assert record.logs(1) == "grün \ufffd\n"
+    assert record.logs(0) == ""
+    with pytest.raises(UsageError, match="ranks 0 to 1; got 2"):
+        record.logs(2)
+
+
+def test_pruning_keeps_the_newest_and_what_runs() -> None:
+    ended = event("ended", state="SUCCEEDED")
+    writer = write(make_run("r1"), event("state", state="RUNNING"))
+    for run_id in ("r2", "r3", "r4"):
+        make_run(run_id, ended)
+    journal.prune(keep_runs=2, keep_bytes=1 << 30)
+    assert [seen.run_id for seen in journal.runs()] == ["r4", "r3", "r1"]
+    writer.close()
+
+
+def test_pruning_bounds_the_size() -> None:
+    for run_id in ("r1", "r2"):
+        make_run(run_id, event("ended", state="SUCCEEDED")).log(0).write_bytes(bytes(1000))
+    journal.prune(keep_runs=10, keep_bytes=1500)
+    assert [seen.run_id for seen in journal.runs()] == ["r2"]
+
+
+def test_a_full_disk_is_said_once_and_stops_nobody() -> None:
+    folder, said = RunFolder.create("r1", PLAN, ""), []
+    folder.events.symlink_to("/dev/full")
+    writer = Writer(folder, said.append)
+    for _ in range(3):
+        writer.append(event("note", text="lost"))
+    writer.close()
+    assert said == [f"its file system is full ({folder.events})"]
+
+
+def test_a_disk_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "CLOSE_S", 0.1)
+    monkeypatch.setattr(journal, "WAITING_BYTES", 10_000)
+    folder, said = RunFolder.create("r1", PLAN, ""), threading.Event()
+    os.mkfifo(folder.events)  # opening it waits for a reader
+    writer = Writer(folder, lambda why: said.set())
+    for _ in range(300):
+        writer.append(event("lines", rank=0, lines=["x" * 100]))
+    writer.append(event("ended", state="SUCCEEDED"))
+    writer.close()
+    lines = folder.events.read_bytes().splitlines()  # the disk is there again
+    assert said.wait(100)
+    assert 50 < len(lines) < 100
+    assert json.loads(lines[-1])["kind"] == "ended"
+
+
+def test_a_journal_is_bounded_and_still_says_how_the_run_ended() -> None:
+    folder, said = RunFolder.create("r1", PLAN, ""), []
+    writer = Writer(folder, said.append, limit_bytes=5 << 20)
+    for _ in range(100):
+        writer.append(event("lines", rank=0, lines=["x" * 100_000]))
+    writer.append(event("ended", state="SUCCEEDED"))
+    writer.close()
+    assert folder.events.stat().st_size < 6 << 20
+    assert said == ["it has 5 MiB; what ranks print goes on in their logs"]
+    assert journal.find("r1").state == "SUCCEEDED"
+
+
+def test_what_is_torn_is_read_as_far_as_it_goes() -> None:
+    folder = make_run("r1", event("state", state="RUNNING"))
+    with folder.events.open("ab") as file:
+        file.write(b'not JSON\n[1]\n{"kind": "state"}\n\xff\xfe\n{"kind": "lines", "li')
+    write(folder, event("ended", state="FAILED")).close()  # by the kernel, which has lost its pool
+    assert [line_of(seen)["kind"] for seen in folder.read_events()] == ["state", "ended"]
+    assert journal.find("r1").state == "FAILED"
+
+
+def test_a_run_whose_kernel_died_before_the_launch_is_lost_and_pruned() -> None:
+    held = RunFolder.create("r1", PLAN, "")
+    RunFolder.create("r2", PLAN, "")
+    with held.held():
+        assert [seen.state for seen in journal.runs()] == ["LOST", "STARTING"]
+        journal.prune(keep_runs=0, keep_bytes=0)
+        assert [seen.run_id for seen in journal.runs()] == ["r1"]
+
+
+def test_two_kernels_prune_at_once() -> None:
+    for number in range(100):
+        folder = make_run(f"r{number:03}", event("ended", state="SUCCEEDED"))
+        folder.log(0).write_text("a log")
+    prune = "from taas_magic.journal.folder import prune; prune(keep_runs=1, keep_bytes=1 << 30)"
+    kernels = [subprocess.Popen([sys.executable, "-c", prune]) for _ in range(3)]
+    assert [kernel.wait(100) for kernel in kernels] == [0, 0, 0]
+    assert [seen.run_id for seen in journal.runs()] == ["r099"]
+
+
+def test_texts_that_no_codec_takes_are_escaped() -> None:
+    inner = {"n\udce9": ["\udce9", "größe", 1]}
+    seen = json.loads(encode(Display(data={"text/plain": "caf\udce9", "inner": inner})))["data"]
+    assert seen["text/plain"] == "caf\\udce9"
+    assert seen["inner"] == {"n\\udce9": ["\\udce9", "größe", 1]}
+    folder = RunFolder.create("r1", PLAN, "print('\udce9')")
+    assert (folder.path / "cell.py").read_text(encoding="utf-8") == "print('\\udce9')"
+
+
+OLD = Path(__file__).parent / "old_run"
+"""The folder of a run of version 0.1.0, before messages were structs; its journal is thinned out.
+
+Its two ranks read a registered loader; rank 1 raised, and raised again after the restart.
+"""
+
+
+def test_a_run_of_an_older_version_is_read_whole() -> None:
+    shutil.copytree(OLD, journal.state_dir() / "runs" / "20260101-120000-0000000")
+    [run] = journal.runs()
+    assert (run.name, run.state, run.world_size, run.failed_rank) == ("old", "FAILED", 2, 1)
+    assert run.elapsed_s == pytest.approx(6.2, abs=0.1)
+    assert 0.1 < run.waited["loader"] < 0.3
+    head = RunState("r1", world_size=2)
+    for seen in RunFolder(run.path).read_events():
+        head.apply(seen)
+    shown = text(head, 0.0)
+    assert "restarts 1 (rank 1 on host gpu1 (pid 26719): ZeroDivisionError: division by ze" in shown
+    assert "rank 0: RuntimeError: [/__w/" in shown and "(a consequence)" in shown
+    assert "rank 0 wrote: file-0 (1 bytes)\n" in shown
+    assert "file-1 from rank 1" in shown
+
+
+def test_every_line_of_an_older_version_is_an_event() -> None:
+    lines = (OLD / "events.jsonl").read_bytes().splitlines()
+    kinds = {json.loads(line)["kind"] for line in lines}
+    assert [line_of(event_of(line))["kind"] for line in lines] == [
+        json.loads(line)["kind"] for line in lines
+    ]
+    assert kinds >= {"started", "lines", "data", "fetched", "failure", "settled", "receipt"}
+
+
+def test_what_workers_were_called_before() -> None:
+    line = (
+        b'{"kind": "fetched", "time": 1, "number": 0, "loaders": {"a": {"lanes": 3, "ready": 1}}}'
+    )
+    flow = Flow()
+    flow.apply(event("data", rank=0, loaders={"a": {"span_s": 9.0, "waited_s": 8.0}}), 1.0)
+    flow.apply(event_of(line), 1.0)
+    assert load_of(flow, flow.loaders["a"]).workers == 3

@@ -1,0 +1,486 @@
+"""What a run or a pool met does not reach the next cell; FAULTS 61 to 65 and 69 to 72.
+
+A real kernel with its own TMPDIR, home and state folder, which tests fill, tear and take away.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from taas_magic.config import PoolConfig
+from taas_magic.store.rule import user_name
+from tests.frontend import Frontend, Scene, environment
+from tests.harness import forkservers, left_of, processes, remove_cgroup, words
+from tests.rig.pools import settings_in
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("no_leftovers")]
+
+WITHIN_S = 100.0
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
+
+NEXT = "%%taas --gpus 1\nprint('next')"
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, options: str) -> Iterator[None]:
+    """A file system of its own in a folder."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", path], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def tree(frontend: Frontend) -> list[psutil.Process]:
+    return frontend.process.children(recursive=True)
+
+
+def only(frontend: Frontend, word: str) -> psutil.Process:
+    """The one process below a kernel whose command has a word, once there is but one.
+
+    One that ends may still be there, and one that is about to be another program.
+    """
+    found: list[psutil.Process] = []
+
+    def is_one() -> bool:
+        found[:] = [process for process in tree(frontend) if word in words(process)]
+        return len(found) == 1
+
+    wait_until(is_one)
+    return found[0]
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def head(frontend: Frontend, request: str) -> str:
+    """The last state of a cell's head."""
+    shown = frontend.contents(request, "update_display_data")
+    return str(shown[-1]["data"]["text/plain"])
+
+
+def error(frontend: Frontend, request: str) -> str:
+    """What a cell that failed shows, in one text."""
+    [shown] = frontend.contents(request, "error")
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(shown["traceback"]))
+
+
+@as_root
+def test_63_a_full_state_folder_ends_no_run(scene: Scene) -> None:
+    with small_disk(scene.state, "size=4m"), scene.kernel() as frontend:
+        frontend.run(LOADER)
+        filler = scene.state / "filler"
+        fill = f"""%%taas --gpus 2
+import os
+if os.environ["RANK"] == "0":
+    with open({str(filler)!r}, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+    print("full")
+for batch in loader:
+    pass
+for i in range(3000):
+    print(i, "x" * 90, flush=True)
+6 * 7"""
+        request = frontend.run(fill)
+        assert "[0] full" in frontend.text(request)
+        assert "the journal of this run is incomplete: its file system is full" in head(
+            frontend, request
+        )
+        assert head(frontend, request).count("journal of this run") == 1
+        refused = frontend.send(NEXT)
+        assert frontend.finish(refused)["status"] == "error"
+        assert "its file system is full" in error(frontend, refused)
+        assert "\n" not in error(frontend, refused)
+        frontend.run("%taas status")
+        filler.unlink()
+        assert "[0] next" in frontend.text(frontend.run(NEXT))
+
+
+@as_root
+def test_63_a_home_that_cannot_be_written_is_told_in_one_line(scene: Scene) -> None:
+    home = scene.folder / "home"
+    home.mkdir()
+    with small_disk(home, "ro"), scene.kernel(TAAS_STATE_DIR="", HOME=str(home)) as frontend:
+        for cell in (NEXT, "%taas status", "%taas down"):
+            refused = frontend.send(cell)
+            frontend.finish(refused)
+            assert re.fullmatch(
+                r"PoolError: runs and pools are kept in .*", error(frontend, refused)
+            )
+        subprocess.run(["mount", "-o", "remount,rw", home], check=True)
+        assert "[0] next" in frontend.text(frontend.run(NEXT))
+
+
+@as_root
+def test_63_a_full_tmpdir_fails_the_cell_and_no_other(scene: Scene) -> None:
+    with small_disk(scene.tmp, "size=8m,nr_inodes=200"), scene.kernel() as frontend:
+        frontend.run(LOADER)
+        frontend.run(NEXT)
+        for flags in ("", "--cpus 1"):
+            made = fill_with_files(scene.tmp)
+            cell = f"%%taas --gpus 1 {flags}\nfor batch in loader: print('a batch')"
+            request = frontend.send(cell)
+            assert frontend.finish(request)["status"] == "error"
+            assert f"no folder can be made in {scene.tmp}" in error(frontend, request)
+            assert "its file system is full" in error(frontend, request)
+            for path in made:
+                path.unlink()
+            assert "[0] next" in frontend.text(frontend.run(NEXT))
+
+
+LOADER = """
+import taas, torch
+from torch.utils.data import DataLoader, TensorDataset
+loader = taas.register(DataLoader(TensorDataset(torch.zeros(2)), batch_size=2))
+"""
+
+
+def fill_with_files(folder: Path) -> list[Path]:
+    """Makes files until there can be no more."""
+    made: list[Path] = []
+    with contextlib.suppress(OSError):
+        while True:
+            path = folder / f"filler-{len(made)}"
+            path.touch()
+            made.append(path)
+    return made
+
+
+@as_root
+def test_69_a_small_dev_shm(scene: Scene) -> None:
+    script = """
+from tests.notebook.test_aftermath import shell_with
+shell = shell_with()
+shell.run_cell('''
+import taas, torch
+from torch.utils.data import DataLoader, Dataset
+class Large(Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        return torch.full((1 << 20,), float(index))
+loader = taas.register(DataLoader(Large(), batch_size=4, num_workers=2))
+''').raise_error()
+cell = "\\nprint(sum(float(batch.mean()) for batch in loader))"
+assert shell.run_cell("%%taas --gpus 1 --cpus 1" + cell).success
+assert shell.run_cell("%%taas --gpus 1" + cell).success
+shell.run_line_magic("taas", "down")
+"""
+    words = ["unshare", "-m", "sh", "-c"]
+    words += ['mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh", sys.executable, "-c"]
+    done = subprocess.run(
+        [*words, script],
+        env={**os.environ, **scene.environ()},
+        capture_output=True,
+        text=True,
+        cwd=scene.project,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("[0] 124.0") == 2
+
+
+def test_65_torn_run_folders_hurt_nobody(scene: Scene) -> None:
+    with scene.kernel() as frontend:
+        frontend.run("%%taas --gpus 1 --name whole\nprint('next')")
+        runs = scene.state / "runs"
+        [whole] = runs.iterdir()
+        for name, plan in (("1-empty", ""), ("1-torn", '{"name": "x", "po'), ("1-list", "[]")):
+            (runs / name).mkdir()
+            (runs / name / "plan.json").write_text(plan)
+        (runs / "1-none").mkdir()
+        shutil.copytree(whole, runs / "2-cut")
+        events = runs / "2-cut" / "events.jsonl"
+        events.write_bytes(b'{"kind": "li\xff\n' + events.read_bytes()[:-20])
+        old_s = time.time() - 3600
+        for folder in runs.glob("1-*"):
+            os.utime(folder, (old_s, old_s))
+        status = frontend.text(frontend.run("%taas status"))
+        assert re.search(rf"{whole.name} +SUCCEEDED", status)
+        assert re.search(r"2-cut +LOST", status)
+        assert frontend.text(frontend.run("%taas logs")) == "next\n"
+        assert "[0] next" in frontend.text(frontend.run(NEXT))
+        assert not list(runs.glob("1-*"))
+
+
+def test_64_texts_that_no_codec_takes_are_shown_escaped(scene: Scene) -> None:
+    project = scene.folder / os.fsdecode(b"caf\xe9")
+    scene.project = project
+    project.mkdir()
+    with scene.kernel(ODD=os.fsdecode(b"\xe9t\xe9")) as frontend:
+        request = frontend.send("%%taas --gpus 2\nraise ValueError('caf\\udce9')")
+        assert frontend.finish(request)["ename"] == "RankFailed"
+        assert "caf\\udce9" in error(frontend, request)
+        assert "caf\\udce9" in frontend.text(frontend.run("%taas logs"))
+        source = """%%taas --gpus 2
+import os, warnings
+from IPython.display import display
+open(b"caf\\xe9.txt", "w").close()
+display({"text/plain": "shown \\udce9"}, raw=True)
+os.write(1, b"caf\\xe9\\n")
+print("nul", chr(0), ascii(os.environ["ODD"]), ascii(os.getcwd()[-4:]))"""
+        request = frontend.run(source)
+        assert r"'\udce9t\udce9' 'caf\udce9'" in frontend.text(request)
+        shown = [content["data"] for content in frontend.contents(request, "display_data")]
+        assert {"text/plain": "shown \\udce9"} in shown
+        assert "[0] next" in frontend.text(frontend.run(NEXT))
+
+
+def test_61_a_pool_that_stands_still_for_longer_than_the_lease_loses_no_run(scene: Scene) -> None:
+    (scene.folder / "config").mkdir()
+    settings_in(scene.folder / "config", '[pools.local]\nengine = "local"\nlease_s = 2\n')
+    with scene.kernel() as frontend:
+        request = frontend.send(
+            "%%taas --gpus 2\nimport time\nprint('here', flush=True)\ntime.sleep(6)\nprint('done')"
+        )
+        frontend.wait(lambda: "here" in frontend.text(request))
+        pool = only(frontend, "taas_magic.pool.process")
+        pool.suspend()
+        time.sleep(4.5)  # longer than the lease and what is allowed beyond it
+        pool.resume()
+        assert frontend.finish(request)["status"] == "ok"
+        assert "done" in frontend.text(request)
+
+
+@pytest.mark.parametrize("how", ["kill agent", "stop agent", "kill supervisor", "stop supervisor"])
+def test_62_warm_up_watches_what_it_started(scene: Scene, how: str) -> None:
+    deed, what = how.split()
+    with scene.kernel(TAAS_WARM="0") as frontend:
+        request = frontend.send(NEXT)
+        only(frontend, "taas_magic.host.agent")
+        process = only(frontend, f"taas_magic.host.{what}")
+        process.kill() if deed == "kill" else process.suspend()
+        harmed = time.monotonic()
+        assert frontend.finish(request)["ename"] == "PoolError"
+        took_s = time.monotonic() - harmed
+        assert "before it was ready" in error(frontend, request)
+        assert re.search(r"\(/.*/pool\.log\)", error(frontend, request))
+        assert took_s < PoolConfig("local").start_timeout_s, f"{took_s:.1f} s"
+        assert "[0] next" in frontend.text(frontend.run(NEXT))
+
+
+def test_62_a_torch_that_cannot_be_imported_is_told_with_the_logs_last_lines(scene: Scene) -> None:
+    broken = scene.folder / "broken"
+    broken.mkdir()
+    (broken / "torch.py").write_text("raise RuntimeError('this torch is broken')\n")
+    paths = os.pathsep.join([str(broken), environment(scene.folder)["PYTHONPATH"]])
+    with scene.kernel(TAAS_WARM="0", PYTHONPATH=paths) as frontend:
+        request = frontend.send(NEXT)
+        assert frontend.finish(request)["ename"] == "PoolError"
+        assert "RuntimeError: this torch is broken" in error(frontend, request)
+
+
+def test_an_interrupt_while_fetchers_come_up_does_not_reach_the_next_cell(scene: Scene) -> None:
+    with scene.kernel(TAAS_WARM="0") as frontend:
+        frontend.run(LOADER)
+        request = frontend.send("%%taas --gpus 1 --cpus 1\nfor batch in loader: pass")
+        frontend.wait(lambda: "warm up" in frontend.text(request))
+        frontend.manager.interrupt_kernel()
+        following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
+        assert frontend.finish(request)["ename"] == "KeyboardInterrupt"
+        wait_until(lambda: following in frontend.replies or not frontend._is_idle(following))
+        if frontend.finish(following)["status"] == "aborted":  # it came before the interrupt
+            following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
+        assert frontend.finish(following)["status"] == "ok", error(frontend, following)
+
+
+def test_a_kernel_that_dies_while_its_run_is_launched_leaves_no_run(scene: Scene) -> None:
+    with scene.kernel() as frontend:
+        frontend.run(NEXT)
+        [forkserver] = forkservers(tree(frontend))
+        kept = [p for p in tree(frontend)]
+        forkserver.suspend()  # so that the launch takes as long as the test wants
+        frontend.send("%%taas --gpus 1\nimport time\ntime.sleep(600)")
+        runs = scene.state / "runs"
+        wait_until(lambda: len(list(runs.glob("*/events.jsonl"))) == 2)
+        frontend.process.kill()
+        newest = max(runs.iterdir())
+        wait_until(lambda: "kernel is gone" in (newest / "events.jsonl").read_text())
+        forkserver.resume()
+        wait_until(lambda: '"ended"' in (newest / "events.jsonl").read_text())
+        assert not left_of(kept)
+
+
+@as_root
+def test_71_a_child_that_may_not_be_signalled_is_named(scene: Scene) -> None:
+    without_kill = ["setpriv", "--bounding-set=-kill", "--inh-caps=-kill"]
+    script = """
+import os, subprocess
+from tests.notebook.test_aftermath import shell_with
+shell = shell_with()
+assert shell.run_cell('''%%taas --gpus 1
+import subprocess
+subprocess.Popen(["setpriv", "--reuid=65534", "--clear-groups", "sleep", "601"])
+other = subprocess.Popen(["sleep", "600"])
+print("other", other.pid, flush=True)
+''').success
+assert shell.run_cell("%%taas --gpus 1\\nprint('next')").success
+shell.run_line_magic("taas", "down")
+"""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in scene.environ().items():
+            patch.setenv(name, value)
+        python = [sys.executable, "-c", script]
+        done = subprocess.run(
+            [*without_kill, *python], capture_output=True, text=True, cwd=scene.project, timeout=250
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [stays] = set(re.findall(r"could not be ended: (\d+) \(sleep\)", done.stdout))
+    os.kill(int(stays), signal.SIGKILL)
+    [other] = re.findall(r"other (\d+)", done.stdout)
+    assert not left_of(processes([int(other)]))
+    assert "[0] next" in done.stdout
+
+
+def shell_with():  # type: ignore[no-untyped-def]
+    """A shell with the extension, in a script."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell.instance()
+    shell.run_line_magic("load_ext", "taas_magic")
+    return shell
+
+
+def test_72_a_pool_of_another_torch_is_not_joined(scene: Scene) -> None:
+    other = scene.folder / "other"
+    (other / "torch-9.9.9.dist-info").mkdir(parents=True)
+    (other / "torch-9.9.9.dist-info" / "METADATA").write_text("Name: torch\nVersion: 9.9.9\n")
+    paths = os.pathsep.join([str(other), environment(scene.folder)["PYTHONPATH"]])
+    with scene.kernel() as old:
+        old.run(NEXT)
+        first = only(old, "taas_magic.pool.process")
+        with scene.kernel(PYTHONPATH=paths, TAAS_WARM="0") as new:
+            request = new.run(NEXT)
+            assert re.search(
+                r'another kernel uses pool "local" with Python \S+, torch 2\.\S+: it is not joined',
+                new.text(request),
+            )
+            assert only(new, "taas_magic.pool.process").pid != first.pid
+        old.run(NEXT)
+
+
+def test_70_files_beside_the_notebook_with_names_of_modules(scene: Scene) -> None:
+    """Also where PYTHONPATH names the notebook's folder: they came when the kernel had started."""
+    paths = os.pathsep.join([".", "", environment(scene.folder)["PYTHONPATH"]])
+    with scene.kernel(PYTHONPATH=paths) as frontend:
+        frontend.run(NEXT)
+        frontend.run("%taas down")
+        for name in ("random", "queue", "logging", "struct", "socket", "selectors", "json"):
+            (scene.project / f"{name}.py").write_text("raise SystemExit('beside the notebook')\n")
+        assert "[0] next" in frontend.text(frontend.run(NEXT))
+
+
+def test_nothing_is_left_but_the_state_folder(scene: Scene) -> None:
+    with scene.kernel() as frontend:
+        frontend.run(LOADER)
+        frontend.run("%%taas --gpus 2 --cpus 1\nlist(loader)")
+        only(frontend, "taas_magic.host.agent").kill()
+        frontend.run(NEXT)
+        only(frontend, "taas_magic.host.supervisor").kill()
+        frontend.run(NEXT)
+        frontend.run("%taas down")
+    torchs = f"torchinductor_{user_name()}"  # its cache is made by importing it
+    wait_until(lambda: {path.name for path in scene.tmp.iterdir()} <= {torchs})
+    assert not list(scene.project.iterdir())
+
+
+@as_root
+def test_the_quota_of_a_cgroup_bounds_the_cores() -> None:
+    version_1 = Path("/sys/fs/cgroup/cpu")
+    group = (version_1 if version_1.is_dir() else version_1.parent) / f"taas-{os.getpid()}"
+    try:
+        group.mkdir()
+        if version_1.is_dir():
+            (group / "cpu.cfs_quota_us").write_text("50000")
+        else:
+            (group / "cpu.max").write_text("50000 100000")
+    except OSError as refused:
+        pytest.skip(f"no CPU cgroup can be made: {refused}")
+    code = f"""
+import os
+from taas_magic.probe import cores
+before = cores()
+open({str(group / "cgroup.procs")!r}, "w").write(str(os.getpid()))
+print(before, cores())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    remove_cgroup(group)
+    before, after = map(int, done.stdout.split())
+    assert after == 1
+    assert before == len(os.sched_getaffinity(0)) or before == 1
+
+
+LOCALES = {
+    "LC_ALL=C": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "no HOME": {"HOME": "", "USER": "", "LOGNAME": ""},
+}
+
+
+@pytest.mark.parametrize("surroundings", LOCALES)
+def test_surroundings_of_containers(scene: Scene, surroundings: str) -> None:
+    with scene.kernel(**LOCALES[surroundings]) as frontend:
+        request = frontend.run("%%taas --gpus 1 --name größe\nprint('größer')")
+        assert "[0] größer" in frontend.text(request)
+        assert "größe" in frontend.text(frontend.run("%taas status"))
+
+
+@as_root
+def test_a_user_without_name_and_home() -> None:
+    """As in a container that is started with a number of its own for a user."""
+    nobody = 54321
+    scene = Scene(Path(tempfile.mkdtemp(prefix="nobody-", dir="/tmp")))
+    for folder in (scene.folder, scene.tmp, scene.project, scene.state):
+        os.chown(folder, nobody, nobody)
+    script = """
+from tests.notebook.test_aftermath import shell_with
+shell = shell_with()
+assert shell.run_cell("%%taas --gpus 1\\nprint('next')").success
+shell.run_line_magic("taas", "down")
+"""
+
+    given = scene.environ()
+    given["IPYTHONDIR"] = str(scene.tmp / "ipython")
+    kept = {
+        name: value for name, value in os.environ.items() if name.startswith(("TAAS_TEST", "PATH"))
+    }
+    rights = "+dac_override,+dac_read_search"  # to find the interpreter, which may be root's own
+    caps = [f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    words_ = ["setpriv", f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups", *caps]
+    done = subprocess.run(
+        [*words_, sys.executable, "-c", script],
+        env={**kept, **given},
+        capture_output=True,
+        text=True,
+        cwd=scene.project,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[0] next" in done.stdout
+    shutil.rmtree(scene.folder)
+    scene.close()

@@ -1,0 +1,182 @@
+"""Flags: what they read, and the one line that each mistake gets."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taas_magic.config import Config, PoolConfig
+from taas_magic.errors import UsageError
+from taas_magic.notebook.flags import FLAGS, HELP, count, parse, ranks
+from taas_magic.plan import Flags, Prefill
+
+NO_FILE = Config()
+TWO_POOLS = Config(
+    pools={"local": PoolConfig("local"), "c1.4": PoolConfig("c1.4")}, source=Path("taas.toml")
+)
+
+
+def test_all_flags() -> None:
+    line = (
+        "--gpus 8 --cpus 4 --units 20M --pool g2.8 --out model,history --name 'first try' "
+        "--max-restarts 2 --timeout 2h --env A=1 --env B='x y' --logs 0,2-4 --dry-run"
+    )
+    assert parse(line, NO_FILE) == Flags(
+        gpus=8,
+        cpus=4,
+        units=20_000_000,
+        pool="g2.8",
+        out=("model", "history"),
+        name="first try",
+        max_restarts=2,
+        timeout_s=7200,
+        env={"A": "1", "B": "x y"},
+        log_ranks=frozenset({0, 2, 3, 4}),
+        dry_run=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("500MB", Prefill(500_000_000, "bytes")),
+        ("2GiB", Prefill(2 << 30, "bytes")),
+        ("200", Prefill(200, "batches")),
+        ("2K", Prefill(2000, "batches")),
+        ("all", Prefill(0, "all")),
+    ],
+)
+def test_prefill_is_bytes_batches_or_all(text: str, wanted: Prefill) -> None:
+    assert parse(f"--gpus 2 --cpus 2 --units 5 --prefill {text}", NO_FILE).prefill == wanted
+
+
+def test_a_run_may_grow() -> None:
+    assert parse("--gpus 8:16 --logs 15", NO_FILE) == Flags(
+        gpus=8, max_gpus=16, log_ranks=frozenset({15})
+    )
+
+
+def test_defaults_are_the_plans() -> None:
+    assert parse("--gpus 2", NO_FILE) == Flags(gpus=2)
+
+
+@pytest.mark.parametrize("line", ["--gpus=2", " --gpus  2 ", "--gpus 2 # two of them"])
+def test_spellings(line: str) -> None:
+    assert parse(line, NO_FILE) == Flags(gpus=2)
+
+
+def test_each_field_of_flags_has_a_flag() -> None:
+    named = {flag.field for flag in FLAGS}
+    fields = {field.name for field in dataclasses.fields(Flags)}
+    renamed = {"timeout", "hang", "logs"}
+    assert named - renamed == fields - {"timeout_s", "hang_s", "log_ranks", "max_gpus", "federated"}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "--gpus is missing"),
+        ("--pool g2.8", "--gpus is missing"),
+        ("--gpus 0", '--gpus needs a number (--gpus 2) or a range (--gpus 8:16); got "0"'),
+        ("--gpus -1", '--gpus 8:16); got "-1"'),
+        ("--gpus NaN", '--gpus 8:16); got "NaN"'),
+        ("--gpus 1e9", '--gpus 8:16); got "1e9"'),
+        ("--gpus 99999999999", 'got "99999999999"'),
+        ("--gpus", "--gpus needs a number (--gpus 2)"),
+        ("--gpus --cpus 2", "--gpus needs a number (--gpus 2)"),
+        ("--gpus {n}", "a name that the notebook does not have"),
+        ("--gpu 2", "No flag --gpu (did you mean --gpus?). The flags are: --gpus --cpus"),
+        ("--gpus 2 -x", "No flag -x. The flags are: --gpus --cpus"),
+        ("8", '"8" is not a flag. The flags are: --gpus'),
+        ("--gpus 2 --gpus 3", "--gpus is there twice"),
+        (
+            "--gpus 2 --units 0",
+            '--units needs a number (--units 20480000, 20_480_000, 20M or 1.5G); got "0"',
+        ),
+        ("--gpus 2 --units 1.5", 'got "1.5"'),
+        ("--gpus 2 --units -5", 'got "-5"'),
+        ("--gpus 2 --cpus -1", '--cpus needs a number (--cpus 4); got "-1"'),
+        ("--gpus 2 --max-restarts x", '--max-restarts needs a number (--max-restarts 2); got "x"'),
+        (
+            "--gpus 2 --timeout 0",
+            '--timeout needs a time above 0 (--timeout 90s, 5m or 2h); got "0"',
+        ),
+        ("--gpus 2 --timeout soon", 'got "soon"'),
+        ("--gpus 2 --env A", "--env needs KEY=VALUE"),
+        ("--gpus 2 --env 1A=2", 'got "1A=2"'),
+        ("--gpus 2 --out a-b", "--out needs names of variables"),
+        ("--gpus 2 --out class", 'got "class"'),
+        ("--gpus 2 --logs 5-2", '--logs needs ranks (--logs 0,2-5), or all; got "5-2"'),
+        ("--gpus 2 --logs 2", "--logs 2: --gpus 2 has ranks 0 to 1"),
+        ("--gpus 2 --dry-run=1", "--dry-run takes no value"),
+        ("--gpus 2 --name 'x", "a quote is not closed"),
+        ("--gpus 8:4", '--gpus 8:16); got "8:4"'),
+        ("--gpus 2 --prefill all", "--prefill all needs --units"),
+        ("--gpus 2 --prefill 20", "--prefill needs --cpus"),
+        (
+            "--gpus 2 --cpus 2 --prefill 3GB",
+            "2 fetchers can hold 2,147,483,648 bytes; you asked for 3,000,000,000",
+        ),
+        ("--gpus 2 --prefill lots", "--prefill needs a size (--prefill 500MB)"),
+        ("--gpus 2 --data-pool nowhere", 'No pool "nowhere"'),
+        (
+            "--gpus 2 --pool nowhere",
+            'No pool "nowhere". There is no taas.toml, so only "local" (this machine) exists.',
+        ),
+    ],
+)
+def test_a_mistake_gets_one_line(line: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(line, NO_FILE)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_pool_lists_the_pools() -> None:
+    with pytest.raises(UsageError, match=r'No pool "c1.5".*did you mean "c1.4".*: c1.4, local'):
+        parse("--gpus 2 --pool c1.5", TWO_POOLS)
+
+
+def test_with_a_taas_toml_a_pool_must_be_in_it() -> None:
+    with pytest.raises(UsageError, match=r'No pool "g2.8" in taas.toml'):
+        parse("--gpus 2 --pool g2.8", TWO_POOLS)
+
+
+@given(st.integers(1, 10**15))
+def test_any_spelling_of_a_count_is_exact(number: int) -> None:
+    assert count(str(number)) == count(f"{number:_}") == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("20M", 20_000_000), ("1.5G", 1_500_000_000), ("1k", 1000), ("0.5K", 500)]
+)
+def test_counts_with_units(text: str, number: int) -> None:
+    assert count(text) == number
+
+
+@given(st.sets(st.integers(0, 50), min_size=1))
+def test_ranks_are_read_back(wanted: set[int]) -> None:
+    assert ranks(",".join(map(str, wanted))) == wanted
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_flags_or_a_usage_error(line: str) -> None:
+    try:
+        assert isinstance(parse(line, NO_FILE), Flags)
+    except UsageError as error:
+        assert str(error)
+
+
+def test_the_help_has_every_flag_with_an_example() -> None:
+    words = " ".join(HELP.split())
+    for flag in FLAGS:
+        assert flag.name in words
+        assert not flag.metavar or f"Example: {flag.name} {flag.examples[0]}" in words
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/magic.md"])
+def test_the_docs_have_every_flag(page: str) -> None:
+    text = (Path(__file__).parents[2] / page).read_text()
+    assert [flag.name for flag in FLAGS if f"| `{flag.name}" not in text] == []

@@ -1,0 +1,23 @@
+"""What the documentation names is there."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_of_faults_names_tests_that_there_are() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)
+    assert rows == [str(number) for number in range(1, 77)]
+    missing = [name for name in re.findall(r"`(test_\w+::test_\w+)`", page) if not exists(name)]
+    assert not missing
+
+
+def exists(name: str) -> bool:
+    """Whether `file::test` is a test."""
+    file, _, test = name.partition("::")
+    [path] = (ROOT / "tests").rglob(f"{file}.py")
+    tree = ast.parse(path.read_text())
+    return any(isinstance(node, ast.FunctionDef) and node.name == test for node in tree.body)

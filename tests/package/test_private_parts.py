@@ -1,0 +1,138 @@
+"""Which private names of libraries this package uses: the list of ARCHITECTURE.md, held to."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+LISTED = {
+    "capture/reducers.py": {
+        "_get_or_create_tracker_id",
+        "_make_skeleton_class",
+        "_make_skeleton_enum",
+        "_DYNAMIC_CLASS_TRACKER_BY_ID",
+        "_class_setstate",
+    },
+    "capture/pickling.py": {"_class_reduce", "_function_reduce"},
+    "capture/tensors.py": {
+        "_cdata",
+        "_untyped_storage",
+        "_new_dtypes",
+        "_utils",
+        "_rebuild_tensor_v3",
+    },
+    "data/accelerated.py": {"_add_dataloader", "_dataloaders"},
+    "data/epoch.py": {"torch.utils.data._utils.pin_memory"},
+    "data/dataset.py": {"torch.utils.data._utils"},
+    "data/tensors.py": {"_indices", "_values", "_coalesced_"},
+    "engines/ssh_cluster.py": {"_created", "_correct_state_internal", "_close"},
+    "store/redirect/libraries.py": {"_C"},
+    "host/preload.py": {"_registry"},
+    "federation/apps.py": {"_main"},
+    "host/rank.py": {"_shutdown", "_run_exitfuncs", "_C", "_distributed_c10d"},
+}
+
+OWN = {"_storages"}
+"""Attributes that a class of ours has from another class of ours."""
+
+DOCUMENTED = {"_exit", "_getframe", "_current_frames", "_replace", "_make", "_fields", "_asdict"}
+"""Names with an underscore that Python's documentation has."""
+
+GONE = {
+    "threading._shutdown": "rank._end_program has to join what is no daemon thread by another way",
+    "atexit._run_exitfuncs": "Python may do it itself for forks now: see python/cpython#83856",
+    "weakref.finalize._registry": "host/preload.py: find what weakref.finalize keeps them in",
+    "torch._utils._rebuild_tensor_v3": "capture/tensors.py: see how torch pickles uint16 now",
+    "torch.storage._new_dtypes": "capture/tensors.py: see how torch pickles uint16 now",
+    "torch.utils.data._utils.worker._worker_info": "find what get_worker_info() reads now",
+    "torch.utils.data._utils.pin_memory.pin_memory": "data/epoch.py: find its new place",
+    "torch.UntypedStorage._cdata": "capture/tensors.py needs another identity of a storage",
+    "torch.Tensor._indices": "data/tensors.py: see how torch pickles sparse tensors",
+    "torch.Tensor._values": "data/tensors.py: see how torch pickles sparse tensors",
+    "torch.Tensor._coalesced_": "data/tensors.py: see how torch pickles sparse tensors",
+    "torch._C.PyTorchFileWriter": "store/redirect/libraries.py: find what torch.save writes with",
+    "torch._C._distributed_c10d._dump_fr_trace_json": "rank._collectives: find the new recorder",
+    "tempfile._TemporaryFileCloser": "store/redirect/libraries.py: see how tempfile unlinks now",
+    "cloudpickle.cloudpickle._get_or_create_tracker_id": "capture/reducers.py: see save_type there",
+    "cloudpickle.cloudpickle._make_skeleton_class": "capture/reducers.py: see save_type there",
+    "cloudpickle.cloudpickle._make_skeleton_enum": "capture/reducers.py: see save_type there",
+    "cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID": "capture/reducers.py: see its new name",
+    "cloudpickle.cloudpickle._class_setstate": "capture/reducers.py: see its new name",
+    "cloudpickle.cloudpickle._class_reduce": "capture/pickling.py: see reducer_override there",
+    "cloudpickle.Pickler._function_reduce": "capture/pickling.py: see reducer_override there",
+    "IPython.core.interactiveshell.InteractiveShell._showtraceback": "host/shell.py: see IPython",
+    "distributed.SpecCluster._correct_state_internal": "engines/ssh_cluster.py: see SpecCluster",
+    "distributed.SpecCluster._close": "engines/ssh_cluster.py: see SpecCluster",
+    "distributed.batched.time": "host/member.py: see by what clock BatchedSend waits",
+}
+
+
+def test_no_private_name_is_used_that_is_not_listed() -> None:
+    found = {
+        str(path.relative_to(ROOT / "taas_magic")): names
+        for path in sorted((ROOT / "taas_magic").rglob("*.py"))
+        if (names := set(private_names(ast.parse(path.read_text()))))
+    }
+    assert found == LISTED, "ARCHITECTURE.md and this test list them, each with its reason"
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_private_name_is_still_there(name: str) -> None:
+    assert exists(name), f"{name} has gone: {GONE[name]}"
+    assert (
+        name.rpartition(".")[2] in (ROOT / "ARCHITECTURE.md").read_text() or "cloudpickle" in name
+    )
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Private names that a module takes from elsewhere: attributes, and what it imports."""
+    own = {node.attr for node in ast.walk(tree) if _is_set(node)}
+    own |= OWN
+    own |= {node.name for node in ast.walk(tree) if hasattr(node, "name") and node.name}
+    own |= {node.target.id for node in ast.walk(tree) if _is_field(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("taas_magic"):
+            yield from _imported(node)
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            overridden = ast.unparse(node.value) == "super()"
+            if overridden or (node.attr not in own and node.attr not in DOCUMENTED):
+                yield node.attr
+
+
+def _imported(node: ast.ImportFrom) -> Iterator[str]:
+    module = node.module or ""
+    if any(_is_private(part) for part in module.split(".")):
+        yield module
+    yield from (f"{module}.{alias.name}" for alias in node.names if _is_private(alias.name))
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def _is_set(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+
+
+def _is_field(node: ast.AST) -> bool:
+    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name of a module, or of something in one, can be found."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        for part in parts[length:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False

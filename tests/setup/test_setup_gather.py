@@ -1,0 +1,74 @@
+"""All hosts are asked side by side; one that does not answer keeps nobody else waiting."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from taas_magic.config import PoolConfig
+from taas_magic.errors import PoolError
+from taas_magic.setup.checks import Ways, check
+from taas_magic.setup.facts import Shell, this_kernel
+from tests.rig.subshell import SubShell
+
+POOL = PoolConfig("p", engine="ssh", hosts=("a", "b", "c"), python=sys.executable)
+
+
+@contextmanager
+def reaching(shell: Shell, together: threading.Barrier) -> Iterator[Shell]:
+    together.wait(100)  # breaks unless all hosts are asked at the same time
+    yield shell
+
+
+@contextmanager
+def refusing(together: threading.Barrier) -> Iterator[Shell]:
+    together.wait(100)
+    raise PoolError("host b: no route")
+    yield
+
+
+@pytest.mark.parametrize("pools", [[POOL], [PoolConfig("local"), POOL]])
+def test_hosts_are_asked_at_the_same_time(pools: list[PoolConfig], tmp_path: Path) -> None:
+    together = threading.Barrier(3)
+
+    def ways(pool: PoolConfig, stop: threading.Event) -> Ways:
+        if pool.engine == "local":
+            return {}
+        shells = {name: SubShell(tmp_path / name, name) for name in ("a", "c")}
+        for shell in shells.values():
+            shell.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+        return {
+            "a": reaching(shells["a"], together),
+            "b": refusing(together),
+            "c": reaching(shells["c"], together),
+        }
+
+    here = this_kernel(str(tmp_path))
+    rows = check(pools, ways, here)[-3:]
+    assert [(row.host, row.is_fit) for row in rows] == [("a", True), ("b", False), ("c", True)]
+    assert rows[1].facts is None and rows[1].findings[0].what == "no route"
+    assert rows[0].facts is not None and rows[0].facts.sees_store
+    if len(pools) > 1:
+        (local,) = check(pools[:1], ways, here)
+        assert local.is_fit and local.facts and local.facts.ours == here.ours
+
+
+def test_whoever_gives_up_leaves_nobody_asking(tmp_path: Path) -> None:
+    """FAULT 35: the ways are told to stop, and nobody waits for them."""
+    stopped: list[threading.Event] = []
+
+    def ways(pool: PoolConfig, stop: threading.Event) -> Ways:
+        stopped.append(stop)
+        return {"a": interrupted()}
+
+    @contextmanager
+    def interrupted() -> Iterator[Shell]:
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        check([POOL], ways, this_kernel())
+    assert stopped[0].is_set()

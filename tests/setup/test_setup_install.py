@@ -1,0 +1,191 @@
+"""A Python with torch and nothing of ours becomes a host: on first use, whole or not at all."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from taas_magic.config import PoolConfig
+from taas_magic.errors import PoolError
+from taas_magic.setup import landing
+from taas_magic.setup.facts import ask_host, this_kernel
+from taas_magic.setup.install import PackageFolder, Prepared, bring, prepare, zipped
+from taas_magic.setup.requirements import packages_needed
+from tests.rig.bare_python import make_bare_python
+from tests.rig.subshell import SubShell
+from tests.setup.test_setup_wheels import make_wheel
+
+PARCEL = PackageFolder(
+    "demo-1", (), lambda: zipped({"demo/__init__.py": b"x = 1", "demo/big": b"0" * 9})
+)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with torch alone."""
+    return make_bare_python(tmp_path_factory.mktemp("bare") / "environment")
+
+
+@pytest.fixture(scope="module")
+def with_pip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with torch and pip."""
+    return make_bare_python(tmp_path_factory.mktemp("pip") / "environment", pip=True)
+
+
+def pool_of(python: Path) -> PoolConfig:
+    return PoolConfig("p", engine="ssh", hosts=("there",), python=str(python))
+
+
+def site_of(shell: SubShell) -> set[str]:
+    return {path.name for path in (shell.home / ".cache/taas/site").iterdir()}
+
+
+def said_by(prepared: Prepared, code: str) -> str:
+    """What the prepared interpreter prints, started as an engine starts it."""
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(prepared.path_entries)}
+    done = subprocess.run(
+        [str(prepared.python), "-W", "ignore", "-c", code],
+        env=environ,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, taas_magic.host, taas_magic.data, taas_magic.capture
+import taas_magic.store.mirror
+for package in (taas_magic.host, taas_magic.data, taas_magic.capture, taas_magic.store.mirror):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith(".accelerated"):  # imported once accelerate is
+            importlib.import_module(module.name)
+import importlib.metadata, taas
+print(importlib.metadata.version("dask"), taas.__name__, taas_magic.__file__)
+"""
+
+
+def test_a_bare_python_gets_all_that_the_host_side_imports(bare: Path, tmp_path: Path) -> None:
+    shell = SubShell(tmp_path / "home", environ={"PYTHONPATH": "/its/own"})
+    prepared = prepare(shell, pool_of(bare))
+    deps, ours, own = prepared.path_entries
+    assert own == "/its/own" and len(shell.puts) == 2
+    dask, taas, place = said_by(prepared, IMPORT_ALL).split()
+    assert (dask, taas) == (packages_needed()["dask"].version, "taas_magic.api")
+    assert place.startswith(ours) and Path(deps).parent == Path(ours).parent
+    assert said_by(prepared, "import torch; print(torch.__file__)").startswith(str(bare.parents[1]))
+
+    again = prepare(shell, pool_of(bare))
+    assert again.path_entries == prepared.path_entries and len(shell.puts) == 2
+    assert again.facts.sites == (Path(deps).name, Path(ours).name)
+    assert [*(shell.home / ".cache/taas").iterdir()] == [shell.home / ".cache/taas/site"]
+
+
+def test_an_environment_that_has_it_all_is_used_as_it_is(tmp_path: Path) -> None:
+    shell = SubShell(tmp_path / "home", environ={"PYTHONPATH": str(Path(__file__).parents[2])})
+    prepared = prepare(shell, pool_of(Path(sys.executable)))
+    assert prepared.path_entries == () and shell.puts == []
+    assert prepared.facts.ours == this_kernel().ours
+
+
+def test_the_hosts_own_pip_comes_first(with_pip: Path, tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    index.mkdir()
+    make_wheel(index, "demo", "py3-none-any", {"demo/__init__.py": "by = 'pip'"})
+    environ = {"PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
+    shell = SubShell(tmp_path / "home", environ=environ)
+    cache = ask_host(shell, str(with_pip)).cache
+    parcel = PackageFolder("demo-1", ("demo==1.0",), lambda: pytest.fail("pip could have had it"))
+    bring(parcel, shell, str(with_pip), cache)
+    assert shell.puts == [] and site_of(shell) == {"demo-1"}
+    assert "pip" in (Path(cache) / "site/demo-1/demo/__init__.py").read_text()
+
+
+def test_without_an_index_files_go_from_here(with_pip: Path, tmp_path: Path) -> None:
+    environ = {"PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
+    shell = SubShell(tmp_path / "home", environ=environ)
+    cache = ask_host(shell, str(with_pip)).cache
+    parcel = PackageFolder("demo-1", ("demo==1.0",), PARCEL.bundle)
+    bring(parcel, shell, str(with_pip), cache)
+    assert len(shell.puts) == 1 and site_of(shell) == {"demo-1"}
+
+
+def test_a_transfer_that_breaks_leaves_nothing(bare: Path, tmp_path: Path) -> None:
+    shell = SubShell(tmp_path / "home", sent_bytes=20)
+    cache = ask_host(shell, str(bare)).cache
+    with pytest.raises(PoolError, match=r"host there: .*demo-1.*did not arrive as it was sent"):
+        bring(PARCEL, shell, str(bare), cache)
+    assert site_of(shell) == set() and os.listdir(cache) == ["site"]
+    shell.sent_bytes = None
+    bring(PARCEL, shell, str(bare), cache)
+    assert site_of(shell) == {"demo-1"}
+
+
+def test_hosts_that_share_a_home_may_install_at_once(bare: Path, tmp_path: Path) -> None:
+    shells = [SubShell(tmp_path / "home", host=f"host{i}") for i in range(4)]
+    cache = ask_host(shells[0], str(bare)).cache
+    failed: list[BaseException] = []
+
+    def work(shell: SubShell) -> None:
+        try:
+            bring(PARCEL, shell, str(bare), cache)
+        except PoolError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(shell,)) for shell in shells]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and site_of(shells[0]) == {"demo-1"} and os.listdir(cache) == ["site"]
+
+
+def test_what_was_cut_off_long_ago_is_swept(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    old, young = site / ".new-old", site / ".new-young"
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    answer = landing.main(str(site / "demo"), bundle=str(tmp_path / "no-such"))
+    assert not answer["done"] and "no-such" in answer["error"]
+    assert os.listdir(site) == [".new-young"]
+
+
+def test_what_goes_while_others_are_swept_keeps_nobody_from_installing(tmp_path: Path) -> None:
+    site, bundle = tmp_path / "site", tmp_path / "bundle.zip"
+    site.mkdir()
+    (site / ".new-listed").symlink_to("gone")  # as a folder that was renamed after it was listed
+    bundle.write_bytes(PARCEL.bundle())
+    mark = hashlib.sha256(bundle.read_bytes()).hexdigest()
+    answer = landing.main(str(site / "demo"), bundle=str(bundle), sha256=mark)
+    assert answer == {"done": True, "error": ""}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_that_fills_up_is_said_and_nothing_is_left(bare: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", disk], check=True)
+    try:
+        shell = SubShell(tmp_path / "home", environ={"XDG_CACHE_HOME": str(disk)})
+        cache = ask_host(shell, str(bare)).cache
+        large = PackageFolder("large-1", (), lambda: zipped({"demo/zeros": bytes(8 << 20)}))
+        with pytest.raises(PoolError, match=r"host there: .*large-1.*No space left"):
+            bring(large, shell, str(bare), cache)
+        assert os.listdir(cache) == ["site"] and os.listdir(disk / "taas/site") == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_host_without_torch_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    empty = make_bare_python(tmp_path / "empty", packages=())
+    shell = SubShell(tmp_path / "home")
+    with pytest.raises(PoolError, match=r"host there: no torch for .*pip install 'torch=="):
+        prepare(shell, pool_of(empty))
+    assert shell.puts == []

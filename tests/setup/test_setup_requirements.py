@@ -1,0 +1,67 @@
+"""What a host needs of packages, and what it lacks."""
+
+import re
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from taas_magic.setup.facts import Facts
+from taas_magic.setup.requirements import (
+    DIRECT,
+    Installed,
+    Wanted,
+    installed_here,
+    lacking,
+    packages_needed,
+    wanted,
+)
+
+HERE = {
+    "distributed": Installed("2.0", ("dask==2.0", "Zict>=3", "torch>=1")),
+    "dask": Installed("2.0", ("zict<5", "only-mac; sys_platform == 'darwin'", "not-here>=1")),
+    "zict": Installed("4.0", ()),
+}
+
+
+def test_bounds_are_those_of_the_project_itself() -> None:
+    lines = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (table,) = re.findall(r"^dependencies = \[(.*?)^\]", lines, re.MULTILINE | re.DOTALL)
+    assert set(DIRECT) <= set(re.findall(r'"(.*?)"', table))
+
+
+def test_what_packages_require_is_needed_too_and_torch_never() -> None:
+    needs = wanted(HERE, ["distributed"], {"sys_platform": "linux"})
+    assert list(needs) == ["dask", "distributed", "not-here", "zict"]
+    assert needs["zict"].allowed == SpecifierSet(">=3,<5") and needs["zict"].pin == "zict==4.0"
+    assert needs["not-here"].pin == "not-here>=1"
+    assert "only-mac" in wanted(HERE, ["distributed"], {"sys_platform": "darwin"})
+
+
+@pytest.mark.parametrize(
+    ("there", "names"),
+    [
+        ({"distributed": "2.0", "dask": "2.0", "zict": "3.1", "not-here": "1"}, []),
+        ({"distributed": "2.1", "dask": "2.0", "zict": "3.1", "not-here": "1"}, ["distributed"]),
+        ({"distributed": "2.0", "dask": "2.0", "zict": "5.0", "not-here": "1"}, ["zict"]),
+        ({"distributed": "2.0", "dask": "2.0", "zict": "??", "not-here": "1"}, ["zict"]),
+        ({}, ["dask", "distributed", "not-here", "zict"]),
+    ],
+)
+def test_what_is_missing_or_of_a_wrong_version_is_lacking(
+    there: dict[str, str], names: list[str]
+) -> None:
+    needs = wanted(HERE, ["distributed"], {"sys_platform": "linux"})
+    assert [each.name for each in lacking(needs, Facts("h", "3.11", versions=there))] == names
+
+
+def test_a_release_candidate_that_fits_will_do() -> None:
+    assert Wanted("x", "1.0", SpecifierSet(">=1.0")).is_met_by("2.0rc1")
+    assert not Wanted("x", "1.0", SpecifierSet(">=1.0")).is_met_by("")
+
+
+def test_this_environment_has_all_that_it_needs_itself() -> None:
+    needs = packages_needed()
+    versions = {name: each.version for name, each in installed_here(needs).items()}
+    assert lacking(needs, Facts("h", "3.11", versions=versions)) == ()
+    assert {"distributed", "ipython", "psutil", "cloudpickle"} <= set(needs)

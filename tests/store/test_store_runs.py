@@ -1,0 +1,267 @@
+"""The project store in whole runs: one writes, all read, and the receipt says what happened."""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from taas_magic.display import head
+from taas_magic.display.state import RunState
+from taas_magic.errors import RankFailed, StoreError
+from taas_magic.store.rule import owned
+from tests.events import parsed
+from tests.harness import Notebook, Outcome
+
+SAVE = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.full((4,), float(rank))
+"""
+
+
+@pytest.fixture(autouse=True)
+def empty_store(notebook: Notebook) -> None:
+    for path in notebook.project.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def head_of(outcome: Outcome) -> str:
+    state = RunState("run")
+    for event in outcome.events:
+        state.apply(parsed(event))
+    return head.text(state, 0.0) + re.sub("<[^>]*>", "", head.html(state, 0.0))
+
+
+def test_an_unguarded_save_on_8_ranks_gives_one_whole_file(notebook: Notebook) -> None:
+    source = """
+torch.save(model, "m.pt")
+dist.barrier()
+print(torch.load("m.pt", weights_only=True)[0].item())
+"""
+    outcome = notebook.run(SAVE + source, gpus=8)
+    assert outcome.error is None
+    assert outcome.lines == {rank: ["0.0"] for rank in range(8)}
+    assert torch.load("m.pt", weights_only=True).tolist() == [0.0] * 4
+    assert os.listdir() == ["m.pt"]
+    assert outcome.run is not None
+    receipt = outcome.run.receipt
+    assert receipt.written == {"m.pt": os.path.getsize("m.pt")}
+    assert receipt.kept_out == {"m.pt": (1, 2, 3, 4, 5, 6, 7)}
+    assert not receipt.missing and receipt.means and receipt.complete
+    shown = head_of(outcome)
+    assert shown.count("m.pt from ranks 1-7") == 2 and shown.count(receipt.means) == 2
+
+
+SIGHTS = """
+if os.environ["RANK"] == "1":
+    walks_both()
+    saves_and_finds()
+    rotates_checkpoints()
+    for name in ("missing/m.pt", "missing.bin", "folder"):
+        try:
+            saves(name, 1.0) if name.endswith("pt") else changes(name)
+        except OSError as error:
+            print(type(error).__name__, error)
+"""
+
+
+def test_a_rank_sees_its_own_writes_beside_the_stores_files(notebook: Notebook) -> None:
+    """It saves, lists, walks, loads, moves and removes; an error names the path it asked for."""
+    Path("folder").mkdir()
+    Path("folder/inner.txt").write_text("rank 0's")
+    for name in ("data.bin", "numbers.bin"):
+        Path(name).write_bytes(b"0123")
+    sights = Path(__file__).parents[1] / "children" / "sights.py"
+    outcome = notebook.run(sights.read_text() + SIGHTS)
+    assert outcome.error is None, outcome.shown
+    [no_folder, no_file, no_file_at_all] = outcome.lines[1]
+    assert no_folder.startswith("FileNotFoundError")
+    assert f"{notebook.project}/missing/m.pt" in no_folder
+    assert no_file.startswith("FileNotFoundError") and "'missing.bin'" in no_file
+    assert no_file_at_all.startswith("IsADirectoryError")
+    assert sorted(os.listdir()) == ["data.bin", "folder", "numbers.bin"]
+    assert os.listdir("folder") == ["inner.txt"]
+
+
+def test_rank_0_saves_and_all_load(notebook: Notebook) -> None:
+    source = """
+if rank == 0:
+    torch.save(model, "m.pt")
+dist.barrier()
+assert torch.load("m.pt", weights_only=True)[0] == 0
+"""
+    outcome = notebook.run(SAVE + source, gpus=3)
+    assert outcome.error is None and outcome.run is not None
+    assert outcome.run.receipt.kept_out == {}
+
+
+def test_what_only_another_rank_wrote_is_named(notebook: Notebook) -> None:
+    outcome = notebook.run(SAVE + 'open(f"log-{rank}.txt", "w").write("x")', gpus=2)
+    assert outcome.run is not None
+    assert outcome.run.receipt.missing == {"log-1.txt"} and os.listdir() == ["log-0.txt"]
+    assert "not saved, and not by rank 0 either: log-1.txt from rank 1" in head_of(outcome)
+
+
+def test_a_subprocess_of_rank_0_is_in_the_receipt(notebook: Notebook) -> None:
+    outcome = notebook.run(SAVE + 'if rank == 0:\n    os.system("echo hello > by-shell.txt")')
+    assert outcome.run is not None
+    assert outcome.run.receipt.written == {"by-shell.txt": 6}
+
+
+def test_refuse_fails_at_the_line_that_tries(notebook: Notebook) -> None:
+    outcome = notebook.run(SAVE + 'torch.save(model, "m.pt")', flags="--store-writes refuse")
+    assert isinstance(outcome.error, RankFailed) and outcome.error.rank == 1
+    assert "PermissionError" in outcome.shown and "only rank 0" in outcome.shown
+    assert str(Path("m.pt").resolve()) in outcome.shown
+
+
+def test_a_rank_with_many_threads_is_held_too(notebook: Notebook) -> None:
+    source = 'if rank == 1:\n    print(os.system("touch mine 2>/dev/null") != 0)\n'
+    outcome = notebook.run(SAVE + source, flags="--env OMP_NUM_THREADS=4")
+    assert outcome.error is None and outcome.lines == {1: ["True"]}
+    assert os.listdir() == []
+
+
+def test_a_dry_run_names_the_store(notebook: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
+    notebook.run("1", flags="--dry-run --store-writes refuse --shared-writes shards")
+    shown = capsys.readouterr().out
+    assert f"project store: {notebook.project} (other ranks' writes: refuse)" in shown
+    assert f"open to all ranks: {notebook.project}/shards" in shown
+    assert os.listdir() == [], "nothing is made"
+
+
+def test_a_link_that_leads_out_of_the_store_is_said(
+    notebook: Notebook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FAULTS 42: every rank writes through it, and the head says so."""
+    (tmp_path / "scratch").mkdir()
+    Path("out").symlink_to(tmp_path / "scratch")
+    source = "import os\nopen(f\"out/{os.environ['RANK']}\", 'w').close()"
+    outcome = notebook.run(source)
+    assert outcome.error is None, outcome.shown
+    assert f"not held: out -> {tmp_path}/scratch leads out of the project store" in (
+        capsys.readouterr().out
+    )
+    assert sorted(os.listdir("out")) == ["0", "1"]
+
+
+def test_a_shared_folder_takes_every_ranks_shards(notebook: Notebook, tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    flags = f"--store {tmp_path}/results --shared-writes checkpoint"
+    source = """
+import torch.distributed.checkpoint as dcp
+state = {"mine": torch.ones(3) * rank, f"only-{rank}": torch.ones(2) * rank}
+dcp.save(state, checkpoint_id="checkpoint")
+loaded = {"mine": torch.zeros(3), f"only-{rank}": torch.zeros(2)}
+dcp.load(loaded, checkpoint_id="checkpoint")
+assert loaded[f"only-{rank}"][0] == rank
+"""
+    outcome = notebook.run(SAVE + source, flags=flags)
+    assert outcome.error is None, outcome.shown
+    assert outcome.run is not None and outcome.run.receipt.shared == ("checkpoint",)
+    assert len(list((tmp_path / "results/checkpoint").glob("*.distcp"))) == 2
+    assert "open to all ranks: checkpoint" in head_of(outcome)
+
+
+def test_a_rank_killed_while_it_saves_leaves_the_old_file(notebook: Notebook) -> None:
+    torch.save(torch.ones(3), "m.pt")
+    source = """
+class Deadly:
+    def __reduce__(self):
+        os.kill(os.getpid(), 9)
+torch.save([torch.zeros(1000), Deadly()], "m.pt")
+"""
+    outcome = notebook.run(SAVE + source, gpus=1)
+    assert isinstance(outcome.error, RankFailed)
+    assert torch.load("m.pt", weights_only=True).tolist() == [1.0] * 3
+    assert os.listdir() == ["m.pt"]
+
+
+def test_a_run_resumes_after_a_killed_rank_to_the_same_weights(notebook: Notebook) -> None:
+    notebook.define("""
+def train(path, kill_at=None):
+    import os, torch, torch.distributed as dist, taas
+    from torch.nn.parallel import DistributedDataParallel
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    first = 0
+    if os.path.exists(path):
+        state = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"] + 1
+    for step in range(first, 6):
+        if step == kill_at and dist.get_rank() == 1 and first == 0:
+            os.kill(os.getpid(), 9)
+        x = torch.arange(3.0) + step + dist.get_rank()
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        taas.save(state, path)
+        dist.barrier()
+    return model.module.weight.detach()
+""")
+    undisturbed = notebook.run("train('a.pt')")
+    disturbed = notebook.run("train('b.pt', kill_at=3)", flags="--max-restarts 1")
+    assert undisturbed.run is not None and disturbed.run is not None
+    assert disturbed.error is None and len(disturbed.of_kind("restart")) == 1
+    assert torch.equal(undisturbed.run.result, disturbed.run.result)
+
+
+def test_the_second_run_on_a_store_is_refused_by_name(notebook: Notebook) -> None:
+    with owned(str(notebook.project), "20260101-000000-abcdef", "first try"):
+        outcome = notebook.run("print(1)", gpus=1)
+    assert isinstance(outcome.error, StoreError)
+    assert "20260101-000000-abcdef (first try)" in outcome.shown
+    assert notebook.run("print(1)", gpus=1).error is None
+
+
+def test_a_store_that_is_not_there_starts_nothing(notebook: Notebook) -> None:
+    outcome = notebook.run("print(1)", flags="--store nowhere", gpus=1)
+    assert isinstance(outcome.error, StoreError) and outcome.run is None
+    assert "nowhere is not there" in outcome.shown and len(outcome.shown.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+@pytest.mark.parametrize("options", ["ro", "size=300k"])
+def test_a_disk_that_is_full_or_read_only(notebook: Notebook, options: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True)
+        try:
+            source = SAVE + 'torch.save(torch.ones(100_000), "m.pt")'
+            outcome = notebook.run(source, flags=f"--store {folder}")
+            files = os.listdir(folder)
+        finally:
+            subprocess.run(["umount", folder], check=True)
+    assert files == []
+    if options == "ro":
+        assert isinstance(outcome.error, StoreError) and "read-only" in outcome.shown
+    else:
+        assert f"{folder}/m.pt" in outcome.shown and "bytes were written" in outcome.shown
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk takes root")
+def test_a_plain_write_that_fills_the_disk_says_which_and_how_full(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True)
+    try:
+        (folder / "old").write_text("kept")
+        source = "with open('new', 'wb') as file:\n    file.write(bytes(2 << 20))"
+        outcome = notebook.run(source, f"--store {folder}", gpus=1)
+        assert isinstance(outcome.error, RankFailed)
+        assert re.search(rf"the disk of {folder} has \d+ bytes free", outcome.shown)
+        assert (folder / "old").read_text() == "kept"
+    finally:
+        subprocess.run(["umount", folder], check=True)

@@ -1,0 +1,305 @@
+"""A store travels to a host: only what changed, whole, and nothing from outside of it."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from taas_magic.errors import StoreError
+from taas_magic.store.mirror.inbound import bring_in, take
+from tests.store.travel_rig import Travel, descriptors, tree_of, wired
+
+
+class Counted:
+    """Asks a desk and takes down what was read."""
+
+    def __init__(self, travel: Travel) -> None:
+        self._ask = wired(travel.desk)
+        self.read: list[str] = []
+
+    def __call__(self, what: str, **arguments: Any) -> Any:
+        if what == "read":
+            self.read += [path for path, _, _ in arguments["parts"]]
+        return self._ask(what, **arguments)
+
+
+@pytest.fixture
+def travel(tmp_path: Path) -> Travel:
+    return Travel(tmp_path)
+
+
+def fill(store: Path) -> None:
+    (store / "src" / "deep").mkdir(parents=True)
+    (store / "empty").mkdir()
+    (store / "src" / "model.py").write_text("x = 1\n" * 1000)
+    (store / "src" / "deep" / "data.bin").write_bytes(os.urandom(5_000_000))
+    (store / "run.sh").write_text("#!/bin/sh\n")
+    (store / "run.sh").chmod(0o755)
+    (store / "nothing").touch()
+    (store / "größe.txt").write_text("ü")
+
+
+def test_a_mirror_is_what_the_store_is(travel: Travel) -> None:
+    fill(travel.store)
+    before = descriptors()
+    mirror, manifest = travel.mirrored()
+    assert tree_of(Path(mirror.path)) == tree_of(travel.store)
+    assert os.access(f"{mirror.path}/run.sh", os.X_OK)
+    assert not os.access(f"{mirror.path}/nothing", os.X_OK)
+    assert (
+        os.stat(f"{mirror.path}/run.sh").st_mtime_ns == (travel.store / "run.sh").stat().st_mtime_ns
+    )
+    assert not manifest.skipped and not os.listdir(f"{mirror.path}/../arriving")
+    mirror.close()
+    assert descriptors() == before
+
+
+def test_only_what_changed_travels(travel: Travel) -> None:
+    fill(travel.store)
+    travel.mirrored()[0].close()
+    (travel.store / "src" / "model.py").write_text("x = 2")
+    (travel.store / "new.txt").write_text("new")
+    (travel.store / "src" / "deep").rename(travel.store / "moved")
+    (travel.store / "run.sh").unlink()
+    ask, mirror = Counted(travel), travel.host()
+    travel.look_again()
+    bring_in(mirror, ask)
+    assert sorted(ask.read) == ["new.txt", "src/model.py"]
+    assert tree_of(Path(mirror.path)) == tree_of(travel.store)
+
+
+def test_what_was_changed_in_the_mirror_is_mended(travel: Travel) -> None:
+    """FAULTS 40: a file cut or flipped in the mirror is found by its hash."""
+    fill(travel.store)
+    mirror, _ = travel.mirrored()
+    mirror.close()
+    tree = Path(mirror.path)
+    with open(tree / "src/deep/data.bin", "r+b") as file:
+        file.write(b"flip")
+    os.utime(
+        tree / "src/deep/data.bin", ns=(0, (travel.store / "src/deep/data.bin").stat().st_mtime_ns)
+    )
+    (tree / "nothing").unlink()
+    (tree / "nothing").mkdir()
+    (tree / "nothing" / "below").touch()
+    (tree / "run.sh").unlink()
+    (tree / "run.sh").symlink_to("/etc/passwd")
+    os.mkfifo(tree / "fifo")
+    (tree / os.fsdecode(b"bad-\xff")).touch()
+    ask, mirror = Counted(travel), travel.host()
+    bring_in(mirror, ask)
+    assert tree_of(tree) == tree_of(travel.store)
+    assert set(ask.read) == {"nothing", "run.sh", "src/deep/data.bin"}
+
+
+def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
+    """FAULTS 40: found by its hash, and named where it stays so."""
+    fill(travel.store)
+    ask, flips = wired(travel.desk), 1
+
+    def flipping(what: str, **arguments: Any) -> Any:
+        nonlocal flips
+        answer = ask(what, **arguments)
+        if what == "read" and flips and not answer["packed"] and len(answer["data"]) > 1000:
+            flips -= 1
+            answer["data"] = b"flip" + answer["data"][4:]
+        return answer
+
+    mirror = travel.host()
+    bring_in(mirror, flipping)
+    assert tree_of(Path(mirror.path)) == tree_of(travel.store) and flips == 0
+    with open(travel.store / "src/deep/data.bin", "ab") as file:
+        file.write(b"more")
+    travel.look_again()
+    flips = 1000
+    with pytest.raises(StoreError, match=r"src/deep/data\.bin did not arrive whole"):
+        bring_in(mirror, flipping)
+    assert not os.listdir(f"{mirror.path}/../arriving")
+
+
+def test_hostile_names_stay_behind_and_are_named(travel: Travel, tmp_path: Path) -> None:
+    """FAULTS 53, on the notebook's side."""
+    store = travel.store
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").write_text("secret")
+    (store / "link").symlink_to(tmp_path / "secret")
+    (store / "folder-link").symlink_to(tmp_path / "outside")
+    os.mkfifo(store / "fifo")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(store / "socket"))
+    (store / os.fsdecode(b"\xff.txt")).touch()
+    (store / "Model.py").write_text("kept")
+    (store / "model.py").write_text("clash")
+    (store / "Lib").mkdir()
+    (store / "lib").mkdir()
+    (store / "lib" / "x").touch()
+    mirror, manifest = travel.mirrored()
+    assert set(tree_of(Path(mirror.path))) == {"Model.py", "Lib"}
+    assert manifest.skipped == {
+        "link": "a symbolic link",
+        "folder-link": "a symbolic link",
+        "fifo": "a FIFO",
+        "socket": "a socket",
+        "\\udcff.txt": "its name is not UTF-8",
+        "model.py": "its name differs from Model.py by case alone",
+        "lib": "its name differs from Lib by case alone",
+    }
+
+
+def test_a_hostile_list_writes_nothing_outside(travel: Travel, tmp_path: Path) -> None:
+    """FAULTS 53, on the host's side."""
+    bad = ["../out", "/tmp/out", "a/../../out", "", "a//b", "nul\0", "x" * 300, "ok"]
+    answers = {
+        "list": {
+            "files": [[path, 1, "0" * 64, False, 0] for path in bad],
+            "folders": ["../folder", "fine"],
+            "skipped": {},
+        },
+        "read": {"sizes": [1], "data": b"x", "packed": False},
+    }
+    mirror = travel.host()
+    with pytest.raises(StoreError, match="ok did not arrive whole"):
+        bring_in(mirror, lambda what, **_: answers[what])
+    assert set(tree_of(Path(mirror.path))) == {"fine"}
+    assert not (tmp_path / "out").exists() and not (tmp_path / "host-0" / "folder").exists()
+
+
+def test_what_the_user_leaves_out_stays(travel: Travel) -> None:
+    store = travel.store
+    (store / ".taasignore").write_text("*.ckpt\n/data/\n!keep.ckpt\n")
+    for path in (
+        ".git/config",
+        "pkg/__pycache__/a.pyc",
+        "data/big",
+        "a.ckpt",
+        "keep.ckpt",
+        "pkg/data/x",
+    ):
+        (store / path).parent.mkdir(parents=True, exist_ok=True)
+        (store / path).write_text(path)
+    _, manifest = travel.mirrored()
+    assert set(manifest.files) == {".taasignore", "keep.ckpt", "pkg/data/x"}
+    assert not manifest.skipped
+
+
+def test_too_much_is_refused_with_what_is_big(tmp_path: Path) -> None:
+    travel = Travel(tmp_path, limit_bytes=1 << 20)
+    (travel.store / "data").mkdir()
+    (travel.store / "data" / "big.bin").write_bytes(bytes(3 << 20))
+    (travel.store / "small.py").write_text("x")
+    with pytest.raises(StoreError) as caught:
+        travel.mirrored()
+    said = str(caught.value)
+    assert "data/ 3.0 MiB" in said and ".taasignore" in said and "1.0 MiB" in said
+
+
+def test_a_read_goes_no_further_than_the_list(travel: Travel, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (travel.store / "a").write_text("a")
+    ask = wired(travel.desk)
+    travel.look_again()
+    (travel.store / "later").write_text("not in the list")
+    answer = ask("read", parts=[["../secret", 0, 6], ["later", 0, 6], ["a", 0, 1], ["a", -1, 1]])
+    assert answer["sizes"] == [-1, -1, 1, -1] and answer["data"] == b"a"
+
+
+def test_two_runs_at_once_have_mirrors_of_their_own(travel: Travel) -> None:
+    fill(travel.store)
+    first, second = travel.mirrored()[0], travel.mirrored()[0]
+    assert first.path != second.path
+    assert tree_of(Path(first.path)) == tree_of(Path(second.path)) == tree_of(travel.store)
+    first.close()
+    assert take(travel.rule.path, "me", travel.folder / "host-0").path == first.path
+
+
+def test_a_mirror_that_nobody_used_for_long_is_removed(travel: Travel) -> None:
+    fill(travel.store)
+    old, _ = travel.mirrored()
+    cache = travel.folder / "host-0"
+    lock = Path(old.path).parent / "lock"
+    os.utime(lock, (1, 1))
+    take("/another", "me", cache).close()
+    assert lock.exists(), "it is in use"
+    old.close()
+    os.utime(lock, (1, 1))
+    take("/another", "me", cache).close()
+    assert [folder.name.split("-")[0] for folder in cache.iterdir()] == ["another"]
+
+
+NAMES = st.sampled_from(["a", "b", "c", "a/x", "a/y", "b/x", "b/x/z", "c/d/e"])
+TREES = st.dictionaries(NAMES, st.binary(max_size=3), max_size=6)
+
+
+@given(trees=st.lists(TREES, min_size=2, max_size=4))
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_tree_becomes_any_other(
+    trees: list[dict[str, bytes]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    travel = Travel(tmp_path_factory.mktemp("any"))
+    mirror = travel.host()
+    for wanted in trees:
+        make(travel.store, wanted)
+        travel.look_again()
+        bring_in(mirror, wired(travel.desk))
+        assert tree_of(Path(mirror.path)) == tree_of(travel.store)
+    mirror.close()
+    travel.desk.close()
+
+
+def make(store: Path, files: dict[str, bytes]) -> None:
+    """A tree anew; a file of a name under which another lies is left out."""
+    for path in sorted(store.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    for name, content in files.items():
+        if not any(other.startswith(f"{name}/") for other in files):
+            (store / name).parent.mkdir(parents=True, exist_ok=True)
+            (store / name).write_bytes(content)
+
+
+SECRETS = (
+    ".ssh/id_ed25519",
+    ".aws/credentials",
+    ".gnupg/key",
+    ".kube/config",
+    ".netrc",
+    ".env",
+    ".ENV.production",
+    "sub/.env",
+    "sub/.Git-Credentials",
+    ".config/gcloud/credentials.db",
+    ".cache/huggingface/token",
+    "keys/id_rsa",
+)
+
+
+def test_secrets_stay_and_the_first_is_named(travel: Travel) -> None:
+    """FAULTS 75, with a home folder as the store."""
+    make(travel.store, dict.fromkeys((*SECRETS, "train.py", "environment.yml"), b"x"))
+    mirror, manifest = travel.mirrored()
+    assert set(manifest.files) == {"train.py", "environment.yml"}
+    files = {str(path.relative_to(mirror.path)) for path in Path(mirror.path).rglob("*.*")}
+    assert files == {"train.py", "environment.yml", ".config", ".cache"}
+    [(first, why)] = manifest.skipped.items()
+    assert first == ".ENV.production" and "may hold a secret, like" in why
+    assert "!.ENV.production in .taasignore" in why
+
+
+def test_a_secret_that_the_user_names_travels(travel: Travel) -> None:
+    make(travel.store, {".env": b"x", ".aws/credentials": b"x", ".env.local": b"x"})
+    (travel.store / ".taasignore").write_text("!.env\n!.aws/\n")
+    _, manifest = travel.mirrored()
+    assert set(manifest.files) == {".env", ".aws/credentials", ".taasignore"}
+
+
+def test_secrets_cannot_be_read_by_a_host_that_asks_for_them(travel: Travel) -> None:
+    make(travel.store, {".env": b"secret", "train.py": b"code"})
+    travel.mirrored()
+    answer = wired(travel.desk)("read", parts=[[".env", 0, 6], ["train.py", 0, 4]])
+    assert answer["data"] == b"code"

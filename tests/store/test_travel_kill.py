@@ -1,0 +1,97 @@
+"""FAULTS 41: killed while files are published, each is the old or the new one, and nothing else."""
+
+import random
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+
+import pytest
+
+from taas_magic.store.mirror.desk import Desk
+from taas_magic.store.mirror.inbound import bring_in
+from taas_magic.store.mirror.outbound import Outbound
+from tests.children import travel_side
+from tests.eventually import eventually
+from tests.store.travel_rig import Travel, tree_of
+
+
+def start(role: str, socket: Path, store: Path, folder: Path) -> "subprocess.Popen[str]":
+    words = [role, str(socket), str(store), str(folder)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.children.travel_side", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until_ready(child: "subprocess.Popen[str]") -> None:
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+
+
+def kill(child: "subprocess.Popen[str]") -> None:
+    child.kill()
+    child.communicate()
+
+
+def check(store: Path) -> None:
+    """Every file is one of those that were written, whole; nothing else is there."""
+    for name, content in tree_of(store).items():
+        if content is not None:  # a .new may have been seen before it was renamed
+            assert content == content[:1] * travel_side.SIZES[name.removesuffix(".new")], name
+
+
+def unfinished(store: Path) -> list[Path]:
+    return list(store.rglob(".taas-arriving-*"))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
+    travel = Travel(tmp_path)
+    travel.desk.close()
+    state, socket = tmp_path / "state", tmp_path / "socket"
+    child = start("desk", socket, travel.store, state)
+    wait_until_ready(child)
+    mirror = travel.host()
+    desk = Client(str(socket))
+    ask = travel_side.asking(desk)
+    bring_in(mirror, ask)
+    outbound = Outbound(mirror, ask, travel.notes.append)
+    outbound.start()
+    over = threading.Event()
+    threading.Timer(random.Random(seed).uniform(0.1, 0.6), over.set).start()
+    number = 0
+    while not over.is_set():
+        travel_side.write_all(Path(mirror.path), number)
+        number += 1
+    kill(child)
+    travel_side.write_all(Path(mirror.path), number)  # all that came before may have been sent
+    outbound.finish()
+    desk.close()
+    assert "the desk is gone" in travel.notes[-1]
+    left = unfinished(travel.store)
+    for path in left:
+        path.unlink()
+    check(travel.store)
+    for path in left:
+        path.touch()
+    Desk(travel.rule, state).close()
+    assert not unfinished(travel.store)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_host_is_killed(tmp_path: Path, seed: int) -> None:
+    travel = Travel(tmp_path)
+    with Listener(str(tmp_path / "socket")) as listener:
+        serving = threading.Thread(target=travel_side.serve, args=(travel.desk, listener))
+        serving.start()
+        child = start("host", tmp_path / "socket", travel.store, tmp_path / "cache")
+        wait_until_ready(child)
+        eventually(lambda: (travel.store / "out" / "large").exists())
+        threading.Event().wait(random.Random(seed).uniform(0, 0.3))
+        kill(child)
+        serving.join()
+    travel.desk.close()
+    assert not unfinished(travel.store)
+    check(travel.store)

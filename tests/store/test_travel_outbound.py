@@ -1,0 +1,425 @@
+"""What rank 0 closes in a mirror gets into the store: at once, whole, and no more than that."""
+
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from taas_magic.store.mirror import outbound as inotify
+from taas_magic.store.mirror.desk import Desk
+from taas_magic.store.mirror.inbound import News
+from tests.eventually import WITHIN_S, eventually
+from tests.store.travel_rig import Travel, descriptors, tree_of, wired
+
+
+@pytest.fixture
+def travel(tmp_path: Path) -> Travel:
+    return Travel(tmp_path)
+
+
+def reads(path: Path, content: bytes) -> Callable[[], bool]:
+    return lambda: path.is_file() and path.read_bytes() == content
+
+
+def test_a_closed_file_is_there_while_the_run_goes_on(travel: Travel) -> None:
+    before = descriptors()
+    with travel.running() as mirror:
+        (mirror / "m.pt").write_bytes(b"one")
+        eventually(reads(travel.store / "m.pt", b"one"))
+        (mirror / "out" / "deep").mkdir(parents=True)
+        (mirror / "out" / "deep" / "x").write_bytes(b"x")
+        eventually(reads(travel.store / "out/deep/x", b"x"))
+        (mirror / "empty").touch()
+        eventually(reads(travel.store / "empty", b""))
+    assert travel.outbound.written == {"m.pt": 3, "out/deep/x": 1, "empty": 0}
+    assert travel.notes == [] and descriptors() == before
+
+
+def test_what_is_being_written_is_not_there_yet(travel: Travel) -> None:
+    (travel.store / "log.txt").write_bytes(b"old")
+    with travel.running() as mirror, (mirror / "log.txt").open("wb", buffering=0) as log:
+        log.write(b"half")
+        (mirror / "other").write_bytes(b"other")
+        eventually(reads(travel.store / "other", b"other"))
+        assert (travel.store / "log.txt").read_bytes() == b"old"
+        log.write(b" and the rest")
+        log.close()
+        eventually(reads(travel.store / "log.txt", b"half and the rest"))
+
+
+def test_a_temporary_file_that_is_renamed_is_never_seen(travel: Travel) -> None:
+    asked: list[str] = []
+    ask = wired(travel.desk)
+
+    def spy(what: str, **arguments: Any) -> Any:
+        asked.extend(entry[0] for entry in arguments.get("files", []))
+        return ask(what, **arguments)
+
+    with travel.running() as mirror:
+        travel.outbound._sender._ask = spy
+        folder = mirror / ".m.pt.abc.taas-saving"
+        folder.mkdir()
+        (folder / "m.pt").write_bytes(b"new")
+        (folder / "m.pt").rename(mirror / "m.pt")
+        folder.rmdir()
+        eventually(reads(travel.store / "m.pt", b"new"))
+    assert tree_of(travel.store) == {"m.pt": b"new"} and asked == ["m.pt"]
+
+
+def test_removed_moved_and_turned_into_something_else(travel: Travel) -> None:
+    for name in ("gone", "moved", "turns", "old/a", "old/b/c"):
+        (travel.store / name).parent.mkdir(parents=True, exist_ok=True)
+        (travel.store / name).write_text(name)
+    (travel.store / "was-folder").mkdir()
+    (travel.store / "was-folder" / "x").touch()
+    with travel.running() as mirror:
+        (mirror / "gone").unlink()
+        (mirror / "moved").rename(mirror / "there")
+        (mirror / "old").rename(mirror / "new")
+        (mirror / "turns").unlink()
+        (mirror / "turns").mkdir()
+        (mirror / "turns" / "below").write_text("below")
+        shutil.rmtree(mirror / "was-folder")
+        (mirror / "was-folder").write_text("a file now")
+        os.link(mirror / "there", mirror / "linked")
+        wanted = tree_of(mirror)
+        eventually(lambda: tree_of(travel.store) == wanted)
+    assert travel.notes == []
+
+
+def test_what_the_user_put_into_a_removed_folder_stays(travel: Travel) -> None:
+    (travel.store / "out").mkdir()
+    (travel.store / "out" / "old").touch()
+    with travel.running() as mirror:
+        (travel.store / "out" / "my-notes.txt").write_text("mine")
+        shutil.rmtree(mirror / "out")
+        eventually(lambda: not (travel.store / "out" / "old").exists())
+    assert (travel.store / "out" / "my-notes.txt").read_text() == "mine"
+
+
+def test_a_large_file_arrives_whole_and_small_ones_pass_it(travel: Travel) -> None:
+    content = os.urandom(20_000_000)
+    on_the_way, go_on = threading.Event(), threading.Event()
+    ask = wired(travel.desk)
+
+    def slow(what: str, **arguments: Any) -> Any:
+        if what == "write" and arguments["offset"]:
+            on_the_way.set()
+            assert go_on.wait(WITHIN_S)
+        return ask(what, **arguments)
+
+    with travel.running() as mirror:
+        travel.outbound._sender._ask = slow
+        (mirror / "big.pt").write_bytes(content)
+        assert on_the_way.wait(WITHIN_S)
+        assert not (travel.store / "big.pt").exists()
+        (mirror / "small").write_bytes(b"small")
+        go_on.set()
+        eventually(reads(travel.store / "small", b"small"))
+        eventually(reads(travel.store / "big.pt", content))
+    assert not list(travel.store.glob(".*"))
+
+
+def test_a_large_file_that_is_rewritten_on_its_way_arrives_as_it_was_last(travel: Travel) -> None:
+    ask, rewritten = wired(travel.desk), threading.Event()
+    last = os.urandom(3_000_000)
+
+    def rewriting(what: str, **arguments: Any) -> Any:
+        if what == "write" and arguments["offset"] and not rewritten.is_set():
+            rewritten.set()
+            (mirror / "big.pt").write_bytes(last)
+        return ask(what, **arguments)
+
+    with travel.running() as mirror:
+        travel.outbound._sender._ask = rewriting
+        (mirror / "big.pt").write_bytes(os.urandom(3_000_000))
+        eventually(reads(travel.store / "big.pt", last))
+
+
+def test_a_file_rewritten_all_the_time_is_sent_now_and_then(travel: Travel) -> None:
+    sent: list[str] = []
+    ask = wired(travel.desk)
+
+    def spy(what: str, **arguments: Any) -> Any:
+        sent.extend(entry[0] for entry in arguments.get("files", []))
+        return ask(what, **arguments)
+
+    began = time.monotonic()
+    with travel.running() as mirror:
+        travel.outbound._sender._ask = spy
+        for step in range(300):
+            (mirror / "loss.txt").write_text(str(step))
+    assert (travel.store / "loss.txt").read_text() == "299"
+    assert len(sent) <= 3 + 5 * (time.monotonic() - began)
+
+
+def test_a_subprocess_and_a_mapped_file_are_seen(travel: Travel) -> None:
+    code = (
+        "import mmap; f = open('map', 'wb+'); f.truncate(5); mmap.mmap(f.fileno(), 5)[:] = b'shown'"
+    )
+    with travel.running() as mirror:
+        subprocess.run(["sh", "-c", "echo shell > by-shell"], cwd=mirror, check=True)
+        subprocess.run([sys.executable, "-c", code], cwd=mirror, check=True)
+        eventually(reads(travel.store / "by-shell", b"shell\n"))
+        eventually(reads(travel.store / "map", b"shown"))
+
+
+def test_links_and_devices_do_not_get_out(travel: Travel, tmp_path: Path) -> None:
+    """FAULTS 53, from a rank."""
+    (tmp_path / "outside").mkdir()
+    with travel.running() as mirror:
+        (mirror / "link").symlink_to("/etc/passwd")
+        os.mkfifo(mirror / "fifo")
+        (mirror / "folder").symlink_to(tmp_path / "outside")
+        (mirror / "folder" / "through").write_text("x")
+        (mirror / os.fsdecode(b"\xff")).write_text("x")
+        (mirror / "good").write_bytes(b"good")
+        eventually(reads(travel.store / "good", b"good"))
+    assert set(tree_of(travel.store)) == {"good"}
+    assert travel.outbound.refused == {
+        "link": "a symbolic link",
+        "fifo": "a FIFO",
+        "folder": "a symbolic link",
+        "\udcff": "its name is not UTF-8",
+    }
+    assert any(r"\udcff did not get" in note for note in travel.notes)
+
+
+def test_a_lying_host_writes_nothing_outside(travel: Travel, tmp_path: Path) -> None:
+    """FAULTS 53, from a host."""
+    (tmp_path / "outside").mkdir()
+    (travel.store / "way-out").symlink_to(tmp_path / "outside")
+    (travel.store / "link.txt").symlink_to(tmp_path / "victim")
+    (travel.store / "Known").touch()
+    ask = wired(travel.desk)
+    travel.look_again()
+    bad = [
+        "../out",
+        "/tmp/taas-out",
+        "a/../../out",
+        "way-out/x",
+        "link.txt",
+        "known",
+        ".git/hooks/a",
+    ]
+    bad += ["", "nul\0", "x" * 300]
+    empty = {"sizes": [0] * len(bad), "data": b"", "packed": False}
+    hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    files = [[path, 0, hash_of_nothing, False, 0] for path in bad]
+    assert set(ask("publish", files=files, contents=empty)) == set(bad)
+    assert set(ask("publish", folders=bad)) == set(bad)
+    assert {"../out", "way-out/x", "link.txt"} <= set(ask("publish", removed=bad))
+    for path in bad:
+        assert ask("write", path=path, offset=0, contents={**empty, "sizes": [0]}, end=files[0])
+    assert set(os.listdir(travel.store)) == {"way-out", "link.txt", "Known"}
+    assert os.listdir(tmp_path / "outside") == [] and not (tmp_path / "out").exists()
+
+
+def test_what_does_not_match_its_hash_is_refused(travel: Travel) -> None:
+    """FAULTS 40, on the way back."""
+    (travel.store / "m.pt").write_text("old")
+    ask = wired(travel.desk)
+    contents = {"sizes": [3], "data": b"new", "packed": False}
+    refused = ask("publish", files=[["m.pt", 3, "0" * 64, False, 0]], contents=contents)
+    assert "m.pt was damaged on its way" in refused["m.pt"]
+    assert tree_of(travel.store) == {"m.pt": b"old"}
+
+
+def test_another_host_sends_shared_folders_alone(tmp_path: Path) -> None:
+    travel = Travel(tmp_path, shared=("shards",))
+    (travel.store / "shards").mkdir()
+    ask = wired(travel.desk, host_rank=1)
+    assert ask("publish", folders=["other"]) == {"other": "only rank 0 writes to the project store"}
+    with travel.running(1, shared=("shards",)) as mirror:
+        (mirror / "shards" / "1.distcp").write_bytes(b"mine")
+        (mirror / "private").write_bytes(b"x")
+        eventually(reads(travel.store / "shards/1.distcp", b"mine"))
+    assert set(tree_of(travel.store)) == {"shards", "shards/1.distcp"} and travel.notes == []
+
+
+def test_other_hosts_get_what_rank_0_wrote(travel: Travel) -> None:
+    (travel.store / "old").touch()
+    other, _ = travel.mirrored(1)
+    news = News(other, wired(travel.desk, 1), travel.notes.append)
+    news.start()
+    with travel.running() as mirror:
+        (mirror / "out").mkdir()
+        (mirror / "out" / "m.pt").write_bytes(os.urandom(600_000))
+        (mirror / "old").unlink()
+        wanted = tree_of(mirror)
+        eventually(lambda: tree_of(Path(other.path)) == wanted)
+    news.finish()
+    assert travel.notes == []
+
+
+def test_news_are_not_sent_back(tmp_path: Path) -> None:
+    travel = Travel(tmp_path, shared=("shards",))
+    (travel.store / "shards").mkdir()
+    sent: list[str] = []
+    ask = wired(travel.desk)
+
+    def spy(what: str, **arguments: Any) -> Any:
+        sent.append(what)
+        return ask(what, **arguments)
+
+    mirror, _ = travel.mirrored()
+    mirror.close()
+    with travel.running() as path:
+        own = travel.outbound._mirror
+        travel.outbound._sender._ask = spy
+        news = News(own, ask, travel.notes.append)
+        big, small = os.urandom(600_000), b"small"
+        other = wired(travel.desk, 1)
+        publish(other, "shards/small", small)
+        publish(other, "shards/big", big)
+        news.catch_up()
+        assert (path / "shards" / "big").read_bytes() == big
+    assert sent == []
+
+
+def publish(ask: Any, path: str, content: bytes) -> None:
+    import hashlib
+
+    entry = [path, len(content), hashlib.sha256(content).hexdigest(), False, 0]
+    contents = {"sizes": [len(content)], "data": content, "packed": False}
+    assert ask("publish", files=[entry], contents=contents) == {}
+
+
+def test_without_inotify_a_look_now_and_then_does(
+    travel: Travel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inotify, "_has_it", lambda: False)
+    with travel.running() as mirror:
+        (mirror / "out").mkdir()
+        (mirror / "out" / "m.pt").write_bytes(b"one")
+        eventually(reads(travel.store / "out/m.pt", b"one"))
+        (mirror / "out" / "m.pt").unlink()
+        eventually(lambda: not (travel.store / "out/m.pt").exists())
+
+
+def test_a_flood_of_files_that_overflows_the_queue_arrives(travel: Travel) -> None:
+    code = "for i in range(6000): open(str(i), 'w').close(); i < 5900 and os.unlink(str(i))"
+    ask, go_on = wired(travel.desk), threading.Event()
+
+    def waiting(what: str, **arguments: Any) -> Any:
+        assert go_on.wait(WITHIN_S)
+        return ask(what, **arguments)
+
+    with travel.running() as mirror:
+        travel.outbound._sender._ask = waiting
+        (mirror / "first").touch()
+        subprocess.run([sys.executable, "-c", f"import os\n{code}"], cwd=mirror, check=True)
+        go_on.set()
+        eventually(lambda: len(os.listdir(travel.store)) == 101)
+
+
+def test_a_full_store_is_said_with_the_file(travel: Travel) -> None:
+    """FAULTS 36, for a store that travels."""
+    if os.geteuid() != 0:
+        pytest.skip("a small disk takes root")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", travel.store], check=True)
+    try:
+        full = Travel(travel.folder)
+        (full.store / "old").write_text("old")
+        with full.running() as mirror:
+            (mirror / "big").write_bytes(os.urandom(3 << 20))
+            (mirror / "old").write_bytes(os.urandom(200_000))
+        assert list(full.outbound.refused) == ["big"]
+        assert "big did not get into the project store: No space left" in full.notes[0]
+        assert set(os.listdir(full.store)) == {"old"}
+        full.desk.close()
+    finally:
+        travel.desk.close()
+        subprocess.run(["umount", travel.store], check=True)
+
+
+BELIEVED = (
+    ".bashrc",
+    ".BashRC",
+    ".profile",
+    ".zshenv",
+    ".ssh/authorized_keys",
+    "authorized_keys",
+    ".GIT/hooks/post-checkout",
+    ".g\u200cit/config",
+    ".git./config",
+    "git~1/config",
+    "sub/.git/hooks/post-merge",
+    ".gitconfig",
+    "taas.toml",
+    "deep/Taas.TOML",
+    ".taasignore",
+    ".config/fish/config.fish",
+    ".local/bin/python",
+    "venv/lib/python3.11/site-packages/x.pth",
+    "sitecustomize.py",
+    ".env",
+    "cache.bin",
+)
+
+
+def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
+    """FAULTS 75: a hostile host asks the desk itself; no name is made, changed or removed."""
+    (travel.store / ".taasignore").write_text("cache.bin\n")
+    (travel.store / ".bashrc").write_text("mine")
+    (travel.store / "taas.toml").write_text("mine")
+    desk = Desk(travel.rule, travel.folder / "other-state")
+    ask = wired(desk)
+    before = tree_of(travel.store)
+    empty = {"sizes": [0] * len(BELIEVED), "data": b"", "packed": False}
+    hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    files = [[path, 0, hash_of_nothing, True, 0] for path in BELIEVED]
+    assert set(ask("publish", files=files, contents=empty)) == set(BELIEVED)
+    assert set(ask("publish", removed=BELIEVED)) == set(BELIEVED)
+    assert set(ask("publish", folders=BELIEVED)) == set(BELIEVED)
+    for entry in files:
+        assert ask("write", path=entry[0], offset=0, contents={**empty, "sizes": [0]}, end=entry)
+    assert tree_of(travel.store) == before
+    desk.close()
+
+
+PATH_FILES = ("evil.pth", "deep/Evil.PTH", "e\u200cvil.p\u200cth", "evil.pth. ")
+
+
+@pytest.mark.parametrize("name", PATH_FILES)
+def test_a_pth_file_comes_from_a_host_only_if_it_is_a_checkpoint(travel: Travel, name: str) -> None:
+    """FAULTS 75: Python runs the lines of one that lies where it looks for packages."""
+    ask = wired(travel.desk)
+    for content, is_refused in ((b"import os\n", True), (b"", True), (checkpoint(), False)):
+        entry = [name, len(content), hashlib.sha256(content).hexdigest(), False, 0]
+        contents = {"sizes": [len(content)], "data": content, "packed": False}
+        assert bool(ask("publish", files=[entry], contents=contents)) == is_refused
+        assert bool(ask("write", path=name, offset=0, contents=contents, end=entry)) == is_refused
+        assert (travel.store / name).exists() != is_refused
+
+
+def checkpoint() -> bytes:
+    """What torch.save writes."""
+    file = io.BytesIO()
+    torch.save({"weights": torch.ones(2)}, file)
+    return file.getvalue()
+
+
+def test_what_stays_on_the_host_is_named_once(travel: Travel) -> None:
+    with travel.running() as mirror:
+        (mirror / ".bashrc").write_text("evil")
+        (mirror / ".profile").write_text("evil")
+        (mirror / ".env").write_text("key")
+        (mirror / "evil.pth").write_text("import evil")
+        (mirror / "model.pth").write_bytes(checkpoint())
+        eventually(reads(travel.store / "model.pth", checkpoint()))
+    assert set(tree_of(travel.store)) == {"model.pth"}
+    assert set(travel.outbound.refused) == {".bashrc", ".profile", ".env", "evil.pth"}
+    assert len([note for note in travel.notes if "would believe it" in note]) == 1
+    assert len([note for note in travel.notes if ".env did not get" in note]) == 1
+    assert len([note for note in travel.notes if "evil.pth did not get" in note]) == 1

@@ -1,0 +1,174 @@
+"""The parts of a travelling store: names, packing, hashes, and whether it must travel."""
+
+import hashlib
+import os
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taas_magic.display.receipt import lines
+from taas_magic.errors import ProtocolError
+from taas_magic.messages import KeptOutFile, StoreReceipt, UnsentFile, WrittenFile
+from taas_magic.store.mirror.chunks import CHUNK_BYTES, Pace, batches, pack, unpack
+from taas_magic.store.mirror.manifest import Entry, Hashes
+from taas_magic.store.mirror.paths import Cases, Ignore, why_astray, why_unsafe
+from taas_magic.store.mirror.tree import Seen, Tree, UnsafeError
+from taas_magic.store.receipt import Receipt
+from taas_magic.store.rule import Identity
+from tests.store.travel_rig import Travel, wired
+
+
+@given(st.text(max_size=40))
+def test_a_safe_path_stays_below_its_root(path: str) -> None:
+    if not why_astray(path):
+        assert os.path.normpath(f"/root/{path}").startswith("/root/")
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/a", "..", "a/..", "a/../b", "./a", "a//b", "a/", "a\0", "\udcff", "x" * 256]
+)
+def test_unsafe_paths(path: str) -> None:
+    assert why_unsafe(path)
+
+
+def test_paths_that_differ_by_case_or_by_how_a_letter_is_made() -> None:
+    cases = Cases()
+    assert cases.clash("Data/x") == "" and cases.clash("Data/y") == ""
+    assert cases.clash("data/z") == "Data" and cases.clash("Data/X") == "Data/x"
+    assert (
+        cases.clash("gr\u00f6\u00dfe") == ""
+        and cases.clash("gro\u0308\u00dfe") == "gr\u00f6\u00dfe"
+    )
+    cases.forget("Data/x")
+    assert cases.clash("Data/X") == ""
+
+
+@given(st.lists(st.one_of(st.none(), st.binary(max_size=2000), st.just(bytes(5000)))))
+def test_what_is_packed_is_unpacked(parts: list[bytes | None]) -> None:
+    assert unpack(pack(parts)) == parts
+
+
+def test_a_message_that_would_grow_beyond_all_bounds_is_refused() -> None:
+    bomb = zlib.compress(bytes(50 << 20))
+    for sizes, packed in (([10], True), ([CHUNK_BYTES + 1], True), ([10], False)):
+        with pytest.raises(ValueError):
+            unpack({"sizes": sizes, "data": bomb, "packed": packed})
+    with pytest.raises(ValueError):
+        unpack({"sizes": [10], "data": b"no zlib", "packed": True})
+
+
+@given(st.lists(st.integers(0, 3 << 20), max_size=20))
+def test_batches_cover_every_byte_once_and_in_order(sizes: list[int]) -> None:
+    entries = [Entry(str(number), size, "") for number, size in enumerate(sizes)]
+    pace = Pace()
+    at = dict.fromkeys((entry.path for entry in entries), 0)
+    for batch in batches(entries, pace):
+        assert sum(size for _, _, size in batch) <= CHUNK_BYTES
+        for path, offset, size in batch:
+            assert offset == at[path]
+            at[path] += size
+        pace.took(0.01)
+    assert at == {entry.path: entry.size for entry in entries}
+
+
+def test_a_slow_link_gets_small_messages() -> None:
+    pace = Pace()
+    for seconds, holds in ((0.01, CHUNK_BYTES), (5.0, 1 << 16)):
+        for _ in range(20):
+            pace.took(seconds)
+        assert pace.size == holds
+
+
+def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    file = tmp_path / "tree" / "a"
+    file.write_bytes(b"one")
+    just_now = time.time() + 1000  # however long this test is held up
+    os.utime(file, (just_now, just_now))
+    with Tree(tmp_path / "tree") as tree:
+        hashes = Hashes(tmp_path / "hashes.json")
+        seen = Seen("a", file.stat())
+        assert hashes.of(tree, seen) == hashlib.sha256(b"one").hexdigest()
+        assert "a" not in hashes, "it was written just now, and may be once more in the same tick"
+        hashes.remember("a", file.stat(), "remembered")
+        hashes.save()
+        again = Hashes(tmp_path / "hashes.json")
+        assert again.of(tree, seen) == "remembered"
+        file.write_bytes(b"two")
+        os.utime(file, (just_now, just_now))
+        assert again.of(tree, Seen("a", file.stat())) == hashlib.sha256(b"two").hexdigest()
+    (tmp_path / "hashes.json").write_text("[[1")
+    assert Hashes(tmp_path / "hashes.json").paths() == []
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    for name in ("tree", "outside"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "outside" / "file").write_text("secret")
+    (tmp_path / "tree" / "way").symlink_to(tmp_path / "outside")
+    (tmp_path / "tree" / "link").symlink_to(tmp_path / "outside" / "file")
+    with Tree(tmp_path / "tree") as tree:
+        for path in ("way/file", "link", "way"):
+            with pytest.raises(UnsafeError):
+                tree.open_file(path)
+        for call in (tree.make_folder, tree.remove, tree.status):
+            with pytest.raises(UnsafeError):
+                call("way/file")
+    assert (tmp_path / "outside" / "file").exists()
+
+
+def test_defaults_can_be_taken_back() -> None:
+    assert Ignore().leaves_out_within("a/__pycache__/b.pyc")
+    assert not Ignore(["!__pycache__/"]).leaves_out_within("a/__pycache__/b.pyc")
+
+
+def test_a_folder_is_itself_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    identity = Identity.of(str(tmp_path))
+
+    def no_token() -> str:
+        raise AssertionError("one kernel knows its folders")
+
+    assert identity.is_here(no_token)
+    moved = Identity(str(tmp_path / "other"), identity.kernel, identity.device, identity.inode)
+    assert not moved.is_here(no_token)
+    gone = Identity(str(tmp_path / "gone"), identity.kernel, identity.device, identity.inode)
+    assert not gone.is_here(no_token)
+
+
+def test_another_machine_must_see_a_file_of_random_name(tmp_path: Path) -> None:
+    travel = Travel(tmp_path)
+    ask = wired(travel.desk)
+    here = Identity.of(str(travel.store))
+    there = Identity(here.path, "another kernel", here.device, here.inode)
+    assert there.is_here(lambda: ask("token"))
+    assert not there.is_here(lambda: ".taas-arriving-of-another-store")
+    assert len(os.listdir(travel.store)) == 1
+    travel.desk.close()
+    assert os.listdir(travel.store) == []
+    with pytest.raises(ProtocolError, match="has ended"):
+        ask("token")
+
+
+def test_questions_that_the_desk_does_not_have(tmp_path: Path) -> None:
+    ask = wired(Travel(tmp_path).desk)
+    for what, arguments in (("format", {}), ("read", {}), ("read", {"parts": [["a", 0, 1 << 30]]})):
+        with pytest.raises(ProtocolError):
+            ask(what, **arguments)
+
+
+def test_a_receipt_says_what_did_not_come_back() -> None:
+    receipt = Receipt().with_event(StoreReceipt(not_sent=[UnsentFile("m.pt", "no space")]))
+    receipt = receipt.with_event(StoreReceipt())
+    assert lines(receipt)[-1] == ("not brought to the store", "m.pt (no space)")
+
+
+def test_what_rank_0_wrote_is_not_missing_where_it_had_not_arrived() -> None:
+    kept = StoreReceipt(kept_out=[KeptOutFile(2, "m.pt", False)])
+    both = kept, StoreReceipt(written=[WrittenFile("m.pt", 3)])
+    for first, second in (both, both[::-1]):
+        assert Receipt().with_event(first).with_event(second).missing == frozenset()

@@ -1,0 +1,265 @@
+"""Runs on hosts that lack the project store: it travels there, and rank 0's files come back."""
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from taas_magic.errors import RunLost, StoreError
+from taas_magic.journal.folder import RunFolder
+from tests.events import line_of
+from tests.eventually import eventually
+from tests.harness import Notebook, Outcome
+from tests.rig.hosts import Hosts, hosts_up
+from tests.rig.pools import enter, given_back, settings_in, ssh_pool
+from tests.store.travel_rig import STARTED_WITHIN_S, tree_of
+
+pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
+
+POOLS = {"one": [1], "two": [1, 2], "doomed": [3]}
+
+SAVE = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.full((4,), float(rank))
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(warm_notebook: Notebook) -> Iterator[Hosts]:
+    """Three hosts that share the state folder with this machine, and not the project."""
+    with hosts_up(3, share=[warm_notebook.state_dir]) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def settings(
+    warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """A configuration folder with pools of them; in the end the pools are given back."""
+    tables = [ssh_pool(name, hosts, numbers, gpus=2) for name, numbers in POOLS.items()]
+    toml = '[store]\nlimit = "4MiB"\n' + "".join(tables)
+    folder = settings_in(tmp_path_factory.mktemp("config"), toml)
+    with given_back(warm_notebook, folder, *POOLS):
+        yield folder
+
+
+@pytest.fixture
+def far(warm_notebook: Notebook, settings: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
+    """A notebook with an empty project, whose pools do not have it."""
+    enter(warm_notebook, settings, monkeypatch)
+    for path in warm_notebook.project.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return warm_notebook
+
+
+def notes(outcome: Outcome) -> list[str]:
+    return [event["text"] for event in outcome.of_kind("note")]
+
+
+def test_every_rank_saves_and_one_file_comes_back(far: Notebook) -> None:
+    outcome = far.run(SAVE + 'torch.save(model, "m.pt")\nprint(os.getcwd())', "--pool one")
+    assert outcome.error is None, outcome.shown
+    assert torch.load("m.pt", weights_only=True).tolist() == [0.0] * 4
+    assert os.listdir() == ["m.pt"]
+    assert outcome.run is not None
+    receipt = outcome.run.receipt
+    assert receipt.written == {"m.pt": os.path.getsize("m.pt")} and receipt.complete
+    assert receipt.kept_out == {"m.pt": (1,)} and not receipt.missing and not receipt.not_sent
+    assert "/.cache/taas/projects/" in outcome.lines[0][-1]
+
+
+def test_the_project_is_there_and_its_changes_come_back(far: Notebook) -> None:
+    Path("data").mkdir()
+    Path("data/numbers.csv").write_text("1,2,3")
+    Path("old.txt").touch()
+    Path("secret").symlink_to("/etc/hostname")
+    os.mkfifo("pipe")
+    source = """
+import os
+from pathlib import Path
+if os.environ["RANK"] == "0":
+    total = sum(map(int, Path("data/numbers.csv").read_text().split(",")))
+    Path("out/deep").mkdir(parents=True)
+    Path("out/deep/total.txt").write_text(str(total))
+    Path("old.txt").unlink()
+    os.system("echo by the shell > data/shell.txt")
+"""
+    outcome = far.run(source, "--pool one")
+    assert outcome.error is None, outcome.shown
+    assert Path("out/deep/total.txt").read_text() == "6"
+    assert Path("data/shell.txt").read_text() == "by the shell\n"
+    assert not Path("old.txt").exists() and Path("secret").is_symlink()
+    assert "not taken along from the project store: pipe (a FIFO), secret (a symbolic link)" in (
+        notes(outcome)
+    )
+    assert outcome.run is not None
+    assert set(outcome.run.receipt.written) == {"out/deep/total.txt", "data/shell.txt"}
+
+
+def test_secrets_and_what_others_believe_stay_where_they_are(far: Notebook) -> None:
+    """FAULTS 75: in neither direction, and the head names the first one kept back."""
+    for path in (".env", ".ssh/id_ed25519", "keys/.netrc"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text("secret")
+    Path(".bashrc").write_text("mine")
+    before = tree_of(Path())
+    source = """
+import os
+from pathlib import Path
+print("HELD", sorted(str(p) for p in Path().rglob("*") if p.is_file()), flush=True)
+if os.environ["RANK"] == "0":
+    for name in (".bashrc", ".GIT/hooks/post-merge", "taas.toml", ".env.local"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("from the host")
+"""
+    outcome = far.run(source, "--pool one")
+    assert outcome.error is None, outcome.shown
+    assert tree_of(Path()) == before
+    texts = [line for lines in outcome.lines.values() for line in lines]
+    assert "HELD ['.bashrc']" in texts
+    said = "\n".join(notes(outcome))
+    assert "not taken along from the project store: .env (it may hold a secret, like 2 more" in said
+    assert "did not get into the project store: shells, ssh, git" in said
+    assert outcome.run is not None
+    assert set(outcome.run.receipt.not_sent) >= {".bashrc", "taas.toml", ".env.local"}
+
+
+def test_other_hosts_read_what_rank_0_saved(far: Notebook) -> None:
+    source = """
+if rank == 0:
+    torch.save(model, "m.pt")
+while not os.path.exists("m.pt"):
+    time.sleep(0.1)
+print(torch.load("m.pt", weights_only=True)[0].item())
+torch.save(model, "m.pt")
+dist.barrier()
+"""
+    outcome = far.run(SAVE + source, "--pool two", gpus=4)
+    assert outcome.error is None, outcome.shown
+    assert {lines[-1] for lines in outcome.lines.values()} == {"0.0"}
+    assert torch.load("m.pt", weights_only=True).tolist() == [0.0] * 4
+    assert outcome.run is not None
+    receipt = outcome.run.receipt
+    assert set(receipt.written) == {"m.pt"} and receipt.kept_out == {"m.pt": (1, 2, 3)}
+    assert not receipt.missing
+
+
+def test_shards_of_all_hosts_come_back(far: Notebook) -> None:
+    source = """
+import torch.distributed.checkpoint as dcp
+dcp.save({f"only-{rank}": torch.ones(2) * rank}, checkpoint_id="checkpoint")
+"""
+    outcome = far.run(SAVE + source, "--pool two --shared-writes checkpoint", gpus=4)
+    assert outcome.error is None, outcome.shown
+    assert len(list(Path("checkpoint").glob("*.distcp"))) == 4
+    assert Path("checkpoint/.metadata").exists()
+    assert outcome.run is not None and outcome.run.receipt.shared == ("checkpoint",)
+
+
+def test_all_hosts_start_again_from_rank_0s_checkpoint(far: Notebook) -> None:
+    source = """
+if not os.path.exists("m.pt"):
+    dist.barrier()
+    if rank == 0:
+        torch.save(torch.tensor(7.0), "m.pt")
+    dist.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), 9)
+    time.sleep(600)
+print(torch.load("m.pt", weights_only=True).item())
+"""
+    outcome = far.run(SAVE + source, "--pool two --max-restarts 1", gpus=4)
+    assert outcome.error is None, outcome.shown
+    assert [outcome.lines[rank][-1] for rank in range(4)] == ["7.0"] * 4
+    assert outcome.run is not None and set(outcome.run.receipt.written) == {"m.pt"}
+
+
+def test_too_much_is_refused_with_what_to_do(far: Notebook) -> None:
+    Path("big.bin").write_bytes(bytes(5 << 20))
+    outcome = far.run("1", "--pool one")
+    assert isinstance(outcome.error, StoreError)
+    assert "big.bin 5.0 MiB" in outcome.shown and ".taasignore" in outcome.shown
+    Path(".taasignore").write_text("*.bin\n")
+    assert far.run("1", "--pool one").error is None
+
+
+def test_a_host_that_comes_back_changes_nothing(far: Notebook, hosts: Hosts) -> None:
+    """FAULTS 14: the run is over by then, and what the host has still to send is refused."""
+    source = """
+if rank == 0:
+    for number in range(100_000):
+        with open(f"{number}.txt", "w") as file:
+            file.write("x" * 1000)
+        if number == 20:
+            print("writing", flush=True)
+        time.sleep(0.02)
+time.sleep(600)
+"""
+    processes: list[psutil.Process] = []
+
+    def cut() -> None:
+        eventually(lambda: "writing" in said(far), STARTED_WITHIN_S)
+        processes.extend(hosts.processes(3))
+        hosts.cut(3)
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    outcome = far.run(SAVE + source, "--pool doomed")
+    cutting.join()
+    assert isinstance(outcome.error, RunLost), outcome.shown
+    before = tree_of(far.project)
+    assert before and all(content == b"x" * 1000 for content in before.values())
+    hosts.heal(3)
+    _, alive = psutil.wait_procs(processes, timeout=100)
+    assert not alive and tree_of(far.project) == before
+
+
+def test_power_off_after_a_save_loses_nothing(far: Notebook, hosts: Hosts) -> None:
+    """What is closed gets home while the run goes on, and what is not has no part of it there."""
+    source = """
+from pathlib import Path
+if rank == 0:
+    Path("epochs").mkdir()
+    for number in range(50):
+        Path(f"epochs/{number}.txt").write_text(str(number))
+    torch.save(torch.arange(1_000_000), "m.pt")
+    with open("unfinished.txt", "w") as file:
+        file.write("half")
+        file.flush()
+        print("saved", flush=True)
+        time.sleep(600)
+time.sleep(600)
+"""
+
+    def cut_power() -> None:
+        eventually(lambda: "saved" in said(far), STARTED_WITHIN_S)
+        eventually(lambda: Path("m.pt").exists() and len(os.listdir("epochs")) == 50)
+        hosts.kill(3)
+
+    cutting = threading.Thread(target=cut_power)
+    cutting.start()
+    outcome = far.run(SAVE + source, "--pool doomed")
+    cutting.join()
+    assert outcome.error is not None
+    assert torch.load("m.pt", weights_only=True).equal(torch.arange(1_000_000))
+    assert {name: Path(name).read_text() for name in map(str, Path("epochs").iterdir())} == {
+        f"epochs/{number}.txt": str(number) for number in range(50)
+    }
+    assert set(tree_of(far.project)) == {
+        "m.pt", "epochs", *(f"epochs/{number}.txt" for number in range(50))
+    }  # fmt: skip
+
+
+def said(notebook: Notebook) -> list[str]:
+    """The lines of rank 0 in the newest run."""
+    newest = max((notebook.state_dir / "runs").iterdir(), default=None)
+    events = [line_of(event) for event in RunFolder(newest).read_events()] if newest else []
+    lines = [event["lines"] for event in events if event["kind"] == "lines" and event["rank"] == 0]
+    return [line for some in lines for line in some]

@@ -1,0 +1,206 @@
+"""The example notebooks: as they are stored, and executed with the TaaS kernel."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = ROOT / "notebooks"
+NAMES = ("quickstart", "pragma", "lightning")
+WITH_PICTURE = ("quickstart", "pragma")
+ACCURACY = re.compile(r"^accuracy (0\.\d+)", re.MULTILINE)
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str) -> Path:
+    """A copy of the notebooks, and the checkout's own kernelspec."""
+    shutil.copytree(ROOT / "kernels" / "taas", tmp_path / "jupyter" / "kernels" / "taas")
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    copy = tmp_path / "notebooks"
+    shutil.copytree(NOTEBOOKS, copy)
+    return copy
+
+
+def outputs(notebook: NotebookNode) -> Iterator[NotebookNode]:
+    for cell in notebook.cells:
+        yield from cell.get("outputs", ())
+
+
+def texts(notebook: NotebookNode) -> str:
+    """All that the cells show as text."""
+    shown = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs(notebook))
+    return "\n".join(shown)
+
+
+def executed(folder: Path, name: str, *pools: str) -> NotebookNode:
+    """A notebook of the copy with what its cells show now; its pools are taken down."""
+    notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
+    down = "\n".join(f"%taas down {pool}" for pool in (*pools, ""))
+    notebook.cells.append(nbformat.v4.new_code_cell(down))
+    resources = {"metadata": {"path": str(folder)}}
+    waits = {"timeout": 240, "startup_timeout": 100, "iopub_timeout": 100}
+    NotebookClient(notebook, kernel_name="taas", resources=resources, **waits).execute()
+    return notebook
+
+
+def stored(name: str) -> NotebookNode:
+    """A notebook as it lies in the project: valid, and without a path of the machine it ran on."""
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    assert str(ROOT) not in texts(notebook)
+    return notebook
+
+
+def check(notebook: NotebookNode, name: str) -> None:
+    """Whether the outputs show a training that worked."""
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    text = texts(notebook)
+    assert "SUCCEEDED" in text
+    found = ACCURACY.search(text)
+    assert found is not None and float(found[1]) > 0.95
+    pictures = [o for o in outputs(notebook) if "image/png" in o.get("data", {})]
+    assert len(pictures) == (name in WITH_PICTURE)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_trains(folder: Path, name: str) -> None:
+    check(executed(folder, name, *(["g2.8"] if name == "pragma" else [])), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_stored_with_its_outputs(name: str) -> None:
+    notebook = stored(name)
+    kernel = {"name": "taas", "display_name": "Python (TaaS)", "language": "python"}
+    assert notebook.metadata.kernelspec == kernel
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    check(notebook, name)
+
+
+@pytest.mark.timeout(300)
+def test_the_store_is_rank_0s(folder: Path) -> None:
+    notebook = executed(folder, "store")
+    check_store(notebook)
+    assert not list(folder.glob("*.pt")), "an example clears away what it made"
+
+
+def test_the_stores_notebook_is_stored_with_its_outputs() -> None:
+    notebook = stored("store")
+    check_store(notebook)
+
+
+def check_store(notebook: NotebookNode) -> None:
+    """Whether the outputs show one writer, the others kept out, and a run that went on."""
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    text = texts(notebook)
+    assert (
+        "not saved (only rank 0 writes): weights.pt from ranks 1-3" in text and "held by:" in text
+    )
+    assert "every rank reads [0.0, 0.0, 0.0]" in text
+    assert "restarts 1" in text and "from step 12" in text
+
+
+@pytest.mark.timeout(300)
+def test_fetchers_end_the_waiting(folder: Path) -> None:
+    notebook = executed(folder, "data_service")
+    check_data_service(notebook)
+
+
+def test_the_data_services_notebook_is_stored_with_its_outputs() -> None:
+    notebook = stored("data_service")
+    text = texts(notebook)
+    check_data_service(notebook)
+    shares = re.findall(r"^(\d|no) fetchers? +waited +(\d+) %", text, re.MULTILINE)
+    waited = {fetchers: int(share) for fetchers, share in shares}
+    assert waited["4"] < waited["no"] / 2
+
+
+def check_data_service(notebook: NotebookNode) -> None:
+    """Whether the outputs show advice, equal weights, and pictures of the waiting and the data."""
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    text = texts(notebook)
+    assert "advice: ranks waited" in text and "--cpus" in text
+    assert "all three networks are equal to the last bit" in text
+    found = ACCURACY.search(text)
+    assert found is not None and float(found[1]) > 0.9
+    assert len([o for o in outputs(notebook) if "image/png" in o.get("data", {})]) == 2
+
+
+@pytest.mark.timeout(300)
+def test_divided_models_have_the_weights_of_one_process(folder: Path) -> None:
+    notebook = executed(folder, "model_parallel")
+    check_model_parallel(notebook)
+    assert not (folder / "checkpoints").exists(), "an example clears away what it made"
+
+
+def test_the_notebook_of_model_parallelism_is_stored_with_its_outputs() -> None:
+    notebook = stored("model_parallel")
+    check_model_parallel(notebook)
+
+
+def check_model_parallel(notebook: NotebookNode) -> None:
+    """Whether the outputs show shards, the last rank's losses, and equal weights."""
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    text = texts(notebook)
+    assert text.count("(128, 64) of (256, 64) are here") >= 2
+    last, alone = re.findall(r"^losses of .*: +(\d\.\d+ … \d\.\d+)$", text, re.MULTILINE)
+    assert last == alone
+    compared = re.findall(r"largest difference of a weight (\S+)$", text, re.MULTILINE)
+    assert len(compared) == 4 and all(float(difference) < 1e-12 for difference in compared)
+
+
+def test_the_cubes_notebook_is_stored_with_its_outputs() -> None:
+    notebook = stored("datacube")
+    text = texts(notebook)
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    assert "killed by SIGKILL" in text and "goes on after epoch 2" in text
+    assert "equal weights: True" in text
+
+
+SAID_BY_FARMS = {
+    "farm": ("one of 2 nodes is killed", "12 solutions, accuracy", "closed · 12 done"),
+    "sweep": ("ValueError: trial 7 has bad luck", "19 of 20 trials", "19 done, 1 failed"),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SAID_BY_FARMS)
+def test_a_farms_solutions_come_back(folder: Path, name: str) -> None:
+    pytest.importorskip("optuna")
+    check_farm(executed(folder, name, "farm"), name)
+
+
+@pytest.mark.parametrize("name", SAID_BY_FARMS)
+def test_a_farms_notebook_is_stored_with_its_outputs(name: str) -> None:
+    notebook = stored(name)
+    check_farm(notebook, name)
+
+
+def check_farm(notebook: NotebookNode, name: str) -> None:
+    """Whether the outputs show all solutions, and what went wrong on the way."""
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    text = texts(notebook)
+    assert all(said in text for said in SAID_BY_FARMS[name])
+    pictures = [o for o in outputs(notebook) if "image/png" in o.get("data", {})]
+    assert len(pictures) == (name == "sweep")
+
+
+def test_the_federations_notebook_is_stored_with_its_outputs() -> None:
+    notebook = stored("federated")
+    text = texts(notebook)
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    alone = [float(share) for share in re.findall(r"^site \d alone +(0\.\d+)", text, re.MULTILINE)]
+    together = ACCURACY.search(text)
+    assert len(alone) == 3 and together is not None and float(together[1]) > max(alone) + 0.2
