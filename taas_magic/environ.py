@@ -20,10 +20,15 @@ def changes(initial: bytes, now: Mapping[str, str]) -> Changes:
         initial: As the process got it: `NAME=value` texts, each ended by a zero byte.
         now: As it is.
     """
-    texts = (os.fsdecode(text).partition("=") for text in initial.split(b"\0") if text)
-    before = {name: value for name, _, value in texts}
+    before = parsed(initial)
     changed: Changes = {name: v for name, v in now.items() if before.get(name) != v}
     return changed | {name: None for name in before if name not in now}
+
+
+def parsed(initial: bytes) -> dict[str, str]:
+    """An environment as a process got it, as /proc has it."""
+    texts = (os.fsdecode(text).partition("=") for text in initial.split(b"\0") if text)
+    return {name: value for name, _, value in texts}
 
 
 def of_this_process() -> Changes:

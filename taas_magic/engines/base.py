@@ -9,8 +9,8 @@ import importlib
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -102,6 +102,19 @@ class Engine(ABC):
         """Gives back all hosts, come or to come, but those whose agents are named."""
         await cluster.scale_down([n for n in list(cluster.worker_spec) if str(n) not in keep])
 
+    @asynccontextmanager
+    async def way(self, agent: str, address: str) -> AsyncIterator[str]:
+        """Lets a host reach a port of this machine while the block lasts; gives its address there.
+
+        Args:
+            agent: The host's, by its name.
+            address: The port's on this machine, as "tls://host:port"; it asks for keys itself.
+
+        Raises:
+            PoolError: The host cannot reach it.
+        """
+        yield address
+
     async def why_lost(self, agent: str) -> str:
         """What is known of a host that was lost, in one line; "" when nothing is."""
         return ""
@@ -127,6 +140,10 @@ class HostSource:
         """See `Engine.release`."""
         async with self._turn:
             await self.engine.release(self.cluster, keep)
+
+    def way(self, agent: str, address: str) -> AbstractAsyncContextManager[str]:
+        """See `Engine.way`."""
+        return self.engine.way(agent, address)
 
     async def why_lost(self, agent: str) -> str:
         """See `Engine.why_lost`."""

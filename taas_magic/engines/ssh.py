@@ -1,9 +1,9 @@
 """The engine of SSH pools: hosts that are there already and let the user in."""
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.config import PoolConfig
@@ -82,6 +82,13 @@ class SshEngine(Engine):
     async def release(self, cluster: Any, keep: Collection[str]) -> None:
         cluster.give_up(keep)
         await super().release(cluster, keep)
+
+    @asynccontextmanager
+    async def way(self, agent: str, address: str) -> AsyncIterator[str]:
+        """See `Engine.way`: as its agent, a host reaches this machine by SSH only."""
+        assert self._cluster is not None
+        async with self._cluster.tunnel(agent, address) as port:
+            yield f"tls://{LOOPBACK}:{port}"
 
     async def why_lost(self, agent: str) -> str:
         return "" if self._cluster is None else await self._cluster.why_lost(agent)

@@ -9,8 +9,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from distributed import SpecCluster
@@ -32,6 +33,7 @@ from taas_magic.ssh.connect import (
     Connection,
     KeptCommand,
     Stopped,
+    close_tunnel,
     connect,
     open_tunnel,
     shell_words,
@@ -132,6 +134,23 @@ class SshCluster(SpecCluster):
             raise error
         return sorted(filter(None, (host.news() for host in self._created)))
 
+    @asynccontextmanager
+    async def tunnel(self, name: str, address: str) -> AsyncIterator[int]:
+        """A port of a host's loopback that leads to an address of this machine, for the block.
+
+        Raises:
+            PoolError: The host is gone, or forwards no port.
+        """
+        connection = next((it.connection for it in self._created if str(it.name) == name), None)
+        if connection is None:
+            raise PoolError(f"host {name} is gone")
+        port = await self._roster.in_thread(open_tunnel, connection, *_address_of(address))
+        try:
+            yield port
+        finally:
+            with suppress(RuntimeError):  # the pool ends, and all connections with it
+                await self._roster.in_thread(close_tunnel, connection, port)
+
     async def why_lost(self, name: str) -> str:
         """What is known of a lost host, in one line."""
         hosts = [host for host in self._created if str(host.name) == name]
@@ -178,6 +197,9 @@ class SshHost(ProcessInterface):
         scheduler: The scheduler's address; Dask gives it.
         roster: The pool's hosts.
         name: The host's name in the pool; Dask gives it.
+
+    Attributes:
+        connection: To the host; None before and after.
     """
 
     def __init__(self, scheduler: str, roster: Roster, name: str | int = "") -> None:
@@ -185,7 +207,7 @@ class SshHost(ProcessInterface):
         self.name = name
         self._scheduler, self._roster = scheduler, roster
         self._target: Target | None = None
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None
         self._command: KeptCommand | None = None
         self._stop = threading.Event()
         self._doing, self._since = "", time.monotonic()
@@ -232,8 +254,8 @@ class SshHost(ProcessInterface):
         """Ends the attempt to bring a host up, wherever it stands; returns at once."""
         if self.status == Status.created:
             self._stop.set()
-            if self._connection is not None:
-                self._connection.transport.close()
+            if self.connection is not None:
+                self.connection.transport.close()
 
     def news(self) -> str:
         """What it has been doing for long; "" when it is not."""
@@ -242,7 +264,7 @@ class SshHost(ProcessInterface):
 
     def why_lost(self) -> str:
         """What is known of its end, from the end of its connection; blocks for a moment."""
-        command, connection = self._command, self._connection
+        command, connection = self._command, self.connection
         if command is None or connection is None or not command.ended.wait(_END_S):
             return ""
         if not connection.is_open:
@@ -258,7 +280,7 @@ class SshHost(ProcessInterface):
         pool = self._roster.pool
         self._do(f"still connecting to {target.hostname}:{target.port}")
         limit_s = min(CONNECT_TIMEOUT_S, pool.start_timeout_s)
-        self._connection = connection = connect(target, self._stop, limit_s, pool.lease_s)
+        self.connection = connection = connect(target, self._stop, limit_s, pool.lease_s)
         self._do("still putting packages into its cache, as on every first use")
         prepared = prepare(connection, pool)
         address, port = _address_of(self._scheduler)
@@ -304,9 +326,9 @@ class SshHost(ProcessInterface):
     def _end(self) -> None:
         if self._command is not None:
             self._command.close(CLOSE_S)
-        if self._connection is not None:
-            self._connection.close()
-        self._command = self._connection = None
+        if self.connection is not None:
+            self.connection.close()
+        self._command = self.connection = None
 
 
 def supervisor_command(pool: PoolConfig, path_entries: Sequence[str]) -> str:

@@ -272,7 +272,7 @@ class Project:
         if not is_shared(spec, ask):
             self._travelling = Travelling(spec, ask, note, _sends(spec))
         rule = self.local(spec).plan.store
-        self._ledger = Ledger(rule.path, rule.shared) if rule else None
+        self._ledger = Ledger(rule.path, rule.shared) if rule and not spec.reads_only else None
         self._has_rank_0 = spec.share.first_rank == 0
 
     def local(self, spec: HostSpec) -> HostSpec:
@@ -301,6 +301,8 @@ class Project:
             What they did to the store; None where the run has none.
         """
         if self._ledger is None:
+            if self._travelling is not None:
+                self._travelling.finish()
             return None
         if self._travelling is None:
             return self._ledger.close(has_rank_0=self._has_rank_0)
@@ -318,6 +320,8 @@ def is_shared(spec: HostSpec, ask: Ask) -> bool:
 def _sends(spec: HostSpec) -> Sequence[str] | None:
     """What ranks may write here: all of the store (None), or its shared folders, relative to it."""
     rule = spec.plan.store
+    if spec.reads_only:
+        return []
     if rule is None or spec.share.first_rank == 0:
         return None
     return [os.path.relpath(folder, rule.path) for folder in rule.shared]

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 HOST = "TAAS_HOST"
 """The environment variable that has the name of a rank's host, as the user calls it."""
 
+REACH = "TAAS_REACH"
+"""The environment variable that has the address at which a rank finds what `reach` names."""
+
 VALUE = "<value>"
 """The name of the last expression's value among a run's results; no variable can have it."""
 
@@ -91,6 +94,10 @@ class HostSpec(Struct, frozen=True):
         home_dir: The run's folder on the notebook's machine, where `run_dir` is another.
         requires: Modules that must be installed on the hosts; None asks hosts nothing.
         n_hosts: Hosts of the run.
+        reach: A port of the notebook's machine that ranks connect to, as "tls://host:port"; as it
+            is sent to a host, where that finds it. "": none.
+        reads_only: Whether the project store is only read: the run does not own it, and what is
+            written to a copy of it stays there.
     """
 
     plan: Plan
@@ -104,6 +111,8 @@ class HostSpec(Struct, frozen=True):
     home_dir: str = ""
     requires: tuple[str, ...] | None = None
     n_hosts: int = 1
+    reach: str = ""
+    reads_only: bool = False
 
     @property
     def share(self) -> HostPlan:
@@ -151,12 +160,13 @@ class HostSpec(Struct, frozen=True):
                 **self.origin.environ,
                 RUN_TOKEN: self.plan.run_id,
                 HOST: host,
+                **({REACH: self.reach} if self.reach else {}),
             },
             env=self.plan.env,
             sys_path=self.origin.sys_path,
             colors=self.origin.colors,
             out=self.plan.out,
-            store=self.plan.store,
+            store=None if self.reads_only else self.plan.store,
             means=means,
         )
 

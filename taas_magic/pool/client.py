@@ -256,10 +256,14 @@ class Pool:
     Args:
         config: The pool's settings.
         project: The notebook's folder; kernels of other projects have pools of their own.
+
+    Attributes:
+        config: Its settings.
+        address: Of its port, as "tls://host:port"; "" before it was open.
     """
 
     def __init__(self, config: PoolConfig, project: Path) -> None:
-        self.config = config
+        self.config, self.address = config, ""
         self._process = PoolProcess(config, project)
         self._opening = threading.Lock()
         self._client: Client | None = None
@@ -404,6 +408,7 @@ class Pool:
         from taas_magic.host.topics import POOL_BEAT, topic
 
         place = self._process.wait_for_place()
+        self.address = place.address
         self._client = Client(
             place.address,
             security=Security(**place.security),

@@ -303,7 +303,8 @@ class Controller(SchedulerPlugin):
             until_end.callback(over.set)
             until_end.callback(self._runs.pop, first.plan.run_id, None)
             try:
-                await _own_store(until_end, first.plan)
+                if not first.reads_only:
+                    await _own_store(until_end, first.plan)
                 journal = _journal(first.folder, tell)
                 until_end.push_async_callback(asyncio.to_thread, journal.close)
                 run = PoolRun(first, owner, self.members, _publisher(journal, tell), over)

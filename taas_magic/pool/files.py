@@ -105,10 +105,11 @@ class StoreDoor:
     Args:
         rule: The run's store; None where it has none.
         writes: Whether the hosts' ranks write; a desk for fetchers alone has files of its own.
+        is_owner: Whether the run owns the store; others may use it at the same time if not.
     """
 
-    def __init__(self, rule: StoreRule | None, writes: bool = True) -> None:
-        self._rule, self._writes = rule, writes
+    def __init__(self, rule: StoreRule | None, writes: bool = True, is_owner: bool = True) -> None:
+        self._rule, self._writes, self._is_owner = rule, writes, is_owner
         self._thread = ThreadPoolExecutor(1, "taas-store")
         self._desk: Desk | None = None
         self._is_closed = False
@@ -137,7 +138,9 @@ class StoreDoor:
         if self._desk is None:
             assert self._rule is not None
             folder = state_folder(self._rule.path)
-            if self._writes:
+            if not self._is_owner:
+                self._desk = Desk(self._rule, folder / "readers", writer=-1, is_alone=False)
+            elif self._writes:
                 self._desk = Desk(self._rule, folder)
             else:
                 self._desk = Desk(self._rule, folder / "fetchers", writer=-1)

@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -269,6 +269,10 @@ class Members(SchedulerPlugin):
             except asyncio.TimeoutError:
                 why = f"did not answer {name} within {CALL_S:.0f} s"
                 raise PoolError(f"host {member.name or address} {why}") from None
+
+    def way(self, member: Member, address: str) -> AbstractAsyncContextManager[str]:
+        """Lets a host reach a port of this machine; see `Engine.way`."""
+        return self._source.way(member.agent, address)
 
     async def watch(self) -> None:
         """Takes hosts that are not heard any more for lost; runs until it is cancelled."""

@@ -83,6 +83,7 @@ class RunHosts:
         self._shares: dict[str, Share] = {}
         self._left = asyncio.Event()
         self._late: set[asyncio.Future[None]] = set()
+        self._ways = contextlib.AsyncExitStack()
 
     def addresses(self) -> list[str]:
         """The hosts of the attempt, by their ranks."""
@@ -154,10 +155,14 @@ class RunHosts:
 
     async def _start_one(self, share: Share, spec: HostSpec, running: set[str]) -> int:
         """Starts an attempt on a host; returns the port of its meeting place, 0 if it failed."""
-        packed = pack(of_host(spec, share.host_rank))
         address = share.member.address
         share.member.runs.add(self._run_id)
         try:
+            if spec.reach:
+                way = self._members.way(share.member, spec.reach)
+                reach = await self._ways.enter_async_context(way)
+                spec = structs.replace(spec, reach=reach)
+            packed = pack(of_host(spec, share.host_rank))
             if address in running:
                 said = await self._members.call(
                     address, CALL_AGAIN, StorePort, run_id=self._run_id, spec=packed
@@ -212,6 +217,7 @@ class RunHosts:
         while not all(share.ended for share in there):
             self._left.clear()
             await self._left.wait()
+        await self._ways.aclose()
         reports = [share.report for share in there if share.report is not None]
         return [f for report in reports if report.state == "LOST" for f in report.failures]
 
@@ -297,7 +303,7 @@ class PoolRun:
         self._members, self.publish = members, publish
         self.plan, self._desk = spec.plan, RunDesk(spec.folder)
         self.run_id = self.plan.run_id
-        self._door = StoreDoor(self.plan.store)
+        self._door = StoreDoor(self.plan.store, is_owner=not spec.reads_only)
         self._attempt = self._restarts = 0
         self._fetchers: dict[int, LoaderPlaces] = {}
         self._changed = asyncio.Event()

@@ -55,12 +55,16 @@ class Connection:
         target: The host.
         client: The open connection to it.
         undo: What closes it.
+
+    Attributes:
+        tunnels: Where each port of the host leads that is forwarded (`open_tunnel`).
     """
 
     def __init__(self, target: Target, client: SSHClient, undo: ExitStack) -> None:
         transport = client.get_transport()
         assert transport is not None
         self.target, self.transport = target, transport
+        self.tunnels: dict[int, tuple[str, int]] = {}
         self._client, self._undo = client, undo
 
     @property
@@ -487,23 +491,30 @@ def shell_words(
 def open_tunnel(connection: Connection, host: str, port: int) -> int:
     """Forwards a port of the host's own loopback to (`host`, `port`) as seen from here.
 
-    It lasts as long as the connection. What it leads to must ask for a key itself, since everybody
-    on the host may use it: the pool's port speaks TLS with certificates on both sides.
+    It lasts as long as the connection, or until `close_tunnel`. What it leads to must ask for a key
+    itself, since everybody on the host may use it: ports of pools and farms speak TLS with
+    certificates on both sides.
 
     Returns:
         The port on the host.
 
     Raises:
-        PoolError: The host does not forward ports.
+        PoolError: The host does not forward ports, or the connection broke.
     """
 
-    def on_visitor(channel: Channel, origin: Any, server: Any) -> None:
+    def on_visitor(channel: Channel, origin: Any, server: tuple[str, int]) -> None:
+        address = connection.tunnels.get(server[1])  # of all ports: paramiko keeps one function
+        if address is None:
+            channel.close()
+            return
         threading.Thread(
-            target=_relay, args=(channel, (host, port)), name="taas-tunnel", daemon=True
+            target=_relay, args=(channel, address), name="taas-tunnel", daemon=True
         ).start()
 
     try:
-        return connection.transport.request_port_forward(LOOPBACK, 0, on_visitor)
+        opened = connection.transport.request_port_forward(LOOPBACK, 0, on_visitor)
+    except (OSError, EOFError) as error:
+        raise connection.lost("no port was forwarded", error) from error
     except SSHException as error:
         raise PoolError(
             f"host {connection.target.label}: its sshd refuses to forward a port ({error}), by "
@@ -511,6 +522,23 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
             "`AllowTcpForwarding yes` (or `remote`), `DisableForwarding no`, and no `PermitListen` "
             "that leaves out localhost"
         ) from error
+    connection.tunnels[opened] = host, port
+    return opened
+
+
+def close_tunnel(connection: Connection, port: int) -> None:
+    """Ends a tunnel: nobody comes through it any more.
+
+    Another program may soon listen where it led to. paramiko's own function for it would end all
+    tunnels of the connection.
+
+    Args:
+        connection: The host.
+        port: As `open_tunnel` returned it.
+    """
+    connection.tunnels.pop(port, None)
+    with contextlib.suppress(SSHException, OSError, EOFError):  # the connection has ended
+        connection.transport.global_request("cancel-tcpip-forward", (LOOPBACK, port), wait=False)
 
 
 def _relay(channel: Channel, address: tuple[str, int]) -> None:

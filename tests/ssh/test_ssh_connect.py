@@ -12,7 +12,7 @@ import pytest
 
 from taas_magic.errors import PoolError
 from taas_magic.ssh.config import Target, find_target, read_config
-from taas_magic.ssh.connect import Connection, Stopped, connect, open_tunnel
+from taas_magic.ssh.connect import Connection, Stopped, close_tunnel, connect, open_tunnel
 from tests.eventually import WITHIN_S, eventually
 from tests.rig.hosts import Hosts, hosts_up
 
@@ -257,24 +257,46 @@ def test_a_cut_is_noticed(hosts: Hosts, tmp_path: Path) -> None:
     connection.close()
 
 
+def talk_to(connection: Connection, port: int, server: socket.socket) -> tuple[bytes, bytes]:
+    """What a server here hears through a port of the host, and what comes back there."""
+    said: list[bytes] = []
+
+    def answer() -> None:
+        visitor, _ = server.accept()
+        with visitor:
+            said.append(visitor.recv(100))
+            visitor.sendall(b"pong\n")
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    talk = f"exec 3<>/dev/tcp/127.0.0.1/{port}; echo ping >&3; head -1 <&3"
+    heard = connection.run(f"bash -c '{talk}'").out
+    answering.join()
+    return said[0], heard
+
+
 def test_a_port_of_the_host_leads_back_here(hosts: Hosts, tmp_path: Path) -> None:
     connection = opened(target(hosts, tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = open_tunnel(connection, *server.getsockname())
-        talk = f"exec 3<>/dev/tcp/127.0.0.1/{port}; echo ping >&3; head -1 <&3"
-        said: list[bytes] = []
+        assert talk_to(connection, port, server) == (b"ping\n", b"pong\n")
+    connection.close()
 
-        def answer() -> None:
-            visitor, _ = server.accept()
-            with visitor:
-                said.append(visitor.recv(100))
-                visitor.sendall(b"pong\n")
 
-        answering = threading.Thread(target=answer)
-        answering.start()
-        assert connection.run(f"bash -c '{talk}'").out == b"pong\n"
-        answering.join()
-        assert said == [b"ping\n"]
+def test_each_port_leads_to_its_own_place_until_it_is_closed(hosts: Hosts, tmp_path: Path) -> None:
+    connection = opened(target(hosts, tmp_path))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as first,
+        socket.create_server(("127.0.0.1", 0)) as second,
+    ):
+        servers = {open_tunnel(connection, *it.getsockname()): it for it in (first, second)}
+        for port, server in servers.items():
+            assert talk_to(connection, port, server) == (b"ping\n", b"pong\n")
+        closed, kept = servers
+        close_tunnel(connection, closed)
+        knock = f"exec 3<>/dev/tcp/127.0.0.1/{closed} || exit 7; head -1 <&3"
+        assert connection.run(f"bash -c '{knock}'").out == b""
+        assert talk_to(connection, kept, servers[kept]) == (b"ping\n", b"pong\n")
     connection.close()
 
 

@@ -309,15 +309,19 @@ class Desk:
         rule: The run's store.
         folder: Where hashes and intents of that store are kept between runs.
         writer: The host that runs rank 0, by its number.
+        is_alone: Whether no other desk uses `folder` now: it removes what a killed one has left.
     """
 
-    def __init__(self, rule: StoreRule, folder: Path, writer: int = 0) -> None:
-        self._rule = rule
+    def __init__(
+        self, rule: StoreRule, folder: Path, writer: int = 0, is_alone: bool = True
+    ) -> None:
+        self._rule, self._is_alone = rule, is_alone
         self._tree = Tree(rule.path)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._hashes = Hashes(folder / "hashes.json")
         self._intents = Intents(folder / "arriving", self._tree)
-        self._intents.clear()
+        if is_alone:
+            self._intents.clear()
         ignore = ignore_of(self._tree)
         self._intake = Intake(rule, self._tree, self._intents, writer, ignore, self._note)
         self._lock = threading.RLock()
@@ -360,7 +364,8 @@ class Desk:
             self._intake.close()
             if self._token:
                 self._tree.remove(self._token)
-            self._intents.clear()
+            if self._is_alone:
+                self._intents.clear()
             self._hashes.save()
             self._tree.close()
 
