@@ -38,9 +38,10 @@ from tests.rig.pools import enter, given_back, settings_in
 
 LONGEST = (
     *("programs", "aftermath", "waits", "browser", "notebooks", "slurm", "lost_hosts", "ssh_host"),
-    *("data_registered", "data_loader", "data_streams", "ssh_notebook", "travel_runs"),
-    *("hpc_notebook", "setup_hosts", "fetching_hosts", "stacks", "faults", "capture_kernel"),
-    *("engines", "multi_host", "kernel_life", "pool", "fetching", "setup_install", "lease"),
+    *("farm_hosts", "data_registered", "data_loader", "data_streams", "ssh_notebook"),
+    *("travel_runs", "hpc_notebook", "setup_hosts", "fetching_hosts", "stacks", "faults"),
+    *("capture_kernel", "engines", "multi_host", "kernel_life", "pool", "fetching"),
+    *("setup_install", "lease"),
     *("data_fed", "data_parties", "data_faults", "unshared_runs", "data_robust", "install"),
 )
 """Files that take longest, the longest first; chaos comes before them."""

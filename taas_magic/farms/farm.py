@@ -22,9 +22,10 @@ from IPython.core.getipython import get_ipython
 from taas_magic import leases, messages
 from taas_magic.capture import pickling
 from taas_magic.capture.payload import Cell
-from taas_magic.config import LOCAL, Config, load_config
+from taas_magic.config import Config, load_config
 from taas_magic.errors import JobFailed, PoolError, ProtocolError, UsageError, interrupted
 from taas_magic.farms import table, values, worker
+from taas_magic.farms.parts import Shelf
 from taas_magic.farms.table import FarmState, JobState
 from taas_magic.farms.terms import (
     FarmPlace,
@@ -36,6 +37,7 @@ from taas_magic.farms.terms import (
     JobResult,
     News,
     NodeNews,
+    Part,
 )
 from taas_magic.host.processes import spawn_command
 from taas_magic.journal.folder import state_dir
@@ -158,16 +160,17 @@ class Farm:
         self.state = FarmState(self.name, ", ".join(terms.pools), terms.least, terms.most)
         self._process, place = _start(terms, self.folder)
         self.state.slots = place.slots
+        from distributed import as_completed
+
         self._client = _connect(place)
         self._client.subscribe_topic(worker.TOPIC, self._hear)
-        self._jobs: dict[str, tuple[Job, list[Future]]] = {}
+        self._shelf = Shelf(self._client)
+        self._jobs: dict[str, tuple[Job, Future, list[Part]]] = {}
         self._on_solution: list[Callable[[Job], None]] = []
         self._lock = threading.RLock()
         self._count = 0
         self._is_closed = False
         self._why_over = ""
-        from distributed import as_completed
-
         self._completed = as_completed([], loop=self._client.loop)
         self._submitted = threading.Semaphore(0)
         threading.Thread(target=self._collect, name="taas-farm", daemon=True).start()
@@ -252,9 +255,9 @@ class Farm:
         """End jobs; those that run are interrupted, and ended if they do not end by that."""
         with self._lock:
             left = [self._jobs[job.name] for job in jobs if job.name in self._jobs]
-        for job, futures in left:
+        for job, future, _ in left:
             job.end("cancelled", error=JobFailed(f"job {job.name} was cancelled", name=job.name))
-            futures[0].cancel()
+            future.cancel()
 
     @contextmanager
     def cancelling(self, jobs: Sequence[Job]) -> Iterator[None]:
@@ -290,7 +293,7 @@ class Farm:
 
     def _unfinished(self) -> list[Job]:
         with self._lock:
-            return [job for job, _ in self._jobs.values()]
+            return [job for job, *_ in self._jobs.values()]
 
     def _submit(
         self,
@@ -336,25 +339,16 @@ class Farm:
         job = Job(self, name, args, kwargs, self.folder / "jobs" / name)
         self.state.add(job.seen)
         told = JobCall(name, called[0], len(args), tuple(kwargs), fresh)
-        parts = [self._part(part) for part in (called[1], *packed.parts)]
+        parts = [self._shelf.part(part) for part in (called[1], *packed.parts)]
         with _quiet():
             future = self._client.submit(
                 worker.run_job, told, parts[0], parts[1:], key=name, retries=retries, pure=False
             )
-        kept = [part for part in parts if hasattr(part, "key")]
         with self._lock:
-            self._jobs[name] = job, [future, *kept]
+            self._jobs[name] = job, future, parts
         self._completed.add(future)
         self._submitted.release()
         return job
-
-    def _part(self, part: Any) -> Any:
-        """A part as a job is given it: itself, or the future of one that travels by itself."""
-        data = bytes(memoryview(part).cast("B"))
-        if not values.is_large(part):
-            return data
-        with _quiet():
-            return self._client.submit(values.as_blob, data, key=f"value-{values.digest(part)}")
 
     def _watch(self) -> None:
         """Ends all jobs if the farm's process ends by itself."""
@@ -394,9 +388,10 @@ class Farm:
                 results = {}
             for future in batch:
                 with self._lock:
-                    job, _ = self._jobs.get(future.key, (None, []))
-                if job is None:
+                    known = self._jobs.get(future.key)
+                if known is None:
                     continue
+                job = known[0]
                 try:
                     self._take(job, future, results.get(future))
                 except (FutureCancelledError, OSError):
@@ -454,9 +449,10 @@ class Farm:
 
     def _forget(self, key: str) -> None:
         with self._lock:
-            _, futures = self._jobs.pop(key, (None, []))
-        for future in futures:
-            future.release()
+            known = self._jobs.pop(key, None)
+        if known is not None:
+            known[1].release()
+            self._shelf.drop(known[2])
 
     def _hear(self, pair: tuple[float, dict[str, str]]) -> None:
         """Takes what nodes, and the farm's process, say; in the thread of the Dask client."""
@@ -543,11 +539,6 @@ def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
 
 def _check(names: Sequence[str], gpus: int, cpus: int, config: Config) -> None:
     for name in names:
-        if (engine := config.pool(name).engine) != LOCAL:
-            raise UsageError(
-                f"pool {name!r}: a farm's nodes are on this machine only so far (engine 'local'); "
-                f"this pool's engine is {engine!r}"
-            )
         offers = pools.named(name, config).capacity()
         if gpus < 0 or gpus > offers.gpus:
             raise UsageError(f"gpus=0 to {offers.gpus} in pool {name!r}; got {gpus}")

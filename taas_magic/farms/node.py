@@ -13,12 +13,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+from msgspec import structs
+
+from taas_magic import environ as environs
 from taas_magic import messages
 from taas_magic.farms.slots import Slots
 from taas_magic.farms.terms import NodeSetting, NodeTerms
 from taas_magic.host import forkserver, scratch
+from taas_magic.host.hardware import LOOPBACK
 from taas_magic.host.processes import die_with_parent, spawn_command
-from taas_magic.host.spec import TORCHRUN_NAMES
+from taas_magic.host.spec import REACH, TORCHRUN_NAMES
 from taas_magic.leases import NODE_START_S
 
 
@@ -28,11 +32,13 @@ def keep(terms: NodeTerms) -> None:
     Raises:
         RuntimeError: The node ended by itself.
     """
+    scheduler, here = os.environ.pop(REACH), os.getcwd()
     names = (*TORCHRUN_NAMES, "OMP_NUM_THREADS")
     environ = {name: value for name, value in os.environ.items() if name not in names}
-    environ["PYTHONPATH"] = str(Path(__file__).parent.parent.parent)
+    environ["PYTHONPATH"] = _agents_path()
     node = subprocess.Popen(spawn_command(__name__), stdin=subprocess.PIPE, cwd="/", env=environ)
-    setting = NodeSetting(terms, sys.path, os.getcwd(), dict(os.environ))
+    store = structs.replace(terms.store, path=here)
+    setting = NodeSetting(terms, scheduler, store, sys.path, here, dict(os.environ))
     assert node.stdin is not None
     try:
         node.stdin.write(messages.pack(setting) + b"\n")
@@ -45,6 +51,13 @@ def keep(terms: NodeTerms) -> None:
         node.wait()
     if code:
         raise RuntimeError(f"the farm's node ended with exit code {code}; its log says why")
+
+
+def _agents_path() -> str:
+    """The PYTHONPATH by which this host's agent found this package, and what it needs."""
+    first = environs.parsed(Path("/proc/self/environ").read_bytes()).get("PYTHONPATH", "")
+    ours = str(Path(__file__).parent.parent.parent)
+    return os.pathsep.join(dict.fromkeys([*filter(None, first.split(os.pathsep)), ours]))
 
 
 def main() -> int:
@@ -74,12 +87,13 @@ async def _serve(setting: NodeSetting, folder: Path) -> None:
     forkserver.warm_up()
     terms, slots = setting.terms, Slots(setting, folder, means)
     node = NodeWorker(
-        terms.scheduler,
+        setting.scheduler,
         slots=slots,
         nthreads=terms.slots,
         memory_limit=0,
         name=terms.name,
-        host=terms.host,
+        host=LOOPBACK,
+        contact_address=terms.place,
         security=Security(**terms.security),
         local_directory=str(folder),
         death_timeout=NODE_START_S,

@@ -12,22 +12,26 @@ import logging
 import math
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import dask
 import msgspec
 from distributed import Adaptive, Scheduler, SchedulerPlugin, Security, SpecCluster
+from distributed.comm import get_address_host
 from distributed.deploy.spec import ProcessInterface
 from msgspec import structs
 
 from taas_magic import certificate, messages
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Cell
-from taas_magic.config import load_config
+from taas_magic.config import LOCAL, load_config
 from taas_magic.engines.keys import Peer, PeerRole
 from taas_magic.errors import TaasError
+from taas_magic.farms.parts import PartsScheduler
 from taas_magic.farms.terms import FarmPlace, FarmTerms, NodeNews, NodeTerms
 from taas_magic.farms.worker import LOST_NODES, TOPIC
 from taas_magic.host.hardware import LOOPBACK
@@ -35,7 +39,7 @@ from taas_magic.host.spec import HostSpec
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event, Failure, RunEnded
 from taas_magic.plan import Flags, make_plan, new_run_id
-from taas_magic.pool.client import Pool
+from taas_magic.pool.client import Pool, Wait
 
 DASK_SETTINGS = {
     "distributed.admin.low-level-log-length": 1,
@@ -73,14 +77,18 @@ async def _keep(terms: FarmTerms) -> None:
 
     use_steady_clock()
     keys, loop = _Keys(), asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(4 * terms.most + 4))  # nodes wait for hosts there
     over = asyncio.Event()
     fleet = Fleet(terms, keys)
     async with FarmCluster(fleet, keys) as cluster:
         fleet.tell = lambda news: loop.call_soon_threadsafe(
             cluster.scheduler.log_event, TOPIC, msgspec.to_builtins(news)
         )
+        fleet.listen = lambda host: asyncio.run_coroutine_threadsafe(
+            _listen(cluster.scheduler, host), loop
+        ).result()
         fleet.drop = lambda name: asyncio.run_coroutine_threadsafe(cluster.scale_down([name]), loop)
-        cluster.scheduler.add_plugin(_Nodes(fleet))
+        cluster.scheduler.add_plugin(_Nodes(fleet, cluster.scheduler))
         cluster.adapt(
             Adaptive=JobsAdaptive,
             minimum=terms.least,
@@ -98,6 +106,17 @@ async def _keep(terms: FarmTerms) -> None:
     await asyncio.to_thread(fleet.close)
 
 
+async def _listen(scheduler: Scheduler, host: str) -> str:
+    """Have the scheduler listen on one more address of this machine; returns it with the port."""
+    await scheduler.listen(
+        f"tls://{host}:0",
+        allow_offload=False,
+        handshake_overrides={"pickle-protocol": 4, "compression": None},  # as Dask's own ports
+        **scheduler.security.get_listen_args("scheduler"),
+    )
+    return str(scheduler.listeners[-1].contact_address)
+
+
 def _at_end_of_input(act: Any) -> None:
     def listen() -> None:
         sys.stdin.read()
@@ -112,16 +131,17 @@ class _Keys:
     def __init__(self) -> None:
         self._authority = certificate.Authority("taas-magic farm")
 
-    def of(self, role: str) -> dict[str, str | bool]:
+    def of(self, role: str, name: str = "") -> dict[str, str | bool]:
         """Keyword arguments of dask's `Security` for `scheduler`, `client` or `worker`."""
-        identity = Peer(PeerRole.KERNEL if role == "client" else PeerRole.HOST, role).identity
-        shown, key = self._authority.issue(role, identity, serves=role != "client")
+        kind = PeerRole.KERNEL if role == "client" else PeerRole.HOST
+        identity = Peer(kind, name or role).identity
+        shown, key = self._authority.issue(role, identity, serves=role == "scheduler")
         pair = {f"tls_{role}_cert": shown, f"tls_{role}_key": key}
         return {"require_encryption": True, "tls_ca_file": self._authority.certificate, **pair}
 
 
-class FarmScheduler(Scheduler):
-    """Dask's scheduler without its web pages, which would ask nobody for a key.
+class FarmScheduler(PartsScheduler):
+    """The farm's Dask scheduler.
 
     Args:
         fleet: Starts and ends its nodes.
@@ -136,9 +156,6 @@ class FarmScheduler(Scheduler):
         super().subscribe_topic(topic, client)
         for news in list(self._fleet.told) if topic == TOPIC else ():
             self.log_event(TOPIC, msgspec.to_builtins(news))
-
-    def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Opens no port."""
 
 
 class FarmCluster(SpecCluster):
@@ -156,7 +173,7 @@ class FarmCluster(SpecCluster):
             "tls_ca_file": keys.of("client")["tls_ca_file"],
         }
         self._numbers = itertools.count()
-        options = {"host": fleet.address, "protocol": "tls://", "security": Security(**secure)}
+        options = {"host": LOOPBACK, "protocol": "tls://", "security": Security(**secure)}
         super().__init__(
             scheduler={"cls": FarmScheduler, "options": {"fleet": fleet, **options}},
             worker={"cls": Node, "options": {"fleet": fleet}},
@@ -230,12 +247,29 @@ class _Nodes(SchedulerPlugin):
 
     name = "taas-nodes"
 
-    def __init__(self, fleet: "Fleet") -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: "Fleet", scheduler: FarmScheduler) -> None:
+        self._fleet, self._scheduler = fleet, scheduler
+        self._names: dict[str, str] = {}
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Called by Dask."""
-        self._fleet.joined(str(scheduler.workers[worker].name))
+        name = self._names[worker] = str(scheduler.workers[worker].name)
+        self._fleet.joined(name)
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        """Called by Dask, before the jobs of the node are done elsewhere."""
+        self._fleet.gone(self._names.pop(worker))
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """Called by Dask with each change of a job."""
+        if finish == "forgotten":
+            self._scheduler.forget(key)
+
+
+def _place(name: str) -> str:
+    """An address that no other node of the farm has, by which Dask knows it."""
+    number = int(name.rpartition("-")[2])
+    return f"tls://127.1.{number // 256 % 256}.{number % 256}:1"
 
 
 def _why(ended: RunEnded) -> str:
@@ -258,13 +292,16 @@ class Fleet:
         self._pools = [Pool(config.pool(name), project) for name in terms.pools]
         self._lock = threading.Lock()
         self._runs: dict[str, tuple[Pool, str]] = {}
+        self._waits: dict[str, tuple[Pool, Wait]] = {}
+        self._heard: dict[str, str] = {}
         self._ended: set[str] = set()
         self._joined: set[str] = set()
         self._leaving: set[str] = set()
         self._failed, self._why = 0, ""
+        self._failures: Counter[str] = Counter()
         self.told: list[NodeNews] = []
         self.start_s = terms.start_s
-        self.address = LOOPBACK
+        self.listen: Callable[[str], str] = lambda host: ""
         self.tell: Callable[[NodeNews], object] = lambda news: None
         self.drop: Callable[[str], Any] = lambda name: None
         self.slots = min(self._slots(pool) for pool in self._pools)
@@ -277,62 +314,69 @@ class Fleet:
 
     def start(self, name: str, scheduler: str) -> None:
         """Start a node; blocks until its run has begun, in a thread."""
-        with self._lock:  # one after the other, each on the host that then runs least
+        with self._lock:
             if name in self._ended:  # Dask would have a node again that was lost: others come
                 self.drop(name)
-            elif self._failed >= FAILED_STARTS:
+                return
+            if self._failed >= FAILED_STARTS:
                 why = f"{FAILED_STARTS} nodes did not start, no more are: {self._why}"
                 self.said(name, "given up", why)
-            else:
-                self._try(name, scheduler)
-
-    def _try(self, name: str, scheduler: str) -> None:
+                return
+            pool = self._choose()
+            self._runs[name] = pool, ""
+            _, wait = self._waits[name] = pool, Wait()
+            hosts = min(self._count(pool), pool.config.max_hosts)
         try:
-            self._launch(name, self._choose(), scheduler)
+            self.said(name, "asked for")
+            pool.open(hosts, wait=wait)
+            with self._lock:  # one after the other, each on the host that then runs least
+                if self._waits.pop(name, None) is not None:
+                    self._launch(name, pool, scheduler)
         except Exception as error:  # of whatever kind: nobody waits for this thread
+            self._waits.pop(name, None)
             self._lost(name, str(error) or repr(error))
 
     def _choose(self) -> Pool:
-        """The first pool that has a host without a node, else the first of all."""
-        for pool in self._pools:
-            if self._count(pool) < pool.config.max_hosts:
-                return pool
-        return self._pools[0]
+        """A pool that has a host without a node: the first of those that failed least of late."""
+        room = [pool for pool in self._pools if self._count(pool) < pool.config.max_hosts]
+        return min(room or self._pools, key=lambda pool: self._failures[pool.name])
 
     def _count(self, pool: Pool) -> int:
         return sum(one is pool for one, _ in self._runs.values())
 
     def _launch(self, name: str, pool: Pool, scheduler: str) -> None:
-        self.said(name, "asked for")
-        pool.open(min(self._count(pool) + 1, pool.config.max_hosts))
-        spec = self._spec(name, pool, scheduler)
+        spec = self._spec(name, pool, self._reach(pool, scheduler))
         run_id = spec.plan.run_id
         self._runs[name] = pool, run_id
 
         def hear(event: Event) -> None:
             if isinstance(event, RunEnded):
-                self._runs.pop(name, None)
                 self._lost(name, _why(event))
+                self._runs.pop(name, None)
 
-        try:
-            with spec.folder.held():
-                hosts = pool.launch(spec, hear, [])
-        except BaseException:
-            self._runs.pop(name, None)
-            raise
+        with spec.folder.held():
+            hosts = pool.launch(spec, hear, [])
         self.said(name, "starting", host=hosts[0])
+
+    def _reach(self, pool: Pool, scheduler: str) -> str:
+        """The scheduler's address for a pool: on the address at which its hosts reach the pool."""
+        host = get_address_host(pool.address)
+        if host == get_address_host(scheduler):
+            return scheduler
+        if host not in self._heard:
+            self._heard[host] = self.listen(host)
+        return self._heard[host]
 
     def _spec(self, name: str, pool: Pool, scheduler: str) -> HostSpec:
         """A run of one rank that keeps a node, its folder written."""
-        terms = self._terms
+        terms, config = self._terms, pool.config
         flags = Flags(gpus=1, pool=pool.name, name=f"{terms.name} {name}", hang_s=0)
-        plan = make_plan(flags, pool.capacity(), new_run_id(), pool.config.max_hosts)
+        plan = make_plan(flags, pool.capacity(), new_run_id(), config.max_hosts, terms.store)
         plan = structs.replace(plan, hang_s=0, notes=())
         node = NodeTerms(
             name=name,
-            scheduler=scheduler,
-            security=self._keys.of("worker"),
-            host=self.address,
+            place=_place(name),
+            security=self._keys.of("worker", name),
             slots=self._slots(pool),
             gpus=terms.gpus,
             cpus=terms.cpus,
@@ -350,7 +394,15 @@ class Fleet:
         )
         folder = RunFolder.create(plan.run_id, plan, source)
         payload.write(captured, folder.payload)
-        return HostSpec(plan, 0, str(folder.path), terms.origin)
+        return HostSpec(
+            plan,
+            0,
+            str(folder.path),
+            terms.origin,
+            requires=None if config.engine == LOCAL else (),
+            reach=scheduler,
+            reads_only=True,
+        )
 
     def _lost(self, name: str, why: str) -> None:
         """Have another in the place of a node that has ended by itself, or never began."""
@@ -362,6 +414,8 @@ class Fleet:
         self._ended.add(name)
         if name not in self._joined:
             self._failed, self._why = self._failed + 1, why
+            if name in self._runs:
+                self._failures[self._runs[name][0].name] += 1
         self.drop(name)
 
     def overdue(self, name: str) -> None:
@@ -373,7 +427,14 @@ class Fleet:
         """A node takes jobs."""
         self._joined.add(name)
         self._failed = 0
+        if name in self._runs:
+            self._failures[self._runs[name][0].name] = 0
         self.said(name, "here")
+
+    def gone(self, name: str) -> None:
+        """A node takes no jobs any more; why may be heard later."""
+        if name not in self._leaving and name not in self._ended:
+            self.said(name, "lost", "its process ended, or its connection broke")
 
     def leaves(self, names: Iterable[str]) -> None:
         """Nodes are going to be ended because nobody needs them."""
@@ -382,19 +443,19 @@ class Fleet:
     def end(self, name: str) -> None:
         """End a node, or what there is of one that was lost; blocks until its pool was told."""
         with self._lock:
-            is_new = name not in self._ended
             self._ended.add(name)
             known = self._runs.pop(name, None)
+            waiting = self._waits.pop(name, None)
         self.drop(name)
         if name in self._leaving:
             self.said(name, "left")
-        elif is_new:
-            self.said(name, "lost", "its process ended, or its connection broke")
-        if known is not None:
-            pool, run_id = known
-            with contextlib.suppress(TaasError, OSError):  # the pool is gone, and the run with it
+        with contextlib.suppress(TaasError, OSError):  # the pool is gone, and the run with it
+            if waiting is not None:
+                waiting[0].give_up(waiting[1])
+            elif known is not None and known[1]:
+                pool, run_id = known
                 pool.halt(run_id, "interrupt")
-            pool.forget(run_id)
+                pool.forget(run_id)
 
     def said(self, name: str, state: str, why: str = "", host: str = "") -> None:
         """Tell the kernel how a node stands."""

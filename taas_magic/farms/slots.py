@@ -111,7 +111,7 @@ class Slots:
             cwd=setting.cwd,
             sys_path=setting.sys_path,
             cpus=terms.cpus,
-            store=terms.store,
+            store=setting.store,
             means=means,
             files=str(self._folder / "jobs"),
             scratch=str(self._folder / "scratch"),

@@ -11,7 +11,23 @@ Security = dict[str, str | bool]
 """Keyword arguments of dask's `Security`."""
 
 Part = Any
-"""A part of what a job is given: bytes, or a `values.Blob`."""
+"""A part of what a job is given: bytes; a `PartName`; where it is run, a `values.Blob`."""
+
+
+class PartName(Struct, frozen=True):
+    """A part that travels by itself (`farms/parts.py`).
+
+    Attributes:
+        mark: What is in it, as a hash.
+        number: How often parts were put into the farm's process before.
+    """
+
+    mark: str
+    number: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.mark}-{self.number}"
 
 
 class FarmTerms(Struct, frozen=True):
@@ -53,19 +69,17 @@ class NodeTerms(Struct, frozen=True):
 
     Attributes:
         name: The node's.
-        scheduler: The address of the farm's scheduler.
-        security: The node's key to it.
-        host: The address that the node listens at.
+        place: The address by which Dask knows it; nobody connects to it.
+        security: The node's key to the farm's scheduler.
         slots: Jobs that run at a time.
         gpus: CUDA devices of each.
         cpus: Processors of each.
-        store: The rule of the project store.
+        store: The rule of the project store, as the notebook's machine has it.
     """
 
     name: str
-    scheduler: str
+    place: str
     security: Security
-    host: str
     slots: int
     gpus: int
     cpus: int
@@ -73,9 +87,20 @@ class NodeTerms(Struct, frozen=True):
 
 
 class NodeSetting(Struct, frozen=True):
-    """What a node's process is started with: its terms, and what its rank found on the host."""
+    """What a node's process is started with: its terms, and what its rank found on the host.
+
+    Attributes:
+        terms: The node's.
+        scheduler: Where this host finds the farm's scheduler.
+        store: The rule of the project store, with this host's path.
+        sys_path: The import path of jobs.
+        cwd: Their folder.
+        environ: Their environment.
+    """
 
     terms: NodeTerms
+    scheduler: str
+    store: StoreRule
     sys_path: list[str]
     cwd: str
     environ: dict[str, str]

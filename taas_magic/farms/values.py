@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import PickleBuffer
 from typing import Any
 
 from taas_magic.capture import payload
@@ -36,7 +35,6 @@ class Blob:
     def __init__(self, data: Any) -> None:
         view = memoryview(data).cast("B")
         self._descriptor = os.memfd_create("taas-value")
-        self.size_bytes = view.nbytes
         while view.nbytes:
             view = view[os.write(self._descriptor, view) :]
 
@@ -48,20 +46,6 @@ class Blob:
     def path(self) -> str:
         """Where it is, for as long as this process has it."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def __sizeof__(self) -> int:
-        """Its size, which Dask counts."""
-        return self.size_bytes
-
-    def __reduce__(self) -> Any:
-        """Copy it to another process."""
-        mapped = mmap.mmap(self._descriptor, self.size_bytes, access=mmap.ACCESS_READ)
-        return Blob, (PickleBuffer(mapped),)
-
-
-def as_blob(data: bytes) -> Blob:
-    """Make a `Blob`; a Dask task, so that a part that is lost with a node is made anew."""
-    return Blob(data)
 
 
 def is_large(part: Any) -> bool:

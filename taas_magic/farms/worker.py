@@ -7,10 +7,11 @@ import functools
 from typing import Any
 
 import msgspec
-from distributed import Worker, WorkerPlugin, get_worker
+from distributed import WorkerPlugin, get_worker
 
+from taas_magic.farms.parts import PartsWorker
 from taas_magic.farms.slots import Slots
-from taas_magic.farms.terms import JobCall, JobNews, JobResult, Part
+from taas_magic.farms.terms import JobCall, JobNews, Part
 
 TOPIC = "taas-farm"
 """What nodes and the farm's process say, to the kernel."""
@@ -19,7 +20,7 @@ LOST_NODES = 3
 """On how many nodes that were lost a job may have been; with one more it fails."""
 
 
-class NodeWorker(Worker):
+class NodeWorker(PartsWorker):
     """A node's Dask worker.
 
     Args:
@@ -29,9 +30,6 @@ class NodeWorker(Worker):
     def __init__(self, *args: Any, slots: Slots, **kwargs: Any) -> None:
         super().__init__(*args, plugins=[_Cancels(slots)], **kwargs)
         self.slots = slots
-
-    def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Opens no port for Dask's web pages: they would ask nobody for a key."""
 
 
 class _Cancels(WorkerPlugin):
@@ -48,8 +46,8 @@ class _Cancels(WorkerPlugin):
             self._slots.cancel(str(key))
 
 
-def run_job(call: JobCall, payload: Part, arguments: list[Part]) -> JobResult:
-    """Run a job in a process of this node; the Dask task.
+def run_job(call: JobCall, payload: Part, arguments: list[Part]) -> None:
+    """Run a job in a process of this node, and send its result; the Dask task.
 
     Args:
         call: The job.
@@ -61,7 +59,9 @@ def run_job(call: JobCall, payload: Part, arguments: list[Part]) -> JobResult:
     """
     worker = get_worker()
     assert isinstance(worker, NodeWorker)
-    return worker.slots.run(call, payload, arguments, functools.partial(_say, worker))
+    brought = [worker.part(part) for part in (payload, *arguments)]
+    say = functools.partial(_say, worker)
+    worker.send(call.name, worker.slots.run(call, brought[0], brought[1:], say))
 
 
 def _say(worker: NodeWorker, news: JobNews) -> None:

@@ -1,0 +1,348 @@
+"""A farm on hosts that share no files, on a batch system, and on several pools at once."""
+
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from taas_magic.farms.farm import Farm, Job
+from tests.harness import Notebook, without_pytests_filter
+from tests.rig.hosts import SCRIPT, Hosts, hosts_up
+from tests.rig.pbs import Pbs, pbs_up
+from tests.rig.pools import enter, give_back, settings_in, ssh_pool
+from tests.rig.slurm import CORES, PATH, Slurm, slurm_up
+
+pytestmark = [pytest.mark.network, pytest.mark.timeout(400)]
+
+GONE_WITHIN_S = 60.0
+ARRAY_BYTES = 32 << 20
+
+HERE = """
+[pools.here]
+engine = "local"
+max_hosts = 1
+"""
+
+BATCH = """
+[pools.hpc]
+engine = "dask_jobqueue.{kind}Cluster"
+max_hosts = 3
+start_timeout_s = 100
+options = {{ queue = "debug", cores = {cores}, memory = "1GB", walltime = "00:10:00", \
+interface = "eth0", scheduler_options = {{ host = "{caller}" }} }}
+"""
+
+FUNCTIONS = """import os, socket, time
+import numpy
+import taas
+from scaling import scale
+
+class Solution:
+    def __init__(self, value, host): self.value, self.host = value, host
+
+def train(x):
+    with open("data.txt") as file:
+        more = len(file.read())
+    print("training", x, flush=True)
+    taas.save(x, "models/model.pt")
+    with open("stray.txt", "w") as stray:
+        stray.write("not for the store")
+    return Solution(scale(x) + more, socket.gethostname())
+
+def meet(x, limit_s=0.2):
+    time.sleep(limit_s)
+    return socket.gethostname()
+
+def total(array):
+    time.sleep(0.2)
+    array[0] = 1
+    return float(array.sum()), socket.gethostname()
+
+def wait_while(name, value):
+    print("begun", flush=True)
+    while os.environ[name] == value:
+        time.sleep(0.1)
+    return os.environ[name]
+
+def variable(name):
+    return os.environ[name]
+"""
+
+KEYLESS = """
+import psutil, socket, ssl
+context = ssl.create_default_context()
+context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+for seen in psutil.net_connections("tcp4"):
+    words = " ".join(psutil.Process(seen.pid).cmdline()) if seen.status == "LISTEN" else ""
+    name = "node" if "farms.node" in words else words[:4]
+    address, port = seen.laddr
+    if name not in ("node", "sshd") or port == 22:
+        continue
+    said = b""
+    try:
+        plain = socket.create_connection((address, port), 30)
+        with plain, context.wrap_socket(plain) as stranger:
+            stranger.sendall(b"hello")
+            said = stranger.recv(100)
+    except OSError:
+        pass
+    print(address, name, len(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with hosts_up(2) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def settings(
+    warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    toml = ssh_pool("cluster", hosts, gpus=0) + ssh_pool("far", hosts, [2], gpus=0) + HERE
+    folder = settings_in(tmp_path_factory.mktemp("config"), toml)
+    yield folder
+    give_back(warm_notebook, folder, "cluster", "far", "here")
+    for number in (1, 2):
+        _, left = psutil.wait_procs(processes_of(hosts, number), timeout=GONE_WITHIN_S)
+        assert not left
+
+
+@pytest.fixture
+def user(
+    warm_notebook: Notebook, settings: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Notebook]:
+    """A notebook with these pools, a module of its own and a file of data."""
+    enter(warm_notebook, settings, monkeypatch)
+    with prepared(warm_notebook):
+        yield warm_notebook
+
+
+@contextmanager
+def prepared(notebook: Notebook) -> Iterator[None]:
+    """The notebook has functions, a module and a file of data, for the time of the block."""
+    module, data = notebook.project / "scaling.py", notebook.project / "data.txt"
+    module.write_text("def scale(x):\n    return 3 * x\n")
+    data.write_text("1234567")
+    with pytest.MonkeyPatch.context() as patch, without_pytests_filter():
+        patch.syspath_prepend(notebook.project)
+        notebook.define(FUNCTIONS)
+        yield
+    del sys.modules["scaling"]
+    module.unlink()
+    data.unlink()
+
+
+def processes_of(hosts: Hosts, number: int) -> list[psutil.Process]:
+    """The processes of a host; none where its power is off."""
+    try:
+        return hosts.processes(number)
+    except psutil.NoSuchProcess:
+        return []
+
+
+@contextmanager
+def farm_of(notebook: Notebook, call: str) -> Iterator[Farm]:
+    """The farm that a cell makes, for the time of the block."""
+    notebook.define(f"farm = {call}")
+    farm = notebook.shell.user_ns["farm"]
+    assert isinstance(farm, Farm)
+    with farm:
+        yield farm
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Returns when it is so."""
+    while not condition():
+        threading.Event().wait(0.05)
+
+
+def begun(job: Job) -> bool:
+    """Whether a job has printed something where it runs now."""
+    return job.state == "running" and job.seen.last_line == "begun"
+
+
+def received(hosts: Hosts, number: int) -> int:
+    """Bytes that have arrived at a host."""
+    return int(hosts.exec(number, "cat", "/sys/class/net/eth0/statistics/rx_bytes"))
+
+
+def test_jobs_on_hosts_that_share_nothing_find_the_project_and_bring_their_files_home(
+    user: Notebook, hosts: Hosts
+) -> None:
+    with farm_of(user, "taas.farm('cluster', nodes=2)") as farm:
+        user.define("jobs = farm.map(train, range(6))")
+        user.define("got = [job.result() for job in farm.as_completed(jobs)]")
+        user.define("right = all(type(it) is Solution for it in got)")
+        got, jobs = user.shell.user_ns["got"], user.shell.user_ns["jobs"]
+        assert user.shell.user_ns["right"]
+        assert sorted(it.value for it in got) == [3 * x + 7 for x in range(6)]
+        assert all(job.result().host == job.host for job in jobs)
+        assert {job.host for job in jobs} <= set(hosts.names)
+        for job in jobs:
+            assert (job.folder / "output.log").read_text() == f"training {job.args[0]}\n"
+            assert (job.folder / "models" / "model.pt").stat().st_size
+        assert not (user.project / "models").exists()
+        assert not (user.project / "stray.txt").exists()
+        until(lambda: len(farm.status().here) == 2)
+        assert {node.host for node in farm.status().here} == set(hosts.names)
+
+
+def test_a_large_argument_goes_to_each_host_once(user: Notebook, hosts: Hosts) -> None:
+    with farm_of(user, "taas.farm('cluster', nodes=2)") as farm:
+        until(lambda: len(farm.status().here) == 2)
+        before = {number: received(hosts, number) for number in (1, 2)}
+        user.define(f"data = numpy.random.default_rng(0).random({ARRAY_BYTES // 8})")
+        user.define("data[0] = 1")
+        user.define("sums = [job.result() for job in farm.map(total, [data] * 10)]")
+        sums, data = user.shell.user_ns["sums"], user.shell.user_ns["data"]
+        assert {it for it, _ in sums} == {float(data.sum())}
+        assert {host for _, host in sums} == set(hosts.names)
+        for number in (1, 2):
+            assert ARRAY_BYTES < received(hosts, number) - before[number] < 1.5 * ARRAY_BYTES
+
+
+def keyless(hosts: Hosts, number: int) -> list[str]:
+    """What tunnels and nodes listen on, on a host, and how many bytes they say without a key."""
+    return hosts.exec(number, sys.executable, "-c", KEYLESS).splitlines()
+
+
+def test_the_way_from_a_host_to_the_farm_asks_for_a_key_and_goes_with_the_node(
+    user: Notebook, hosts: Hosts
+) -> None:
+    with farm_of(user, "taas.farm('cluster', nodes=1)") as farm:
+        until(lambda: farm.status().here)
+        number = 1 + hosts.names.index(farm.status().here[0].host)
+        to_the_pool_and_to_the_farm = ["127.0.0.1 sshd 0"] * 2
+        until(lambda: keyless(hosts, number) == to_the_pool_and_to_the_farm)
+    until(lambda: keyless(hosts, number) == ["127.0.0.1 sshd 0"])
+
+
+def test_nodes_of_several_pools_share_the_jobs(user: Notebook, hosts: Hosts) -> None:
+    with farm_of(user, "taas.farm(pool=('far', 'here'), nodes=2)") as farm:
+        until(lambda: len(farm.status().here) == 2)
+        user.define("met = {job.result() for job in farm.map(meet, range(12))}")
+        assert user.shell.user_ns["met"] == {hosts.name(2), socket.gethostname()}
+
+
+def test_a_host_that_is_powered_off_while_it_works_has_its_job_done_elsewhere(
+    user: Notebook, hosts: Hosts
+) -> None:
+    with farm_of(user, "taas.farm('cluster', nodes=1)") as farm:
+        until(lambda: farm.status().here)
+        first = farm.status().here[0].host
+        user.define("done = farm.submit(train, 1)\ndone.result()")
+        user.define(f"job = farm.submit(wait_while, 'TAAS_HOST', {first!r})")
+        job, done = user.shell.user_ns["job"], user.shell.user_ns["done"]
+        until(lambda: begun(job))
+        hosts.kill(1 + hosts.names.index(first))
+        [other] = set(hosts.names) - {first}
+        assert job.result() == job.host == other
+        assert done.result().value == 10
+        assert [node.why for node in farm.status().nodes.values() if node.state == "lost"]
+
+
+def batch_pool(kind: str, slurm: Slurm) -> str:
+    """A pool of jobs on the hosts of the Slurm, in taas.toml."""
+    assert slurm.hosts is not None
+    return BATCH.format(kind=kind, cores=CORES, caller=slurm.hosts.caller)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm_up(2, share=(tmp_path_factory.getbasetemp(),)) as up:
+        yield up
+
+
+@pytest.fixture
+def batch(
+    warm_notebook: Notebook, slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Notebook]:
+    """A notebook with a pool of Slurm jobs."""
+    settings = settings_in(tmp_path, batch_pool("SLURM", slurm))
+    monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
+    monkeypatch.setenv("PATH", PATH)
+    enter(warm_notebook, settings, monkeypatch)
+    with prepared(warm_notebook):
+        yield warm_notebook
+    give_back(warm_notebook, settings, "hpc")
+    slurm.wait_until_empty()
+
+
+def test_jobs_run_in_slurm_jobs(batch: Notebook, slurm: Slurm) -> None:
+    assert slurm.hosts is not None
+    with farm_of(batch, f"taas.farm('hpc', cpus={CORES}, nodes=2)") as farm:
+        until(lambda: len(farm.status().here) == 2)
+        assert {node.host for node in farm.status().here} == set(slurm.hosts.names)
+        batch.define("jobs = farm.map(train, range(6))")
+        batch.define("got = [job.result().value for job in jobs]")
+        batch.define("met = {job.result() for job in farm.map(meet, range(12))}")
+        assert batch.shell.user_ns["got"] == [3 * x + 7 for x in range(6)]
+        assert batch.shell.user_ns["met"] == set(slurm.hosts.names)
+        assert all((job.folder / "models" / "model.pt").exists() for job in farm_jobs(batch))
+        assert not (batch.project / "stray.txt").exists()
+
+
+def farm_jobs(notebook: Notebook) -> list[Job]:
+    jobs: list[Job] = notebook.shell.user_ns["jobs"]
+    return jobs
+
+
+def test_a_slurm_job_that_is_cancelled_has_its_work_done_in_another(
+    batch: Notebook, slurm: Slurm
+) -> None:
+    with farm_of(batch, f"taas.farm('hpc', cpus={CORES}, nodes=1)"):
+        batch.define("first = farm.submit(variable, 'SLURM_JOB_ID').result()")
+        batch.define("job = farm.submit(wait_while, 'SLURM_JOB_ID', first)")
+        first, job = batch.shell.user_ns["first"], batch.shell.user_ns["job"]
+        until(lambda: begun(job))
+        slurm.run("scancel", first)
+        assert job.result() in set(slurm.jobs()) - {first}
+
+
+def test_a_farm_that_is_closed_while_a_node_waits_in_the_queue_leaves_the_queue_empty(
+    batch: Notebook, slurm: Slurm
+) -> None:
+    with farm_of(batch, f"taas.farm('hpc', cpus={CORES}, nodes=3)") as farm:
+        until(lambda: len(farm.status().here) == 2 and "PENDING" in slurm.jobs().values())
+    assert farm._process.returncode == 0, "it had to be killed"
+    slurm.wait_until_empty()
+
+
+@pytest.fixture
+def queue(
+    slurm: Slurm, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pbs]:
+    """PBS's commands, whose jobs run on the same hosts."""
+    assert slurm.hosts is not None
+    ways = [[str(SCRIPT), "exec", str(number)] for number in (1, 2)]
+    with pbs_up(2, ways, parent=tmp_path_factory.getbasetemp()) as up:
+        for name, value in {**slurm.hosts.environ, **up.environ}.items():
+            monkeypatch.setenv(name, value)
+        yield up
+
+
+def test_nodes_are_jobs_of_pbs(
+    warm_notebook: Notebook,
+    slurm: Slurm,
+    queue: Pbs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = settings_in(tmp_path, batch_pool("PBS", slurm))
+    enter(warm_notebook, settings, monkeypatch)
+    with (
+        prepared(warm_notebook),
+        farm_of(warm_notebook, f"taas.farm('hpc', cpus={CORES}, nodes=(0, 1))"),
+    ):
+        warm_notebook.define("got = [job.result().value for job in farm.map(train, range(3))]")
+        assert warm_notebook.shell.user_ns["got"] == [7, 10, 13]
+    assert queue.jobs()
+    give_back(warm_notebook, settings, "hpc")
+    queue.wait_until_empty()
