@@ -37,7 +37,7 @@ _PBS_STATES = {
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchJob:
     """One job, as the batch system sees it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Job:
         return f"{self.state} ({self.reason})" if self.reason else self.state
 
 
-def parse_squeue(text: str) -> dict[str, Job]:
+def parse_squeue(text: str) -> dict[str, BatchJob]:
     """The jobs in the output of `squeue --format=%i|%T|%r`."""
     jobs = {}
     for line in text.splitlines():
@@ -64,11 +64,11 @@ def parse_squeue(text: str) -> dict[str, Job]:
         if len(words) == 3:
             job_id, state, reason = words
             reason = "" if reason == "None" else reason
-            jobs[job_id] = Job(job_id, state, reason, state not in _SLURM_LIVES)
+            jobs[job_id] = BatchJob(job_id, state, reason, state not in _SLURM_LIVES)
     return jobs
 
 
-def parse_qstat(text: str) -> dict[str, Job]:
+def parse_qstat(text: str) -> dict[str, BatchJob]:
     """The jobs in the output of `qstat -f`, of OpenPBS, PBS Pro or Torque."""
     jobs = {}
     for block in re.split(r"^Job Id: ", text.replace("\n\t", ""), flags=re.MULTILINE)[1:]:
@@ -80,7 +80,7 @@ def parse_qstat(text: str) -> dict[str, Job]:
         if "Exit_status" in values:
             reason = f"exit status {values['Exit_status']}"
         state = _PBS_STATES.get(letter, letter)
-        jobs[job_id] = Job(job_id, state, reason, letter in ("C", "F", "X"))
+        jobs[job_id] = BatchJob(job_id, state, reason, letter in ("C", "F", "X"))
     return jobs
 
 
@@ -97,10 +97,10 @@ class BatchSystem:
 
     title: str
     command: Callable[[Collection[str]], list[str]]
-    parse: Callable[[str], dict[str, Job]]
+    parse: Callable[[str], dict[str, BatchJob]]
     history: Callable[[Collection[str]], list[str]] | None = None
 
-    async def look(self, job_ids: Collection[str]) -> dict[str, Job]:
+    async def look(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
         """The jobs that the system knows, by id; one that it does not know has ended.
 
         Raises:
@@ -116,7 +116,7 @@ class BatchSystem:
             raise OSError(complaint)
         return found
 
-    async def _ask(self, command: list[str]) -> tuple[dict[str, Job], str]:
+    async def _ask(self, command: list[str]) -> tuple[dict[str, BatchJob], str]:
         """What a command says, and what it complains of if it fails."""
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -254,14 +254,14 @@ class Vehicles:
         told = str(job) if job else "known no more"
         return f"{self._system.title} job {job_id} is {told}"
 
-    async def _find(self, job_id: str) -> Job | None:
+    async def _find(self, job_id: str) -> BatchJob | None:
         assert self._system is not None
         try:
             return (await self._system.look([job_id])).get(job_id)
         except OSError:
             return None
 
-    async def _ask(self, awaited: dict[str, str]) -> dict[str, Job]:
+    async def _ask(self, awaited: dict[str, str]) -> dict[str, BatchJob]:
         """The state of jobs; those of which nothing is known are left out.
 
         Raises:
@@ -272,7 +272,7 @@ class Vehicles:
         try:
             jobs = await self._system.look(awaited)
         except OSError as error:
-            return {j: Job(j, "of unknown state", str(error), False) for j in awaited}
+            return {j: BatchJob(j, "of unknown state", str(error), False) for j in awaited}
         for job_id, name in awaited.items():
             job = jobs.get(job_id)
             if job is None or job.ended:
@@ -280,7 +280,7 @@ class Vehicles:
                 raise PoolError(self._early_end(job_id, name, job))
         return jobs
 
-    def _early_end(self, job_id: str, name: str, job: Job | None) -> str:
+    def _early_end(self, job_id: str, name: str, job: BatchJob | None) -> str:
         assert self._system is not None
         state = str(job) if job else "known no more"
         tail = output_tail(self._output, job_id) if self._output else ""
@@ -290,7 +290,7 @@ class Vehicles:
         )
 
     def _about(
-        self, name: str, up: Collection[str], awaited: dict[str, str], jobs: dict[str, Job]
+        self, name: str, up: Collection[str], awaited: dict[str, str], jobs: dict[str, BatchJob]
     ) -> str:
         own = [jobs[j] for j, vehicle in awaited.items() if vehicle == name and j in jobs]
         title = self._system.title if self._system else ""

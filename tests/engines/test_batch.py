@@ -10,7 +10,7 @@ import pytest
 
 from taas_magic.engines.batch import (
     SYSTEMS,
-    Job,
+    BatchJob,
     find_system,
     output_tail,
     parse_qstat,
@@ -63,9 +63,9 @@ def test_squeue_is_read() -> None:
 def test_qstat_is_read_with_its_broken_lines() -> None:
     jobs = parse_qstat(QSTAT)
     reason = "Not Running: Insufficient amount of resource: ngpus (R: 2 A: 0 T: 8)"
-    assert jobs["12"] == Job("12", "QUEUED", reason, ended=False)
+    assert jobs["12"] == BatchJob("12", "QUEUED", reason, ended=False)
     assert jobs["13"].state == "RUNNING"
-    assert jobs["14"] == Job("14", "FINISHED", "exit status 271", ended=True)
+    assert jobs["14"] == BatchJob("14", "FINISHED", "exit status 271", ended=True)
 
 
 @pytest.mark.parametrize("parse", [parse_squeue, parse_qstat])
@@ -109,7 +109,7 @@ def test_slurm_is_asked(slurm: Slurm, submitting: Path) -> None:
     assert asyncio.run(settled(waits, lambda job: job.ended)).state == "CANCELLED"
 
 
-async def settled(job_id: str, is_so: Callable[[Job], bool]) -> Job:
+async def settled(job_id: str, is_so: Callable[[BatchJob], bool]) -> BatchJob:
     """A job as Slurm tells of it, once it is so."""
     system = find_system("slurm")
     assert system is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from taas_magic.engines import batch as waiting
-from taas_magic.engines.batch import BatchSystem, Job, Vehicles, parse_squeue
+from taas_magic.engines.batch import BatchJob, BatchSystem, Vehicles, parse_squeue
 from taas_magic.errors import PoolError
 
 
@@ -17,9 +17,9 @@ from taas_magic.errors import PoolError
 class Told(BatchSystem):
     """A batch system that says what it is told to."""
 
-    jobs: dict[str, Job] = field(default_factory=dict)
+    jobs: dict[str, BatchJob] = field(default_factory=dict)
 
-    async def look(self, job_ids: Collection[str]) -> dict[str, Job]:
+    async def look(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
         return {job_id: self.jobs[job_id] for job_id in job_ids if job_id in self.jobs}
 
 
@@ -30,9 +30,9 @@ class Submitted:
     job_id: str
 
 
-PENDING = Job("1", "PENDING", "Resources", ended=False)
-RUNNING = Job("1", "RUNNING", "", ended=False)
-FAILED = Job("1", "FAILED", "NonZeroExitCode", ended=True)
+PENDING = BatchJob("1", "PENDING", "Resources", ended=False)
+RUNNING = BatchJob("1", "RUNNING", "", ended=False)
+FAILED = BatchJob("1", "FAILED", "NonZeroExitCode", ended=True)
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_jobs_that_nobody_wants_any_more_may_end(vehicles: Vehicles, system: Tol
 
 
 def test_a_job_whose_host_has_served_may_end(vehicles: Vehicles, system: Told) -> None:
-    system.jobs["1"] = Job("1", "TIMEOUT", "TimeLimit", ended=True)
+    system.jobs["1"] = BatchJob("1", "TIMEOUT", "TimeLimit", ended=True)
     assert asyncio.run(vehicles.why_lost("hpc-0")) == "Slurm job 1 is TIMEOUT (TimeLimit)"
     assert look(vehicles) == ["hpc-0: asked for"]
 
@@ -117,7 +117,7 @@ def test_without_a_batch_system_there_is_little_to_say(worker: Any) -> None:
 
 def test_a_system_that_cannot_be_asked_ends_no_wait(tmp_path: Path) -> None:
     class Silent(Told):
-        async def look(self, job_ids: Collection[str]) -> dict[str, Job]:
+        async def look(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
             raise OSError("slurm_load_jobs error")
 
     vehicles = Vehicles(Silent("Slurm", lambda ids: [], parse_squeue), tmp_path)
