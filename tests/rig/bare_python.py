@@ -23,9 +23,9 @@ def make_bare_python(folder: Path, packages: Iterable[str] = ("torch",), pip: bo
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    for name in [*wanted(installed_here(packages), packages, never=()), *(["pip"] if pip else [])]:
-        for entry in _entries(name):
-            (site / entry.name).symlink_to(entry)
+    names = [*wanted(installed_here(packages), packages, never=()), *(["pip"] if pip else [])]
+    for entry in set().union(*map(_entries, names)):  # some packages lie in one folder
+        (site / entry.name).symlink_to(entry)
     return folder / "bin" / "python"
 
 
