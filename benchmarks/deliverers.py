@@ -18,6 +18,7 @@ from taas_magic.data.loader import Feed, LoaderShape, RemoteLoader
 from taas_magic.data.service import FolderDirectory, Tls
 from taas_magic.host import fetcher
 from taas_magic.host.fetcher_spec import Fetched, FetcherSpec
+from taas_magic.messages import FetcherReport, FetcherStarted, of_fetcher
 
 Take = Callable[[], object]
 """Returns the next batch."""
@@ -125,9 +126,9 @@ class Service:
         for control in self.controls:
             before, ready = -1, 0
             while before != ready or not ready:
-                said = control.recv()
-                if said["kind"] == "fetched":
-                    before, ready = ready, said["loaders"]["train"]["ready"]
+                said = of_fetcher(control.recv_bytes())
+                if isinstance(said, FetcherReport):
+                    before, ready = ready, said.loaders["train"].ready
 
 
 @contextlib.contextmanager
@@ -150,7 +151,7 @@ def service(
         spec = dataclasses.replace(spec, tls=tls, buffer_bytes=buffer_bytes)
         running.append(fetcher.start(spec, FORK))
     for _, control in running:
-        control.recv()
+        assert isinstance(of_fetcher(control.recv_bytes()), FetcherStarted)
     client = tls.client if tls else None
     directory = FolderDirectory(addresses)
     feed = Feed(0, 1, lambda name: payload, directory, key, tls=client, direct=direct)

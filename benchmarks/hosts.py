@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from taas_magic.config import load_config
 from taas_magic.journal import folder as journal
+from taas_magic.messages import Lines
 from taas_magic.notebook import launch, pools
 from tests.harness import Notebook
 from tests.rig.hosts import Hosts, hosts_up
@@ -130,9 +131,9 @@ def _delays() -> list[float]:
     assert launch.last_run is not None
     found = []
     for seen in journal.RunFolder(launch.last_run.path).read_events():
-        words = seen["lines"][0].split() if seen["kind"] == "lines" else [""]
+        words = seen.lines[0].split() if isinstance(seen, Lines) else [""]
         if words[0] == "met":
-            found.append(seen["time"] - float(words[1]))
+            found.append(seen.time - float(words[1]))
     return found
 
 
