@@ -20,12 +20,13 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import peers
 import psutil
@@ -48,6 +49,8 @@ BESIDE = {"ours, TCP + TLS": RAW_TLS}
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
+Takes = Callable[[], AbstractContextManager[Take]]
+Services = Callable[[], AbstractContextManager[Service]]
 
 used_elsewhere: list[float] = []
 """Cores that others used, at the moments between the rounds when nothing is measured."""
@@ -136,7 +139,7 @@ def memory_from_here() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def consume(make: Callable, seconds: float, results: Connection) -> None:
+def consume(make: Takes, seconds: float, results: Connection) -> None:
     """The consumer's process."""
     torch.set_num_threads(1)
     with make() as take:
@@ -147,7 +150,7 @@ def consume(make: Callable, seconds: float, results: Connection) -> None:
         results.send(measured(take, seconds, before))
 
 
-def consume_by_ranks(ranks: int, make: Callable, seconds: float, results: Connection) -> None:
+def consume_by_ranks(ranks: int, make: Services, seconds: float, results: Connection) -> None:
     """Several ranks, each in a process of its own; their figures together."""
     torch.set_num_threads(1)
     with make() as running:
@@ -185,7 +188,7 @@ def one_rank(
     remote.close()
 
 
-def first_batches(make: Callable, results: Connection) -> None:
+def first_batches(make: Services, results: Connection) -> None:
     """Milliseconds from the question to the first batch, each time by a rank that is new."""
     with make() as running:
         running.wait_until_filled()
@@ -200,7 +203,7 @@ def first_batches(make: Callable, results: Connection) -> None:
     results.send(times)
 
 
-def after_steps(make: Callable, results: Connection) -> None:
+def after_steps(make: Takes, results: Connection) -> None:
     """Milliseconds to the next batch, each time after the rank has computed for long."""
     times = []
     with make() as take:
@@ -213,7 +216,7 @@ def after_steps(make: Callable, results: Connection) -> None:
         results.send(times)
 
 
-def in_a_process(target: Callable, *arguments: object) -> object:
+def in_a_process(target: Callable[..., None], *arguments: object) -> Any:
     """What a target sends from a process of its own."""
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=target, args=(*arguments, theirs))
@@ -225,7 +228,11 @@ def in_a_process(target: Callable, *arguments: object) -> object:
 
 
 def compare(
-    title: str, rows: dict[str, Callable], rounds: int, seconds: float, by: Callable = consume
+    title: str,
+    rows: Mapping[str, Takes | Services],
+    rounds: int,
+    seconds: float,
+    by: Callable[..., None] = consume,
 ) -> None:
     """Measure rows in turn; the first is what the others are compared with, but for `BESIDE`."""
     figures: dict[str, list[Figures]] = {name: [] for name in rows}
@@ -266,7 +273,7 @@ def delivery(rounds: int, seconds: float, wanted: list[str]) -> None:
     tls, others = new_certificate(), peers.installed()
     for name, size in SIZES.items():
         loader = DataLoader(Ready(size), batch_size=None)
-        rows = {
+        rows: dict[str, Takes] = {
             RAW: partial(raw, size),
             RAW_TLS: partial(raw, size, tls),
             "ours, TCP": partial(ours, loader),
@@ -300,7 +307,11 @@ def first(rounds: int) -> None:
     tls = new_certificate()
     print("\nTime to a rank's first batch of 196 KiB, the fetcher's buffer filled, in ms")
     loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None)
-    rows = {"TCP": {}, "TCP + TLS": {"tls": tls}, "shared memory": {"direct": True}}
+    rows: dict[str, dict[str, Any]] = {
+        "TCP": {},
+        "TCP + TLS": {"tls": tls},
+        "shared memory": {"direct": True},
+    }
     for name, arguments in rows.items():
         make = partial(service, loader, **arguments)
         print_times(f"ours, {name}", first_batches, make, rounds)
@@ -320,14 +331,16 @@ def step(rounds: int) -> None:
         print_times(name, after_steps, make, rounds)
 
 
-def print_times(name: str, target: Callable, make: Callable, rounds: int) -> None:
+def print_times(
+    name: str, target: Callable[..., None], make: Takes | Services, rounds: int
+) -> None:
     """The median and the longest of what a target measures, in ms."""
     look_elsewhere()
     times = [ms for _ in range(rounds) for ms in in_a_process(target, make)]
     print(f"{name:32}{statistics.median(times):8.2f}, at most {max(times):.2f}", flush=True)
 
 
-def prepared(title: str, dataset: Dataset, rounds: int, seconds: float) -> None:
+def prepared(title: str, dataset: Dataset[Any], rounds: int, seconds: float) -> None:
     for workers in (1, 2):
         rows = {
             f"local DataLoader, {workers} workers": partial(

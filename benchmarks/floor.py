@@ -25,7 +25,7 @@ def warm() -> None:
 
 def launch(program: str, ranks: int) -> None:
     """Runs a program's text as so many ranks; prints what they do, until they have ended."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     reading, writing = _context.Pipe(duplex=False)

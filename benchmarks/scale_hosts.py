@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +24,27 @@ from distributed.comm import CommClosedError, connect
 from scale_view import LINES, host_of, plan_of
 
 from taas_magic.config import PoolConfig
+from taas_magic.engines.base import HostSource
 from taas_magic.engines.keys import Keys
 from taas_magic.host import topics
-from taas_magic.host.spec import HostSpec, Origin, pack, unpack
-from taas_magic.journal.folder import Event, RunFolder, event
+from taas_magic.host.spec import HostSpec, Origin
+from taas_magic.journal.folder import RunFolder
 from taas_magic.leases import BEATS_PER_LEASE
+from taas_magic.messages import (
+    Event,
+    HostEnded,
+    HostHello,
+    Lines,
+    RanksStarted,
+    RunEnded,
+    Settled,
+    Started,
+    StorePort,
+    encode,
+    event_of,
+    pack,
+    unpack,
+)
 from taas_magic.plan import Plan
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.head import HeadScheduler
@@ -75,10 +91,11 @@ class Figures(NamedTuple):
 
 
 class Agent:
-    """A made-up agent."""
+    """A made-up agent; which ranks it has it is told, as hosts join in any order."""
 
-    def __init__(self, number: int, ranks: range, keys: Keys) -> None:
-        self.name, self._number, self._ranks = host_of(ranks[0]), number, ranks
+    def __init__(self, number: int, name: str, keys: Keys) -> None:
+        self.name, self._number = name, number
+        self._host_rank, self._ranks = 0, range(0)
         self._security = Security(**keys.host(str(number)))
         self._stream = BatchedSend(interval="2ms")
         self._run_id = ""
@@ -118,17 +135,17 @@ class Agent:
     def say(self, events: list[Event]) -> None:
         """Sends events of the run."""
         for said in events:
-            self._stream.send({"op": topics.EVENT, "run_id": self._run_id, "event": said})
+            message = {"op": topics.EVENT, "run_id": self._run_id, "event": encode(said)}
+            self._stream.send(message)
 
     def lines(self, i: int) -> None:
         """Each rank prints a line of its own."""
         text = f"of step {i}: loss 0.12345"
-        self.say([event("lines", self.name, rank=r, lines=[f"{r} {text}"]) for r in self._ranks])
+        self.say([Lines(host=self.name, rank=r, lines=[f"{r} {text}"]) for r in self._ranks])
 
     def settle(self) -> None:
         """All ranks are done."""
-        ended = {"attempt": 0, "state": "SUCCEEDED", "cause": "done", "failures": []}
-        self.say([event("settled", self.name, **ended)])
+        self.say([Settled(host=self.name, state="SUCCEEDED")])
 
     async def leave(self) -> None:
         """Hangs up."""
@@ -153,38 +170,41 @@ class Agent:
                         self._answer(message)
 
     def _answer(self, call: dict[str, Any]) -> None:
-        said: dict[str, Any] = {}
+        said: object = None
         match call["name"]:
             case topics.CALL_HELLO:
-                said = {"host": self.name, "address": "10.1.0.1", "means": "mount", "gpus": 8}
+                said = HostHello(host=self.name, address="10.1.0.1", means="mount", gpus=8)
             case topics.CALL_START:
-                spec = HostSpec.from_json(unpack(call["arguments"]["spec"]))
-                self._run_id = spec.plan.run_id
-                said = {"port": 1000}
-        self._stream.send({"op": topics.ANSWER, "id": call["id"], "answer": said})
+                spec = unpack(call["arguments"]["spec"], HostSpec)
+                self._run_id, self._host_rank = spec.plan.run_id, spec.host_rank
+                first = spec.share.first_rank
+                self._ranks = range(first, first + spec.share.ranks)
+                said = StorePort(1000)
+        answer = {"op": topics.ANSWER, "id": call["id"], "answer": pack(said), "error": ""}
+        self._stream.send(answer)
         match call["name"]:
             case topics.CALL_START:
-                pids = {str(rank): 1000 + rank for rank in self._ranks}
-                self.say([event("started", self.name, attempt=0, pids=pids)])
+                pids = {rank: 1000 + rank for rank in self._ranks}
+                self.say([RanksStarted(host=self.name, pids=pids)])
             case topics.CALL_END:
-                ended = {"host_rank": self._number, "state": "SUCCEEDED", "failures": []}
-                self.say([event("host_ended", self.name, **ended)])
+                ended = HostEnded(host=self.name, host_rank=self._host_rank, state="SUCCEEDED")
+                self.say([ended])
 
 
 class Kernel:
     """A kernel's Dask client, which counts what comes."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
+        self.counts: dict[type[Event], int] = {}
         self._changed = asyncio.Condition()
 
-    async def take(self, pair: tuple[float, tuple[str, Event]]) -> None:
-        kind = pair[1][1]["kind"]
+    async def take(self, pair: tuple[float, tuple[str, bytes]]) -> None:
+        kind = type(event_of(pair[1][1]))
         self.counts[kind] = self.counts.get(kind, 0) + 1
         async with self._changed:
             self._changed.notify_all()
 
-    async def wait_for(self, kind: str, count: int) -> None:
+    async def wait_for(self, kind: type[Event], count: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self.counts.get(kind, 0) >= count)
 
@@ -202,10 +222,7 @@ async def _measure(world_size: int, folder: Path) -> Figures:
     memory = psutil.Process().memory_info
     before = memory().rss
     async with _pool() as (address, keys, controller), _client(address, keys) as client:
-        agents = [
-            Agent(host.host_rank, range(host.first_rank, host.first_rank + host.ranks), keys)
-            for host in plan.hosts
-        ]
+        agents = [Agent(h.host_rank, host_of(h.first_rank), keys) for h in plan.hosts]
         kernel = Kernel()
         client.subscribe_topic(topics.topic(client.id), kernel.take)
         join_s = await _cpu(_join(agents, address, controller))
@@ -242,11 +259,13 @@ async def _join(agents: Sequence[Agent], address: str, controller: Controller) -
 
 
 async def _launch(plan: Plan, folder: Path, client: Client, kernel: Kernel, hosts: int) -> None:
-    run = RunFolder.create(plan.run_id, plan.to_json(), "")
+    run = RunFolder.create(plan.run_id, plan, "")
     origin = Origin(str(folder), dict(os.environ), ())
-    spec = pack(HostSpec(plan, 0, str(run.path), origin).to_json())
-    await client.scheduler.taas_launch(owner=client.id, spec=spec, said=[])
-    await kernel.wait_for("started", hosts)
+    spec = pack(HostSpec(plan, 0, str(run.path), origin))
+    said = await client.scheduler.taas_launch(owner=client.id, spec=spec, said=[])
+    if error := unpack(said, Started).error:
+        raise RuntimeError(error)
+    await kernel.wait_for(RanksStarted, hosts)
 
 
 async def _print(agents: Sequence[Agent], kernel: Kernel, count: int, late: list[float]) -> None:
@@ -255,14 +274,14 @@ async def _print(agents: Sequence[Agent], kernel: Kernel, count: int, late: list
             agent.lines(i)
             await asyncio.sleep(0)
     sent = time.perf_counter()
-    await kernel.wait_for("lines", count)
+    await kernel.wait_for(Lines, count)
     late.append(time.perf_counter() - sent)
 
 
 async def _end(agents: Sequence[Agent], kernel: Kernel) -> None:
     for agent in agents:
         agent.settle()
-    await kernel.wait_for("ended", 1)
+    await kernel.wait_for(RunEnded, 1)
 
 
 @contextlib.asynccontextmanager
@@ -272,13 +291,16 @@ async def _client(address: str, keys: Keys) -> AsyncIterator[Client]:
         yield client
 
 
-class _Nowhere:
+class _Nowhere(HostSource):
     """Where no hosts come from: the agents join by themselves."""
+
+    def __init__(self) -> None:
+        """There is no engine."""
 
     async def ensure(self, count: int) -> list[str]:
         return []
 
-    async def release(self, keep: object) -> None:
+    async def release(self, keep: Collection[str]) -> None:
         """Hosts stay."""
 
     async def why_lost(self, agent: str) -> str:

@@ -10,14 +10,14 @@ import gc
 import io
 import time
 import tracemalloc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 
 from taas_magic.display.view import View
-from taas_magic.journal.folder import Event, event
+from taas_magic.messages import Event, Failure, Lines, RankFailure, RanksStarted, RunEnded
 from taas_magic.plan import HostPlan, Plan
 
 RANKS_PER_HOST = 8
@@ -54,43 +54,41 @@ def scenes(world_size: int) -> dict[str, list[Event]]:
     """The events of a run, by what happens."""
     ranks = range(world_size)
     firsts = range(0, world_size, RANKS_PER_HOST)
-    pids = {first: {str(r): r for r in ranks[first : first + RANKS_PER_HOST]} for first in firsts}
+    pids = {first: {r: r for r in ranks[first : first + RANKS_PER_HOST]} for first in firsts}
     return {
-        "start": [event("started", host_of(r), attempt=0, pids=pids[r]) for r in firsts],
+        "start": [RanksStarted(host=host_of(r), pids=pids[r]) for r in firsts],
         "a line that all print": _lines(ranks, lambda rank, i: f"epoch {i}"),
         "a line of each rank's own": _lines(ranks, lambda rank, i: f"loss {rank}.{i}"),
-        "lines of one rank": [
-            event("lines", host_of(0), rank=0, lines=[f"step {i}"]) for i in range(LINES)
-        ],
-        "all fail": [event("failure", host_of(r), failure=_failure(r)) for r in ranks],
+        "lines of one rank": _lines([0], lambda rank, i: f"step {i}"),
+        "all fail": [RankFailure(host=host_of(r), failure=_failure(r)) for r in ranks],
         "end": [_ended(world_size)],
     }
 
 
-def _lines(ranks: Iterable[int], text: Any) -> list[Event]:
+def _lines(ranks: Iterable[int], text: Callable[[int, int], str]) -> list[Event]:
     return [
-        event("lines", host_of(rank), rank=rank, lines=[text(rank, i)])
+        Lines(host=host_of(rank), rank=rank, lines=[text(rank, i)])
         for i in range(LINES)
         for rank in ranks
     ]
 
 
-def _failure(rank: int) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "host": host_of(rank),
-        "pid": rank,
-        "how": "raised",
-        "etype": "RuntimeError",
-        "message": "Connection closed by peer" if rank else "bad loss",
-        "traceback": ["Traceback", "RuntimeError"],
-        "consequence": bool(rank),
-    }
+def _failure(rank: int) -> Failure:
+    return Failure(
+        rank=rank,
+        host=host_of(rank),
+        pid=rank,
+        how="raised",
+        etype="RuntimeError",
+        message="Connection closed by peer" if rank else "bad loss",
+        traceback=["Traceback", "RuntimeError"],
+        consequence=bool(rank),
+    )
 
 
 def _ended(world_size: int) -> Event:
     failures = [_failure(rank) for rank in range(world_size)]
-    return event("ended", state="FAILED", failures=failures, first=failures[0], elapsed_s=1.0)
+    return RunEnded(state="FAILED", failures=failures, first=failures[0], elapsed_s=1.0)
 
 
 def measure(world_size: int) -> tuple[list[Scene], float]:

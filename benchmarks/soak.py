@@ -31,7 +31,7 @@ MOST_MIB = 10.0
 MOST_HANDLES = 0.5
 
 
-class Small(Dataset):
+class Small(Dataset[torch.Tensor]):
     """Batches of 64 bytes, each of its own."""
 
     def __len__(self) -> int:
