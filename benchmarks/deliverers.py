@@ -8,7 +8,9 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import torch
@@ -28,7 +30,7 @@ FORK = multiprocessing.get_context("fork")
 BUFFER_BYTES = 256 << 20
 
 
-class Ready(Dataset):
+class Ready(Dataset[torch.Tensor]):
     """Hands out batches that are ready: what is measured is delivery.
 
     Each is a tensor of its own over the same memory: a local worker would move one and the same
@@ -45,7 +47,7 @@ class Ready(Dataset):
         return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
-class Samples(Dataset):
+class Samples(Dataset[torch.Tensor]):
     """64 of these make a batch of 196 KiB; each costs so much waiting and computing."""
 
     def __init__(self, wait_s: float = 0.0, compute_s: float = 0.0) -> None:
@@ -101,7 +103,7 @@ def raw(size: int, tls: Tls | None = None) -> Iterator[Take]:
 
 
 @contextlib.contextmanager
-def local(loader: DataLoader) -> Iterator[Take]:
+def local(loader: DataLoader[Any]) -> Iterator[Take]:
     """A DataLoader in the consumer."""
     batches = iter(loader)
     yield lambda: next(batches)
@@ -111,9 +113,9 @@ def local(loader: DataLoader) -> Iterator[Take]:
 class Service:
     """Fetchers in processes of their own, and what a rank has to know of them."""
 
-    loader: DataLoader
+    loader: DataLoader[Any]
     feed: Feed
-    controls: list
+    controls: list[Connection]
 
     def remote(self, rank: int = 0, world_size: int = 1) -> RemoteLoader:
         loader, feed = self.loader, dataclasses.replace(self.feed, rank=rank, world_size=world_size)
@@ -133,7 +135,7 @@ class Service:
 
 @contextlib.contextmanager
 def service(
-    loader: DataLoader,
+    loader: DataLoader[Any],
     fetchers: int = 1,
     workers: int = 1,
     direct: bool = False,
@@ -166,7 +168,7 @@ def service(
 
 
 @contextlib.contextmanager
-def ours(loader: DataLoader, **arguments: object) -> Iterator[Take]:
+def ours(loader: DataLoader[Any], **arguments: object) -> Iterator[Take]:
     """The data service, as `service` makes it."""
     with service(loader, **arguments) as running:  # type: ignore[arg-type]
         remote = running.remote()
