@@ -194,7 +194,7 @@ class Farm:
         fresh: bool = False,
         **kwargs: Any,
     ) -> Job:
-        """Have a node call a function; returns at once.
+        """Have a node call a function; returns when large arguments are in the farm's process.
 
         Args:
             function: Any callable; it travels as what a `%%taas` cell uses does.
@@ -217,7 +217,7 @@ class Farm:
         fresh: bool = False,
         **kwargs: Any,
     ) -> list[Job]:
-        """Submit a job for each element, as `map` would call the function; returns at once.
+        """Submit a job for each element, as `map` would call the function; see `submit`.
 
         Args:
             function: As for `submit`, like the others.

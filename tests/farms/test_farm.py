@@ -22,6 +22,9 @@ from taas_magic.farms import farm as farm_module
 from taas_magic.farms.farm import Farm, Job
 from taas_magic.farms.table import FarmState, JobState, NodeState, html, text
 from taas_magic.farms.terms import FarmPlace, JobNews, JobResult, NodeNews
+from tests.conftest import carriers
+from tests.eventually import eventually
+from tests.frontend import Frontend
 from tests.harness import Notebook, below, without_pytests_filter, words
 from tests.rig.pools import enter
 
@@ -454,3 +457,15 @@ def test_the_table_is_read_while_it_changes() -> None:
     threading.Thread(target=change).start()
     while not over.is_set():
         assert len(state.here) <= 1 and state.eta_s() is None and state.counts()
+
+
+def test_a_farm_ends_with_its_kernel(kernel_of_its_own: Frontend, no_leftovers: str) -> None:
+    kernel_of_its_own.run("""import time
+import taas
+farm = taas.farm("local")
+job = farm.submit(time.sleep, 600)
+while not farm.status().counts()["running"]:
+    time.sleep(0.1)
+""")
+    kernel_of_its_own.process.kill()
+    eventually(lambda: not carriers(no_leftovers))

@@ -15,6 +15,19 @@ def test_the_page_of_faults_names_tests_that_there_are() -> None:
     assert not missing
 
 
+def test_the_pages_name_files_that_there_are() -> None:
+    pages = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")]
+    rooms = [path.name for path in (ROOT / "taas_magic").iterdir() if path.is_dir()]
+    names = re.compile(
+        rf"`((?:{'|'.join([*rooms, 'tests', 'benchmarks', 'notebooks'])})/[\w/]+\.\w+)`"
+    )
+    named = {name for page in pages for name in names.findall(page.read_text())}
+    assert {"farms/farm.py", "benchmarks/farm.py"} <= named
+    folders = (ROOT, ROOT / "taas_magic")
+    missing = [name for name in named if not any((each / name).exists() for each in folders)]
+    assert not missing
+
+
 def exists(name: str) -> bool:
     """Whether `file::test` is a test."""
     file, _, test = name.partition("::")
