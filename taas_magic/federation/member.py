@@ -329,7 +329,8 @@ class _Bearer:
 
     def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
         context.request.headers["Authorization"] = f"Bearer {self._key}"
-        return call_next(context)
+        response: httpx.Response = call_next(context)
+        return response
 
 
 def _bundle(config: Mapping[str, Any]) -> str:

@@ -27,7 +27,8 @@ def main() -> None:
             said = str(dict(metadata).get(ACCESS_TOKEN_KEY, ""))
             if not hmac.compare_digest(said.encode(), key):
                 return False, None
-            return super().validate_tokens_in_metadata(metadata)
+            proved: tuple[bool, AccountInfo | None] = super().validate_tokens_in_metadata(metadata)
+            return proved
 
     key = Path(os.environ[KEY_FILE]).read_bytes()
     program = vars(importlib.import_module("flwr.superlink.cli.flower_superlink"))
