@@ -70,7 +70,7 @@ class ProcessStand(Struct, kw_only=True):
     system: str = ""
     threads: dict[str, list[str]] = {}
     pending: list[str] = []
-    children: list["ProcessStand"] = []
+    children: "list[ProcessStand]" = []
 
 
 class RankStand(ProcessStand, kw_only=True):
