@@ -450,6 +450,9 @@ def test_surroundings_of_containers(scene: Scene, surroundings: str) -> None:
         assert "größe" in frontend.text(frontend.run("%taas status"))
 
 
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="IPython itself (parso) does not import without a home"
+)
 @as_root
 def test_a_user_without_name_and_home() -> None:
     """As in a container that is started with a number of its own for a user."""
