@@ -24,7 +24,7 @@ from distributed.comm import CommClosedError, connect
 from scale_view import LINES, host_of, plan_of
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import HostSource
+from taas_magic.engines.base import Engine
 from taas_magic.engines.keys import Keys
 from taas_magic.host import topics
 from taas_magic.host.spec import HostSpec, Origin
@@ -45,9 +45,9 @@ from taas_magic.messages import (
     pack,
     unpack,
 )
-from taas_magic.plan import Plan
+from taas_magic.plan import HostCapacity, Plan
 from taas_magic.pool.controller import Controller
-from taas_magic.pool.head import HeadScheduler
+from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.process import DASK_SETTINGS
 
 LEASE_S = 8.0
@@ -291,20 +291,20 @@ async def _client(address: str, keys: Keys) -> AsyncIterator[Client]:
         yield client
 
 
-class _Nowhere(HostSource):
+class _Nowhere(Engine):
     """Where no hosts come from: the agents join by themselves."""
 
-    def __init__(self) -> None:
-        """There is no engine."""
+    def capacity(self) -> HostCapacity:
+        return HostCapacity(0, 1)
 
-    async def ensure(self, count: int) -> list[str]:
+    def open(self, scheduler: type, keys: Keys, folder: str) -> Any:
+        """There is no cluster."""
+
+    async def bring(self, count: int) -> list[str]:
         return []
 
-    async def release(self, keep: Collection[str]) -> None:
+    async def give_back(self, keep: Collection[str]) -> None:
         """Hosts stay."""
-
-    async def why_lost(self, agent: str) -> str:
-        return ""
 
 
 @contextlib.asynccontextmanager
@@ -314,5 +314,6 @@ async def _pool() -> AsyncIterator[tuple[str, Keys, Controller]]:
     security = Security(**keys.scheduler())
     scheduler = HeadScheduler(host="127.0.0.1", protocol="tls://", security=security)
     async with scheduler:
-        controller = Controller(scheduler, _Nowhere(), PoolConfig("big", lease_s=PATIENT_S), 3600.0)
+        pool = PoolConfig("big", lease_s=PATIENT_S)
+        controller = Controller(scheduler, _Nowhere(pool), pool, 3600.0)
         yield scheduler.address, keys, controller

@@ -2,6 +2,8 @@
 
 An engine opens a Dask `SpecCluster` whose members run `AgentWorker`; all else (which run gets which
 hosts, events, the journal, giving hosts back) is the controller's and the same for every engine.
+A new one is a class after `Engine`, and its line in `_ENGINES`. No module of an engine imports Dask
+at its top: a kernel asks for `capacity`, and the pool's process for `prepare`, before that.
 """
 
 import asyncio
@@ -9,18 +11,20 @@ import importlib
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Collection, Generator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from taas_magic.config import PoolConfig
 from taas_magic.errors import UsageError
+from taas_magic.host.hardware import LOOPBACK
 from taas_magic.plan import HostCapacity
 from taas_magic.setup.facts import Shell
 
 if TYPE_CHECKING:
+    from distributed import SpecCluster
+
     from taas_magic.engines.keys import Keys
 
 _ENGINES = {
@@ -31,53 +35,57 @@ _ENGINES = {
 
 _DASK_CLASS = "taas_magic.engines.dask_class:DaskClassEngine"
 
+CLOSE_S = 10.0
+"""How long a supervisor may take to end all of its host, in seconds."""
+
 LOG = "pool.log"
 LOG_LINES = 15
 
 
 class Engine(ABC):
-    """One pool's engine. `capacity` is asked in the kernel, the rest in the pool's process.
+    """One pool's engine. `capacity` and `ways` are asked in the kernel, the rest in the pool.
 
     Args:
         pool: The pool's settings.
-    """
 
-    name: ClassVar[str]
+    Attributes:
+        cluster: What `open` returned.
+    """
 
     def __init__(self, pool: PoolConfig) -> None:
         self.pool = pool
+        self.cluster: Any = None
         self._numbers = itertools.count()
+        self._turn = asyncio.Lock()
+        """Hosts that are being given back and hosts that are asked for may have the same names."""
 
     @abstractmethod
     def capacity(self) -> HostCapacity:
-        """What one host offers, known without taking one."""
+        """Return what one host offers, known without taking one."""
 
     @abstractmethod
-    def prepare(self) -> None:
-        """Starts what can be started before Dask is imported; returns at once."""
-
-    @abstractmethod
-    def open(self, scheduler: type, keys: "Keys", folder: str) -> Any:
-        """Makes the cluster, with a scheduler and no host yet.
+    def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
+        """Make the cluster, not yet awaited, with a scheduler and no host; keep it as `cluster`.
 
         Args:
             scheduler: The class of Dask scheduler to use.
             keys: The pool's.
             folder: The pool's private folder on this machine.
-
-        Returns:
-            A `distributed.SpecCluster`, not yet awaited.
         """
 
+    def prepare(self) -> None:
+        """Start what can be started before Dask is imported; returns at once."""
+        return
+
     def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """The ways to hosts that can be asked before a run takes them, by the hosts' names.
+        """Return the ways to hosts that can be asked before a run takes them, by hosts' names.
 
         Each connects when it is entered, and gives up when `stop` is set.
         """
         return {}
 
-    async def ensure(self, cluster: Any, count: int) -> list[str]:
-        """Asks for hosts until `count` were asked for; called again and again while they come.
+    async def bring(self, count: int) -> list[str]:
+        """Ask for hosts until `count` were asked for; called again and again while they come.
 
         Returns:
             What is known of those that have not joined, a line each; for the user.
@@ -85,26 +93,18 @@ class Engine(ABC):
         Raises:
             PoolError: One of them will not come.
         """
-        self.ask_for(cluster, count)
-        await cluster
+        self.ask_for(count)
+        await self.cluster
         return []
 
-    def ask_for(self, cluster: Any, count: int) -> None:
-        """Asks for hosts until `count` were asked for, by names that no host had before.
-
-        Dask closes, 15 s after a worker has left (`distributed.deploy.lost-worker-timeout`), what
-        then has its name and has not joined; and `scale` gives names anew.
-        """
-        for _ in range(count - len(cluster.worker_spec)):
-            cluster.worker_spec[f"{self.pool.name}-{next(self._numbers)}"] = cluster.new_spec
-
-    async def release(self, cluster: Any, keep: Collection[str]) -> None:
-        """Gives back all hosts, come or to come, but those whose agents are named."""
-        await cluster.scale_down([n for n in list(cluster.worker_spec) if str(n) not in keep])
+    async def give_back(self, keep: Collection[str]) -> None:
+        """Give back all hosts, come or to come, but those whose agents are named."""
+        left = [name for name in self.cluster.worker_spec if str(name) not in keep]
+        await self.cluster.scale_down(left)
 
     @asynccontextmanager
     async def way(self, agent: str, address: str) -> AsyncIterator[str]:
-        """Lets a host reach a port of this machine while the block lasts; gives its address there.
+        """Let a host reach a port of this machine while the block lasts; gives its address there.
 
         Args:
             agent: The host's, by its name.
@@ -116,46 +116,94 @@ class Engine(ABC):
         yield address
 
     async def why_lost(self, agent: str) -> str:
-        """What is known of a host that was lost, in one line; "" when nothing is."""
+        """Return what is known of a host that was lost, in one line; "" when nothing is."""
         return ""
 
+    def ask_for(self, count: int) -> None:
+        """Ask for hosts until `count` were asked for, by names that no host had before.
 
-@dataclass(frozen=True)
-class HostSource:
-    """An engine and the cluster that it has opened: where the pool's process gets hosts."""
-
-    engine: Engine
-    cluster: Any
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Hosts that are being given back and hosts that are asked for may have the same names."""
+        Dask closes, 15 s after a worker has left (`distributed.deploy.lost-worker-timeout`), what
+        then has its name and has not joined; and `scale` gives names anew.
+        """
+        for _ in range(count - len(self.cluster.worker_spec)):
+            name = f"{self.pool.name}-{next(self._numbers)}"
+            self.cluster.worker_spec[name] = self.cluster.new_spec
 
     async def ensure(self, count: int) -> list[str]:
-        """See `Engine.ensure`. Who gives up waiting does not undo half of it.
+        """Call `bring` when nothing is being given back. Who stops waiting does not undo half.
 
         A host that was asked for at that moment would otherwise be known to nobody.
         """
-        return await asyncio.shield(self._ensure(count))
+
+        async def bring() -> list[str]:
+            async with self._turn:
+                return await self.bring(count)
+
+        return await asyncio.shield(bring())
 
     async def release(self, keep: Collection[str]) -> None:
-        """See `Engine.release`."""
+        """Call `give_back` when nothing is being asked for."""
         async with self._turn:
-            await self.engine.release(self.cluster, keep)
+            await self.give_back(keep)
 
-    def way(self, agent: str, address: str) -> AbstractAsyncContextManager[str]:
-        """See `Engine.way`."""
-        return self.engine.way(agent, address)
 
-    async def why_lost(self, agent: str) -> str:
-        """See `Engine.why_lost`."""
-        return await self.engine.why_lost(agent)
+class DaskHost:
+    """A host as Dask's `SpecCluster` knows it: distributed's `ProcessInterface`.
 
-    async def _ensure(self, count: int) -> list[str]:
-        async with self._turn:
-            return await self.engine.ensure(self.cluster, count)
+    Not by inheritance, as that would import Dask.
+    """
+
+    def __init__(self) -> None:
+        from distributed.core import Status
+
+        self.status = Status.created
+        self._starting = asyncio.Lock()
+
+    def __await__(self) -> Generator[Any, None, "DaskHost"]:
+        return self._started().__await__()
+
+    async def start(self) -> None:
+        """Bring the host up; may return before its agent has joined."""
+
+    async def close(self) -> None:
+        """End what is left of the host; called once it has been asked to leave the pool."""
+        from distributed.core import Status
+
+        self.status = Status.closed
+
+    async def _started(self) -> "DaskHost":
+        from distributed.core import Status
+
+        async with self._starting:
+            if self.status == Status.created:
+                await self.start()
+                self.status = Status.running
+        return self
+
+
+def make_cluster(engine: Engine, scheduler: type, keys: "Keys", host: type) -> "SpecCluster":
+    """Return a cluster whose scheduler listens on this machine's loopback.
+
+    Args:
+        engine: The pool's.
+        scheduler: The class of Dask scheduler to use.
+        keys: The pool's.
+        host: A class of `DaskHost`, called with the scheduler's address, `engine` and `name`.
+    """
+    from distributed import Security, SpecCluster
+
+    secure = {"protocol": "tls://", "security": Security(**keys.scheduler())}
+    return SpecCluster(
+        scheduler={"cls": scheduler, "options": {"host": LOOPBACK, **secure}},
+        worker={"cls": host, "options": {"engine": engine}},
+        security=Security(**keys.kernel()),
+        asynchronous=True,
+        name=engine.pool.name,
+    )
 
 
 def find_engine(pool: PoolConfig) -> Engine:
-    """The engine that a pool's settings name.
+    """Return the engine that a pool's settings name.
 
     Raises:
         UsageError: There is none of that name.
@@ -172,7 +220,7 @@ def find_engine(pool: PoolConfig) -> Engine:
 
 
 def log_tail(folder: Path) -> str:
-    """The last lines that a pool's processes wrote, and where the others are."""
+    """Return the last lines that a pool's processes wrote, and where the others are."""
     path = folder / LOG
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return "\n".join([*text.splitlines()[-LOG_LINES:], f"({path})"])

@@ -2,20 +2,25 @@
 
 The class is named by its import path and used as it is. Its workers are plain Dask workers, and to
 us only vehicles (`host/vehicle.py`); the scheduler is ours and lives in the pool's process,
-whatever the class would have used.
+whatever the class would have used. Slurm and PBS are asked what became of jobs whose hosts have
+not joined, or are lost; other systems' jobs are waited for without a word.
 """
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Collection, Mapping
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
-from taas_magic.engines.batch import Vehicles, find_system
 from taas_magic.errors import PoolError, UsageError
 from taas_magic.host.topics import ASK_HOST
 from taas_magic.host.vehicle import agent_name, vehicle_of
@@ -35,8 +40,6 @@ _NO_REQUEUE = {"slurm": "--no-requeue", "pbs": "-r n"}
 class DaskClassEngine(Engine):
     """Opens the Dask cluster class that `engine` names, with `options` as its keyword arguments."""
 
-    name = "dask class"
-
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
         self._vehicles = Vehicles(None, None)
@@ -49,30 +52,29 @@ class DaskClassEngine(Engine):
             )
 
     def capacity(self) -> HostCapacity:
-        """What taas.toml says: hosts that must be queued for cannot be asked."""
+        """Return what taas.toml says: hosts that must be queued for cannot be asked."""
         cores = self.pool.cores or self.pool.options.get("cores") or probe.cores()
         return HostCapacity(self.pool.gpus or 0, int(cores))
-
-    def prepare(self) -> None:
-        """Nothing can be started ahead of a batch system."""
 
     def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
         from distributed import Security
 
-        cluster_class, options = _find_class(self.pool), {**self.pool.options, "asynchronous": True}
-        given = Security(**keys.cluster(talks=not _is_batch(cluster_class)))
-        ours = {"security": given, "protocol": "tls://", "name": self.pool.name}
-        options |= _accepted(cluster_class, ours)
-        if _is_batch(cluster_class):
+        pool, cluster_class = self.pool, _find_class(self.pool)
+        classes = (base.__module__ for base in cluster_class.__mro__)
+        is_batch = any(module.startswith(f"{_BATCH_PACKAGE}.") for module in classes)
+        given = Security(**keys.cluster(talks=not is_batch))
+        ours = {"security": given, "protocol": "tls://", "name": pool.name}
+        options = {**pool.options, "asynchronous": True, **_accepted(cluster_class, ours)}
+        if is_batch:
             system = str(cluster_class.job_cls.config_name)
-            options = batch_options(self.pool, options, system, Path(folder))
+            options = batch_options(pool, options, system, Path(folder))
             self._vehicles = Vehicles(find_system(system), Path(options["log_directory"]))
-        cluster = _make_cluster(self.pool, cluster_class, options)
+        self.cluster = cluster = _make_cluster(pool, cluster_class, options)
         place = _scheduler_place(cluster)
         cluster.worker_spec.clear()  # hosts are taken when a run needs them
 
         def make_scheduler(**options: Any) -> Any:
-            return _with_vehicles(scheduler(**options), self.pool, keys)
+            return _with_vehicles(scheduler(**options), pool, keys)
 
         secure = Security(**keys.scheduler())
         cluster.scheduler_spec = {
@@ -81,42 +83,36 @@ class DaskClassEngine(Engine):
         }
         return cluster
 
-    async def ensure(self, cluster: Any, count: int) -> list[str]:
+    async def bring(self, count: int) -> list[str]:
+        from distributed import Status
+
+        cluster = self.cluster
         names = [str(worker.name) for worker in cluster.scheduler.workers.values()]
         agents = {vehicle_of(name) for name in names} - {""}
         lines = await self._vehicles.look([*map(str, cluster.worker_spec)], names, agents)
-        self.ask_for(cluster, count)
+        self.ask_for(count)
         try:
             await cluster
         except RuntimeError as error:
-            await cluster.scale_down([n for n, w in cluster.workers.items() if not _is_up(w)])
-            raise PoolError(f"{self.pool.engine} could not start a host: {_gist(error)}") from error
+            workers = cluster.workers.items()
+            await cluster.scale_down([n for n, it in workers if it.status != Status.running])
+            text = str(error)  # all that dask-jobqueue says; of that, what the command wrote
+            gist = text.partition("stderr:\n")[2].strip() or text
+            raise PoolError(f"{self.pool.engine} could not start a host: {gist}") from error
         self._vehicles.note(cluster.workers.items())
         return lines
 
-    async def release(self, cluster: Any, keep: Collection[str]) -> None:
+    async def give_back(self, keep: Collection[str]) -> None:
         kept = {vehicle_of(name) for name in keep}
-        await super().release(cluster, kept)
+        await super().give_back(kept)
         self._vehicles.forget(kept)
 
     async def why_lost(self, agent: str) -> str:
         return await self._vehicles.why_lost(vehicle_of(agent))
 
 
-def _is_up(worker: Any) -> bool:
-    from distributed import Status
-
-    return bool(worker.status == Status.running)
-
-
-def _gist(error: RuntimeError) -> str:
-    """What a batch system's command wrote, of all that dask-jobqueue says of it."""
-    text = str(error)
-    return text.partition("stderr:\n")[2].strip() or text
-
-
 def _find_class(pool: PoolConfig) -> Any:
-    """The class that a pool names.
+    """Return the class that a pool names.
 
     Raises:
         UsageError: There is none, or it is no Dask cluster.
@@ -133,41 +129,18 @@ def _find_class(pool: PoolConfig) -> Any:
     return found
 
 
-def _make_cluster(
-    pool: PoolConfig, cluster_class: Any, options: Mapping[str, Any]
-) -> "SpecCluster":
-    """The cluster as its class makes it, not started.
-
-    Raises:
-        UsageError: The class refuses its options, or cannot say how to start a worker.
-    """
-    try:
-        cluster = cluster_class(**options)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f'pool "{pool.name}": {pool.engine} refuses its options: {error}'
-        ) from error
-    if cluster.new_spec is None:
-        raise UsageError(f'pool "{pool.name}": {pool.engine} says not how to start one more worker')
-    return cluster
-
-
 def _accepted(cluster_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keyword arguments that a class takes."""
+    """Return those keyword arguments that a class takes."""
     parameters = inspect.signature(cluster_class).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(values)
     return {name: value for name, value in values.items() if name in parameters}
 
 
-def _is_batch(cluster_class: type) -> bool:
-    return any(base.__module__.startswith(f"{_BATCH_PACKAGE}.") for base in cluster_class.__mro__)
-
-
 def batch_options(
     pool: PoolConfig, options: Mapping[str, Any], system: str, folder: Path
 ) -> dict[str, Any]:
-    """The keyword arguments of a dask-jobqueue class: what suits vehicles, then the user's own.
+    """Return keyword arguments of a dask-jobqueue class: what suits vehicles, then the user's own.
 
     Args:
         pool: The pool's settings.
@@ -199,22 +172,40 @@ def batch_options(
     return {**given, **options, "job_extra_directives": directives}
 
 
+def _make_cluster(
+    pool: PoolConfig, cluster_class: Any, options: Mapping[str, Any]
+) -> "SpecCluster":
+    """Return the cluster as its class makes it, not started.
+
+    Raises:
+        UsageError: The class refuses its options, or cannot say how to start a worker.
+    """
+    try:
+        cluster = cluster_class(**options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f'pool "{pool.name}": {pool.engine} refuses its options: {error}'
+        ) from error
+    if cluster.new_spec is None:
+        raise UsageError(f'pool "{pool.name}": {pool.engine} says not how to start one more worker')
+    return cluster
+
+
 def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
-    """Where our scheduler listens: on one address, which the hosts reach."""
+    """Return where our scheduler listens: on one address, which the hosts reach."""
     from distributed import Scheduler
     from distributed.utils import get_ip
 
     spec = cluster.scheduler_spec or {}
     made = spec.get("cls")
-    options = (
-        spec.get("options", {}) if isinstance(made, type) and issubclass(made, Scheduler) else {}
-    )
+    is_dasks = isinstance(made, type) and issubclass(made, Scheduler)
+    options = spec.get("options", {}) if is_dasks else {}
     place = {key: options[key] for key in ("host", "interface", "port") if options.get(key)}
     return place if place.keys() & {"host", "interface"} else {**place, "host": get_ip()}
 
 
 def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
-    """Has the scheduler make a vehicle of every worker that joins."""
+    """Have the scheduler make a vehicle of every worker that joins."""
     from distributed.protocol.pickle import dumps
 
     from taas_magic.host.vehicle import Vehicle
@@ -224,9 +215,285 @@ def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
     scheduler.worker_plugins[Vehicle.name] = dumps(vehicle)
 
     def new_host(vehicle: str) -> bytes:
-        """`AgentKeys` of the agent that a vehicle is to bring, packed."""
+        """Return `AgentKeys` of the agent that a vehicle is to bring, packed."""
         name = agent_name(vehicle)
         return pack(AgentKeys(name=name, security=keys.host(name)))
 
     scheduler.handlers[ASK_HOST] = new_host
     return scheduler
+
+
+ASK_S = 10.0
+"""How long a batch system may take to answer."""
+
+TAIL_LINES = 15
+
+_HISTORY_HINT = "use -x"  # OpenPBS's; Torque takes -x for something else
+
+_SLURM_LIVES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT")
+_PBS_STATES = {
+    "Q": "QUEUED",
+    "H": "HELD",
+    "W": "WAITING",
+    "T": "MOVING",
+    "S": "SUSPENDED",
+    "R": "RUNNING",
+    "B": "RUNNING",
+    "E": "EXITING",
+    "C": "COMPLETED",
+    "F": "FINISHED",
+}
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """One job, as the batch system sees it.
+
+    Attributes:
+        job_id: Its number.
+        state: In the system's own word.
+        reason: Why it is in this state; "" when the system does not say.
+        ended: Whether it will not run any more.
+    """
+
+    job_id: str
+    state: str
+    reason: str
+    ended: bool
+
+    def __str__(self) -> str:
+        return f"{self.state} ({self.reason})" if self.reason else self.state
+
+
+def parse_squeue(text: str) -> dict[str, BatchJob]:
+    """Return the jobs in the output of `squeue --format=%i|%T|%r`."""
+    jobs = {}
+    for line in text.splitlines():
+        words = line.strip().split("|", 2)
+        if len(words) == 3:
+            job_id, state, reason = words
+            reason = "" if reason == "None" else reason
+            jobs[job_id] = BatchJob(job_id, state, reason, state not in _SLURM_LIVES)
+    return jobs
+
+
+def parse_qstat(text: str) -> dict[str, BatchJob]:
+    """Return the jobs in the output of `qstat -f`, of OpenPBS, PBS Pro or Torque."""
+    jobs = {}
+    for block in re.split(r"^Job Id: ", text.replace("\n\t", ""), flags=re.MULTILINE)[1:]:
+        first, _, rest = block.partition("\n")
+        job_id = first.strip().partition(".")[0]  # dask-jobqueue knows jobs by their number alone
+        values: dict[str, str] = dict(re.findall(r"^\s+(\w+) = (.*)$", rest, flags=re.MULTILINE))
+        letter = values.get("job_state", "")
+        reason = values.get("comment", "")
+        if "Exit_status" in values:
+            reason = f"exit status {values['Exit_status']}"
+        state = _PBS_STATES.get(letter, letter)
+        jobs[job_id] = BatchJob(job_id, state, reason, letter in ("C", "F", "X"))
+    return jobs
+
+
+@dataclass(frozen=True)
+class BatchSystem:
+    """How to ask one kind of batch system.
+
+    Attributes:
+        title: What users call it.
+        command: Asks about jobs; their ids follow.
+        parse: Reads the answer.
+        history: Asks about jobs that have ended, where `command` does not tell of them.
+    """
+
+    title: str
+    command: Callable[[Collection[str]], list[str]]
+    parse: Callable[[str], dict[str, BatchJob]]
+    history: Callable[[Collection[str]], list[str]] | None = None
+
+    async def look(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
+        """Return the jobs that the system knows, by id; one that it does not know has ended.
+
+        Raises:
+            OSError: It cannot be asked, or does not answer.
+        """
+        if not job_ids:
+            return {}
+        found, complaint = await self._ask(self.command(job_ids))
+        if self.history and _HISTORY_HINT in complaint:
+            ended, _ = await self._ask(self.history(job_ids))
+            found = {**ended, **found}
+        if complaint and not found and not _is_about_jobs(complaint):
+            raise OSError(complaint)
+        return found
+
+    async def _ask(self, command: list[str]) -> tuple[dict[str, BatchJob], str]:
+        """Return what a command says, and what it complains of if it fails."""
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            out, err = await asyncio.wait_for(process.communicate(), ASK_S)
+        except asyncio.TimeoutError:
+            process.kill()
+            await process.wait()
+            raise OSError(f"{self.title} did not answer within {ASK_S:.0f} s") from None
+        complaint = err.decode(errors="replace").strip() if process.returncode else ""
+        return self.parse(out.decode(errors="replace")), complaint
+
+
+def _is_about_jobs(complaint: str) -> bool:
+    """Return whether a command failed only because the jobs have ended too long ago to be known."""
+    words = ("invalid job id", "unknown job id", "has finished")
+    return any(word in complaint.lower() for word in words)
+
+
+def _squeue(job_ids: Collection[str]) -> list[str]:
+    asked = f"--jobs={','.join(job_ids)}"
+    return ["squeue", "--noheader", "--states=all", asked, "--format=%i|%T|%r"]
+
+
+def _qstat(job_ids: Collection[str]) -> list[str]:
+    return ["qstat", "-f", *job_ids]
+
+
+def _qstat_history(job_ids: Collection[str]) -> list[str]:
+    return ["qstat", "-x", "-f", *job_ids]
+
+
+SYSTEMS: Mapping[str, BatchSystem] = {
+    "slurm": BatchSystem("Slurm", _squeue, parse_squeue),
+    "pbs": BatchSystem("PBS", _qstat, parse_qstat, _qstat_history),
+}
+"""By the name that dask-jobqueue has for each."""
+
+
+def find_system(name: str) -> BatchSystem | None:
+    """Return the batch system of that name, if it is known and its command is here."""
+    system = SYSTEMS.get(name)
+    return system if system and shutil.which(system.command([])[0]) else None
+
+
+def output_tail(folder: Path, job_id: str) -> str:
+    """Return the last lines of what a job wrote, from the newest file named with its number."""
+    number = job_id.partition(".")[0]
+    named = re.compile(rf"(?<!\d){re.escape(number)}(?!\d)")
+    files = [file for file in folder.glob("*") if named.search(file.name) and file.stat().st_size]
+    if not files:
+        return ""
+    newest = max(files, key=lambda file: file.stat().st_mtime)
+    lines = newest.read_text(errors="replace").splitlines()
+    return "\n".join([*lines[-TAIL_LINES:], f"({newest})"])
+
+
+LOOK_S = 2.0
+"""How often a batch system is asked at most."""
+
+SETTLE_S = 2.0
+"""How long a batch system may take to see what became of a job whose host is lost."""
+
+
+class Vehicles:
+    """The vehicles of a pool: Dask workers, each with its job where there is a batch system.
+
+    Args:
+        system: The batch system; None where none is known.
+        output: The folder with what jobs write; None where there is none.
+    """
+
+    def __init__(self, system: BatchSystem | None, output: Path | None) -> None:
+        self._system, self._output = system, output
+        self._jobs: dict[str, str] = {}
+        self._served: set[str] = set()
+        """Jobs that need not be watched: their agents have joined, or nobody wants them."""
+        self._looked = float("-inf")
+        self._said: list[str] = []
+
+    def note(self, workers: Iterable[tuple[object, Any]]) -> None:
+        """Learn the jobs of a cluster's workers: pairs of name and worker object."""
+        for name, worker in workers:
+            job_id = getattr(worker, "job_id", None)
+            if job_id and str(job_id) not in self._jobs:
+                self._jobs[str(job_id)] = str(name)
+                self._looked = float("-inf")
+
+    async def look(
+        self, asked: Collection[str], up: Collection[str], agents: Collection[str]
+    ) -> list[str]:
+        """Return what is known of the hosts that are awaited, a line each.
+
+        Args:
+            asked: Names of all vehicles that should be there.
+            up: Those that have joined.
+            agents: Those whose agents have joined.
+
+        Raises:
+            PoolError: A job has ended before its agent joined.
+        """
+        self._served |= {job_id for job_id, name in self._jobs.items() if name in agents}
+        if time.monotonic() - self._looked < LOOK_S:
+            return self._said
+        awaited = {j: name for j, name in self._jobs.items() if j not in self._served}
+        jobs = await self._ask(awaited)
+        self._looked = time.monotonic()
+        self._said = [
+            f"{name}: {self._about(name, up, awaited, jobs)}"
+            for name in sorted(set(asked) - set(agents))
+        ]
+        return self._said
+
+    def forget(self, kept: Collection[str]) -> None:
+        """Stop watching vehicles that nobody wants any more: all but those kept."""
+        self._served |= {job_id for job_id, name in self._jobs.items() if name not in kept}
+
+    async def why_lost(self, name: str) -> str:
+        """Return what the batch system says of a lost host's job; "" when it says nothing."""
+        job_id = next((j for j in reversed(self._jobs) if self._jobs[j] == name), None)
+        if job_id is None or self._system is None:
+            return ""
+        self._served.add(job_id)
+        deadline = time.monotonic() + SETTLE_S
+        job = await self._find(job_id)
+        while job is not None and not job.ended and time.monotonic() < deadline:
+            await asyncio.sleep(0.5)
+            job = await self._find(job_id)
+        return f"{self._system.title} job {job_id} is {job or 'known no more'}"
+
+    async def _find(self, job_id: str) -> BatchJob | None:
+        assert self._system is not None
+        try:
+            return (await self._system.look([job_id])).get(job_id)
+        except OSError:
+            return None
+
+    async def _ask(self, awaited: dict[str, str]) -> dict[str, BatchJob]:
+        """Return the state of jobs; those of which nothing is known are left out.
+
+        Raises:
+            PoolError: One has ended.
+        """
+        if self._system is None or not awaited:
+            return {}
+        try:
+            jobs = await self._system.look(awaited)
+        except OSError as error:
+            return {j: BatchJob(j, "of unknown state", str(error), False) for j in awaited}
+        for job_id, name in awaited.items():
+            job = jobs.get(job_id)
+            if job is None or job.ended:
+                self._served.add(job_id)
+                tail = output_tail(self._output, job_id) if self._output else ""
+                wrote = f":\n{tail}" if tail else " nothing"
+                raise PoolError(
+                    f"{self._system.title} job {job_id} ended before host {name} was ready: "
+                    f"{job or 'known no more'}; it wrote{wrote}"
+                )
+        return jobs
+
+    def _about(
+        self, name: str, up: Collection[str], awaited: dict[str, str], jobs: dict[str, BatchJob]
+    ) -> str:
+        own = [jobs[j] for j, vehicle in awaited.items() if vehicle == name and j in jobs]
+        title = self._system.title if self._system else ""
+        said = [f"{title} job {job.job_id} {job}" for job in own]
+        if name in up:
+            said.append("its Dask worker has joined, the agent starts")
+        return "; ".join(said) or "asked for"

@@ -1,90 +1,163 @@
 """The engine of pool `local`: this machine, as one host or, to try things out, as several."""
 
+import asyncio
+import contextlib
+import signal
+import socket
 import subprocess
-from typing import TYPE_CHECKING, Any
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
 
 from taas_magic import probe
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import Engine
-from taas_magic.engines.supervisors import start_supervisor
+from taas_magic.engines.base import CLOSE_S, DaskHost, Engine, log_tail, make_cluster
 from taas_magic.errors import PoolError
 from taas_magic.host.hardware import LOOPBACK, count_gpus
+from taas_magic.host.processes import spawn_command, supervisor_arguments
+from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
 
     from taas_magic.engines.keys import Keys
-    from taas_magic.engines.local_host import LocalHost
+
+TROUBLE_S = 1.5
+"""How long a host that is coming may be in trouble; Dask forgets one that has left in 0.1 s."""
 
 
 class LocalEngine(Engine):
-    """Starts a supervisor, and through it the agent, on this machine."""
+    """Starts a supervisor, and through it the agent, on this machine.
 
-    name = "local"
+    Attributes:
+        keys: The pool's, once `open` was called.
+        folder: The pool's private folder, likewise.
+    """
+
+    keys: "Keys"
+    folder: str
 
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
         self._started: list[subprocess.Popen[bytes]] = []
-        self._cluster: SpecCluster | None = None
 
     def capacity(self) -> HostCapacity:
         gpus = self.pool.gpus if self.pool.gpus is not None else count_gpus()
         return HostCapacity(gpus, self.pool.cores or probe.cores())
 
     def prepare(self) -> None:
-        """Starts the agent: its imports take longest, and need nothing of the scheduler."""
-        self._started.append(start_supervisor(self.pool.preload))
+        """Start the first host: its imports take longest, and need nothing of the scheduler."""
+        self._started.append(self.take_supervisor())
+
+    def take_supervisor(self) -> subprocess.Popen[bytes]:
+        """Return a supervisor that waits for its agent's settings on its standard input."""
+        if self._started:
+            return self._started.pop()
+        command = spawn_command("taas_magic.host.supervisor")
+        command += supervisor_arguments(None, self.pool.preload)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
-        from distributed import Security, SpecCluster
+        self.keys, self.folder = keys, folder
+        self.cluster = make_cluster(self, scheduler, keys, LocalHost)
+        return self.cluster
 
-        from taas_magic.engines.local_host import LocalHost
-
-        secure = Security(**keys.scheduler())
-        self._cluster = SpecCluster(
-            scheduler={
-                "cls": scheduler,
-                "options": {"host": LOOPBACK, "protocol": "tls://", "security": secure},
-            },
-            worker={
-                "cls": LocalHost,
-                "options": {
-                    "pool": self.pool,
-                    "folder": folder,
-                    "keys": keys,
-                    "started": self._started,
-                },
-            },
-            security=Security(**keys.kernel()),
-            asynchronous=True,
-            name=self.pool.name,
-        )
-        return self._cluster
-
-    async def ensure(self, cluster: Any, count: int) -> list[str]:
-        """See `Engine.ensure`."""
-        said = await super().ensure(cluster, count)
-        for name, host in list(cluster.workers.items()):
-            if name not in cluster.observed:
-                await _check(cluster, name, host)
+    async def bring(self, count: int) -> list[str]:
+        said = await super().bring(count)
+        for name, host in list(self.cluster.workers.items()):
+            if name not in self.cluster.observed:
+                try:
+                    host.check()
+                except PoolError:  # given back: who asks next would be told the same again
+                    await self.cluster.scale_down([name])
+                    raise
         return said
 
     async def why_lost(self, agent: str) -> str:
-        """Ends what is left of the host, so that no rank of it writes beside a new one."""
-        host = self._cluster.workers.get(agent) if self._cluster is not None else None
+        """End what is left of the host, so that no rank of it writes beside a new one."""
+        host = self.cluster.workers.get(agent)
         if host is not None:
             await host.end()
         return ""
 
 
-async def _check(cluster: Any, name: str, host: "LocalHost") -> None:
-    """Looks at a host that has not joined; one that fails is given back at once.
+class LocalHost(DaskHost):
+    """A supervisor and its agent on this machine.
 
-    Who asks next would otherwise be told the same again.
+    Args:
+        scheduler: The scheduler's address; Dask gives it.
+        engine: The pool's.
+        name: The host's name in the pool; Dask gives it.
     """
-    try:
-        host.check()
-    except PoolError:
-        await cluster.scale_down([name])
-        raise
+
+    def __init__(self, scheduler: str, engine: LocalEngine, name: str) -> None:
+        super().__init__()
+        pool = engine.pool
+        self._engine = engine
+        self._settings = AgentSettings(
+            scheduler=scheduler,
+            security=engine.keys.host(name),
+            name=name,
+            host_name=f"{socket.gethostname()}-{name}" if pool.max_hosts > 1 else "",
+            interface=LOOPBACK,
+            is_foreign=False,
+            local_directory=engine.folder,
+            lease_s=pool.lease_s,
+        )
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._in_trouble_since: float | None = None
+
+    async def start(self) -> None:
+        self._supervisor = self._engine.take_supervisor()
+        assert self._supervisor.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `check` says why
+            self._supervisor.stdin.write(pack(self._settings) + b"\n")
+            self._supervisor.stdin.flush()
+
+    async def close(self) -> None:
+        await self.end()
+        await super().close()
+
+    async def end(self) -> None:
+        """Close the supervisor's lease; returns when no process of the host is left."""
+        supervisor = self._supervisor
+        if supervisor is None:
+            return
+        assert supervisor.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended before it read what it was told
+            supervisor.stdin.close()
+        supervisor.send_signal(signal.SIGCONT)  # a stopped one would not see it
+        try:
+            await asyncio.to_thread(supervisor.wait, CLOSE_S)
+        except subprocess.TimeoutExpired:
+            supervisor.kill()
+            supervisor.wait()
+
+    def check(self) -> None:
+        """Look at a host that has not joined.
+
+        Raises:
+            PoolError: It will not: it has ended, or one of its processes is stopped. With the last
+                lines of the log.
+        """
+        trouble, now = self._trouble(), time.monotonic()
+        since = self._in_trouble_since = (self._in_trouble_since or now) if trouble else None
+        if since is not None and now - since > TROUBLE_S:
+            tail = log_tail(Path(self._engine.folder))
+            raise PoolError(f"this host {trouble} before it was ready. The log ends with:\n{tail}")
+
+    def _trouble(self) -> str:
+        if self._supervisor is None:
+            return ""
+        code = self._supervisor.poll()
+        if code is not None:
+            return f"ended (exit code {code})"
+        with contextlib.suppress(psutil.NoSuchProcess):
+            supervisor = psutil.Process(self._supervisor.pid)
+            for process in (supervisor, *supervisor.children(recursive=True)):
+                if process.status() == psutil.STATUS_STOPPED:
+                    return f"was stopped (SIGSTOP to process {process.pid})"
+        return ""

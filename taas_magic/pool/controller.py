@@ -16,7 +16,7 @@ from distributed import Scheduler, SchedulerPlugin
 from msgspec import DecodeError
 
 from taas_magic.config import LOCAL, PoolConfig
-from taas_magic.engines.base import HostSource
+from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError, ProtocolError, StoreError
 from taas_magic.host.spec import HostSpec, without_environ
 from taas_magic.host.topics import ASK_STORE, EVENT, POOL_BEAT, share_id, topic
@@ -254,7 +254,7 @@ class Controller(SchedulerPlugin):
     name = "taas-controller"
 
     def __init__(
-        self, scheduler: Scheduler, source: HostSource, pool: PoolConfig, linger_s: float
+        self, scheduler: Scheduler, source: Engine, pool: PoolConfig, linger_s: float
     ) -> None:
         self._scheduler, self._is_local = scheduler, pool.engine == LOCAL
         self._runs: dict[str, PoolRun | PoolFetchers] = {}

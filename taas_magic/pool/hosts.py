@@ -17,7 +17,7 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.comm import CommClosedError
 from msgspec import structs
 
-from taas_magic.engines.base import HostSource
+from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
 from taas_magic.host.topics import (
     AGENT,
@@ -137,7 +137,7 @@ class Members(SchedulerPlugin):
     def __init__(
         self,
         scheduler: Scheduler,
-        source: HostSource,
+        source: Engine,
         start_timeout_s: float,
         lease_s: float,
         on_lost: Callable[[Member, str], None] = lambda member, why: None,

@@ -18,7 +18,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import LOG, Engine, HostSource, find_engine
+from taas_magic.engines.base import LOG, Engine, find_engine
 from taas_magic.engines.keys import SecurityOptions
 from taas_magic.messages import pack, unpack
 from taas_magic.setup.facts import Kernel, this_kernel
@@ -37,7 +37,6 @@ class PoolWords(Struct):
 
     Attributes:
         folder: The pool's private folder.
-        pool: Its settings.
         project: The notebook's folder.
         linger_s: How long it goes on without a kernel.
     """
@@ -53,8 +52,7 @@ class PoolPlace(Struct):
 
     Attributes:
         address: Of its port.
-        security: Keyword arguments of dask's `Security`.
-        pool: The pool's name.
+        security: By which the kernel connects.
         project: The notebook's folder.
         made_of: Its versions.
     """
@@ -67,7 +65,7 @@ class PoolPlace(Struct):
 
 
 def main() -> int:
-    """Keeps one pool until it is told to end or nobody uses it any more."""
+    """Keep one pool until it is told to end or nobody uses it any more."""
     words = unpack(sys.stdin.buffer.readline(), PoolWords)
     folder = Path(words.folder)
     lock = take_lock(folder)
@@ -84,7 +82,7 @@ def main() -> int:
 
 
 def take_lock(folder: Path) -> int | None:
-    """The lock of a pool's folder as a descriptor; None when a living process holds it."""
+    """Return the lock of a pool's folder, a descriptor; None when a living process holds it."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,33 +98,23 @@ async def _keep(engine: Engine, folder: Path, words: PoolWords) -> None:
     from taas_magic.engines.keys import Keys
     from taas_magic.host.member import use_steady_clock
     from taas_magic.pool.controller import Controller
-    from taas_magic.pool.head import HeadScheduler
+    from taas_magic.pool.gate import HeadScheduler
 
     logging.getLogger("distributed").setLevel(logging.WARNING)
     dask.config.set({**DASK_SETTINGS, "temporary-directory": str(folder)})
     use_steady_clock()
     keys = Keys()
     async with engine.open(HeadScheduler, keys, str(folder)) as cluster:
-        controller = Controller(
-            cluster.scheduler,
-            HostSource(engine, cluster),
-            engine.pool,
-            words.linger_s,
-        )
-        file = folder / "pool.json"
+        controller = Controller(cluster.scheduler, engine, engine.pool, words.linger_s)
         place = PoolPlace(
             cluster.scheduler_address, keys.kernel(), engine.pool.name, words.project, this_kernel()
         )
+        path, beside = folder / "pool.json", folder / "pool.new"
+        beside.touch(0o600)
         try:
-            _write_private(file, place)
+            beside.write_bytes(pack(place))
+            beside.replace(path)
             await controller.over.wait()
         finally:
-            file.unlink(missing_ok=True)
-
-
-def _write_private(path: Path, place: PoolPlace) -> None:
-    beside = path.with_suffix(".new")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(pack(place))
-    beside.replace(path)
+            path.unlink(missing_ok=True)
+            await engine.release(())  # closing, Dask would wait for hosts that are coming

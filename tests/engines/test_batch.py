@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.engines.batch import (
+from taas_magic.engines.dask_class import (
     SYSTEMS,
     BatchJob,
     find_system,

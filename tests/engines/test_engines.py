@@ -8,11 +8,11 @@ import pytest
 from distributed import Scheduler, SchedulerPlugin
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import HostSource, find_engine
+from taas_magic.engines.base import find_engine
 from taas_magic.engines.keys import Keys
 from taas_magic.errors import UsageError
 from taas_magic.host.hardware import count_gpus
-from taas_magic.pool.head import HeadScheduler
+from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.hosts import Members
 
 pytestmark = [pytest.mark.usefixtures("no_leftovers"), pytest.mark.timeout(300)]
@@ -75,13 +75,12 @@ def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Pa
         async with engine.open(HeadScheduler, Keys(), str(tmp_path)) as cluster:
             watching = Watching()
             cluster.scheduler.add_plugin(watching)
-            source = HostSource(engine, cluster)
-            members = Members(cluster.scheduler, source, pool.start_timeout_s, pool.lease_s)
+            members = Members(cluster.scheduler, engine, pool.start_timeout_s, pool.lease_s)
             [member] = await members.take(1)
             assert member.name and member.place
-            await source.release({member.agent})
+            await engine.release({member.agent})
             assert members.all() == [member]
-            await source.release(())
+            await engine.release(())
             await watching.reached(0)
             [again] = await members.take(1)
             assert again is not member

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from taas_magic.engines import batch as waiting
-from taas_magic.engines.batch import BatchJob, BatchSystem, Vehicles, parse_squeue
+from taas_magic.engines import dask_class as waiting
+from taas_magic.engines.dask_class import BatchJob, BatchSystem, Vehicles, parse_squeue
 from taas_magic.errors import PoolError
 
 

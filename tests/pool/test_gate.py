@@ -24,7 +24,7 @@ from taas_magic.messages import HostHello, PoolStatus, StorePort, pack, unpack
 from taas_magic.plan import Flags, HostCapacity, make_plan
 from taas_magic.pool import gate
 from taas_magic.pool.controller import Controller
-from taas_magic.pool.head import HeadScheduler
+from taas_magic.pool.gate import HeadScheduler
 from tests.frontend import WAIT_S
 from tests.rig.pools import PoolHere, pool_here
 

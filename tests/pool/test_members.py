@@ -14,7 +14,7 @@ from taas_magic import messages
 from taas_magic.errors import PoolError
 from taas_magic.messages import HostHello, PoolStatus, StorePort, unpack
 from taas_magic.pool.controller import Controller
-from taas_magic.pool.head import HeadScheduler
+from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.hosts import Member, Members
 from tests.harness import below, words
 from tests.rig.pools import pool_here

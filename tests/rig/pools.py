@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from taas_magic.config import PoolConfig, load_config
-from taas_magic.engines.base import HostSource, find_engine
+from taas_magic.engines.base import find_engine
 from taas_magic.engines.keys import Keys
 from taas_magic.notebook import pools
 from taas_magic.pool.controller import Controller
-from taas_magic.pool.head import HeadScheduler
+from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.hosts import Member
 from tests.conftest import GONE_WITHIN_S, is_tracker
 from tests.harness import Notebook, below, waiting_servers
@@ -120,7 +120,6 @@ def pool_here(
 async def _opened(folder: Path) -> AsyncIterator[PoolHere]:
     engine, keys = find_engine(PoolConfig("local", lease_s=60)), Keys()
     async with engine.open(HeadScheduler, keys, str(folder)) as cluster:
-        source = HostSource(engine, cluster)
-        controller = Controller(cluster.scheduler, source, engine.pool, linger_s=600)
+        controller = Controller(cluster.scheduler, engine, engine.pool, linger_s=600)
         [member] = await controller.members.take(1)
         yield PoolHere(cluster.scheduler, controller, keys, member)
