@@ -219,8 +219,7 @@ def find_engine(pool: PoolConfig) -> Engine:
     return engine(pool)
 
 
-def log_tail(folder: Path) -> str:
-    """Return the last lines that a pool's processes wrote, and where the others are."""
-    path = folder / LOG
+def log_tail(path: Path) -> str:
+    """Return the last lines of a log, and where the others are."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return "\n".join([*text.splitlines()[-LOG_LINES:], f"({path})"])

@@ -13,7 +13,7 @@ import psutil
 
 from taas_magic import probe
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import CLOSE_S, DaskHost, Engine, log_tail, make_cluster
+from taas_magic.engines.base import CLOSE_S, LOG, DaskHost, Engine, log_tail, make_cluster
 from taas_magic.errors import PoolError
 from taas_magic.host.hardware import LOOPBACK, count_gpus
 from taas_magic.host.processes import spawn_command, supervisor_arguments
@@ -146,7 +146,7 @@ class LocalHost(DaskHost):
         trouble, now = self._trouble(), time.monotonic()
         since = self._in_trouble_since = (self._in_trouble_since or now) if trouble else None
         if since is not None and now - since > TROUBLE_S:
-            tail = log_tail(Path(self._engine.folder))
+            tail = log_tail(Path(self._engine.folder) / LOG)
             raise PoolError(f"this host {trouble} before it was ready. The log ends with:\n{tail}")
 
     def _trouble(self) -> str:

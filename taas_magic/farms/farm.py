@@ -4,6 +4,10 @@ Nothing here blocks the notebook but the waits that the user asks for. A thread 
 each job as soon as it has ended, so that what was delivered stays, whatever becomes of its node.
 """
 
+import asyncio
+import concurrent.futures
+import hashlib
+import itertools
 import logging
 import os
 import queue
@@ -11,8 +15,10 @@ import shutil
 import subprocess
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +26,19 @@ import msgspec
 from IPython.core.getipython import get_ipython
 
 from taas_magic import leases, messages
-from taas_magic.capture import pickling
+from taas_magic.capture import payload, pickling
+from taas_magic.capture.culprit import refusal
 from taas_magic.capture.payload import Cell
 from taas_magic.config import Config, load_config
+from taas_magic.engines.base import log_tail
 from taas_magic.errors import JobFailed, PoolError, ProtocolError, UsageError, interrupted
-from taas_magic.farms import table, values, worker
-from taas_magic.farms.parts import Shelf
+from taas_magic.farms import table
 from taas_magic.farms.table import FarmState, JobState
 from taas_magic.farms.terms import (
+    DROP,
+    LOST_NODES,
+    PUT,
+    TOPIC,
     FarmPlace,
     FarmTerms,
     JobCall,
@@ -38,6 +49,7 @@ from taas_magic.farms.terms import (
     News,
     NodeNews,
     Part,
+    PartName,
 )
 from taas_magic.host.processes import spawn_command
 from taas_magic.journal.folder import state_dir
@@ -55,6 +67,12 @@ END_S = 30.0
 
 SEEN_S = 10.0
 """How long it may take until a farm's process that closed its connection is seen to have ended."""
+
+INLINE_BYTES = 64 << 10
+"""Parts of arguments that are larger travel by themselves: to each host once, jobs map them."""
+
+CALLED = "taas_job"
+"""The name that a function travels by which is no variable of the notebook under its own."""
 
 
 class Job:
@@ -75,10 +93,7 @@ class Job:
         self.name, self.args, self.kwargs, self.folder = name, args, kwargs, folder
         self._farm = farm
         self.seen = JobState(name)
-        self._ended = threading.Event()
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._listeners: list[Callable[[Job], None]] = []
+        self._outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -95,7 +110,7 @@ class Job:
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way."""
-        return self._ended.is_set()
+        return self._outcome.done()
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait for what the function returns; an interrupt cancels the job.
@@ -108,7 +123,7 @@ class Job:
         error = self.exception(timeout_s)
         if error is not None:
             raise error
-        return self._result
+        return self._outcome.result()
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
         """Wait for its end; returns what `result` would raise, None where it returned.
@@ -117,9 +132,11 @@ class Job:
             TimeoutError: It has not ended in that time.
         """
         with self._farm.cancelling([self]):
-            if not self._ended.wait(timeout_s):
-                raise TimeoutError(f"job {self.name} has not ended after {timeout_s} s")
-        return self._error
+            try:
+                return self._outcome.exception(timeout_s)
+            except concurrent.futures.TimeoutError:
+                late = f"job {self.name} has not ended after {timeout_s} s"
+                raise TimeoutError(late) from None
 
     def cancel(self) -> None:
         """End it, if it has not ended; one that runs is interrupted first."""
@@ -127,26 +144,18 @@ class Job:
 
     def when_done(self, listener: Callable[["Job"], None]) -> None:
         """Have a function called with the job when it has ended, or now if it has."""
-        with self._lock:
-            self._listeners.append(listener)
-        if self.done():
-            self._tell()
+        self._outcome.add_done_callback(lambda outcome: listener(self))
 
     def end(self, state: str, result: Any = None, error: BaseException | None = None) -> None:
         """Take how it ended; what comes first counts."""
         with self._lock:
-            if self.done():
+            if self.seen.is_over:
                 return
             self.seen.end(state)
-            self._result, self._error = result, error
-            self._ended.set()
-        self._tell()
-
-    def _tell(self) -> None:
-        with self._lock:
-            listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            listener(self)
+        if error is None:
+            self._outcome.set_result(result)
+        else:
+            self._outcome.set_exception(error)
 
 
 class Farm:
@@ -155,7 +164,9 @@ class Farm:
     def __init__(self, terms: FarmTerms, config: Config, shell: Any) -> None:
         self._shell, self._config, self.name = shell, config, terms.name
         self.folder = state_dir() / "farms" / self.name
-        _prune(self.folder.parent, config.runs.keep)
+        farms = sorted(self.folder.parent.glob("farm-*"))  # by time, as their names have it
+        for old in farms[: -config.runs.keep]:
+            shutil.rmtree(old, ignore_errors=True)
         (self.folder / "jobs").mkdir(mode=0o700, parents=True)
         self.state = FarmState(self.name, ", ".join(terms.pools), terms.least, terms.most)
         self._process, place = _start(terms, self.folder)
@@ -163,8 +174,8 @@ class Farm:
         from distributed import as_completed
 
         self._client = _connect(place)
-        self._client.subscribe_topic(worker.TOPIC, self._hear)
-        self._shelf = Shelf(self._client)
+        self._client.subscribe_topic(TOPIC, self._hear)
+        self._shelf = _Shelf(self._client)
         self._jobs: dict[str, tuple[Job, Future, list[Part]]] = {}
         self._on_solution: list[Callable[[Job], None]] = []
         self._lock = threading.RLock()
@@ -261,7 +272,7 @@ class Farm:
 
     @contextmanager
     def cancelling(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """Cancels jobs that the user waits for when the wait is interrupted.
+        """Cancel jobs that the user waits for when the wait is interrupted.
 
         Raises:
             KeyboardInterrupt: It was.
@@ -305,44 +316,57 @@ class Farm:
         if self._is_closed or self._why_over:
             why = self._why_over or "it is closed"
             raise PoolError(f"{self.name} takes no jobs: {why}; make another farm")
-        packed = [values.pack_arguments(*call, self._shell.user_ns) for call in calls]
+        packed = [_pack_arguments(*call, self._shell.user_ns) for call in calls]
         functions: dict[Any, tuple[str, bytes]] = {}
-        for one in packed:
-            key = one.needs, one.modules
+        for call in packed:
+            key = call.needs, call.modules
             if key not in functions:
-                functions[key] = self._pack(function, one)
-        jobs = []
-        for call, one in zip(calls, packed, strict=True):
-            called = functions[one.needs, one.modules]
-            jobs.append(self._send(function, call, one, called, retries, fresh))
-        return jobs
+                functions[key] = self._pack(function, call)
+        title = getattr(function, "__name__", "job").strip("<>")
+        return [
+            self._send(title, call, *functions[call.needs, call.modules], retries, fresh)
+            for call in packed
+        ]
 
-    def _pack(self, function: Callable[..., Any], packed: values.Packed) -> tuple[str, bytes]:
-        cell = Cell("", filename="<a job>", raw="")
-        settings = launch.capture_settings(cell, self._shell, self._config)
+    def _pack(self, function: Callable[..., Any], call: "_Call") -> tuple[str, bytes]:
+        """Capture a function with all that it, and arguments of it, use of the notebook.
+
+        Returns:
+            The name that it has in the payload, and the payload.
+
+        Raises:
+            CaptureError: Something that it uses cannot travel.
+        """
+        namespace = self._shell.user_ns
         path = self.folder / f"function-{threading.get_ident()}"
-        return values.pack_function(function, packed, self._shell.user_ns, settings, path)
+        with _named(function, namespace) as name:
+            imports = (f"import {module}" for module in call.modules)
+            source = "\n".join([name, *call.needs, *imports])
+            cell = Cell(source, filename="<a job>", raw="")
+            settings = launch.capture_settings(cell, self._shell, self._config)
+            found = payload.capture(cell, namespace, **settings)
+        try:
+            payload.write(found, path)
+            return name, path.read_bytes()
+        finally:
+            path.unlink(missing_ok=True)
 
     def _send(
-        self,
-        function: Callable[..., Any],
-        call: tuple[tuple[Any, ...], dict[str, Any]],
-        packed: values.Packed,
-        called: tuple[str, bytes],
-        retries: int,
-        fresh: bool,
+        self, title: str, call: "_Call", called: str, function: bytes, retries: int, fresh: bool
     ) -> Job:
-        args, kwargs = call
+        from taas_magic.farms.worker import run_job
+
         with self._lock:
             self._count += 1
-            name = f"{getattr(function, '__name__', 'job').strip('<>')}-{self._count}"
-        job = Job(self, name, args, kwargs, self.folder / "jobs" / name)
+            name = f"{title}-{self._count}"
+        job = Job(self, name, call.args, call.kwargs, self.folder / "jobs" / name)
         self.state.add(job.seen)
-        told = JobCall(name, called[0], len(args), tuple(kwargs), fresh)
-        parts = [self._shelf.part(part) for part in (called[1], *packed.parts)]
-        with _quiet():
+        told = JobCall(name, called, len(call.args), tuple(call.kwargs), fresh)
+        parts = [self._shelf.part(part) for part in (function, *call.parts)]
+        with warnings.catch_warnings():  # Dask advises to scatter what is large: the shelf does
+            warnings.filterwarnings("ignore", message="Sending large graph")
             future = self._client.submit(
-                worker.run_job, told, parts[0], parts[1:], key=name, retries=retries, pure=False
+                run_job, told, parts[0], parts[1:], key=name, retries=retries, pure=False
             )
         with self._lock:
             self._jobs[name] = job, future, parts
@@ -351,12 +375,12 @@ class Farm:
         return job
 
     def _watch(self) -> None:
-        """Ends all jobs if the farm's process ends by itself."""
+        """End all jobs if the farm's process ends by itself."""
         self._process.wait()
         self._lose()
 
     def _lose(self) -> None:
-        """Ends all jobs: the farm's process has ended, or is not connected any more."""
+        """End all jobs: the farm's process has ended, or is not connected any more."""
         if self._is_closed:
             return
         try:
@@ -366,15 +390,12 @@ class Farm:
         self._give_up(f"{why} ({self.folder / LOG})")
 
     def _give_up(self, why: str) -> None:
-        """No job will be done any more."""
         self._why_over = why
         for job in self._unfinished():
             job.end("failed", error=PoolError(f"job {job.name} of {self.name}: {why}"))
 
     def _collect(self) -> None:
-        """Brings results home until the farm is closed."""
-        from distributed.client import FutureCancelledError
-
+        """Bring results home until the farm is closed."""
         while not self._is_closed:
             self._submitted.acquire()
             try:
@@ -389,30 +410,29 @@ class Farm:
             for future in batch:
                 with self._lock:
                     known = self._jobs.get(future.key)
-                if known is None:
-                    continue
-                job = known[0]
-                try:
-                    self._take(job, future, results.get(future))
-                except (FutureCancelledError, OSError):
-                    self._drop(job)
-                self._forget(future.key)
-
-    def _drop(self, job: Job) -> None:
-        """Takes that a job's future is none any more: `cancel`, else the farm's end."""
-        if not job.done():
-            self._lose()
+                if known is not None:
+                    self._take(known[0], future, results.get(future))
+                    with self._lock:
+                        del self._jobs[future.key]
+                    future.release()
+                    self._shelf.drop(known[2])
 
     def _take(self, job: Job, future: "Future", said: JobResult | None) -> None:
-        if future.status == "cancelled":
-            self._drop(job)
-        elif future.status == "error":
-            error = future.exception()
-            job.end("failed", error=self._failure(job, error))
-        else:
-            found: JobResult = future.result() if said is None else said
-            job.seen.host = self.state.host_of(found.node)
-            self._deliver(job, found)
+        """End a job by what its future says; one that was cancelled by nobody is lost."""
+        from distributed.client import FutureCancelledError
+
+        try:
+            if future.status == "error":
+                error = future.exception()
+                job.end("failed", error=self._failure(job, error))
+            elif future.status != "cancelled":
+                found: JobResult = future.result() if said is None else said
+                job.seen.host = self.state.host_of(found.node)
+                self._deliver(job, found)
+        except (FutureCancelledError, OSError):
+            pass
+        if not job.seen.is_over:
+            self._lose()
 
     def _deliver(self, job: Job, said: JobResult) -> None:
         try:
@@ -440,22 +460,15 @@ class Farm:
             job.seen.host = self.state.host_of(error.node)
             head = f"job {job.name} on host {job.host}: {error}".removesuffix(": ")
         elif isinstance(error, KilledWorker):
-            head = f"job {job.name} was on {worker.LOST_NODES + 1} nodes that were lost"
+            head = f"job {job.name} was on {LOST_NODES + 1} nodes that were lost"
         else:
             head = f"job {job.name} {error!r}"
         log = job.folder / "output.log"
         details = [*ended.traceback, *([f"full log: {log}"] if log.exists() else [])]
         return JobFailed(head, details, name=job.name, etype=ended.etype)
 
-    def _forget(self, key: str) -> None:
-        with self._lock:
-            known = self._jobs.pop(key, None)
-        if known is not None:
-            known[1].release()
-            self._shelf.drop(known[2])
-
     def _hear(self, pair: tuple[float, dict[str, str]]) -> None:
-        """Takes what nodes, and the farm's process, say; in the thread of the Dask client."""
+        """Take what nodes, and the farm's process, say; in the thread of the Dask client."""
         said: News = msgspec.convert(pair[1], News)
         if isinstance(said, JobNews) and said.job not in self.state.jobs:
             return  # no name of a job, and no folder of one
@@ -469,8 +482,108 @@ class Farm:
             self._give_up(said.why)
 
 
+class _Shelf:
+    """Large parts of what jobs are given, each once in the farm's process; any thread.
+
+    Args:
+        client: The kernel's connection to the farm's process.
+    """
+
+    def __init__(self, client: "Client") -> None:
+        self._client, self._lock = client, threading.Lock()
+        self._numbers = itertools.count()
+        self._known: dict[str, PartName] = {}
+        self._users: Counter[str] = Counter()
+
+    def part(self, part: Any) -> Part:
+        """Return a part as a job is told it: itself, or its name in the farm's process."""
+        from distributed.protocol import to_serialize
+
+        data = memoryview(part).cast("B")
+        if data.nbytes <= INLINE_BYTES:
+            return bytes(data)
+        mark = hashlib.blake2b(data, digest_size=16).hexdigest()
+        with self._lock:
+            if mark not in self._known:
+                # another name each time: what is dropped may be on its way still
+                name = PartName(mark, next(self._numbers))
+                self._call(PUT, name=name.text, data=to_serialize(bytes(data))).result()
+                self._known[mark] = name
+            self._users[mark] += 1
+            return self._known[mark]
+
+    def drop(self, parts: Collection[Part]) -> None:
+        """Count that a job does not need its parts any more."""
+        with self._lock:
+            for part in parts:
+                if isinstance(part, PartName):
+                    self._users[part.mark] -= 1
+                    if not self._users[part.mark]:
+                        del self._users[part.mark], self._known[part.mark]
+                        self._call(DROP, name=part.text)
+
+    def _call(self, op: str, **arguments: Any) -> Any:
+        calling = getattr(self._client.scheduler, op)(**arguments)
+        return asyncio.run_coroutine_threadsafe(calling, self._client.loop.asyncio_loop)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a job's function is called with.
+
+    Attributes:
+        parts: A pickle of each argument, one after the other, and the memory that they refer to.
+        needs: Names of the notebook that they look up when they run.
+        modules: Modules that they refer to.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    parts: tuple[Any, ...]
+    needs: tuple[str, ...]
+    modules: tuple[str, ...]
+
+
+def _pack_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], namespace: dict[str, Any]
+) -> _Call:
+    """Pickle a job's arguments; memory of arrays and tensors is referred to, not copied.
+
+    Raises:
+        CaptureError: One of them cannot travel; the message has the path to what cannot.
+    """
+    pickler = pickling.ValuePickler(namespace)
+    named = {**{f"argument {place}": value for place, value in enumerate(args, 1)}, **kwargs}
+    for name, value in named.items():
+        try:
+            pickler.add(value)
+        except Exception as error:
+            raise refusal(name, value, pickler.probe, error) from error
+    pickled = pickler.pickled()
+    parts = (pickled.data, *(buffer.raw() for buffer in pickled.buffers))
+    modules = tuple(sorted(pickler.modules - {"__main__"}))
+    return _Call(args, kwargs, parts, tuple(pickler.needs), modules)
+
+
+@contextmanager
+def _named(function: Callable[..., Any], namespace: dict[str, Any]) -> Iterator[str]:
+    """Give a variable of the notebook that is the function; made for the block if need be."""
+    own = getattr(function, "__name__", "")
+    if own and namespace.get(own) is function:
+        yield own
+        return
+    before = namespace.get(CALLED)
+    namespace[CALLED] = function
+    try:
+        yield CALLED
+    finally:
+        namespace.pop(CALLED)
+        if before is not None:
+            namespace[CALLED] = before
+
+
 def _below(folder: Path, name: str) -> Path:
-    """Where a file of a job is put that its node has named.
+    """Return where a file of a job is put that its node has named.
 
     Raises:
         ProtocolError: Outside of the job's folder.
@@ -507,7 +620,12 @@ def farm(
     names = [pool] if isinstance(pool, str) else list(pool)
     most = sum(config.pool(name).max_hosts for name in names)
     least, most = _bounds(nodes, most)
-    _check(names, gpus, cpus, config)
+    for name in names:
+        offers = pools.named(name, config).capacity()
+        if gpus < 0 or gpus > offers.gpus:
+            raise UsageError(f"gpus=0 to {offers.gpus} in pool {name!r}; got {gpus}")
+        if not 1 <= cpus <= offers.cores:
+            raise UsageError(f"cpus=1 to {offers.cores} in pool {name!r}; got {cpus}")
     rule = store.choose(
         os.getcwd(), config.store.path or "", "discard", (), config.store.limit_bytes
     )
@@ -537,23 +655,8 @@ def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
     return least, most
 
 
-def _check(names: Sequence[str], gpus: int, cpus: int, config: Config) -> None:
-    for name in names:
-        offers = pools.named(name, config).capacity()
-        if gpus < 0 or gpus > offers.gpus:
-            raise UsageError(f"gpus=0 to {offers.gpus} in pool {name!r}; got {gpus}")
-        if not 1 <= cpus <= offers.cores:
-            raise UsageError(f"cpus=1 to {offers.cores} in pool {name!r}; got {cpus}")
-
-
-def _prune(folder: Path, keep: int) -> None:
-    """Remove the folders of the oldest farms but so many; names sort by time."""
-    for old in sorted(folder.glob("farm-*"))[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-
-
 def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], FarmPlace]:
-    """The farm's process, and how one connects to it.
+    """Return the farm's process, and how one connects to it.
 
     Raises:
         PoolError: It did not start; with the last lines of its log.
@@ -578,8 +681,7 @@ def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], Far
     finally:
         process.stdout.close()
     if not line:
-        tail = path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-        raise PoolError("\n".join(["the farm's process did not start:", *tail, f"({path})"]))
+        raise PoolError(f"the farm's process did not start:\n{log_tail(path)}")
     return process, messages.unpack(line, FarmPlace)
 
 
@@ -588,11 +690,3 @@ def _connect(place: FarmPlace) -> "Client":
 
     secure = Security(**place.security)
     return Client(place.address, security=secure, set_as_default=False)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leaves out Dask's advice to scatter what is large: the farm does that itself."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sending large graph")
-        yield

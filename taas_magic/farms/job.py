@@ -6,6 +6,7 @@ It serves on only while nothing of a job stays: the next job finds a process as 
 
 import contextlib
 import io
+import mmap
 import os
 import random
 import signal
@@ -23,8 +24,7 @@ from msgspec import structs
 
 from taas_magic import short_name
 from taas_magic.capture import modules, payload, pickling
-from taas_magic.farms import values
-from taas_magic.farms.terms import JobOutcome, JobSetting, PlacedCall
+from taas_magic.farms.terms import Blob, JobOutcome, JobSetting, PlacedCall
 from taas_magic.host import tracebacks
 from taas_magic.host.processes import die_with_parent
 from taas_magic.store.guard import Means, hold_off
@@ -38,7 +38,7 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
     """Run jobs until the node closes `control`, or until one has left something behind.
 
     Args:
-        setting: What is the same for all of them.
+        setting: What is the same for all jobs.
         control: Gives each a `PlacedCall`; takes a `JobOutcome`, then the parts of its result.
         output: What jobs print goes there.
     """
@@ -91,7 +91,7 @@ def _settle(setting: JobSetting) -> None:
 
 
 def _state() -> tuple[Any, ...]:
-    """What of this process a job may have changed."""
+    """Return what of this process a job may have changed."""
     threads = os.listdir("/proc/self/task")
     children = [Path(f"/proc/self/task/{thread}/children").read_text() for thread in threads]
     environ = {name: value for name, value in os.environ.items() if name != SAVES}
@@ -121,16 +121,24 @@ def _called(told: PlacedCall) -> Any:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     kept, call = told.payload, told.call
-    held = values.Blob(kept) if isinstance(kept, bytes) else None
+    held = Blob(kept) if isinstance(kept, bytes) else None
     loaded = payload.read(Path(held.path if held else str(kept)))
     tracebacks.know(loaded.sources)
     modules.install(loaded.modules)
     loaded.load_into(main.__dict__)
-    data, *buffers = [memoryview(values.opened(part)) for part in told.arguments]
+    data, *buffers = [memoryview(_opened(part)) for part in told.arguments]
     given = pickling.load_each(io.BytesIO(data), buffers, main.__dict__)
     args = [next(given) for _ in range(call.count)]
     kwargs = {name: next(given) for name in call.names}
     return main.__dict__[call.called](*args, **kwargs)
+
+
+def _opened(part: bytes | str) -> memoryview | bytearray:
+    """Return a part as its job has it, which may write to it: mapped where it is a path."""
+    if not isinstance(part, str):
+        return bytearray(part)
+    with open(part, "rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
 def _failed(state: str, error: BaseException) -> JobOutcome:

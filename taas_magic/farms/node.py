@@ -8,22 +8,48 @@ forkserver before it imports Dask, and joins when that is warm.
 import asyncio
 import logging
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import connection, get_context
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
 from taas_magic import environ as environs
 from taas_magic import messages
-from taas_magic.farms.slots import Slots
-from taas_magic.farms.terms import NodeSetting, NodeTerms
+from taas_magic.farms.terms import (
+    Blob,
+    JobCall,
+    JobEnded,
+    JobNews,
+    JobOutcome,
+    JobResult,
+    JobSetting,
+    NodeSetting,
+    NodeTerms,
+    Part,
+    PlacedCall,
+)
 from taas_magic.host import forkserver, scratch
-from taas_magic.host.hardware import LOOPBACK
-from taas_magic.host.processes import die_with_parent, spawn_command
+from taas_magic.host.hardware import LOOPBACK, count_gpus
+from taas_magic.host.processes import die_with_parent, signal_name, spawn_command
 from taas_magic.host.spec import REACH, TORCHRUN_NAMES
 from taas_magic.leases import NODE_START_S
+
+GRACE_S = 5.0
+"""How long a job that was cancelled may take to end, after SIGINT."""
+
+LINES_BYTES = 256 << 10
+"""Of what a job prints in `_FLUSH_S`, what is passed on at most; the rest is counted."""
+
+_END_S = 3.0
+_FLUSH_S = 0.2
 
 
 def keep(terms: NodeTerms) -> None:
@@ -33,12 +59,19 @@ def keep(terms: NodeTerms) -> None:
         RuntimeError: The node ended by itself.
     """
     scheduler, here = os.environ.pop(REACH), os.getcwd()
-    names = (*TORCHRUN_NAMES, "OMP_NUM_THREADS")
-    environ = {name: value for name, value in os.environ.items() if name not in names}
-    environ["PYTHONPATH"] = _agents_path()
-    node = subprocess.Popen(spawn_command(__name__), stdin=subprocess.PIPE, cwd="/", env=environ)
+    environ = {name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
+    environ["OMP_NUM_THREADS"] = str(terms.cpus)
     store = structs.replace(terms.store, path=here)
-    setting = NodeSetting(terms, scheduler, store, sys.path, here, dict(os.environ))
+    setting = NodeSetting(
+        terms, scheduler, JobSetting(dict(environ), here, sys.path, terms.cpus, store)
+    )
+    # the PYTHONPATH by which this host's agent found this package, and what it needs
+    first = environs.parsed(Path("/proc/self/environ").read_bytes()).get("PYTHONPATH", "")
+    ours = str(Path(__file__).parent.parent.parent)
+    places = dict.fromkeys([*filter(None, first.split(os.pathsep)), ours])
+    environ["PYTHONPATH"] = os.pathsep.join(places)
+    del environ["OMP_NUM_THREADS"]
+    node = subprocess.Popen(spawn_command(__name__), stdin=subprocess.PIPE, cwd="/", env=environ)
     assert node.stdin is not None
     try:
         node.stdin.write(messages.pack(setting) + b"\n")
@@ -51,13 +84,6 @@ def keep(terms: NodeTerms) -> None:
         node.wait()
     if code:
         raise RuntimeError(f"the farm's node ended with exit code {code}; its log says why")
-
-
-def _agents_path() -> str:
-    """The PYTHONPATH by which this host's agent found this package, and what it needs."""
-    first = environs.parsed(Path("/proc/self/environ").read_bytes()).get("PYTHONPATH", "")
-    ours = str(Path(__file__).parent.parent.parent)
-    return os.pathsep.join(dict.fromkeys([*filter(None, first.split(os.pathsep)), ours]))
 
 
 def main() -> int:
@@ -101,3 +127,234 @@ async def _serve(setting: NodeSetting, folder: Path) -> None:
     async with node:
         await node.finished()
     slots.close()
+
+
+class Slots:
+    """The job processes of a node, one a slot.
+
+    Args:
+        setting: The node's.
+        folder: The node's folder, on this host.
+        means: What holds jobs off the project store.
+    """
+
+    def __init__(self, setting: NodeSetting, folder: Path, means: str) -> None:
+        self._terms, self._jobs = setting.terms, folder / "jobs"
+        self._free: queue.LifoQueue[Slot] = queue.LifoQueue()
+        self._running: dict[str, Slot] = {}
+        self._lock = threading.Lock()
+        named, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), self._terms.gpus
+        devices = named.split(",") if named else [str(number) for number in range(count_gpus())]
+        for number in reversed(range(self._terms.slots)):
+            mine = ",".join(devices[number * gpus : (number + 1) * gpus])
+            job = structs.replace(
+                setting.jobs,
+                environ={**setting.jobs.environ, "CUDA_VISIBLE_DEVICES": mine},
+                means=means,
+                files=str(self._jobs),
+                scratch=str(folder / f"scratch-{number}"),
+            )
+            self._free.put(Slot(job))
+
+    def cancel(self, name: str) -> None:
+        """Interrupt a job, if it runs here."""
+        with self._lock:  # what comes late is not for the next job of the slot
+            if (slot := self._running.get(name)) is not None:
+                slot.cancel()
+
+    def run(
+        self, call: JobCall, payload: Part, arguments: list[Part], say: Callable[[JobNews], None]
+    ) -> JobResult:
+        """Run a job in a slot that is free; blocks.
+
+        Args:
+            call: The job.
+            payload: What its function needs.
+            arguments: Parts of its arguments.
+            say: Called when it begins, and with what it prints.
+
+        Raises:
+            JobEnded: It did not return.
+        """
+        name, node = call.name, self._terms.name
+        files = self._jobs / name
+        files.mkdir(parents=True, exist_ok=True)
+        placed_parts = [it.path if isinstance(it, Blob) else it for it in (payload, *arguments)]
+        placed = PlacedCall(call, str(files), placed_parts[0], placed_parts[1:])
+        slot = self._free.get()
+        self._running[name] = slot
+        say(JobNews(name, node, state="running"))
+        try:
+            outcome, parts = slot.run(placed, lambda text: say(JobNews(name, node, lines=text)))
+        finally:
+            with self._lock:
+                del self._running[name]
+            slot.rest()
+            self._free.put(slot)
+        if outcome.state != "done":
+            raise JobEnded(node, outcome)
+        return JobResult(node, parts, _taken(files))
+
+    def close(self) -> None:
+        """End all processes."""
+        while not self._free.empty():
+            self._free.get().close()
+
+
+def _taken(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder by their names in it; the folder is removed."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    for path in found:
+        path.unlink()
+    return files
+
+
+class Slot:
+    """Runs one job at a time, each in a process that is as good as new (`job.job_main`)."""
+
+    def __init__(self, setting: JobSetting) -> None:
+        self._setting = setting
+        self._process: Any = None
+        self._control: Any = None
+        self._output: Any = None
+        self._cancelled_at: float | None = None
+        self._again = False
+        self._starts = 0
+
+    def run(self, placed: PlacedCall, say: Callable[[str], None]) -> tuple[JobOutcome, list[bytes]]:
+        """Run a job; returns how it ended, and the parts of its result.
+
+        Args:
+            placed: The job.
+            say: Called with lines that the job has printed.
+        """
+        if placed.call.fresh or not self._is_alive():
+            self.close()
+            self._start()
+        lines = _Lines(say)
+        try:
+            if self._cancelled_at is not None:  # before it had a process
+                raise EOFError
+            self._control.send(placed)
+            outcome, parts = self._wait(lines)
+        except (EOFError, OSError):
+            outcome, parts = self._died(), []
+        lines.take(self._printed())
+        lines.flush(whole=False)
+        self._again = outcome.again
+        return outcome, parts
+
+    def rest(self) -> None:
+        """Be ready for another job; the last one is not cancelled any more."""
+        if self._cancelled_at is not None or not self._again:
+            self.close()
+        self._cancelled_at, self._again = None, False
+
+    def cancel(self) -> None:
+        """Interrupt the job; any thread may call it."""
+        if self._cancelled_at is None:
+            self._cancelled_at = time.monotonic()
+            if (process := self._process) is not None:
+                _signal(process.pid, 2)
+                threading.Thread(target=self._end_late, args=(process,), daemon=True).start()
+
+    def close(self) -> None:
+        """End the process, and what it has started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._control.close()
+        if not connection.wait([process.sentinel], _END_S):
+            _signal(process.pid, 9)
+            connection.wait([process.sentinel], _END_S)
+        _signal(process.pid, 9)
+        self._output.close()
+        forkserver.forget(process)
+
+    def _is_alive(self) -> bool:
+        return self._process is not None and forkserver.exitcode(self._process) is None
+
+    def _start(self) -> None:
+        self._starts += 1
+        scratch = f"{self._setting.scratch}-{self._starts}"
+        setting = structs.replace(self._setting, scratch=scratch)
+        self._control, theirs = forkserver.pipe()
+        self._output, written = get_context("forkserver").Pipe(duplex=False)
+        self._process = forkserver.start("taas_magic.farms.job.job_main", setting, theirs, written)
+        theirs.close()
+        written.close()
+        os.set_blocking(self._output.fileno(), False)
+
+    def _wait(self, lines: "_Lines") -> tuple[JobOutcome, list[bytes]]:
+        sentinel = self._process.sentinel  # its children may keep the pipes open
+        while True:
+            ready = connection.wait([self._control, self._output, sentinel], _FLUSH_S)
+            if self._output in ready:
+                lines.take(self._printed())
+            if self._control in ready:
+                outcome: JobOutcome = self._control.recv()
+                return outcome, [self._control.recv_bytes() for _ in range(outcome.sends)]
+            if sentinel in ready:
+                raise EOFError
+            if self._output in ready and not lines.has_more:
+                connection.wait([self._control], _FLUSH_S)  # its end: the process is going
+            lines.flush()
+
+    def _printed(self) -> bytes:
+        try:
+            return os.read(self._output.fileno(), 1 << 20)
+        except BlockingIOError:
+            return b""
+
+    def _died(self) -> JobOutcome:
+        if self._cancelled_at is not None:
+            return JobOutcome("cancelled", "Cancelled")
+        connection.wait([self._process.sentinel], _END_S)
+        code = forkserver.exitcode(self._process) or 0
+        how = f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}"
+        return JobOutcome("failed", "JobDied", f"its process {self._process.pid} {how}")
+
+    def _end_late(self, process: Any) -> None:
+        began = self._cancelled_at
+        time.sleep(GRACE_S)
+        if self._process is process and self._cancelled_at == began:
+            _signal(process.pid, 9)
+
+
+def _signal(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return  # it has ended
+
+
+class _Lines:
+    """What a job prints, passed on at intervals and within bounds."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._waiting = say, b""
+        self._left_out, self._flushed_at = 0, time.monotonic()
+        self.has_more = True
+
+    def take(self, data: bytes) -> None:
+        """Take what was read; nothing means the end of it, for now."""
+        self.has_more = bool(data)
+        room = LINES_BYTES - len(self._waiting)
+        self._left_out += max(0, len(data) - room)
+        self._waiting += data[:room]
+        if time.monotonic() - self._flushed_at >= _FLUSH_S:
+            self.flush()
+
+    def flush(self, whole: bool = True) -> None:
+        """Pass on what waits: whole lines, or all of it."""
+        self._flushed_at = time.monotonic()
+        end = 1 + max(self._waiting.rfind(b"\n"), self._waiting.rfind(b"\r"))
+        if not whole or len(self._waiting) >= LINES_BYTES:
+            end = len(self._waiting)
+        text, self._waiting = self._waiting[:end].decode("utf-8", "replace"), self._waiting[end:]
+        if self._left_out:
+            text += f"\n… {self._left_out:,} bytes left out …\n"
+            self._left_out = 0
+        if text:
+            self._say(text)

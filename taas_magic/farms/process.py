@@ -12,9 +12,10 @@ import logging
 import math
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,18 @@ from taas_magic.capture.payload import Cell
 from taas_magic.config import LOCAL, load_config
 from taas_magic.engines.keys import Peer, PeerRole
 from taas_magic.errors import TaasError
-from taas_magic.farms.parts import PartsScheduler
-from taas_magic.farms.terms import FarmPlace, FarmTerms, NodeNews, NodeTerms
-from taas_magic.farms.worker import LOST_NODES, TOPIC
+from taas_magic.farms.terms import (
+    ASK,
+    DROP,
+    LOST_NODES,
+    PUT,
+    RESULT,
+    TOPIC,
+    FarmPlace,
+    FarmTerms,
+    NodeNews,
+    NodeTerms,
+)
 from taas_magic.host.hardware import LOOPBACK
 from taas_magic.host.spec import HostSpec
 from taas_magic.journal.folder import RunFolder
@@ -80,15 +90,14 @@ async def _keep(terms: FarmTerms) -> None:
     loop.set_default_executor(ThreadPoolExecutor(4 * terms.most + 4))  # nodes wait for hosts there
     over = asyncio.Event()
     fleet = Fleet(terms, keys)
+
+    def wait_for_end() -> None:
+        sys.stdin.read()
+        loop.call_soon_threadsafe(over.set)
+
     async with FarmCluster(fleet, keys) as cluster:
-        fleet.tell = lambda news: loop.call_soon_threadsafe(
-            cluster.scheduler.log_event, TOPIC, msgspec.to_builtins(news)
-        )
-        fleet.listen = lambda host: asyncio.run_coroutine_threadsafe(
-            _listen(cluster.scheduler, host), loop
-        ).result()
-        fleet.drop = lambda name: asyncio.run_coroutine_threadsafe(cluster.scale_down([name]), loop)
-        cluster.scheduler.add_plugin(_Nodes(fleet, cluster.scheduler))
+        fleet.cluster = cluster
+        cluster.scheduler.add_plugin(fleet)
         cluster.adapt(
             Adaptive=JobsAdaptive,
             minimum=terms.least,
@@ -100,29 +109,10 @@ async def _keep(terms: FarmTerms) -> None:
         place = FarmPlace(cluster.scheduler_address, keys.of("client"), fleet.slots)
         sys.stdout.write(messages.pack(place).decode() + "\n")
         sys.stdout.flush()
-        _at_end_of_input(lambda: loop.call_soon_threadsafe(over.set))
+        threading.Thread(target=wait_for_end, name="taas-lease", daemon=True).start()
         await over.wait()
         fleet.leaves(list(cluster.worker_spec))
     await asyncio.to_thread(fleet.close)
-
-
-async def _listen(scheduler: Scheduler, host: str) -> str:
-    """Have the scheduler listen on one more address of this machine; returns it with the port."""
-    await scheduler.listen(
-        f"tls://{host}:0",
-        allow_offload=False,
-        handshake_overrides={"pickle-protocol": 4, "compression": None},  # as Dask's own ports
-        **scheduler.security.get_listen_args("scheduler"),
-    )
-    return str(scheduler.listeners[-1].contact_address)
-
-
-def _at_end_of_input(act: Any) -> None:
-    def listen() -> None:
-        sys.stdin.read()
-        act()
-
-    threading.Thread(target=listen, name="taas-lease", daemon=True).start()
 
 
 class _Keys:
@@ -132,7 +122,7 @@ class _Keys:
         self._authority = certificate.Authority("taas-magic farm")
 
     def of(self, role: str, name: str = "") -> dict[str, str | bool]:
-        """Keyword arguments of dask's `Security` for `scheduler`, `client` or `worker`."""
+        """Return keyword arguments of dask's `Security` for `scheduler`, `client` or `worker`."""
         kind = PeerRole.KERNEL if role == "client" else PeerRole.HOST
         identity = Peer(kind, name or role).identity
         shown, key = self._authority.issue(role, identity, serves=role == "scheduler")
@@ -140,8 +130,10 @@ class _Keys:
         return {"require_encryption": True, "tls_ca_file": self._authority.certificate, **pair}
 
 
-class FarmScheduler(PartsScheduler):
+class FarmScheduler(Scheduler):
     """The farm's Dask scheduler.
+
+    It keeps large parts that jobs need, and results until the kernel has them.
 
     Args:
         fleet: Starts and ends its nodes.
@@ -150,6 +142,13 @@ class FarmScheduler(PartsScheduler):
     def __init__(self, *args: Any, fleet: "Fleet", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fleet = fleet
+        self._parts: dict[str, Any] = {}
+        self._results: dict[str, Any] = {}
+        self.handlers |= {PUT: self._put, ASK: self._ask, DROP: self._drop}
+        self.stream_handlers[RESULT] = self._take
+
+    def start_http_server(self, *args: Any, **kwargs: Any) -> None:
+        """Open no port for Dask's web pages: they would ask nobody for a key."""
 
     def subscribe_topic(self, topic: str, client: str) -> None:
         """Called by Dask; nodes may have come before a kernel that is slow listens."""
@@ -157,27 +156,44 @@ class FarmScheduler(PartsScheduler):
         for news in list(self._fleet.told) if topic == TOPIC else ():
             self.log_event(TOPIC, msgspec.to_builtins(news))
 
+    async def gather(self, keys: Collection[Any], serializers: Any = None) -> dict[str, Any]:
+        """Called by a Dask client for results; Dask's own connects to workers for them."""
+        missing = [key for key in keys if key not in self._results]
+        if missing:
+            return {"status": "error", "keys": missing}
+        return {"status": "OK", "data": {key: self._results[key] for key in keys}}
+
+    def forget(self, key: str) -> None:
+        """Drop the result of a job that nobody wants any more."""
+        self._results.pop(key, None)
+
+    def _take(self, key: str, result: Any, worker: str) -> None:
+        if key in self.tasks:
+            self._results[key] = result
+
+    def _put(self, name: str, data: Any) -> None:
+        self._parts[name] = data
+
+    def _ask(self, name: str) -> Any:
+        return self._parts[name]
+
+    def _drop(self, name: str) -> None:
+        self._parts.pop(name, None)
+        dropped = [{"op": DROP, "name": name}]
+        self.send_all({}, dict.fromkeys(self.workers, dropped))
+
 
 class FarmCluster(SpecCluster):
-    """Nodes as Dask's cluster of them.
-
-    Args:
-        fleet: Starts and ends them.
-        keys: The farm's.
-    """
+    """Nodes as Dask's cluster of them."""
 
     def __init__(self, fleet: "Fleet", keys: _Keys) -> None:
-        secure = {
-            **keys.of("scheduler"),
-            **keys.of("client"),
-            "tls_ca_file": keys.of("client")["tls_ca_file"],
-        }
         self._numbers = itertools.count()
-        options = {"host": LOOPBACK, "protocol": "tls://", "security": Security(**secure)}
+        security = Security(**{**keys.of("scheduler"), **keys.of("client")})
+        options = {"fleet": fleet, "host": LOOPBACK, "protocol": "tls://", "security": security}
         super().__init__(
-            scheduler={"cls": FarmScheduler, "options": {"fleet": fleet, **options}},
+            scheduler={"cls": FarmScheduler, "options": options},
             worker={"cls": Node, "options": {"fleet": fleet}},
-            security=Security(**secure),
+            security=security,
             asynchronous=True,
             name="taas-farm",
         )
@@ -188,18 +204,14 @@ class FarmCluster(SpecCluster):
 
 
 class JobsAdaptive(Adaptive):
-    """As many nodes as have a slot for each job; a node that works stays.
-
-    Args:
-        fleet: Starts and ends them.
-    """
+    """As many nodes as have a slot for each job; a node that works stays."""
 
     def __init__(self, *args: Any, fleet: "Fleet", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fleet = fleet
 
     async def target(self) -> int:
-        """How many nodes there should be."""
+        """Return how many nodes there should be."""
         scheduler = self.cluster.scheduler
         waiting = ("queued", "no-worker", "processing", "waiting")
         jobs = sum(task.state in waiting for task in scheduler.tasks.values())
@@ -213,13 +225,7 @@ class JobsAdaptive(Adaptive):
 
 
 class Node(ProcessInterface):
-    """A node as Dask's cluster sees it.
-
-    Args:
-        scheduler: The scheduler's address; Dask gives it.
-        fleet: Starts and ends it.
-        name: Its name.
-    """
+    """A node as Dask's cluster sees it; Dask gives it the scheduler's address and its name."""
 
     def __init__(self, scheduler: str, fleet: "Fleet", name: str) -> None:
         super().__init__(scheduler=scheduler, name=name)
@@ -227,13 +233,8 @@ class Node(ProcessInterface):
         self._coming: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._coming = asyncio.create_task(self._come())
+        self._coming = asyncio.create_task(self._fleet.run(self._name, self._joins))
         await super().start()
-
-    async def _come(self) -> None:
-        await asyncio.to_thread(self._fleet.start, self._name, self._joins)
-        await asyncio.sleep(self._fleet.start_s)
-        self._fleet.overdue(self._name)
 
     async def close(self) -> None:
         if self._coming is not None:
@@ -242,140 +243,152 @@ class Node(ProcessInterface):
         await super().close()
 
 
-class _Nodes(SchedulerPlugin):
-    """Tells the kernel which nodes come and go."""
+@dataclass
+class _NodeRun:
+    """What is known of a node; it stays known when it has ended.
 
-    name = "taas-nodes"
+    Attributes:
+        pool: Whose host it has, or waits for; None before and after.
+        run_id: Its run, once that was launched.
+        wait: Its wait for a host, while it waits.
+        has_ended: Whether it has ended, or never began, or is being ended.
+        has_joined: Whether it has taken jobs.
+        leaves: Whether it is ended because nobody needs it.
+    """
 
-    def __init__(self, fleet: "Fleet", scheduler: FarmScheduler) -> None:
-        self._fleet, self._scheduler = fleet, scheduler
-        self._names: dict[str, str] = {}
-
-    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Called by Dask."""
-        name = self._names[worker] = str(scheduler.workers[worker].name)
-        self._fleet.joined(name)
-
-    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Called by Dask, before the jobs of the node are done elsewhere."""
-        self._fleet.gone(self._names.pop(worker))
-
-    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Called by Dask with each change of a job."""
-        if finish == "forgotten":
-            self._scheduler.forget(key)
+    pool: Pool | None = None
+    run_id: str = ""
+    wait: Wait | None = None
+    has_ended: bool = False
+    has_joined: bool = False
+    leaves: bool = False
 
 
-def _place(name: str) -> str:
-    """An address that no other node of the farm has, by which Dask knows it."""
-    number = int(name.rpartition("-")[2])
-    return f"tls://127.1.{number // 256 % 256}.{number % 256}:1"
-
-
-def _why(ended: RunEnded) -> str:
-    first = ended.first or Failure()
-    said = str(ended.why or first.message or ended.state)
-    return f"{said} ({first.log_path})" if first.log_path else said
-
-
-class Fleet:
-    """The runs that are nodes.
+class Fleet(SchedulerPlugin):
+    """The nodes of a farm, each a run; called by threads, and by Dask on its loop.
 
     Args:
         terms: What the kernel said.
         keys: The farm's.
+
+    Attributes:
+        cluster: Dask's; set once it is there.
+        told: What the kernel was told.
+        slots: Jobs that a node runs at a time.
     """
+
+    name = "taas-nodes"
+    cluster: FarmCluster
 
     def __init__(self, terms: FarmTerms, keys: _Keys) -> None:
         self._terms, self._keys = terms, keys
+        self._loop = asyncio.get_running_loop()
         config, project = load_config(Path.cwd()), Path.cwd()
         self._pools = [Pool(config.pool(name), project) for name in terms.pools]
         self._lock = threading.Lock()
-        self._runs: dict[str, tuple[Pool, str]] = {}
-        self._waits: dict[str, tuple[Pool, Wait]] = {}
+        self._nodes: defaultdict[str, _NodeRun] = defaultdict(_NodeRun)
+        self._names: dict[str, str] = {}
         self._heard: dict[str, str] = {}
-        self._ended: set[str] = set()
-        self._joined: set[str] = set()
-        self._leaving: set[str] = set()
         self._failed, self._why = 0, ""
         self._failures: Counter[str] = Counter()
         self.told: list[NodeNews] = []
-        self.start_s = terms.start_s
-        self.listen: Callable[[str], str] = lambda host: ""
-        self.tell: Callable[[NodeNews], object] = lambda news: None
-        self.drop: Callable[[str], Any] = lambda name: None
         self.slots = min(self._slots(pool) for pool in self._pools)
 
     def _slots(self, pool: Pool) -> int:
-        """Jobs that a host of a pool runs at a time."""
+        """Return how many jobs a host of a pool runs at a time."""
         offers, terms = pool.capacity(), self._terms
         by_cores = max(1, offers.cores // terms.cpus)
         return min(by_cores, offers.gpus // terms.gpus) if terms.gpus else by_cores
 
-    def start(self, name: str, scheduler: str) -> None:
+    async def run(self, name: str, scheduler: str) -> None:
+        """Start a node, and give it up if its run goes on but it takes no jobs in time.
+
+        Args:
+            name: The node's.
+            scheduler: The scheduler's address here.
+        """
+        await asyncio.to_thread(self._start, name, scheduler)
+        await asyncio.sleep(self._terms.start_s)
+        node = self._nodes[name]
+        if node.pool is not None and not node.has_joined:
+            self._lost(name, f"it did not come within {self._terms.start_s:g} s")
+
+    def _start(self, name: str, scheduler: str) -> None:
         """Start a node; blocks until its run has begun, in a thread."""
+        node = self._nodes[name]
         with self._lock:
-            if name in self._ended:  # Dask would have a node again that was lost: others come
-                self.drop(name)
+            if node.has_ended:  # Dask would have a node again that was lost: others come
+                self._drop(name)
                 return
             if self._failed >= FAILED_STARTS:
                 why = f"{FAILED_STARTS} nodes did not start, no more are: {self._why}"
-                self.said(name, "given up", why)
+                self._said(name, "given up", why)
                 return
-            pool = self._choose()
-            self._runs[name] = pool, ""
-            _, wait = self._waits[name] = pool, Wait()
-            hosts = min(self._count(pool), pool.config.max_hosts)
+            # a pool that has a host without a node: the first of those that failed least of late
+            room = [pool for pool in self._pools if self._count(pool) < pool.config.max_hosts]
+            pool = min(room or self._pools, key=lambda pool: self._failures[pool.name])
+            node.pool, node.wait = pool, Wait()
+            wait, hosts = node.wait, min(self._count(pool), pool.config.max_hosts)
         try:
-            self.said(name, "asked for")
+            self._said(name, "asked for")
             pool.open(hosts, wait=wait)
             with self._lock:  # one after the other, each on the host that then runs least
-                if self._waits.pop(name, None) is not None:
+                if node.wait is not None:
+                    node.wait = None
                     self._launch(name, pool, scheduler)
         except Exception as error:  # of whatever kind: nobody waits for this thread
-            self._waits.pop(name, None)
+            node.wait = None
             self._lost(name, str(error) or repr(error))
 
-    def _choose(self) -> Pool:
-        """A pool that has a host without a node: the first of those that failed least of late."""
-        room = [pool for pool in self._pools if self._count(pool) < pool.config.max_hosts]
-        return min(room or self._pools, key=lambda pool: self._failures[pool.name])
-
     def _count(self, pool: Pool) -> int:
-        return sum(one is pool for one, _ in self._runs.values())
+        return sum(node.pool is pool for node in list(self._nodes.values()))
 
     def _launch(self, name: str, pool: Pool, scheduler: str) -> None:
-        spec = self._spec(name, pool, self._reach(pool, scheduler))
-        run_id = spec.plan.run_id
-        self._runs[name] = pool, run_id
+        spec, node = self._spec(name, pool, self._reach(pool, scheduler)), self._nodes[name]
+        node.run_id = spec.plan.run_id
 
         def hear(event: Event) -> None:
             if isinstance(event, RunEnded):
-                self._lost(name, _why(event))
-                self._runs.pop(name, None)
+                first = event.first or Failure()
+                why = str(event.why or first.message or event.state)
+                self._lost(name, f"{why} ({first.log_path})" if first.log_path else why)
+                node.pool = None
 
         with spec.folder.held():
             hosts = pool.launch(spec, hear, [])
-        self.said(name, "starting", host=hosts[0])
+        self._said(name, "starting", host=hosts[0])
 
     def _reach(self, pool: Pool, scheduler: str) -> str:
-        """The scheduler's address for a pool: on the address at which its hosts reach the pool."""
+        """Return the scheduler's address for a pool: where its hosts reach the pool's process."""
         host = get_address_host(pool.address)
         if host == get_address_host(scheduler):
             return scheduler
         if host not in self._heard:
-            self._heard[host] = self.listen(host)
+            listening = asyncio.run_coroutine_threadsafe(self._listen(host), self._loop)
+            self._heard[host] = listening.result()
         return self._heard[host]
 
+    async def _listen(self, host: str) -> str:
+        """Have the scheduler listen on one more address of this machine; returns it."""
+        scheduler = self.cluster.scheduler
+        await scheduler.listen(
+            f"tls://{host}:0",
+            allow_offload=False,
+            handshake_overrides={"pickle-protocol": 4, "compression": None},  # as Dask's own ports
+            **scheduler.security.get_listen_args("scheduler"),
+        )
+        return str(scheduler.listeners[-1].contact_address)
+
     def _spec(self, name: str, pool: Pool, scheduler: str) -> HostSpec:
-        """A run of one rank that keeps a node, its folder written."""
+        """Return a run of one rank that keeps a node, its folder written."""
         terms, config = self._terms, pool.config
         flags = Flags(gpus=1, pool=pool.name, name=f"{terms.name} {name}", hang_s=0)
         plan = make_plan(flags, pool.capacity(), new_run_id(), config.max_hosts, terms.store)
         plan = structs.replace(plan, hang_s=0, notes=())
+        number = int(name.rpartition("-")[2])
         node = NodeTerms(
             name=name,
-            place=_place(name),
+            place=f"tls://127.1.{number // 256 % 256}.{number % 256}:1",  # no other node's
             security=self._keys.of("worker", name),
             slots=self._slots(pool),
             gpus=terms.gpus,
@@ -406,62 +419,75 @@ class Fleet:
 
     def _lost(self, name: str, why: str) -> None:
         """Have another in the place of a node that has ended by itself, or never began."""
-        if name in self._leaving:
+        node = self._nodes[name]
+        if node.leaves:
             return
-        self.said(name, "lost", why)
-        if name in self._ended:
+        self._said(name, "lost", why)
+        if node.has_ended:
             return
-        self._ended.add(name)
-        if name not in self._joined:
+        node.has_ended = True
+        if not node.has_joined:
             self._failed, self._why = self._failed + 1, why
-            if name in self._runs:
-                self._failures[self._runs[name][0].name] += 1
-        self.drop(name)
+            if node.pool is not None:
+                self._failures[node.pool.name] += 1
+        self._drop(name)
 
-    def overdue(self, name: str) -> None:
-        """Give up a node whose run goes on, but that takes no jobs yet."""
-        if name in self._runs and name not in self._joined:
-            self._lost(name, f"it did not come within {self.start_s:g} s")
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Called by Dask when a node takes jobs."""
+        name = self._names[worker] = str(scheduler.workers[worker].name)
+        node = self._nodes[name]
+        node.has_joined, self._failed = True, 0
+        if node.pool is not None:
+            self._failures[node.pool.name] = 0
+        self._said(name, "here")
 
-    def joined(self, name: str) -> None:
-        """A node takes jobs."""
-        self._joined.add(name)
-        self._failed = 0
-        if name in self._runs:
-            self._failures[self._runs[name][0].name] = 0
-        self.said(name, "here")
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        """Called by Dask when a node is gone, before its jobs are done elsewhere.
 
-    def gone(self, name: str) -> None:
-        """A node takes no jobs any more; why may be heard later."""
-        if name not in self._leaving and name not in self._ended:
-            self.said(name, "lost", "its process ended, or its connection broke")
+        Why may be heard later.
+        """
+        name = self._names.pop(worker)
+        node = self._nodes[name]
+        if not node.leaves and not node.has_ended:
+            self._said(name, "lost", "its process ended, or its connection broke")
 
-    def leaves(self, names: Iterable[str]) -> None:
-        """Nodes are going to be ended because nobody needs them."""
-        self._leaving.update(map(str, names))
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """Called by Dask with each change of a job."""
+        if finish == "forgotten":
+            self.cluster.scheduler.forget(key)
+
+    def leaves(self, names: Iterable[object]) -> None:
+        """Know that nodes are going to be ended because nobody needs them."""
+        for name in names:
+            self._nodes[str(name)].leaves = True
 
     def end(self, name: str) -> None:
         """End a node, or what there is of one that was lost; blocks until its pool was told."""
+        node = self._nodes[name]
         with self._lock:
-            self._ended.add(name)
-            known = self._runs.pop(name, None)
-            waiting = self._waits.pop(name, None)
-        self.drop(name)
-        if name in self._leaving:
-            self.said(name, "left")
+            node.has_ended = True
+            pool, wait = node.pool, node.wait
+            node.pool = node.wait = None
+        self._drop(name)
+        if node.leaves:
+            self._said(name, "left")
         with contextlib.suppress(TaasError, OSError):  # the pool is gone, and the run with it
-            if waiting is not None:
-                waiting[0].give_up(waiting[1])
-            elif known is not None and known[1]:
-                pool, run_id = known
-                pool.halt(run_id, "interrupt")
-                pool.forget(run_id)
+            if pool is not None and wait is not None:
+                pool.give_up(wait)
+            elif pool is not None and node.run_id:
+                pool.halt(node.run_id, "interrupt")
+                pool.forget(node.run_id)
 
-    def said(self, name: str, state: str, why: str = "", host: str = "") -> None:
+    def _drop(self, name: str) -> None:
+        """Have Dask want a node no more."""
+        asyncio.run_coroutine_threadsafe(self.cluster.scale_down([name]), self._loop)
+
+    def _said(self, name: str, state: str, why: str = "", host: str = "") -> None:
         """Tell the kernel how a node stands."""
         news = NodeNews(name, state, why, host)
         self.told.append(news)
-        self.tell(news)
+        log, said = self.cluster.scheduler.log_event, msgspec.to_builtins(news)
+        self._loop.call_soon_threadsafe(log, TOPIC, said)
 
     def close(self) -> None:
         """Leave the pools."""

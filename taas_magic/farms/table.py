@@ -9,7 +9,7 @@ from typing import Any
 
 from taas_magic.display.head import CODE, FRAME
 from taas_magic.display.log import harmless
-from taas_magic.farms.terms import NODE_STATES, JobNews, News, NodeNews
+from taas_magic.farms.terms import NODE_STATES, News, NodeNews
 
 SHOWN_JOBS = 12
 LINE_CHARS = 100
@@ -30,15 +30,20 @@ class JobState:
     took_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.state in ENDED
+
     def go_on(self, state: str) -> None:
-        """It runs, or waits again."""
+        """Let it run, or wait again."""
         with self.lock:
-            if self.state not in ENDED:
+            if not self.is_over:
                 self.state = state
                 self.began = time.monotonic() if state == "running" else 0.0
 
     def end(self, state: str) -> None:
-        """It has ended."""
+        """Let it have ended."""
         with self.lock:
             self.state = state
             self.took_s = time.monotonic() - self.began if self.began else 0.0
@@ -69,29 +74,33 @@ class FarmState:
     changes: int = 0
 
     def add(self, job: JobState) -> None:
-        """A job was submitted."""
+        """Add a job that was submitted."""
         self.jobs[job.name] = job
         self.changes += 1
 
     def take(self, said: News) -> None:
-        """Takes what a node, or the farm's process, said."""
+        """Take what a node, or the farm's process, said."""
         self.changes += 1
-        if isinstance(said, JobNews):
-            self._take_job(said)
-        else:
+        if isinstance(said, NodeNews):
             self._take_node(said)
+        elif (job := self.jobs.get(said.job)) is not None and not job.is_over:
+            job.node, job.host = said.node, self.host_of(said.node)
+            if said.state == "running":
+                job.go_on("running")
+            lines = [line for line in said.lines.replace("\r", "\n").split("\n") if line]
+            job.last_line = lines[-1] if lines else job.last_line
 
     def close(self) -> None:
-        """The farm has ended."""
+        """Let the farm have ended."""
         self.is_closed = True
         self.changes += 1
 
     def host_of(self, node: str) -> str:
-        """The host that a node is on."""
+        """Return the host that a node is on."""
         return self.nodes[node].host if node in self.nodes else ""
 
     def counts(self) -> dict[str, int]:
-        """Jobs by their state."""
+        """Return how many jobs there are, by their state."""
         found = Counter(job.state for job in list(self.jobs.values()))
         return {state: found[state] for state in ("queued", "running", *ENDED)}
 
@@ -101,7 +110,7 @@ class FarmState:
         return [node for node in list(self.nodes.values()) if node.state == "here"]
 
     def eta_s(self) -> float | None:
-        """Seconds until all jobs have ended, by those that have; None while none has."""
+        """Return seconds until all jobs have ended, by those that have; None while none has."""
         jobs = list(self.jobs.values())
         took = [job.took_s for job in jobs if job.state == "done" and job.took_s]
         counts = self.counts()
@@ -109,16 +118,6 @@ class FarmState:
         if not took or not left:
             return None
         return sum(took) / len(took) * left / max(1, len(self.here) * self.slots)
-
-    def _take_job(self, said: JobNews) -> None:
-        job = self.jobs.get(said.job)
-        if job is None or job.state in ENDED:
-            return
-        job.node, job.host = said.node, self.host_of(said.node)
-        if said.state == "running":
-            job.go_on("running")
-        lines = [line for line in said.lines.replace("\r", "\n").split("\n") if line]
-        job.last_line = lines[-1] if lines else job.last_line
 
     def _take_node(self, said: NodeNews) -> None:
         node = self.nodes.setdefault(said.node, NodeState(said.node))
@@ -138,12 +137,12 @@ class FarmState:
 
 
 def bundle(state: FarmState) -> dict[str, str]:
-    """The table for a notebook's output."""
+    """Return the table for a notebook's output."""
     return {"text/plain": text(state), "text/html": html(state)}
 
 
 def head(state: FarmState) -> str:
-    """One line: nodes, jobs by state, when all will have ended."""
+    """Return one line: nodes, jobs by state, when all will have ended."""
     counts = ", ".join(f"{number} {name}" for name, number in state.counts().items() if number)
     eta_s = state.eta_s()
     eta = f" · about {eta_s:.0f} s left" if eta_s is not None else ""
@@ -153,7 +152,7 @@ def head(state: FarmState) -> str:
 
 
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
-    """Nodes, then jobs: those that run, that failed, that ended last."""
+    """Return nodes, then jobs: those that run, that failed, that ended last."""
     nodes = [n for n in list(state.nodes.values()) if n.state != "left"]
     found = [(n.name, n.state, n.host, n.why.partition("\n")[0]) for n in nodes[-SHOWN_JOBS:]]
     order = {"running": 0, "failed": 1, "cancelled": 2, "done": 3, "queued": 4}
@@ -163,33 +162,24 @@ def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
 
 
 def text(state: FarmState) -> str:
-    """The table as plain text."""
+    """Return the table as plain text."""
     cells = rows(state)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
     return "\n".join([head(state), *(f"  {line}" for line in lines)])
 
 
-_CELL = "text-align:left;padding:1px 10px 1px 0px"
-
-
 def html(state: FarmState) -> str:
-    """The table as HTML; all that comes from hosts is escaped."""
-    body = "".join(
-        "<tr>" + "".join(f"<td style='{_CELL}'>{escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in rows(state)
-    )
+    """Return the table as HTML; all that comes from hosts is escaped."""
+    begin = "<td style='text-align:left;padding:1px 10px 1px 0px'>"
+    cells = ["".join(f"{begin}{escape(cell)}</td>" for cell in row) for row in rows(state)]
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
     table = f"<table style='border-collapse:collapse;{CODE};font-size:12px'>{body}</table>"
     return f"<div style='{FRAME}'><div>{escape(head(state))}</div>{table}</div>"
 
 
 class LiveTable:
-    """Shows the table under the cell that made the farm, and again when it has changed.
-
-    Args:
-        state: The farm's.
-        shell: The notebook's.
-    """
+    """Shows the table under the cell that made the farm, and again when it has changed."""
 
     def __init__(self, state: FarmState, shell: Any) -> None:
         self._state, self._shell = state, shell

@@ -1,5 +1,6 @@
-"""What the processes of a farm tell each other."""
+"""What the processes of a farm tell each other; it needs neither torch nor Dask."""
 
+import os
 from typing import Any
 
 from msgspec import Struct
@@ -7,15 +8,29 @@ from msgspec import Struct
 from taas_magic.host.spec import Origin
 from taas_magic.store.rule import StoreRule
 
+TOPIC = "taas-farm"
+"""What nodes and the farm's process say, to the kernel."""
+
+PUT, ASK, DROP, RESULT = "taas_put_part", "taas_ask_part", "taas_drop_part", "taas-result"
+"""How large parts of jobs and results travel: by the kernel and nodes, through the farm's process.
+
+Nobody connects to a node, which may lie behind an SSH server or in a batch system's network: nodes
+connect to the farm's process. A large part is there once while a job needs it, and each node asks
+for it once.
+"""
+
+LOST_NODES = 3
+"""On how many nodes that were lost a job may have been; with one more it fails."""
+
 Security = dict[str, str | bool]
 """Keyword arguments of dask's `Security`."""
 
 Part = Any
-"""A part of what a job is given: bytes; a `PartName`; where it is run, a `values.Blob`."""
+"""A part of what a job is given: bytes; a `PartName`; where it is run, a `Blob`."""
 
 
 class PartName(Struct, frozen=True):
-    """A part that travels by itself (`farms/parts.py`).
+    """A large part, as a job is told it.
 
     Attributes:
         mark: What is in it, as a hash.
@@ -28,6 +43,29 @@ class PartName(Struct, frozen=True):
     @property
     def text(self) -> str:
         return f"{self.mark}-{self.number}"
+
+
+class Blob:
+    """Bytes in memory that processes of this host map by a path.
+
+    Args:
+        data: What is copied there.
+    """
+
+    def __init__(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        self._descriptor = os.memfd_create("taas-value")
+        while view.nbytes:
+            view = view[os.write(self._descriptor, view) :]
+
+    def __del__(self) -> None:
+        """Give the memory back; what is mapped stays until that is unmapped."""
+        os.close(self._descriptor)
+
+    @property
+    def path(self) -> str:
+        """Where it is, for as long as this process has it."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 
 class FarmTerms(Struct, frozen=True):
@@ -86,35 +124,15 @@ class NodeTerms(Struct, frozen=True):
     store: StoreRule
 
 
-class NodeSetting(Struct, frozen=True):
-    """What a node's process is started with: its terms, and what its rank found on the host.
-
-    Attributes:
-        terms: The node's.
-        scheduler: Where this host finds the farm's scheduler.
-        store: The rule of the project store, with this host's path.
-        sys_path: The import path of jobs.
-        cwd: Their folder.
-        environ: Their environment.
-    """
-
-    terms: NodeTerms
-    scheduler: str
-    store: StoreRule
-    sys_path: list[str]
-    cwd: str
-    environ: dict[str, str]
-
-
 class JobSetting(Struct, frozen=True):
-    """What a job's process is started with.
+    """What a job's process is started with: by what its node's rank found, and by the node.
 
     Attributes:
         environ: All of its environment.
         cwd: Its folder.
         sys_path: Its import path.
         cpus: Its processors.
-        store: The rule of the project store.
+        store: The rule of the project store, with this host's path.
         means: What holds it off the store.
         files: The folder below which jobs save.
         scratch: A folder to make, for what it may not write to the store.
@@ -125,9 +143,23 @@ class JobSetting(Struct, frozen=True):
     sys_path: list[str]
     cpus: int
     store: StoreRule
-    means: str
-    files: str
-    scratch: str
+    means: str = ""
+    files: str = ""
+    scratch: str = ""
+
+
+class NodeSetting(Struct, frozen=True):
+    """What a node's process is started with; no job is told all of it.
+
+    Attributes:
+        terms: The node's.
+        scheduler: Where this host finds the farm's scheduler.
+        jobs: What is the same for all jobs.
+    """
+
+    terms: NodeTerms
+    scheduler: str
+    jobs: JobSetting
 
 
 class JobCall(Struct, frozen=True):
@@ -152,7 +184,6 @@ class PlacedCall(Struct, frozen=True):
     """A job as its process is told it.
 
     Attributes:
-        call: The job.
         saves: Where `taas.save` writes.
         payload: The payload, or a path to it.
         arguments: Parts of the arguments, each as bytes or a path.

@@ -201,7 +201,9 @@ class PoolProcess:
             time.sleep(_POLL_S)
 
     def _error(self, what: str) -> PoolError:
-        return PoolError(f'pool "{self._config.name}" {what}. Its log:\n{log_tail(self.folder)}')
+        return PoolError(
+            f'pool "{self._config.name}" {what}. Its log:\n{log_tail(self.folder / LOG)}'
+        )
 
 
 def _read(path: Path) -> PoolPlace:
