@@ -2,16 +2,17 @@
 
 import contextlib
 import secrets
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from IPython.core.getipython import get_ipython
+
 from taas_magic import certificate
 from taas_magic.capture.payload import Cell
 from taas_magic.errors import UsageError
-from taas_magic.federation.terms import CLIENT_APP, SERVER_APP, Terms
+from taas_magic.federation.flower import CLIENT_APP, SERVER_APP, Terms
 from taas_magic.notebook import launch
 from taas_magic.notebook.magic import TaasMagics
 from taas_magic.plan import Flags
@@ -72,7 +73,9 @@ class Federation:
         pair = certificate.make("taas-magic federation")
         terms = Terms(*pair, secrets.token_urlsafe(32), self.per_host, config or {})
         names = {TERMS: terms, SERVER_APP: server_app, CLIENT_APP: client_app}
-        with _bound(magics.shell.user_ns, names), self._folder() as store:
+        made = contextlib.nullcontext(self.store)
+        folder = made if self.store else tempfile.TemporaryDirectory(prefix="taas-federation-")
+        with _bound(magics.shell.user_ns, names), folder as store:
             flags = Flags(
                 gpus=self.hosts or pool.max_hosts,
                 pool=self.pool,
@@ -85,22 +88,14 @@ class Federation:
             cell = Cell(SOURCE, "<taas.federation>", SOURCE)
             return launch.execute(flags, cell, magics.shell, settings).out[OUT]
 
-    @contextlib.contextmanager
-    def _folder(self) -> Iterator[str]:
-        if self.store:
-            yield self.store
-            return
-        with tempfile.TemporaryDirectory(prefix="taas-federation-") as folder:
-            yield folder
-
 
 def _magics() -> TaasMagics:
-    """The notebook's.
+    """Return the notebook's.
 
     Raises:
         UsageError: There is no notebook, or the extension is not loaded.
     """
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    shell = get_ipython()
     magics = shell and shell.magics_manager.registry.get("TaasMagics")
     if not magics:
         raise UsageError("taas.federation needs a notebook: %load_ext taas_magic first")
@@ -110,7 +105,7 @@ def _magics() -> TaasMagics:
 
 @contextlib.contextmanager
 def _bound(namespace: dict[str, Any], names: Mapping[str, Any]) -> Iterator[None]:
-    """Has names in the notebook for the time of a run: what travels is found by its name."""
+    """Have names in the notebook for the time of a run: what travels is found by its name."""
     namespace.update(names)
     try:
         yield

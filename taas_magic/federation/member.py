@@ -17,10 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import cloudpickle
@@ -45,7 +45,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from taas_magic import certificate
 from taas_magic.errors import UsageError
-from taas_magic.federation.terms import KEY_FILE, RESULT, Terms
+from taas_magic.federation.flower import KEY_FILE, RESULT, Terms
 from taas_magic.host.hardware import LOOPBACK
 from taas_magic.host.spec import HOST
 
@@ -70,7 +70,7 @@ def take_part(terms: Terms, server_app: Any, client_app: Any) -> Any:
 
     Args:
         terms: What all hosts know.
-        server_app: The notebook's; Flower's own process loads it again (`apps`).
+        server_app: The notebook's; Flower's own process loads it again (`flower`).
         client_app: The same.
 
     Returns:
@@ -92,26 +92,25 @@ def take_part(terms: Terms, server_app: Any, client_app: Any) -> Any:
     meeting.set(_HOST + os.environ["RANK"], os.environ[HOST])
     folder = tempfile.TemporaryDirectory(prefix="taas-flower-")
     with folder as path, _Host(Path(path), terms) as host:
-        return _lead(host, meeting) if os.environ["RANK"] == "0" else _follow(host, meeting)
+        if os.environ["RANK"] == "0":
+            try:
+                return _lead(host, meeting)
+            finally:
+                meeting.set(_OVER, "")
+        host.start_supernode(meeting.get(_SUPERLINK).decode())
+        while not meeting.check([_OVER]):
+            host.check()
+            time.sleep(LOOK_S)
+    return None
 
 
 def _lead(host: "_Host", meeting: TCPStore) -> Any:
-    try:
-        ranks = range(int(os.environ["WORLD_SIZE"]))
-        host.expect([meeting.get(f"{_HOST}{rank}").decode() for rank in ranks])
-        address = host.start_superlink(os.environ["MASTER_ADDR"])
-        meeting.set(_SUPERLINK, address)
-        host.start_supernode(address)
-        return host.serve(address)
-    finally:
-        meeting.set(_OVER, "")
-
-
-def _follow(host: "_Host", meeting: TCPStore) -> None:
-    host.start_supernode(meeting.get(_SUPERLINK).decode())
-    while not meeting.check([_OVER]):
-        host.check()
-        time.sleep(LOOK_S)
+    ranks = range(int(os.environ["WORLD_SIZE"]))
+    host.expect([meeting.get(f"{_HOST}{rank}").decode() for rank in ranks])
+    address = host.start_superlink(os.environ["MASTER_ADDR"])
+    meeting.set(_SUPERLINK, address)
+    host.start_supernode(address)
+    return host.serve(address)
 
 
 class _Host:
@@ -142,12 +141,7 @@ class _Host:
     def __enter__(self) -> "_Host":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for program in self._programs.values():
             program.terminate()
         until = time.monotonic() + END_S
@@ -182,7 +176,7 @@ class _Host:
         terms = self._terms
         mine, key = certificate.sign(terms.certificate, terms.signing_key, host)
         secret = self._write("superlink.secret", secrets.token_hex(32))
-        superlink = [sys.executable, "-m", "taas_magic.federation.superlink"]
+        superlink = [sys.executable, "-m", "taas_magic.federation.flower"]
         superlink += ["--host", host, "--isolation", "process"]
         superlink += ["--ssl-ca-certfile", str(self._root), "--enable-supernode-auth"]
         superlink += ["--ssl-certfile", str(self._write("superlink.pem", mine))]
@@ -201,7 +195,15 @@ class _Host:
             superlink: The SuperLink's address.
         """
         name = os.environ[HOST]
+        config = {
+            "host": name,
+            "partition-id": int(os.environ["RANK"]),
+            "num-partitions": int(os.environ["WORLD_SIZE"]),
+            **self._terms.per_host.get(name, {}),
+        }
         private, public = generate_key_pairs()
+        form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH)
+        key = private.private_bytes(*form, serialization.NoEncryption())
         with self._control(superlink) as control:
             control.RegisterNode(
                 RegisterNodeRequest(public_key=public_key_to_bytes(public), name=name)
@@ -209,8 +211,8 @@ class _Host:
         secret = self._write("supernode.secret", secrets.token_hex(32))
         supernode = ["flower-supernode", "--superlink", superlink, "--isolation", "process"]
         supernode += ["--root-certificates", str(self._root), "--host", LOOPBACK]
-        supernode += ["--auth-supernode-private-key", str(self._write("node.key", _ssh(private)))]
-        supernode += ["--node-config", str(self._write("node.toml", self._node_config(name)))]
+        supernode += ["--auth-supernode-private-key", str(self._write("node.key", key.decode()))]
+        supernode += ["--node-config", str(self._write("node.toml", _toml(config)))]
         supernode += ["--superexec-auth-secret-file", str(secret)]
         port = self._start_listening("SuperNode", LOOPBACK, supernode)
         self._start_superexec("SuperNode's SuperExec", f"{LOOPBACK}:{port}", secret, tls=False)
@@ -308,58 +310,45 @@ class _Host:
         finally:
             client.close()
 
-    def _node_config(self, name: str) -> str:
-        numbers = {
-            "partition-id": int(os.environ["RANK"]),
-            "num-partitions": int(os.environ["WORLD_SIZE"]),
-        }
-        return _toml({"host": name, **numbers, **self._terms.per_host.get(name, {})})
-
     def _write(self, name: str, text: str) -> Path:
         path = self._folder / name
         path.write_text(text)
         return path
 
 
+@dataclass(frozen=True)
 class _Bearer:
     """Shows the run's key with each request to the Control API."""
 
-    def __init__(self, key: str) -> None:
-        self._key = key
+    key: str
 
     def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
-        context.request.headers["Authorization"] = f"Bearer {self._key}"
+        context.request.headers["Authorization"] = f"Bearer {self.key}"
         response: httpx.Response = call_next(context)
         return response
 
 
 def _bundle(config: Mapping[str, Any]) -> str:
-    """The pyproject.toml of a Flower app, which says where the two apps are found."""
+    """Return the pyproject.toml of a Flower app, which says where the two apps are found."""
     return f"""[project]
 name = "notebook"
 version = "0"
 [tool.flwr.app]
 publisher = "taas"
 [tool.flwr.app.components]
-serverapp = "taas_magic.federation.apps:server_app"
-clientapp = "taas_magic.federation.apps:client_app"
+serverapp = "taas_magic.federation.flower:server_app"
+clientapp = "taas_magic.federation.flower:client_app"
 [tool.flwr.app.config]
 {_toml(config)}"""
 
 
 def _toml(values: Mapping[str, Any]) -> str:
-    """Texts, numbers and truth values as TOML, whose forms of them are JSON's."""
+    """Return texts, numbers and truth values as TOML, whose forms of them are JSON's."""
     return "".join(f"{json.dumps(name)} = {json.dumps(value)}\n" for name, value in values.items())
 
 
-def _ssh(key: Any) -> str:
-    form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH)
-    text: bytes = key.private_bytes(*form, serialization.NoEncryption())
-    return text.decode()
-
-
 def _free_port(host: str) -> int:
-    """A port that nothing listens on now: Flower's programs choose none themselves."""
+    """Return a port that nothing listens on now: Flower's programs choose none themselves."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         port = secrets.choice(PORTS)

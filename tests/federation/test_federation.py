@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.errors import RankFailed
-from taas_magic.federation.apps import RESULT, _keeping
+from taas_magic.federation.flower import RESULT, _keeping
 from taas_magic.journal.folder import Event
 from taas_magic.notebook import launch
 from taas_magic.notebook.run import Run
