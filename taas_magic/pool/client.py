@@ -16,8 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,12 +55,7 @@ _POLL_S = 0.02
 
 
 class PoolProcess:
-    """The process of one pool.
-
-    Args:
-        config: The pool's settings.
-        project: The notebook's folder.
-    """
+    """The process of one pool, which lives while somebody holds the lock of its folder."""
 
     def __init__(self, config: PoolConfig, project: Path) -> None:
         self._config, self._project = config, project
@@ -85,29 +79,46 @@ class PoolProcess:
         return not (self.folder / "pool.json").exists()
 
     def begin(self) -> None:
-        """Starts the pool's process, unless one lives; first removes what a killed one left."""
+        """Start the pool's process, unless one lives; first remove what a killed one left."""
         lock = take_lock(self.folder)
-        if lock is not None:
-            (self.folder / "pool.json").unlink(missing_ok=True)
-            os.close(lock)
-            if self._started is not None:  # it has let go of the lock, so it is all but gone
-                self._started.wait(self._config.start_timeout_s)
-            self._started = self._start_process()
+        if lock is None:
+            return
+        (self.folder / "pool.json").unlink(missing_ok=True)
+        os.close(lock)
+        if self._started is not None:  # it has let go of the lock, so it is all but gone
+            self._started.wait(self._config.start_timeout_s)
+        with (self.folder / LOG).open("ab") as log:
+            self._started = subprocess.Popen(
+                spawn_command("taas_magic.pool.process"),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        words = PoolWords(str(self.folder), self._config, str(self._project), LINGER_S)
+        assert self._started.stdin is not None
+        self._started.stdin.write(pack(words) + b"\n")
+        self._started.stdin.close()
 
     def wait_for_place(self) -> PoolPlace:
-        """Where the pool's scheduler listens, and how one connects to it; once it says so.
+        """Return where the pool's scheduler listens, and how one connects to it, once it says so.
 
         Raises:
             PoolError: It could not be started, and is ended, if it is stopped or hangs; the message
                 ends with the last lines of its log. Or it is of another version than this kernel.
         """
         path = self.folder / "pool.json"
-        try:
-            self._wait_for_start(path)
-        except PoolError:
-            self.kill()
-            raise
-        place = _read(path)
+        deadline = time.monotonic() + self._config.start_timeout_s
+        while not path.exists():
+            code = self._started.poll() if self._started is not None else 0
+            if code == 0:  # the process that lived before was about to end
+                self.begin()
+            if code or time.monotonic() > deadline:
+                error = self._error("did not start")
+                self.kill()
+                raise error
+            time.sleep(_POLL_S)
+        place = unpack(path.read_bytes(), PoolPlace)
         if place.made_of != this_kernel():
             raise PoolError(
                 f'pool "{self._config.name}": Python, torch or taas-magic was changed since this '
@@ -116,20 +127,19 @@ class PoolProcess:
         return place
 
     def of_other_versions(self) -> list[str]:
-        """The living pools that this one would be, but for their versions; a text for each."""
+        """Return the living pools that this one would be, but for their versions, a text each."""
         found = []
         for path in self.folder.parent.glob(f"{self._config.name}-*/pool.json"):
             with contextlib.suppress(OSError, ValueError):  # it is just ending
-                place = _read(path)
+                place = unpack(path.read_bytes(), PoolPlace)
                 made_of = place.made_of
-                is_other = made_of != this_kernel()
-                is_mine = place.project == str(self._project)
-                if is_other and is_mine and not _is_free(path.parent):
+                is_other = made_of != this_kernel() and place.project == str(self._project)
+                if is_other and not _is_free(path.parent):
                     found.append(f"Python {made_of.python}, torch {made_of.torch}")
         return found
 
     def wait_for_end(self, limit_s: float) -> None:
-        """Returns when the process has ended.
+        """Return when the process has ended.
 
         Raises:
             PoolError: It does not end in that time.
@@ -143,87 +153,43 @@ class PoolProcess:
             self._started.wait(limit_s)
 
     def pid(self) -> int | None:
-        """The process that holds, or last held, the folder's lock; None where none did."""
+        """Return the process that holds, or last held, the folder's lock; None where none did."""
         path = self.folder / "lock"
         written = path.read_text() if path.exists() else ""
         return int(written) if written else None
 
     def kill(self) -> None:
-        """Ends a process that does not answer; returns when it has let go of its lock.
+        """End a process that does not answer; returns when it has let go of its lock.
 
         Raises:
             PoolError: It cannot be ended.
         """
-        if (pid := self.pid()) is not None:
-            _kill_pool(pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (pid := self.pid()) is not None:
+                process = psutil.Process(pid)  # its id may be another process's by now
+                if any("taas_magic.pool.process" in word for word in process.cmdline()):
+                    process.kill()
         if self._started is not None:
             self._started.kill()
         self.wait_for_end(_KILL_S)
 
     def is_over(self) -> bool:
-        """Whether no process that was started here lives."""
-        self.forget_ended()
-        return self._started is None
-
-    def forget_ended(self) -> None:
-        """Forgets the process that was started here, if it has ended."""
+        """Whether no process that was started here lives; forgets one that has ended."""
         if self._started is not None and self._started.poll() is not None:
             self._started = None
-
-    def _start_process(self) -> subprocess.Popen[bytes]:
-        words = PoolWords(str(self.folder), self._config, str(self._project), LINGER_S)
-        with (self.folder / LOG).open("ab") as log:
-            process = subprocess.Popen(
-                spawn_command("taas_magic.pool.process"),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        assert process.stdin is not None
-        process.stdin.write(pack(words) + b"\n")
-        process.stdin.close()
-        return process
-
-    def _begin_again(self) -> bool:
-        """Starts a process if there is none: the one that lived before was about to end."""
-        if self._started is None or self._started.poll() == 0:
-            self.begin()
-        return False
-
-    def _wait_for_start(self, path: Path) -> None:
-        """Returns when the process has written where it listens."""
-        deadline = time.monotonic() + self._config.start_timeout_s
-        while not (path.exists() or self._begin_again()):
-            failed = self._started is not None and self._started.poll() not in (None, 0)
-            if failed or time.monotonic() > deadline:
-                raise self._error("did not start")
-            time.sleep(_POLL_S)
+        return self._started is None
 
     def _error(self, what: str) -> PoolError:
-        return PoolError(
-            f'pool "{self._config.name}" {what}. Its log:\n{log_tail(self.folder / LOG)}'
-        )
-
-
-def _read(path: Path) -> PoolPlace:
-    return unpack(path.read_bytes(), PoolPlace)
+        tail = log_tail(self.folder / LOG)
+        return PoolError(f'pool "{self._config.name}" {what}. Its log:\n{tail}')
 
 
 def _is_free(folder: Path) -> bool:
-    """Whether no process keeps the pool of a folder."""
+    """Return whether no process keeps the pool of a folder."""
     lock = take_lock(folder)
     if lock is not None:
         os.close(lock)
     return lock is not None
-
-
-def _kill_pool(pid: int) -> None:
-    """Kills a pool's process; its id may be another process's since it was written down."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        if any("taas_magic.pool.process" in word for word in process.cmdline()):
-            process.kill()
 
 
 SILENT_S = 15.0
@@ -283,7 +249,7 @@ class Pool:
         return self._process.folder
 
     def capacity(self) -> HostCapacity:
-        """What one host offers; takes none."""
+        """Return what one host offers; takes none."""
         return find_engine(self.config).capacity()
 
     @property
@@ -302,7 +268,7 @@ class Pool:
         return time.monotonic() - self._heard_at
 
     def of_other_versions(self) -> list[str]:
-        """Living pools of this name and project that it does not join: their versions."""
+        """Return living pools of this name and project that it does not join: their versions."""
         return self._process.of_other_versions()
 
     def is_alive(self) -> bool:
@@ -310,7 +276,7 @@ class Pool:
         return self._process.is_alive()
 
     def has_hosts(self, count: int) -> bool:
-        """Whether a launch on so many hosts would start at once."""
+        """Return whether a launch on so many hosts would start at once."""
         try:
             return self.is_ready and len(self.status().hosts) >= count
         except PoolError:  # it has ended, or stopped, just now: `open` starts another
@@ -322,7 +288,7 @@ class Pool:
         on_wait: Callable[[list[str]], None] | None = None,
         wait: Wait | None = None,
     ) -> None:
-        """Returns when so many hosts are there and can start ranks at once; starts the pool first.
+        """Return when so many hosts are there and can start ranks at once; starts the pool first.
 
         Args:
             hosts: How many.
@@ -344,7 +310,7 @@ class Pool:
     def _ready(
         self, hosts: int, on_wait: Callable[[list[str]], None] | None, wait: Wait
     ) -> Started:
-        """Waits for hosts, as `open` does."""
+        """Wait for hosts, as `open` does."""
         from taas_magic.host.topics import POOL_TOPIC
 
         self.connect(on_wait or (lambda lines: None))
@@ -363,13 +329,13 @@ class Pool:
         return unpack(said, Started)
 
     def give_up(self, wait: Wait) -> None:
-        """Gives up a wait: its `open`, in another thread, raises PoolError."""
+        """Give up a wait: its `open`, in another thread, raises PoolError."""
         wait.is_given_up = True
         if self._client is not None:
             self.call("taas_give_up", owner=self._client.id, wait=wait.id)
 
     def connect(self, tell: Callable[[list[str]], None] = lambda lines: None) -> None:
-        """Returns when the pool's process answers; starts it if need be. It takes no host.
+        """Return when the pool's process answers; starts it if need be. It takes no host.
 
         One that lives and does not answer (it is stopped, or hangs) is ended, and another started.
 
@@ -380,7 +346,9 @@ class Pool:
             PoolError: It could not be started; the message ends with the last lines of its log.
         """
         with self._opening:
-            self._let_beats_in()
+            until = time.monotonic() + _PATIENCE_S
+            while self.is_silent and time.monotonic() < until:
+                time.sleep(_LOOK_S)  # this process may have been too busy to hear beats
             if self.is_ready:
                 return
             self.close()
@@ -391,14 +359,8 @@ class Pool:
                 self._process.kill()
                 self._join()
 
-    def _let_beats_in(self) -> None:
-        """Gives a client a moment that could hear no beat while this process was busy."""
-        until = time.monotonic() + _PATIENCE_S
-        while self.is_silent and time.monotonic() < until:
-            time.sleep(_LOOK_S)
-
     def _join(self) -> None:
-        """Connects to the pool's process; first starts one where none lives.
+        """Connect to the pool's process; first start one where none lives.
 
         Raises:
             PoolError: It could not be started.
@@ -425,7 +387,7 @@ class Pool:
         self._heard_at = time.monotonic()
 
     def _on_event(self, pair: tuple[float, tuple[str, bytes]]) -> None:
-        """Hands an event to who started its run; called in the thread of the Dask client."""
+        """Hand an event to who started its run; called in the thread of the Dask client."""
         run_id, line = pair[1]
         listener = self._listeners.get(run_id)
         if listener is not None:
@@ -434,7 +396,7 @@ class Pool:
     def launch(
         self, spec: "HostSpec", on_event: Callable[[Event], None], said: list[Event]
     ) -> list[str]:
-        """Starts a run; returns the names of its hosts.
+        """Start a run; returns the names of its hosts.
 
         Args:
             spec: What the run's first host is told.
@@ -454,7 +416,7 @@ class Pool:
     def start(
         self, call: str, run_id: str, on_event: Callable[[Event], None], **arguments: object
     ) -> Started:
-        """Has the controller start something for this kernel, and listens to it.
+        """Have the controller start something for this kernel, and listen to it.
 
         Raises:
             PoolError: It could not be started.
@@ -472,21 +434,21 @@ class Pool:
             raise PoolError(f'pool "{self.name}": {answer.error}')
 
     def forget(self, run_id: str) -> None:
-        """Stops listening to a run."""
+        """Stop listening to a run."""
         self._listeners.pop(run_id, None)
         if self._is_retired:
             self.retire()
 
     def halt(self, run_id: str, how: str) -> None:
-        """Interrupts (`interrupt`) or ends (`kill`) a run; does not wait for its end."""
+        """Interrupt (`interrupt`) or end (`kill`) a run; does not wait for its end."""
         self.call("taas_halt", run_id=run_id, how=how)
 
     def status(self) -> PoolStatus:
-        """The pool's hosts and what each does."""
+        """Return the pool's hosts and what each does."""
         return unpack(self.call("taas_status"), PoolStatus)
 
     def facts(self, packages: Iterable[str], mark: str) -> list[HostFacts]:
-        """What the hosts that are up are like, and what holds their ranks off the store.
+        """Return what the hosts that are up are like, and what holds their ranks off the store.
 
         Args:
             packages: Distributions whose versions are asked for.
@@ -496,30 +458,27 @@ class Pool:
         return unpack(self.call("taas_facts", asked=pack(wanted)), list[HostFacts])
 
     def down(self) -> None:
-        """Ends the pool: its runs, its hosts, its process, also while that is coming up.
+        """End the pool: its runs, its hosts, its process, also while that is coming up.
 
         A process that does not answer is killed; its hosts end with it.
         """
         with self._opening:  # a thread that has just started the process has it by now
             if self.is_alive() or not self._process.is_over():
-                self._ask_to_end()
+                try:
+                    if not self.is_ready:
+                        self.close()
+                        self._join()
+                    self.call("taas_down")
+                except (PoolError, OSError):
+                    self._process.kill()
         self.close()
         try:
             self._process.wait_for_end(END_S)
         except PoolError:
             self._process.kill()
 
-    def _ask_to_end(self) -> None:
-        try:
-            if not self.is_ready:
-                self.close()
-                self._join()
-            self.call("taas_down")
-        except (PoolError, OSError):
-            self._process.kill()
-
     def retire(self) -> None:
-        """Leaves the pool, as soon as no run of this kernel is on it: its settings have changed."""
+        """Leave the pool, as soon as no run of this kernel is on it: its settings have changed."""
         self._is_retired = True
         if not self._listeners:
             self.close()
@@ -529,13 +488,19 @@ class Pool:
         return self._client is None and self._process.is_over()
 
     def close(self) -> None:
-        """Leaves the pool; its process decides what follows."""
+        """Leave the pool; its process decides what follows."""
         if self._client is not None:
-            # ValueError: tornado's, where the client was connecting again to a pool that ended
-            with _without_dasks_complaints(), contextlib.suppress(ValueError):
+            # a client whose scheduler was killed logs its attempts to connect again
+            logger = logging.getLogger("distributed.client")
+            before, logger.disabled = logger.disabled, True
+            try:
                 self._client.close(timeout=2)
+            except ValueError:
+                pass  # tornado's, where it was connecting again to a pool that ended
+            finally:
+                logger.disabled = before
             self._client = None
-        self._process.forget_ended()
+        self._process.is_over()
 
     def _connected(self) -> "Client":
         if self._client is None:
@@ -543,14 +508,20 @@ class Pool:
         return self._client
 
     def call(self, name: str, **arguments: object) -> bytes:
-        """Calls the controller; waits for its answer as long as the pool's process is heard.
+        """Call the controller; waits for its answer as long as the pool's process is heard.
 
         Raises:
             PoolError: It does not answer.
         """
         client = self._connected()
-        calling = _call(client, name, arguments)
-        answer = asyncio.run_coroutine_threadsafe(calling, client.loop.asyncio_loop)
+
+        async def ask() -> bytes:
+            if client.scheduler is None:
+                raise OSError("the connection to it broke")
+            said: bytes = await getattr(client.scheduler, name)(**arguments)
+            return said
+
+        answer = asyncio.run_coroutine_threadsafe(ask(), client.loop.asyncio_loop)
         until = time.monotonic() + _PATIENCE_S
         while not concurrent.futures.wait([answer], _LOOK_S).done:
             if self.silent_s > SILENT_S and time.monotonic() > until:
@@ -562,27 +533,9 @@ class Pool:
             raise PoolError(f'pool "{self.name}" does not answer: {error}') from error
 
     def silence(self) -> str:
-        """What is to be known of a pool's process that is not heard, and what to do."""
+        """Return what is known of a pool's process that is not heard, and what to do."""
         return (
             f"its process {self._process.pid() or '?'} has not been heard for "
             f"{self.silent_s:.0f} s; it is stopped or hangs: the next cell replaces it, and "
             f"`%taas down {self.name}` ends it"
         )
-
-
-async def _call(client: "Client", name: str, arguments: Mapping[str, object]) -> bytes:
-    if client.scheduler is None:
-        raise OSError("the connection to it broke")
-    answer: bytes = await getattr(client.scheduler, name)(**arguments)
-    return answer
-
-
-@contextmanager
-def _without_dasks_complaints() -> Iterator[None]:
-    """A client whose scheduler was killed logs its attempts to reconnect when it is closed."""
-    logger = logging.getLogger("distributed.client")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

@@ -17,7 +17,7 @@ import functools
 import logging
 import ssl
 import struct
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -149,22 +149,16 @@ def check(peer: Peer, message: Any) -> None:
     if may is None:
         return
     for part in message if isinstance(message, tuple) else (message,):
-        if isinstance(part, dict) and "op" in part:
-            _check_part(peer, part, may)
-
-
-def _check_part(peer: Peer, part: Mapping[str, Any], may: Collection[str]) -> None:
-    op = part["op"]
-    if op not in may:
-        raise ProtocolError(f"a {peer.role.value} may not ask for {op!r}")
-    if "worker" in part:  # Dask would believe it more than whose stream it is
-        raise ProtocolError(f"it spoke for {part['worker']!r}")
-    if (
-        op == "register-worker"
-        and peer.role is PeerRole.HOST
-        and str(part.get("name")) != peer.name
-    ):
-        raise ProtocolError(f"it wanted to join as {part.get('name')!r}")
+        if not isinstance(part, dict) or "op" not in part:
+            continue
+        op, name = part["op"], part.get("name")
+        if op not in may:
+            raise ProtocolError(f"a {peer.role.value} may not ask for {op!r}")
+        if "worker" in part:  # Dask would believe it more than whose stream it is
+            raise ProtocolError(f"it spoke for {part['worker']!r}")
+        joins = op == "register-worker" and peer.role is PeerRole.HOST
+        if joins and str(name) != peer.name:
+            raise ProtocolError(f"it wanted to join as {name!r}")
 
 
 class Gate(Listener):
@@ -308,7 +302,7 @@ class HeadScheduler(Scheduler):
         self.stream_handlers["log-event"] = lambda **said: None
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Opens no port."""
+        """Open no port."""
 
     @property
     def refused(self) -> int:
@@ -324,7 +318,7 @@ class HeadScheduler(Scheduler):
         handshake_overrides: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Opens the pool's port; see `gate`."""
+        """Open the pool's port, as Dask asks for it."""
         gate = Gate(port_or_addr, self.handle_comm, ssl_context, handshake_overrides or {})
         await gate.start()
         self.listeners.append(gate)
@@ -343,7 +337,7 @@ class HeadScheduler(Scheduler):
         extra: Mapping[str, Any],
         **said: Any,
     ) -> None:
-        """Called when an agent or a vehicle joins; `gate` has checked the agent's name.
+        """Called when an agent or a vehicle joins; `check` has seen to the agent's name.
 
         What it says of itself besides is replaced: Dask reckons with it when others join.
 
@@ -373,7 +367,7 @@ class HeadScheduler(Scheduler):
         )
 
     def take_heartbeat(self, comm: GateComm, *, address: str, **said: Any) -> dict[str, Any]:
-        """Takes that a worker lives, and nothing of what it says of itself.
+        """Take that a worker lives, and nothing of what it says of itself.
 
         Raises:
             ProtocolError: It is another host's worker.

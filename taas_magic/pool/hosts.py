@@ -8,8 +8,8 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -75,34 +75,6 @@ class Member:
     has: set[str] | None = None
     pending: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
 
-    @contextmanager
-    def asked(self) -> Iterator[tuple[int, asyncio.Future[bytes]]]:
-        """Gives the number of a new call and its answer, which is awaited inside the block."""
-        number = next(_numbers)
-        answer = self.pending[number] = asyncio.get_running_loop().create_future()
-        try:
-            yield number, answer
-        finally:
-            self.pending.pop(number, None)
-
-    def answers(self, number: int, answer: bytes, error: str) -> bool:
-        """Takes its answer to a call, or why that failed; False when nobody waits for one."""
-        waiting = self.pending.get(number)
-        if waiting is None or waiting.done():
-            return False
-        if error:
-            waiting.set_exception(PoolError(f"host {self.name or self.address}: {error}"))
-        else:
-            waiting.set_result(answer)
-        return True
-
-    def is_gone(self, why: str) -> None:
-        """It will answer no call any more."""
-        for answer in self.pending.values():
-            if not answer.done():
-                gone = f"host {self.name or self.address} is gone: {why}"
-                answer.set_exception(PoolError(gone))
-
 
 ASK_AGAIN_S = 0.5
 """How often the engine is asked for hosts that have not joined."""
@@ -158,15 +130,11 @@ class Members(SchedulerPlugin):
         scheduler.add_plugin(self)
 
     def all(self) -> list[Member]:
-        """The hosts that have joined and can start ranks, in the order in which they came."""
+        """Return hosts that have joined and can start ranks, in the order in which they came."""
         return [m for m in self._members.values() if m.name and not m.leaves]
 
-    def get(self, address: str) -> Member | None:
-        """The host of that address, if it is (still) one."""
-        return self._members.get(address)
-
     def named(self, agent: str) -> Member | None:
-        """The host whose agent has that name, if it is (still) one."""
+        """Return the host whose agent has that name, if it is (still) one."""
         return next((it for it in self._members.values() if it.agent == agent), None)
 
     async def take(
@@ -175,7 +143,7 @@ class Members(SchedulerPlugin):
         keep: Collection[str] = (),
         say: Callable[[str], None] | None = None,
     ) -> list[Member]:
-        """Returns so many hosts when they are there: those to keep, then those that run least.
+        """Return so many hosts when they are there: those to keep, then those that run least.
 
         Each has just answered: one that died a moment ago is still listed.
 
@@ -196,30 +164,36 @@ class Members(SchedulerPlugin):
                 return taken
 
     async def _hear(self, member: Member, say: Callable[[str], None] | None) -> None:
-        """Returns when a host has answered, or is gone; says meanwhile that it is silent."""
-        tell = say or (lambda line: self._say([line]))
-        loop = asyncio.get_running_loop()
-        late = loop.call_later(NAMED_AFTER_S, lambda: tell(self._silence(member)))
+        """Return when a host has answered, or is gone; say meanwhile that it is silent."""
+
+        def tell() -> None:
+            silent_s = time.monotonic() - member.heard_at
+            heard_at = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
+            line = (
+                f"waits for host {member.name}, last heard at {heard_at}, {silent_s:.0f} s ago; "
+                f"silent for {self._lease_s + LOST_AFTER_S:g} s, it is replaced"
+            )
+            if say is None:
+                self._say([line])
+            else:
+                say(line)
+
+        late = asyncio.get_running_loop().call_later(NAMED_AFTER_S, tell)
         try:
             with contextlib.suppress(PoolError):
                 await self.call(member.address, CALL_HELLO, HostHello)
         finally:
             late.cancel()
 
-    def _silence(self, member: Member) -> str:
-        silent_s = time.monotonic() - member.heard_at
-        heard_at = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
-        return (
-            f"waits for host {member.name}, last heard at {heard_at}, {silent_s:.0f} s ago; silent "
-            f"for {self._lease_s + LOST_AFTER_S:g} s, it is replaced"
-        )
-
     async def _take(self, count: int, keep: Collection[str]) -> list[Member]:
         self._takes += 1
         try:
             await asyncio.wait_for(self._have_joined(count), self._start_timeout_s)
         except asyncio.TimeoutError:
-            raise PoolError(self._too_late(count)) from None
+            about = "\n".join(self._awaited) or "see the pool's log"
+            joined = f"{len(self.all())} of {count} hosts joined"
+            within = f"within {self._start_timeout_s:.0f} s"
+            raise PoolError(f"{joined} {within}: {about}") from None
         finally:
             self._takes -= 1
             self._say([])
@@ -231,7 +205,7 @@ class Members(SchedulerPlugin):
         return taken
 
     def choose(self, count: int, keep: Collection[str] = ()) -> list[Member]:
-        """So many of the hosts that are there: those to keep, then those that run least."""
+        """Return so many of the hosts that are there: those to keep, then those that run least."""
         kept = [member for member in self.all() if member.address in keep]
         others = [member for member in self.all() if member.address not in keep]
         return (kept + sorted(others, key=lambda member: len(member.runs)))[:count]
@@ -239,7 +213,7 @@ class Members(SchedulerPlugin):
     async def release(
         self, stays: Callable[[Member], bool] = lambda member: bool(member.runs)
     ) -> None:
-        """Gives back hosts, and those to come; unless others wait for them.
+        """Give back hosts, and those to come; unless others wait for them.
 
         Args:
             stays: Says which are kept; left out, those that have a run.
@@ -250,7 +224,7 @@ class Members(SchedulerPlugin):
             await self._source.release({m.agent for m in self._members.values() if not m.leaves})
 
     async def call(self, address: str, name: str, kind: type[_T], **arguments: str | bytes) -> _T:
-        """Calls a host's agent and returns what it answers, which is of a kind.
+        """Call a host's agent; returns what it answers, checked to be of a kind.
 
         Raises:
             PoolError: It is gone, the call failed there, or its answer is none.
@@ -258,24 +232,24 @@ class Members(SchedulerPlugin):
         member = self._members.get(address)
         if member is None:
             raise PoolError(f"the host at {address} is gone")
-        with member.asked() as (number, answer):
-            self._send(address, op=CALL, id=number, name=name, arguments=arguments)
-            try:
-                return unpack(await asyncio.wait_for(answer, CALL_S), kind)
-            except ValueError as error:
-                raise PoolError(
-                    f"host {member.name or address} answered {name}: {error}"
-                ) from error
-            except asyncio.TimeoutError:
-                why = f"did not answer {name} within {CALL_S:.0f} s"
-                raise PoolError(f"host {member.name or address} {why}") from None
+        number, who = next(_numbers), f"host {member.name or address}"
+        answer = member.pending[number] = asyncio.get_running_loop().create_future()
+        self._send(address, op=CALL, id=number, name=name, arguments=arguments)
+        try:
+            return unpack(await asyncio.wait_for(answer, CALL_S), kind)
+        except ValueError as error:
+            raise PoolError(f"{who} answered {name}: {error}") from error
+        except asyncio.TimeoutError:
+            raise PoolError(f"{who} did not answer {name} within {CALL_S:.0f} s") from None
+        finally:
+            del member.pending[number]
 
     def way(self, member: Member, address: str) -> AbstractAsyncContextManager[str]:
-        """Lets a host reach a port of this machine; see `Engine.way`."""
+        """Let a host reach a port of this machine; see `Engine.way`."""
         return self._source.way(member.agent, address)
 
     async def watch(self) -> None:
-        """Takes hosts that are not heard any more for lost; runs until it is cancelled."""
+        """Take hosts that are not heard any more for lost; runs until it is cancelled."""
         pause_s, limit_s = self._lease_s / _CHECKS_PER_LEASE, self._lease_s + LOST_AFTER_S
         looked = time.monotonic()
         while True:
@@ -289,7 +263,7 @@ class Members(SchedulerPlugin):
                     await self.drop(member.address, why)
 
     async def drop(self, address: str, why: str) -> None:
-        """Takes a host for lost; its engine ends what is left of it."""
+        """Take a host for lost; its engine ends what is left of it."""
         if address in self._members:
             self._silent[address] = why
             await self._scheduler.remove_worker(address, stimulus_id="taas-lease")
@@ -307,7 +281,10 @@ class Members(SchedulerPlugin):
         why = self._silent.pop(worker, "its agent ended, or its connection broke")
         if member is None:
             return
-        member.is_gone(why)
+        for answer in member.pending.values():
+            if not answer.done():
+                gone = f"host {member.name or worker} is gone: {why}"
+                answer.set_exception(PoolError(gone))
         self._in_background(self._lose(member, why))
 
     async def _lose(self, member: Member, why: str) -> None:
@@ -315,7 +292,7 @@ class Members(SchedulerPlugin):
         self._on_lost(member, f"{why}; {said}" if said else why)
 
     async def _greet(self, member: Member) -> None:
-        """Asks a new host who it is; only then is it one of the pool's."""
+        """Ask a new host who it is; only then is it one of the pool's."""
         try:
             said = await self.call(member.address, CALL_HELLO, HostHello)
         except PoolError as error:
@@ -327,23 +304,19 @@ class Members(SchedulerPlugin):
             self._changed.notify_all()
 
     async def _have_joined(self, count: int) -> None:
-        """Waits for hosts; asks again now and then, since one that is coming may die."""
+        """Wait for hosts; ask again now and then, since one that is coming may die."""
+
+        async def change(known: int) -> None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: len(self.all()) != known)
+
         while len(self.all()) < count:
             self._say(await self._source.ensure(count))
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._next_change(len(self.all())), ASK_AGAIN_S)
-
-    async def _next_change(self, known: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self.all()) != known)
-
-    def _too_late(self, count: int) -> str:
-        about = "\n".join(self._awaited) or "see the pool's log"
-        joined = f"{len(self.all())} of {count} hosts joined within {self._start_timeout_s:.0f} s"
-        return f"{joined}: {about}"
+                await asyncio.wait_for(change(len(self.all())), ASK_AGAIN_S)
 
     def _say(self, lines: list[str]) -> None:
-        """Tells kernels what is known of the hosts that are awaited, when that has changed."""
+        """Tell kernels what is known of the hosts that are awaited, when that has changed."""
         if lines != self._awaited:
             self._awaited = lines
             self._scheduler.log_event(POOL_TOPIC, {"awaited": lines})
@@ -361,8 +334,13 @@ class Members(SchedulerPlugin):
 
     def _on_answer(self, worker: str, id: int, answer: bytes = b"", error: str = "") -> None:
         member = self._members.get(worker)
-        if member is None or not member.answers(id, answer, error):
+        waiting = member.pending.get(id) if member is not None else None
+        if member is None or waiting is None or waiting.done():
             self.refused += 1
+        elif error:
+            waiting.set_exception(PoolError(f"host {member.name or worker}: {error}"))
+        else:
+            waiting.set_result(answer)
 
     def _on_beat(self, worker: str, beat: int) -> None:
         member = self._members.get(worker)
@@ -374,7 +352,7 @@ class Members(SchedulerPlugin):
 
 
 async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequence[str]) -> None:
-    """Returns when all hosts have Python and torch as here, and the modules; asks each once.
+    """Return when all hosts have Python and torch as here, and the modules; asks each once.
 
     Args:
         members: The pool's hosts.
@@ -394,50 +372,43 @@ async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequen
 
 
 async def ask_all(members: Members, hosts: Iterable[Member], asked: FactsWanted) -> list[Facts]:
-    """What hosts are like, all asked at the same time.
-
-    Args:
-        members: The pool's hosts.
-        hosts: Those to ask.
-        asked: What for.
+    """Return what hosts are like, all asked at the same time.
 
     Raises:
         PoolError: One is gone.
     """
-    return list(await asyncio.gather(*(_ask(members, host, asked) for host in hosts)))
+
+    async def ask(host: Member) -> Facts:
+        begin = time.time()
+        facts = await members.call(host.address, CALL_FACTS, Facts, asked=pack(asked))
+        return facts.of(host.name, begin)
+
+    return list(await asyncio.gather(*map(ask, hosts)))
 
 
 async def stacks_of(members: Members, hosts: Iterable[Member], run_id: str) -> RunStacks:
-    """Where the ranks, or the fetchers, of a run stand.
+    """Return where the ranks, or the fetchers, of a run stand.
 
     Args:
         members: The pool's hosts.
         hosts: Those of the run.
         run_id: Of the run, or of its fetchers.
     """
-    said = await asyncio.gather(*(_stacks_of(members, host, run_id) for host in hosts))
+
+    async def ask(host: Member) -> RunStacks:
+        asking = members.call(host.address, CALL_STACKS, RunStacks, run_id=run_id)
+        try:
+            said = await asyncio.wait_for(asking, STACKS_S)
+        except asyncio.TimeoutError:
+            return RunStacks(silent=[f"host {host.name} did not answer within {STACKS_S:.0f} s"])
+        except PoolError as error:
+            return RunStacks(silent=[f"host {host.name} did not answer: {error}"])
+        ranks = [structs.replace(row, host=host.name) for row in said.ranks]
+        return RunStacks(ranks, [structs.replace(row, host=host.name) for row in said.fetchers])
+
+    said = await asyncio.gather(*map(ask, hosts))
     return RunStacks(
         [row for there in said for row in there.ranks],
         [row for there in said for row in there.fetchers],
         [line for there in said for line in there.silent],
     )
-
-
-async def _stacks_of(members: Members, host: Member, run_id: str) -> RunStacks:
-    asking = members.call(host.address, CALL_STACKS, RunStacks, run_id=run_id)
-    try:
-        said = await asyncio.wait_for(asking, STACKS_S)
-    except asyncio.TimeoutError:
-        return RunStacks(silent=[f"host {host.name} did not answer within {STACKS_S:.0f} s"])
-    except PoolError as error:
-        return RunStacks(silent=[f"host {host.name} did not answer: {error}"])
-    return RunStacks(
-        [structs.replace(row, host=host.name) for row in said.ranks],
-        [structs.replace(row, host=host.name) for row in said.fetchers],
-    )
-
-
-async def _ask(members: Members, host: Member, asked: FactsWanted) -> Facts:
-    begin = time.time()
-    facts = await members.call(host.address, CALL_FACTS, Facts, asked=pack(asked))
-    return facts.of(host.name, begin)
