@@ -43,14 +43,7 @@ LOG_LINES = 15
 
 
 class Engine(ABC):
-    """One pool's engine. `capacity` and `ways` are asked in the kernel, the rest in the pool.
-
-    Args:
-        pool: The pool's settings.
-
-    Attributes:
-        cluster: What `open` returned.
-    """
+    """One pool's engine. `capacity` and `ways` are asked in the kernel, the rest in the pool."""
 
     def __init__(self, pool: PoolConfig) -> None:
         self.pool = pool
@@ -68,8 +61,6 @@ class Engine(ABC):
         """Make the cluster, not yet awaited, with a scheduler and no host; keep it as `cluster`.
 
         Args:
-            scheduler: The class of Dask scheduler to use.
-            keys: The pool's.
             folder: The pool's private folder on this machine.
         """
 
@@ -185,9 +176,6 @@ def make_cluster(engine: Engine, scheduler: type, keys: "Keys", host: type) -> "
     """Return a cluster whose scheduler listens on this machine's loopback.
 
     Args:
-        engine: The pool's.
-        scheduler: The class of Dask scheduler to use.
-        keys: The pool's.
         host: A class of `DaskHost`, called with the scheduler's address, `engine` and `name`.
     """
     from distributed import Security, SpecCluster

@@ -143,8 +143,6 @@ def batch_options(
     """Return keyword arguments of a dask-jobqueue class: what suits vehicles, then the user's own.
 
     Args:
-        pool: The pool's settings.
-        options: What is asked for so far.
         system: The batch system, as dask-jobqueue calls it.
         folder: The pool's private folder, which hosts must see: keys (0600) lie in it, and the
             output of jobs.
@@ -250,7 +248,6 @@ class BatchJob:
     """One job, as the batch system sees it.
 
     Attributes:
-        job_id: Its number.
         state: In the system's own word.
         reason: Why it is in this state; "" when the system does not say.
         ended: Whether it will not run any more.
@@ -298,9 +295,7 @@ class BatchSystem:
     """How to ask one kind of batch system.
 
     Attributes:
-        title: What users call it.
         command: Asks about jobs; their ids follow.
-        parse: Reads the answer.
         history: Asks about jobs that have ended, where `command` does not tell of them.
     """
 

@@ -37,7 +37,6 @@ class Peer(NamedTuple):
     """Who is at the other end of a connection, by the certificate that it has proved.
 
     Attributes:
-        role: What it is.
         name: Of a host, the name by which Dask knows its agent.
     """
 

@@ -30,12 +30,7 @@ TROUBLE_S = 1.5
 
 
 class LocalEngine(Engine):
-    """Starts a supervisor, and through it the agent, on this machine.
-
-    Attributes:
-        keys: The pool's, once `open` was called.
-        folder: The pool's private folder, likewise.
-    """
+    """Starts a supervisor, and through it the agent, on this machine."""
 
     keys: "Keys"
     folder: str
@@ -85,13 +80,7 @@ class LocalEngine(Engine):
 
 
 class LocalHost(DaskHost):
-    """A supervisor and its agent on this machine.
-
-    Args:
-        scheduler: The scheduler's address; Dask gives it.
-        engine: The pool's.
-        name: The host's name in the pool; Dask gives it.
-    """
+    """A supervisor and its agent on this machine."""
 
     def __init__(self, scheduler: str, engine: LocalEngine, name: str) -> None:
         super().__init__()

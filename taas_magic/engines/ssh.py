@@ -61,7 +61,6 @@ class SshEngine(Engine):
     """Starts a supervisor, and through it the agent, on each host over SSH.
 
     Attributes:
-        keys: The pool's, once `open` was called.
         refusals: What is wrong with hosts that could not be had.
     """
 
@@ -165,11 +164,7 @@ class SshEngine(Engine):
         self._hosts.add(host)
 
     async def take(self, besides: Collection[Target]) -> Target | None:
-        """Return a free host, awaiting those that are being given back; None if all are taken.
-
-        Args:
-            besides: Hosts that are not wanted.
-        """
+        """Return a free host, awaiting those that are being given back; None if all are taken."""
 
         def find() -> Target | None:
             return next((target for target in self._free if target not in besides), None)
@@ -185,7 +180,6 @@ class SshEngine(Engine):
         """Make a host free again, once `end` has returned; it is taken after the others.
 
         Args:
-            target: The host.
             end: Ends what runs there; may block.
         """
         self._leaving += 1
@@ -255,16 +249,7 @@ def _ask_capacity(pool: PoolConfig) -> HostCapacity:
 
 
 class SshHost(DaskHost):
-    """A supervisor and its agent on a free host of the pool.
-
-    Args:
-        scheduler: The scheduler's address; Dask gives it.
-        engine: The pool's.
-        name: The host's name in the pool; Dask gives it.
-
-    Attributes:
-        connection: To the host; None before and after.
-    """
+    """A supervisor and its agent on a free host of the pool."""
 
     def __init__(self, scheduler: str, engine: SshEngine, name: str) -> None:
         super().__init__()

@@ -209,10 +209,8 @@ class Farm:
 
         Args:
             function: Any callable; it travels as what a `%%taas` cell uses does.
-            args: What it is called with.
             retries: How often it is called again when it raises, or its process dies.
             fresh: Whether it must have a process that no other job has run in.
-            kwargs: What it is called with, by name.
 
         Raises:
             CaptureError: Something cannot travel; the message has the path to it.
@@ -231,10 +229,7 @@ class Farm:
         """Submit a job for each element, as `map` would call the function; see `submit`.
 
         Args:
-            function: As for `submit`, like the others.
             iterables: The n-th job is given the n-th element of each.
-            retries: As for `submit`.
-            fresh: As for `submit`.
             kwargs: The same for all.
         """
         calls = [(args, kwargs) for args in zip(*iterables, strict=False)]
@@ -483,11 +478,7 @@ class Farm:
 
 
 class _Shelf:
-    """Large parts of what jobs are given, each once in the farm's process; any thread.
-
-    Args:
-        client: The kernel's connection to the farm's process.
-    """
+    """Large parts of what jobs are given, each once in the farm's process; any thread."""
 
     def __init__(self, client: "Client") -> None:
         self._client, self._lock = client, threading.Lock()

@@ -38,7 +38,6 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
     """Run jobs until the node closes `control`, or until one has left something behind.
 
     Args:
-        setting: What is the same for all jobs.
         control: Gives each a `PlacedCall`; takes a `JobOutcome`, then the parts of its result.
         output: What jobs print goes there.
     """

@@ -130,13 +130,7 @@ async def _serve(setting: NodeSetting, folder: Path) -> None:
 
 
 class Slots:
-    """The job processes of a node, one a slot.
-
-    Args:
-        setting: The node's.
-        folder: The node's folder, on this host.
-        means: What holds jobs off the project store.
-    """
+    """The job processes of a node, one a slot."""
 
     def __init__(self, setting: NodeSetting, folder: Path, means: str) -> None:
         self._terms, self._jobs = setting.terms, folder / "jobs"
@@ -168,9 +162,6 @@ class Slots:
         """Run a job in a slot that is free; blocks.
 
         Args:
-            call: The job.
-            payload: What its function needs.
-            arguments: Parts of its arguments.
             say: Called when it begins, and with what it prints.
 
         Raises:
@@ -226,7 +217,6 @@ class Slot:
         """Run a job; returns how it ended, and the parts of its result.
 
         Args:
-            placed: The job.
             say: Called with lines that the job has printed.
         """
         if placed.call.fresh or not self._is_alive():

@@ -134,9 +134,6 @@ class FarmScheduler(Scheduler):
     """The farm's Dask scheduler.
 
     It keeps large parts that jobs need, and results until the kernel has them.
-
-    Args:
-        fleet: Starts and ends its nodes.
     """
 
     def __init__(self, *args: Any, fleet: "Fleet", **kwargs: Any) -> None:
@@ -250,7 +247,6 @@ class _NodeRun:
     Attributes:
         pool: Whose host it has, or waits for; None before and after.
         run_id: Its run, once that was launched.
-        wait: Its wait for a host, while it waits.
         has_ended: Whether it has ended, or never began, or is being ended.
         has_joined: Whether it has taken jobs.
         leaves: Whether it is ended because nobody needs it.
@@ -267,13 +263,7 @@ class _NodeRun:
 class Fleet(SchedulerPlugin):
     """The nodes of a farm, each a run; called by threads, and by Dask on its loop.
 
-    Args:
-        terms: What the kernel said.
-        keys: The farm's.
-
     Attributes:
-        cluster: Dask's; set once it is there.
-        told: What the kernel was told.
         slots: Jobs that a node runs at a time.
     """
 
@@ -304,7 +294,6 @@ class Fleet(SchedulerPlugin):
         """Start a node, and give it up if its run goes on but it takes no jobs in time.
 
         Args:
-            name: The node's.
             scheduler: The scheduler's address here.
         """
         await asyncio.to_thread(self._start, name, scheduler)

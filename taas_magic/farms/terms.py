@@ -46,11 +46,7 @@ class PartName(Struct, frozen=True):
 
 
 class Blob:
-    """Bytes in memory that processes of this host map by a path.
-
-    Args:
-        data: What is copied there.
-    """
+    """Bytes in memory that processes of this host map by a path."""
 
     def __init__(self, data: Any) -> None:
         view = memoryview(data).cast("B")
@@ -72,14 +68,9 @@ class FarmTerms(Struct, frozen=True):
     """What the kernel tells the farm's process.
 
     Attributes:
-        name: The farm's.
         pools: Names of the pools whose hosts become nodes.
-        least: Nodes that there are at least.
-        most: Nodes that there are at most.
         gpus: CUDA devices of each job.
         cpus: Processors of each job.
-        store: The rule of the project store.
-        origin: What jobs take over from the notebook.
         start_s: Seconds in which a node must have come.
     """
 
@@ -106,7 +97,6 @@ class NodeTerms(Struct, frozen=True):
     """What the farm's process tells a node.
 
     Attributes:
-        name: The node's.
         place: The address by which Dask knows it; nobody connects to it.
         security: The node's key to the farm's scheduler.
         slots: Jobs that run at a time.
@@ -128,10 +118,6 @@ class JobSetting(Struct, frozen=True):
     """What a job's process is started with: by what its node's rank found, and by the node.
 
     Attributes:
-        environ: All of its environment.
-        cwd: Its folder.
-        sys_path: Its import path.
-        cpus: Its processors.
         store: The rule of the project store, with this host's path.
         means: What holds it off the store.
         files: The folder below which jobs save.
@@ -152,7 +138,6 @@ class NodeSetting(Struct, frozen=True):
     """What a node's process is started with; no job is told all of it.
 
     Attributes:
-        terms: The node's.
         scheduler: Where this host finds the farm's scheduler.
         jobs: What is the same for all jobs.
     """
@@ -166,7 +151,6 @@ class JobCall(Struct, frozen=True):
     """A job: which name of its payload is called, and with what.
 
     Attributes:
-        name: The job's.
         called: The function's name in the payload.
         count: How many arguments have no name.
         names: Those of the others.
@@ -201,8 +185,6 @@ class JobOutcome(Struct):
     Attributes:
         state: "done", "failed" or "cancelled".
         etype: The type of what it raised; "JobDied" where its process ended.
-        message: What that says.
-        traceback: Its lines.
         again: Whether the process may serve another job.
         sends: How many parts of the result follow on the same pipe.
     """
@@ -219,7 +201,6 @@ class JobResult(Struct):
     """What a job returned and saved.
 
     Attributes:
-        node: Where.
         parts: A pickle, and the memory that it refers to.
         files: By their paths in the job's folder.
     """
@@ -255,12 +236,7 @@ News = NodeNews | JobNews
 
 
 class JobEnded(Exception):
-    """How a job ended that did not return; Dask carries it, and runs the job again.
-
-    Attributes:
-        node: Where.
-        outcome: How.
-    """
+    """How a job ended that did not return; Dask carries it, and runs the job again."""
 
     def __init__(self, node: str, outcome: JobOutcome) -> None:
         super().__init__(node, outcome)

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class NodeWorker(Worker):
-    """A node's Dask worker; it is given large parts by the farm's process, and gives it results.
-
-    Args:
-        slots: Where its jobs run.
-    """
+    """A node's Dask worker; it is given large parts by the farm's process, and gives it results."""
 
     def __init__(self, *args: Any, slots: "Slots", **kwargs: Any) -> None:
         super().__init__(*args, plugins=[_Cancels(slots)], **kwargs)
@@ -80,11 +76,6 @@ class _Cancels(WorkerPlugin):
 
 def run_job(call: JobCall, payload: Part, arguments: list[Part]) -> None:
     """Run a job in a process of this node, and send its result; the Dask task.
-
-    Args:
-        call: The job.
-        payload: What its function needs.
-        arguments: Parts of its arguments.
 
     Raises:
         JobEnded: It did not return.

@@ -36,8 +36,6 @@ class Terms:
 
     Attributes:
         certificate: What the SuperLink's certificate is signed by, as PEM.
-        signing_key: Its key.
-        key: The Control API's.
         per_host: What each SuperNode finds in `context.node_config`, by the host's name.
         config: What the apps find in `context.run_config`.
     """

@@ -69,7 +69,6 @@ def take_part(terms: Terms, server_app: Any, client_app: Any) -> Any:
     """Run Flower's programs of this host until the ServerApp has ended; blocks.
 
     Args:
-        terms: What all hosts know.
         server_app: The notebook's; Flower's own process loads it again (`flower`).
         client_app: The same.
 
@@ -118,7 +117,6 @@ class _Host:
 
     Args:
         folder: A folder of this run's own, for nobody else to read.
-        terms: What all hosts know.
     """
 
     def __init__(self, folder: Path, terms: Terms) -> None:
@@ -189,11 +187,7 @@ class _Host:
         return address
 
     def start_supernode(self, superlink: str) -> None:
-        """Make this host known to the SuperLink by its name, and start its SuperNode.
-
-        Args:
-            superlink: The SuperLink's address.
-        """
+        """Make this host known to the SuperLink by its name, and start its SuperNode."""
         name = os.environ[HOST]
         config = {
             "host": name,

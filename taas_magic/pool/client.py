@@ -221,12 +221,7 @@ class Wait:
 class Pool:
     """One pool, for one kernel.
 
-    Args:
-        config: The pool's settings.
-        project: The notebook's folder; kernels of other projects have pools of their own.
-
     Attributes:
-        config: Its settings.
         address: Of its port, as "tls://host:port"; "" before it was open.
     """
 
@@ -291,7 +286,6 @@ class Pool:
         """Return when so many hosts are there and can start ranks at once; starts the pool first.
 
         Args:
-            hosts: How many.
             on_wait: Called with what is known of hosts that are awaited, a line each, when that
                 changes; in the thread of the Dask client.
             wait: By what another thread may give it up.
@@ -338,9 +332,6 @@ class Pool:
         """Return when the pool's process answers; starts it if need be. It takes no host.
 
         One that lives and does not answer (it is stopped, or hangs) is ended, and another started.
-
-        Args:
-            tell: Called with a line on that.
 
         Raises:
             PoolError: It could not be started; the message ends with the last lines of its log.

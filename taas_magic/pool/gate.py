@@ -64,12 +64,7 @@ logger = logging.getLogger("taas.gate")
 
 
 class GateComm(TLS):
-    """A connection whose peer is known; messages that break a rule end it.
-
-    Attributes:
-        peer: Who is at the other end.
-        gate: By which it came in.
-    """
+    """A connection whose peer is known; messages that break a rule end it."""
 
     peer: Peer
     gate: "Gate"
@@ -165,9 +160,7 @@ class Gate(Listener):
     """Listens on the pool's port.
 
     Args:
-        address: Where, as "tls://host:port".
         admit: Called with each connection that has come in.
-        ssl_context: What the port shows, and whom it trusts.
         handshake: What Dask's hello says besides.
     """
 
@@ -274,6 +267,9 @@ STREAM_HANDLERS = (
     "unsubscribe-topic",
 )
 
+JOINS_WITH = ("address", "name", "status", "server_id", "stimulus_id", "now")
+"""What a worker may say of itself when it joins."""
+
 METRICS: Mapping[str, Any] = {
     "bandwidth": {"total": 1e8, "workers": {}, "types": {}},
     "memory": 0,
@@ -327,12 +323,6 @@ class HeadScheduler(Scheduler):
         self,
         comm: GateComm,
         *,
-        address: str,
-        name: str,
-        status: str,
-        server_id: str,
-        stimulus_id: str,
-        now: float,
         nanny: str,
         extra: Mapping[str, Any],
         **said: Any,
@@ -349,12 +339,7 @@ class HeadScheduler(Scheduler):
             raise ProtocolError(f"a {comm.peer.role.value} wanted to join as an agent")
         await super().add_worker(
             comm,
-            address=address,
-            name=name,
-            status=status,
-            server_id=server_id,
-            stimulus_id=stimulus_id,
-            now=now,
+            **{name: said[name] for name in JOINS_WITH},
             nanny=None if is_agent else nanny,
             extra={AGENT: True} if is_agent else {},
             metrics=METRICS,

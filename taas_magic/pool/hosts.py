@@ -52,9 +52,6 @@ class Member:
         name: What the notebook calls it; "" until it has said so.
         means: What holds its ranks off the project store.
         place: Where its ranks and fetchers are reached by those of other hosts.
-        runs: What it runs.
-        gpus: CUDA devices that it has.
-        leaves: Whether it is being given back.
         taken_at: When it was last given to somebody, by this process's monotonic clock.
         has: Modules that are known to be installed there; None while nothing is known.
         pending: The calls that it has not answered, by their numbers.
@@ -97,9 +94,6 @@ class Members(SchedulerPlugin):
     """The hosts of a pool.
 
     Args:
-        scheduler: The pool's.
-        source: Where hosts come from.
-        start_timeout_s: How long hosts may take to join.
         lease_s: How long a host lives without hearing this process.
         on_lost: Called with a host that is gone, in whatever way, and why.
     """
@@ -148,7 +142,6 @@ class Members(SchedulerPlugin):
         Each has just answered: one that died a moment ago is still listed.
 
         Args:
-            count: How many.
             keep: Addresses of hosts that must be among them.
             say: Called with a line for each that does not answer soon; None: all kernels that
                 wait for hosts are told.
@@ -355,8 +348,6 @@ async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequen
     """Return when all hosts have Python and torch as here, and the modules; asks each once.
 
     Args:
-        members: The pool's hosts.
-        hosts: Those of a run.
         modules: Top-level modules that the run's cell imports.
 
     Raises:
@@ -387,13 +378,7 @@ async def ask_all(members: Members, hosts: Iterable[Member], asked: FactsWanted)
 
 
 async def stacks_of(members: Members, hosts: Iterable[Member], run_id: str) -> RunStacks:
-    """Return where the ranks, or the fetchers, of a run stand.
-
-    Args:
-        members: The pool's hosts.
-        hosts: Those of the run.
-        run_id: Of the run, or of its fetchers.
-    """
+    """Return where the ranks, or the fetchers, of a run stand."""
 
     async def ask(host: Member) -> RunStacks:
         asking = members.call(host.address, CALL_STACKS, RunStacks, run_id=run_id)

@@ -36,8 +36,6 @@ class PoolWords(Struct):
     """What a kernel tells the pool's process that it starts, by standard input.
 
     Attributes:
-        folder: The pool's private folder.
-        project: The notebook's folder.
         linger_s: How long it goes on without a kernel.
     """
 
@@ -48,14 +46,7 @@ class PoolWords(Struct):
 
 
 class PoolPlace(Struct):
-    """`pool.json`: by what a kernel connects to the process.
-
-    Attributes:
-        address: Of its port.
-        security: By which the kernel connects.
-        project: The notebook's folder.
-        made_of: Its versions.
-    """
+    """`pool.json`: by what a kernel connects to the process."""
 
     address: str
     security: SecurityOptions

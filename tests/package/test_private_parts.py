@@ -29,10 +29,9 @@ LISTED = {
     "data/epoch.py": {"torch.utils.data._utils.pin_memory"},
     "data/dataset.py": {"torch.utils.data._utils"},
     "data/tensors.py": {"_indices", "_values", "_coalesced_"},
-    "engines/ssh_cluster.py": {"_created", "_correct_state_internal", "_close"},
     "store/redirect/libraries.py": {"_C"},
     "host/preload.py": {"_registry"},
-    "federation/apps.py": {"_main"},
+    "federation/flower.py": {"_main"},
     "host/rank.py": {"_shutdown", "_run_exitfuncs", "_C", "_distributed_c10d"},
 }
 
@@ -65,8 +64,6 @@ GONE = {
     "cloudpickle.cloudpickle._class_reduce": "capture/pickling.py: see reducer_override there",
     "cloudpickle.Pickler._function_reduce": "capture/pickling.py: see reducer_override there",
     "IPython.core.interactiveshell.InteractiveShell._showtraceback": "host/shell.py: see IPython",
-    "distributed.SpecCluster._correct_state_internal": "engines/ssh_cluster.py: see SpecCluster",
-    "distributed.SpecCluster._close": "engines/ssh_cluster.py: see SpecCluster",
     "distributed.batched.time": "host/member.py: see by what clock BatchedSend waits",
 }
 
