@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from taas_magic import probe
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import Engine
+from taas_magic.engines.base import Engine, log_tail
 from taas_magic.errors import PoolError, UsageError
 from taas_magic.host.topics import ASK_HOST
 from taas_magic.host.vehicle import agent_name, vehicle_of
@@ -224,9 +224,10 @@ def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
 ASK_S = 10.0
 """How long a batch system may take to answer."""
 
-TAIL_LINES = 15
-
 _HISTORY_HINT = "use -x"  # OpenPBS's; Torque takes -x for something else
+
+_UNKNOWN = ("invalid job id", "unknown job id", "has finished")
+"""What commands complain of that fail only because jobs have ended too long ago to be known."""
 
 _SLURM_LIVES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT")
 _PBS_STATES = {
@@ -316,7 +317,8 @@ class BatchSystem:
         if self.history and _HISTORY_HINT in complaint:
             ended, _ = await self._ask(self.history(job_ids))
             found = {**ended, **found}
-        if complaint and not found and not _is_about_jobs(complaint):
+        ended_long_ago = any(said in complaint.lower() for said in _UNKNOWN)
+        if complaint and not found and not ended_long_ago:
             raise OSError(complaint)
         return found
 
@@ -333,12 +335,6 @@ class BatchSystem:
             raise OSError(f"{self.title} did not answer within {ASK_S:.0f} s") from None
         complaint = err.decode(errors="replace").strip() if process.returncode else ""
         return self.parse(out.decode(errors="replace")), complaint
-
-
-def _is_about_jobs(complaint: str) -> bool:
-    """Return whether a command failed only because the jobs have ended too long ago to be known."""
-    words = ("invalid job id", "unknown job id", "has finished")
-    return any(word in complaint.lower() for word in words)
 
 
 def _squeue(job_ids: Collection[str]) -> list[str]:
@@ -372,11 +368,7 @@ def output_tail(folder: Path, job_id: str) -> str:
     number = job_id.partition(".")[0]
     named = re.compile(rf"(?<!\d){re.escape(number)}(?!\d)")
     files = [file for file in folder.glob("*") if named.search(file.name) and file.stat().st_size]
-    if not files:
-        return ""
-    newest = max(files, key=lambda file: file.stat().st_mtime)
-    lines = newest.read_text(errors="replace").splitlines()
-    return "\n".join([*lines[-TAIL_LINES:], f"({newest})"])
+    return log_tail(max(files, key=lambda file: file.stat().st_mtime)) if files else ""
 
 
 LOOK_S = 2.0

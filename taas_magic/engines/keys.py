@@ -87,16 +87,16 @@ class Keys:
     def scheduler(self) -> SecurityOptions:
         """Return what the pool's own port shows and trusts."""
         trusted = self._members.certificate + self._carriers.certificate
-        return _security(trusted, scheduler=self._pool)
+        return security(trusted, scheduler=self._pool)
 
     def kernel(self) -> SecurityOptions:
         """Return what a kernel, and the pool's process itself, connects to the port with."""
-        return _security(self._pool[0], client=self._kernel)
+        return security(self._pool[0], client=self._kernel)
 
     def host(self, name: str) -> SecurityOptions:
         """Return what the agent of one host connects with; a new key each time."""
         issued = self._members.issue("host", Peer(PeerRole.HOST, name).identity)
-        return _security(self._pool[0], worker=issued)
+        return security(self._pool[0], worker=issued)
 
     def cluster(self, talks: bool) -> SecurityOptions:
         """Return what a Dask cluster class is given, for itself and for its workers.
@@ -106,11 +106,11 @@ class Keys:
                 workers can then, as they have one certificate.
         """
         trusted = self._pool[0] + (self._carriers.certificate if talks else "")
-        return _security(trusted, client=self._kernel, worker=self._vehicle)
+        return security(trusted, client=self._kernel, worker=self._vehicle)
 
 
-def _security(trusted: str, **pairs: tuple[str, str]) -> SecurityOptions:
-    """Keyword arguments of `Security`: what is trusted, and certificate and key by Dask's role."""
+def security(trusted: str, **pairs: tuple[str, str]) -> SecurityOptions:
+    """Return arguments of `Security`: what is trusted, certificate and key by Dask's role."""
     values: SecurityOptions = {"require_encryption": True, "tls_ca_file": trusted}
     for role, (shown, key) in pairs.items():
         values |= {f"tls_{role}_cert": shown, f"tls_{role}_key": key}

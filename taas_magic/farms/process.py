@@ -30,7 +30,7 @@ from taas_magic import certificate, messages
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Cell
 from taas_magic.config import LOCAL, load_config
-from taas_magic.engines.keys import Peer, PeerRole
+from taas_magic.engines.keys import Peer, PeerRole, security
 from taas_magic.errors import TaasError
 from taas_magic.farms.terms import (
     ASK,
@@ -125,9 +125,8 @@ class _Keys:
         """Return keyword arguments of dask's `Security` for `scheduler`, `client` or `worker`."""
         kind = PeerRole.KERNEL if role == "client" else PeerRole.HOST
         identity = Peer(kind, name or role).identity
-        shown, key = self._authority.issue(role, identity, serves=role == "scheduler")
-        pair = {f"tls_{role}_cert": shown, f"tls_{role}_key": key}
-        return {"require_encryption": True, "tls_ca_file": self._authority.certificate, **pair}
+        issued = self._authority.issue(role, identity, serves=role == "scheduler")
+        return security(self._authority.certificate, **{role: issued})
 
 
 class FarmScheduler(Scheduler):
@@ -185,12 +184,12 @@ class FarmCluster(SpecCluster):
 
     def __init__(self, fleet: "Fleet", keys: _Keys) -> None:
         self._numbers = itertools.count()
-        security = Security(**{**keys.of("scheduler"), **keys.of("client")})
-        options = {"fleet": fleet, "host": LOOPBACK, "protocol": "tls://", "security": security}
+        secure = Security(**{**keys.of("scheduler"), **keys.of("client")})
+        options = {"fleet": fleet, "host": LOOPBACK, "protocol": "tls://", "security": secure}
         super().__init__(
             scheduler={"cls": FarmScheduler, "options": options},
             worker={"cls": Node, "options": {"fleet": fleet}},
-            security=security,
+            security=secure,
             asynchronous=True,
             name="taas-farm",
         )

@@ -50,7 +50,6 @@ class PoolPlace(Struct):
 
     address: str
     security: SecurityOptions
-    pool: str
     project: str
     made_of: Kernel
 
@@ -97,9 +96,7 @@ async def _keep(engine: Engine, folder: Path, words: PoolWords) -> None:
     keys = Keys()
     async with engine.open(HeadScheduler, keys, str(folder)) as cluster:
         controller = Controller(cluster.scheduler, engine, engine.pool, words.linger_s)
-        place = PoolPlace(
-            cluster.scheduler_address, keys.kernel(), engine.pool.name, words.project, this_kernel()
-        )
+        place = PoolPlace(cluster.scheduler_address, keys.kernel(), words.project, this_kernel())
         path, beside = folder / "pool.json", folder / "pool.new"
         beside.touch(0o600)
         try:
