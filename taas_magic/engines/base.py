@@ -137,6 +137,14 @@ class Engine(ABC):
         async with self._turn:
             await self.give_back(keep)
 
+    async def end(self) -> None:
+        """Give all hosts back, for good: who still waits for some has no turn any more.
+
+        Otherwise Dask would wait, as the cluster closes, for hosts that are coming.
+        """
+        await self._turn.acquire()
+        await self.give_back(())
+
 
 class DaskHost:
     """A host as Dask's `SpecCluster` knows it: distributed's `ProcessInterface`.

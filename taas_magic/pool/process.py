@@ -105,4 +105,4 @@ async def _keep(engine: Engine, folder: Path, words: PoolWords) -> None:
             await controller.over.wait()
         finally:
             path.unlink(missing_ok=True)
-            await engine.release(())  # closing, Dask would wait for hosts that are coming
+            await engine.end()
