@@ -109,7 +109,7 @@ class Job:
         return self.seen.host
 
     def done(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Return whether it has ended, in whatever way."""
         return self._outcome.done()
 
     def result(self, timeout_s: float | None = None) -> Any:
@@ -254,7 +254,7 @@ class Farm:
         self._on_solution.append(listener)
 
     def status(self) -> FarmState:
-        """How the farm stands; shown as a table."""
+        """Return how the farm stands; shown as a table."""
         return self.state
 
     def cancel(self, jobs: Iterable[Job]) -> None:

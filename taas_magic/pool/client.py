@@ -71,11 +71,11 @@ class PoolProcess:
         return path
 
     def is_alive(self) -> bool:
-        """Whether the pool's process lives, whoever started it."""
+        """Return whether the pool's process lives, whoever started it."""
         return not _is_free(self.folder)
 
     def is_ending(self) -> bool:
-        """Whether the pool's process, if it lives, has begun to end."""
+        """Return whether the pool's process, if it lives, has begun to end."""
         return not (self.folder / "pool.json").exists()
 
     def begin(self) -> None:
@@ -174,7 +174,7 @@ class PoolProcess:
         self.wait_for_end(_KILL_S)
 
     def is_over(self) -> bool:
-        """Whether no process that was started here lives; forgets one that has ended."""
+        """Return whether no process that was started here lives; forgets one that has ended."""
         if self._started is not None and self._started.poll() is not None:
             self._started = None
         return self._started is None
@@ -267,7 +267,7 @@ class Pool:
         return self._process.of_other_versions()
 
     def is_alive(self) -> bool:
-        """Whether the pool's process lives, whoever started it."""
+        """Return whether the pool's process lives, whoever started it."""
         return self._process.is_alive()
 
     def has_hosts(self, count: int) -> bool:
@@ -475,7 +475,7 @@ class Pool:
             self.close()
 
     def is_over(self) -> bool:
-        """Whether this kernel has left it, and waits for no process of it."""
+        """Return whether this kernel has left it, and waits for no process of it."""
         return self._client is None and self._process.is_over()
 
     def close(self) -> None:
