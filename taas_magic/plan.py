@@ -6,6 +6,7 @@ fewer, they are shared: loaders share fetchers first, then fetchers share hosts.
 handed depends on none of this (docs/data.md).
 """
 
+import keyword
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -168,7 +169,7 @@ class Flags:
         data_pool: Name of the pool that runs the fetchers; "" finds one.
         prefill: What fetchers must have ready before ranks start; None starts both together.
         uneven_hosts: Whether hosts may have different numbers of ranks.
-        out: Variables that come back into the notebook, as `out_names` reads them.
+        out: Variables that come back into the notebook, as `split_name` reads them.
         name: What the run is called in lists and in the head.
         max_restarts: How often all ranks may start again after one died.
         timeout_s: Bound on the run's time, in seconds; None is no bound.
@@ -265,6 +266,38 @@ class Plan(Struct, frozen=True):
     data: DataPlan | None = None
     room: Room | None = None
     federated: bool = False
+
+
+LAST = -1
+"""Stands for the last rank in a name of `--out`, however many there are."""
+
+
+def split_name(text: str) -> tuple[str, int]:
+    """Return a name of `--out`, and the rank whose value it is.
+
+    `losses` is rank 0's, `losses@3` rank 3's, `losses@last` that of the rank with the highest
+    number.
+
+    Raises:
+        ValueError: It is not a variable's name, or what follows `@` is no rank.
+    """
+    name, at, rank = text.partition("@")
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(text)
+    if at and rank != "last" and not (rank.isascii() and rank.isdigit()):
+        raise ValueError(text)
+    return name, LAST if rank == "last" else int(rank or 0)
+
+
+def name_of(text: str) -> str:
+    """Return what the value of a name of `--out` is called, in the rank and in the notebook."""
+    return split_name(text)[0]
+
+
+def is_from(text: str, rank: int, world_size: int) -> bool:
+    """Return whether this rank sends the value of a name of `--out`."""
+    wanted = split_name(text)[1]
+    return rank == (world_size - 1 if wanted == LAST else wanted)
 
 
 NO_GPU = "No GPU found"

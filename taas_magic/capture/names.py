@@ -5,16 +5,16 @@ modules without which the cell surely fails. Pure.
 """
 
 import ast
+import difflib
 import dis
-import importlib.util
 import re
 import string
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import CO_OPTIMIZED
-from types import CodeType
+from types import CodeType, FunctionType
+from typing import Any
 
 _READS = {
     "LOAD_NAME",
@@ -349,77 +349,73 @@ def _may_swallow(context: ast.expr) -> bool:
     return name in _SWALLOWING
 
 
-_OURS = {"taas_magic", "taas", "cloudpickle", "__main__", "__mp_main__"}
-_BRANCHES = (ast.If, ast.While, ast.Match)
+_SETS_ANY_NAME = {"exec", "globals", "locals", "push", "user_ns"}
+_SETS_ANY_NAME |= {"run_cell_magic", "run_line_magic"}
+_LISTED = 12
 
 
-def needed_modules(
-    cell: str, referred: Iterable[str], travelling: Sequence[tuple[str, str]], texts: Iterable[str]
-) -> tuple[str, ...]:
-    """The top-level modules that must be installed wherever a cell runs.
-
-    Args:
-        cell: The cell as Python.
-        referred: Modules that what travels refers to or imports.
-        travelling: (name, source) of the project's own modules that travel.
-        texts: Sources of the notebook's cells that defined what travels, as far as they are Python.
-    """
-    sure = set(imported(cell))
-    optional = set[str]()
-    for text in (cell, *texts):
-        optional |= set(imported(text, branches=True)) - set(imported(text))
-    for _, source in travelling:
-        sure |= set(imported(source, functions=False))
-    loaded = {name.partition(".")[0] for name in referred} - optional
-    sure |= {name for name in loaded if _is_installed(name)}
-    own = {name.partition(".")[0] for name, _ in travelling} | _OURS
-    return tuple(sorted(sure - own - sys.stdlib_module_names))
-
-
-def imported(source: str, functions: bool = True, branches: bool = False) -> Iterator[str]:
-    """The top-level modules that a source imports.
+def unknown_result(
+    names: Sequence[str], source: str, captured: Collection[str], namespace: Mapping[str, Any]
+) -> str | None:
+    """Return what is wrong with `--out`; None if each name may be there when the cell ends.
 
     Args:
-        source: Python; from what is none, nothing is read.
-        functions: Also what functions import when they are called.
-        branches: Also what only a branch, or a `try` that knows what to do instead, imports.
+        names: Those of `--out`.
+        source: The cell as Python.
+        captured: Names of the notebook that travel to the ranks.
+        namespace: The notebook's; its functions may set names, too.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return
-    yield from _in(tree.body, functions, branches)
+    code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
+    if not names or _may_set_any(source, code):
+        return None
+    has = {*_stored(code, "STORE_NAME", "STORE_GLOBAL"), *captured}
+    missing = [name for name in names if name not in has]
+    missing = [name for name in missing if name not in _set_by_functions(namespace)]
+    return _unknown(missing[0], has, missing[0] in namespace) if missing else None
 
 
-def _in(statements: Iterable[ast.stmt], functions: bool, branches: bool) -> Iterator[str]:
-    for node in statements:
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
-        elif _is_entered(node, functions, branches):
-            yield from _in(_inside(node), functions, branches)
+def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
+    near = difflib.get_close_matches(name, has, n=3, cutoff=0.6)
+    shown = sorted(near or (each for each in has if not each.startswith("_")))
+    more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else ""
+    possible = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else "it has: " + (", ".join(shown[:_LISTED]) + more if shown else "none")
+    )
+    why = (
+        "the cell neither sets nor uses it, so no rank has it"
+        if is_in_notebook
+        else "the cell sets no such variable"
+    )
+    return f"--out {name}: {why}; {possible}"
 
 
-def _is_entered(node: ast.stmt, functions: bool, branches: bool) -> bool:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return functions
-    may_be_left_out = isinstance(node, _BRANCHES) or bool(getattr(node, "handlers", None))
-    return branches or not may_be_left_out
+def _may_set_any(source: str, code: CodeType) -> bool:
+    """Whether only running the cell tells which names it sets: exec, a magic, a star import."""
+    stars = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
+    is_star = any(alias.name == "*" for node in stars for alias in node.names)
+    return is_star or not _SETS_ANY_NAME.isdisjoint(_looked_up(code))
 
 
-def _inside(node: ast.stmt) -> Iterator[ast.stmt]:
-    """The statements directly within a statement, in any of its blocks."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt):
-            yield child
-        elif isinstance(child, ast.ExceptHandler | ast.match_case):
-            yield from child.body
+def _looked_up(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in nested_codes(code):
+        yield from _looked_up(inner)
 
 
-def _is_installed(name: str) -> bool:
-    """Whether a loaded module can be found by others, too: some are made at run time."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
+def _stored(code: CodeType, *operations: str) -> Iterator[str]:
+    """Global names that code sets by these operations, and functions in it by `global`."""
+    for step in dis.get_instructions(code):
+        if step.opname in operations:
+            yield step.argval
+    for inner in nested_codes(code):
+        yield from _stored(inner, "STORE_GLOBAL")
+
+
+def _set_by_functions(namespace: Mapping[str, Any]) -> set[str]:
+    """Names that functions and methods of the notebook set by `global`."""
+    classes = [vars(value) for value in namespace.values() if isinstance(value, type)]
+    found = [value for names in (namespace, *classes) for value in list(names.values())]
+    functions = (value for value in found if isinstance(value, FunctionType))
+    return {name for each in functions for name in _stored(each.__code__, "STORE_GLOBAL")}

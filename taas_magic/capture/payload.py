@@ -13,12 +13,11 @@ from msgspec import Struct
 
 from taas_magic.capture import process_state
 from taas_magic.capture.culprit import refusal, type_name
-from taas_magic.capture.modules import ModuleSource, collect, install
+from taas_magic.capture.modules import ModuleSource, collect, install, needed_modules
 from taas_magic.capture.names import (
     THE_CELL,
     UsedNames,
     code_use,
-    needed_modules,
     used_names,
     why_used_by,
 )

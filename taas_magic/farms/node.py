@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 from msgspec import structs
 
-from taas_magic import environ as environs
 from taas_magic import messages
 from taas_magic.farms.slots import Slots
 from taas_magic.farms.terms import NodeSetting, NodeTerms
@@ -55,7 +55,7 @@ def keep(terms: NodeTerms) -> None:
 
 def _agents_path() -> str:
     """The PYTHONPATH by which this host's agent found this package, and what it needs."""
-    first = environs.parsed(Path("/proc/self/environ").read_bytes()).get("PYTHONPATH", "")
+    first = psutil.Process().environ().get("PYTHONPATH", "")
     ours = str(Path(__file__).parent.parent.parent)
     return os.pathsep.join(dict.fromkeys([*filter(None, first.split(os.pathsep)), ours]))
 

@@ -19,10 +19,9 @@ from typing import Any
 from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.magic_arguments import argument, magic_arguments
 
-from taas_magic import out_names
 from taas_magic.config import Config, DataConfig, parse_size
 from taas_magic.errors import UsageError
-from taas_magic.plan import Flags, Prefill
+from taas_magic.plan import Flags, Prefill, name_of, split_name
 from taas_magic.store.rule import WRITES
 
 # A word and nothing else, unlike an interpreter's path: `#!/usr/bin/env python`, `#!python3`.
@@ -163,9 +162,9 @@ def hang_s(text: str) -> float:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """`a,b@last` as `out_names` reads them; a variable is named once."""
+    """`a,b@last` as `split_name` reads them; a variable is named once."""
     listed = dict.fromkeys(name.strip() for name in text.split(","))
-    if len({out_names.name_of(name) for name in listed}) < len(listed):
+    if len({name_of(name) for name in listed}) < len(listed):
         raise ValueError(text)
     return tuple(listed)
 
@@ -452,7 +451,7 @@ def parse(line: str, config: Config) -> Flags:
     flags = Flags(gpus=least, max_gpus=most if most > least else 0, **found)
     if flags.prefill is not None:
         _check_prefill(flags.prefill, flags, config.data)
-    nobody = [name for name in flags.out if out_names.split(name)[1] >= least]
+    nobody = [name for name in flags.out if split_name(name)[1] >= least]
     if nobody:
         raise UsageError(
             f"--out {nobody[0]}: --gpus {least} has ranks @0 to @{least - 1}, and @last"

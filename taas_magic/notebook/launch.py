@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from IPython.core.inputtransformer2 import leading_empty_lines
 from msgspec import structs
 
-from taas_magic import environ, out_names, registry
+from taas_magic import registry
 from taas_magic.capture import payload
+from taas_magic.capture.names import unknown_result
 from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.config import Config
 from taas_magic.display.view import View
 from taas_magic.errors import CellSyntaxError, PoolError, UsageError
-from taas_magic.host.spec import HostSpec, Origin
+from taas_magic.host.spec import HostSpec, Origin, environ_changes
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunFolder
 from taas_magic.notebook import fetching, pools
@@ -29,6 +31,7 @@ from taas_magic.plan import (
     Plan,
     choose_data_pool,
     make_plan,
+    name_of,
     new_run_id,
     place_fetchers,
 )
@@ -215,7 +218,7 @@ def out_problem(flags: Flags, captured: Payload, shell: "InteractiveShell") -> s
     """What is wrong with the names of `--out`, as far as it can be known before the cell runs."""
     python = shell.transform_cell(captured.cell.source)
     names = {value.name for value in captured.captured}
-    return out_names.unknown(flags.out, python, names, shell.user_ns)
+    return unknown_result([name_of(text) for text in flags.out], python, names, shell.user_ns)
 
 
 def capture_settings(cell: Cell, shell: "InteractiveShell", config: Config) -> dict[str, Any]:
@@ -253,6 +256,6 @@ def origin(shell: "InteractiveShell", folder: str) -> Origin:
         environ=dict(os.environ),
         sys_path=tuple(os.path.abspath(path) for path in sys.path),
         colors=shell.colors,
-        changed=environ.of_this_process(),
+        changed=environ_changes(psutil.Process().environ(), os.environ),
         store=Identity.of(folder),
     )

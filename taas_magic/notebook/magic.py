@@ -7,6 +7,8 @@ import contextlib
 import contextvars
 import importlib
 import os
+import re
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from taas_magic import short_name
+from taas_magic.capture.modules import claim_taas, release_taas
 from taas_magic.config import Config, load_config
 from taas_magic.errors import UsageError, interrupted
 from taas_magic.notebook import commands, completion, flags
@@ -54,8 +56,8 @@ class TaasMagics(Magics):
 
     def after(self, result: Any) -> None:
         """IPython's `post_run_cell` event: says what pip's package of our name changes."""
-        if result.info is not None and short_name.installs(result.info.raw_cell):
-            _say(short_name.HERE)
+        if result.info is not None and installs_taas(result.info.raw_cell):
+            _say(TAAS_IS_HERE)
 
     def variables(self) -> list[str]:
         """The names that the user gave to things, for Tab."""
@@ -146,6 +148,30 @@ def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
     return f"%%taas {line}\n{body}", 1
 
 
+TAAS_IS_HERE = (
+    "taas: `import taas` gives taas-magic, which is here already, and not pip's package of that "
+    "name. No restart is needed."
+)
+# Also without its percent sign, as IPython's automagic takes it, and in a %%bash cell.
+_INSTALL = re.compile(r"\s*[!%]{0,2}\s*(?:\S+\s+-m\s+|uv\s+)?pip[\d.]*\s+install\s(.+)")
+_REQUIREMENT = re.compile(r"(?:.*/)?taas(?:$|\s*[=<>~!;\[@]|-\d)")
+
+
+def installs_taas(raw_cell: str) -> bool:
+    """Return whether a cell asks pip for PyPI's package `taas`, DataSphere's old client.
+
+    The DataSphere guide begins with `%pip install taas`.
+    """
+    words: list[str] = []
+    for found in map(_INSTALL.fullmatch, raw_cell.splitlines()):
+        if found is not None:
+            try:
+                words += shlex.split(found[1], comments=True)
+            except ValueError:
+                words += found[1].split()
+    return any(_REQUIREMENT.match(word) for word in words)
+
+
 def load(shell: "InteractiveShell") -> None:
     """Puts the magics, the comment form and Tab completion into a shell; warms the local pool.
 
@@ -161,8 +187,8 @@ def load(shell: "InteractiveShell") -> None:
     matcher = completion.matcher(magics.variables, magics.settings)
     shell.Completer.custom_matchers.append(matcher)
     _loaded[shell] = lambda: _remove(shell, magics, matcher)
-    if short_name.claim():
-        _say(short_name.IMPORT_AGAIN)
+    if claim_taas():
+        _say("taas: another package `taas` is imported; run `import taas` again to get taas-magic")
     if os.environ.get("TAAS_WARM") != "0":
         _warm_local(magics)
 
@@ -178,7 +204,7 @@ _loaded: dict["InteractiveShell", Callable[[], None]] = {}
 def _remove(shell: "InteractiveShell", magics: TaasMagics, matcher: Any) -> None:
     shell.events.unregister("pre_run_cell", magics.remember)
     shell.events.unregister("post_run_cell", magics.after)
-    short_name.release()
+    release_taas()
     shell.input_transformers_cleanup.remove(transform_pragma)
     shell.Completer.custom_matchers.remove(matcher)
     for kind in ("cell", "line"):

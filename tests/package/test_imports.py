@@ -22,8 +22,8 @@ FLOORS = (
     ("host",),
     ("plan",),
     ("data", "store"),
-    ("capture", "journal", "short_name"),
-    ("config", "messages", "out_names", "environ", "certificate", "leases", "probe", "errors"),
+    ("capture", "journal"),
+    ("config", "messages", "certificate", "leases", "probe", "errors"),
 )
 
 LIGHT = ["", ".messages", ".plan", ".config", ".errors", ".journal", ".api", ".host.supervisor"]
