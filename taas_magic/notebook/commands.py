@@ -15,13 +15,10 @@ from taas_magic.errors import UsageError
 from taas_magic.host.output import LineAssembler
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import ENDED_STATES, RunRecord
-from taas_magic.messages import HostStatus
 from taas_magic.notebook.flags import whole
 
 if TYPE_CHECKING:
-    from taas_magic.notebook.check import CheckReport
-    from taas_magic.notebook.pools import PoolRow
-
+    from taas_magic.notebook.pools import CheckReport, PoolRow
 
 USAGE = {
     "status": ("status", "your newest runs, of any kernel"),
@@ -51,7 +48,7 @@ _SHOWN_BYTES = 500_000
 
 
 def run(line: str, settings: Config) -> "str | CheckReport":
-    """Carries out `%taas LINE`; returns what to show.
+    """Carry out `%taas LINE`; return what to show.
 
     Raises:
         UsageError: No such command, or it does not take these words.
@@ -68,8 +65,8 @@ def run(line: str, settings: Config) -> "str | CheckReport":
     return _COMMANDS[name](words, settings)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns, each as wide as its widest text."""
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return columns, each as wide as its widest text."""
     texts = [[str(value) for value in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
@@ -77,16 +74,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _status(words: Sequence[str], settings: Config) -> str:
     _take("status", words, 0)
-    rows = [
-        (run.run_id, run.state, run.world_size, run.pool, _elapsed(run), run.name)
-        for run in journal.runs()[:_SHOWN_RUNS]
-    ]
-    return table(("run", "state", "ranks", "pool", "elapsed", "name"), rows) if rows else "no runs"
-
-
-def _elapsed(run: RunRecord) -> str:
-    """As the head of the run has it."""
-    return duration(run.elapsed_s, decimals=int(run.state in ENDED_STATES))
+    head = ("run", "state", "ranks", "pool", "elapsed", "name")
+    rows = []
+    for run in journal.runs()[:_SHOWN_RUNS]:
+        # as the head of the run has it
+        elapsed = duration(run.elapsed_s, decimals=int(run.state in ENDED_STATES))
+        rows.append((run.run_id, run.state, run.world_size, run.pool, elapsed, run.name))
+    return _table(head, rows) if rows else "no runs"
 
 
 def _logs(words: Sequence[str], settings: Config) -> str:
@@ -100,7 +94,7 @@ def _logs(words: Sequence[str], settings: Config) -> str:
 
 
 def _end_of(log: Path) -> str:
-    """The last lines of a log as a terminal would show them, and how much comes before them."""
+    """Return a log's last lines as a terminal would show them, and how much comes before them."""
     if not log.exists():
         return ""
     with log.open("rb") as file:
@@ -111,9 +105,9 @@ def _end_of(log: Path) -> str:
     lengths = accumulate(len(line) + 1 for line in reversed(lines))
     fit = sum(length <= _SHOWN_BYTES for length in lengths)
     text = "\n".join(harmless(line) for line in lines[len(lines) - max(1, fit) :])
-    left_out = size - len(text)
-    is_whole = fit == len(lines) and size <= _READ_BYTES
-    return text if is_whole else f"… {size_text(left_out)} before this: {log}\n{text}"
+    if fit == len(lines) and size <= _READ_BYTES:
+        return text
+    return f"… {size_text(size - len(text))} before this: {log}\n{text}"
 
 
 def _stop(words: Sequence[str], settings: Config) -> str:
@@ -139,20 +133,14 @@ def _pools(words: Sequence[str], settings: Config) -> "str | CheckReport":
     from taas_magic.notebook import pools
 
     if words and words[0] == "--check":
-        return _check(words[1:], settings)
+        name = _take("pools", words[1:], 1)
+        return pools.check(settings, [name] if name else [])
     _take("pools", words, 0)
     found = pools.rows(settings)
-    rows = [line for pool in found for line in _pool_lines(pool)]
+    rows = [cells for pool in found for cells in _pool_cells(pool)]
     head = ("pool", "engine", "state", "host", "does", "since", "GPU-hours")
     source = settings.source or "there is no taas.toml: all runs on this machine"
-    return "\n".join([table(head, rows), *_cost_lines(found), f"({source})"])
-
-
-def _check(words: Sequence[str], settings: Config) -> "CheckReport":
-    from taas_magic.notebook import check
-
-    name = _take("pools", words, 1)
-    return check.hosts(settings, [name] if name else [])
+    return "\n".join([_table(head, rows), *_cost_lines(found), f"({source})"])
 
 
 def _warm(words: Sequence[str], settings: Config) -> str:
@@ -183,7 +171,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str], Config], "str | CheckReport"]] = {
 
 
 def _take(name: str, words: Sequence[str], most: int) -> str | None:
-    """The word after a command, if there is one.
+    """Return the word after a command, if there is one.
 
     Raises:
         UsageError: There are more than the command takes.
@@ -196,7 +184,7 @@ def _take(name: str, words: Sequence[str], most: int) -> str | None:
 
 
 def _take_rank(words: Sequence[str]) -> tuple[list[str], int | None]:
-    """The words without `--rank R`, and R; None where it is not there."""
+    """Return the words without `--rank R`, and R; None where it is not there."""
     rest = list(words)
     at = next((i for i, word in enumerate(rest) if re.match(r"--rank(=|$)", word)), None)
     if at is None:
@@ -220,20 +208,19 @@ def _running(run_id: str | None) -> RunRecord:
     return running[0]
 
 
-def _pool_lines(pool: "PoolRow") -> list[tuple[str, ...]]:
-    """A pool's rows: one a host; its name stands in the first."""
+def _pool_cells(pool: "PoolRow") -> list[tuple[str, ...]]:
+    """Return a pool's rows: one a host; its name stands in the first."""
     names = (pool.name, pool.engine, pool.state)
-    hosts = [_host_cells(host) for host in pool.status.hosts] or [("", "", "", "")]
-    return [(*(names if i == 0 else ("", "", "")), *cells) for i, cells in enumerate(hosts)]
-
-
-def _host_cells(host: HostStatus) -> tuple[str, ...]:
-    does = ", ".join(host.runs) or f"idle {duration(host.idle_s or 0)}"
-    return host.host, does, duration(host.had_s), f"{host.gpu_hours:.2f}"
+    rows: list[tuple[str, ...]] = []
+    for host in pool.status.hosts:
+        does = ", ".join(host.runs) or f"idle {duration(host.idle_s or 0)}"
+        rows.append((*names, host.host, does, duration(host.had_s), f"{host.gpu_hours:.2f}"))
+        names = ("", "", "")
+    return rows or [(*names, "", "", "", "")]
 
 
 def _cost_lines(pools: Sequence["PoolRow"]) -> list[str]:
-    """What each pool with GPUs has cost since it began, hosts that are given back included."""
+    """Return what each pool with GPUs has cost since it began, with hosts given back."""
     return [
         f'pool "{pool.name}": '
         f"{pool.status.gpu_hours:.2f} GPU-hours, "

@@ -18,7 +18,6 @@ from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import PlanHead, RunFolder
 from taas_magic.messages import HostStatus, PoolStatus, StateChanged
-from taas_magic.notebook import dry_run
 from taas_magic.notebook.pools import PoolRow
 from taas_magic.plan import Flags
 
@@ -33,6 +32,9 @@ class FakeLaunch(ModuleType):
 
     def execute(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> None:
         self.asked.append(("execute", flags, cell))
+
+    def tell(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> str:
+        return f"{flags.gpus} ranks"
 
     def stop(self, run_id: str, config: Config) -> str:
         self.asked.append(("stop", run_id))
@@ -259,9 +261,8 @@ def test_the_device_type_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dry_run_prints_the_plan(
-    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(dry_run, "tell", lambda flags, cell, shell, config: f"{flags.gpus} ranks")
     run(shell, "%%taas --gpus 2 --dry-run\nx = 1")
     assert capsys.readouterr().out == "2 ranks\n"
 
