@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from taas_magic.capture.reducers import stream_name
-from taas_magic.capture.tensors import target_device
+from taas_magic.capture.reducers import stream_name, target_device
 
 State = dict[str, Any]
 
