@@ -104,7 +104,7 @@ class RunTimeout(RankFailed):
 
 
 def interrupted(text: str) -> KeyboardInterrupt:
-    """The user's interrupt, which IPython shows as one line instead of the frames it met."""
+    """Return the user's interrupt, which IPython shows as one line instead of the frames it met."""
     error = KeyboardInterrupt(text)
     error._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]
     return error
@@ -123,7 +123,7 @@ class ProtocolError(PoolError):
 
 
 def reason_of(error: OSError) -> str:
-    """Why the system refused to write, in words."""
+    """Return why the system refused to write, in words."""
     reasons = {
         errno.EROFS: "its file system is read-only",
         errno.ENOSPC: "its file system is full",

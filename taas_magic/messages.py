@@ -53,7 +53,6 @@ class ProcessStand(Struct, kw_only=True):
     """Where one process stands, in words.
 
     Attributes:
-        pid: Its id.
         command: Its command line; "" for a rank.
         place: The notebook's line.
         waits_for: What its main thread waits for.
@@ -77,9 +76,7 @@ class RankStand(ProcessStand, kw_only=True):
     """Where a rank stands.
 
     Attributes:
-        rank: Which.
         quiet_s: How long it has not come forward.
-        host: Its host.
         since: Since when it has not, by the clock of who shows it.
     """
 
@@ -90,12 +87,7 @@ class RankStand(ProcessStand, kw_only=True):
 
 
 class FetcherStand(ProcessStand, kw_only=True):
-    """Where a fetcher and its workers stand.
-
-    Attributes:
-        fetcher: Its number in the run.
-        host: Its host.
-    """
+    """Where a fetcher, by its number in the run, and its workers stand."""
 
     fetcher: int
     host: str = ""
@@ -157,9 +149,7 @@ class Address(NamedTuple):
     """Where a fetcher listens.
 
     Attributes:
-        fetcher: Its number.
         host: Name or IP address for TCP.
-        port: TCP port.
         unix: Name in the abstract namespace, which is also the server's name in the proof.
         machine: `connection.machine()` of its host.
     """
@@ -334,8 +324,6 @@ class FetcherStarted(Event, tag="fetcher", kw_only=True):
     """A fetcher listens.
 
     Attributes:
-        number: Which.
-        pid: Its process.
         cores: Those of its host.
         workers: How many each loader has.
         entry: Where it listens; not in the journal.
@@ -403,7 +391,6 @@ class RunEnded(Event, tag="ended", kw_only=True):
         state: SUCCEEDED, FAILED, INTERRUPTED or LOST.
         failures: Of all hosts, causes before consequences.
         first: The one to blame.
-        elapsed_s: How long the run took.
         why: Where the run could not report its own end.
     """
 
@@ -533,7 +520,6 @@ class HostHello(Struct, kw_only=True):
         host: Its name, as the user calls it.
         address: Where its ranks and fetchers are reached by those of other hosts.
         means: What holds its ranks off the project store.
-        gpus: CUDA devices.
     """
 
     host: str
@@ -561,9 +547,6 @@ class Started(Struct, kw_only=True):
     """The hosts of a run or of its fetchers; or why there are none, or not its project store.
 
     Attributes:
-        hosts: Their names.
-        error: Why there are none.
-        store_error: Why it does not have its project store.
         is_ending: Whether the pool's process had begun to end when it was asked.
     """
 
@@ -577,11 +560,8 @@ class HostStatus(Struct, kw_only=True):
     """What `%taas pools` says of a host.
 
     Attributes:
-        host: Its name.
-        address: Where others reach it.
         means: What holds its ranks off the project store.
         since: When it joined, in seconds since 1970.
-        runs: What it runs.
         had_s: How long it is had.
         idle_s: How long it has had no run; None while it has.
         gpu_hours: Of its GPUs, since it is had.
@@ -601,7 +581,6 @@ class PoolStatus(Struct, kw_only=True):
     """What `%taas pools` says of a pool.
 
     Attributes:
-        hosts: Its hosts.
         kernels: How many kernels are connected.
         refused: Messages and connections that were refused.
         gpu_hours: Of all hosts since the pool began.
@@ -616,7 +595,7 @@ class PoolStatus(Struct, kw_only=True):
 
 
 def _leaves(kind: type[Struct]) -> list[Any]:
-    """The structs below one that have none below them."""
+    """Return the structs below one that have none below them."""
     return [leaf for below in kind.__subclasses__() for leaf in _leaves(below)] or [kind]
 
 
@@ -626,7 +605,7 @@ _encoder = msgspec.json.Encoder(enc_hook=repr)
 
 
 def encode(message: Struct) -> bytes:
-    """A message as one line of JSON, without its end.
+    """Return a message as one line of JSON, without its end.
 
     What users display may hold anything; what is no JSON is told by its `repr`. Texts that are not
     UTF-8, such as names of files, are escaped.
@@ -638,7 +617,7 @@ def encode(message: Struct) -> bytes:
 
 
 def escaped(value: Any) -> Any:
-    """A value whose texts can be encoded as UTF-8: a lone surrogate becomes `\\udce9`."""
+    """Return a value whose texts can be encoded as UTF-8: a lone surrogate becomes `\\udce9`."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -679,12 +658,12 @@ def of_fetcher(line: bytes) -> Event | FetcherFailed:
 
 
 def pack(value: object, indent: int | None = None) -> bytes:
-    """A value with paths and variables, which need not be UTF-8: ASCII JSON keeps them."""
+    """Return a value with paths and variables, which need not be UTF-8: ASCII JSON keeps them."""
     return json.dumps(msgspec.to_builtins(value, str_keys=True), indent=indent).encode()
 
 
 def unpack(packed: bytes, kind: type[_T]) -> _T:
-    """The inverse of `pack`.
+    """Return the inverse of `pack`.
 
     Raises:
         ValueError: It is no such value.

@@ -52,7 +52,7 @@ class ModuleSource:
 
 
 def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
-    """Finds the local modules among `names`, and those that they import, transitively.
+    """Find the local modules among `names`, and those that they import, transitively.
 
     Args:
         names: Dotted names as imported; what is no module (`x.y` of `from x import y`) is skipped.
@@ -81,7 +81,7 @@ def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
 
 
 def local_folders(project: Path) -> tuple[Path, ...]:
-    """The project, and what else `sys.path` names that belongs to no Python installation."""
+    """Return the project, and what else `sys.path` names that belongs to no Python installation."""
     return _local_folders(project.resolve(), Path.cwd(), tuple(sys.path))
 
 
@@ -93,7 +93,7 @@ def _local_folders(project: Path, current: Path, path: tuple[str, ...]) -> tuple
 
 
 def is_local(path: Path, folders: Sequence[Path]) -> bool:
-    """Whether a file belongs to one of the folders, and not to a Python installed inside it."""
+    """Return whether a file is in one of the folders, and of no Python installed inside it."""
     if not _INSTALLED.isdisjoint(path.parts):
         return False
     homes = [folder for folder in folders if path.is_relative_to(folder)]
@@ -102,7 +102,7 @@ def is_local(path: Path, folders: Sequence[Path]) -> bool:
 
 
 def install(modules: Mapping[str, ModuleSource]) -> None:
-    """Makes this process (a rank) import these modules from their shipped source.
+    """Make this process (a rank) import these modules from their shipped source.
 
     They come before everything else on the import path; tracebacks show the shipped text even if
     the file has changed since.
@@ -230,7 +230,7 @@ def _read(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
 
 @lru_cache(maxsize=256)
 def _imports(module: ModuleSource) -> frozenset[str]:
-    """Modules that a module's text imports, anywhere in it; a broken text fails in the rank."""
+    """Return what a module's text imports, anywhere in it; a broken text fails in the rank."""
     try:
         tree = ast.parse(module.source)
     except SyntaxError:
@@ -241,18 +241,12 @@ def _imports(module: ModuleSource) -> frozenset[str]:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = _absolute(node, package)
+            parts = package.split(".")
+            above = parts[: len(parts) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
             found.add(base)
             found.update(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
     return frozenset(found - {""})
-
-
-def _absolute(node: ast.ImportFrom, package: str) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = package.split(".")
-    base = ".".join(parts[: len(parts) - node.level + 1])
-    return f"{base}.{node.module}" if node.module else base
 
 
 _NOT_NEEDED = {"taas_magic", "taas", "cloudpickle", "__main__", "__mp_main__"}
@@ -262,7 +256,7 @@ _BRANCHES = (ast.If, ast.While, ast.Match)
 def needed_modules(
     cell: str, referred: Iterable[str], travelling: Sequence[tuple[str, str]], texts: Iterable[str]
 ) -> tuple[str, ...]:
-    """The top-level modules that must be installed wherever a cell runs.
+    """Return the top-level modules that must be installed wherever a cell runs.
 
     Args:
         cell: The cell as Python.
@@ -283,7 +277,7 @@ def needed_modules(
 
 
 def imported(source: str, functions: bool = True, branches: bool = False) -> Iterator[str]:
-    """The top-level modules that a source imports.
+    """Return the top-level modules that a source imports.
 
     Args:
         source: Python; from what is none, nothing is read.
@@ -315,7 +309,7 @@ def _is_entered(node: ast.stmt, functions: bool, branches: bool) -> bool:
 
 
 def _inside(node: ast.stmt) -> Iterator[ast.stmt]:
-    """The statements directly within a statement, in any of its blocks."""
+    """Return the statements directly within a statement, in any of its blocks."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             yield child
@@ -324,7 +318,7 @@ def _inside(node: ast.stmt) -> Iterator[ast.stmt]:
 
 
 def _is_installed(name: str) -> bool:
-    """Whether a loaded module can be found by others, too: some are made at run time."""
+    """Return whether a loaded module can be found by others, too: some are made at run time."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):

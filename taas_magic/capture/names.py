@@ -51,7 +51,7 @@ class CodeUse:
 
 @lru_cache(maxsize=1024)
 def code_use(code: CodeType) -> CodeUse:
-    """Reads `code` without running it."""
+    """Read `code` without running it."""
     now: set[str] = set()
     later: set[str] = set()
     imports: set[str] = set()
@@ -85,7 +85,7 @@ def code_use(code: CodeType) -> CodeUse:
 
 
 def nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """The functions, classes, lambdas and comprehensions written directly inside `code`."""
+    """Return the functions, classes, lambdas and comprehensions written directly inside `code`."""
     return (constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
@@ -96,7 +96,7 @@ def _imported(module: str, from_names: object) -> Iterator[str]:
 
 
 def _shell_names(texts: list[str]) -> set[str]:
-    """Names that IPython reads from the strings of `!command {x} $y` and `%time f(x)`."""
+    """Return names that IPython reads from the strings of `!command {x} $y` and `%time f(x)`."""
     runs_code = not _CODE_MAGICS.isdisjoint(texts)
     found: set[str] = set()
     for text in texts:
@@ -151,7 +151,7 @@ class UsedNames:
 
 
 def used_names(source: str, filename: str = "<cell>") -> UsedNames:
-    """Finds the notebook names that `source` may read.
+    """Find the notebook names that `source` may read.
 
     A name that the cell has surely assigned before any possible read is its own and is left out.
     What a function's body reads counts when a statement first loads the function's name.
@@ -194,7 +194,7 @@ class _Flow:
             self._statement(statement)
 
     def _branch(self, statements: Sequence[ast.stmt], bound: set[str] | None = None) -> set[str]:
-        """Walks statements that may not run; returns what is set where they did."""
+        """Walk statements that may not run; returns what is set where they did."""
         outside, self.defined = self.defined, self.defined | (bound or set())
         self.walk(statements)
         inside, self.defined = self.defined, self.defined & outside
@@ -229,7 +229,7 @@ class _Flow:
                 self._simple(node)
 
     def _simple(self, node: ast.stmt) -> None:
-        self._run(node)
+        self._read(self._compiled(node).names)
         for name in _assigned(node):
             self.defined.add(name)
             self.later.pop(name, None)
@@ -275,13 +275,11 @@ class _Flow:
             self._branch([*guard, *case.body], bound)
 
     def _evaluate(self, expression: ast.expr) -> None:
-        self._run(_statement_of(expression))
-
-    def _run(self, node: ast.stmt) -> None:
-        self._read(self._compiled(node).names)
+        self._read(self._compiled(_statement_of(expression)).names)
 
     def _loads(self, node: ast.AST) -> None:
-        self._read({n.id for n in ast.walk(node) if _is_load(n)})  # type: ignore[attr-defined]
+        found = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+        self._read({each.id for each in found if isinstance(each.ctx, ast.Load)})
 
     def _compiled(self, node: ast.stmt) -> CodeUse:
         use = code_use(compile(ast.Module([node], []), "<cell>", "exec", _FLAGS, dont_inherit=True))
@@ -303,7 +301,7 @@ def _statement_of(expression: ast.expr) -> ast.stmt:
 
 
 def _assigned(node: ast.stmt) -> Iterator[str]:
-    """Names that a simple statement surely sets."""
+    """Return names that a simple statement surely sets."""
     match node:
         case ast.Assign():
             for target in node.targets:
@@ -338,12 +336,8 @@ def _captured(pattern: ast.pattern) -> Iterator[str]:
                 yield node.rest
 
 
-def _is_load(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-
-
 def _may_swallow(context: ast.expr) -> bool:
-    """Whether a `with` may leave its body early and carry on after it."""
+    """Return whether a `with` may leave its body early and carry on after it."""
     called = context.func if isinstance(context, ast.Call) else context
     name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
     return name in _SWALLOWING
@@ -376,23 +370,20 @@ def unknown_result(
 
 def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
     near = difflib.get_close_matches(name, has, n=3, cutoff=0.6)
-    shown = sorted(near or (each for each in has if not each.startswith("_")))
-    more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else ""
-    possible = (
-        f"did you mean {' or '.join(near)}?"
-        if near
-        else "it has: " + (", ".join(shown[:_LISTED]) + more if shown else "none")
-    )
-    why = (
-        "the cell neither sets nor uses it, so no rank has it"
-        if is_in_notebook
-        else "the cell sets no such variable"
-    )
+    if near:
+        possible = f"did you mean {' or '.join(near)}?"
+    else:
+        shown = sorted(each for each in has if not each.startswith("_"))
+        more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else ""
+        possible = f"it has: {', '.join(shown[:_LISTED]) or 'none'}{more}"
+    why = "the cell sets no such variable"
+    if is_in_notebook:
+        why = "the cell neither sets nor uses it, so no rank has it"
     return f"--out {name}: {why}; {possible}"
 
 
 def _may_set_any(source: str, code: CodeType) -> bool:
-    """Whether only running the cell tells which names it sets: exec, a magic, a star import."""
+    """Return whether only running the cell tells what it sets: exec, a magic, a star import."""
     stars = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
     is_star = any(alias.name == "*" for node in stars for alias in node.names)
     return is_star or not _SETS_ANY_NAME.isdisjoint(_looked_up(code))
@@ -405,7 +396,7 @@ def _looked_up(code: CodeType) -> Iterator[str]:
 
 
 def _stored(code: CodeType, *operations: str) -> Iterator[str]:
-    """Global names that code sets by these operations, and functions in it by `global`."""
+    """Yield global names that code sets by these operations, and functions in it by `global`."""
     for step in dis.get_instructions(code):
         if step.opname in operations:
             yield step.argval
@@ -414,7 +405,7 @@ def _stored(code: CodeType, *operations: str) -> Iterator[str]:
 
 
 def _set_by_functions(namespace: Mapping[str, Any]) -> set[str]:
-    """Names that functions and methods of the notebook set by `global`."""
+    """Return names that functions and methods of the notebook set by `global`."""
     classes = [vars(value) for value in namespace.values() if isinstance(value, type)]
     found = [value for names in (namespace, *classes) for value in list(names.values())]
     functions = (value for value in found if isinstance(value, FunctionType))

@@ -72,7 +72,7 @@ class Archive:
     buffers: Sequence[memoryview]
 
     def stream(self) -> mmap.mmap:
-        """The mapping, placed at the pickle's first byte, to unpickle from."""
+        """Return the mapping, placed at the pickle's first byte, to unpickle from."""
         self.mapped.seek(self.pickle_at)
         return self.mapped
 

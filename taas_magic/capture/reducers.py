@@ -289,7 +289,7 @@ def rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
 
 
 def reduce_loader(loader: Any) -> Any:
-    """Reduce a DataLoader without the running iterator that persistent fetching processes leave in it."""
+    """Reduce a DataLoader without the running iterator that persistent processes leave in it."""
     if getattr(loader, "_iterator", None) is None:
         return NotImplemented
     reduced: Reduced = loader.__reduce_ex__(5)

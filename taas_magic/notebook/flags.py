@@ -30,7 +30,7 @@ _PRAGMA = re.compile(r"#\s?pragma\s+taas(?:\s+(.*))?")
 
 
 def head(lines: list[str]) -> tuple[str, int] | None:
-    """What the comments at the top of a cell ask for.
+    """Return what the comments at the top of a cell ask for.
 
     Without a pragma, `#!name` counts only as the cell's first line: further down it is a comment.
 
@@ -48,7 +48,7 @@ def head(lines: list[str]) -> tuple[str, int] | None:
 
 
 def transform_pragma(lines: list[str]) -> list[str]:
-    """IPython's input transformer: lines with their ends in, lines out."""
+    """Make a `%%taas` cell of one with our comments on top: an input transformer of IPython's."""
     found = head(lines)
     if found is None:
         return lines
@@ -57,7 +57,7 @@ def transform_pragma(lines: list[str]) -> list[str]:
 
 
 def nothing_below(raw_cell: str) -> str:
-    """What is wrong with a cell that has nothing below its head."""
+    """Return what is wrong with a cell that has nothing below its head."""
     found = head(raw_cell.splitlines())
     pool = re.search(r"--pool (\S+)", found[0]) if found else None
     if pool is None:
@@ -69,7 +69,7 @@ def nothing_below(raw_cell: str) -> str:
 
 
 def misplaced_pragma(raw_cell: str) -> Iterator[str]:
-    """Yields one message for each pragma below code, where it is an ordinary comment."""
+    """Yield one message for each pragma below code, where it is an ordinary comment."""
     if "pragma" not in raw_cell or raw_cell.lstrip().startswith("%%"):
         return
     lines = raw_cell.splitlines()
@@ -85,7 +85,7 @@ def misplaced_pragma(raw_cell: str) -> Iterator[str]:
 
 
 def _comment_lines(source: str) -> Iterator[int]:
-    """The numbers of a cell's lines that are comments, as far as the cell is Python."""
+    """Return the numbers of a cell's lines that are comments, as far as the cell is Python."""
     try:
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type == tokenize.COMMENT:
@@ -108,7 +108,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
-    """A reader of whole numbers between two bounds."""
+    """Return a reader of whole numbers between two bounds."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"\d+", text, re.ASCII) or not least <= int(text) <= most:
@@ -157,7 +157,7 @@ def duration_s(text: str) -> float:
 
 
 def hang_s(text: str) -> float:
-    """The same, or `0`."""
+    """Return the same, or `0`."""
     return 0.0 if text == "0" else duration_s(text)
 
 
@@ -192,7 +192,7 @@ def variable(text: str) -> tuple[str, str]:
 
 
 def one_of(*possible: str) -> Callable[[str], str]:
-    """A reader of one of a few words."""
+    """Return a reader of one of a few words."""
 
     def read(text: str) -> str:
         if text not in possible:
@@ -224,11 +224,11 @@ class Flag:
 
     @property
     def field(self) -> str:
-        """The name in the parser's answer."""
+        """Return the name in the parser's answer."""
         return self.name.removeprefix("--").replace("-", "_")
 
     def decorator(self) -> Callable[..., Any]:
-        """The flag as IPython's `@argument`."""
+        """Return the flag as IPython's `@argument`."""
         example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
         settings = {"help": (self.help + example).replace("%", "%%")}
         if self.metavar:
@@ -433,7 +433,7 @@ HELP: str = _cell_flags.__doc__ or ""
 
 
 def parse(line: str, config: Config) -> Flags:
-    """The words after `%%taas`, once IPython has filled in `{…}` and `$…`.
+    """Return the words after `%%taas`, once IPython has filled in `{…}` and `$…`.
 
     Raises:
         UsageError: In one line: which word is wrong, and what is possible.
@@ -463,7 +463,7 @@ def parse(line: str, config: Config) -> Flags:
 
 
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
-    """Refuses what could never be ready."""
+    """Refuse what could never be ready."""
     if prefill.unit == "all" and flags.units is None:
         raise UsageError("--prefill all needs --units (--units 20M), which says how much all is")
     if not flags.cpus:
@@ -485,8 +485,7 @@ def _words(line: str) -> list[str]:
         raise UsageError(
             f"%%taas {line.strip()}: a quote is not closed (--name 'two words')"
         ) from None
-    comment = next((i for i, word in enumerate(words) if word.startswith("#")), len(words))
-    return words[:comment]
+    return list(takewhile(lambda word: not word.startswith("#"), words))
 
 
 def _parse_words(words: list[str]) -> dict[str, Any]:
@@ -527,13 +526,11 @@ def _read_one(flag: Flag, text: str) -> Any:
 
 
 def _missing(message: str) -> str:
-    """argparse's "argument --gpus: expected one argument", in our words."""
+    """Say argparse's "argument --gpus: expected one argument", in our words."""
     flag = next((flag for flag in FLAGS if f" {flag.name}:" in message), None)
     if flag is None:
         return message
-    if not flag.metavar:
-        return f"{flag.name} takes no value"
-    return f"{flag.name} needs {flag.possible}"
+    return f"{flag.name} needs {flag.possible}" if flag.metavar else f"{flag.name} takes no value"
 
 
 def _unknown(word: str) -> str:

@@ -19,7 +19,7 @@ from taas_magic.capture.names import unknown_result
 from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.config import Config
 from taas_magic.display.view import View
-from taas_magic.errors import CellSyntaxError, PoolError, UsageError
+from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageError
 from taas_magic.host.spec import HostSpec, Origin, environ_changes
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunFolder
@@ -265,8 +265,13 @@ def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) ->
     """Return what `execute` would do: the plan, what travels and why, and what would fail."""
     plan = plan_of(flags, pools.named(flags.pool, config), config)
     settings = capture_settings(cell, shell, config)
+    captured: Payload | None = None
+    problems: list[str] = []
     with registry.noting() as loaders:
-        captured, problems = payload.survey(cell, shell.user_ns, **settings)
+        try:
+            captured = payload.capture(cell, shell.user_ns, problems=problems, **settings)
+        except CaptureError as error:
+            problems.append(str(error))
     if captured is not None and (problem := out_problem(flags, captured, shell)):
         problems.append(problem)
     plan = with_fetchers(plan, flags, tuple(loaders), config)

@@ -363,12 +363,12 @@ class Run:
 
     @property
     def advice(self) -> str:
-        """What to change when ranks waited for data; "" where there is nothing to say."""
+        """Return what to change when ranks waited for data; "" where there is nothing to say."""
         return journal.record(self._folder).advice
 
     @property
     def waited(self) -> dict[str, float]:
-        """The share of their time with each loader that ranks waited for it, from 0 to 1."""
+        """Return the share of their time with each loader that ranks waited for it, from 0 to 1."""
         return journal.record(self._folder).waited
 
     def plot(self) -> "Figure":
