@@ -283,10 +283,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
 
 def _pickled(name: str, parts: "LoaderParts") -> bytes:
     pickler = ValuePickler(to="fetchers")
-    try:
-        pickler.add(parts)
-    except Exception as error:
-        raise refusal(name, parts, pickler.probe, error, to="fetchers") from error
+    pickler.take(name, parts)
     return pickler.pickled().data
 
 
@@ -359,10 +356,9 @@ def _shape_of(entry: Registered, loader: Any, parts: "LoaderParts") -> "LoaderSh
         seed=entry.seed,
         dataset=type(dataset).__qualname__,
         attributes=_small_attributes(dataset),
-        has_set_epoch=_is_told_epochs(dataset),
+        has_set_epoch=_has(dataset, "set_epoch"),
         has_state=iterable
-        and hasattr(dataset, "state_dict")
-        and hasattr(dataset, "load_state_dict"),
+        and all(hasattr(dataset, it) for it in ("state_dict", "load_state_dict")),
         # apart from the ranks' pickle: a sampler may hold millions of indices
         shown=pickle.PickleBuffer(parts.shown()),
     )
@@ -391,11 +387,11 @@ def _may_vary(parts: "LoaderParts") -> bool:
     """Return whether the number of batches may change from epoch to epoch."""
     samplers = [one for one in (parts.sampler, parts.batch_sampler) if one is not None]
     are_torchs = all(type(one).__module__.startswith(("torch.", "builtins")) for one in samplers)
-    return bool(samplers) and (not are_torchs or _is_told_epochs(parts.dataset))
+    return bool(samplers) and (not are_torchs or _has(parts.dataset, "set_epoch"))
 
 
-def _is_told_epochs(dataset: Any) -> bool:
-    return callable(getattr(dataset, "set_epoch", None))
+def _has(dataset: Any, method: str) -> bool:
+    return callable(getattr(dataset, method, None))
 
 
 def _small_attributes(dataset: Any) -> dict[str, Any]:
@@ -429,7 +425,7 @@ def _warn_of_own_generators(loader: Any) -> None:
             "torch, numpy.random or random, which are, or seed it in __getitem__",
             stacklevel=3,
         )
-    elif goes_on(loader) and not hasattr(loader.dataset, "set_epoch"):
+    elif goes_on(loader) and not _has(loader.dataset, "set_epoch"):
         warnings.warn(
             f"{kept}. Every epoch begins with the dataset as it was registered, so that all are "
             "alike: give it a method set_epoch(epoch) that seeds it",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import Struct, structs
 
 from taas_magic.capture import process_state
-from taas_magic.capture.culprit import refusal, type_name
+from taas_magic.capture.culprit import type_name
 from taas_magic.capture.modules import ModuleSource, collect, install, needed_modules
 from taas_magic.capture.names import (
     THE_CELL,
@@ -108,13 +108,8 @@ class Gathering:
 
     def _pickle(self, name: str, value: Any, why: str) -> tuple[int, list[str]]:
         self.pickler.needs.clear()
-        try:
-            return self.pickler.add(value), list(self.pickler.needs)
-        except CaptureError:  # of a registered loader: it says what to do itself
-            raise
-        except Exception as error:
-            note = "" if why == THE_CELL else why
-            raise refusal(name, value, self.pickler.probe, error, note) from error
+        size_bytes = self.pickler.take(name, value, note="" if why == THE_CELL else why)
+        return size_bytes, list(self.pickler.needs)
 
     def _travels(self, name: str) -> bool:
         return name in self._namespace and not belongs_to_ipython(name, self._namespace)

@@ -168,11 +168,7 @@ def dump(obj: Any, *, globals_dict: dict[str, Any] | None = None, name: str = "v
         CaptureError: Something in the value cannot travel; the message has the path to it.
     """
     pickler = ValuePickler(globals_dict)
-    try:
-        pickler.add(obj)
-    except Exception as error:
-        to: Destination = "notebook" if globals_dict is None else "ranks"
-        raise refusal(name, obj, pickler.probe, error, to=to) from error
+    pickler.take(name, obj)
     return pickler.pickled()
 
 
@@ -243,6 +239,24 @@ class ValuePickler(cloudpickle.Pickler):
         self.dump(value)
         own = sum(buffer.raw().nbytes for buffer in self.buffers[first_buffer:])
         return self._file.tell() - at + own
+
+    def take(self, name: str, value: Any, note: str = "") -> int:
+        """Add the value of a variable; return the bytes that it added.
+
+        Args:
+            name: What a refusal calls it.
+            value: Its value.
+            note: Why it travels at all.
+
+        Raises:
+            CaptureError: Something in it cannot travel; the message has the path to it.
+        """
+        try:
+            return self.add(value)
+        except CaptureError:  # of a registered loader: it says what to do itself
+            raise
+        except Exception as error:
+            raise refusal(name, value, self.probe, error, note, self._to) from error
 
     @contextmanager
     def undoing(self) -> Iterator[Callable[[], None]]:

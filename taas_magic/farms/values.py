@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from taas_magic.capture import payload
-from taas_magic.capture.culprit import refusal
 from taas_magic.capture.payload import Cell
 from taas_magic.capture.pickling import ValuePickler
 
@@ -92,10 +91,7 @@ def pack_arguments(
     pickler = ValuePickler(namespace)
     named = {**{f"argument {place}": value for place, value in enumerate(args, 1)}, **kwargs}
     for name, value in named.items():
-        try:
-            pickler.add(value)
-        except Exception as error:
-            raise refusal(name, value, pickler.probe, error) from error
+        pickler.take(name, value)
     pickled = pickler.pickled()
     buffers = (buffer.raw() for buffer in pickled.buffers)
     parts = (pickled.data, *buffers)

@@ -42,14 +42,6 @@ from taas_magic.store.rule import Identity
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-from typing import TYPE_CHECKING
-
-from taas_magic.plan import DataPlan
-from taas_magic.store.rule import StoreRule
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
 
 last_run: Run | None = None
 """The newest run of this kernel."""
@@ -120,9 +112,9 @@ def _written(
 
 def _news(notes: Sequence[str]) -> tuple[str, ...]:
     """Return the notes; that there is no GPU, only where this session has not said so yet."""
-    known = {note for note in notes if note.partition(";")[0] in _told}
+    news = tuple(note for note in notes if note.partition(";")[0] not in _told)
     _told.update(note.partition(";")[0] for note in notes if note.startswith(NO_GPU))
-    return tuple(note for note in notes if note not in known)
+    return news
 
 
 def _cell_syntax_error(error: SyntaxError, cell: Cell) -> CellSyntaxError:
@@ -275,7 +267,12 @@ def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) ->
     if captured is not None and (problem := out_problem(flags, captured, shell)):
         problems.append(problem)
     plan = with_fetchers(plan, flags, tuple(loaders), config)
-    return "\n".join([*_plan_lines(plan), *_payload_lines(captured), *_problem_lines(problems)])
+    lines = _plan_lines(plan)
+    if captured is not None:
+        lines += _payload_lines(captured)
+    if problems:
+        lines += ["would fail:", *(f"  {problem}" for problem in problems)]
+    return "\n".join(lines)
 
 
 def _count(number: int, what: str) -> str:
@@ -284,50 +281,38 @@ def _count(number: int, what: str) -> str:
 
 
 def _plan_lines(plan: Plan) -> list[str]:
-    hosts = [
-        f"  host {host.host_rank}: ranks {host.first_rank} to {host.first_rank + host.ranks - 1}, "
-        f"OMP_NUM_THREADS={host.threads_per_rank}"
-        for host in plan.hosts
-    ]
     ranks, n_hosts = _count(plan.world_size, "rank"), _count(len(plan.hosts), "host")
-    head = f"pool {plan.pool}: {ranks} on {n_hosts}; nothing is started"
-    notes = [f"  {note}" for note in plan.notes]
-    return [head, *hosts, *notes, *_data_lines(plan.data), *_store_lines(plan.store)]
+    lines = [f"pool {plan.pool}: {ranks} on {n_hosts}; nothing is started"]
+    for host in plan.hosts:
+        last = host.first_rank + host.ranks - 1
+        lines.append(
+            f"  host {host.host_rank}: ranks {host.first_rank} to {last}, "
+            f"OMP_NUM_THREADS={host.threads_per_rank}"
+        )
+    lines += [f"  {note}" for note in plan.notes]
+    if data := plan.data:
+        n_fetchers, n_hosts = _count(len(data.fetchers), "fetcher"), _count(data.hosts, "host")
+        lines.append(f"data pool {data.pool}: {n_fetchers} on {n_hosts}")
+        for fetcher in data.fetchers:
+            loaders = ", ".join(fetcher.loaders)
+            lines.append(
+                f"  host {fetcher.host}: fetcher {fetcher.number} for {loaders}, "
+                f"{_count(data.cores, 'core')}"
+            )
+    if rule := plan.store:
+        lines.append(f"project store: {rule.path} (other ranks' writes: {rule.writes})")
+        lines += [f"  open to all ranks: {folder}" for folder in rule.shared]
+    return lines
 
 
-def _data_lines(data: DataPlan | None) -> list[str]:
-    if data is None:
-        return []
-    fetchers = [
-        f"  host {fetcher.host}: fetcher {fetcher.number} for {', '.join(fetcher.loaders)}, "
-        f"{_count(data.cores, 'core')}"
-        for fetcher in data.fetchers
-    ]
-    n_fetchers, n_hosts = _count(len(fetchers), "fetcher"), _count(data.hosts, "host")
-    return [f"data pool {data.pool}: {n_fetchers} on {n_hosts}", *fetchers]
-
-
-def _store_lines(rule: StoreRule | None) -> list[str]:
-    if rule is None:
-        return []
-    shared = [f"  open to all ranks: {folder}" for folder in rule.shared]
-    return [f"project store: {rule.path} (other ranks' writes: {rule.writes})", *shared]
-
-
-def _payload_lines(captured: Payload | None) -> list[str]:
-    if captured is None:
-        return []
-    values = [
-        f"  {value.name}: {value.type_name}, {payload.size_text(value.size_bytes)} ({value.why})"
-        for value in captured.captured
-    ]
-    modules = [f"  {name}: {module.path}" for name, module in captured.modules.items()]
-    return [
-        f"travels, {payload.size_text(captured.size_bytes)} in all:",
-        *(values or ["  nothing"]),
-        *(["the project's modules that travel:", *modules] if modules else []),
-    ]
-
-
-def _problem_lines(problems: list[str]) -> list[str]:
-    return ["would fail:", *(f"  {problem}" for problem in problems)] if problems else []
+def _payload_lines(captured: Payload) -> list[str]:
+    lines = [f"travels, {payload.size_text(captured.size_bytes)} in all:"]
+    for value in captured.captured:
+        size = payload.size_text(value.size_bytes)
+        lines.append(f"  {value.name}: {value.type_name}, {size} ({value.why})")
+    if not captured.captured:
+        lines.append("  nothing")
+    if captured.modules:
+        lines.append("the project's modules that travel:")
+        lines += [f"  {name}: {module.path}" for name, module in captured.modules.items()]
+    return lines

@@ -18,6 +18,7 @@ from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import PlanHead, RunFolder
 from taas_magic.messages import HostStatus, PoolStatus, StateChanged
+from taas_magic.notebook import pools
 from taas_magic.notebook.pools import PoolRow
 from taas_magic.plan import Flags
 
@@ -314,6 +315,8 @@ def test_pools_check_shows_a_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "here")
+    monkeypatch.setattr(pools, "rows", launch.rows)
+    monkeypatch.setattr(launch, "check", pools.check, raising=False)
     assert run(shell, "%taas pools --check local") is None
     shown = capsys.readouterr().out
     assert shown.startswith("pool ") and "held by Landlock" in shown
