@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -89,7 +88,6 @@ class PackedLoader(NamedTuple):
 
 
 _registered: dict[int, Registered] = {}
-_packed_for: list[dict[str, PackedLoader]] = []
 
 
 def register(
@@ -167,29 +165,21 @@ def registered() -> dict[str, Registered]:
     return {entry.name: entry for entry in _registered.values()}
 
 
-@contextmanager
-def noting() -> Iterator[dict[str, PackedLoader]]:
-    """Give a dict of the registered loaders that are pickled for ranks inside the block."""
-    used: dict[str, PackedLoader] = {}
-    _packed_for.append(used)
-    try:
-        yield used
-    finally:
-        _packed_for.remove(used)
+def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
+    """Reduce a registered loader to its shape, any other to what it is; a pickler's rule.
 
-
-def reduce_loader(loader: Any) -> Any:
-    """Reduce a registered loader to its shape, any other to what it is; a pickler's rule."""
+    Args:
+        loader: Any loader.
+        used: Takes it packed, by its name.
+    """
     if id(loader) not in _registered:
         return NotImplemented
     entry = next(entry for entry in registered().values() if entry.loader is loader)
     from taas_magic.data.loader import arrive
 
-    known = (used[entry.name] for used in _packed_for if entry.name in used)
-    packed = next(known, None) or entry.packed()
-    for used in _packed_for:
-        used[entry.name] = packed
-    return arrive, (packed.shape,)
+    if entry.name not in used:
+        used[entry.name] = entry.packed()
+    return arrive, (used[entry.name].shape,)
 
 
 def serve(

@@ -198,11 +198,13 @@ class Payload(Contents, frozen=True, kw_only=True):
 
     Attributes:
         requires: Top-level modules that must be installed wherever the cell runs.
+        loaders: The registered loaders that the cell uses, packed, by name.
         data: What the notebook set in its process, then the values in the order of `captured`,
             pickled, with their buffers.
     """
 
     requires: tuple[str, ...]
+    loaders: dict[str, Any]
     data: Pickled
 
     @property
@@ -329,6 +331,7 @@ def _assemble(
         sources=sources,
         submodules=submodules,
         requires=needed_modules(python, gathering.pickler.modules, travelling, texts),
+        loaders=gathering.pickler.replaced,
         data=gathering.pickler.pickled(),
     )
 

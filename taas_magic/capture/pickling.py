@@ -143,8 +143,11 @@ def _damaged(path: Path) -> CaptureError:
 
 Handler = Callable[[Any], Any]
 
-STAND_INS: dict[type, Handler] = {}
-"""What travels to the ranks instead of values of these types, or NotImplemented (registry.py)."""
+STAND_INS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
+"""What travels to the ranks instead of values of these types, or NotImplemented (registry.py).
+
+Each is given the value, and its pickler's `replaced`, in which it notes what the ranks will need.
+"""
 
 
 class Stream(Protocol):
@@ -211,6 +214,7 @@ class ValuePickler(cloudpickle.Pickler):
         needs: Names of the namespace that what was added looks up when it runs.
         modules: Modules that what was added refers to or imports.
         filenames: Files of the functions that travel by value.
+        replaced: Registered loaders that were met, packed, by name.
     """
 
     memo: Any
@@ -226,6 +230,7 @@ class ValuePickler(cloudpickle.Pickler):
         self.needs: dict[str, None] = {}
         self.modules: set[str] = set()
         self.filenames: set[str] = set()
+        self.replaced: dict[str, Any] = {}
         self._namespace = namespace
         if namespace is not None:
             self.globals_ref[id(namespace)] = NotebookNamespace()
@@ -281,7 +286,9 @@ class ValuePickler(cloudpickle.Pickler):
 
     def probe(self, value: Any) -> None:
         """Pickle a value by the same rules and keep nothing; raises what prevents it."""
-        ValuePickler(self._namespace, self._to).dump(value)
+        pickler = ValuePickler(self._namespace, self._to)
+        pickler.replaced = self.replaced  # a loader may hold much: it is packed once
+        pickler.dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -290,7 +297,7 @@ class ValuePickler(cloudpickle.Pickler):
         except KeyError:
             handler = self._handlers[kind] = self._handler(kind)
         if self._to == "ranks" and kind in STAND_INS:
-            stand_in = STAND_INS[kind](obj)
+            stand_in = STAND_INS[kind](obj, self.replaced)
             if stand_in is not NotImplemented:
                 return stand_in
         return NotImplemented if handler is None else handler(obj)

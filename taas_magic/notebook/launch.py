@@ -4,7 +4,7 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,17 +69,16 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     rule = plan.store
     assert rule is not None
     store.prepare(rule)
-    with registry.noting() as loaders:
-        try:
-            settings = capture_settings(cell, shell, config)
-            captured = payload.capture(cell, shell.user_ns, **settings)
-        except SyntaxError as error:
-            raise _cell_syntax_error(error, cell) from None
+    try:
+        settings = capture_settings(cell, shell, config)
+        captured = payload.capture(cell, shell.user_ns, **settings)
+    except SyntaxError as error:
+        raise _cell_syntax_error(error, cell) from None
     if problem := out_problem(flags, captured, shell):
         raise UsageError(problem)
-    plan = with_fetchers(plan, flags, tuple(loaders), config)
+    plan = with_fetchers(plan, flags, tuple(captured.loaders), config)
     plan = structs.replace(plan, notes=_news(plan.notes))
-    folder = _written(plan, cell, captured, loaders, config)
+    folder = _written(plan, captured, config)
     requires = None if pool.config.engine == "local" else captured.requires
     spec = HostSpec(plan, 0, str(folder.path), origin(shell, rule.path), requires=requires)
     labels = {filename: source.label for filename, source in captured.sources.items()}
@@ -90,15 +89,13 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     return run
 
 
-def _written(
-    plan: Plan, cell: Cell, captured: Payload, loaders: Mapping[str, Any], config: Config
-) -> RunFolder:
+def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
     """Return the folder of a new run, with all that its ranks and fetchers read.
 
     Raises:
         PoolError: The state folder cannot be written.
     """
-    folder = RunFolder.create(plan.run_id, plan, cell.raw)
+    folder = RunFolder.create(plan.run_id, plan, captured.cell.raw)
     # whether batches go from host to host over a network that is not the user's alone
     needs_tls = plan.data is not None and plan.data.crosses
     if plan.data is not None and needs_tls:
@@ -106,6 +103,7 @@ def _written(
         needs_tls = any(pool.network != "private" for pool in used)
     with folder.whole():
         payload.write(captured, folder.payload)
+        loaders = captured.loaders
         registry.serve(loaders, folder.path, plan.cpus, plan.units, config.data, needs_tls)
     return folder
 
@@ -257,22 +255,19 @@ def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) ->
     """Return what `execute` would do: the plan, what travels and why, and what would fail."""
     plan = plan_of(flags, pools.named(flags.pool, config), config)
     settings = capture_settings(cell, shell, config)
-    captured: Payload | None = None
     problems: list[str] = []
-    with registry.noting() as loaders:
-        try:
-            captured = payload.capture(cell, shell.user_ns, problems=problems, **settings)
-        except CaptureError as error:
-            problems.append(str(error))
-    if captured is not None and (problem := out_problem(flags, captured, shell)):
-        problems.append(problem)
-    plan = with_fetchers(plan, flags, tuple(loaders), config)
-    lines = _plan_lines(plan)
-    if captured is not None:
-        lines += _payload_lines(captured)
-    if problems:
-        lines += ["would fail:", *(f"  {problem}" for problem in problems)]
-    return "\n".join(lines)
+    travels: list[str] = []
+    try:
+        captured = payload.capture(cell, shell.user_ns, problems=problems, **settings)
+    except CaptureError as error:  # a module of the project cannot be read
+        problems.append(str(error))
+    else:
+        travels = _payload_lines(captured)
+        plan = with_fetchers(plan, flags, tuple(captured.loaders), config)
+        if problem := out_problem(flags, captured, shell):
+            problems.append(problem)
+    failing = ["would fail:", *(f"  {problem}" for problem in problems)] if problems else []
+    return "\n".join([*_plan_lines(plan), *travels, *failing])
 
 
 def _count(number: int, what: str) -> str:
