@@ -12,27 +12,18 @@ VALID_DAYS = 365
 
 
 def make(name: str) -> tuple[str, str]:
-    """Make a key pair and a certificate that it signs itself, in under a millisecond.
+    """Make a certificate that signs itself, and its key, both as PEM, in under a millisecond.
 
     Whoever holds the key can sign for others, too: where that matters, see `Authority`.
-
-    Returns:
-        The certificate and its key, as PEM.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     return _self_signed(name, key), _key_pem(key)
 
 
 def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
-    """Make a key pair and a certificate for the server at an address, signed by another one.
+    """Make a key pair and a certificate for the server at an IP address, both as PEM.
 
-    Args:
-        certificate: Of who signs, as `make` returns it.
-        key: Its key.
-        address: The server's IP address.
-
-    Returns:
-        The certificate and its key, as PEM.
+    They are signed by a certificate with its key as `make` returns them.
     """
     issuer = x509.load_pem_x509_certificate(certificate.encode())
     signer = serialization.load_pem_private_key(key.encode(), None)
@@ -56,15 +47,12 @@ class Authority:
         self.certificate = _self_signed(name, self._key)
 
     def issue(self, name: str, identity: str, serves: bool = False) -> tuple[str, str]:
-        """Make a key pair and a certificate by which its holder connects to others.
+        """Make a key pair and a certificate by which its holder connects to others, as PEM.
 
         Args:
             name: Of the subject.
             identity: A URI that says who the holder is.
             serves: Whether others may connect to it as well.
-
-        Returns:
-            The certificate and its key, as PEM.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(name, self._name, key)

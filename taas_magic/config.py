@@ -340,13 +340,7 @@ def parse_size(text: str) -> int:
 
 
 def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
-    """Read a table of the file.
-
-    Args:
-        table: What the file holds.
-        kind: The struct of its settings.
-        where: The file and the table, for messages.
-        given: Settings that are no keys of it.
+    """Read a table of the file; `given` are settings that are no keys of it.
 
     Raises:
         UsageError: It is no table, or a key of it is unknown or holds what it may not.

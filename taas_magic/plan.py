@@ -70,10 +70,7 @@ class DataPlan(Struct, frozen=True):
 def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[PoolConfig, str]:
     """Return the pool for the fetchers, and a note where the choice was open; "" where it was not.
 
-    Args:
-        ranks_pool: The pool that runs the ranks.
-        data_pool: `--data-pool`; "" takes the first pool with `role = "data"`, else `ranks_pool`.
-        config: The settings.
+    Without `--data-pool` it is the first pool with `role = "data"`, else the one of the ranks.
 
     Raises:
         UsageError: There is no such pool.
@@ -103,8 +100,8 @@ def place_fetchers(
 
     Args:
         loaders: Names of the registered loaders that the cell uses; at least one.
-        cpus: `--cpus`: hosts for each of them; at least one.
-        pool: The pool whose hosts are taken.
+        cpus: Hosts for each of them; at least one.
+        pool: Whose hosts are taken.
         cores: Processors of each of its hosts.
         rank_hosts: How many of its hosts run the ranks; 0: those of another pool do.
         note: Something to be said besides.
@@ -326,7 +323,7 @@ def make_plan(
         host: What each host of the pool offers.
         run_id: From `new_run_id`.
         max_hosts: Hosts that the pool may have.
-        store: The project store, and who may write to it; None holds no rank to anything.
+        store: None holds no rank to anything.
 
     Raises:
         UsageError: The pool cannot hold so many ranks, or not evenly.

@@ -68,7 +68,7 @@ def refusal(
     note: str = "",
     to: Destination = "ranks",
 ) -> CaptureError:
-    """Say what in `value` cannot travel.
+    """Say what in the value of a variable cannot travel, and what to do about it.
 
     Args:
         name: The variable.
@@ -76,8 +76,7 @@ def refusal(
         probe: Pickles a value and raises where it cannot.
         error: What pickling `value` raised.
         note: Why the variable travels at all; shown in brackets.
-        to: "ranks" for a value that was found in the notebook, "notebook" for one that the cell
-            made (`--out`), "fetchers" for a registered loader: what to do about it differs.
+        to: Where it was to go: what to do differs.
     """
     path, offender = culprit(name, value, probe)
     kind = type_name(offender)
@@ -102,12 +101,7 @@ def refusal(
 
 
 def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
-    """Follow what cannot be pickled down to the innermost part that cannot.
-
-    Args:
-        name: The variable; the path starts with it.
-        value: Something for which `dump` raises.
-        dump: Pickles a value by the rules of the capture, or raises.
+    """Follow what cannot be pickled down to the innermost part for which `dump` raises.
 
     Returns:
         The path (`config['a'][3].db`) and the offending object. Where time or depth run out,

@@ -54,9 +54,7 @@ class ModuleSource:
 def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
     """Find the local modules among `names`, and those that they import, transitively.
 
-    Args:
-        names: Dotted names as imported; what is no module (`x.y` of `from x import y`) is skipped.
-        project: The notebook's folder.
+    Of `names`, dotted as imported, what is no module (`x.y` of `from x import y`) is skipped.
 
     Returns:
         The sources by name, parent packages included.

@@ -246,12 +246,7 @@ class ValuePickler(cloudpickle.Pickler):
         return self._file.tell() - at + own
 
     def take(self, name: str, value: Any, note: str = "") -> int:
-        """Add the value of a variable; return the bytes that it added.
-
-        Args:
-            name: What a refusal calls it.
-            value: Its value.
-            note: Why it travels at all.
+        """Add the value of a variable, for a refusal with a note why it travels; as `add`.
 
         Raises:
             CaptureError: Something in it cannot travel; the message has the path to it.

@@ -259,17 +259,11 @@ def _candidates(
     pools: Callable[[], Iterable[str]],
     runs: Callable[[], Iterable[str]],
 ) -> tuple[str, list[str]] | None:
-    """Return what may stand at the cursor.
+    """Return what is already there of the word at the cursor, and the words that begin so.
 
     Args:
-        text: The cursor's line up to the cursor.
-        variables: Gives names that the notebook has.
-        pools: Gives names of pools.
-        runs: Gives ids of runs.
-
-    Returns:
-        What is already there of the word, and the words that begin so; None where the line is not
-        one of ours.
+        text: The line up to the cursor; None is returned where it is not one of ours.
+        variables: Gives names that the notebook has; `pools` those of pools, `runs` ids of runs.
     """
     if match := _POOL.fullmatch(text):
         return _beginning(match[1], pools())

@@ -433,12 +433,7 @@ class Run:
     ) -> None:
         """Have the pool start the ranks; show what is said meanwhile.
 
-        Args:
-            pool: Where.
-            spec: A `HostSpec` of the run.
-            said: What its fetchers have said before.
-            view: Shows the run.
-            interrupts: The user's.
+        `said` is what its fetchers have said before.
 
         Raises:
             PoolError: It has no hosts for them.
