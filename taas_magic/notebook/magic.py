@@ -11,7 +11,8 @@ import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,14 @@ from IPython.core.completer import (
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from taas_magic.capture.modules import claim_taas, release_taas
-from taas_magic.config import Config, load_config
+from taas_magic.config import LOCAL, Config, closest, load_config
+from taas_magic.display.log import harmless, size_text
+from taas_magic.display.stacks import duration
 from taas_magic.errors import UsageError, interrupted
+from taas_magic.host.output import LineAssembler
 from taas_magic.journal import folder as journal
-from taas_magic.notebook import commands, flags
+from taas_magic.journal.folder import ENDED_STATES, RunRecord
+from taas_magic.notebook import flags
 from taas_magic.notebook.flags import (
     BY_NAME,
     FLAGS,
@@ -35,6 +40,7 @@ from taas_magic.notebook.flags import (
     misplaced_pragma,
     nothing_below,
     transform_pragma,
+    whole,
 )
 from taas_magic.plan import Flags
 
@@ -42,6 +48,30 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from taas_magic.capture.payload import Cell
+    from taas_magic.notebook.pools import CheckReport, PoolRow
+
+
+USAGE = {
+    "status": ("status", "your newest runs, of any kernel"),
+    "logs": (
+        "logs [RUN] [--rank R]",
+        "what a rank wrote, and its traceback; the newest run, the rank that failed or 0",
+    ),
+    "stacks": (
+        "stacks [RUN]",
+        "where ranks and fetchers stand: all threads, and their children's",
+    ),
+    "stop": ("stop [RUN]", "end a run; without RUN the newest that runs"),
+    "pools": (
+        "pools [--check [POOL]]",
+        "the pools; with --check whether their hosts are fit, and why not",
+    ),
+    "warm": ("warm [POOL]", "make a pool ready, so that the next cell starts at once"),
+    "down": ("down [POOL]", "end a pool: its runs, its hosts, its process"),
+}
+COMMANDS = "Runs and pools; RUN is a run's id, its beginning, or the run's name.\n\n" + "\n".join(
+    f"    %taas {usage:22} {text}" for usage, text in USAGE.values()
+)
 
 
 @magics_class
@@ -91,14 +121,14 @@ class TaasMagics(Magics):
     @line_magic("taas")
     def run_line(self, line: str) -> None:
         with _one_line("Stopped by you."):
-            shown = commands.run(line, self.settings())
+            shown = run_command(line, self.settings())
         if isinstance(shown, str):
             _say(shown)
         else:
             bundle = {"text/plain": shown.text, "text/html": shown.html}
             self.shell.display_pub.publish(bundle)
 
-    run_line.__doc__ = commands.HELP
+    run_line.__doc__ = COMMANDS
 
     def _run(self, asked: Flags, cell: "Cell", settings: Config) -> None:
         from taas_magic.notebook import launch
@@ -246,6 +276,195 @@ def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
+_SHOWN_RUNS = 10
+_READ_BYTES = 4_000_000
+_SHOWN_BYTES = 500_000
+"""A browser bears so much of a log in a cell; what comes before that is named by its file."""
+
+
+def run_command(line: str, settings: Config) -> "str | CheckReport":
+    """Carry out `%taas LINE`; return what to show.
+
+    Raises:
+        UsageError: No such command, or it does not take these words.
+        PoolError: The pool could not be reached.
+    """
+    try:
+        name, *words = shlex.split(line) or ["status"]
+    except ValueError:
+        raise UsageError(f"%taas {line}: a quote is not closed") from None
+    if name.startswith("-"):
+        raise UsageError(f"%taas {name}: to run a cell, begin it with %%taas (two percent signs)")
+    if name not in USAGE:
+        raise UsageError(f'%taas has no "{name}"{closest(name, USAGE)}. It has: {", ".join(USAGE)}')
+    return _BY_NAME[name](words, settings)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return columns, each as wide as its widest text."""
+    texts = [[str(value) for value in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
+
+
+def _status(words: Sequence[str], settings: Config) -> str:
+    _take("status", words, 0)
+    head = ("run", "state", "ranks", "pool", "elapsed", "name")
+    rows = []
+    for run in journal.runs()[:_SHOWN_RUNS]:
+        # as the head of the run has it
+        elapsed = duration(run.elapsed_s, decimals=int(run.state in ENDED_STATES))
+        rows.append((run.run_id, run.state, run.world_size, run.pool, elapsed, run.name))
+    return _table(head, rows) if rows else "no runs"
+
+
+def _logs(words: Sequence[str], settings: Config) -> str:
+    words, asked = _take_rank(words)
+    record = journal.find(_take("logs", words, 1))
+    rank = asked if asked is not None else record.failed_rank or 0
+    shown = _end_of(record.log_path(rank))
+    if not shown:
+        return f"rank {rank} of run {record.run_id} wrote nothing"
+    return shown if asked is not None or not rank else f"rank {rank}, which failed first:\n{shown}"
+
+
+def _end_of(log: Path) -> str:
+    """Return a log's last lines as a terminal would show them, and how much comes before them."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _READ_BYTES))
+        assembler = LineAssembler()
+        lines = [*assembler.feed(file.read()), *assembler.flush()]
+    lengths = accumulate(len(line) + 1 for line in reversed(lines))
+    fit = sum(length <= _SHOWN_BYTES for length in lengths)
+    text = "\n".join(harmless(line) for line in lines[len(lines) - max(1, fit) :])
+    if fit == len(lines) and size <= _READ_BYTES:
+        return text
+    return f"… {size_text(size - len(text))} before this: {log}\n{text}"
+
+
+def _stop(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import pools
+
+    record = _running(_take("stop", words, 1))
+    return f"stopping run {pools.stop(record.run_id, settings)}"
+
+
+def _stacks(words: Sequence[str], settings: Config) -> str:
+    from IPython.core.getipython import get_ipython
+
+    from taas_magic.display import stacks
+    from taas_magic.notebook import launch, pools
+
+    record = _running(_take("stacks", words, 1))
+    shell = get_ipython()
+    assert shell is not None
+    return stacks.text(pools.stacks(record.run_id, settings), launch.labels_of_cells(shell))
+
+
+def _pools(words: Sequence[str], settings: Config) -> "str | CheckReport":
+    from taas_magic.notebook import pools
+
+    if words and words[0] == "--check":
+        name = _take("pools", words[1:], 1)
+        return pools.check(settings, [name] if name else [])
+    _take("pools", words, 0)
+    found = pools.rows(settings)
+    rows = [cells for pool in found for cells in _pool_cells(pool)]
+    head = ("pool", "engine", "state", "host", "does", "since", "GPU-hours")
+    source = settings.source or "there is no taas.toml: all runs on this machine"
+    return "\n".join([_table(head, rows), *_cost_lines(found), f"({source})"])
+
+
+def _warm(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import pools
+
+    pool = settings.pool(_take("warm", words, 1) or LOCAL)
+    pools.warm(settings, pool.name)
+    return f'Pool "{pool.name}" warms up in the background; %taas pools says when it is ready.'
+
+
+def _down(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import pools
+
+    pool = settings.pool(_take("down", words, 1) or LOCAL)
+    pools.down(pool.name, settings)
+    return f'Pool "{pool.name}" is down.'
+
+
+_BY_NAME: dict[str, Callable[[Sequence[str], Config], "str | CheckReport"]] = {
+    "status": _status,
+    "logs": _logs,
+    "stacks": _stacks,
+    "stop": _stop,
+    "pools": _pools,
+    "warm": _warm,
+    "down": _down,
+}
+
+
+def _take(name: str, words: Sequence[str], most: int) -> str | None:
+    """Return the word after a command, if there is one.
+
+    Raises:
+        UsageError: There are more than the command takes.
+    """
+    if len(words) > most:
+        raise UsageError(
+            f'%taas {name} does not take "{words[most]}". It is used as: %taas {USAGE[name][0]}'
+        )
+    return words[0] if words else None
+
+
+def _take_rank(words: Sequence[str]) -> tuple[list[str], int | None]:
+    """Return the words without `--rank R`, and R; None where it is not there."""
+    rest = list(words)
+    at = next((i for i, word in enumerate(rest) if re.match(r"--rank(=|$)", word)), None)
+    if at is None:
+        return rest, None
+    _, equals, text = rest.pop(at).partition("=")
+    if not equals and at < len(rest):
+        text = rest.pop(at)
+    try:
+        return rest, whole(0)(text)
+    except ValueError:
+        got = f'; got "{text}"' if text else ""
+        raise UsageError(f"--rank needs a rank's number (--rank 3){got}") from None
+
+
+def _running(run_id: str | None) -> RunRecord:
+    if run_id is not None:
+        return journal.find(run_id)
+    running = [record for record in journal.runs() if record.state not in ENDED_STATES]
+    if not running:
+        raise UsageError("No run is running. %taas status lists the newest.")
+    return running[0]
+
+
+def _pool_cells(pool: "PoolRow") -> list[tuple[str, ...]]:
+    """Return a pool's rows: one a host; its name stands in the first."""
+    names = (pool.name, pool.engine, pool.state)
+    rows: list[tuple[str, ...]] = []
+    for host in pool.status.hosts:
+        does = ", ".join(host.runs) or f"idle {duration(host.idle_s or 0)}"
+        rows.append((*names, host.host, does, duration(host.had_s), f"{host.gpu_hours:.2f}"))
+        names = ("", "", "")
+    return rows or [(*names, "", "", "", "")]
+
+
+def _cost_lines(pools: Sequence["PoolRow"]) -> list[str]:
+    """Return what each pool with GPUs has cost since it began, with hosts given back."""
+    return [
+        f'pool "{pool.name}": '
+        f"{pool.status.gpu_hours:.2f} GPU-hours, "
+        f"{pool.status.used_gpu_hours / pool.status.gpu_hours:.0%} of them in runs"
+        for pool in pools
+        if pool.status.gpu_hours
+    ]
+
+
 _HEAD = re.compile(r"\s*(?:%%taas|#\s?pragma\s+taas)\s(.*)")
 _LINE = re.compile(r"\s*%taas\s(.*)")
 _PRAGMA = re.compile(r"#\s?pragma\s+(t?a?a?)")
@@ -298,7 +517,7 @@ def _after_line(
     *before, word = text.split(" ")
     before = [known for known in before if known]
     if not before:
-        return _beginning(word, commands.USAGE)
+        return _beginning(word, USAGE)
     if before[-1] == "--rank":
         return word, []
     if before[0] in ("warm", "down"):
