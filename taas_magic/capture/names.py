@@ -143,12 +143,6 @@ class UsedNames:
     imports: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.why)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.why
-
 
 def used_names(source: str, filename: str = "<cell>") -> UsedNames:
     """Find the notebook names that `source` may read.

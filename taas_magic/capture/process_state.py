@@ -210,88 +210,50 @@ def _apply_start_method(method: str) -> None:
     multiprocessing.set_start_method(method, force=True)
 
 
-class _TorchSetting(NamedTuple):
-    default: Any
-    get: Callable[[Any], Any]
-    set: Callable[[Any, Any], Any]
-
-
-def _matmul_precision(torch: Any) -> str:
-    # Torch refuses to say it once `torch.backends.fp32_precision` was used, its newer way.
-    try:
-        precision: str = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return "highest"
-    return precision
-
-
-def _set_device(torch: Any, device: str) -> None:
-    torch.set_default_device(target_device(device) if device == "cuda" else device)
-
-
-def _set_cudnn(name: str) -> Callable[[Any, Any], Any]:
-    return lambda torch, value: setattr(torch.backends.cudnn, name, value)
-
-
-_TORCH = {
-    "dtype": _TorchSetting(
-        "float32",
-        lambda torch: str(torch.get_default_dtype()).rpartition(".")[2],
-        lambda torch, name: torch.set_default_dtype(getattr(torch, name)),
-    ),
-    "device": _TorchSetting("cpu", lambda torch: torch.get_default_device().type, _set_device),
-    "matmul_precision": _TorchSetting(
-        "highest",
-        _matmul_precision,
-        lambda torch, value: torch.set_float32_matmul_precision(value),
-    ),
-    "deterministic": _TorchSetting(
-        0,
-        lambda torch: torch.get_deterministic_debug_mode(),
-        lambda torch, mode: torch.set_deterministic_debug_mode(mode),
-    ),
-    "grad": _TorchSetting(
-        True,
-        lambda torch: torch.is_grad_enabled(),
-        lambda torch, enabled: torch.set_grad_enabled(enabled),
-    ),
-    "anomaly": _TorchSetting(
-        False,
-        lambda torch: torch.is_anomaly_enabled(),
-        lambda torch, enabled: torch.autograd.set_detect_anomaly(enabled),
-    ),
-    "cudnn_benchmark": _TorchSetting(
-        False, lambda torch: torch.backends.cudnn.benchmark, _set_cudnn("benchmark")
-    ),
-    "cudnn_deterministic": _TorchSetting(
-        False, lambda torch: torch.backends.cudnn.deterministic, _set_cudnn("deterministic")
-    ),
-    "sharing": _TorchSetting(
-        "file_descriptor",
-        lambda torch: torch.multiprocessing.get_sharing_strategy(),
-        lambda torch, value: torch.multiprocessing.set_sharing_strategy(value),
-    ),
-    "seed": _TorchSetting(
-        None,
-        lambda torch: seed if (seed := torch.initial_seed()) < _SEED_LIMIT else None,
-        lambda torch, seed: torch.manual_seed(seed),
-    ),
-}
-
-
 def _collect_torch() -> dict[str, Any]:
     torch = _imported("torch")
     if torch is None:
         return {}
-    values = {name: setting.get(torch) for name, setting in _TORCH.items()}
-    return {name: value for name, value in values.items() if value != _TORCH[name].default}
+    seed = torch.initial_seed()
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it refuses once its newer way was used, torch.backends.fp32_precision
+        precision = "highest"
+    values_and_defaults = {
+        "dtype": (str(torch.get_default_dtype()).rpartition(".")[2], "float32"),
+        "device": (torch.get_default_device().type, "cpu"),
+        "matmul_precision": (precision, "highest"),
+        "deterministic": (torch.get_deterministic_debug_mode(), 0),
+        "grad": (torch.is_grad_enabled(), True),
+        "anomaly": (torch.is_anomaly_enabled(), False),
+        "cudnn_benchmark": (torch.backends.cudnn.benchmark, False),
+        "cudnn_deterministic": (torch.backends.cudnn.deterministic, False),
+        "sharing": (torch.multiprocessing.get_sharing_strategy(), "file_descriptor"),
+        "seed": (seed if seed < _SEED_LIMIT else None, None),
+    }
+    return {name: value for name, (value, unset) in values_and_defaults.items() if value != unset}
 
 
 def _apply_torch(values: Mapping[str, Any]) -> None:
     import torch
 
+    def set_device(device: str) -> None:
+        torch.set_default_device(target_device(device) if device == "cuda" else device)
+
+    setters: dict[str, Callable[[Any], Any]] = {
+        "dtype": lambda name: torch.set_default_dtype(getattr(torch, name)),
+        "device": set_device,
+        "matmul_precision": torch.set_float32_matmul_precision,
+        "deterministic": torch.set_deterministic_debug_mode,
+        "grad": torch.set_grad_enabled,
+        "anomaly": torch.autograd.set_detect_anomaly,
+        "cudnn_benchmark": lambda on: setattr(torch.backends.cudnn, "benchmark", on),
+        "cudnn_deterministic": lambda on: setattr(torch.backends.cudnn, "deterministic", on),
+        "sharing": torch.multiprocessing.set_sharing_strategy,
+        "seed": torch.manual_seed,
+    }
     for name, value in values.items():
-        _TORCH[name].set(torch, value)
+        setters[name](value)
 
 
 def _collect_numpy() -> dict[str, Any]:
