@@ -12,6 +12,7 @@ import re
 import shlex
 import tokenize
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -37,7 +38,8 @@ def head(lines: list[str]) -> tuple[str, int] | None:
     Returns:
         The flags, and the number of lines down to the last that says so; None for an ordinary cell.
     """
-    top = [line.strip() for line in takewhile(_is_comment_or_blank, lines)]
+    stripped = (line.strip() for line in lines)
+    top = list(takewhile(lambda line: not line or line.startswith("#"), stripped))
     pools = [(i, found[1]) for i, line in enumerate(top) if (found := _POOL.fullmatch(line))]
     pragmas = [(i, found[1]) for i, line in enumerate(top) if (found := _PRAGMA.fullmatch(line))]
     if not pragmas and not (pools and not any(top[: pools[0][0]])):
@@ -75,28 +77,15 @@ def misplaced_pragma(raw_cell: str) -> Iterator[str]:
     lines = raw_cell.splitlines()
     used = (head(lines) or ("", 0))[1]
     how = "runs as its first lines say" if used else "runs in the notebook itself, not as ranks"
-    for number in _comment_lines(raw_cell):
-        text = lines[number - 1].strip()
-        if number > used and _PRAGMA.fullmatch(text):
-            yield (
-                f'taas: "{text}" in line {number} is below code, so it is only a comment: the '
-                f"cell {how}. Move it to the top of the cell."
-            )
-
-
-def _comment_lines(source: str) -> Iterator[int]:
-    """Return the numbers of a cell's lines that are comments, as far as the cell is Python."""
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.start[0]
-    except (tokenize.TokenError, SyntaxError):
-        return
-
-
-def _is_comment_or_blank(line: str) -> bool:
-    text = line.strip()
-    return not text or text.startswith("#")
+    with suppress(tokenize.TokenError, SyntaxError):  # as far as the cell is Python
+        for token in tokenize.generate_tokens(io.StringIO(raw_cell).readline):
+            number = token.start[0]
+            text = lines[number - 1].strip() if token.type == tokenize.COMMENT else ""
+            if number > used and _PRAGMA.fullmatch(text):
+                yield (
+                    f'taas: "{text}" in line {number} is below code, so it is only a comment: the '
+                    f"cell {how}. Move it to the top of the cell."
+                )
 
 
 MAX_RANKS = 1_000_000
@@ -501,23 +490,24 @@ def _parse_words(words: list[str]) -> dict[str, Any]:
         raise UsageError(_missing(str(error))) from None
     if rest:
         raise UsageError(_unknown(rest[0]))
-    read = {flag.field: _read(flag, getattr(answer, flag.field)) for flag in FLAGS}
-    read["timeout_s"], read["log_ranks"] = read.pop("timeout"), read.pop("logs")
-    read["hang_s"] = read.pop("hang")
-    return {name: value for name, value in read.items() if value is not None}
+    settings: dict[str, Any] = {}
+    for flag in FLAGS:
+        value = getattr(answer, flag.field)
+        if value is not None and flag.name in REPEATED:
+            value = tuple(_read(flag, text) for text in value)
+        elif value is not None and flag.metavar:
+            value = _read(flag, value)
+        if value is not None:
+            settings[_SETTINGS.get(flag.field, flag.field)] = value
+    settings["env"] = dict(settings.get("env", ()))
+    return settings
 
 
-def _read(flag: Flag, text: Any) -> Any:
-    if text is None or not flag.metavar:
-        return text
-    if flag.name == "--env":
-        return dict(_read_one(flag, item) for item in text)
-    if flag.name in REPEATED:
-        return tuple(_read_one(flag, item) for item in text)
-    return _read_one(flag, text)
+_SETTINGS = {"timeout": "timeout_s", "logs": "log_ranks", "hang": "hang_s"}
+"""What `Flags` calls the values of these."""
 
 
-def _read_one(flag: Flag, text: str) -> Any:
+def _read(flag: Flag, text: str) -> Any:
     try:
         return flag.read(text)
     except ValueError:
