@@ -108,6 +108,17 @@ class TaasMagics(Magics):
         hidden = self.shell.user_ns_hidden
         return [name for name in self.shell.user_ns if name not in hidden and name[0] != "_"]
 
+    def pools(self) -> list[str]:
+        """Return the names of pools, for Tab."""
+        try:
+            return sorted(self.settings().pools)
+        except UsageError:  # of a broken taas.toml: the cell that runs says what is wrong with it
+            return []
+
+    def runs(self) -> list[str]:
+        """Return the ids of the newest runs, for Tab."""
+        return [record.run_id for record in journal.runs()[:_LISTED_RUNS]]
+
     @cell_magic("taas")
     def run_cell(self, line: str, body: str) -> None:
         settings = self.settings()
@@ -223,7 +234,7 @@ def load(shell: "InteractiveShell") -> None:
     if shell in _loaded:
         return
     magics = TaasMagics(shell, Path.cwd())
-    tab = _matcher(magics.variables, magics.settings)
+    tab = _matcher(magics)
 
     def remove() -> None:
         shell.events.unregister("pre_run_cell", magics.remember)
@@ -472,84 +483,64 @@ _POOL = re.compile(r"#!\s*([\w.-]*)")
 _LISTED_RUNS = 20
 
 
-def _candidates(
-    text: str,
-    variables: Callable[[], Iterable[str]],
-    pools: Callable[[], Iterable[str]],
-    runs: Callable[[], Iterable[str]],
-) -> tuple[str, list[str]] | None:
+def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
     """Return what is already there of the word at the cursor, and the words that begin so.
 
     Args:
         text: The line up to the cursor; None is returned where it is not one of ours.
-        variables: Gives names that the notebook has; `pools` those of pools, `runs` ids of runs.
+        known: Says what there is.
     """
     if match := _POOL.fullmatch(text):
-        return _beginning(match[1], pools())
+        return _beginning(match[1], known.pools())
     if match := _PRAGMA.fullmatch(text):
         return _beginning(match[1], ["taas"])
     if match := _HEAD.fullmatch(text):
-        return _after_head(match[1], variables, pools)
+        return _after_head(match[1], known)
     if match := _LINE.fullmatch(text):
-        return _after_line(match[1], pools, runs)
+        return _after_line(match[1], known)
     return None
 
 
-def _after_head(
-    text: str, variables: Callable[[], Iterable[str]], pools: Callable[[], Iterable[str]]
-) -> tuple[str, list[str]]:
+def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
     words = text.split(" ")
     flag, equals, word = words[-1].partition("=")
     if not equals:
         flag, word = ([word for word in words[:-1] if word] or [""])[-1], words[-1]
     if flag in ("--pool", "--data-pool"):
-        return _beginning(word, pools())
+        return _beginning(word, known.pools())
     if flag == "--out":
-        return _beginning(word.rpartition(",")[2], variables())
+        return _beginning(word.rpartition(",")[2], known.variables())
     if flag in BY_NAME and BY_NAME[flag].metavar:
         return _beginning(word, BY_NAME[flag].examples)
     return _beginning(word, [f.name for f in FLAGS if f.name not in words or f.name in REPEATED])
 
 
-def _after_line(
-    text: str, pools: Callable[[], Iterable[str]], runs: Callable[[], Iterable[str]]
-) -> tuple[str, list[str]]:
+def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
     *before, word = text.split(" ")
-    before = [known for known in before if known]
+    before = [each for each in before if each]
     if not before:
         return _beginning(word, USAGE)
     if before[-1] == "--rank":
         return word, []
     if before[0] in ("warm", "down"):
-        return _beginning(word, pools())
+        return _beginning(word, known.pools())
     if before[0] == "pools":
-        return _beginning(word, pools() if before[-1] == "--check" else ["--check"])
+        return _beginning(word, known.pools() if before[-1] == "--check" else ["--check"])
     if before[0] == "logs":
-        return _beginning(word, [*runs(), "--rank"])
-    return _beginning(word, runs() if before[0] in ("stop", "stacks") else ())
+        return _beginning(word, [*known.runs(), "--rank"])
+    return _beginning(word, known.runs() if before[0] in ("stop", "stacks") else ())
 
 
 def _beginning(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:
     return word, [name for name in possible if name.startswith(word)]
 
 
-def _matcher(
-    variables: Callable[[], Iterable[str]], settings: Callable[[], Config]
-) -> Callable[[CompletionContext], SimpleMatcherResult]:
+def _matcher(known: TaasMagics) -> Callable[[CompletionContext], SimpleMatcherResult]:
     """Return IPython's matcher (its API of version 2) for `shell.Completer.custom_matchers`."""
-
-    def pools() -> list[str]:
-        try:
-            return sorted(settings().pools)
-        except UsageError:  # of a broken taas.toml: the cell that runs says what is wrong with it
-            return []
 
     @context_matcher(identifier="taas_magic")
     def taas(context: CompletionContext) -> SimpleMatcherResult:
-        def runs() -> list[str]:
-            return [record.run_id for record in journal.runs()[:_LISTED_RUNS]]
-
-        found = _candidates(context.text_until_cursor, variables, pools, runs)
+        found = _candidates(context.text_until_cursor, known)
         if found is None:
             return {"completions": []}
         word, names = found
