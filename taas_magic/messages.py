@@ -7,6 +7,7 @@ and a field that was added later has a default, so that journals of older versio
 
 import json
 import time
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple, TypeVar
@@ -627,34 +628,19 @@ def escaped(value: Any) -> Any:
     return value
 
 
-_event = msgspec.json.Decoder(AnyEvent)
-_of_rank = msgspec.json.Decoder(
+event_of: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
+"""Reads an event; raises msgspec.DecodeError where it is none, as the next two do."""
+
+of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
     reduce(or_, [*_leaves(RankMessage), *_leaves(StoreMessage)])
     | (Display | ClearOutput | Note | RankReport)
-)
-_of_fetcher = msgspec.json.Decoder(FetcherStarted | FetcherReport | Note | FetcherFailed)
+).decode
+"""Reads what a rank says."""
 
-
-def event_of(line: bytes) -> Event:
-    """Read an event.
-
-    Raises:
-        msgspec.DecodeError: It is none.
-    """
-    seen: Event = _event.decode(line)
-    return seen
-
-
-def of_rank(line: bytes) -> Event | RankMessage | StoreMessage:
-    """Read what a rank says; raises as `event_of`."""
-    said: Event | RankMessage | StoreMessage = _of_rank.decode(line)
-    return said
-
-
-def of_fetcher(line: bytes) -> Event | FetcherFailed:
-    """Read what a fetcher says; raises as `event_of`."""
-    said: Event | FetcherFailed = _of_fetcher.decode(line)
-    return said
+of_fetcher: Callable[[bytes], Event | FetcherFailed] = msgspec.json.Decoder(
+    FetcherStarted | FetcherReport | Note | FetcherFailed
+).decode
+"""Reads what a fetcher says."""
 
 
 def pack(value: object, indent: int | None = None) -> bytes:

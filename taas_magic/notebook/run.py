@@ -33,7 +33,7 @@ from taas_magic.host.spec import VALUE, HostSpec
 from taas_magic.host.topics import share_id
 from taas_magic.host.watch import HALT_S
 from taas_magic.journal import folder as journal
-from taas_magic.journal.folder import ENDED_STATES, RunFolder
+from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     Event,
     Note,
@@ -418,8 +418,8 @@ class Run:
         try:
             yield
         except (PoolError, StoreError, KeyboardInterrupt) as error:
-            self.state = "INTERRUPTED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-            view.feed(self._journal_end(self.state, str(error)))
+            state = "INTERRUPTED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            view.feed(self._finish(state, str(error)))
             view.close()
             raise
 
@@ -555,9 +555,9 @@ class Run:
     def _check(self, pool: Pool, view: View) -> None:
         """Look whether the pool's process lives and is heard."""
         if not pool.is_alive():
-            self._lose("the pool's process is gone")
+            self._ended = self._finish("LOST", "the pool's process is gone")
         elif pool.silent_s > SILENT_LOST_S:
-            self._lose(pool.silence())
+            self._ended = self._finish("LOST", pool.silence())
         elif pool.silent_s > SILENT_NOTE_S and not self._is_silent:
             self._is_silent = True
             view.feed(Note(text=f"{pool.silence()}; interrupt twice to leave the run"))
@@ -565,7 +565,7 @@ class Run:
     def _leave(self, pool: Pool) -> None:
         """End the wait for an interrupted run; say what of it ends by itself, and when."""
         if not pool.is_alive():
-            self._lose("the pool's process is gone")
+            self._ended = self._finish("LOST", "the pool's process is gone")
             return
         why = f"left to end by itself: the ranks on {', '.join(self.hosts)}"
         if pool.silent_s > SILENT_NOTE_S:
@@ -573,22 +573,14 @@ class Run:
             why += pool.silence()
         else:
             why += f"; the pool ends them within {HALT_S:.0f} s, else their host"
-        self.state = "INTERRUPTED"
-        self._ended = self._end("INTERRUPTED", why)
+        self._ended = self._finish("INTERRUPTED", why, in_journal=False)
 
-    def _lose(self, why: str) -> None:
-        """End a run that cannot report its own end any more."""
-        self.state = "LOST"
-        self._ended = self._journal_end("LOST", why)
-
-    def _journal_end(self, state: str, why: str = "") -> RunEnded:
-        ended = self._end(state, why)
-        writer = journal.Writer(self._folder)
-        writer.append(ended)
-        writer.close()
+    def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
+        """Conclude what cannot report its own end; in the journal, unless its pool goes on."""
+        self.state, self.elapsed_s = state, time.monotonic() - self._began
+        ended = RunEnded(state=state, elapsed_s=self.elapsed_s, why=why)
+        if in_journal:
+            writer = journal.Writer(self._folder)
+            writer.append(ended)
+            writer.close()
         return ended
-
-    def _end(self, state: str, why: str) -> RunEnded:
-        assert state in ENDED_STATES
-        elapsed_s = time.monotonic() - self._began
-        return RunEnded(state=state, elapsed_s=elapsed_s, why=why)
