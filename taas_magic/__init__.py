@@ -15,7 +15,7 @@ __all__ = ["__version__", "load_ipython_extension", "unload_ipython_extension"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return the public names, the same as those of `taas`.
+    """Return a public name, the same as that of `taas`.
 
     They are imported when asked for: this package is imported before `taas_magic.kernel` can take
     the notebook's folder, which may hold a random.py, off the import path.

@@ -649,7 +649,7 @@ def pack(value: object, indent: int | None = None) -> bytes:
 
 
 def unpack(packed: bytes, kind: type[_T]) -> _T:
-    """Return the inverse of `pack`.
+    """Read what `pack` wrote.
 
     Raises:
         ValueError: It is no such value.

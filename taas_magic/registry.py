@@ -254,7 +254,7 @@ def _iterated_by(kind: type) -> str | None:
 
 
 def _check_travels(name: str, loader: Any) -> bytes:
-    """Return where the loader's sampler and generator stand.
+    """Check that a loader can go to fetchers; return where its sampler and generator stand.
 
     Raises:
         TypeError: It cannot travel; the message has the path to what cannot.
@@ -278,7 +278,7 @@ def _pickled(name: str, parts: "LoaderParts") -> bytes:
 
 
 def _refuse_a_loaded_state(name: str, loader: Any) -> None:
-    """Return a StatefulDataLoader that is to go on with a state would begin at 0 in the ranks."""
+    """Refuse a StatefulDataLoader that is to go on with a state: ranks would begin at 0."""
     if getattr(loader, "next_iter_state", None) is not None:
         raise CaptureError(
             f"`{name}` has loaded a state in the notebook (load_state_dict), and fetchers cannot "

@@ -137,7 +137,7 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return what pickling `value` goes through next, each with its step in a path."""
+    """Yield what pickling `value` goes through next, each with its step in a path."""
     match value:
         case dict() if type(value) is dict:
             yield from _items(value)

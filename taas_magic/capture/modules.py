@@ -275,7 +275,7 @@ def needed_modules(
 
 
 def imported(source: str, functions: bool = True, branches: bool = False) -> Iterator[str]:
-    """Return the top-level modules that a source imports.
+    """Yield the top-level modules that a source imports.
 
     Args:
         source: Python; from what is none, nothing is read.
@@ -307,7 +307,7 @@ def _is_entered(node: ast.stmt, functions: bool, branches: bool) -> bool:
 
 
 def _inside(node: ast.stmt) -> Iterator[ast.stmt]:
-    """Return the statements directly within a statement, in any of its blocks."""
+    """Yield the statements directly within a statement, in any of its blocks."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             yield child

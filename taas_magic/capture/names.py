@@ -295,7 +295,7 @@ def _statement_of(expression: ast.expr) -> ast.stmt:
 
 
 def _assigned(node: ast.stmt) -> Iterator[str]:
-    """Return names that a simple statement surely sets."""
+    """Yield names that a simple statement surely sets."""
     match node:
         case ast.Assign():
             for target in node.targets:

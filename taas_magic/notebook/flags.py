@@ -108,7 +108,7 @@ def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
 
 
 def count(text: str) -> int:
-    """`20480000`, `20_480_000`, `20M` or `1.5G` (K, M, G, T are powers of 1000)."""
+    """Read `20480000`, `20_480_000`, `20M` or `1.5G` (K, M, G, T are powers of 1000)."""
     match = _COUNT.fullmatch(re.sub(r"(?<=\d)_(?=\d)", "", text))
     if match is None:
         raise ValueError(text)
@@ -119,7 +119,7 @@ def count(text: str) -> int:
 
 
 def world_sizes(text: str) -> tuple[int, int]:
-    """`8`, or `8:16`: how many ranks a run starts with, and how many it may grow to."""
+    """Read `8`, or `8:16`: how many ranks a run starts with, and how many it may grow to."""
     least, colon, most = text.partition(":")
     bounds = whole(1)(least), whole(1)(most if colon else least)
     if bounds[0] > bounds[1]:
@@ -128,7 +128,7 @@ def world_sizes(text: str) -> tuple[int, int]:
 
 
 def prefill(text: str) -> Prefill:
-    """`all`, a size with a `B` such as `500MB`, or a count of batches such as `200` or `2K`."""
+    """Read `all`, a size with a `B` such as `500MB`, or a count of batches such as `200` or `2K`."""
     if text == "all":
         return Prefill(0, "all")
     if text.upper().endswith("B"):
@@ -137,7 +137,7 @@ def prefill(text: str) -> Prefill:
 
 
 def duration_s(text: str) -> float:
-    """`90`, `90s`, `5m`, `2h` or `1d` in seconds."""
+    """Read `90`, `90s`, `5m`, `2h` or `1d` in seconds."""
     match = _DURATION.fullmatch(text)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if not 0 < seconds < math.inf:
@@ -146,12 +146,12 @@ def duration_s(text: str) -> float:
 
 
 def hang_s(text: str) -> float:
-    """Return the same, or `0`."""
+    """Read the same, or `0`."""
     return 0.0 if text == "0" else duration_s(text)
 
 
 def names(text: str) -> tuple[str, ...]:
-    """`a,b@last` as `split_name` reads them; a variable is named once."""
+    """Read `a,b@last` as `split_name` reads them; a variable is named once."""
     listed = dict.fromkeys(name.strip() for name in text.split(","))
     if len({name_of(name) for name in listed}) < len(listed):
         raise ValueError(text)
@@ -159,7 +159,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def ranks(text: str) -> frozenset[int] | None:
-    """`0,2-5` as ranks; `all` as None."""
+    """Read `0,2-5` as ranks; `all` as None."""
     if text == "all":
         return None
     found: set[int] = set()
@@ -173,7 +173,7 @@ def ranks(text: str) -> frozenset[int] | None:
 
 
 def variable(text: str) -> tuple[str, str]:
-    """`KEY=VALUE`."""
+    """Read `KEY=VALUE`."""
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) or "\0" in value:
         raise ValueError(text)
@@ -422,7 +422,7 @@ HELP: str = _cell_flags.__doc__ or ""
 
 
 def parse(line: str, config: Config) -> Flags:
-    """Return the words after `%%taas`, once IPython has filled in `{…}` and `$…`.
+    """Read the words after `%%taas`, once IPython has filled in `{…}` and `$…`.
 
     Raises:
         UsageError: In one line: which word is wrong, and what is possible.
