@@ -128,7 +128,7 @@ def world_sizes(text: str) -> tuple[int, int]:
 
 
 def prefill(text: str) -> Prefill:
-    """Read `all`, a size with a `B` such as `500MB`, or a count of batches such as `200` or `2K`."""
+    """Read `all`, a size with a `B` such as `500MB`, or a count of batches such as `200`, `2K`."""
     if text == "all":
         return Prefill(0, "all")
     if text.upper().endswith("B"):
