@@ -5,9 +5,9 @@ One file, not a package: PyPI's `taas` 0.9.2 is a package, so pip overwrites not
 
 from typing import TYPE_CHECKING
 
-from taas_magic import short_name
+from taas_magic.capture.modules import claim_taas
 
 if TYPE_CHECKING:
     from taas_magic.api import *  # noqa: F403
 
-short_name.claim()
+claim_taas()

@@ -15,7 +15,7 @@ __all__ = ["__version__", "load_ipython_extension", "unload_ipython_extension"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, the same as those of `taas`.
+    """Return a public name, the same as that of `taas`.
 
     They are imported when asked for: this package is imported before `taas_magic.kernel` can take
     the notebook's folder, which may hold a random.py, off the import path.
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load_ipython_extension(shell: "InteractiveShell") -> None:
-    """Switches the magics, the comment form and Tab completion on; warms the local pool.
+    """Switch the magics, the comment form and Tab completion on; warms the local pool.
 
     Runs in the notebook's kernel and returns at once: the warming goes on in a thread.
     """
@@ -36,7 +36,7 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
 
 
 def unload_ipython_extension(shell: "InteractiveShell") -> None:
-    """Takes all of it away again; pools that are up stay up."""
+    """Take all of it away again; pools that are up stay up."""
     from taas_magic.notebook import magic
 
     magic.unload(shell)

@@ -37,12 +37,12 @@ unregistered = unregister
 
 
 def get_registered_data_loaders_names() -> list[str]:
-    """Names of the registered loaders; the old client's form of `registered`."""
+    """Return names of the registered loaders; the old client's form of `registered`."""
     return sorted(registered())
 
 
 def get_worker_info() -> Any:
-    """torch's `get_worker_info`; the old client had one of its own."""
+    """Return torch's `get_worker_info()`; the old client had one of its own."""
     from torch.utils.data import get_worker_info
 
     return get_worker_info()

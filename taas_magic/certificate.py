@@ -12,36 +12,26 @@ VALID_DAYS = 365
 
 
 def make(name: str) -> tuple[str, str]:
-    """Make a key pair and a certificate that it signs itself, in under a millisecond.
+    """Make a certificate that signs itself, and its key, both as PEM, in under a millisecond.
 
     Whoever holds the key can sign for others, too: where that matters, see `Authority`.
-
-    Returns:
-        The certificate and its key, as PEM.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    builder = _builder(name, name, key)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    return _pem(builder.sign(key, hashes.SHA256())), _key_pem(key)
+    return _self_signed(name, key), _key_pem(key)
 
 
 def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
-    """Make a key pair and a certificate for the server at an address, signed by another one.
+    """Make a key pair and a certificate for the server at an IP address, both as PEM.
 
-    Args:
-        certificate: Of who signs, as `make` returns it.
-        key: Its key.
-        address: The server's IP address.
-
-    Returns:
-        The certificate and its key, as PEM.
+    They are signed by a certificate with its key as `make` returns them.
     """
     issuer = x509.load_pem_x509_certificate(certificate.encode())
     signer = serialization.load_pem_private_key(key.encode(), None)
     assert isinstance(signer, ec.EllipticCurvePrivateKey)
     own = ec.generate_private_key(ec.SECP256R1())
     names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
-    builder = _builder(address, _name_of(issuer), own).add_extension(names, critical=False)
+    name = str(issuer.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+    builder = _builder(address, name, own).add_extension(names, critical=False)
     return _pem(builder.sign(signer, hashes.SHA256())), _key_pem(own)
 
 
@@ -54,21 +44,15 @@ class Authority:
 
     def __init__(self, name: str) -> None:
         self._name, self._key = name, ec.generate_private_key(ec.SECP256R1())
-        builder = _builder(name, name, self._key)
-        limits = x509.BasicConstraints(ca=True, path_length=0)
-        signed = builder.add_extension(limits, critical=True).sign(self._key, hashes.SHA256())
-        self.certificate = _pem(signed)
+        self.certificate = _self_signed(name, self._key)
 
     def issue(self, name: str, identity: str, serves: bool = False) -> tuple[str, str]:
-        """Make a key pair and a certificate by which its holder connects to others.
+        """Make a key pair and a certificate by which its holder connects to others, as PEM.
 
         Args:
             name: Of the subject.
             identity: A URI that says who the holder is.
             serves: Whether others may connect to it as well.
-
-        Returns:
-            The certificate and its key, as PEM.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(name, self._name, key)
@@ -81,25 +65,24 @@ class Authority:
         return _pem(builder.sign(self._key, hashes.SHA256())), _key_pem(key)
 
 
+def _self_signed(name: str, key: ec.EllipticCurvePrivateKey) -> str:
+    limits = x509.BasicConstraints(ca=True, path_length=0)
+    builder = _builder(name, name, key).add_extension(limits, critical=True)
+    return _pem(builder.sign(key, hashes.SHA256()))
+
+
 def _builder(name: str, issuer: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.timezone.utc)
+    subject, signer = (x509.NameAttribute(NameOID.COMMON_NAME, it) for it in (name, issuer))
     return (
         x509.CertificateBuilder()
-        .subject_name(_named(name))
-        .issuer_name(_named(issuer))
+        .subject_name(x509.Name([subject]))
+        .issuer_name(x509.Name([signer]))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=2))  # clocks of hosts may differ
         .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
     )
-
-
-def _name_of(certificate: x509.Certificate) -> str:
-    return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
-
-
-def _named(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def _pem(certificate: x509.Certificate) -> str:

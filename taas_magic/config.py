@@ -15,6 +15,7 @@ import shlex
 import stat
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -153,10 +154,6 @@ class RunsConfig(Struct, frozen=True, rename={"keep_bytes": "keep_size"}):
     hang_s: _SecondsOrZero = 60.0
 
 
-def _local_only() -> Mapping[str, PoolConfig]:
-    return {LOCAL: PoolConfig(LOCAL)}
-
-
 class Config(Struct, frozen=True):
     """All settings: a table each.
 
@@ -173,18 +170,18 @@ class Config(Struct, frozen=True):
     capture: CaptureConfig = CaptureConfig()
     runs: RunsConfig = RunsConfig()
     data: DataConfig = DataConfig()
-    pools: Mapping[str, PoolConfig] = field(default_factory=_local_only)
+    pools: Mapping[str, PoolConfig] = field(default_factory=lambda: {LOCAL: PoolConfig(LOCAL)})
     source: Path | None = None
 
     def pool(self, name: str) -> PoolConfig:
-        """The pool that a cell means by `name`; the same one as `local` for an alias of it.
+        """Return the pool that a cell means by `name`; the same one as `local` for an alias of it.
 
         Raises:
             UsageError: There is no such pool.
         """
         if name in self.pools:
             return self.pools[name]
-        if self._is_alias(name):
+        if self.pool_note(name):
             return self.pools[LOCAL]
         listed = ", ".join(sorted(self.pools))
         if self.source:
@@ -195,13 +192,10 @@ class Config(Struct, frozen=True):
         )
 
     def pool_note(self, name: str) -> str | None:
-        """The line that tells the user that `name` is an alias of `local`; None where it is not."""
-        if name in self.pools or not self._is_alias(name):
+        """Return the line that says that `name` is an alias of `local`; None where it is not."""
+        if name in self.pools or self.source is not None or not _GPU_POOL.fullmatch(name):
             return None
         return f'There is no {FILE_NAME}: pool "{name}" is this machine.'
-
-    def _is_alias(self, name: str) -> bool:
-        return self.source is None and _GPU_POOL.fullmatch(name) is not None
 
 
 def closest(word: str, possible: Iterable[str]) -> str:
@@ -227,7 +221,7 @@ _SIZE_FACTORS = {
 
 
 def find_config(folder: Path) -> Path | None:
-    """The taas.toml that holds for a notebook in `folder`; None where there is none."""
+    """Return the taas.toml that holds for a notebook in `folder`; None where there is none."""
     home = Path(os.path.expanduser("~"))
     folder = folder.resolve()
     places = [folder]
@@ -241,7 +235,7 @@ def find_config(folder: Path) -> Path | None:
 
 
 def load_config(folder: Path) -> Config:
-    """The settings that hold for a notebook in `folder`.
+    """Return the settings that hold for a notebook in `folder`.
 
     Raises:
         UsageError: The file is no TOML, holds what it may not, or is not the user's alone to
@@ -278,23 +272,28 @@ def _read_own(path: Path) -> str:
 
 
 def _why_foreign(place: Path, status: os.stat_result) -> str:
-    """Why somebody else than the user and root can change a file or folder; "" when nobody can."""
+    """Return why somebody else than the user and root can change `place`; "" when nobody can."""
     user, quoted = os.geteuid(), shlex.quote(str(place))
     if status.st_uid not in (user, 0):
-        mend = f"sudo chown {user} {quoted}"
-        return f"{place} belongs to {_user_name(status.st_uid)}. If you trust it: {mend}"
+        owner = f"uid {status.st_uid}"
+        with suppress(KeyError):
+            owner = f"{pwd.getpwuid(status.st_uid).pw_name} ({owner})"
+        return f"{place} belongs to {owner}. If you trust it: sudo chown {user} {quoted}"
     is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     others = status.st_mode & stat.S_IWOTH and not is_sticky
     group = status.st_mode & stat.S_IWGRP and not is_sticky and not _is_own(status.st_gid)
     if others or group:
-        who = "everybody" if others else f"group {_group_name(status.st_gid)}"
+        name = str(status.st_gid)
+        with suppress(KeyError):
+            name = grp.getgrgid(status.st_gid).gr_name
+        who = "everybody" if others else f"group {name}"
         sudo = "" if status.st_uid == user else "sudo "
         return f"{who} can write {place}. If you trust it: {sudo}chmod go-w {quoted}"
     return ""
 
 
 def _is_own(group: int) -> bool:
-    """Whether a group is the user's private one, which many systems let write by default."""
+    """Return whether a group is the user's private one, which many systems let write by default."""
     try:
         found, own = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
     except KeyError:
@@ -303,22 +302,8 @@ def _is_own(group: int) -> bool:
     return private and set(found.gr_mem) <= {own.pw_name}
 
 
-def _user_name(user: int) -> str:
-    try:
-        return f"{pwd.getpwuid(user).pw_name} (uid {user})"
-    except KeyError:
-        return f"uid {user}"
-
-
-def _group_name(group: int) -> str:
-    try:
-        return grp.getgrgid(group).gr_name
-    except KeyError:
-        return str(group)
-
-
 def parse(values: Mapping[str, Any], source: Path) -> Config:
-    """Checks what a file holds. Relative paths in it are relative to its folder."""
+    """Check what a file holds. Relative paths in it are relative to its folder."""
     _refuse_unknown(
         values, [name for name in Config.__struct_fields__ if name != "source"], f"{source}:"
     )
@@ -355,13 +340,7 @@ def parse_size(text: str) -> int:
 
 
 def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
-    """Reads a table of the file.
-
-    Args:
-        table: What the file holds.
-        kind: The struct of its settings.
-        where: The file and the table, for messages.
-        given: Settings that are no keys of it.
+    """Read a table of the file; `given` are settings that are no keys of it.
 
     Raises:
         UsageError: It is no table, or a key of it is unknown or holds what it may not.
@@ -369,32 +348,24 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
     held = _table(table, where)
     fields = {each.encode_name: each.type for each in structs.fields(kind)}
     _refuse_unknown(held, [name for name in fields if name not in given], where)
-    sizes = {name: _bytes(held[name]) for name in held if _meta(fields[name]) == _meta(_Size)}
+    values = {**held, **given}
+    for name in held:
+        if _meta(fields[name]) == _meta(_Size):
+            with suppress(ValueError):  # what is no size stays, and is refused
+                values[name] = parse_size(str(held[name]))
     try:
-        return msgspec.convert({**held, **sizes, **given}, kind)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        name = _key_of(error)
+        # it ends in the place of what is wrong: - at `$.hosts[0]` is in `hosts`
+        name = str(error).rpartition("`$.")[2].rstrip("`").partition("[")[0]
         needs = f"{name} needs {_meta(fields[name])}; got {held[name]!r}"
         raise UsageError(f"{where} {needs}") from None
 
 
-def _key_of(error: msgspec.ValidationError) -> str:
-    """The key of a table at which msgspec found something wrong: `$.hosts[0]` is in `hosts`."""
-    return str(error).rpartition("`$.")[2].rstrip("`").partition("[")[0]
-
-
 def _meta(kind: object) -> str:
-    """What a key of a type may hold, in words."""
+    """Return what a key of a type may hold, in words."""
     metas = [it for each in (kind, *get_args(kind)) for it in getattr(each, "__metadata__", ())]
     return next((meta.description for meta in metas if meta.description), "another value")
-
-
-def _bytes(value: object) -> object:
-    """A size in bytes; what is none stays, and is refused."""
-    try:
-        return parse_size(str(value))
-    except ValueError:
-        return value
 
 
 def _pool(name: str, table: object, source: Path) -> PoolConfig:

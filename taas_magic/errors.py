@@ -53,50 +53,40 @@ class StoreError(TaasError):
 
 
 class RunError(TaasError):
-    """The user's cell did not succeed."""
+    """The user's cell did not succeed.
+
+    Args:
+        headline: One line: who, where, and what happened.
+        details: Its traceback and what else helps, line by line, ready to show.
+        etype: Name of the exception's type ("" where a process died without one).
+    """
+
+    def __init__(self, headline: str, details: Sequence[str] = (), etype: str = "") -> None:
+        super().__init__(headline)
+        self.details, self.etype = tuple(details), etype
+
+    def _render_traceback_(self) -> list[str]:
+        return [*self.details, f"{type(self).__name__}: {self}"]
 
 
 class RankFailed(RunError):
-    """The first failure of a run.
-
-    Args:
-        headline: One line: rank, host, and what happened.
-        details: The failing rank's traceback and what else helps, line by line, ready to show.
-        rank: The rank that failed first; None where no single rank is to blame.
-        etype: Name of the exception's type in the rank ("" when the rank died without one).
-    """
+    """The first failure of a run; `rank` is None where no single rank is to blame."""
 
     def __init__(
         self, headline: str, details: Sequence[str] = (), rank: int | None = None, etype: str = ""
     ) -> None:
-        super().__init__(headline)
-        self.details = tuple(details)
+        super().__init__(headline, details, etype)
         self.rank = rank
-        self.etype = etype
-
-    def _render_traceback_(self) -> list[str]:
-        return [*self.details, f"{type(self).__name__}: {self}"]
 
 
 class JobFailed(RunError):
-    """A job of a farm did not return.
-
-    Args:
-        headline: One line: which job, which host, and what happened.
-        details: Its traceback and what else helps, line by line, ready to show.
-        name: The job's.
-        etype: Name of the exception's type ("" when the job died without one).
-    """
+    """A job of a farm, of that name, did not return."""
 
     def __init__(
         self, headline: str, details: Sequence[str] = (), name: str = "", etype: str = ""
     ) -> None:
-        super().__init__(headline)
-        self.details = tuple(details)
-        self.name, self.etype = name, etype
-
-    def _render_traceback_(self) -> list[str]:
-        return [*self.details, f"{type(self).__name__}: {self}"]
+        super().__init__(headline, details, etype)
+        self.name = name
 
 
 class RunTimeout(RankFailed):
@@ -104,7 +94,7 @@ class RunTimeout(RankFailed):
 
 
 def interrupted(text: str) -> KeyboardInterrupt:
-    """The user's interrupt, which IPython shows as one line instead of the frames it met."""
+    """Return the user's interrupt, which IPython shows as one line instead of the frames it met."""
     error = KeyboardInterrupt(text)
     error._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]
     return error
@@ -123,7 +113,7 @@ class ProtocolError(PoolError):
 
 
 def reason_of(error: OSError) -> str:
-    """Why the system refused to write, in words."""
+    """Return why the system refused to write, in words."""
     reasons = {
         errno.EROFS: "its file system is read-only",
         errno.ENOSPC: "its file system is full",

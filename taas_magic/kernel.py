@@ -29,12 +29,12 @@ class TaasKernelApp(IPKernelApp):
     default_extensions = List(Unicode(), ["storemagic", EXTENSION]).tag(config=True)
 
     def init_extensions(self) -> None:
-        """Loads the extensions; a `%load_ext` of ours, as notebooks have it, then says nothing."""
+        """Load the extensions; a `%load_ext` of ours, as notebooks have it, then says nothing."""
         super().init_extensions()
         self.shell.extension_manager.loaded.discard(EXTENSION)
 
     def load_connection_info(self, info: dict[str, Any]) -> None:
-        """Takes the ports and keys that the frontend chose.
+        """Take the ports and keys that the frontend chose.
 
         Raises:
             SystemExit: The frontend wants to encrypt, and this ipykernel cannot.
@@ -49,7 +49,7 @@ class TaasKernelApp(IPKernelApp):
 
 
 def main() -> None:
-    """Runs a kernel until it is shut down."""
+    """Run a kernel until it is shut down."""
     TaasKernelApp.launch_instance()
 
 

@@ -7,6 +7,7 @@ and a field that was added later has a default, so that journals of older versio
 
 import json
 import time
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple, TypeVar
@@ -53,7 +54,6 @@ class ProcessStand(Struct, kw_only=True):
     """Where one process stands, in words.
 
     Attributes:
-        pid: Its id.
         command: Its command line; "" for a rank.
         place: The notebook's line.
         waits_for: What its main thread waits for.
@@ -77,9 +77,7 @@ class RankStand(ProcessStand, kw_only=True):
     """Where a rank stands.
 
     Attributes:
-        rank: Which.
         quiet_s: How long it has not come forward.
-        host: Its host.
         since: Since when it has not, by the clock of who shows it.
     """
 
@@ -90,12 +88,7 @@ class RankStand(ProcessStand, kw_only=True):
 
 
 class FetcherStand(ProcessStand, kw_only=True):
-    """Where a fetcher and its workers stand.
-
-    Attributes:
-        fetcher: Its number in the run.
-        host: Its host.
-    """
+    """Where a fetcher, by its number in the run, and its workers stand."""
 
     fetcher: int
     host: str = ""
@@ -157,9 +150,7 @@ class Address(NamedTuple):
     """Where a fetcher listens.
 
     Attributes:
-        fetcher: Its number.
         host: Name or IP address for TCP.
-        port: TCP port.
         unix: Name in the abstract namespace, which is also the server's name in the proof.
         machine: `connection.machine()` of its host.
     """
@@ -334,8 +325,6 @@ class FetcherStarted(Event, tag="fetcher", kw_only=True):
     """A fetcher listens.
 
     Attributes:
-        number: Which.
-        pid: Its process.
         cores: Those of its host.
         workers: How many each loader has.
         entry: Where it listens; not in the journal.
@@ -403,7 +392,6 @@ class RunEnded(Event, tag="ended", kw_only=True):
         state: SUCCEEDED, FAILED, INTERRUPTED or LOST.
         failures: Of all hosts, causes before consequences.
         first: The one to blame.
-        elapsed_s: How long the run took.
         why: Where the run could not report its own end.
     """
 
@@ -533,7 +521,6 @@ class HostHello(Struct, kw_only=True):
         host: Its name, as the user calls it.
         address: Where its ranks and fetchers are reached by those of other hosts.
         means: What holds its ranks off the project store.
-        gpus: CUDA devices.
     """
 
     host: str
@@ -561,9 +548,6 @@ class Started(Struct, kw_only=True):
     """The hosts of a run or of its fetchers; or why there are none, or not its project store.
 
     Attributes:
-        hosts: Their names.
-        error: Why there are none.
-        store_error: Why it does not have its project store.
         is_ending: Whether the pool's process had begun to end when it was asked.
     """
 
@@ -577,11 +561,8 @@ class HostStatus(Struct, kw_only=True):
     """What `%taas pools` says of a host.
 
     Attributes:
-        host: Its name.
-        address: Where others reach it.
         means: What holds its ranks off the project store.
         since: When it joined, in seconds since 1970.
-        runs: What it runs.
         had_s: How long it is had.
         idle_s: How long it has had no run; None while it has.
         gpu_hours: Of its GPUs, since it is had.
@@ -601,7 +582,6 @@ class PoolStatus(Struct, kw_only=True):
     """What `%taas pools` says of a pool.
 
     Attributes:
-        hosts: Its hosts.
         kernels: How many kernels are connected.
         refused: Messages and connections that were refused.
         gpu_hours: Of all hosts since the pool began.
@@ -616,7 +596,7 @@ class PoolStatus(Struct, kw_only=True):
 
 
 def _leaves(kind: type[Struct]) -> list[Any]:
-    """The structs below one that have none below them."""
+    """Return the structs below one that have none below them."""
     return [leaf for below in kind.__subclasses__() for leaf in _leaves(below)] or [kind]
 
 
@@ -626,7 +606,7 @@ _encoder = msgspec.json.Encoder(enc_hook=repr)
 
 
 def encode(message: Struct) -> bytes:
-    """A message as one line of JSON, without its end.
+    """Return a message as one line of JSON, without its end.
 
     What users display may hold anything; what is no JSON is told by its `repr`. Texts that are not
     UTF-8, such as names of files, are escaped.
@@ -638,7 +618,7 @@ def encode(message: Struct) -> bytes:
 
 
 def escaped(value: Any) -> Any:
-    """A value whose texts can be encoded as UTF-8: a lone surrogate becomes `\\udce9`."""
+    """Return a value whose texts can be encoded as UTF-8: a lone surrogate becomes `\\udce9`."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -648,43 +628,28 @@ def escaped(value: Any) -> Any:
     return value
 
 
-_event = msgspec.json.Decoder(AnyEvent)
-_of_rank = msgspec.json.Decoder(
+event_of: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
+"""Reads an event; raises msgspec.DecodeError where it is none, as the next two do."""
+
+of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
     reduce(or_, [*_leaves(RankMessage), *_leaves(StoreMessage)])
     | (Display | ClearOutput | Note | RankReport)
-)
-_of_fetcher = msgspec.json.Decoder(FetcherStarted | FetcherReport | Note | FetcherFailed)
+).decode
+"""Reads what a rank says."""
 
-
-def event_of(line: bytes) -> Event:
-    """Read an event.
-
-    Raises:
-        msgspec.DecodeError: It is none.
-    """
-    seen: Event = _event.decode(line)
-    return seen
-
-
-def of_rank(line: bytes) -> Event | RankMessage | StoreMessage:
-    """Read what a rank says; raises as `event_of`."""
-    said: Event | RankMessage | StoreMessage = _of_rank.decode(line)
-    return said
-
-
-def of_fetcher(line: bytes) -> Event | FetcherFailed:
-    """Read what a fetcher says; raises as `event_of`."""
-    said: Event | FetcherFailed = _of_fetcher.decode(line)
-    return said
+of_fetcher: Callable[[bytes], Event | FetcherFailed] = msgspec.json.Decoder(
+    FetcherStarted | FetcherReport | Note | FetcherFailed
+).decode
+"""Reads what a fetcher says."""
 
 
 def pack(value: object, indent: int | None = None) -> bytes:
-    """A value with paths and variables, which need not be UTF-8: ASCII JSON keeps them."""
+    """Return a value with paths and variables, which need not be UTF-8: ASCII JSON keeps them."""
     return json.dumps(msgspec.to_builtins(value, str_keys=True), indent=indent).encode()
 
 
 def unpack(packed: bytes, kind: type[_T]) -> _T:
-    """The inverse of `pack`.
+    """Read what `pack` wrote.
 
     Raises:
         ValueError: It is no such value.

@@ -6,6 +6,7 @@ fewer, they are shared: loaders share fetchers first, then fetchers share hosts.
 handed depends on none of this (docs/data.md).
 """
 
+import keyword
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,6 @@ class FetcherPlan(Struct, frozen=True):
     Attributes:
         number: Its number in the run, which its messages and files carry.
         index: Its place among the M fetchers of its loaders.
-        loaders: Names of the loaders that it runs.
         host: Which of the plan's hosts it is on.
     """
 
@@ -58,22 +58,19 @@ class DataPlan(Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
     def on(self, host: int) -> tuple[FetcherPlan, ...]:
-        """The fetchers of one of the hosts."""
+        """Return the fetchers of one of the hosts."""
         return tuple(fetcher for fetcher in self.fetchers if fetcher.host == host)
 
     @property
     def loaders(self) -> frozenset[str]:
-        """Names of the loaders that they run."""
+        """Return names of the loaders that they run."""
         return frozenset(name for fetcher in self.fetchers for name in fetcher.loaders)
 
 
 def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[PoolConfig, str]:
-    """The pool for the fetchers, and a note where the choice was open; "" where it was not.
+    """Return the pool for the fetchers, and a note where the choice was open; "" where it was not.
 
-    Args:
-        ranks_pool: The pool that runs the ranks.
-        data_pool: `--data-pool`; "" takes the first pool with `role = "data"`, else `ranks_pool`.
-        config: The settings.
+    Without `--data-pool` it is the first pool with `role = "data"`, else the one of the ranks.
 
     Raises:
         UsageError: There is no such pool.
@@ -99,12 +96,12 @@ def place_fetchers(
     rank_hosts: int = 0,
     note: str = "",
 ) -> DataPlan:
-    """Puts fetchers on hosts.
+    """Put fetchers on hosts.
 
     Args:
         loaders: Names of the registered loaders that the cell uses; at least one.
-        cpus: `--cpus`: hosts for each of them; at least one.
-        pool: The pool whose hosts are taken.
+        cpus: Hosts for each of them; at least one.
+        pool: Whose hosts are taken.
         cores: Processors of each of its hosts.
         rank_hosts: How many of its hosts run the ranks; 0: those of another pool do.
         note: Something to be said besides.
@@ -131,7 +128,7 @@ def place_fetchers(
 
 
 def _shared(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
-    """What the user is told where hosts are shared."""
+    """Return what the user is told where hosts are shared."""
     wanted, have = cpus * loaders, pool.max_hosts
     if wanted <= have:
         return ""
@@ -164,12 +161,10 @@ class Flags:
         max_gpus: Ranks that the run may grow to, once there are hosts for them; 0: it does not.
         cpus: Fetcher hosts for the registered loaders; 0 runs the loaders inside the ranks.
         units: Bound on the units that all ranks together are given; None is no bound.
-        pool: Name of the pool that runs the ranks.
         data_pool: Name of the pool that runs the fetchers; "" finds one.
         prefill: What fetchers must have ready before ranks start; None starts both together.
         uneven_hosts: Whether hosts may have different numbers of ranks.
-        out: Variables that come back into the notebook, as `out_names` reads them.
-        name: What the run is called in lists and in the head.
+        out: Variables that come back into the notebook, as `split_name` reads them.
         max_restarts: How often all ranks may start again after one died.
         timeout_s: Bound on the run's time, in seconds; None is no bound.
         hang_s: After how long without a sign of progress it is said where ranks stand; 0: never;
@@ -179,7 +174,6 @@ class Flags:
         store: The project store; "" is the one of taas.toml, else the notebook's folder.
         store_writes: What becomes of writes to it by ranks that are not 0: discard or refuse.
         shared_writes: Folders in it that every rank may write.
-        dry_run: Print the plan instead of carrying it out.
         federated: One rank a host, and hosts may be lost, as `Plan.federated` says.
     """
 
@@ -267,13 +261,45 @@ class Plan(Struct, frozen=True):
     federated: bool = False
 
 
+LAST = -1
+"""Stands for the last rank in a name of `--out`, however many there are."""
+
+
+def split_name(text: str) -> tuple[str, int]:
+    """Return a name of `--out`, and the rank whose value it is.
+
+    `losses` is rank 0's, `losses@3` rank 3's, `losses@last` that of the rank with the highest
+    number.
+
+    Raises:
+        ValueError: It is not a variable's name, or what follows `@` is no rank.
+    """
+    name, at, rank = text.partition("@")
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(text)
+    if at and rank != "last" and not (rank.isascii() and rank.isdigit()):
+        raise ValueError(text)
+    return name, LAST if rank == "last" else int(rank or 0)
+
+
+def name_of(text: str) -> str:
+    """Return what the value of a name of `--out` is called, in the rank and in the notebook."""
+    return split_name(text)[0]
+
+
+def is_from(text: str, rank: int, world_size: int) -> bool:
+    """Return whether this rank sends the value of a name of `--out`."""
+    wanted = split_name(text)[1]
+    return rank == (world_size - 1 if wanted == LAST else wanted)
+
+
 NO_GPU = "No GPU found"
 MAX_RANKS_PER_CPU_HOST = 64
 """Ranks that one host without a GPU runs at most; beyond it, memory ends before patience does."""
 
 
 def new_run_id(now: float | None = None) -> str:
-    """A name that sorts by time and that two kernels cannot both choose.
+    """Return a name that sorts by time and that two kernels cannot both choose.
 
     For example `20260131-142501-0423f9a1`: the day, the time to the millisecond, and four digits
     of chance.
@@ -290,14 +316,14 @@ def make_plan(
     max_hosts: int = 1,
     store: StoreRule | None = None,
 ) -> Plan:
-    """Decides how the ranks lie on hosts like `host`.
+    """Decide how the ranks lie on hosts like `host`.
 
     Args:
         flags: What the cell asks for.
         host: What each host of the pool offers.
         run_id: From `new_run_id`.
         max_hosts: Hosts that the pool may have.
-        store: The project store, and who may write to it; None holds no rank to anything.
+        store: None holds no rank to anything.
 
     Raises:
         UsageError: The pool cannot hold so many ranks, or not evenly.
@@ -316,7 +342,7 @@ def make_plan(
         cpus=flags.cpus,
         units=flags.units,
         prefill=flags.prefill,
-        notes=_notes(flags, host),
+        notes=() if host.gpus else (_no_gpu(flags),),
         store=store,
         room=room if flags.max_gpus else None,
         federated=flags.federated,
@@ -324,7 +350,7 @@ def make_plan(
 
 
 def next_size(plan: Plan) -> Plan | None:
-    """The same run on as few more hosts as give it more ranks; None where it may not grow."""
+    """Return the run on as few more hosts as give it more ranks; None where it may not grow."""
     room = plan.room
     if room is None or plan.world_size >= room.most:
         return None
@@ -337,7 +363,7 @@ def next_size(plan: Plan) -> Plan | None:
 
 
 def _lay_out(flags: Flags, host: HostCapacity, max_hosts: int) -> tuple[Room, tuple[HostPlan, ...]]:
-    """How far the run may grow, and the shares of the hosts that it begins with."""
+    """Return how far the run may grow, and the shares of the hosts that it begins with."""
     per_host = 1 if flags.federated else host.gpus or MAX_RANKS_PER_CPU_HOST
     n_hosts = -(-flags.gpus // per_host)
     _check_fits(flags, host, per_host, n_hosts, max_hosts)
@@ -369,7 +395,7 @@ def _most_on(room: Room, n_hosts: int) -> int:
 
 
 def _host_plans(world_size: int, n_hosts: int, cores: int) -> tuple[HostPlan, ...]:
-    """Shares that differ by one rank at most, the larger ones first."""
+    """Return shares that differ by one rank at most, the larger ones first."""
     base, larger = divmod(world_size, n_hosts)
     plans: list[HostPlan] = []
     for number in range(n_hosts):
@@ -379,9 +405,6 @@ def _host_plans(world_size: int, n_hosts: int, cores: int) -> tuple[HostPlan, ..
     return tuple(plans)
 
 
-def _notes(flags: Flags, host: HostCapacity) -> tuple[str, ...]:
-    if host.gpus:
-        return ()
-    processes = f"{flags.gpus} CPU process{'es' * (flags.gpus > 1)}"
+def _no_gpu(flags: Flags) -> str:
     where = "" if flags.pool == LOCAL else f' in pool "{flags.pool}"'
-    return (f"{NO_GPU}{where}; running {processes}",)
+    return f"{NO_GPU}{where}; running {flags.gpus} CPU process{'es' * (flags.gpus > 1)}"

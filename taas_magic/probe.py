@@ -23,6 +23,7 @@ from importlib import metadata
 from typing import Any
 
 _SIOCGIFADDR = 0x8915
+_LINK_LOCAL = "20"
 _SIZE_STEP = 1 << 20
 _CGROUPS = "/sys/fs/cgroup"
 
@@ -33,7 +34,7 @@ def main(
     mark: str = "",
     names: bool = True,
 ) -> dict[str, Any]:
-    """The facts as plain values; `facts.Facts` says what each means.
+    """Return the facts as plain values; `facts.Facts` says what each means.
 
     Args:
         packages: Distributions whose versions are asked for.
@@ -73,7 +74,7 @@ def main(
 
 
 def cache_folder() -> str:
-    """Where taas-magic keeps things on this host: `$XDG_CACHE_HOME/taas` or `~/.cache/taas`.
+    """Return where taas-magic keeps things on this host: `$XDG_CACHE_HOME/taas` or `~/.cache/taas`.
 
     A user without a home folder has it below TMPDIR.
     """
@@ -84,7 +85,7 @@ def cache_folder() -> str:
 
 
 def cores() -> int:
-    """Logical processors that a process here gets: by its affinity and its cgroup's quota."""
+    """Return how many processors a process here gets, by its affinity and its cgroup's quota."""
     if not hasattr(os, "sched_getaffinity"):
         return 1
     quotas = [_quota(folder) for folder in _cgroup_folders()]
@@ -92,7 +93,7 @@ def cores() -> int:
 
 
 def _cgroup_folders() -> list[str]:
-    """The folders of this process's CPU cgroup and of those above it; cgroup v1 and v2."""
+    """Return the folders of this process's CPU cgroup and of those above it; cgroup v1 and v2."""
     found = []
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -107,7 +108,7 @@ def _cgroup_folders() -> list[str]:
 
 
 def _quota(folder: str) -> int:
-    """How many processors a cgroup may use, rounded up; 0 where it has no bound."""
+    """Return how many processors a cgroup may use, rounded up; 0 where it has no bound."""
     quota, period = (
         _read(os.path.join(folder, "cpu.max")).split()
         or _read(os.path.join(folder, "cpu.cfs_quota_us")).split()
@@ -126,7 +127,7 @@ def _read(path: str) -> str:
 
 
 def version(name: str) -> str:
-    """The version of a distribution; "" where it is not installed."""
+    """Return the version of a distribution; "" where it is not installed."""
     try:
         return metadata.version(name) or ""
     except (metadata.PackageNotFoundError, OSError, ValueError):
@@ -134,7 +135,7 @@ def version(name: str) -> str:
 
 
 def is_there(name: str) -> bool:
-    """Whether a top-level module can be found; it is not imported."""
+    """Return whether a top-level module can be found; it is not imported."""
     try:
         return name in sys.modules or importlib.util.find_spec(name) is not None
     except (ImportError, ValueError, AttributeError):
@@ -142,7 +143,7 @@ def is_there(name: str) -> bool:
 
 
 def folder_of(name: str) -> str | None:
-    """The folder of an installed package, or None."""
+    """Return the folder of an installed package, or None."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
@@ -151,24 +152,20 @@ def folder_of(name: str) -> str | None:
 
 
 def torch_cuda() -> str:
-    """The CUDA version that torch was built for; "" for a CPU build. Importing it takes seconds."""
-    folder = folder_of("torch")
-    try:
-        with open(os.path.join(folder or "", "version.py"), encoding="utf-8") as file:
-            found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", file.read(), re.MULTILINE)
-    except OSError:
-        return ""
+    """Return the CUDA version that torch was built for; "" for a CPU build; imports nothing."""
+    text = _read(os.path.join(folder_of("torch") or "", "version.py"))
+    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", text, re.MULTILINE)
     return found.group(1) if found else ""
 
 
 def digest_of_ours() -> str:
-    """What taas-magic is here: a digest of its files; "" where it is not."""
+    """Return what taas-magic is here: a digest of its files; "" where it is not."""
     folder = folder_of("taas_magic")
     return digest(package_files(folder)) if folder else ""
 
 
 def package_files(folder: str) -> list[tuple[str, bytes]]:
-    """The files of a package as (path in it, content), in an order that is the same everywhere."""
+    """Return the files of a package as (path in it, content), in the same order everywhere."""
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]
@@ -180,13 +177,13 @@ def package_files(folder: str) -> list[tuple[str, bytes]]:
 
 
 def digest(files: Iterable[tuple[str, bytes]]) -> str:
-    """A digest of (path, content) pairs."""
+    """Return a digest of (path, content) pairs."""
     sums = [hashlib.sha256(content).hexdigest() + " " + path for path, content in files]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
 
 
 def write_error(folder: str) -> str:
-    """Why a file cannot be written in a folder, which is made if need be; "" if one can."""
+    """Return why a file cannot be written in a folder, which is made if need be; "" if one can."""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -197,14 +194,14 @@ def write_error(folder: str) -> str:
 
 
 def free_bytes(folder: str) -> int:
-    """What the user may still write on the disk of a folder, or of where it would be."""
+    """Return what the user may still write on the disk of a folder, or of where it would be."""
     while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
         folder = os.path.dirname(folder)
     return shutil.disk_usage(folder).free
 
 
 def sites(cache: str) -> list[str]:
-    """The names of the folders with packages that we have put on this host."""
+    """Return the names of the folders with packages that we have put on this host."""
     try:
         return sorted(n for n in os.listdir(os.path.join(cache, "site")) if not n.startswith("."))
     except OSError:
@@ -212,7 +209,7 @@ def sites(cache: str) -> list[str]:
 
 
 def count_gpus() -> int:
-    """CUDA devices that a process here would see, without asking CUDA."""
+    """Count the CUDA devices that a process here would see, without asking CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
@@ -223,7 +220,7 @@ def count_gpus() -> int:
 
 
 def gpu_names() -> list[str]:
-    """The kinds of GPUs as nvidia-smi calls them; none where it does not answer in time."""
+    """Return the kinds of GPUs as nvidia-smi calls them; none where it does not answer in time."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         said = subprocess.run(
@@ -235,7 +232,7 @@ def gpu_names() -> list[str]:
 
 
 def resolved(name: str) -> list[str]:
-    """The addresses that a name has to this host."""
+    """Return the addresses that a name has to this host."""
     try:
         return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
     except (OSError, UnicodeError):
@@ -243,7 +240,7 @@ def resolved(name: str) -> list[str]:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The network interfaces that are in use, with their addresses."""
+    """Return the network interfaces that are in use, with their addresses."""
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
@@ -253,21 +250,9 @@ def interfaces() -> dict[str, list[str]]:
             except OSError:
                 continue  # it has no address
             found[name] = [socket.inet_ntoa(answer[20:24])]
-    for name, address in addresses_of_ipv6():
-        found.setdefault(name, []).append(address)
+    for line in _read("/proc/net/if_inet6").splitlines():
+        address, _, _, scope, _, name = line.split()
+        if scope != _LINK_LOCAL:
+            text = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+            found.setdefault(name, []).append(text)
     return found
-
-
-def addresses_of_ipv6() -> list[tuple[str, str]]:
-    """(interface, address) of each IPv6 address that reaches beyond its own link."""
-    try:
-        with open("/proc/net/if_inet6", encoding="ascii") as file:
-            lines = [line.split() for line in file]
-    except OSError:
-        return []
-    link_local = "20"
-    return [
-        (words[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0])))
-        for words in lines
-        if words[3] != link_local
-    ]

@@ -9,13 +9,13 @@ import pickle
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from taas_magic.capture import pickling
 from taas_magic.capture.culprit import is_shard, refusal
 from taas_magic.capture.pickling import ValuePickler
 from taas_magic.config import DataConfig
@@ -88,7 +88,6 @@ class PackedLoader(NamedTuple):
 
 
 _registered: dict[int, Registered] = {}
-_packed_for: list[dict[str, PackedLoader]] = []
 
 
 def register(
@@ -116,17 +115,23 @@ def register(
         ValueError: `uneven` is none of these.
         RuntimeError: This is a rank.
     """
-    _refuse_in_a_rank()
+    # A fetcher that a rank starts has no RANK: a module that it imports may register what it likes.
+    if PAYLOAD in os.environ and "RANK" in os.environ:
+        raise RuntimeError(
+            f"register: this is rank {os.environ['RANK']} of a cell's run, where it has no effect. "
+            "Register the loader in the notebook, in a cell without %%taas, and use it here by its "
+            "variable"
+        )
     _check_kind(loader, uneven)
     start = _check_travels(name or _variable_of(loader) or "loader", loader)
     _name_by_variables()
     _registered.pop(id(loader), None)
-    if name is not None:
-        _forget(name)
     is_named = name is not None
+    for key in [key for key, entry in _registered.items() if is_named and entry.name == name]:
+        del _registered[key]
     _registered[id(loader)] = Registered(name or "", loader, seed, uneven, is_named, start)
     _name_by_variables()
-    _teach_capture()
+    pickling.STAND_INS[type(loader)] = reduce_loader
     _warn_of_own_generators(loader)
     return loader
 
@@ -152,33 +157,29 @@ def is_registered(loader: Any) -> bool:
 def registered() -> dict[str, Registered]:
     """Return the registered loaders by name."""
     _name_by_variables()
-    _number_the_others()
+    for key, entry in list(_registered.items()):
+        if not entry.name:
+            taken = {other.name for other in _registered.values()}
+            free = (f"loader{n}" for n in range(len(_registered)) if f"loader{n}" not in taken)
+            _registered[key] = replace(entry, name=next(free))
     return {entry.name: entry for entry in _registered.values()}
 
 
-@contextmanager
-def noting() -> Iterator[dict[str, PackedLoader]]:
-    """Give a dict of the registered loaders that are pickled for ranks inside the block."""
-    used: dict[str, PackedLoader] = {}
-    _packed_for.append(used)
-    try:
-        yield used
-    finally:
-        _packed_for.remove(used)
+def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
+    """Reduce a registered loader to its shape, any other to what it is; a pickler's rule.
 
-
-def reduce_loader(loader: Any) -> Any:
-    """A pickler's rule: a registered loader travels as its shape, every other as what it is."""
+    Args:
+        loader: Any loader.
+        used: Takes it packed, by its name.
+    """
     if id(loader) not in _registered:
         return NotImplemented
     entry = next(entry for entry in registered().values() if entry.loader is loader)
     from taas_magic.data.loader import arrive
 
-    known = (used[entry.name] for used in _packed_for if entry.name in used)
-    packed = next(known, None) or entry.packed()
-    for used in _packed_for:
-        used[entry.name] = packed
-    return arrive, (packed.shape,)
+    if entry.name not in used:
+        used[entry.name] = entry.packed()
+    return arrive, (used[entry.name].shape,)
 
 
 def serve(
@@ -220,24 +221,6 @@ def serve(
     service.write(run_dir, described, payloads)
 
 
-def _teach_capture() -> None:
-    """Put the rule where the pickler of cells finds it, once there is something to find."""
-    from taas_magic.capture import pickling
-
-    for kind in {type(entry.loader) for entry in _registered.values()}:
-        pickling.STAND_INS[kind] = reduce_loader
-
-
-def _refuse_in_a_rank() -> None:
-    # A fetcher that a rank starts has no RANK: a module that it imports may register what it likes.
-    if PAYLOAD in os.environ and "RANK" in os.environ:
-        raise RuntimeError(
-            f"register: this is rank {os.environ['RANK']} of a cell's run, where it has no effect. "
-            "Register the loader in the notebook, in a cell without %%taas, and use it here by its "
-            "variable"
-        )
-
-
 def _check_kind(loader: Any, uneven: str) -> None:
     kind = type(loader).__name__
     if not hasattr(loader, "__iter__"):
@@ -262,7 +245,7 @@ def _check_kind(loader: Any, uneven: str) -> None:
 
 
 def _iterated_by(kind: type) -> str | None:
-    """The module of a DataLoader's `__iter__` if it is neither torch's nor torchdata's."""
+    """Return the module of a DataLoader's `__iter__` if it is neither torch's nor torchdata's."""
     from torch.utils.data import DataLoader
 
     module: str = getattr(kind, "__iter__", DataLoader.__iter__).__module__
@@ -271,7 +254,7 @@ def _iterated_by(kind: type) -> str | None:
 
 
 def _check_travels(name: str, loader: Any) -> bytes:
-    """Return where the loader's sampler and generator stand.
+    """Check that a loader can go to fetchers; return where its sampler and generator stand.
 
     Raises:
         TypeError: It cannot travel; the message has the path to what cannot.
@@ -290,15 +273,12 @@ def _check_travels(name: str, loader: Any) -> bytes:
 
 def _pickled(name: str, parts: "LoaderParts") -> bytes:
     pickler = ValuePickler(to="fetchers")
-    try:
-        pickler.add(parts)
-    except Exception as error:
-        raise refusal(name, parts, pickler.probe, error, to="fetchers") from error
+    pickler.take(name, parts)
     return pickler.pickled().data
 
 
 def _refuse_a_loaded_state(name: str, loader: Any) -> None:
-    """A StatefulDataLoader that is to go on with a state would begin at 0 in the ranks."""
+    """Refuse a StatefulDataLoader that is to go on with a state: ranks would begin at 0."""
     if getattr(loader, "next_iter_state", None) is not None:
         raise CaptureError(
             f"`{name}` has loaded a state in the notebook (load_state_dict), and fetchers cannot "
@@ -307,13 +287,8 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
         )
 
 
-def _forget(name: str) -> None:
-    for key in [key for key, entry in _registered.items() if entry.name == name]:
-        del _registered[key]
-
-
 def _name_by_variables() -> None:
-    """Loaders that the user did not name go by their variables.
+    """Name the loaders that the user did not name by their variables.
 
     One whose variable holds another registered loader now, and that no other variable holds, was
     replaced by it: the cell that registered it was run again.
@@ -332,23 +307,15 @@ def _name_by_variables() -> None:
             _registered[key] = replace(entry, name=variable)
 
 
-def _number_the_others() -> None:
-    for key, entry in list(_registered.items()):
-        if not entry.name:
-            taken = {other.name for other in _registered.values()}
-            free = (f"loader{n}" for n in range(len(_registered)) if f"loader{n}" not in taken)
-            _registered[key] = replace(entry, name=next(free))
-
-
 def _variables() -> dict[str, Any]:
-    """The notebook's variables."""
+    """Return the notebook's variables."""
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive else None
     return shell.user_ns if shell else {}
 
 
 def _variable_of(loader: Any, preferred: str = "") -> str | None:
-    """The notebook's variable that holds this loader, as far as there is one yet."""
+    """Return the notebook's variable that holds this loader, as far as there is one yet."""
     variables = _variables()
     if preferred and variables.get(preferred) is loader:
         return preferred
@@ -363,10 +330,11 @@ def _shape_of(entry: Registered, loader: Any, parts: "LoaderParts") -> "LoaderSh
 
     dataset = loader.dataset
     iterable = isinstance(dataset, IterableDataset)
+    start_method = loader.multiprocessing_context
     return LoaderShape(
         name=entry.name,
         settings={name: getattr(loader, name) for name in SETTINGS if hasattr(loader, name)},
-        context=_start_method(loader),
+        context=start_method.get_start_method() if start_method is not None else "",
         batches=_batches(parts),
         samples=_length(dataset),
         iterable=iterable,
@@ -378,21 +346,16 @@ def _shape_of(entry: Registered, loader: Any, parts: "LoaderParts") -> "LoaderSh
         seed=entry.seed,
         dataset=type(dataset).__qualname__,
         attributes=_small_attributes(dataset),
-        has_set_epoch=_is_told_epochs(dataset),
-        has_state=iterable and _has_state(dataset),
+        has_set_epoch=_has(dataset, "set_epoch"),
+        has_state=iterable
+        and all(hasattr(dataset, it) for it in ("state_dict", "load_state_dict")),
         # apart from the ranks' pickle: a sampler may hold millions of indices
         shown=pickle.PickleBuffer(parts.shown()),
     )
 
 
-def _start_method(loader: Any) -> str:
-    """The start method that the loader asks for its processes, "" for none."""
-    context = loader.multiprocessing_context
-    return context.get_start_method() if context is not None else ""
-
-
 def _batches(parts: "LoaderParts") -> int | None:
-    """What `len(loader)` is; None where it has none."""
+    """Return what `len(loader)` is; None where it has none."""
     if parts.batch_sampler is not None:
         return _length(parts.batch_sampler)
     if parts.sampler is not None:
@@ -411,36 +374,27 @@ def _length(value: Any) -> int | None:
 
 
 def _may_vary(parts: "LoaderParts") -> bool:
-    """Whether the number of batches may change from epoch to epoch."""
+    """Return whether the number of batches may change from epoch to epoch."""
     samplers = [one for one in (parts.sampler, parts.batch_sampler) if one is not None]
     are_torchs = all(type(one).__module__.startswith(("torch.", "builtins")) for one in samplers)
-    return bool(samplers) and (not are_torchs or _is_told_epochs(parts.dataset))
+    return bool(samplers) and (not are_torchs or _has(parts.dataset, "set_epoch"))
 
 
-def _is_told_epochs(dataset: Any) -> bool:
-    return callable(getattr(dataset, "set_epoch", None))
-
-
-def _has_state(dataset: Any) -> bool:
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+def _has(dataset: Any, method: str) -> bool:
+    return callable(getattr(dataset, method, None))
 
 
 def _small_attributes(dataset: Any) -> dict[str, Any]:
-    """The dataset's attributes that cost nothing to send, like its classes."""
+    """Return the dataset's attributes that cost nothing to send, like its classes."""
+    plain = (str, int, float, bool, type(None))
     small: dict[str, Any] = {}
-    for name, value in _plain_attributes(dataset):
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        elements = value if isinstance(value, (list, tuple)) else [value]
+        if len(elements) > 1000 or not all(isinstance(one, plain) for one in elements):
+            continue
         if len(pickle.dumps(value)) <= _SMALL_ATTRIBUTE_BYTES:
             small[name] = value
     return small
-
-
-def _plain_attributes(dataset: Any) -> Iterable[tuple[str, Any]]:
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        elements = value if isinstance(value, (list, tuple)) else [value]
-        if len(elements) <= 1000 and all(
-            isinstance(element, (str, int, float, bool, type(None))) for element in elements
-        ):
-            yield name, value
 
 
 def _warn_of_own_generators(loader: Any) -> None:
@@ -461,7 +415,7 @@ def _warn_of_own_generators(loader: Any) -> None:
             "torch, numpy.random or random, which are, or seed it in __getitem__",
             stacklevel=3,
         )
-    elif goes_on(loader) and not hasattr(loader.dataset, "set_epoch"):
+    elif goes_on(loader) and not _has(loader.dataset, "set_epoch"):
         warnings.warn(
             f"{kept}. Every epoch begins with the dataset as it was registered, so that all are "
             "alike: give it a method set_epoch(epoch) that seeds it",

@@ -68,7 +68,7 @@ def refusal(
     note: str = "",
     to: Destination = "ranks",
 ) -> CaptureError:
-    """Says what in `value` cannot travel.
+    """Say what in the value of a variable cannot travel, and what to do about it.
 
     Args:
         name: The variable.
@@ -76,29 +76,32 @@ def refusal(
         probe: Pickles a value and raises where it cannot.
         error: What pickling `value` raised.
         note: Why the variable travels at all; shown in brackets.
-        to: "ranks" for a value that was found in the notebook, "notebook" for one that the cell
-            made (`--out`), "fetchers" for a registered loader: what to do about it differs.
+        to: Where it was to go: what to do differs.
     """
     path, offender = culprit(name, value, probe)
     kind = type_name(offender)
     article = "an" if kind[0] in "aeiouAEIOU" else "a"
     said = f" (pickling it said: {type(error).__name__}: {_short(error)})"
     what = f"`{path}` is {article} {kind} and cannot travel to the {to}"
+    names = [each.__name__ for each in type(offender).__mro__]
     if to == "notebook":
-        return CaptureError(f"{what}; {_result_advice(offender) or _PLAIN_RESULT + said}")
+        advice = _by_name(names, _RESULT_ADVICE) or _PLAIN_RESULT + said
+        return CaptureError(f"{what}; {advice}")
     if to == "fetchers":
-        return CaptureError(f"{what}; {_fetcher_advice(offender) or _MADE_WHERE_USED + said}")
+        advice = _MADE_WHERE_USED + said
+        if is_shard(type(offender)):
+            advice = _DEALS
+        elif is_process_bound(type(offender)):
+            advice = _OF_ONE_PROCESS
+        return CaptureError(f"{what}; {advice}")
     why = f" ({note})" if note else ""
-    return CaptureError(f"{what}{why}; {_advice(offender) or _IN_THE_CELL + said} and run again")
+    return CaptureError(
+        f"{what}{why}; {_advice(offender, names) or _IN_THE_CELL + said} and run again"
+    )
 
 
 def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
-    """Follows what cannot be pickled down to the innermost part that cannot.
-
-    Args:
-        name: The variable; the path starts with it.
-        value: Something for which `dump` raises.
-        dump: Pickles a value by the rules of the capture, or raises.
+    """Follow what cannot be pickled down to the innermost part for which `dump` raises.
 
     Returns:
         The path (`config['a'][3].db`) and the offending object. Where time or depth run out,
@@ -108,42 +111,33 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     seen = {id(value)}
     kept = [value]  # an id is only unique while its object lives
     path = name
+
+    def first_failing(value: Any) -> tuple[str, Any] | None:
+        for step, child in _parts(value):
+            if time.monotonic() > deadline:
+                return None
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            kept.append(child)
+            try:
+                dump(child)
+            except Exception:
+                return step, child
+        return None
+
     for _ in range(_DEPTH):
         if is_process_bound(type(value)) or is_shard(type(value)) or _is_compiled(value):
             break  # no part of it is to blame
-        failing = _first_failing(value, dump, seen, kept, deadline)
-        if failing is None:
+        if (failing := first_failing(value)) is None:
             break
         step, value = failing
         path += step
     return path, value
 
 
-def _first_failing(
-    value: Any, dump: Probe, seen: set[int], kept: list[Any], deadline: float
-) -> tuple[str, Any] | None:
-    for step, child in _parts(value):
-        if time.monotonic() > deadline:
-            return None
-        if id(child) in seen:
-            continue
-        seen.add(id(child))
-        kept.append(child)
-        if not _travels(child, dump):
-            return step, child
-    return None
-
-
-def _travels(value: Any, dump: Probe) -> bool:
-    try:
-        dump(value)
-    except Exception:
-        return False
-    return True
-
-
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What pickling `value` goes through next, each with its step in a path."""
+    """Yield what pickling `value` goes through next, each with its step in a path."""
     match value:
         case dict() if type(value) is dict:
             yield from _items(value)
@@ -222,7 +216,7 @@ def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(state: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes as the user writes them: a torch module's children are attributes of it."""
+    """Yield attributes as the user writes them: a torch module's children are attributes of it."""
     if not isinstance(state, dict):
         yield ".<state>", state
         return
@@ -239,12 +233,11 @@ def type_name(value: Any) -> str:
     return f"{module}{kind.__qualname__}"
 
 
-def _advice(value: Any) -> str | None:
+def _advice(value: Any, names: list[str]) -> str | None:
     if is_process_bound(type(value)):
         return _PROCESS_BOUND
     if _is_compiled(value):
         return _COMPILED
-    names = [kind.__name__ for kind in type(value).__mro__]
     if "IOBase" in names or "_IOBase" in names:
         return "open it inside the cell"
     if any(name in ("lock", "RLock") for name in names):
@@ -252,24 +245,14 @@ def _advice(value: Any) -> str | None:
     return _by_name(names, _ADVICE)
 
 
-def _fetcher_advice(value: Any) -> str | None:
-    if is_shard(type(value)):
-        return _DEALS
-    return _OF_ONE_PROCESS if is_process_bound(type(value)) else None
-
-
 def _is_compiled(value: Any) -> bool:
-    """Whether a function is what `torch.compile` made of another one."""
+    """Return whether a function is what `torch.compile` made of another one."""
     scope = value.__globals__ if isinstance(value, FunctionType) else {}
     return scope.get("__name__") == "torch._dynamo.eval_frame"
 
 
-def _result_advice(value: Any) -> str | None:
-    return _by_name([kind.__name__ for kind in type(value).__mro__], _RESULT_ADVICE)
-
-
 def _by_name(names: list[str], advice: Mapping[str, str]) -> str | None:
-    """The advice for the first class whose name ends in one that there is advice for."""
+    """Return the advice for the first class whose name ends in one that there is advice for."""
     known = itertools.product(names, advice.items())
     return next((text for name, (end, text) in known if name.endswith(end)), None)
 
@@ -327,12 +310,12 @@ _SHARDS = {
 
 
 def is_process_bound(kind: type) -> bool:
-    """Whether instances of a class belong to the process that made them; imports nothing."""
+    """Return whether instances of a class belong to the process that made them; imports nothing."""
     return _is_one_of(kind, _CLASSES)
 
 
 def is_shard(kind: type) -> bool:
-    """Whether instances of a class are, or make, one rank's share of the data."""
+    """Return whether instances of a class are, or make, one rank's share of the data."""
     return _is_one_of(kind, _SHARDS)
 
 

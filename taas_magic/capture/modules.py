@@ -1,11 +1,14 @@
-"""The project's own modules travel to the ranks as source, read from disk when the cell starts.
+"""What a cell's processes import: the project's modules as source, installed ones, and `taas`.
 
-A module is local when its file lies in the project folder, or under an entry of `sys.path` that
-belongs to no Python installation. The interpreter's own modules and installed packages are
-expected on every host and do not travel.
+The project's own modules travel to the ranks, read from disk when the cell starts. A module is
+local when its file lies in the project folder, or under an entry of `sys.path` that belongs to no
+Python installation. The interpreter's own modules and installed packages are expected on every
+host and do not travel. `import taas` gives `taas_magic.api`, whatever is installed: PyPI has
+another package of that name.
 """
 
 import ast
+import importlib
 import importlib.abc
 import importlib.util
 import linecache
@@ -14,6 +17,7 @@ import sysconfig
 import tokenize
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -49,11 +53,9 @@ class ModuleSource:
 
 
 def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
-    """Finds the local modules among `names`, and those that they import, transitively.
+    """Find the local modules among `names`, and those that they import, transitively.
 
-    Args:
-        names: Dotted names as imported; what is no module (`x.y` of `from x import y`) is skipped.
-        project: The notebook's folder.
+    Of `names`, dotted as imported, what is no module (`x.y` of `from x import y`) is skipped.
 
     Returns:
         The sources by name, parent packages included.
@@ -78,7 +80,7 @@ def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
 
 
 def local_folders(project: Path) -> tuple[Path, ...]:
-    """The project, and what else `sys.path` names that belongs to no Python installation."""
+    """Return the project, and what else `sys.path` names that belongs to no Python installation."""
     return _local_folders(project.resolve(), Path.cwd(), tuple(sys.path))
 
 
@@ -90,7 +92,7 @@ def _local_folders(project: Path, current: Path, path: tuple[str, ...]) -> tuple
 
 
 def is_local(path: Path, folders: Sequence[Path]) -> bool:
-    """Whether a file belongs to one of the folders, and not to a Python installed inside it."""
+    """Return whether a file is in one of the folders, and of no Python installed inside it."""
     if not _INSTALLED.isdisjoint(path.parts):
         return False
     homes = [folder for folder in folders if path.is_relative_to(folder)]
@@ -99,7 +101,7 @@ def is_local(path: Path, folders: Sequence[Path]) -> bool:
 
 
 def install(modules: Mapping[str, ModuleSource]) -> None:
-    """Makes this process (a rank) import these modules from their shipped source.
+    """Make this process (a rank) import these modules from their shipped source.
 
     They come before everything else on the import path; tracebacks show the shipped text even if
     the file has changed since.
@@ -109,6 +111,27 @@ def install(modules: Mapping[str, ModuleSource]) -> None:
     for module in modules.values():
         lines = module.source.splitlines(keepends=True)
         linecache.cache[module.path] = (len(module.source), None, lines, module.path)
+
+
+def claim_taas() -> bool:
+    """Make `import taas` give `taas_magic.api` in this process and its forks.
+
+    A rank, a fetcher and the kernel call it before any of the user's code runs. It costs a look
+    into `sys.modules` where `taas_magic.api` is imported.
+
+    Returns:
+        Whether another module had the name.
+    """
+    api = importlib.import_module("taas_magic.api")
+    before = sys.modules.get("taas", api)
+    sys.modules["taas"] = api
+    return before is not api and hasattr(before, "__path__")
+
+
+def release_taas() -> None:
+    """Undo `claim_taas`: the next `import taas` looks for what is installed."""
+    if sys.modules.get("taas") is sys.modules.get("taas_magic.api"):
+        sys.modules.pop("taas", None)
 
 
 class _ShippedFinder(importlib.abc.MetaPathFinder):
@@ -206,7 +229,7 @@ def _read(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
 
 @lru_cache(maxsize=256)
 def _imports(module: ModuleSource) -> frozenset[str]:
-    """Modules that a module's text imports, anywhere in it; a broken text fails in the rank."""
+    """Return what a module's text imports, anywhere in it; a broken text fails in the rank."""
     try:
         tree = ast.parse(module.source)
     except SyntaxError:
@@ -217,15 +240,85 @@ def _imports(module: ModuleSource) -> frozenset[str]:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = _absolute(node, package)
-            found.add(base)
-            found.update(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
-    return frozenset(found - {""})
+            name = "." * node.level + (node.module or "")
+            with suppress(ImportError):  # from beyond the top: fails in the rank, too
+                base = importlib.util.resolve_name(name, package)
+                found.add(base)
+                found.update(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+    return frozenset(found)
 
 
-def _absolute(node: ast.ImportFrom, package: str) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = package.split(".")
-    base = ".".join(parts[: len(parts) - node.level + 1])
-    return f"{base}.{node.module}" if node.module else base
+_NOT_NEEDED = {"taas_magic", "taas", "cloudpickle", "__main__", "__mp_main__"}
+_BRANCHES = (ast.If, ast.While, ast.Match)
+
+
+def needed_modules(
+    cell: str, referred: Iterable[str], travelling: Sequence[tuple[str, str]], texts: Iterable[str]
+) -> tuple[str, ...]:
+    """Return the top-level modules that must be installed wherever a cell runs.
+
+    Args:
+        cell: The cell as Python.
+        referred: Modules that what travels refers to or imports.
+        travelling: (name, source) of the project's own modules that travel.
+        texts: Sources of the notebook's cells that defined what travels, as far as they are Python.
+    """
+    sure = set(imported(cell))
+    optional = set[str]()
+    for text in (cell, *texts):
+        optional |= set(imported(text, branches=True)) - set(imported(text))
+    for _, source in travelling:
+        sure |= set(imported(source, functions=False))
+    loaded = {name.partition(".")[0] for name in referred} - optional
+    sure |= {name for name in loaded if _is_installed(name)}
+    own = {name.partition(".")[0] for name, _ in travelling} | _NOT_NEEDED
+    return tuple(sorted(sure - own - sys.stdlib_module_names))
+
+
+def imported(source: str, functions: bool = True, branches: bool = False) -> Iterator[str]:
+    """Yield the top-level modules that a source imports.
+
+    Args:
+        source: Python; from what is none, nothing is read.
+        functions: Also what functions import when they are called.
+        branches: Also what only a branch, or a `try` that knows what to do instead, imports.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    yield from _in(tree.body, functions, branches)
+
+
+def _in(statements: Iterable[ast.stmt], functions: bool, branches: bool) -> Iterator[str]:
+    for node in statements:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+        elif _is_entered(node, functions, branches):
+            yield from _in(_inside(node), functions, branches)
+
+
+def _is_entered(node: ast.stmt, functions: bool, branches: bool) -> bool:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return functions
+    may_be_left_out = isinstance(node, _BRANCHES) or bool(getattr(node, "handlers", None))
+    return branches or not may_be_left_out
+
+
+def _inside(node: ast.stmt) -> Iterator[ast.stmt]:
+    """Yield the statements directly within a statement, in any of its blocks."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child
+        elif isinstance(child, ast.ExceptHandler | ast.match_case):
+            yield from child.body
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a loaded module can be found by others, too: some are made at run time."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

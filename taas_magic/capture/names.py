@@ -5,16 +5,16 @@ modules without which the cell surely fails. Pure.
 """
 
 import ast
+import difflib
 import dis
-import importlib.util
 import re
 import string
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import CO_OPTIMIZED
-from types import CodeType
+from types import CodeType, FunctionType
+from typing import Any
 
 _READS = {
     "LOAD_NAME",
@@ -51,7 +51,7 @@ class CodeUse:
 
 @lru_cache(maxsize=1024)
 def code_use(code: CodeType) -> CodeUse:
-    """Reads `code` without running it."""
+    """Read `code` without running it."""
     now: set[str] = set()
     later: set[str] = set()
     imports: set[str] = set()
@@ -85,7 +85,7 @@ def code_use(code: CodeType) -> CodeUse:
 
 
 def nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """The functions, classes, lambdas and comprehensions written directly inside `code`."""
+    """Return the functions, classes, lambdas and comprehensions written directly inside `code`."""
     return (constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
@@ -96,7 +96,7 @@ def _imported(module: str, from_names: object) -> Iterator[str]:
 
 
 def _shell_names(texts: list[str]) -> set[str]:
-    """Names that IPython reads from the strings of `!command {x} $y` and `%time f(x)`."""
+    """Return names that IPython reads from the strings of `!command {x} $y` and `%time f(x)`."""
     runs_code = not _CODE_MAGICS.isdisjoint(texts)
     found: set[str] = set()
     for text in texts:
@@ -143,15 +143,9 @@ class UsedNames:
     imports: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.why)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.why
-
 
 def used_names(source: str, filename: str = "<cell>") -> UsedNames:
-    """Finds the notebook names that `source` may read.
+    """Find the notebook names that `source` may read.
 
     A name that the cell has surely assigned before any possible read is its own and is left out.
     What a function's body reads counts when a statement first loads the function's name.
@@ -194,7 +188,7 @@ class _Flow:
             self._statement(statement)
 
     def _branch(self, statements: Sequence[ast.stmt], bound: set[str] | None = None) -> set[str]:
-        """Walks statements that may not run; returns what is set where they did."""
+        """Walk statements that may not run; returns what is set where they did."""
         outside, self.defined = self.defined, self.defined | (bound or set())
         self.walk(statements)
         inside, self.defined = self.defined, self.defined & outside
@@ -229,7 +223,7 @@ class _Flow:
                 self._simple(node)
 
     def _simple(self, node: ast.stmt) -> None:
-        self._run(node)
+        self._read(self._compiled(node).names)
         for name in _assigned(node):
             self.defined.add(name)
             self.later.pop(name, None)
@@ -275,13 +269,11 @@ class _Flow:
             self._branch([*guard, *case.body], bound)
 
     def _evaluate(self, expression: ast.expr) -> None:
-        self._run(_statement_of(expression))
-
-    def _run(self, node: ast.stmt) -> None:
-        self._read(self._compiled(node).names)
+        self._read(self._compiled(_statement_of(expression)).names)
 
     def _loads(self, node: ast.AST) -> None:
-        self._read({n.id for n in ast.walk(node) if _is_load(n)})  # type: ignore[attr-defined]
+        found = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+        self._read({each.id for each in found if isinstance(each.ctx, ast.Load)})
 
     def _compiled(self, node: ast.stmt) -> CodeUse:
         use = code_use(compile(ast.Module([node], []), "<cell>", "exec", _FLAGS, dont_inherit=True))
@@ -303,7 +295,7 @@ def _statement_of(expression: ast.expr) -> ast.stmt:
 
 
 def _assigned(node: ast.stmt) -> Iterator[str]:
-    """Names that a simple statement surely sets."""
+    """Yield names that a simple statement surely sets."""
     match node:
         case ast.Assign():
             for target in node.targets:
@@ -338,88 +330,77 @@ def _captured(pattern: ast.pattern) -> Iterator[str]:
                 yield node.rest
 
 
-def _is_load(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-
-
 def _may_swallow(context: ast.expr) -> bool:
-    """Whether a `with` may leave its body early and carry on after it."""
+    """Return whether a `with` may leave its body early and carry on after it."""
     called = context.func if isinstance(context, ast.Call) else context
     name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
     return name in _SWALLOWING
 
 
-_OURS = {"taas_magic", "taas", "cloudpickle", "__main__", "__mp_main__"}
-_BRANCHES = (ast.If, ast.While, ast.Match)
+_SETS_ANY_NAME = {"exec", "globals", "locals", "push", "user_ns"}
+_SETS_ANY_NAME |= {"run_cell_magic", "run_line_magic"}
+_LISTED = 12
 
 
-def needed_modules(
-    cell: str, referred: Iterable[str], travelling: Sequence[tuple[str, str]], texts: Iterable[str]
-) -> tuple[str, ...]:
-    """The top-level modules that must be installed wherever a cell runs.
-
-    Args:
-        cell: The cell as Python.
-        referred: Modules that what travels refers to or imports.
-        travelling: (name, source) of the project's own modules that travel.
-        texts: Sources of the notebook's cells that defined what travels, as far as they are Python.
-    """
-    sure = set(imported(cell))
-    optional = set[str]()
-    for text in (cell, *texts):
-        optional |= set(imported(text, branches=True)) - set(imported(text))
-    for _, source in travelling:
-        sure |= set(imported(source, functions=False))
-    loaded = {name.partition(".")[0] for name in referred} - optional
-    sure |= {name for name in loaded if _is_installed(name)}
-    own = {name.partition(".")[0] for name, _ in travelling} | _OURS
-    return tuple(sorted(sure - own - sys.stdlib_module_names))
-
-
-def imported(source: str, functions: bool = True, branches: bool = False) -> Iterator[str]:
-    """The top-level modules that a source imports.
+def unknown_result(
+    names: Sequence[str], source: str, captured: Collection[str], namespace: Mapping[str, Any]
+) -> str | None:
+    """Return what is wrong with `--out`; None if each name may be there when the cell ends.
 
     Args:
-        source: Python; from what is none, nothing is read.
-        functions: Also what functions import when they are called.
-        branches: Also what only a branch, or a `try` that knows what to do instead, imports.
+        names: Those of `--out`.
+        source: The cell as Python.
+        captured: Names of the notebook that travel to the ranks.
+        namespace: The notebook's; its functions may set names, too.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return
-    yield from _in(tree.body, functions, branches)
+    code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
+    if not names or _may_set_any(source, code):
+        return None
+    has = {*_stored(code, "STORE_NAME", "STORE_GLOBAL"), *captured}
+    missing = [name for name in names if name not in has]
+    missing = [name for name in missing if name not in _set_by_functions(namespace)]
+    return _unknown(missing[0], has, missing[0] in namespace) if missing else None
 
 
-def _in(statements: Iterable[ast.stmt], functions: bool, branches: bool) -> Iterator[str]:
-    for node in statements:
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
-        elif _is_entered(node, functions, branches):
-            yield from _in(_inside(node), functions, branches)
+def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
+    near = difflib.get_close_matches(name, has, n=3, cutoff=0.6)
+    if near:
+        possible = f"did you mean {' or '.join(near)}?"
+    else:
+        shown = sorted(each for each in has if not each.startswith("_"))
+        more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else ""
+        possible = f"it has: {', '.join(shown[:_LISTED]) or 'none'}{more}"
+    why = "the cell sets no such variable"
+    if is_in_notebook:
+        why = "the cell neither sets nor uses it, so no rank has it"
+    return f"--out {name}: {why}; {possible}"
 
 
-def _is_entered(node: ast.stmt, functions: bool, branches: bool) -> bool:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return functions
-    may_be_left_out = isinstance(node, _BRANCHES) or bool(getattr(node, "handlers", None))
-    return branches or not may_be_left_out
+def _may_set_any(source: str, code: CodeType) -> bool:
+    """Return whether only running the cell tells what it sets: exec, a magic, a star import."""
+    stars = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
+    is_star = any(alias.name == "*" for node in stars for alias in node.names)
+    return is_star or not _SETS_ANY_NAME.isdisjoint(_looked_up(code))
 
 
-def _inside(node: ast.stmt) -> Iterator[ast.stmt]:
-    """The statements directly within a statement, in any of its blocks."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt):
-            yield child
-        elif isinstance(child, ast.ExceptHandler | ast.match_case):
-            yield from child.body
+def _looked_up(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in nested_codes(code):
+        yield from _looked_up(inner)
 
 
-def _is_installed(name: str) -> bool:
-    """Whether a loaded module can be found by others, too: some are made at run time."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
+def _stored(code: CodeType, *operations: str) -> Iterator[str]:
+    """Yield global names that code sets by these operations, and functions in it by `global`."""
+    for step in dis.get_instructions(code):
+        if step.opname in operations:
+            yield step.argval
+    for inner in nested_codes(code):
+        yield from _stored(inner, "STORE_GLOBAL")
+
+
+def _set_by_functions(namespace: Mapping[str, Any]) -> set[str]:
+    """Return names that functions and methods of the notebook set by `global`."""
+    classes = [vars(value) for value in namespace.values() if isinstance(value, type)]
+    found = [value for names in (namespace, *classes) for value in list(names.values())]
+    functions = (value for value in found if isinstance(value, FunctionType))
+    return {name for each in functions for name in _stored(each.__code__, "STORE_GLOBAL")}

@@ -4,21 +4,20 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from taas_magic.capture import process_state
-from taas_magic.capture.culprit import refusal, type_name
-from taas_magic.capture.modules import ModuleSource, collect, install
+from taas_magic.capture.culprit import type_name
+from taas_magic.capture.modules import ModuleSource, collect, install, needed_modules
 from taas_magic.capture.names import (
     THE_CELL,
     UsedNames,
     code_use,
-    needed_modules,
     used_names,
     why_used_by,
 )
@@ -56,9 +55,14 @@ class Captured:
 
 
 class Gathering:
-    """Pickles names one after the other, each after the names that its functions need."""
+    """Pickles names one after the other, each after the names that its functions need.
 
-    def __init__(self, namespace: dict[str, Any], problems: list[str] | None = None) -> None:
+    Args:
+        namespace: The notebook's.
+        problems: Takes refusals; None has them raised.
+    """
+
+    def __init__(self, namespace: dict[str, Any], problems: list[str] | None) -> None:
         self.pickler = ValuePickler(namespace)
         self.captured: list[Captured] = []
         self.modules: list[ModuleType] = []
@@ -74,13 +78,19 @@ class Gathering:
             try:
                 self._add(name, why)
             except CaptureError as error:
-                if self._problems is None:
-                    raise
-                self._problems.append(str(error))
+                self.refuse(error)
+
+    def refuse(self, error: CaptureError) -> None:
+        """Raise what prevents the cell from running, or note it."""
+        if self._problems is None:
+            raise error
+        self._problems.append(str(error))
 
     def _add(self, name: str, why: str) -> None:
-        """Code that runs while a value is loaded (`__setstate__`, `__hash__`) finds its globals:
-        where pickling shows that others are needed, those are put before it."""
+        """Pickle a name after those that pickling it shows to be needed.
+
+        Code that runs while a value is loaded (`__setstate__`, `__hash__`) finds its globals.
+        """
         value = self._namespace[name]
         if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
             self.take(dict.fromkeys(sorted(code_use(value.__code__).names), why_used_by(name)))
@@ -98,20 +108,15 @@ class Gathering:
 
     def _pickle(self, name: str, value: Any, why: str) -> tuple[int, list[str]]:
         self.pickler.needs.clear()
-        try:
-            return self.pickler.add(value), list(self.pickler.needs)
-        except CaptureError:  # of a registered loader: it says what to do itself
-            raise
-        except Exception as error:
-            note = "" if why == THE_CELL else why
-            raise refusal(name, value, self.pickler.probe, error, note) from error
+        size_bytes = self.pickler.take(name, value, note="" if why == THE_CELL else why)
+        return size_bytes, list(self.pickler.needs)
 
     def _travels(self, name: str) -> bool:
         return name in self._namespace and not belongs_to_ipython(name, self._namespace)
 
 
 def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
-    """Whether a name is the shell's or the module's own, and not one that the user has rebound."""
+    """Return whether a name is the shell's or the module's own, and not rebound by the user."""
     value = namespace[name]
     if name in _MODULE_NAMES or name in _HISTORY:
         return True
@@ -128,7 +133,7 @@ def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
 
 
 def _owners(value: Any) -> list[str]:
-    """Modules that a value may come from; IPython's `open` calls itself `io`'s."""
+    """Return modules that a value may come from; IPython's `open` calls itself `io`'s."""
     scope = getattr(value, "__globals__", {})
     names = (getattr(value, "__module__", ""), type(value).__module__, scope.get("__name__"))
     return [name for name in names if isinstance(name, str)]
@@ -170,9 +175,8 @@ class CellSource(NamedTuple):
     label: str
 
 
-@dataclass(frozen=True)
-class Payload:
-    """What a run's ranks get.
+class Contents(Struct, frozen=True, kw_only=True):
+    """What is known of a payload without unpickling anything.
 
     Attributes:
         cell: The cell.
@@ -180,9 +184,6 @@ class Payload:
         modules: The project's own modules, by name.
         sources: Texts of this cell and of the cells that defined captured functions, by filename.
         submodules: Installed modules that the cell reaches through a package's attributes.
-        requires: Top-level modules that must be installed wherever the cell runs.
-        data: What the notebook set in its process, then the values in the order of `captured`,
-            pickled, with their buffers.
     """
 
     cell: Cell
@@ -190,7 +191,20 @@ class Payload:
     modules: dict[str, ModuleSource]
     sources: dict[str, CellSource]
     submodules: tuple[str, ...]
+
+
+class Payload(Contents, frozen=True, kw_only=True):
+    """What a run's ranks get.
+
+    Attributes:
+        requires: Top-level modules that must be installed wherever the cell runs.
+        loaders: The registered loaders that the cell uses, packed, by name.
+        data: What the notebook set in its process, then the values in the order of `captured`,
+            pickled, with their buffers.
+    """
+
     requires: tuple[str, ...]
+    loaders: dict[str, Any]
     data: Pickled
 
     @property
@@ -198,19 +212,13 @@ class Payload:
         return self.data.size_bytes + sum(len(m.source) for m in self.modules.values())
 
 
-@dataclass(frozen=True)
-class LoadedPayload:
+class LoadedPayload(Contents, frozen=True, kw_only=True):
     """A payload as a rank reads it; the user's values are not unpickled yet."""
 
-    cell: Cell
-    captured: tuple[Captured, ...]
-    modules: dict[str, ModuleSource]
-    sources: dict[str, CellSource]
-    submodules: tuple[str, ...]
-    archive: Archive = field(repr=False)
+    archive: Archive
 
     def load_into(self, namespace: dict[str, Any]) -> None:
-        """Sets the notebook's process state and puts the captured values into a rank's namespace.
+        """Set the notebook's process state and put the captured values into a rank's namespace.
 
         Once per payload, as the last thing before the cell: it seeds torch where a cell did.
 
@@ -231,7 +239,7 @@ class LoadedPayload:
         process_state.apply(state)
 
     def set_state(self) -> None:
-        """Sets the notebook's process state alone, where loaders run and none of the cell does."""
+        """Set the notebook's process state alone, where loaders run and none of the cell does."""
         install(self.modules)
         state = next(load_each(self.archive.stream(), self.archive.buffers, {}))
         process_state.apply_filters(state)
@@ -239,7 +247,7 @@ class LoadedPayload:
 
 
 def cell_number(shell: "InteractiveShell", filename: str) -> int | None:
-    """The number of the cell that a kernel compiled under a name; None for files and other code."""
+    """Return the number of the cell that a kernel compiled under a name; None for other code."""
     label = shell.compile.format_code_name(filename)
     found = re.fullmatch(r"In\[(\d+)\]", label[1]) if label else None
     return int(found[1]) if found else None
@@ -253,8 +261,9 @@ def capture(
     project: Path,
     limit_bytes: int,
     source_of: Callable[[str], CellSource | None],
+    problems: list[str] | None = None,
 ) -> Payload:
-    """Finds and pickles what a cell uses (kernel). Nothing else of the notebook is touched.
+    """Find and pickle what a cell uses (kernel). Nothing else of the notebook is touched.
 
     Args:
         cell: The cell.
@@ -263,83 +272,39 @@ def capture(
         project: The notebook's folder.
         limit_bytes: How large a payload may be.
         source_of: The text of the cell that the kernel compiled under a filename, if it was one.
+        problems: Takes what would be refused, for --dry-run, which goes on after it.
 
     Raises:
-        CaptureError: A value cannot travel (with the path to what cannot), or all are too large.
+        CaptureError: A value cannot travel (with the path to what cannot), all are too large, or a
+            module cannot be read; of these only the last where there is `problems`.
         SyntaxError: The cell is not Python.
     """
-    gathering = Gathering(namespace)
-    python = transform(cell.source)
-    used = used_names(python, cell.filename)
-    gathering.pickler.add(process_state.collect())
-    gathering.take(used.why)
-    payload = _assemble(cell, python, used, gathering, project, source_of)
-    too_large = _over_limit(payload, limit_bytes)
-    if too_large is not None:
-        raise too_large
-    return payload
-
-
-def survey(
-    cell: Cell,
-    namespace: dict[str, Any],
-    *,
-    transform: Callable[[str], str],
-    project: Path,
-    limit_bytes: int,
-    source_of: Callable[[str], CellSource | None],
-) -> tuple[Payload | None, list[str]]:
-    """As `capture`, for --dry-run: goes on after a refusal.
-
-    Returns:
-        The payload of all that can travel (None where a module cannot be read), and one message
-        for each thing that would fail.
-
-    Raises:
-        SyntaxError: The cell is not Python.
-    """
-    problems: list[str] = []
     gathering = Gathering(namespace, problems)
     python = transform(cell.source)
     used = used_names(python, cell.filename)
     gathering.pickler.add(process_state.collect())
     gathering.take(used.why)
-    try:
-        payload = _assemble(cell, python, used, gathering, project, source_of)
-    except CaptureError as error:
-        return None, [*problems, str(error)]
-    too_large = _over_limit(payload, limit_bytes)
-    return payload, [*problems, *([str(too_large)] if too_large else [])]
-
-
-class About(Struct):
-    """What is known of a payload without unpickling anything: see `Payload`."""
-
-    cell: Cell
-    captured: tuple[Captured, ...]
-    modules: dict[str, ModuleSource]
-    sources: dict[str, CellSource]
-    submodules: tuple[str, ...]
+    payload = _assemble(cell, python, used, gathering, project, source_of)
+    if payload.size_bytes > limit_bytes:
+        gathering.refuse(_too_large(payload, limit_bytes))
+    return payload
 
 
 def write(payload: Payload, path: Path) -> None:
-    """Writes a payload for the ranks of a run; the file appears whole, for its owner only."""
-    modules, sources = dict(payload.modules), dict(payload.sources)
-    about = About(payload.cell, payload.captured, modules, sources, payload.submodules)
+    """Write a payload for the ranks of a run; the file appears whole, for its owner only."""
+    about = Contents(**{name: getattr(payload, name) for name in Contents.__struct_fields__})
     write_archive(path, payload.data, about)
 
 
 def read(path: Path) -> LoadedPayload:
-    """Reads a payload without unpickling the user's values; the file may be removed afterwards.
+    """Read a payload without unpickling the user's values; the file may be removed afterwards.
 
     Raises:
         CaptureError: The file is no payload.
     """
     mapped = read_archive(path)
-    about = unpack(mapped.meta, About)
-    return LoadedPayload(
-        about.cell, about.captured, about.modules, about.sources, about.submodules, mapped
-    )
+    about = unpack(mapped.meta, Contents)
+    return LoadedPayload(**structs.asdict(about), archive=mapped)
 
 
 def _assemble(
@@ -353,23 +318,26 @@ def _assemble(
     modules = collect([*used.imports, *gathering.pickler.modules], project)
     filenames = sorted(gathering.pickler.filenames)
     sources = {name: source for name in filenames if (source := source_of(name)) is not None}
-    sources[cell.filename] = source_of(cell.filename) or _own_source(cell)
+    number = " " if cell.execution_count is None else cell.execution_count
+    own = CellSource(cell.raw, f"Cell In[{number}]")
+    sources[cell.filename] = source_of(cell.filename) or own
     submodules = _submodules(gathering.modules, used.attributes)
-    captured = tuple(gathering.captured)
     texts = [source.text for source in sources.values()]
     travelling = [(module.name, module.source) for module in modules.values()]
-    requires = needed_modules(python, gathering.pickler.modules, travelling, texts)
-    data = gathering.pickler.pickled()
-    return Payload(cell, captured, modules, sources, submodules, requires, data)
-
-
-def _own_source(cell: Cell) -> CellSource:
-    number = " " if cell.execution_count is None else cell.execution_count
-    return CellSource(cell.raw, f"Cell In[{number}]")
+    return Payload(
+        cell=cell,
+        captured=tuple(gathering.captured),
+        modules=modules,
+        sources=sources,
+        submodules=submodules,
+        requires=needed_modules(python, gathering.pickler.modules, travelling, texts),
+        loaders=gathering.pickler.replaced,
+        data=gathering.pickler.pickled(),
+    )
 
 
 def _submodules(modules: Iterable[ModuleType], attributes: frozenset[str]) -> tuple[str, ...]:
-    """`import xml.dom` binds `xml`; a rank that imports only `xml` would lack `xml.dom`."""
+    """Return what a rank that imports only `xml` would lack, where `import xml.dom` binds it."""
     packages = [module.__name__ for module in modules if hasattr(module, "__path__")]
     return tuple(
         name
@@ -380,9 +348,7 @@ def _submodules(modules: Iterable[ModuleType], attributes: frozenset[str]) -> tu
     )
 
 
-def _over_limit(payload: Payload, limit_bytes: int) -> CaptureError | None:
-    if payload.size_bytes <= limit_bytes:
-        return None
+def _too_large(payload: Payload, limit_bytes: int) -> CaptureError:
     biggest = sorted(payload.captured, key=lambda c: c.size_bytes, reverse=True)[:_LISTED]
     listed = ", ".join(f"`{c.name}` {size_text(c.size_bytes)}" for c in biggest)
     return CaptureError(
@@ -393,7 +359,7 @@ def _over_limit(payload: Payload, limit_bytes: int) -> CaptureError | None:
 
 
 def size_text(size_bytes: int) -> str:
-    """A size as people read it: `1.5 GiB`."""
+    """Return a size as people read it: `1.5 GiB`."""
     size = float(size_bytes)
     for unit in _UNITS:
         if size < 1024 or unit == _UNITS[-1]:

@@ -21,25 +21,26 @@ from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import cloudpickle
-from cloudpickle import cloudpickle as internals
 from msgspec import Struct
 
-from taas_magic.capture import tensors
 from taas_magic.capture.culprit import Destination, is_process_bound, is_shard, refusal
 from taas_magic.capture.names import code_use
-from taas_magic.capture.places import reduce_directory_store, reduce_path
 from taas_magic.capture.reducers import (
     REDUCERS,
     LruCache,
     NotebookNamespace,
+    Storages,
     is_single_dispatch,
     loading_into,
     reduce_by_value,
     reduce_cached_property,
+    reduce_directory_store,
     reduce_file,
     reduce_lru_cache,
+    reduce_path,
     reduce_single_dispatch,
     this_shell,
+    torch_reducers,
 )
 from taas_magic.errors import CaptureError
 from taas_magic.messages import pack
@@ -71,13 +72,13 @@ class Archive:
     buffers: Sequence[memoryview]
 
     def stream(self) -> mmap.mmap:
-        """The mapping, placed at the pickle's first byte, to unpickle from."""
+        """Return the mapping, placed at the pickle's first byte, to unpickle from."""
         self.mapped.seek(self.pickle_at)
         return self.mapped
 
 
 def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> None:
-    """Writes an archive that only its owner may read and that appears whole or not at all.
+    """Write an archive that only its owner may read and that appears whole or not at all.
 
     Raises:
         OSError: The disk is full, or the folder cannot be written.
@@ -102,7 +103,7 @@ def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> N
 
 
 def read_archive(path: Path) -> Archive:
-    """Maps an archive; the file may be removed afterwards.
+    """Map an archive; the file may be removed afterwards.
 
     Raises:
         CaptureError: The file is no archive, or is cut short.
@@ -125,9 +126,8 @@ def read_archive(path: Path) -> Archive:
     spans = list(_spans(lengths, pickle_at + pickle_bytes))
     if spans and spans[-1].stop > len(view):
         raise _damaged(path)
-    return Archive(
-        bytes(view[meta_at:pickle_at]), mapped, pickle_at, [view[span] for span in spans]
-    )
+    meta = bytes(view[meta_at:pickle_at])
+    return Archive(meta, mapped, pickle_at, [view[span] for span in spans])
 
 
 def _spans(lengths: Sequence[int], position: int) -> Iterator[slice]:
@@ -143,8 +143,11 @@ def _damaged(path: Path) -> CaptureError:
 
 Handler = Callable[[Any], Any]
 
-STAND_INS: dict[type, Handler] = {}
-"""What travels to the ranks instead of values of these types, or NotImplemented (registry.py)."""
+STAND_INS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
+"""What travels to the ranks instead of values of these types, or NotImplemented (registry.py).
+
+Each is given the value, and its pickler's `replaced`, in which it notes what the ranks will need.
+"""
 
 
 class Stream(Protocol):
@@ -155,10 +158,10 @@ class Stream(Protocol):
 
 
 def dump(obj: Any, *, globals_dict: dict[str, Any] | None = None, name: str = "value") -> Pickled:
-    """Pickles one value.
+    """Pickle one value; the memory of its arrays and tensors is referred to, not copied.
 
     Args:
-        obj: Any value; the memory of its arrays and tensors is referred to, not copied.
+        obj: Any value.
         globals_dict: The notebook's namespace. Functions defined in it travel without the
             globals that they use and have the loading side's namespace in its place. Left out
             (results on their way back), functions bring copies of what they use.
@@ -168,11 +171,7 @@ def dump(obj: Any, *, globals_dict: dict[str, Any] | None = None, name: str = "v
         CaptureError: Something in the value cannot travel; the message has the path to it.
     """
     pickler = ValuePickler(globals_dict)
-    try:
-        pickler.add(obj)
-    except Exception as error:
-        to: Destination = "notebook" if globals_dict is None else "ranks"
-        raise refusal(name, obj, pickler.probe, error, to=to) from error
+    pickler.take(name, obj)
     return pickler.pickled()
 
 
@@ -182,7 +181,7 @@ def loads(
     *,
     namespace: dict[str, Any] | None = None,
 ) -> Any:
-    """Loads one value that `dump` made; its arrays and tensors lie in `buffers`, uncopied.
+    """Load one value that `dump` made; its arrays and tensors lie in `buffers`, uncopied.
 
     Raises:
         CaptureError: The value needs a class of a notebook that this process does not know.
@@ -194,7 +193,7 @@ def loads(
 def load_each(
     stream: Stream, buffers: Sequence[PickleBuffer | memoryview], namespace: dict[str, Any]
 ) -> Iterator[Any]:
-    """Yields the values of one `ValuePickler` in the order they were added, without end."""
+    """Yield the values of one `ValuePickler` in the order they were added, without end."""
     unpickler = pickle.Unpickler(stream, buffers=iter(buffers))
     while True:
         with loading_into(namespace):
@@ -215,6 +214,7 @@ class ValuePickler(cloudpickle.Pickler):
         needs: Names of the namespace that what was added looks up when it runs.
         modules: Modules that what was added refers to or imports.
         filenames: Files of the functions that travel by value.
+        replaced: Registered loaders that were met, packed, by name.
     """
 
     memo: Any
@@ -230,23 +230,37 @@ class ValuePickler(cloudpickle.Pickler):
         self.needs: dict[str, None] = {}
         self.modules: set[str] = set()
         self.filenames: set[str] = set()
+        self.replaced: dict[str, Any] = {}
         self._namespace = namespace
         if namespace is not None:
             self.globals_ref[id(namespace)] = NotebookNamespace()
-        self._storages: tensors.Storages = {}
+        self._storages: Storages = {}
         self._rules = self._make_rules()
         self._handlers: dict[type, Handler | None] = {}
 
     def add(self, value: Any) -> int:
-        """Pickles one more value; returns the bytes that it added."""
+        """Pickle one more value; return the bytes that it added."""
         at, first_buffer = self._file.tell(), len(self.buffers)
         self.dump(value)
         own = sum(buffer.raw().nbytes for buffer in self.buffers[first_buffer:])
         return self._file.tell() - at + own
 
+    def take(self, name: str, value: Any, note: str = "") -> int:
+        """Add the value of a variable, for a refusal with a note why it travels; as `add`.
+
+        Raises:
+            CaptureError: Something in it cannot travel; the message has the path to it.
+        """
+        try:
+            return self.add(value)
+        except CaptureError:  # of a registered loader: it says what to do itself
+            raise
+        except Exception as error:
+            raise refusal(name, value, self.probe, error, note, self._to) from error
+
     @contextmanager
     def undoing(self) -> Iterator[Callable[[], None]]:
-        """Gives a function that forgets what was added since; an error forgets it as well."""
+        """Give a function that forgets what was added since; an error forgets it as well."""
         memo: dict[int, Any] = self.memo.copy()
         at, first_buffer = self._file.tell(), len(self.buffers)
 
@@ -266,8 +280,10 @@ class ValuePickler(cloudpickle.Pickler):
         return Pickled(self._file.getvalue(), tuple(self.buffers))
 
     def probe(self, value: Any) -> None:
-        """Pickles a value by the same rules and keeps nothing; raises what prevents it."""
-        ValuePickler(self._namespace, self._to).dump(value)
+        """Pickle a value by the same rules and keep nothing; raises what prevents it."""
+        pickler = ValuePickler(self._namespace, self._to)
+        pickler.replaced = self.replaced  # a loader may hold much: it is packed once
+        pickler.dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -276,7 +292,7 @@ class ValuePickler(cloudpickle.Pickler):
         except KeyError:
             handler = self._handlers[kind] = self._handler(kind)
         if self._to == "ranks" and kind in STAND_INS:
-            stand_in = STAND_INS[kind](obj)
+            stand_in = STAND_INS[kind](obj, self.replaced)
             if stand_in is not NotImplemented:
                 return stand_in
         return NotImplemented if handler is None else handler(obj)
@@ -304,7 +320,7 @@ class ValuePickler(cloudpickle.Pickler):
         if (kind := getattr(sys.modules.get("zarr.storage"), "DirectoryStore", None)) is not None:
             rules[kind] = reduce_directory_store
         if "torch" in sys.modules:
-            rules |= tensors.reducers(self._storages)
+            rules |= torch_reducers(self._storages)
         if "IPython" in sys.modules:
             from IPython.core.interactiveshell import InteractiveShell
 
@@ -312,7 +328,7 @@ class ValuePickler(cloudpickle.Pickler):
         return rules
 
     def _reduce_class(self, cls: type) -> Any:
-        reduced = internals._class_reduce(cls)
+        reduced = super().reducer_override(cls)
         if reduced is NotImplemented:
             self.modules.add(cls.__module__)
             return reduced
@@ -320,7 +336,7 @@ class ValuePickler(cloudpickle.Pickler):
         return reduce_by_value(cls, reduced, coming_home=self._to == "notebook")
 
     def _reduce_function(self, function: FunctionType) -> Any:
-        reduced = self._function_reduce(function)
+        reduced = super().reducer_override(function)
         if reduced is NotImplemented:
             self.modules.add(function.__module__)
             return reduced
@@ -336,7 +352,7 @@ class ValuePickler(cloudpickle.Pickler):
         return reduced
 
     def _unless_importable(self, handler: Handler) -> Handler:
-        """A rule for what pickles by its name: of the notebook's own the value travels."""
+        """Return a rule for what pickles by its name: of the notebook's own the value travels."""
 
         def reduce(definition: Any) -> Any:
             if _is_importable(definition):
@@ -355,7 +371,7 @@ class ValuePickler(cloudpickle.Pickler):
         return importlib.import_module, (module.__name__,)
 
     def _need_by_name(self, definition: Any) -> None:
-        """A DataLoader's processes send instances back by the name of their class."""
+        """Need a definition's own name: a DataLoader's processes send instances back by it."""
         name = _qualname(definition).partition(".")[0]
         if self._namespace is not None and _finds(self._namespace.get(name), definition):
             self.needs[name] = None
@@ -370,7 +386,7 @@ def _refuse_shard(value: Any) -> Any:
 
 
 def _is_importable(definition: Any) -> bool:
-    """Whether every process finds it under its name in an imported module."""
+    """Return whether every process finds it under its name in an imported module."""
     module = getattr(definition, "__module__", None)
     name = _qualname(definition)
     if module in (None, "__main__") or module not in sys.modules or not name:

@@ -14,12 +14,11 @@ import multiprocessing
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from taas_magic.capture.reducers import stream_name
-from taas_magic.capture.tensors import target_device
+from taas_magic.capture.reducers import stream_name, target_device
 
 State = dict[str, Any]
 
@@ -44,23 +43,23 @@ _RC_OF_THE_PROCESS = {"backend", "backend_fallback", "interactive"}
 
 
 def collect() -> State:
-    """Reads what differs from the defaults in this process (kernel); imports nothing."""
+    """Read what differs from the defaults in this process (kernel); imports nothing."""
     return {name: found for name, part in _PARTS.items() if (found := part.collect())}
 
 
 def apply_filters(state: State) -> None:
-    """Sets the notebook's warning filters (rank), before what may warn is imported."""
+    """Set the notebook's warning filters (rank), before what may warn is imported."""
     _apply_filters(state.get("warnings", ()))
 
 
 def apply(state: State) -> None:
-    """Sets in this process (a rank) what `collect` read in the kernel."""
+    """Set in this process (a rank) what `collect` read in the kernel."""
     for name, value in state.items():
         _PARTS[name].apply(value)
 
 
 def without_device(state: State) -> State:
-    """The same without torch's default device: a fetcher's processes cannot share a GPU."""
+    """Return the same without torch's default device: a fetcher's processes cannot share a GPU."""
     of_torch = {name: value for name, value in state.get("torch", {}).items() if name != "device"}
     return {**state, "torch": of_torch}
 
@@ -75,32 +74,30 @@ class _Filter(NamedTuple):
     lineno: int
 
 
-def _collect_filters() -> list[tuple[Any, ...]]:
-    return [tuple(found) for found in _filters()]
-
-
-def _filters() -> Iterator[_Filter]:
+def _collect_filters() -> list[_Filter]:
+    found = []
     for action, message, kind, module, lineno in warnings.filters:
         category: Any = kind
         where = (category.__module__, category.__qualname__)
-        yield _Filter(action, _text(message), where, _text(module), lineno)
+        found.append(_Filter(action, _text(message), where, _text(module), lineno))
+    return found
 
 
 def _text(pattern: Any) -> str:
     return str(getattr(pattern, "pattern", pattern) or "")
 
 
-def _apply_filters(filters: Sequence[Sequence[Any]]) -> None:
-    """Puts those that this process lacks before its own, in their order.
+def _apply_filters(filters: Sequence[_Filter]) -> None:
+    """Put those that this process lacks before its own, in their order.
 
     A filter for a category of a library that is not imported here has nothing to filter yet.
     """
-    own = set(_filters())
-    for action, message, where, module, lineno in reversed(filters):
-        found = _Filter(action, message, tuple(where), module, lineno)
+    own = set(_collect_filters())
+    for found in reversed(filters):
         category = _category(*found.category)
         if category is not None and found not in own:
-            warnings.filterwarnings(action, message, category, module, lineno)
+            action: Any = found.action
+            warnings.filterwarnings(action, found.message, category, found.module, found.lineno)
 
 
 def _category(module: str, qualname: str) -> type[Warning] | None:
@@ -111,45 +108,38 @@ def _category(module: str, qualname: str) -> type[Warning] | None:
 
 
 class _Logger(NamedTuple):
-    """A logger; of a library's only the level counts."""
+    """A logger; of a library's only the level counts.
+
+    Attributes:
+        is_own: Whether it was probably made by a cell: libraries name theirs after a module.
+        handlers: Of its own ones stream, level and pickled formatter.
+    """
 
     is_own: bool
     level: int
-    propagate: bool
-    handlers: list[Any]
+    propagate: bool = True
+    handlers: Sequence[tuple[str, int, bytes]] = ()
 
 
 def _collect_loggers() -> dict[str, Any]:
-    """Levels of all loggers; handlers only of the root and of those that no library made."""
+    """Return levels of all loggers; handlers only of the root and of those that no library made."""
     manager = logging.root.manager
-    loggers = {"": _logger_state(logging.root, is_own=True)}
-    for name, logger in list(manager.loggerDict.items()):
-        if isinstance(logger, logging.Logger):
-            loggers[name] = _logger_state(logger, _is_users_own(name))
-    unset = {"": logging.WARNING}
-    changed = {
-        name: tuple(state)
-        for name, state in loggers.items()
-        if state[1:] != (unset.get(name, logging.NOTSET), True, [])
-    }
+    changed: dict[str, _Logger] = {}
+    for name, logger in [("", logging.root), *manager.loggerDict.items()]:
+        if not isinstance(logger, logging.Logger):
+            continue
+        top = name.partition(".")[0]
+        state = _Logger(False, logger.level)
+        if top in ("", "__main__") or top not in sys.modules:
+            handlers = [found for each in logger.handlers if (found := _handler_state(each))]
+            state = _Logger(True, logger.level, logger.propagate, tuple(handlers))
+        if state[1:] != (logging.NOTSET if name else logging.WARNING, True, ()):
+            changed[name] = state
     return {"disable": manager.disable, "loggers": changed} if changed or manager.disable else {}
 
 
-def _is_users_own(name: str) -> bool:
-    """Whether a logger was probably made by a cell; libraries name theirs after a module."""
-    top = name.partition(".")[0]
-    return top == "__main__" or top not in sys.modules
-
-
-def _logger_state(logger: logging.Logger, is_own: bool) -> _Logger:
-    if not is_own:
-        return _Logger(False, logger.level, True, [])
-    handlers = [found for handler in logger.handlers if (found := _handler_state(handler))]
-    return _Logger(True, logger.level, logger.propagate, handlers)
-
-
 def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
-    """A handler that writes to the cell's output and is nothing but that; else None."""
+    """Return a handler that writes to the cell's output and is nothing but that; else None."""
     if type(handler) is not logging.StreamHandler or handler.filters:
         return None
     stream, formatter = stream_name(handler.stream), handler.formatter
@@ -159,30 +149,23 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
 
 
 def _apply_loggers(found: Mapping[str, Any]) -> None:
-    """Sets levels and handlers; a library that is not imported here sets up its own loggers."""
+    """Set levels and handlers; a library that is not imported here sets up its own loggers."""
     logging.disable(found["disable"])
     known = logging.root.manager.loggerDict
     for name, state in found["loggers"].items():
-        logger_state = _Logger(*state)
-        if logger_state.is_own or name in known:
-            _apply_logger(logging.getLogger(name), logger_state)
-
-
-def _apply_logger(logger: logging.Logger, state: _Logger) -> None:
-    logger.setLevel(state.level)
-    if not state.is_own:
-        return
-    logger.propagate = state.propagate
-    if not logger.handlers:  # a module that was imported with the values may have added its own
-        for stream, level, formatter in state.handlers:
-            logger.addHandler(_handler(stream, level, formatter))
-
-
-def _handler(stream: str, level: int, formatter: bytes) -> logging.Handler:
-    handler = logging.StreamHandler(getattr(sys, stream))
-    handler.setLevel(level)
-    handler.setFormatter(pickle.loads(formatter))
-    return handler
+        if not state.is_own and name not in known:
+            continue
+        logger = logging.getLogger(name)
+        logger.setLevel(state.level)
+        if not state.is_own:
+            continue
+        logger.propagate = state.propagate
+        if not logger.handlers:  # a module that was imported with the values may have its own
+            for stream, level, formatter in state.handlers:
+                handler = logging.StreamHandler(getattr(sys, stream))
+                handler.setLevel(level)
+                handler.setFormatter(pickle.loads(formatter))
+                logger.addHandler(handler)
 
 
 def _collect_argv() -> list[str]:
@@ -190,7 +173,7 @@ def _collect_argv() -> list[str]:
 
 
 def is_programs_own(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
-    """Whether `sys.argv` is what the interpreter made of its command line.
+    """Return whether `sys.argv` is what the interpreter made of its command line.
 
     Args:
         argv: `sys.argv`.
@@ -227,88 +210,50 @@ def _apply_start_method(method: str) -> None:
     multiprocessing.set_start_method(method, force=True)
 
 
-class _TorchSetting(NamedTuple):
-    default: Any
-    get: Callable[[Any], Any]
-    set: Callable[[Any, Any], Any]
-
-
-def _matmul_precision(torch: Any) -> str:
-    """Torch refuses to say it once `torch.backends.fp32_precision` was used, its newer way."""
-    try:
-        precision: str = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return "highest"
-    return precision
-
-
-def _set_device(torch: Any, device: str) -> None:
-    torch.set_default_device(target_device(device) if device == "cuda" else device)
-
-
-def _set_cudnn(name: str) -> Callable[[Any, Any], Any]:
-    return lambda torch, value: setattr(torch.backends.cudnn, name, value)
-
-
-_TORCH = {
-    "dtype": _TorchSetting(
-        "float32",
-        lambda torch: str(torch.get_default_dtype()).rpartition(".")[2],
-        lambda torch, name: torch.set_default_dtype(getattr(torch, name)),
-    ),
-    "device": _TorchSetting("cpu", lambda torch: torch.get_default_device().type, _set_device),
-    "matmul_precision": _TorchSetting(
-        "highest",
-        lambda torch: _matmul_precision(torch),
-        lambda torch, value: torch.set_float32_matmul_precision(value),
-    ),
-    "deterministic": _TorchSetting(
-        0,
-        lambda torch: torch.get_deterministic_debug_mode(),
-        lambda torch, mode: torch.set_deterministic_debug_mode(mode),
-    ),
-    "grad": _TorchSetting(
-        True,
-        lambda torch: torch.is_grad_enabled(),
-        lambda torch, enabled: torch.set_grad_enabled(enabled),
-    ),
-    "anomaly": _TorchSetting(
-        False,
-        lambda torch: torch.is_anomaly_enabled(),
-        lambda torch, enabled: torch.autograd.set_detect_anomaly(enabled),
-    ),
-    "cudnn_benchmark": _TorchSetting(
-        False, lambda torch: torch.backends.cudnn.benchmark, _set_cudnn("benchmark")
-    ),
-    "cudnn_deterministic": _TorchSetting(
-        False, lambda torch: torch.backends.cudnn.deterministic, _set_cudnn("deterministic")
-    ),
-    "sharing": _TorchSetting(
-        "file_descriptor",
-        lambda torch: torch.multiprocessing.get_sharing_strategy(),
-        lambda torch, value: torch.multiprocessing.set_sharing_strategy(value),
-    ),
-    "seed": _TorchSetting(
-        None,
-        lambda torch: seed if (seed := torch.initial_seed()) < _SEED_LIMIT else None,
-        lambda torch, seed: torch.manual_seed(seed),
-    ),
-}
-
-
 def _collect_torch() -> dict[str, Any]:
     torch = _imported("torch")
     if torch is None:
         return {}
-    values = {name: setting.get(torch) for name, setting in _TORCH.items()}
-    return {name: value for name, value in values.items() if value != _TORCH[name].default}
+    seed = torch.initial_seed()
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it refuses once its newer way was used, torch.backends.fp32_precision
+        precision = "highest"
+    values_and_defaults = {
+        "dtype": (str(torch.get_default_dtype()).rpartition(".")[2], "float32"),
+        "device": (torch.get_default_device().type, "cpu"),
+        "matmul_precision": (precision, "highest"),
+        "deterministic": (torch.get_deterministic_debug_mode(), 0),
+        "grad": (torch.is_grad_enabled(), True),
+        "anomaly": (torch.is_anomaly_enabled(), False),
+        "cudnn_benchmark": (torch.backends.cudnn.benchmark, False),
+        "cudnn_deterministic": (torch.backends.cudnn.deterministic, False),
+        "sharing": (torch.multiprocessing.get_sharing_strategy(), "file_descriptor"),
+        "seed": (seed if seed < _SEED_LIMIT else None, None),
+    }
+    return {name: value for name, (value, unset) in values_and_defaults.items() if value != unset}
 
 
 def _apply_torch(values: Mapping[str, Any]) -> None:
     import torch
 
+    def set_device(device: str) -> None:
+        torch.set_default_device(target_device(device) if device == "cuda" else device)
+
+    setters: dict[str, Callable[[Any], Any]] = {
+        "dtype": lambda name: torch.set_default_dtype(getattr(torch, name)),
+        "device": set_device,
+        "matmul_precision": torch.set_float32_matmul_precision,
+        "deterministic": torch.set_deterministic_debug_mode,
+        "grad": torch.set_grad_enabled,
+        "anomaly": torch.autograd.set_detect_anomaly,
+        "cudnn_benchmark": lambda on: setattr(torch.backends.cudnn, "benchmark", on),
+        "cudnn_deterministic": lambda on: setattr(torch.backends.cudnn, "deterministic", on),
+        "sharing": torch.multiprocessing.set_sharing_strategy,
+        "seed": torch.manual_seed,
+    }
     for name, value in values.items():
-        _TORCH[name].set(torch, value)
+        setters[name](value)
 
 
 def _collect_numpy() -> dict[str, Any]:
@@ -316,22 +261,16 @@ def _collect_numpy() -> dict[str, Any]:
     if numpy is None:
         return {}
     prints, errors = numpy.get_printoptions(), numpy.geterr()
-    found = {
-        "print": {
-            name: prints[name] for name, value in _NUMPY_PRINTS.items() if prints[name] != value
-        },
-        "error": {
-            name: errors[name] for name, value in _NUMPY_ERRORS.items() if errors[name] != value
-        },
-    }
-    return {name: changed for name, changed in found.items() if changed}
+    printing = {n: prints[n] for n, value in _NUMPY_PRINTS.items() if prints[n] != value}
+    error = {n: errors[n] for n, value in _NUMPY_ERRORS.items() if errors[n] != value}
+    return {"print": printing, "error": error} if printing or error else {}
 
 
 def _apply_numpy(found: Mapping[str, Any]) -> None:
     import numpy
 
-    numpy.set_printoptions(**found.get("print", {}))
-    numpy.seterr(**found.get("error", {}))
+    numpy.set_printoptions(**found["print"])
+    numpy.seterr(**found["error"])
 
 
 def _collect_matplotlib() -> bytes:
@@ -345,7 +284,7 @@ def _collect_matplotlib() -> bytes:
 
 
 def _apply_matplotlib(pickled: bytes) -> None:
-    """A host without matplotlib draws nothing; one with another version keeps what it knows."""
+    # A host without matplotlib draws nothing; one with another version keeps what it knows.
     if importlib.util.find_spec("matplotlib") is None:
         return
     own = importlib.import_module("matplotlib").rcParams
@@ -353,7 +292,7 @@ def _apply_matplotlib(pickled: bytes) -> None:
 
 
 def _imported(name: str) -> Any:
-    """A module that this process has imported, whole even if a thread still imports it; or None."""
+    """Return a module that this process imports, whole even if a thread is at it; or None."""
     return importlib.import_module(name) if name in sys.modules else None
 
 

@@ -1,64 +1,76 @@
-"""How objects travel that pickle takes by name, or not at all.
+"""How objects travel that pickle takes by name, not at all, or whole.
 
-The notebook's classes, what functools and typing made of its functions, its streams, its namespace.
+The notebook's classes, what functools and typing made of its functions, its streams, its namespace;
+torch's storages, as memory beside the pickle; paths in the project, which mean a host's copy there.
 """
 
 import builtins
+import ctypes
 import functools
+import io
+import os
 import sys
 import typing
+import uuid
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import PurePath
+from pickle import PickleBuffer
 from types import FunctionType
-from typing import Any
-
-from cloudpickle import cloudpickle as internals
+from typing import TYPE_CHECKING, Any
 
 from taas_magic.errors import CaptureError
 
-_unfilled: set[str] = set()
+if TYPE_CHECKING:
+    import torch
+
+Reduced = tuple[Any, ...]
+
+_ids: "weakref.WeakKeyDictionary[type, str]" = weakref.WeakKeyDictionary()
+_classes: "weakref.WeakValueDictionary[str, type]" = weakref.WeakValueDictionary()
 _received: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
-def reduce_by_value(cls: type, reduced: tuple[Any, ...], coming_home: bool) -> tuple[Any, ...]:
-    """Turns cloudpickle's reduction of a class into ours.
+def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
+    """Reduce a class so that it keeps its identity from process to process and back.
 
     Args:
         cls: A class of the notebook.
         reduced: What cloudpickle makes of it.
         coming_home: Whether it goes back to the notebook that it may have come from.
     """
-    make, args = reduced[:2]
-    if make not in (internals._make_skeleton_class, internals._make_skeleton_enum):
+    if len(reduced) < 6:  # NoneType and its like are found, not made
         return reduced
-    tracker_id = internals._get_or_create_tracker_id(cls)
     if coming_home and cls in _received:
-        return _known_class, (tracker_id, cls.__qualname__)
-    state = (tracker_id, reduced[2])
-    return _make_class, (tracker_id, make, args), state, None, None, _fill_class
+        return _known_class, (_ids[cls], cls.__qualname__)
+    class_id = _ids.setdefault(cls, uuid.uuid4().hex)
+    _classes[class_id] = cls
+    make, args, state, _, _, fill = reduced
+    return _make_class, (class_id, make, args), (class_id, fill, state), None, None, _fill_class
 
 
-def _make_class(tracker_id: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
-    """The class of that id if this process has it: a result that comes home finds its own."""
-    known: type | None = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
-    if known is not None:
-        return known
-    _unfilled.add(tracker_id)
-    return make(*args)
+def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
+    """Return the class of that id if this process has it: a result that comes home finds its own.
+
+    Making it again would run `__init_subclass__` of its bases again.
+    """
+    known = _classes.get(class_id)
+    return make(*args) if known is None else known
 
 
-def _fill_class(cls: type, state: tuple[str, Any]) -> None:
-    tracker_id, class_state = state
-    if tracker_id in _unfilled:
-        _unfilled.discard(tracker_id)
-        internals._class_setstate(cls, class_state)
+def _fill_class(cls: type, given: tuple[str, Callable[[type, Any], None], Any]) -> None:
+    class_id, fill, state = given
+    if cls not in _ids:
+        fill(cls, state)
+        _ids[cls], _classes[class_id] = class_id, cls
         _received.add(cls)
 
 
-def _known_class(tracker_id: str, name: str) -> type:
-    known: type | None = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
+def _known_class(class_id: str, name: str) -> type:
+    known = _classes.get(class_id)
     if known is None:
         raise CaptureError(
             f"the result holds `{name}`, a class of the notebook that started the run and of which "
@@ -67,8 +79,6 @@ def _known_class(tracker_id: str, name: str) -> type:
     return known
 
 
-Reduced = tuple[Any, ...]
-
 LruCache: Any = type(functools.lru_cache(lambda: None))
 
 _single_dispatch = functools.singledispatch(lambda value: None)
@@ -76,51 +86,45 @@ _MADE_BY_SINGLE_DISPATCH = frozenset(vars(_single_dispatch)) - {"__wrapped__"}
 
 
 def reduce_lru_cache(cached: Any) -> Reduced:
-    """Reduces a cached function to the function and the cache's settings."""
+    """Reduce a cached function to the function and the cache's settings."""
     settings = cached.cache_parameters()
     state = {name: value for name, value in vars(cached).items() if name != "cache_parameters"}
-    return make_lru_cache, (cached.__wrapped__, settings["maxsize"], settings["typed"]), state
+    return _make_lru_cache, (cached.__wrapped__, settings["maxsize"], settings["typed"]), state
 
 
-def make_lru_cache(function: Any, maxsize: int | None, typed: bool) -> Any:
+def _make_lru_cache(function: Any, maxsize: int | None, typed: bool) -> Any:
     return functools.lru_cache(maxsize, typed)(function)
 
 
 def reduce_cached_property(prop: "functools.cached_property[Any]") -> Reduced:
     state = {name: value for name, value in vars(prop).items() if name != "lock"}
-    return make_cached_property, (type(prop),), state
+    return _make_cached_property, (type(prop),), state
 
 
-def make_cached_property(cls: Any) -> Any:
-    """Makes a property that has nothing but its lock; the state brings the rest."""
+def _make_cached_property(cls: Any) -> Any:
+    """Make a property that has nothing but its lock; the state brings the rest."""
     prop = cls.__new__(cls)
     functools.cached_property.__init__(prop, None)  # type: ignore[arg-type]
     return prop
 
 
 def is_single_dispatch(value: Any) -> bool:
-    """Whether `functools.singledispatch` made this function."""
+    """Return whether `functools.singledispatch` made this function."""
     made: Any = _single_dispatch
     return isinstance(value, FunctionType) and value.__code__ is made.__code__
 
 
 def reduce_single_dispatch(function: Any) -> Reduced:
-    """Reduces a generic function to its default and its registered implementations."""
+    """Reduce a generic function to its default and its registered implementations."""
     names = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(function, name)]
     attributes = {name: getattr(function, name) for name in names}
     attributes |= {n: v for n, v in vars(function).items() if n not in _MADE_BY_SINGLE_DISPATCH}
     state = attributes, dict(function.registry)
-    return (
-        functools.singledispatch,
-        (function.__wrapped__,),
-        state,
-        None,
-        None,
-        fill_single_dispatch,
-    )
+    made = functools.singledispatch, (function.__wrapped__,)
+    return *made, state, None, None, _fill_single_dispatch
 
 
-def fill_single_dispatch(function: Any, state: tuple[dict[str, Any], dict[type, Any]]) -> None:
+def _fill_single_dispatch(function: Any, state: tuple[dict[str, Any], dict[type, Any]]) -> None:
     attributes, implementations = state
     for name, value in attributes.items():
         setattr(function, name, value)
@@ -128,21 +132,21 @@ def fill_single_dispatch(function: Any, state: tuple[dict[str, Any], dict[type, 
         function.register(kind, implementation)
 
 
-def reduce_new_type(new_type: Any) -> Reduced:
+def _reduce_new_type(new_type: Any) -> Reduced:
     where = {"__module__": new_type.__module__, "__qualname__": new_type.__qualname__}
     return typing.NewType, (new_type.__name__, new_type.__supertype__), where
 
 
-def reduce_type_parameter(parameter: Any) -> Reduced:
+def _reduce_type_parameter(parameter: Any) -> Reduced:
     return type(parameter), (parameter.__name__,)
 
 
 REDUCERS: dict[type, Callable[[Any], Reduced]] = {
-    typing.NewType: reduce_new_type,
-    typing.ParamSpec: reduce_type_parameter,
+    typing.NewType: _reduce_new_type,
+    typing.ParamSpec: _reduce_type_parameter,
 }
 if sys.version_info >= (3, 11):
-    REDUCERS[typing.TypeVarTuple] = reduce_type_parameter
+    REDUCERS[typing.TypeVarTuple] = _reduce_type_parameter
 
 
 _target: ContextVar[dict[str, Any] | None] = ContextVar("_target", default=None)
@@ -173,7 +177,7 @@ def _current_namespace() -> dict[str, Any]:
 
 
 def stream_name(file: Any) -> str | None:
-    """`stdout` or `stderr` if a file is that of this process, as Python or the kernel made it."""
+    """Return `stdout` or `stderr` if a file is this process's, as Python or the kernel made it."""
     for stream in ("stdout", "stderr"):
         if file in (getattr(sys, stream), getattr(sys, f"__{stream}__")):
             return stream
@@ -185,15 +189,212 @@ def stream_name(file: Any) -> str | None:
 def reduce_file(file: Any) -> Any:
     stream = stream_name(file)
     if stream is not None:
-        return _this_stream, (stream,)
+        return getattr, (sys, stream)
     raise TypeError(f"cannot pickle {type(file).__name__!r} object: it is an open file")
-
-
-def _this_stream(name: str) -> Any:
-    return getattr(sys, name)
 
 
 def this_shell() -> Any:
     from IPython import get_ipython
 
     return get_ipython()
+
+
+# Torch gives pickle no buffers of its own and writes every storage into the pickle. A tensor is
+# rebuilt from a typed storage, that from an untyped one, and only the untyped one holds bytes:
+# handing pickle those bytes as a buffer serves every dtype, and views that share a storage still
+# share it. Torch is imported only when these are called, by processes that have it already.
+
+Storages = MutableMapping[int, "torch.UntypedStorage"]
+
+
+def reduce_untyped(storage: "torch.UntypedStorage", seen: Storages) -> Reduced:
+    """Reduce a storage to a buffer over its bytes.
+
+    Args:
+        storage: On any device; what is not on the CPU is copied there first.
+        seen: This pickle's storages by identity: torch may show one storage as several objects.
+    """
+    first = seen.setdefault(storage._cdata, storage)
+    if first is not storage:
+        return _same, (first,)
+    device = storage.device.type
+    held = storage if device == "cpu" else storage.cpu()  # type: ignore[no-untyped-call]
+    return rebuild_untyped, (PickleBuffer(_bytes_of(held)), device)
+
+
+def reduce_typed(storage: "torch.TypedStorage", seen: Storages) -> Reduced:
+    """Reduce a typed storage to its one untyped storage and a dtype."""
+    untyped = storage._untyped_storage
+    return rebuild_typed, (seen.setdefault(untyped._cdata, untyped), storage.dtype)
+
+
+def reduce_tensor(tensor: "torch.Tensor") -> Any:
+    """Reduce a tensor of one of torch's newer dtypes (uint16 …), all others as torch does it.
+
+    Torch rebuilds these only from a typed storage, but pickles an untyped one.
+    """
+    import torch
+
+    if tensor.dtype not in torch.storage._new_dtypes():
+        return NotImplemented
+    rebuild, args = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    if rebuild is torch._utils._rebuild_tensor_v3:
+        args = (rebuild_typed(args[0], torch.uint8), *args[1:])
+    return rebuild, args
+
+
+def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":
+    """Wrap a buffer as a storage without copying it.
+
+    It moves to this rank's own GPU if it was on one and this process is a rank with CUDA.
+    """
+    import torch
+
+    empty = memoryview(buffer).nbytes == 0  # torch.frombuffer refuses an empty one
+    host = torch.empty(0, device="cpu") if empty else torch.frombuffer(buffer, dtype=torch.uint8)
+    return host.to(target_device(device)).untyped_storage()
+
+
+def rebuild_typed(untyped: "torch.UntypedStorage", dtype: "torch.dtype") -> "torch.TypedStorage":
+    import torch
+
+    return torch.TypedStorage(  # type: ignore[no-untyped-call]
+        wrap_storage=untyped, dtype=dtype, _internal=True
+    )
+
+
+def target_device(device: str) -> str:
+    """Return where a value that lived on `device` belongs in this process."""
+    import torch
+
+    local_rank = os.environ.get("LOCAL_RANK")
+    if device != "cuda" or local_rank is None or not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{int(local_rank) % torch.cuda.device_count()}"
+
+
+def reduce_generator(generator: "torch.Generator") -> Reduced:
+    return rebuild_generator, (generator.device.type, generator.get_state())
+
+
+def rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
+    """Make a generator, afresh on another kind of device: the state means nothing there."""
+    import torch
+
+    target = target_device(device)
+    generator = torch.Generator(target)
+    if target.partition(":")[0] == device:
+        generator.set_state(state)
+    return generator
+
+
+def reduce_loader(loader: Any) -> Any:
+    """Reduce a DataLoader without the running iterator that persistent processes leave in it."""
+    if getattr(loader, "_iterator", None) is None:
+        return NotImplemented
+    reduced: Reduced = loader.__reduce_ex__(5)
+    state = {**reduced[2], "_iterator": None}
+    return (*reduced[:2], state, *reduced[3:])
+
+
+def _reduce_torch_name(value: Any) -> Reduced:
+    """Reduce what torch pickles by a name that some module, perhaps the notebook, has torch by."""
+    import torch
+
+    return getattr, (torch, str(value).removeprefix("torch."))
+
+
+def reduce_script(script: Any) -> Reduced:
+    """Reduce what `torch.jit` compiled to what `torch.jit.save` writes."""
+    import torch
+
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated; the user has been told
+        torch.jit.save(script, file)
+    values = [*script.parameters(), *script.buffers()] if hasattr(script, "parameters") else []
+    device = values[0].device.type if values else "cpu"
+    return rebuild_script, (file.getvalue(), device)
+
+
+def rebuild_script(data: bytes, device: str) -> Any:
+    """Load what was compiled; a function comes back as a module that is called alike."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        where = target_device(device)
+        return torch.jit.load(io.BytesIO(data), map_location=where)  # type: ignore[no-untyped-call]
+
+
+def torch_reducers(seen: Storages) -> dict[type, Callable[[Any], Any] | None]:
+    """Return what to do with instances of these classes; the first match counts."""
+    import torch.utils.data
+
+    return {
+        torch.Tensor: reduce_tensor,
+        torch.UntypedStorage: lambda storage: reduce_untyped(storage, seen),
+        torch.TypedStorage: lambda storage: reduce_typed(storage, seen),
+        torch.Generator: reduce_generator,
+        torch.utils.data.DataLoader: reduce_loader,
+        torch.memory_format: _reduce_torch_name,
+        torch.qscheme: _reduce_torch_name,
+        torch.jit.ScriptModule: reduce_script,
+        torch.jit.ScriptFunction: reduce_script,
+    }
+
+
+def _bytes_of(storage: "torch.UntypedStorage") -> Any:
+    array = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    array._storage = storage  # type: ignore[attr-defined]  # keeps the memory alive
+    return array
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+# Paths in the project travel as the notebook has them, and mean a host's copy there: ranks and
+# fetchers of a host that does not share the project have both places in their environment. A path
+# that is a text may be anything, and stays as it is; path objects are paths, and so is what a zarr
+# store of the file system has.
+
+_HOME, _COPY = "TAAS_PROJECT", "TAAS_PROJECT_COPY"
+
+
+def copy_environ(home: str, copy: str) -> dict[str, str]:
+    """Return what a host's processes have in their environment where `copy` is the project."""
+    return {_HOME: home, _COPY: copy}
+
+
+def project_home() -> str:
+    """Return the project on the notebook's machine; "" where this process has no copy of it."""
+    return os.environ.get(_HOME, "")
+
+
+def reduce_path(path: PurePath) -> tuple[Any, ...]:
+    return _path, (type(path), _moved(str(path), _COPY, _HOME))
+
+
+def _path(kind: type[PurePath], text: str) -> PurePath:
+    return kind(_moved(text, _HOME, _COPY))
+
+
+def reduce_directory_store(store: Any) -> tuple[Any, ...]:
+    """Reduce a `DirectoryStore` of zarr 2, whose path is a text."""
+    state = {**vars(store), "path": _moved(store.path, _COPY, _HOME)}
+    return _directory_store, (type(store), state)
+
+
+def _directory_store(kind: Any, state: dict[str, Any]) -> Any:
+    store = kind.__new__(kind)
+    vars(store).update(state, path=_moved(state["path"], _HOME, _COPY))
+    return store
+
+
+def _moved(path: str, source: str, target: str) -> str:
+    """Return a path below `source` as one below `target`; both are variables of the environment."""
+    at, to = os.environ.get(source), os.environ.get(target)
+    if not at or not to or not (path == at or path.startswith(at.rstrip("/") + "/")):
+        return path
+    return to + path[len(at) :]

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from taas_magic import short_name
+from taas_magic.capture.modules import claim_taas
 from taas_magic.data import protocol
 from taas_magic.data.buffer import keys_of
 from taas_magic.data.protocol import (
@@ -664,7 +664,7 @@ def _own_server(
 ) -> None:
     ranks.close()
     _forget_the_rank(variables)
-    short_name.claim()
+    claim_taas()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     server = Server(spec)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from taas_magic import short_name
+from taas_magic.capture.modules import claim_taas
 from taas_magic.data import encode
 from taas_magic.data.dataset import Ended, Failed, Source, is_counted, units_of
 from taas_magic.data.memory import Arena, write_parts
@@ -339,7 +339,7 @@ def parent_main(spec: WorkerSpec, control: socket.socket) -> None:
     The server says a number: it starts that worker, and gives back its end of the worker's socket.
     It says "number exit-code" of each that has ended. Without a server it ends, and they with it.
     """
-    short_name.claim()
+    claim_taas()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     context: Any = multiprocessing.get_context(spec.context)
@@ -410,7 +410,7 @@ def _worker_main(
     inherited: Sequence[socket.socket],
 ) -> None:
     """A worker's process."""
-    short_name.claim()
+    claim_taas()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:

@@ -27,7 +27,6 @@ from IPython.core.getipython import get_ipython
 
 from taas_magic import leases, messages
 from taas_magic.capture import payload, pickling
-from taas_magic.capture.culprit import refusal
 from taas_magic.capture.payload import Cell
 from taas_magic.config import Config, load_config
 from taas_magic.engines.base import log_tail
@@ -546,10 +545,7 @@ def _pack_arguments(
     pickler = pickling.ValuePickler(namespace)
     named = {**{f"argument {place}": value for place, value in enumerate(args, 1)}, **kwargs}
     for name, value in named.items():
-        try:
-            pickler.add(value)
-        except Exception as error:
-            raise refusal(name, value, pickler.probe, error) from error
+        pickler.take(name, value)
     pickled = pickler.pickled()
     parts = (pickled.data, *(buffer.raw() for buffer in pickled.buffers))
     modules = tuple(sorted(pickler.modules - {"__main__"}))

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from taas_magic import short_name
-from taas_magic.capture import modules, payload, pickling
+from taas_magic.capture import payload, pickling
+from taas_magic.capture.modules import claim_taas, install
 from taas_magic.farms.terms import Blob, JobOutcome, JobSetting, PlacedCall
 from taas_magic.host import tracebacks
 from taas_magic.host.processes import die_with_parent
@@ -75,7 +75,7 @@ def _settle(setting: JobSetting) -> None:
     os.environ.update(setting.environ)
     sys.path[:] = setting.sys_path
     sys.argv[:] = ["taas"]
-    short_name.claim()
+    claim_taas()
     hold_off(
         setting.store,
         "a job",
@@ -123,7 +123,7 @@ def _called(told: PlacedCall) -> Any:
     held = Blob(kept) if isinstance(kept, bytes) else None
     loaded = payload.read(Path(held.path if held else str(kept)))
     tracebacks.know(loaded.sources)
-    modules.install(loaded.modules)
+    install(loaded.modules)
     loaded.load_into(main.__dict__)
     data, *buffers = [memoryview(_opened(part)) for part in told.arguments]
     given = pickling.load_each(io.BytesIO(data), buffers, main.__dict__)

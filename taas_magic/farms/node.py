@@ -19,9 +19,9 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
+import psutil
 from msgspec import structs
 
-from taas_magic import environ as environs
 from taas_magic import messages
 from taas_magic.farms.terms import (
     Blob,
@@ -66,7 +66,7 @@ def keep(terms: NodeTerms) -> None:
         terms, scheduler, JobSetting(dict(environ), here, sys.path, terms.cpus, store)
     )
     # the PYTHONPATH by which this host's agent found this package, and what it needs
-    first = environs.parsed(Path("/proc/self/environ").read_bytes()).get("PYTHONPATH", "")
+    first = psutil.Process().environ().get("PYTHONPATH", "")
     ours = str(Path(__file__).parent.parent.parent)
     places = dict.fromkeys([*filter(None, first.split(os.pathsep)), ours])
     environ["PYTHONPATH"] = os.pathsep.join(places)

@@ -116,11 +116,11 @@ def _find(name: str) -> Any:
 
 def _install_modules() -> None:
     """Make the project's own modules importable: arguments may be of their classes."""
-    from taas_magic import short_name
-    from taas_magic.capture import modules, payload
+    from taas_magic.capture import payload
+    from taas_magic.capture.modules import claim_taas, install
 
-    short_name.claim()
-    modules.install(payload.read(Path(os.environ[PAYLOAD])).modules)
+    claim_taas()
+    install(payload.read(Path(os.environ[PAYLOAD])).modules)
 
 
 if __name__ == CHILD_MAIN:

@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from taas_magic import messages, probe, short_name
+from taas_magic import messages, probe
+from taas_magic.capture.modules import claim_taas
 from taas_magic.data.buffer import FetcherShare
 from taas_magic.data.connection import machine
 from taas_magic.data.scheduler import ServedLoader
@@ -148,7 +149,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
-    short_name.claim()
+    claim_taas()
     if spec.stacks is not None:
         stacks.listen(spec.stacks)
     with suppress(BrokenPipeError):  # nobody listens any more: this is the end

@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import structs
 
 from taas_magic import probe
-from taas_magic.capture import places
+from taas_magic.capture.reducers import copy_environ
 from taas_magic.host.spec import HostSpec, Place
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
@@ -180,7 +180,7 @@ class Travelling:
         shared = tuple(map(self._place, rule.shared))
         here = StoreRule(self._mirror.path, rule.writes, shared, rule.limit_bytes)
         cwd, sys_path = self._place(spec.origin.cwd), tuple(map(self._place, spec.origin.sys_path))
-        environ = {**spec.origin.environ, **places.environ(rule.path, self._mirror.path)}
+        environ = {**spec.origin.environ, **copy_environ(rule.path, self._mirror.path)}
         return structs.replace(
             spec,
             plan=structs.replace(spec.plan, store=here),

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from taas_magic import short_name
-from taas_magic.capture import modules, payload
+from taas_magic.capture import payload
+from taas_magic.capture.modules import claim_taas, install
 from taas_magic.host import feeding, horovod, results, stacks, tracebacks
 from taas_magic.host.cell_main import PAYLOAD
 from taas_magic.host.link import Link, stack_file, stacks_file
@@ -77,7 +77,7 @@ def rank_main(spec: RankSpec, environ: Mapping[str, str]) -> None:
     if horovod.is_installed():
         found = horovod.ask(os.environ, lambda text: link.send(Note(text=text)))
         os.environ.update({**found, **spec.env})
-    short_name.claim()
+    claim_taas()
     try:
         _hold_to_store_rule(spec, link, rank, spec.pipes / f"scratch-{attempt}-{local_rank}")
     except Exception as error:  # what is not held runs nothing of the user's
@@ -226,7 +226,7 @@ def _run(shell: RankShell, spec: RankSpec, link: Link, rank: int) -> bool:
     folder = RunFolder(spec.run_dir)
     try:
         loaded = payload.read(folder.payload)
-        modules.install(loaded.modules)
+        install(loaded.modules)
         loaded.load_into(namespace)
     except Exception as error:
         tracebacks.send(link, error)

@@ -18,12 +18,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from taas_magic import out_names
 from taas_magic.capture import pickling
 from taas_magic.capture.culprit import culprit, refusal, type_name
 from taas_magic.capture.pickling import Pickled, ValuePickler
 from taas_magic.host.spec import VALUE
 from taas_magic.messages import unpack
+from taas_magic.plan import LAST, is_from, name_of, split_name
 
 _ERROR_CHARS = 300
 _LISTED = 12
@@ -90,9 +90,9 @@ class ResultSender:
             value: That of the last expression; where it cannot be pickled, nothing is said.
             failed: Whether the cell failed here, so that other ranks may not come to gather.
         """
-        sent = [text for text in out if out_names.is_from(text, self.rank, self.world_size)]
-        mine = [out_names.name_of(text) for text in sent]
-        names = [out_names.name_of(text) for text in out]
+        sent = [text for text in out if is_from(text, self.rank, self.world_size)]
+        mine = [name_of(text) for text in sent]
+        names = [name_of(text) for text in out]
         there = {name: namespace[name] for name in names if name in namespace}
         sharded = {name: held for name, held in there.items() if is_sharded(held)}
         plain = {name: there[name] for name in mine if name in there and name not in sharded}
@@ -118,8 +118,8 @@ def receive(folder: Path, out: Sequence[str]) -> Received:
     received = Received()
     for path in _of_last_attempt(folder):
         rank = int(path.name.split("-")[1])
-        _load(path, received, {out_names.name_of(text) for text in out if _may_send(rank, text)})
-    names = [out_names.name_of(text) for text in out]
+        _load(path, received, {name_of(text) for text in out if _may_send(rank, text)})
+    names = [name_of(text) for text in out]
     missing = [name for name in names if name not in received.values]
     return Received(
         {name: received.values[name] for name in (*names, VALUE) if name in received.values},
@@ -129,7 +129,7 @@ def receive(folder: Path, out: Sequence[str]) -> Received:
 
 def _may_send(rank: int, text: str) -> bool:
     """Whether a value may be a rank's: its own, or rank 0's, which gathers models."""
-    return rank == 0 or out_names.split(text)[1] in (rank, out_names.LAST)
+    return rank == 0 or split_name(text)[1] in (rank, LAST)
 
 
 def _of_last_attempt(folder: Path) -> list[Path]:

@@ -1,13 +1,14 @@
 """What a host is told of a run: by the controller to the agent, by the agent to its ranks."""
 
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
-from taas_magic.environ import applied, users_path
 from taas_magic.host.hardware import LOOPBACK, name_of
 from taas_magic.host.processes import RUN_TOKEN
 from taas_magic.journal.folder import RunFolder
@@ -74,9 +75,38 @@ class Origin(Struct, frozen=True):
             sys_path: Its own import path.
         """
         users = [path for path in users_path(self.sys_path) if path not in sys_path]
-        return structs.replace(
-            self, environ=applied(environ, self.changed), sys_path=(*sys_path, *users)
-        )
+        merged = {**environ, **self.changed}
+        kept = {name: value for name, value in merged.items() if value is not None}
+        return structs.replace(self, environ=kept, sys_path=(*sys_path, *users))
+
+
+def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
+    """Return what of an environment was changed; None for a variable that was removed.
+
+    Only that travels to other machines: the rest of a kernel's environment describes its own
+    machine, where its programs and libraries lie, and which of its GPUs it may use.
+    """
+    changed = {name: value for name, value in now.items() if before.get(name) != value}
+    return {**changed, **{name: None for name in before if name not in now}}
+
+
+def users_path(
+    path: Iterable[str], prefixes: Iterable[str] = (sys.prefix, sys.base_prefix)
+) -> list[str]:
+    """Return what of an import path is neither the interpreter's nor of installed packages.
+
+    Args:
+        path: `sys.path`, absolute.
+        prefixes: Where interpreter and packages lie.
+    """
+    folders = [os.path.join(prefix, "") for prefix in prefixes]
+    packages = ("site-packages", "dist-packages")
+    return [
+        entry
+        for entry in path
+        if not any(os.path.join(entry, "").startswith(folder) for folder in folders)
+        and not any(part in packages or part.endswith(".zip") for part in Path(entry).parts)
+    ]
 
 
 class HostSpec(Struct, frozen=True):

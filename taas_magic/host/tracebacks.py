@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from taas_magic.capture import places
 from taas_magic.capture.payload import CellSource
+from taas_magic.capture.reducers import project_home
 from taas_magic.errors import TaasError
 from taas_magic.host.link import Link
 from taas_magic.messages import RankRaised, StackFrame
@@ -181,7 +181,7 @@ def message_of(error: BaseException) -> str:
 
 def _not_in_the_copy(error: BaseException) -> str:
     """What a path of the notebook's machine means on a host that has a copy of the project."""
-    home = places.home()
+    home = project_home()
     if not home or not isinstance(error, FileNotFoundError):
         return ""
     said = f"{error.filename or ''} {error}"

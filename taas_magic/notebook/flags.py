@@ -12,6 +12,7 @@ import re
 import shlex
 import tokenize
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -19,10 +20,9 @@ from typing import Any
 from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.magic_arguments import argument, magic_arguments
 
-from taas_magic import out_names
 from taas_magic.config import Config, DataConfig, parse_size
 from taas_magic.errors import UsageError
-from taas_magic.plan import Flags, Prefill
+from taas_magic.plan import Flags, Prefill, name_of, split_name
 from taas_magic.store.rule import WRITES
 
 # A word and nothing else, unlike an interpreter's path: `#!/usr/bin/env python`, `#!python3`.
@@ -31,14 +31,15 @@ _PRAGMA = re.compile(r"#\s?pragma\s+taas(?:\s+(.*))?")
 
 
 def head(lines: list[str]) -> tuple[str, int] | None:
-    """What the comments at the top of a cell ask for.
+    """Return what the comments at the top of a cell ask for.
 
     Without a pragma, `#!name` counts only as the cell's first line: further down it is a comment.
 
     Returns:
         The flags, and the number of lines down to the last that says so; None for an ordinary cell.
     """
-    top = [line.strip() for line in takewhile(_is_comment_or_blank, lines)]
+    stripped = (line.strip() for line in lines)
+    top = list(takewhile(lambda line: not line or line.startswith("#"), stripped))
     pools = [(i, found[1]) for i, line in enumerate(top) if (found := _POOL.fullmatch(line))]
     pragmas = [(i, found[1]) for i, line in enumerate(top) if (found := _PRAGMA.fullmatch(line))]
     if not pragmas and not (pools and not any(top[: pools[0][0]])):
@@ -49,7 +50,7 @@ def head(lines: list[str]) -> tuple[str, int] | None:
 
 
 def transform_pragma(lines: list[str]) -> list[str]:
-    """IPython's input transformer: lines with their ends in, lines out."""
+    """Make a `%%taas` cell of one with our comments on top: an input transformer of IPython's."""
     found = head(lines)
     if found is None:
         return lines
@@ -58,7 +59,7 @@ def transform_pragma(lines: list[str]) -> list[str]:
 
 
 def nothing_below(raw_cell: str) -> str:
-    """What is wrong with a cell that has nothing below its head."""
+    """Return what is wrong with a cell that has nothing below its head."""
     found = head(raw_cell.splitlines())
     pool = re.search(r"--pool (\S+)", found[0]) if found else None
     if pool is None:
@@ -70,34 +71,21 @@ def nothing_below(raw_cell: str) -> str:
 
 
 def misplaced_pragma(raw_cell: str) -> Iterator[str]:
-    """Yields one message for each pragma below code, where it is an ordinary comment."""
+    """Yield one message for each pragma below code, where it is an ordinary comment."""
     if "pragma" not in raw_cell or raw_cell.lstrip().startswith("%%"):
         return
     lines = raw_cell.splitlines()
     used = (head(lines) or ("", 0))[1]
     how = "runs as its first lines say" if used else "runs in the notebook itself, not as ranks"
-    for number in _comment_lines(raw_cell):
-        text = lines[number - 1].strip()
-        if number > used and _PRAGMA.fullmatch(text):
-            yield (
-                f'taas: "{text}" in line {number} is below code, so it is only a comment: the '
-                f"cell {how}. Move it to the top of the cell."
-            )
-
-
-def _comment_lines(source: str) -> Iterator[int]:
-    """The numbers of a cell's lines that are comments, as far as the cell is Python."""
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.start[0]
-    except (tokenize.TokenError, SyntaxError):
-        return
-
-
-def _is_comment_or_blank(line: str) -> bool:
-    text = line.strip()
-    return not text or text.startswith("#")
+    with suppress(tokenize.TokenError, SyntaxError):  # as far as the cell is Python
+        for token in tokenize.generate_tokens(io.StringIO(raw_cell).readline):
+            number = token.start[0]
+            text = lines[number - 1].strip() if token.type == tokenize.COMMENT else ""
+            if number > used and _PRAGMA.fullmatch(text):
+                yield (
+                    f'taas: "{text}" in line {number} is below code, so it is only a comment: the '
+                    f"cell {how}. Move it to the top of the cell."
+                )
 
 
 MAX_RANKS = 1_000_000
@@ -109,7 +97,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
-    """A reader of whole numbers between two bounds."""
+    """Return a reader of whole numbers between two bounds."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"\d+", text, re.ASCII) or not least <= int(text) <= most:
@@ -120,7 +108,7 @@ def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
 
 
 def count(text: str) -> int:
-    """`20480000`, `20_480_000`, `20M` or `1.5G` (K, M, G, T are powers of 1000)."""
+    """Read `20480000`, `20_480_000`, `20M` or `1.5G` (K, M, G, T are powers of 1000)."""
     match = _COUNT.fullmatch(re.sub(r"(?<=\d)_(?=\d)", "", text))
     if match is None:
         raise ValueError(text)
@@ -131,7 +119,7 @@ def count(text: str) -> int:
 
 
 def world_sizes(text: str) -> tuple[int, int]:
-    """`8`, or `8:16`: how many ranks a run starts with, and how many it may grow to."""
+    """Read `8`, or `8:16`: how many ranks a run starts with, and how many it may grow to."""
     least, colon, most = text.partition(":")
     bounds = whole(1)(least), whole(1)(most if colon else least)
     if bounds[0] > bounds[1]:
@@ -140,7 +128,7 @@ def world_sizes(text: str) -> tuple[int, int]:
 
 
 def prefill(text: str) -> Prefill:
-    """`all`, a size with a `B` such as `500MB`, or a count of batches such as `200` or `2K`."""
+    """Read `all`, a size with a `B` such as `500MB`, or a count of batches such as `200`, `2K`."""
     if text == "all":
         return Prefill(0, "all")
     if text.upper().endswith("B"):
@@ -149,7 +137,7 @@ def prefill(text: str) -> Prefill:
 
 
 def duration_s(text: str) -> float:
-    """`90`, `90s`, `5m`, `2h` or `1d` in seconds."""
+    """Read `90`, `90s`, `5m`, `2h` or `1d` in seconds."""
     match = _DURATION.fullmatch(text)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if not 0 < seconds < math.inf:
@@ -158,20 +146,20 @@ def duration_s(text: str) -> float:
 
 
 def hang_s(text: str) -> float:
-    """The same, or `0`."""
+    """Read the same, or `0`."""
     return 0.0 if text == "0" else duration_s(text)
 
 
 def names(text: str) -> tuple[str, ...]:
-    """`a,b@last` as `out_names` reads them; a variable is named once."""
+    """Read `a,b@last` as `split_name` reads them; a variable is named once."""
     listed = dict.fromkeys(name.strip() for name in text.split(","))
-    if len({out_names.name_of(name) for name in listed}) < len(listed):
+    if len({name_of(name) for name in listed}) < len(listed):
         raise ValueError(text)
     return tuple(listed)
 
 
 def ranks(text: str) -> frozenset[int] | None:
-    """`0,2-5` as ranks; `all` as None."""
+    """Read `0,2-5` as ranks; `all` as None."""
     if text == "all":
         return None
     found: set[int] = set()
@@ -185,7 +173,7 @@ def ranks(text: str) -> frozenset[int] | None:
 
 
 def variable(text: str) -> tuple[str, str]:
-    """`KEY=VALUE`."""
+    """Read `KEY=VALUE`."""
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) or "\0" in value:
         raise ValueError(text)
@@ -193,7 +181,7 @@ def variable(text: str) -> tuple[str, str]:
 
 
 def one_of(*possible: str) -> Callable[[str], str]:
-    """A reader of one of a few words."""
+    """Return a reader of one of a few words."""
 
     def read(text: str) -> str:
         if text not in possible:
@@ -225,11 +213,11 @@ class Flag:
 
     @property
     def field(self) -> str:
-        """The name in the parser's answer."""
+        """Return the name in the parser's answer."""
         return self.name.removeprefix("--").replace("-", "_")
 
     def decorator(self) -> Callable[..., Any]:
-        """The flag as IPython's `@argument`."""
+        """Return the flag as IPython's `@argument`."""
         example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
         settings = {"help": (self.help + example).replace("%", "%%")}
         if self.metavar:
@@ -434,7 +422,7 @@ HELP: str = _cell_flags.__doc__ or ""
 
 
 def parse(line: str, config: Config) -> Flags:
-    """The words after `%%taas`, once IPython has filled in `{…}` and `$…`.
+    """Read the words after `%%taas`, once IPython has filled in `{…}` and `$…`.
 
     Raises:
         UsageError: In one line: which word is wrong, and what is possible.
@@ -452,7 +440,7 @@ def parse(line: str, config: Config) -> Flags:
     flags = Flags(gpus=least, max_gpus=most if most > least else 0, **found)
     if flags.prefill is not None:
         _check_prefill(flags.prefill, flags, config.data)
-    nobody = [name for name in flags.out if out_names.split(name)[1] >= least]
+    nobody = [name for name in flags.out if split_name(name)[1] >= least]
     if nobody:
         raise UsageError(
             f"--out {nobody[0]}: --gpus {least} has ranks @0 to @{least - 1}, and @last"
@@ -464,7 +452,7 @@ def parse(line: str, config: Config) -> Flags:
 
 
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
-    """Refuses what could never be ready."""
+    """Refuse what could never be ready."""
     if prefill.unit == "all" and flags.units is None:
         raise UsageError("--prefill all needs --units (--units 20M), which says how much all is")
     if not flags.cpus:
@@ -486,8 +474,7 @@ def _words(line: str) -> list[str]:
         raise UsageError(
             f"%%taas {line.strip()}: a quote is not closed (--name 'two words')"
         ) from None
-    comment = next((i for i, word in enumerate(words) if word.startswith("#")), len(words))
-    return words[:comment]
+    return list(takewhile(lambda word: not word.startswith("#"), words))
 
 
 def _parse_words(words: list[str]) -> dict[str, Any]:
@@ -503,23 +490,24 @@ def _parse_words(words: list[str]) -> dict[str, Any]:
         raise UsageError(_missing(str(error))) from None
     if rest:
         raise UsageError(_unknown(rest[0]))
-    read = {flag.field: _read(flag, getattr(answer, flag.field)) for flag in FLAGS}
-    read["timeout_s"], read["log_ranks"] = read.pop("timeout"), read.pop("logs")
-    read["hang_s"] = read.pop("hang")
-    return {name: value for name, value in read.items() if value is not None}
+    settings: dict[str, Any] = {}
+    for flag in FLAGS:
+        value = getattr(answer, flag.field)
+        if value is not None and flag.name in REPEATED:
+            value = tuple(_read(flag, text) for text in value)
+        elif value is not None and flag.metavar:
+            value = _read(flag, value)
+        if value is not None:
+            settings[_SETTINGS.get(flag.field, flag.field)] = value
+    settings["env"] = dict(settings.get("env", ()))
+    return settings
 
 
-def _read(flag: Flag, text: Any) -> Any:
-    if text is None or not flag.metavar:
-        return text
-    if flag.name == "--env":
-        return dict(_read_one(flag, item) for item in text)
-    if flag.name in REPEATED:
-        return tuple(_read_one(flag, item) for item in text)
-    return _read_one(flag, text)
+_SETTINGS = {"timeout": "timeout_s", "logs": "log_ranks", "hang": "hang_s"}
+"""What `Flags` calls the values of these."""
 
 
-def _read_one(flag: Flag, text: str) -> Any:
+def _read(flag: Flag, text: str) -> Any:
     try:
         return flag.read(text)
     except ValueError:
@@ -528,13 +516,11 @@ def _read_one(flag: Flag, text: str) -> Any:
 
 
 def _missing(message: str) -> str:
-    """argparse's "argument --gpus: expected one argument", in our words."""
+    """Say argparse's "argument --gpus: expected one argument", in our words."""
     flag = next((flag for flag in FLAGS if f" {flag.name}:" in message), None)
     if flag is None:
         return message
-    if not flag.metavar:
-        return f"{flag.name} takes no value"
-    return f"{flag.name} needs {flag.possible}"
+    return f"{flag.name} needs {flag.possible}" if flag.metavar else f"{flag.name} takes no value"
 
 
 def _unknown(word: str) -> str:

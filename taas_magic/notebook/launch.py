@@ -1,34 +1,37 @@
-"""From a cell's head and body to a finished run."""
+"""From a cell's head and body to a finished run, or, with `--dry-run`, to what it would do."""
 
 import linecache
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from IPython.core.inputtransformer2 import leading_empty_lines
 from msgspec import structs
 
-from taas_magic import environ, out_names, registry
+from taas_magic import registry
 from taas_magic.capture import payload
+from taas_magic.capture.names import unknown_result
 from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.config import Config
 from taas_magic.display.view import View
-from taas_magic.errors import CellSyntaxError, PoolError, UsageError
-from taas_magic.host.spec import HostSpec, Origin
+from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageError
+from taas_magic.host.spec import HostSpec, Origin, environ_changes
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunFolder
-from taas_magic.notebook import fetching, pools
-from taas_magic.notebook.interrupts import Interrupts
-from taas_magic.notebook.run import Run
+from taas_magic.notebook import pools
+from taas_magic.notebook.run import Fetching, Interrupts, Run
 from taas_magic.plan import (
     NO_GPU,
     Flags,
     Plan,
     choose_data_pool,
     make_plan,
+    name_of,
     new_run_id,
     place_fetchers,
 )
@@ -47,7 +50,7 @@ _told: set[str] = set()
 
 
 def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> Run:
-    """Runs a cell on the ranks of a pool; blocks until it has ended and is shown.
+    """Run a cell on the ranks of a pool; blocks until it has ended and is shown.
 
     Nothing is started before the cell, its flags and all that it uses are known to be fit.
 
@@ -66,56 +69,54 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     rule = plan.store
     assert rule is not None
     store.prepare(rule)
-    with registry.noting() as loaders:
-        captured = _capture(cell, shell, config)
+    try:
+        settings = capture_settings(cell, shell, config)
+        captured = payload.capture(cell, shell.user_ns, **settings)
+    except SyntaxError as error:
+        raise _cell_syntax_error(error, cell) from None
     if problem := out_problem(flags, captured, shell):
         raise UsageError(problem)
-    plan = with_fetchers(plan, flags, tuple(loaders), config)
+    plan = with_fetchers(plan, flags, tuple(captured.loaders), config)
     plan = structs.replace(plan, notes=_news(plan.notes))
-    folder = _written(plan, cell, captured, loaders, config)
+    folder = _written(plan, captured, config)
     requires = None if pool.config.engine == "local" else captured.requires
     spec = HostSpec(plan, 0, str(folder.path), origin(shell, rule.path), requires=requires)
     labels = {filename: source.label for filename, source in captured.sources.items()}
-    labels |= labels_of_cells(shell)
-    run = Run(plan, folder, labels)
+    run = Run(plan, folder, labels | labels_of_cells(shell))
     with folder.held():
         _carry_out(run, spec, pool, config, flags.log_ranks)
     run.conclude(shell.user_ns)
     return run
 
 
-def _written(
-    plan: Plan, cell: Cell, captured: Payload, loaders: Mapping[str, Any], config: Config
-) -> RunFolder:
-    """The folder of a new run, with all that its ranks and fetchers read.
+def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
+    """Return the folder of a new run, with all that its ranks and fetchers read.
 
     Raises:
         PoolError: The state folder cannot be written.
     """
-    folder = RunFolder.create(plan.run_id, plan, cell.raw)
-    needs_tls = _needs_tls(plan, config)
+    folder = RunFolder.create(plan.run_id, plan, captured.cell.raw)
+    # whether batches go from host to host over a network that is not the user's alone
+    needs_tls = plan.data is not None and plan.data.crosses
+    if plan.data is not None and needs_tls:
+        used = (config.pool(plan.pool), config.pool(plan.data.pool))
+        needs_tls = any(pool.network != "private" for pool in used)
     with folder.whole():
         payload.write(captured, folder.payload)
+        loaders = captured.loaders
         registry.serve(loaders, folder.path, plan.cpus, plan.units, config.data, needs_tls)
     return folder
 
 
 def _news(notes: Sequence[str]) -> tuple[str, ...]:
-    """The notes without one that this session has shown: that there is no GPU is said once."""
-    known = {note for note in notes if note.partition(";")[0] in _told}
+    """Return the notes; that there is no GPU, only where this session has not said so yet."""
+    news = tuple(note for note in notes if note.partition(";")[0] not in _told)
     _told.update(note.partition(";")[0] for note in notes if note.startswith(NO_GPU))
-    return tuple(note for note in notes if note not in known)
-
-
-def _capture(cell: Cell, shell: "InteractiveShell", config: Config) -> Payload:
-    try:
-        return payload.capture(cell, shell.user_ns, **capture_settings(cell, shell, config))
-    except SyntaxError as error:
-        raise _cell_syntax_error(error, cell) from None
+    return news
 
 
 def _cell_syntax_error(error: SyntaxError, cell: Cell) -> CellSyntaxError:
-    """A syntax error at its place in the notebook's cell, head included."""
+    """Return a syntax error at its place in the notebook's cell, head included."""
     error.filename = f"Cell In[{cell.execution_count or '?'}]"
     error.lineno = (error.lineno or 1) + cell.lines_above
     error.end_lineno = error.end_lineno and error.end_lineno + cell.lines_above
@@ -126,15 +127,15 @@ def _cell_syntax_error(error: SyntaxError, cell: Cell) -> CellSyntaxError:
 def _carry_out(
     run: Run, spec: HostSpec, pool: Pool, config: Config, log_ranks: frozenset[int] | None
 ) -> None:
-    """Gets fetchers and hosts, starts the ranks, and shows the run until it has ended."""
+    """Get fetchers and hosts, start the ranks, and show the run until it has ended."""
     global last_run
     plan = run.plan
     data_pool = pools.named(plan.data.pool, config) if plan.data else None
-    waits = data_pool is not pool
-    with (
-        Interrupts() as interrupts,
-        fetching.fetchers(data_pool, spec, run.put, waits, interrupts) as fetchers,
-    ):
+    fetchers = None
+    with Interrupts() as interrupts, ExitStack() as stack:
+        if data_pool is not None:
+            fetchers = Fetching(data_pool, spec, run.put, waits=data_pool is not pool)
+            stack.callback(fetchers.close, interrupts)
         _wait_for_hosts(run, pool, fetchers, interrupts)
         last_run = run
         gpus = plan.world_size if pool.capacity().gpus else 0
@@ -152,9 +153,9 @@ def _carry_out(
 
 
 def _wait_for_hosts(
-    run: Run, pool: Pool, fetchers: fetching.Fetching | None, interrupts: Interrupts
+    run: Run, pool: Pool, fetchers: Fetching | None, interrupts: Interrupts
 ) -> None:
-    """Returns when the hosts are there that the run begins with; else it leaves no trace."""
+    """Return when the hosts are there that the run begins with; else it leaves no trace."""
     try:
         if not run.plan.prefill:
             pools.wait_for(pool, interrupts, len(run.plan.hosts))
@@ -166,7 +167,7 @@ def _wait_for_hosts(
 
 
 def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
-    """Decides how the ranks lie on the pool's hosts, and where they write; takes none.
+    """Decide how the ranks lie on the pool's hosts, and where they write; takes none.
 
     Raises:
         UsageError: The pool cannot hold so many ranks.
@@ -182,7 +183,7 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
 
 
 def with_fetchers(plan: Plan, flags: Flags, loaders: Sequence[str], config: Config) -> Plan:
-    """Decides on which hosts of which pool the cell's registered loaders are run; takes none.
+    """Decide on which hosts of which pool the cell's registered loaders are run; takes none.
 
     Raises:
         UsageError: There is no such pool.
@@ -203,19 +204,11 @@ def with_fetchers(plan: Plan, flags: Flags, loaders: Sequence[str], config: Conf
     return structs.replace(plan, data=data, notes=(*plan.notes, *data.notes))
 
 
-def _needs_tls(plan: Plan, config: Config) -> bool:
-    """Whether batches go from host to host over a network that is not the user's alone."""
-    if plan.data is None or not plan.data.crosses:
-        return False
-    pools = (config.pool(plan.pool), config.pool(plan.data.pool))
-    return any(pool.network != "private" for pool in pools)
-
-
 def out_problem(flags: Flags, captured: Payload, shell: "InteractiveShell") -> str | None:
-    """What is wrong with the names of `--out`, as far as it can be known before the cell runs."""
+    """Return what is wrong with `--out`, as far as it can be known before the cell runs."""
     python = shell.transform_cell(captured.cell.source)
     names = {value.name for value in captured.captured}
-    return out_names.unknown(flags.out, python, names, shell.user_ns)
+    return unknown_result([name_of(text) for text in flags.out], python, names, shell.user_ns)
 
 
 def capture_settings(cell: Cell, shell: "InteractiveShell", config: Config) -> dict[str, Any]:
@@ -228,7 +221,7 @@ def capture_settings(cell: Cell, shell: "InteractiveShell", config: Config) -> d
 
 
 def _source_of(cell: Cell, shell: "InteractiveShell", filename: str) -> CellSource | None:
-    """The cell that the kernel compiled under a name; None for files and other code."""
+    """Return the cell that the kernel compiled under a name; None for files and other code."""
     if filename == cell.filename:
         return CellSource(cell.raw, f"Cell In[{cell.execution_count or '?'}]")
     number = payload.cell_number(shell, filename)
@@ -241,18 +234,80 @@ def _source_of(cell: Cell, shell: "InteractiveShell", filename: str) -> CellSour
 
 
 def labels_of_cells(shell: "InteractiveShell") -> dict[str, str]:
-    """What tracebacks call each cell that the kernel has compiled, by its file name."""
+    """Return what tracebacks call each cell that the kernel has compiled, by its file name."""
     numbers = {name: payload.cell_number(shell, name) for name in list(linecache.cache)}
     return {name: f"Cell In[{number}]" for name, number in numbers.items() if number is not None}
 
 
 def origin(shell: "InteractiveShell", folder: str) -> Origin:
-    """What ranks, and jobs, take over from the notebook."""
+    """Return what ranks, and jobs, take over from the notebook."""
     return Origin(
         cwd=folder,
         environ=dict(os.environ),
         sys_path=tuple(os.path.abspath(path) for path in sys.path),
         colors=shell.colors,
-        changed=environ.of_this_process(),
+        changed=environ_changes(psutil.Process().environ(), os.environ),
         store=Identity.of(folder),
     )
+
+
+def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
+    """Return what `execute` would do: the plan, what travels and why, and what would fail."""
+    plan = plan_of(flags, pools.named(flags.pool, config), config)
+    settings = capture_settings(cell, shell, config)
+    problems: list[str] = []
+    travels: list[str] = []
+    try:
+        captured = payload.capture(cell, shell.user_ns, problems=problems, **settings)
+    except CaptureError as error:  # a module of the project cannot be read
+        problems.append(str(error))
+    else:
+        travels = _payload_lines(captured)
+        plan = with_fetchers(plan, flags, tuple(captured.loaders), config)
+        if problem := out_problem(flags, captured, shell):
+            problems.append(problem)
+    failing = ["would fail:", *(f"  {problem}" for problem in problems)] if problems else []
+    return "\n".join([*_plan_lines(plan), *travels, *failing])
+
+
+def _count(number: int, what: str) -> str:
+    """`1 host`, `2 hosts`."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _plan_lines(plan: Plan) -> list[str]:
+    ranks, n_hosts = _count(plan.world_size, "rank"), _count(len(plan.hosts), "host")
+    lines = [f"pool {plan.pool}: {ranks} on {n_hosts}; nothing is started"]
+    for host in plan.hosts:
+        last = host.first_rank + host.ranks - 1
+        lines.append(
+            f"  host {host.host_rank}: ranks {host.first_rank} to {last}, "
+            f"OMP_NUM_THREADS={host.threads_per_rank}"
+        )
+    lines += [f"  {note}" for note in plan.notes]
+    if data := plan.data:
+        n_fetchers, n_hosts = _count(len(data.fetchers), "fetcher"), _count(data.hosts, "host")
+        lines.append(f"data pool {data.pool}: {n_fetchers} on {n_hosts}")
+        for fetcher in data.fetchers:
+            loaders = ", ".join(fetcher.loaders)
+            lines.append(
+                f"  host {fetcher.host}: fetcher {fetcher.number} for {loaders}, "
+                f"{_count(data.cores, 'core')}"
+            )
+    if rule := plan.store:
+        lines.append(f"project store: {rule.path} (other ranks' writes: {rule.writes})")
+        lines += [f"  open to all ranks: {folder}" for folder in rule.shared]
+    return lines
+
+
+def _payload_lines(captured: Payload) -> list[str]:
+    lines = [f"travels, {payload.size_text(captured.size_bytes)} in all:"]
+    for value in captured.captured:
+        size = payload.size_text(value.size_bytes)
+        lines.append(f"  {value.name}: {value.type_name}, {size} ({value.why})")
+    if not captured.captured:
+        lines.append("  nothing")
+    if captured.modules:
+        lines.append("the project's modules that travel:")
+        lines += [f"  {name}: {module.path}" for name, module in captured.modules.items()]
+    return lines

@@ -1,4 +1,4 @@
-"""`%%taas` and `%taas`: from what the user typed to a call of `taas_magic.notebook.launch`.
+"""`%%taas` and `%taas`: from what the user types, with what Tab offers, to `notebook.launch`.
 
 Runs in the notebook's kernel. Nothing that imports torch or Dask is imported before it is needed.
 """
@@ -7,25 +7,71 @@ import contextlib
 import contextvars
 import importlib
 import os
+import re
+import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.completer import (
+    CompletionContext,
+    SimpleCompletion,
+    SimpleMatcherResult,
+    context_matcher,
+)
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from taas_magic import short_name
-from taas_magic.config import Config, load_config
+from taas_magic.capture.modules import claim_taas, release_taas
+from taas_magic.config import LOCAL, Config, closest, load_config
+from taas_magic.display.log import harmless, size_text
+from taas_magic.display.stacks import duration
 from taas_magic.errors import UsageError, interrupted
-from taas_magic.notebook import commands, completion, flags
-from taas_magic.notebook.flags import misplaced_pragma, nothing_below, transform_pragma
+from taas_magic.host.output import LineAssembler
+from taas_magic.journal import folder as journal
+from taas_magic.journal.folder import ENDED_STATES, RunRecord
+from taas_magic.notebook import flags
+from taas_magic.notebook.flags import (
+    BY_NAME,
+    FLAGS,
+    REPEATED,
+    misplaced_pragma,
+    nothing_below,
+    transform_pragma,
+    whole,
+)
 from taas_magic.plan import Flags
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from taas_magic.capture.payload import Cell
+    from taas_magic.notebook.pools import CheckReport, PoolRow
+
+
+USAGE = {
+    "status": ("status", "your newest runs, of any kernel"),
+    "logs": (
+        "logs [RUN] [--rank R]",
+        "what a rank wrote, and its traceback; the newest run, the rank that failed or 0",
+    ),
+    "stacks": (
+        "stacks [RUN]",
+        "where ranks and fetchers stand: all threads, and their children's",
+    ),
+    "stop": ("stop [RUN]", "end a run; without RUN the newest that runs"),
+    "pools": (
+        "pools [--check [POOL]]",
+        "the pools; with --check whether their hosts are fit, and why not",
+    ),
+    "warm": ("warm [POOL]", "make a pool ready, so that the next cell starts at once"),
+    "down": ("down [POOL]", "end a pool: its runs, its hosts, its process"),
+}
+COMMANDS = "Runs and pools; RUN is a run's id, its beginning, or the run's name.\n\n" + "\n".join(
+    f"    %taas {usage:22} {text}" for usage, text in USAGE.values()
+)
 
 
 @magics_class
@@ -43,24 +89,35 @@ class TaasMagics(Magics):
         self._raw_cell = ""
 
     def settings(self) -> Config:
-        """taas.toml as it is now, so that an edit holds from the next cell on."""
+        """Return taas.toml as it is now, so that an edit holds from the next cell on."""
         return load_config(self._folder)
 
     def remember(self, info: Any) -> None:
-        """IPython's `pre_run_cell` event: the cell as the user sees it, head and all."""
+        """Keep the cell as the user sees it, head and all (IPython's `pre_run_cell` event)."""
         self._raw_cell = info.raw_cell
         for line in misplaced_pragma(info.raw_cell):
             _say(line)
 
     def after(self, result: Any) -> None:
-        """IPython's `post_run_cell` event: says what pip's package of our name changes."""
-        if result.info is not None and short_name.installs(result.info.raw_cell):
-            _say(short_name.HERE)
+        """Say what pip's package of our name changes (IPython's `post_run_cell` event)."""
+        if result.info is not None and installs_taas(result.info.raw_cell):
+            _say(TAAS_IS_HERE)
 
     def variables(self) -> list[str]:
-        """The names that the user gave to things, for Tab."""
+        """Return the names that the user gave to things, for Tab."""
         hidden = self.shell.user_ns_hidden
         return [name for name in self.shell.user_ns if name not in hidden and name[0] != "_"]
+
+    def pools(self) -> list[str]:
+        """Return the names of pools, for Tab."""
+        try:
+            return sorted(self.settings().pools)
+        except UsageError:  # of a broken taas.toml: the cell that runs says what is wrong with it
+            return []
+
+    def runs(self) -> list[str]:
+        """Return the ids of the newest runs, for Tab."""
+        return [record.run_id for record in journal.runs()[:_LISTED_RUNS]]
 
     @cell_magic("taas")
     def run_cell(self, line: str, body: str) -> None:
@@ -75,23 +132,22 @@ class TaasMagics(Magics):
     @line_magic("taas")
     def run_line(self, line: str) -> None:
         with _one_line("Stopped by you."):
-            shown = commands.run(line, self.settings())
+            shown = run_command(line, self.settings())
         if isinstance(shown, str):
             _say(shown)
         else:
             bundle = {"text/plain": shown.text, "text/html": shown.html}
             self.shell.display_pub.publish(bundle)
 
-    run_line.__doc__ = commands.HELP
+    run_line.__doc__ = COMMANDS
 
     def _run(self, asked: Flags, cell: "Cell", settings: Config) -> None:
-        from taas_magic.notebook import dry_run, launch
+        from taas_magic.notebook import launch
 
-        note = settings.pool_note(asked.pool)
-        if note:
+        if note := settings.pool_note(asked.pool):
             _say(note)
         if asked.dry_run:
-            _say(dry_run.tell(asked, cell, self.shell, settings))
+            _say(launch.tell(asked, cell, self.shell, settings))
             return
         with _one_line("Stopped by you before the ranks started."):
             launch.execute(asked, cell, self.shell, settings)
@@ -110,7 +166,7 @@ class TaasMagics(Magics):
         )
 
     def _compile_name(self, raw: str) -> str:
-        """The name under which the kernel compiled the cell that called the magic."""
+        """Return the name under which the kernel compiled the cell that called the magic."""
         frame = sys._getframe()
         while frame.f_back is not None and raw == self._raw_cell:
             frame = frame.f_back
@@ -122,7 +178,7 @@ class TaasMagics(Magics):
 
 @contextlib.contextmanager
 def _one_line(text: str) -> Iterator[None]:
-    """Has an interrupt show a line and none of the frames that it met."""
+    """Have an interrupt show a line and none of the frames that it met."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -132,7 +188,7 @@ def _one_line(text: str) -> Iterator[None]:
 
 
 def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
-    """Where the magic's body lies in the cell that the user sees.
+    """Find the magic's body in the cell that the user sees.
 
     Returns:
         The whole cell, and how many of its lines come before the body. A magic that code called
@@ -146,47 +202,71 @@ def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
     return f"%%taas {line}\n{body}", 1
 
 
-def load(shell: "InteractiveShell") -> None:
-    """Puts the magics, the comment form and Tab completion into a shell; warms the local pool.
+TAAS_IS_HERE = (
+    "taas: `import taas` gives taas-magic, which is here already, and not pip's package of that "
+    "name. No restart is needed."
+)
+# Also without its percent sign, as IPython's automagic takes it, and in a %%bash cell.
+_INSTALL = re.compile(r"\s*[!%]{0,2}\s*(?:\S+\s+-m\s+|uv\s+)?pip[\d.]*\s+install\s(.+)")
+_REQUIREMENT = re.compile(r"(?:.*/)?taas(?:$|\s*[=<>~!;\[@]|-\d)")
 
-    Does nothing where they are there already.
+
+def installs_taas(raw_cell: str) -> bool:
+    """Return whether a cell asks pip for PyPI's package `taas`, DataSphere's old client.
+
+    The DataSphere guide begins with `%pip install taas`.
+    """
+    words: list[str] = []
+    for found in map(_INSTALL.fullmatch, raw_cell.splitlines()):
+        if found is not None:
+            try:
+                words += shlex.split(found[1], comments=True)
+            except ValueError:
+                words += found[1].split()
+    return any(_REQUIREMENT.match(word) for word in words)
+
+
+def load(shell: "InteractiveShell") -> None:
+    """Put the magics, the comment form and Tab completion into a shell; warm the local pool.
+
+    Do nothing where they are there already.
     """
     if shell in _loaded:
         return
     magics = TaasMagics(shell, Path.cwd())
+    tab = _matcher(magics)
+
+    def remove() -> None:
+        shell.events.unregister("pre_run_cell", magics.remember)
+        shell.events.unregister("post_run_cell", magics.after)
+        release_taas()
+        shell.input_transformers_cleanup.remove(transform_pragma)
+        shell.Completer.custom_matchers.remove(tab)
+        for kind in ("cell", "line"):
+            shell.magics_manager.magics[kind].pop("taas", None)
+
     shell.register_magics(magics)
     shell.events.register("pre_run_cell", magics.remember)
     shell.events.register("post_run_cell", magics.after)
     shell.input_transformers_cleanup.insert(0, transform_pragma)
-    matcher = completion.matcher(magics.variables, magics.settings)
-    shell.Completer.custom_matchers.append(matcher)
-    _loaded[shell] = lambda: _remove(shell, magics, matcher)
-    if short_name.claim():
-        _say(short_name.IMPORT_AGAIN)
+    shell.Completer.custom_matchers.append(tab)
+    _loaded[shell] = remove
+    if claim_taas():
+        _say("taas: another package `taas` is imported; run `import taas` again to get taas-magic")
     if os.environ.get("TAAS_WARM") != "0":
         _warm_local(magics)
 
 
 def unload(shell: "InteractiveShell") -> None:
-    """Undoes `load`."""
+    """Undo `load`."""
     _loaded.pop(shell, lambda: None)()
 
 
 _loaded: dict["InteractiveShell", Callable[[], None]] = {}
 
 
-def _remove(shell: "InteractiveShell", magics: TaasMagics, matcher: Any) -> None:
-    shell.events.unregister("pre_run_cell", magics.remember)
-    shell.events.unregister("post_run_cell", magics.after)
-    short_name.release()
-    shell.input_transformers_cleanup.remove(transform_pragma)
-    shell.Completer.custom_matchers.remove(matcher)
-    for kind in ("cell", "line"):
-        shell.magics_manager.magics[kind].pop("taas", None)
-
-
 def _warm_local(magics: TaasMagics) -> None:
-    """Importing Dask takes longer than `%load_ext` may: a thread does it."""
+    """Warm the local pool in a thread: importing Dask takes longer than `%load_ext` may."""
     try:
         settings = magics.settings()
     except UsageError as error:
@@ -197,7 +277,7 @@ def _warm_local(magics: TaasMagics) -> None:
         from taas_magic.notebook import pools
 
         pools.warm(settings)
-        importlib.import_module("taas_magic.notebook.dry_run")  # with all that the first cell needs
+        importlib.import_module("taas_magic.notebook.launch")  # with all that the first cell needs
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(warm,), name="taas-load", daemon=True).start()
@@ -205,3 +285,271 @@ def _warm_local(magics: TaasMagics) -> None:
 
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
+
+
+_SHOWN_RUNS = 10
+_READ_BYTES = 4_000_000
+_SHOWN_BYTES = 500_000
+"""A browser bears so much of a log in a cell; what comes before that is named by its file."""
+
+
+def run_command(line: str, settings: Config) -> "str | CheckReport":
+    """Carry out `%taas LINE`; return what to show.
+
+    Raises:
+        UsageError: No such command, or it does not take these words.
+        PoolError: The pool could not be reached.
+    """
+    try:
+        name, *words = shlex.split(line) or ["status"]
+    except ValueError:
+        raise UsageError(f"%taas {line}: a quote is not closed") from None
+    if name.startswith("-"):
+        raise UsageError(f"%taas {name}: to run a cell, begin it with %%taas (two percent signs)")
+    if name not in USAGE:
+        raise UsageError(f'%taas has no "{name}"{closest(name, USAGE)}. It has: {", ".join(USAGE)}')
+    return _BY_NAME[name](words, settings)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return columns, each as wide as its widest text."""
+    texts = [[str(value) for value in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
+
+
+def _status(words: Sequence[str], settings: Config) -> str:
+    _take("status", words, 0)
+    head = ("run", "state", "ranks", "pool", "elapsed", "name")
+    rows = []
+    for run in journal.runs()[:_SHOWN_RUNS]:
+        # as the head of the run has it
+        elapsed = duration(run.elapsed_s, decimals=int(run.state in ENDED_STATES))
+        rows.append((run.run_id, run.state, run.world_size, run.pool, elapsed, run.name))
+    return _table(head, rows) if rows else "no runs"
+
+
+def _logs(words: Sequence[str], settings: Config) -> str:
+    words, asked = _take_rank(words)
+    record = journal.find(_take("logs", words, 1))
+    rank = asked if asked is not None else record.failed_rank or 0
+    shown = _end_of(record.log_path(rank))
+    if not shown:
+        return f"rank {rank} of run {record.run_id} wrote nothing"
+    return shown if asked is not None or not rank else f"rank {rank}, which failed first:\n{shown}"
+
+
+def _end_of(log: Path) -> str:
+    """Return a log's last lines as a terminal would show them, and how much comes before them."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _READ_BYTES))
+        assembler = LineAssembler()
+        lines = [*assembler.feed(file.read()), *assembler.flush()]
+    lengths = accumulate(len(line) + 1 for line in reversed(lines))
+    fit = sum(length <= _SHOWN_BYTES for length in lengths)
+    text = "\n".join(harmless(line) for line in lines[len(lines) - max(1, fit) :])
+    if fit == len(lines) and size <= _READ_BYTES:
+        return text
+    return f"… {size_text(size - len(text))} before this: {log}\n{text}"
+
+
+def _stop(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import pools
+
+    record = _running(_take("stop", words, 1))
+    return f"stopping run {pools.stop(record.run_id, settings)}"
+
+
+def _stacks(words: Sequence[str], settings: Config) -> str:
+    from IPython.core.getipython import get_ipython
+
+    from taas_magic.display import stacks
+    from taas_magic.notebook import launch, pools
+
+    record = _running(_take("stacks", words, 1))
+    shell = get_ipython()
+    assert shell is not None
+    return stacks.text(pools.stacks(record.run_id, settings), launch.labels_of_cells(shell))
+
+
+def _pools(words: Sequence[str], settings: Config) -> "str | CheckReport":
+    from taas_magic.notebook import pools
+
+    if words and words[0] == "--check":
+        name = _take("pools", words[1:], 1)
+        return pools.check(settings, [name] if name else [])
+    _take("pools", words, 0)
+    found = pools.rows(settings)
+    rows = [cells for pool in found for cells in _pool_cells(pool)]
+    head = ("pool", "engine", "state", "host", "does", "since", "GPU-hours")
+    source = settings.source or "there is no taas.toml: all runs on this machine"
+    return "\n".join([_table(head, rows), *_cost_lines(found), f"({source})"])
+
+
+def _warm(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import pools
+
+    pool = settings.pool(_take("warm", words, 1) or LOCAL)
+    pools.warm(settings, pool.name)
+    return f'Pool "{pool.name}" warms up in the background; %taas pools says when it is ready.'
+
+
+def _down(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import pools
+
+    pool = settings.pool(_take("down", words, 1) or LOCAL)
+    pools.down(pool.name, settings)
+    return f'Pool "{pool.name}" is down.'
+
+
+_BY_NAME: dict[str, Callable[[Sequence[str], Config], "str | CheckReport"]] = {
+    "status": _status,
+    "logs": _logs,
+    "stacks": _stacks,
+    "stop": _stop,
+    "pools": _pools,
+    "warm": _warm,
+    "down": _down,
+}
+
+
+def _take(name: str, words: Sequence[str], most: int) -> str | None:
+    """Return the word after a command, if there is one.
+
+    Raises:
+        UsageError: There are more than the command takes.
+    """
+    if len(words) > most:
+        raise UsageError(
+            f'%taas {name} does not take "{words[most]}". It is used as: %taas {USAGE[name][0]}'
+        )
+    return words[0] if words else None
+
+
+def _take_rank(words: Sequence[str]) -> tuple[list[str], int | None]:
+    """Return the words without `--rank R`, and R; None where it is not there."""
+    rest = list(words)
+    at = next((i for i, word in enumerate(rest) if re.match(r"--rank(=|$)", word)), None)
+    if at is None:
+        return rest, None
+    _, equals, text = rest.pop(at).partition("=")
+    if not equals and at < len(rest):
+        text = rest.pop(at)
+    try:
+        return rest, whole(0)(text)
+    except ValueError:
+        got = f'; got "{text}"' if text else ""
+        raise UsageError(f"--rank needs a rank's number (--rank 3){got}") from None
+
+
+def _running(run_id: str | None) -> RunRecord:
+    if run_id is not None:
+        return journal.find(run_id)
+    running = [record for record in journal.runs() if record.state not in ENDED_STATES]
+    if not running:
+        raise UsageError("No run is running. %taas status lists the newest.")
+    return running[0]
+
+
+def _pool_cells(pool: "PoolRow") -> list[tuple[str, ...]]:
+    """Return a pool's rows: one a host; its name stands in the first."""
+    names = (pool.name, pool.engine, pool.state)
+    rows: list[tuple[str, ...]] = []
+    for host in pool.status.hosts:
+        does = ", ".join(host.runs) or f"idle {duration(host.idle_s or 0)}"
+        rows.append((*names, host.host, does, duration(host.had_s), f"{host.gpu_hours:.2f}"))
+        names = ("", "", "")
+    return rows or [(*names, "", "", "", "")]
+
+
+def _cost_lines(pools: Sequence["PoolRow"]) -> list[str]:
+    """Return what each pool with GPUs has cost since it began, with hosts given back."""
+    return [
+        f'pool "{pool.name}": '
+        f"{pool.status.gpu_hours:.2f} GPU-hours, "
+        f"{pool.status.used_gpu_hours / pool.status.gpu_hours:.0%} of them in runs"
+        for pool in pools
+        if pool.status.gpu_hours
+    ]
+
+
+_HEAD = re.compile(r"\s*(?:%%taas|#\s?pragma\s+taas)\s(.*)")
+_LINE = re.compile(r"\s*%taas\s(.*)")
+_PRAGMA = re.compile(r"#\s?pragma\s+(t?a?a?)")
+_POOL = re.compile(r"#!\s*([\w.-]*)")
+_LISTED_RUNS = 20
+
+
+def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
+    """Return what is already there of the word at the cursor, and the words that begin so.
+
+    Args:
+        text: The line up to the cursor; None is returned where it is not one of ours.
+        known: Says what there is.
+    """
+    if match := _POOL.fullmatch(text):
+        return _beginning(match[1], known.pools())
+    if match := _PRAGMA.fullmatch(text):
+        return _beginning(match[1], ["taas"])
+    if match := _HEAD.fullmatch(text):
+        return _after_head(match[1], known)
+    if match := _LINE.fullmatch(text):
+        return _after_line(match[1], known)
+    return None
+
+
+def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
+    words = text.split(" ")
+    flag, equals, word = words[-1].partition("=")
+    if not equals:
+        flag, word = ([word for word in words[:-1] if word] or [""])[-1], words[-1]
+    if flag in ("--pool", "--data-pool"):
+        return _beginning(word, known.pools())
+    if flag == "--out":
+        return _beginning(word.rpartition(",")[2], known.variables())
+    if flag in BY_NAME and BY_NAME[flag].metavar:
+        return _beginning(word, BY_NAME[flag].examples)
+    return _beginning(word, [f.name for f in FLAGS if f.name not in words or f.name in REPEATED])
+
+
+def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
+    *before, word = text.split(" ")
+    before = [each for each in before if each]
+    if not before:
+        return _beginning(word, USAGE)
+    if before[-1] == "--rank":
+        return word, []
+    if before[0] in ("warm", "down"):
+        return _beginning(word, known.pools())
+    if before[0] == "pools":
+        return _beginning(word, known.pools() if before[-1] == "--check" else ["--check"])
+    if before[0] == "logs":
+        return _beginning(word, [*known.runs(), "--rank"])
+    return _beginning(word, known.runs() if before[0] in ("stop", "stacks") else ())
+
+
+def _beginning(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:
+    return word, [name for name in possible if name.startswith(word)]
+
+
+def _matcher(known: TaasMagics) -> Callable[[CompletionContext], SimpleMatcherResult]:
+    """Return IPython's matcher (its API of version 2) for `shell.Completer.custom_matchers`."""
+
+    @context_matcher(identifier="taas_magic")
+    def taas(context: CompletionContext) -> SimpleMatcherResult:
+        found = _candidates(context.text_until_cursor, known)
+        if found is None:
+            return {"completions": []}
+        word, names = found
+        return {
+            "completions": [SimpleCompletion(name, type="taas") for name in names],
+            "matched_fragment": word,
+            "suppress": True,
+            "ordered": True,
+        }
+
+    matching: Callable[[CompletionContext], SimpleMatcherResult] = taas
+    return matching

@@ -1,19 +1,25 @@
-"""The pools that this kernel uses: found by name, waited for, listed, ended."""
+"""The pools that this kernel uses: found by name, waited for, listed, checked, ended."""
 
+import os
 import sys
+import tempfile
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from taas_magic import messages
 from taas_magic.config import Config
-from taas_magic.errors import PoolError, UsageError
+from taas_magic.engines.base import find_engine
+from taas_magic.errors import PoolError, StoreError, UsageError
 from taas_magic.host.topics import share_id
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import PoolStatus, RunStacks
-from taas_magic.notebook.interrupts import Background, Interrupts
+from taas_magic.notebook.run import Background, Interrupts
 from taas_magic.pool.client import Pool, Wait
+from taas_magic.setup.facts import this_kernel
 
 _pools: dict[str, Pool] = {}
 _retired: list[Pool] = []
@@ -21,7 +27,7 @@ _lock = threading.Lock()
 
 
 def named(name: str, config: Config) -> Pool:
-    """This kernel's pool of that name; not opened.
+    """Return this kernel's pool of that name; not opened.
 
     Raises:
         UsageError: There is none in taas.toml.
@@ -30,20 +36,15 @@ def named(name: str, config: Config) -> Pool:
     with _lock:
         known = _pools.get(settings.name)
         if known is None or known.config != settings:
-            if known is not None:
-                _retire(known)
+            if known is not None:  # its settings have changed; without kernels it ends
+                known.retire()
+                _retired[:] = [one for one in (*_retired, known) if not one.is_over()]
             known = _pools[settings.name] = Pool(settings, Path.cwd())
         return known
 
 
-def _retire(pool: Pool) -> None:
-    """Leaves a pool whose settings are no more those of taas.toml; without kernels it ends."""
-    pool.retire()
-    _retired[:] = [one for one in (*_retired, pool) if not one.is_over()]
-
-
 def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> None:
-    """Returns when a pool has so many hosts; says meanwhile what it waits for.
+    """Return when a pool has so many hosts; say meanwhile what it waits for.
 
     Raises:
         PoolError: They could not be had.
@@ -63,19 +64,19 @@ def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> None:
 
 
 def say(line: str) -> None:
-    """Prints a line at once, below the cell that waits."""
+    """Print a line at once, below the cell that waits."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def warm(config: Config, name: str = "local") -> threading.Thread:
-    """Opens a pool in a thread; a failure shows when a cell needs the pool."""
+    """Open a pool in a thread; a failure shows when a cell needs the pool."""
     pool = named(name, config)
     return Background(lambda tell: pool.open(1)).thread
 
 
 def stop(run_id: str | None, config: Config) -> str:
-    """Ends a run, of this kernel or of another one of the user's; says which.
+    """End a run, of this kernel or of another one of the user's; return its id.
 
     Raises:
         UsageError: It is not running.
@@ -86,7 +87,7 @@ def stop(run_id: str | None, config: Config) -> str:
 
 
 def stacks(run_id: str | None, config: Config) -> RunStacks:
-    """Where the ranks of a run stand, and its fetchers; of any kernel of the user's.
+    """Return where the ranks of a run stand, and its fetchers; of any kernel of the user's.
 
     Raises:
         UsageError: It is not running.
@@ -122,25 +123,82 @@ class PoolRow:
 
 
 def rows(config: Config) -> list[PoolRow]:
-    """Every pool of taas.toml, and how it stands."""
+    """Return every pool of taas.toml, and how it stands."""
     found = []
     for name, settings in config.pools.items():
         pool = named(name, config)
-        alive = pool.is_alive()
-        status = _status(pool)
+        alive, status = pool.is_alive(), PoolStatus()
+        with suppress(PoolError):
+            if pool.is_ready:
+                status = pool.status()
         state = "ready" if pool.is_ready else "starting" if alive else "down"
         state = "silent" if pool.is_silent else state
         found.append(PoolRow(name, settings.engine, state, status))
     return found
 
 
-def _status(pool: Pool) -> PoolStatus:
+@dataclass(frozen=True)
+class CheckReport:
+    """What a notebook shows, in the forms that it may choose from."""
+
+    text: str
+    html: str
+
+
+def check(config: Config, names: Sequence[str] = ()) -> CheckReport:
+    """Ask the hosts of the pools of those names, or of all pools, what they are like; take none.
+
+    Raises:
+        UsageError: There is no such pool.
+        StoreError: The project store cannot be written.
+        PoolError: A pool that is up does not answer.
+        KeyboardInterrupt: The user did not want to wait.
+    """
+    # What only this needs, and imports: the first cell does not pay for it.
+    from taas_magic.display import hosts as table
+    from taas_magic.setup.checks import REMARK, Finding, Row, judged
+    from taas_magic.setup.checks import check as ask
+    from taas_magic.setup.requirements import packages_needed
+
+    asked = [config.pool(name) for name in names or config.pools]
+    with _mark(config.store.path or os.getcwd()) as mark:
+        here = this_kernel(mark)
+        up = {row.name: row.status.hosts for row in rows(config)}
+        means = {(name, host.host): host.means for name, hosts in up.items() for host in hosts}
+        found = [
+            replace(row, means=means.get((row.pool, row.host), ""))
+            for row in ask(asked, lambda pool, stop: find_engine(pool).ways(stop), here)
+        ]
+        known = {row.pool for row in found}
+        for pool in asked:
+            if pool.name in known:
+                continue
+            if up[pool.name]:  # its hosts are there only while they are taken: their agents say
+                agents = named(pool.name, config).facts(packages_needed(), mark)
+                found += [judged(pool, one.facts, here, one.means) for one in agents]
+            else:
+                todo = "They are checked when a run takes them; "
+                todo += f"%taas warm {pool.name} takes one now"
+                found.append(Row(pool.name, "", None, (Finding(REMARK, "no host is up", todo),)))
+    return CheckReport(table.text(found, here), table.html(found, here))
+
+
+@contextmanager
+def _mark(store: str) -> Iterator[str]:
+    """Make a file of random name in the project store: who sees it shares the store."""
     try:
-        return pool.status() if pool.is_ready else PoolStatus()
-    except PoolError:
-        return PoolStatus()
+        descriptor, mark = tempfile.mkstemp(prefix=".taas-", dir=store)
+    except OSError as error:
+        raise StoreError(
+            f"project store {store}: it cannot be written: {error.strerror}"
+        ) from error
+    os.close(descriptor)
+    try:
+        yield mark
+    finally:
+        os.unlink(mark)
 
 
 def down(name: str, config: Config) -> None:
-    """Ends a pool: its runs, its hosts, its process."""
+    """End a pool: its runs, its hosts, its process."""
     named(name, config).down()

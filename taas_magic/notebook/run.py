@@ -1,42 +1,61 @@
-"""A run as the notebook holds it: follow it, interrupt it, and ask it what it made."""
+"""A run as the notebook holds it: its fetchers, the user's interrupts, how it is followed and ends.
 
+The kernel waits for other processes in threads of its own, so that the user's interrupt, which is
+counted and not raised, always ends a wait.
+"""
+
+import contextvars
+import functools
 import queue
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from msgspec import structs
 
 from taas_magic.display.failure import to_exception, with_labels
 from taas_magic.display.stacks import duration
+from taas_magic.display.view import View
 from taas_magic.errors import (
     PoolError,
     ResultError,
-    RunError,
-    RunLost,
     StoreError,
-    TaasError,
     interrupted,
 )
 from taas_magic.host import results
 from taas_magic.host.fetchers import Filling
 from taas_magic.host.spec import VALUE, HostSpec
+from taas_magic.host.topics import share_id
 from taas_magic.host.watch import HALT_S
 from taas_magic.journal import folder as journal
-from taas_magic.journal.folder import ENDED_STATES, RunFolder
-from taas_magic.messages import Event, Note, RunEnded, StateChanged, StoreReceipt
-from taas_magic.notebook.fetching import Fetching
-from taas_magic.notebook.interrupts import LEAVE_S, Interrupts
+from taas_magic.journal.folder import RunFolder
+from taas_magic.messages import (
+    Event,
+    Note,
+    RunEnded,
+    StateChanged,
+    StoreReceipt,
+    encode,
+    pack,
+)
 from taas_magic.plan import Plan
-from taas_magic.pool.client import Pool
+from taas_magic.pool.client import Pool, Wait
 from taas_magic.store.receipt import Receipt
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
+LEAVE_S = 1.2
+"""How long something may still take that the user does not wait for any more."""
+
+MEANWHILE_S = 0.25
+"""How often what came meanwhile is shown to a user who waits."""
 
 CHECK_S = 1.0
 """How often a run's pool is asked whether it lives, while nothing is heard."""
@@ -50,14 +69,253 @@ SILENT_NOTE_S = 5.0
 SILENT_LOST_S = 60.0
 """After how long without a beat of the pool's process a run is taken for lost."""
 
+T = TypeVar("T")
+Tell = Callable[[list[str]], None]
 
-class Viewer(Protocol):
-    """What shows a run; `display.view.View` in a notebook."""
 
-    def feed(self, event: Event) -> None: ...
-    def tick(self, now: float) -> None: ...
-    def next_due(self) -> float | None: ...
-    def close(self) -> None: ...
+class Interrupts:
+    """While it is entered, SIGINT is counted and wakes the waiting thread; nothing is raised.
+
+    A KeyboardInterrupt that may arrive between any two instructions would lose an event here and a
+    process there. Signals reach the main thread only: in another thread (a subshell of the kernel)
+    nothing is installed, and `count` stays 0.
+
+    Attributes:
+        count: How often the user interrupted.
+        wake: Called on every interrupt; must be safe in a signal handler.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.wake: Callable[[], None] = lambda: None
+        self._previous: Any = None
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.wake()
+
+    def attend(
+        self,
+        work: Callable[[], T],
+        patience: int = 1,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Do what may wait for another process, in a thread, and return what it returns.
+
+        Args:
+            work: What to do; it goes on by itself when the user does not wait for it.
+            patience: At how many interrupts that is, once it had LEAVE_S more.
+            meanwhile: Called in this thread every MEANWHILE_S until then.
+
+        Raises:
+            Exception: What the work raised.
+            KeyboardInterrupt: The user has interrupted.
+        """
+        background = Background(lambda tell: work())
+        background.watch(self, patience, meanwhile=meanwhile)
+        if background.outcome is None:
+            background.thread.join(LEAVE_S)
+        if background.outcome is None:
+            raise_interrupted()
+        return background.outcome()
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if the user has interrupted."""
+        if self.count:
+            raise_interrupted()
+
+
+def raise_interrupted() -> NoReturn:
+    raise interrupted("Stopped by you before the ranks started; nothing was returned.")
+
+
+class Background(Generic[T]):
+    """Work in a thread of its own that the user may stop waiting for; it goes on then.
+
+    Args:
+        work: What to do; it is given what tells the waiting user how it stands, in lines.
+
+    Attributes:
+        outcome: Once it is done: returns its result, or raises its error.
+    """
+
+    def __init__(self, work: Callable[[Tell], T]) -> None:
+        self.outcome: Callable[[], T] | None = None
+        self._work = work
+        self._news: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        context = contextvars.copy_context()
+        self.thread = threading.Thread(
+            target=context.run, args=(self._run,), name="taas-background", daemon=True
+        )
+        self.thread.start()
+
+    def wait(self, interrupts: Interrupts, say: Callable[[str], None]) -> T:
+        """Return what the work returns; `say` is called with each line that is told, once.
+
+        Raises:
+            Exception: What the work raised.
+            KeyboardInterrupt: The user has interrupted.
+        """
+        self.watch(interrupts, 1, say=say)
+        interrupts.check()
+        assert self.outcome is not None
+        return self.outcome()
+
+    def watch(
+        self,
+        interrupts: Interrupts,
+        patience: int,
+        say: Callable[[str], None] = lambda line: None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Return when the work is done, or the user has interrupted so often."""
+        interrupts.wake = lambda: self._news.put([])
+        said: set[str] = set()
+        while interrupts.count < patience:
+            is_done = self.outcome is not None  # asked first: all that it told is there then
+            try:
+                lines = self._news.get(timeout=0 if is_done else MEANWHILE_S)
+            except queue.Empty:
+                if is_done:
+                    return
+                meanwhile()
+                continue
+            for line in lines:
+                if line not in said:
+                    said.add(line)
+                    say(line)
+
+    def _run(self) -> None:
+        try:
+            result = self._work(self._news.put)
+        except BaseException as error:
+            self.outcome = functools.partial(_raise, error)
+        else:
+            self.outcome = lambda: result
+        self._news.put([])
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+class Fetching:
+    """The fetchers of a run: begun before its ranks, ended after them.
+
+    They may be in another pool than the ranks. What they say is passed on to the ranks' pool, which
+    has the run's journal and tells the ranks' hosts where the fetchers listen.
+
+    Args:
+        pool: The pool whose hosts they are on.
+        spec: A `HostSpec` of the run, for that pool.
+        listen: Called with all that they say before `pass_on`, in any thread.
+        waits: Whether to wait for the pool's hosts here; else it is done for the ranks.
+    """
+
+    def __init__(
+        self, pool: Pool, spec: HostSpec, listen: Callable[[Event], None], waits: bool
+    ) -> None:
+        self._pool, self._spec, self._listen, self._waits = pool, spec, listen, waits
+        self._run_id = spec.plan.run_id
+        self._share_id = share_id(self._run_id)
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._relay: threading.Thread | None = None
+        self._closing = False
+        self._closed = threading.Event()
+        self._wait = Wait()
+        self._beginning = Background(self._begin)
+
+    def wait(self, interrupts: Interrupts, say: Callable[[str], None]) -> None:
+        """Return when the fetchers have their hosts; `say` is told what they wait for.
+
+        Raises:
+            PoolError: They could not be had.
+            KeyboardInterrupt: The user did not want to wait.
+        """
+        self._beginning.wait(interrupts, say)
+
+    def say(self, event: Event) -> None:
+        """Take what a fetcher said, or what is said of them."""
+        self._listen(event)
+        self._events.put(event)
+
+    def said(self) -> list[Event]:
+        """Return what was said since this was asked last."""
+        return taken(self._events)
+
+    def pass_on(self, pool: Pool) -> None:
+        """Pass on all that is said from now on to the pool that runs the ranks."""
+        self._listen = lambda event: None
+        self._relay = threading.Thread(
+            target=self._pass_on, args=(pool,), name="taas-relay", daemon=True
+        )
+        self._relay.start()
+
+    def close(self, interrupts: Interrupts) -> None:
+        """End the fetchers; where they are still waited for, as soon as they are there.
+
+        At the user's second interrupt they are left to end by themselves.
+        """
+        self._closing = True
+        with suppress(KeyboardInterrupt):
+            interrupts.attend(self._close, patience=2)
+
+    def _close(self) -> None:
+        self._end()
+        self._closed.set()  # the relay may take the None below for one of many events
+        self._events.put(None)
+        if self._relay is not None:
+            self._relay.join()
+
+    def _begin(self, tell: Tell) -> None:
+        def listen(event: Event) -> None:
+            # The run is not shown before it starts: the waiting user is told what is noted.
+            if isinstance(event, Note):
+                tell([event.text])
+            self.say(event)
+
+        data = self._spec.plan.data
+        if self._waits and data is not None:
+            self._pool.open(data.pool_hosts, tell, self._wait)
+        else:
+            self._pool.connect()
+        if not self._closing:
+            self._pool.start("taas_fetch", self._share_id, listen, spec=pack(self._spec))
+        if self._closing:
+            self._end()
+
+    def _end(self) -> None:
+        with suppress(PoolError):  # with its pool, they are gone
+            if self._pool.is_ready:
+                self._pool.give_up(self._wait)
+                self._pool.forget(self._share_id)
+                self._pool.halt(self._share_id, "kill")
+
+    def _pass_on(self, pool: Pool) -> None:
+        while not self._closed.is_set() and (event := self._events.get()) is not None:
+            try:
+                said = [encode(each) for each in (event, *self.said())]
+                pool.call("taas_relay", run_id=self._run_id, events=said)
+            except PoolError:
+                return  # the run is lost, and says so itself
+
+
+def taken(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
+    """Return all events that have come, without the None by which a queue is woken."""
+    found = []
+    while not events.empty():
+        if (event := events.get()) is not None:
+            found.append(event)
+    return found
 
 
 class Run:
@@ -100,21 +358,21 @@ class Run:
         return f"<Run {self.run_id} {self.plan.name or ''}: {self.state}, {self.path}>"
 
     def logs(self, rank: int | None = None) -> str:
-        """All that a rank wrote, with its traceback; without a rank, the first failed one or 0."""
+        """Return all that a rank wrote, with its traceback; default: the first failed one, or 0."""
         return journal.record(self._folder).logs(rank)
 
     @property
     def advice(self) -> str:
-        """What to change when ranks waited for data; "" where there is nothing to say."""
+        """Return what to change when ranks waited for data; "" where there is nothing to say."""
         return journal.record(self._folder).advice
 
     @property
     def waited(self) -> dict[str, float]:
-        """The share of their time with each loader that ranks waited for it, from 0 to 1."""
+        """Return the share of their time with each loader that ranks waited for it, from 0 to 1."""
         return journal.record(self._folder).waited
 
     def plot(self) -> "Figure":
-        """Draws how long ranks waited for data, and how fast it came, over time.
+        """Draw how long ranks waited for data, and how fast it came, over time.
 
         Raises:
             UsageError: matplotlib is missing, or the run used no registered loader.
@@ -122,15 +380,15 @@ class Run:
         return journal.record(self._folder).plot()
 
     def discard(self) -> None:
-        """Removes its folder: it was never started."""
+        """Remove its folder: it was never started."""
         self._folder.discard()
 
     def put(self, event: Event) -> None:
-        """Takes an event; called by any thread."""
+        """Take an event; called by any thread."""
         self._events.put(event)
 
-    def fill(self, fetching: Fetching, view: Viewer, interrupts: Interrupts) -> None:
-        """Shows how fetchers prepare what `--prefill` asks for; returns when it is there.
+    def fill(self, fetching: Fetching, view: View, interrupts: Interrupts) -> None:
+        """Show how fetchers prepare what `--prefill` asks for; return when it is there.
 
         Raises:
             PoolError: It was not there in `--timeout`.
@@ -155,13 +413,13 @@ class Run:
                     raise PoolError(f"exceeded --timeout {limit_s:g}s: --prefill had {came}")
 
     @contextmanager
-    def giving_up(self, view: Viewer) -> Iterator[None]:
-        """Has the run end with the block if that fails, before any rank was started."""
+    def giving_up(self, view: View) -> Iterator[None]:
+        """End the run if the block fails, before any rank was started."""
         try:
             yield
         except (PoolError, StoreError, KeyboardInterrupt) as error:
-            self.state = "INTERRUPTED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-            view.feed(self._journal_end(self.state, str(error)))
+            state = "INTERRUPTED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            view.feed(self._finish(state, str(error)))
             view.close()
             raise
 
@@ -170,42 +428,36 @@ class Run:
         pool: Pool,
         spec: HostSpec,
         said: list[Event],
-        view: Viewer,
+        view: View,
         interrupts: Interrupts,
     ) -> None:
-        """Has the pool start the ranks; shows what is said meanwhile.
+        """Have the pool start the ranks; show what is said meanwhile.
 
-        Args:
-            pool: The pool.
-            spec: A `HostSpec` of the run.
-            said: What its fetchers have said before.
-            view: Shows the run.
-            interrupts: The user's.
+        `said` is what its fetchers have said before.
 
         Raises:
             PoolError: It has no hosts for them.
             StoreError: Another run writes to the project store.
             KeyboardInterrupt: The user interrupted twice; what starts all the same is ended.
         """
+
+        def launch() -> list[str]:
+            hosts = pool.launch(spec, self.put, said)
+            if self._is_left:
+                self._halt(pool, "kill")
+            return hosts
+
         try:
             self.hosts = interrupts.attend(
-                lambda: self._launch(pool, spec, said),
-                patience=2,
-                meanwhile=lambda: self._show(view, self._there()),
+                launch, patience=2, meanwhile=lambda: self._show(view, taken(self._events))
             )
         except KeyboardInterrupt:
             self._is_left = True
             self._halt(pool, "kill")
             raise
 
-    def _launch(self, pool: Pool, spec: HostSpec, said: list[Event]) -> list[str]:
-        hosts = pool.launch(spec, self.put, said)
-        if self._is_left:
-            self._halt(pool, "kill")
-        return hosts
-
-    def follow(self, pool: Pool, view: Viewer, interrupts: Interrupts) -> None:
-        """Shows the run until it has ended; blocks, in the thread that runs the cell.
+    def follow(self, pool: Pool, view: View, interrupts: Interrupts) -> None:
+        """Show the run until it has ended; blocks, in the thread that runs the cell.
 
         The first interrupt gives the ranks a grace to end, the second ends them. What has not ended
         soon after that ends by itself; the cell says what it is, and ends.
@@ -230,7 +482,7 @@ class Run:
         pool.forget(self.run_id)
 
     def conclude(self, namespace: dict[str, Any]) -> None:
-        """Brings the results into the notebook; then raises what went wrong.
+        """Bring the results into the notebook; then raise what went wrong.
 
         What a run that failed left comes, too.
 
@@ -244,19 +496,20 @@ class Run:
         assert self._ended is not None
         self.failures = [structs.asdict(failure) for failure in self._ended.failures]
         self._bring_results(namespace)
+        names = ", ".join(self.out)
         if self.state == "INTERRUPTED":
-            raise interrupted(self._stopped(self._ended.why))
+            came = f"came back all the same: {names}" if names else "nothing was returned"
+            said = f"Stopped by you after {duration(self.elapsed_s)}; {came}. {self._ended.why}"
+            raise interrupted(said.rstrip())
         if self.state != "SUCCEEDED":
-            raise self._error(self._ended)
+            first = with_labels(self._ended.first, self._labels)
+            raise to_exception(structs.replace(self._ended, first=first))
         if self.missing:
-            raise self._incomplete()
-
-    def _stopped(self, why: str) -> str:
-        came = (
-            f"came back all the same: {', '.join(self.out)}" if self.out else "nothing was returned"
-        )
-        said = f"Stopped by you after {duration(self.elapsed_s)}; {came}."
-        return f"{said} {why}" if why else said
+            came = f"; the others are here: {names}" if names else ""
+            raise ResultError(
+                f"run {self.run_id} succeeded, but not all of --out could come back{came}\n"
+                + "\n".join(f"    {name}: {why}" for name, why in self.missing.items())
+            )
 
     def _bring_results(self, namespace: dict[str, Any]) -> None:
         received = results.receive(self._folder.results, self.plan.out)
@@ -266,37 +519,17 @@ class Run:
         if self.out and self.state not in ("SUCCEEDED", "INTERRUPTED"):
             sys.stdout.write(f"came back all the same (--out): {', '.join(self.out)}\n")
 
-    def _incomplete(self) -> ResultError:
-        came = f"; the others are here: {', '.join(self.out)}" if self.out else ""
-        return ResultError(
-            f"run {self.run_id} succeeded, but not all of --out could come back{came}\n"
-            + "\n".join(f"    {name}: {why}" for name, why in self.missing.items())
-        )
-
-    def _error(self, ended: RunEnded) -> TaasError:
-        labelled = structs.replace(ended, first=with_labels(ended.first, self._labels))
-        error = to_exception(labelled)
-        assert isinstance(error, RunError | RunLost | StoreError)
-        return error
-
-    def _wait(self, view: Viewer, until: float = float("inf")) -> Iterable[Event]:
-        """Waits for events, and no longer than until then; returns all that are there."""
+    def _wait(self, view: View, until: float = float("inf")) -> Iterable[Event]:
+        """Wait for events, and no longer than until then; return all that are there."""
         due = min(until, view.next_due() or until)
         timeout_s = min(CHECK_S, max(0.0, due - time.monotonic()))
         try:
             first = self._events.get(timeout=timeout_s)
         except queue.Empty:
             return []
-        return [event for event in (first, *self._there()) if event is not None]
+        return [*([] if first is None else [first]), *taken(self._events)]
 
-    def _there(self) -> list[Event]:
-        """All events that have come."""
-        events = []
-        while not self._events.empty():
-            events.append(self._events.get())
-        return [event for event in events if event is not None]
-
-    def _show(self, view: Viewer, events: Iterable[Event]) -> None:
+    def _show(self, view: View, events: Iterable[Event]) -> None:
         for seen in events:
             if isinstance(seen, StateChanged | RunEnded):
                 self.state = seen.state
@@ -309,7 +542,7 @@ class Run:
         view.tick(time.monotonic())
 
     def _halt(self, pool: Pool, how: str) -> None:
-        """Has the pool interrupt (`interrupt`) or end (`kill`) the run; does not wait for it."""
+        """Have the pool interrupt (`interrupt`) or end (`kill`) the run; do not wait for it."""
 
         def halt() -> None:
             try:
@@ -319,21 +552,20 @@ class Run:
 
         threading.Thread(target=halt, name="taas-halt", daemon=True).start()
 
-    def _check(self, pool: Pool, view: Viewer) -> None:
-        """Looks whether the pool's process lives and is heard."""
+    def _check(self, pool: Pool, view: View) -> None:
+        """Look whether the pool's process lives and is heard."""
         if not pool.is_alive():
-            self._lose("the pool's process is gone")
+            self._ended = self._finish("LOST", "the pool's process is gone")
         elif pool.silent_s > SILENT_LOST_S:
-            self._lose(pool.silence())
+            self._ended = self._finish("LOST", pool.silence())
         elif pool.silent_s > SILENT_NOTE_S and not self._is_silent:
             self._is_silent = True
-            said = f"{pool.silence()}; interrupt twice to leave the run"
-            view.feed(Note(text=said))
+            view.feed(Note(text=f"{pool.silence()}; interrupt twice to leave the run"))
 
     def _leave(self, pool: Pool) -> None:
-        """Ends the wait for an interrupted run; says what of it ends by itself, and when."""
+        """End the wait for an interrupted run; say what of it ends by itself, and when."""
         if not pool.is_alive():
-            self._lose("the pool's process is gone")
+            self._ended = self._finish("LOST", "the pool's process is gone")
             return
         why = f"left to end by itself: the ranks on {', '.join(self.hosts)}"
         if pool.silent_s > SILENT_NOTE_S:
@@ -341,22 +573,14 @@ class Run:
             why += pool.silence()
         else:
             why += f"; the pool ends them within {HALT_S:.0f} s, else their host"
-        self.state = "INTERRUPTED"
-        self._ended = self._end("INTERRUPTED", why)
+        self._ended = self._finish("INTERRUPTED", why, in_journal=False)
 
-    def _lose(self, why: str) -> None:
-        """Ends a run that cannot report its own end any more."""
-        self.state = "LOST"
-        self._ended = self._journal_end("LOST", why)
-
-    def _journal_end(self, state: str, why: str = "") -> RunEnded:
-        ended = self._end(state, why)
-        writer = journal.Writer(self._folder)
-        writer.append(ended)
-        writer.close()
+    def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
+        """Conclude what cannot report its own end; in the journal, unless its pool goes on."""
+        self.state, self.elapsed_s = state, time.monotonic() - self._began
+        ended = RunEnded(state=state, elapsed_s=self.elapsed_s, why=why)
+        if in_journal:
+            writer = journal.Writer(self._folder)
+            writer.append(ended)
+            writer.close()
         return ended
-
-    def _end(self, state: str, why: str) -> RunEnded:
-        assert state in ENDED_STATES
-        elapsed_s = time.monotonic() - self._began
-        return RunEnded(state=state, elapsed_s=elapsed_s, why=why)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.capture import payload
-from taas_magic.capture.names import imported, needed_modules
+from taas_magic.capture.modules import imported, needed_modules
 from taas_magic.capture.payload import Cell
 
 GUARDED = """

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from taas_magic.capture import pickling, places
+from taas_magic.capture import pickling, reducers
 from taas_magic.display.receipt import lines
 from taas_magic.errors import RankFailed
 from taas_magic.store.receipt import Receipt
@@ -44,7 +44,7 @@ os.uname().nodename, seen, twice
 
 @pytest.fixture
 def in_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in places.environ("/home/me/project", "/cache/copy").items():
+    for name, value in reducers.copy_environ("/home/me/project", "/cache/copy").items():
         monkeypatch.setenv(name, value)
 
 
@@ -55,21 +55,21 @@ def test_a_path_of_the_project_is_found_in_the_copy_and_comes_home_as_it_was(
     there |= {path: path for path in ("/home/me/projects", "relative/a", "/srv/data")}
     for path, found in there.items():
         with monkeypatch.context() as notebook:
-            for name in places.environ("", ""):
+            for name in reducers.copy_environ("", ""):
                 notebook.delenv(name)
             sent = pickling.dump(Path(path), globals_dict={})
         assert pickling.loads(sent.data) == Path(found)
         back = pickling.dump(Path(found))
-        for name in places.environ("", ""):
+        for name in reducers.copy_environ("", ""):
             monkeypatch.delenv(name)
         assert pickling.loads(back.data) == Path(path)
-        for name, value in places.environ("/home/me/project", "/cache/copy").items():
+        for name, value in reducers.copy_environ("/home/me/project", "/cache/copy").items():
             monkeypatch.setenv(name, value)
 
 
 def test_so_is_a_zarr_store_whose_path_is_a_text(in_a_copy: None) -> None:
     store = SimpleNamespace(path="/home/me/project/cube.zarr", normalize_keys=False)
-    make, arguments = places.reduce_directory_store(store)
+    make, arguments = reducers.reduce_directory_store(store)
     assert make(*pickle.loads(pickle.dumps(arguments))) == SimpleNamespace(
         path="/cache/copy/cube.zarr", normalize_keys=False
     )

@@ -13,7 +13,7 @@ from taas_magic.capture.names import used_names
 
 def reads(source: str) -> set[str]:
     return (
-        set(used_names(textwrap.dedent(source)))
+        set(used_names(textwrap.dedent(source)).why)
         - set(vars(builtins))
         - {"__name__", "__annotations__"}
     )
@@ -195,4 +195,4 @@ def test_no_read_is_missed(statements: list[str]) -> None:
     notebook = _Watched({**helpers, "f": lambda: 0, **dict.fromkeys(NAMES, 0)})
     with contextlib.suppress(NameError, TypeError, RecursionError):
         exec(compile(source, "<cell>", "exec"), notebook)
-    assert notebook.read <= set(used_names(source))
+    assert notebook.read <= set(used_names(source).why)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.backends.cudnn as cudnn
 
-from taas_magic.capture import pickling, reducers, tensors
+from taas_magic.capture import pickling, reducers
 from taas_magic.errors import CaptureError
 from taas_magic.messages import Failure
 
@@ -125,20 +125,20 @@ def test_what_lived_on_a_gpu_comes_to_the_cpu_where_there_is_none(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    storage = tensors.rebuild_untyped(bytearray(torch.ones(2).numpy().tobytes()), "cuda")
-    typed = tensors.rebuild_typed(storage, torch.float32)
+    storage = reducers.rebuild_untyped(bytearray(torch.ones(2).numpy().tobytes()), "cuda")
+    typed = reducers.rebuild_typed(storage, torch.float32)
     assert torch.tensor(typed).tolist() == [1, 1]
-    assert tensors.target_device("cuda") == "cpu"
+    assert reducers.target_device("cuda") == "cpu"
 
 
 def test_a_rank_takes_its_own_gpu_and_the_kernel_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert tensors.target_device("cuda") == "cuda:1"
-    assert tensors.target_device("cpu") == "cpu"
+    assert reducers.target_device("cuda") == "cuda:1"
+    assert reducers.target_device("cpu") == "cpu"
     monkeypatch.delenv("LOCAL_RANK")
-    assert tensors.target_device("cuda") == "cpu"
+    assert reducers.target_device("cuda") == "cpu"
 
 
 def test_a_loader_travels_without_its_running_iterator(path: Path) -> None:

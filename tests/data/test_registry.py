@@ -99,8 +99,8 @@ def test_the_shape_says_what_the_loader_says():
 def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are():
     loader, other = taas.register(DataLoader(Rows(10), 2), name="train"), DataLoader(Rows(3))
     pickler = pickling.ValuePickler({})
-    with registry.noting() as used:
-        pickler.add({"loaders": [loader, loader], "other": other})
+    pickler.add({"loaders": [loader, loader], "other": other})
+    used = pickler.replaced
     assert list(used) == ["train"]
     use_feed(Feed(1, 2, lambda name: used[name].payload))
     try:

@@ -19,7 +19,8 @@ from taas_magic.display.view import TerminalScreen
 from taas_magic.host.stacks import Sight, Stand, last_seen, parse, waits_for
 from taas_magic.host.watch import Ranks, still_since
 from taas_magic.messages import Event, Hang, RanksStarted, RankStand, RunEnded, Settled, StackFrame
-from taas_magic.notebook import commands, pools
+from taas_magic.notebook import pools
+from taas_magic.notebook.magic import run_command
 from taas_magic.notebook.run import Run
 from tests.events import Line
 from tests.frontend import Frontend
@@ -232,7 +233,7 @@ time.sleep(600)
     shown: list[str] = []
 
     def look(run: Run) -> None:
-        shown.append(commands.run("stacks", Config()))  # type: ignore[arg-type]
+        shown.append(run_command("stacks", Config()))  # type: ignore[arg-type]
         stop(run)
 
     with on_event(monkeypatch, lambda it: it["kind"] == "lines", look):
@@ -268,7 +269,7 @@ def test_stacks_shows_fetchers_and_their_workers(
     shown: list[str] = []
 
     def look(run: Run) -> None:
-        shown.append(commands.run("stacks", Config()))  # type: ignore[arg-type]
+        shown.append(run_command("stacks", Config()))  # type: ignore[arg-type]
         stop(run)
 
     with on_event(monkeypatch, lambda it: it["kind"] == "lines", look):
@@ -382,7 +383,7 @@ def test_stacks_of_a_rank_that_is_stopped(
         [pid] = (pid for it in started for pid in it["pids"].values())
         while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
             threading.Event().wait(0.05)
-        shown.append(commands.run("stacks", Config()))  # type: ignore[arg-type]
+        shown.append(run_command("stacks", Config()))  # type: ignore[arg-type]
 
     with (
         on_event(monkeypatch, lambda it: it["kind"] == "started", lambda run: None) as started,

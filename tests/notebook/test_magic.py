@@ -18,7 +18,7 @@ from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import PlanHead, RunFolder
 from taas_magic.messages import HostStatus, PoolStatus, StateChanged
-from taas_magic.notebook import dry_run
+from taas_magic.notebook import pools
 from taas_magic.notebook.pools import PoolRow
 from taas_magic.plan import Flags
 
@@ -33,6 +33,9 @@ class FakeLaunch(ModuleType):
 
     def execute(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> None:
         self.asked.append(("execute", flags, cell))
+
+    def tell(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> str:
+        return f"{flags.gpus} ranks"
 
     def stop(self, run_id: str, config: Config) -> str:
         self.asked.append(("stop", run_id))
@@ -259,9 +262,8 @@ def test_the_device_type_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dry_run_prints_the_plan(
-    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(dry_run, "tell", lambda flags, cell, shell, config: f"{flags.gpus} ranks")
     run(shell, "%%taas --gpus 2 --dry-run\nx = 1")
     assert capsys.readouterr().out == "2 ranks\n"
 
@@ -313,6 +315,8 @@ def test_pools_check_shows_a_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "here")
+    monkeypatch.setattr(pools, "rows", launch.rows)
+    monkeypatch.setattr(launch, "check", pools.check, raising=False)
     assert run(shell, "%taas pools --check local") is None
     shown = capsys.readouterr().out
     assert shown.startswith("pool ") and "held by Landlock" in shown

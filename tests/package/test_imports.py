@@ -22,12 +22,12 @@ FLOORS = (
     ("host",),
     ("plan",),
     ("data", "store"),
-    ("capture", "journal", "short_name"),
-    ("config", "messages", "out_names", "environ", "certificate", "leases", "probe", "errors"),
+    ("capture", "journal"),
+    ("config", "messages", "certificate", "leases", "probe", "errors"),
 )
 
 LIGHT = ["", ".messages", ".plan", ".config", ".errors", ".journal", ".api", ".host.supervisor"]
-LIGHT += [f".notebook.{it}" for it in ("flags", "magic", "launch", "dry_run", "check", "fetching")]
+LIGHT += [f".notebook.{it}" for it in ("flags", "magic", "launch", "pools", "run")]
 """What a kernel loads before and with its first cell: torch would take it 2 s."""
 
 HEAVY = {"torch", "distributed", "dask", "numpy", "paramiko"}

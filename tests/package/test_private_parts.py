@@ -11,14 +11,6 @@ ROOT = Path(__file__).parents[2]
 
 LISTED = {
     "capture/reducers.py": {
-        "_get_or_create_tracker_id",
-        "_make_skeleton_class",
-        "_make_skeleton_enum",
-        "_DYNAMIC_CLASS_TRACKER_BY_ID",
-        "_class_setstate",
-    },
-    "capture/pickling.py": {"_class_reduce", "_function_reduce"},
-    "capture/tensors.py": {
         "_cdata",
         "_untyped_storage",
         "_new_dtypes",
@@ -45,24 +37,17 @@ GONE = {
     "threading._shutdown": "rank._end_program has to join what is no daemon thread by another way",
     "atexit._run_exitfuncs": "Python may do it itself for forks now: see python/cpython#83856",
     "weakref.finalize._registry": "host/preload.py: find what weakref.finalize keeps them in",
-    "torch._utils._rebuild_tensor_v3": "capture/tensors.py: see how torch pickles uint16 now",
-    "torch.storage._new_dtypes": "capture/tensors.py: see how torch pickles uint16 now",
+    "torch._utils._rebuild_tensor_v3": "capture/reducers.py: see how torch pickles uint16 now",
+    "torch.storage._new_dtypes": "capture/reducers.py: see how torch pickles uint16 now",
     "torch.utils.data._utils.worker._worker_info": "find what get_worker_info() reads now",
     "torch.utils.data._utils.pin_memory.pin_memory": "data/epoch.py: find its new place",
-    "torch.UntypedStorage._cdata": "capture/tensors.py needs another identity of a storage",
+    "torch.UntypedStorage._cdata": "capture/reducers.py needs another identity of a storage",
     "torch.Tensor._indices": "data/tensors.py: see how torch pickles sparse tensors",
     "torch.Tensor._values": "data/tensors.py: see how torch pickles sparse tensors",
     "torch.Tensor._coalesced_": "data/tensors.py: see how torch pickles sparse tensors",
     "torch._C.PyTorchFileWriter": "store/redirect/libraries.py: find what torch.save writes with",
     "torch._C._distributed_c10d._dump_fr_trace_json": "rank._collectives: find the new recorder",
     "tempfile._TemporaryFileCloser": "store/redirect/libraries.py: see how tempfile unlinks now",
-    "cloudpickle.cloudpickle._get_or_create_tracker_id": "capture/reducers.py: see save_type there",
-    "cloudpickle.cloudpickle._make_skeleton_class": "capture/reducers.py: see save_type there",
-    "cloudpickle.cloudpickle._make_skeleton_enum": "capture/reducers.py: see save_type there",
-    "cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID": "capture/reducers.py: see its new name",
-    "cloudpickle.cloudpickle._class_setstate": "capture/reducers.py: see its new name",
-    "cloudpickle.cloudpickle._class_reduce": "capture/pickling.py: see reducer_override there",
-    "cloudpickle.Pickler._function_reduce": "capture/pickling.py: see reducer_override there",
     "IPython.core.interactiveshell.InteractiveShell._showtraceback": "host/shell.py: see IPython",
     "distributed.batched.time": "host/member.py: see by what clock BatchedSend waits",
 }
@@ -80,9 +65,7 @@ def test_no_private_name_is_used_that_is_not_listed() -> None:
 @pytest.mark.parametrize("name", GONE)
 def test_a_private_name_is_still_there(name: str) -> None:
     assert exists(name), f"{name} has gone: {GONE[name]}"
-    assert (
-        name.rpartition(".")[2] in (ROOT / "ARCHITECTURE.md").read_text() or "cloudpickle" in name
-    )
+    assert name.rpartition(".")[2] in (ROOT / "ARCHITECTURE.md").read_text()
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic import short_name
+from taas_magic.notebook.magic import TAAS_IS_HERE, installs_taas
 from tests.frontend import ROOT, Frontend, environment, kernel
 
 pytest.importorskip("hatchling", reason="builds need hatchling, which `.[test]` installs")
@@ -71,7 +71,7 @@ def front(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def test_pip_install_taas_changes_nothing(front: Frontend, wheel: Path) -> None:
     said = front.text(front.run(f"%pip install {' '.join(OFFLINE)} {wheel}"))
-    assert said.count(short_name.HERE) == 1
+    assert said.count(TAAS_IS_HERE) == 1
     other = "import importlib.machinery as m\nprint(m.PathFinder.find_spec('taas').origin)"
     assert front.text(front.run(other)).endswith("site-packages/taas/__init__.py\n")
     front.run("import taas\nassert taas.runs() == [] and taas.device_type == 'cpu'")
@@ -124,7 +124,7 @@ def test_a_program_of_its_own_imports_it(python: Path) -> None:
     ],
 )
 def test_cells_that_install_the_other(cell: str) -> None:
-    assert short_name.installs(cell)
+    assert installs_taas(cell)
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_cells_that_install_the_other(cell: str) -> None:
     ],
 )
 def test_cells_that_do_not(cell: str) -> None:
-    assert not short_name.installs(cell)
+    assert not installs_taas(cell)

@@ -8,7 +8,7 @@ import pytest
 
 from taas_magic.config import load_config
 from taas_magic.errors import PoolError
-from taas_magic.notebook import check, pools
+from taas_magic.notebook import pools
 from taas_magic.setup.facts import this_kernel
 from tests.harness import Notebook
 from tests.rig.bare_python import make_bare_python
@@ -97,7 +97,7 @@ def test_another_torch_is_refused_with_both_versions(remote: Notebook, hosts: Ho
 
 def test_the_check_shows_all_hosts_with_what_to_do(remote: Notebook, hosts: Hosts) -> None:
     """FAULT 30, by asking."""
-    report = check.hosts(load_config(remote.project), ["bare", "other"])
+    report = pools.check(load_config(remote.project), ["bare", "other"])
     lines = report.text.splitlines()
     assert [line.split()[:2] for line in lines if line.startswith("bare")] == [
         ["bare", name] for name in hosts.names
@@ -112,7 +112,7 @@ def test_the_check_shows_all_hosts_with_what_to_do(remote: Notebook, hosts: Host
 @pytest.mark.skipif(not old_pythons(), reason="no Python older than 3.8 on this machine")
 def test_another_python_is_refused_with_both_versions(remote: Notebook, hosts: Hosts) -> None:
     """FAULT 30."""
-    report = check.hosts(load_config(remote.project), ["old"])
+    report = pools.check(load_config(remote.project), ["old"])
     assert f"there, {this_kernel().python} in this kernel" in report.text
     assert f"Name a Python {this_kernel().python_minor} of that host" in report.text
 
@@ -124,6 +124,6 @@ def test_a_host_that_is_down_does_not_keep_the_others_from_answering(
         settings = notebook.project / "taas.toml"
         settings.write_text(pool_table("p", hosts, str(pythons["bare"])))
         hosts.kill(2)
-        report = check.hosts(load_config(notebook.project), ["p"])
+        report = pools.check(load_config(notebook.project), ["p"])
         settings.unlink()
     assert f"fit for runs: 1 of 2 hosts; not {hosts.name(2)}" in report.text

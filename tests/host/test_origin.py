@@ -4,18 +4,19 @@ import os
 import subprocess
 import sys
 
-from taas_magic.environ import applied, changes, users_path
+from taas_magic.host.spec import Origin, environ_changes, users_path
 
 
 def test_only_what_changed_travels() -> None:
-    initial = b"HOME=/root\0PATH=/bin\0EMPTY=\0OLD=1\0LIST=a=b\0"
+    before = {"HOME": "/root", "PATH": "/bin", "EMPTY": "", "OLD": "1", "LIST": "a=b"}
     now = {"HOME": "/root", "PATH": "/bin:/opt", "EMPTY": "", "LIST": "a=b", "NEW": "x"}
-    assert changes(initial, now) == {"PATH": "/bin:/opt", "NEW": "x", "OLD": None}
+    assert environ_changes(before, now) == {"PATH": "/bin:/opt", "NEW": "x", "OLD": None}
 
 
 def test_the_hosts_own_environment_holds_but_for_the_changes() -> None:
     own = {"HOME": "/home/me", "CUDA_VISIBLE_DEVICES": "3", "OLD": "2"}
-    assert applied(own, {"NEW": "x", "OLD": None}) == {
+    origin = Origin("/x", {"HOME": "/root"}, (), changed={"NEW": "x", "OLD": None})
+    assert origin.on_another_machine(own, ()).environ == {
         "HOME": "/home/me",
         "CUDA_VISIBLE_DEVICES": "3",
         "NEW": "x",
@@ -25,10 +26,11 @@ def test_the_hosts_own_environment_holds_but_for_the_changes() -> None:
 def test_a_process_knows_what_it_changed() -> None:
     code = """
 import os
-from taas_magic.environ import of_this_process
+import psutil
+from taas_magic.host.spec import environ_changes
 os.environ["ADDED"] = "1"
 del os.environ["GONE"]
-print(of_this_process())
+print(environ_changes(psutil.Process().environ(), os.environ))
 """
     environ = {**os.environ, "GONE": "1"}
     done = subprocess.run(
