@@ -27,7 +27,7 @@ from taas_magic.farms import values
 from taas_magic.farms.terms import JobOutcome, JobSetting, PlacedCall
 from taas_magic.host import tracebacks
 from taas_magic.host.processes import die_with_parent
-from taas_magic.store.guard import Means, hold_off
+from taas_magic.store.guard import Means, hold
 from taas_magic.store.publish import SAVES
 
 SHORT_S = 0.05
@@ -77,7 +77,7 @@ def _settle(setting: JobSetting) -> None:
     sys.path[:] = setting.sys_path
     sys.argv[:] = ["taas"]
     short_name.claim()
-    hold_off(
+    hold(
         setting.store,
         "a job",
         means=Means(setting.means),

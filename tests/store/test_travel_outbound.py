@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from taas_magic.store.mirror import outbound as inotify
-from taas_magic.store.mirror.desk import Desk
-from taas_magic.store.mirror.inbound import News
+from taas_magic.store import outbound as inotify
+from taas_magic.store.desk import Desk
+from taas_magic.store.mirror import News
 from tests.eventually import WITHIN_S, eventually
 from tests.store.travel_rig import Travel, descriptors, tree_of, wired
 
