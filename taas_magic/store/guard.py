@@ -28,7 +28,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -141,8 +141,8 @@ def hold(
         What holds the rule now.
     """
     scratch.mkdir(mode=0o700)
-    caches = _writable_folders(os.path.expanduser("~"), os.environ)
-    writable = holes(rule.path, [*rule.shared, *caches, run_folder, str(scratch)], means)
+    usual = [*_caches(), tempfile.gettempdir()]
+    writable = holes(rule.path, [*rule.shared, *usual, run_folder, str(scratch)], means)
     view = who, rule.path, writable, note
     if writes:
         redirect.install(redirect.Watched(*view))
@@ -173,11 +173,10 @@ _CACHE_VARIABLES = (
 _CACHES = (".cache", ".config", ".ipython", ".nv", ".triton")
 
 
-def _writable_folders(home: str, environ: Mapping[str, str]) -> list[str]:
-    """Return caches and temporary folders: a rank may write there, also when the store has them."""
-    named = (environ.get(name) for name in _CACHE_VARIABLES)
-    usual = (os.path.join(home, name) for name in _CACHES)
-    return [*filter(None, named), *usual, tempfile.gettempdir()]
+def _caches() -> list[str]:
+    """Return folders that a rank may write also when the store holds them."""
+    named = [os.environ[name] for name in _CACHE_VARIABLES if os.environ.get(name)]
+    return named + [os.path.expanduser(f"~/{name}") for name in _CACHES]
 
 
 def holes(store: str, writable: Iterable[str], means: Means) -> list[str]:

@@ -5,7 +5,6 @@ hosts send back does, too (`News`). What is written here is sent back by `outbou
 free of any transport: a host asks the notebook's side, `desk.py`, by a function, `Ask`.
 """
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -33,6 +32,7 @@ from taas_magic.store.manifest import (
     blocks,
     unpack_parts,
 )
+from taas_magic.store.rule import locked
 from taas_magic.store.tree import Arrival, DamagedError, Tree, why_unsafe
 
 MAX_MIRRORS = 16
@@ -94,7 +94,8 @@ def take(store: str, owner: str, cache: Path | None = None) -> Mirror:
         for folder in _candidates(cache, store, owner):
             folder.mkdir(mode=0o700, exist_ok=True)
             with ExitStack() as opening:
-                if _lock(folder / "lock", opening):
+                if opening.enter_context(locked(folder / "lock", wait=False)):
+                    os.utime(folder / "lock")
                     return Mirror(folder, opening.pop_all())
     except OSError as error:
         raise StoreError(f"no copy of the project store can be made in {cache}: {error}") from error
@@ -112,20 +113,11 @@ def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
 def _forget_old(cache: Path, before: float) -> None:
     """Remove mirrors that were last used before a time, and that nobody uses now."""
     for lock in cache.glob("*/lock"):
-        with suppress(FileNotFoundError), ExitStack() as removing:
-            if lock.stat().st_mtime < before and _lock(lock, removing):
-                shutil.rmtree(lock.parent, ignore_errors=True)
-
-
-def _lock(path: Path, opening: ExitStack) -> bool:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    opening.callback(os.close, descriptor)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    os.utime(descriptor)
-    return True
+        with suppress(FileNotFoundError):
+            if lock.stat().st_mtime < before:
+                with locked(lock, wait=False) as free:
+                    if free:
+                        shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 ATTEMPTS = 3
@@ -306,7 +298,7 @@ class News:
 
     Args:
         mirror: This host's.
-        ask: Asks the desk.
+        ask: How to ask the desk.
         note: Tells the user why it cannot go on.
     """
 

@@ -208,20 +208,17 @@ class Sender:
 
     Args:
         mirror: The host's.
-        ask: Asks the desk.
+        ask: How to ask the desk.
         note: Tells the user, at once, what could not be sent.
-        ignore: What does not travel.
 
     Attributes:
         written: Bytes of each file that is in the store now, by path.
         refused: Why, by path, of what is not.
     """
 
-    def __init__(
-        self, mirror: Mirror, ask: Ask, note: Callable[[str], None], ignore: Ignore
-    ) -> None:
+    def __init__(self, mirror: Mirror, ask: Ask, note: Callable[[str], None]) -> None:
         self._mirror, self._ask, self._note = mirror, ask, note
-        self._ignore = ignore
+        self._ignore = ignore_of(mirror.tree)
         self._stays: set[str] = set()
         self._pace = Pace()
         self.written: dict[str, int] = {}
@@ -398,7 +395,7 @@ class Outbound:
         shared: Sequence[str] | None = None,
     ) -> None:
         self._mirror, self._shared, self._note = mirror, shared, note
-        self._sender = Sender(mirror, ask, note, ignore_of(mirror.tree))
+        self._sender = Sender(mirror, ask, note)
         self._ignore = Ignore()
         self._watch = Watch(mirror.path, lambda path: self._ignore.leaves_out(path, folder=True))
         self._due: dict[str, float] = {}

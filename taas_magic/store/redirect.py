@@ -411,6 +411,19 @@ def _call_led(
         raise
 
 
+def _look(
+    view: Watched, real: _Call, path: Path, folder: int | None, *args: Any, follow: bool, **kw: Any
+) -> Any:
+    """Call with the store's file where there is one, else with the rank's own."""
+    try:
+        return _call_led(real, path, path, folder, *args, **kw)
+    except FileNotFoundError:
+        own = _own_file(view, path, folder, follow=follow)
+        if own is None:
+            raise
+    return _call_led(real, path, own, None, *args, **kw)
+
+
 def _writable(view: Watched, place: str, *, keep: bool = False) -> str | None:
     """Return where to open a file for writing; a folder cannot be, and the system says so."""
     return None if os.path.isdir(place) else view.target(place, keep=keep)
@@ -434,13 +447,7 @@ def _open(view: Watched, real: _Call) -> _Call:
         if set(mode) & set("wxa+"):
             target = partial(_writable, view, keep=not set(mode) & set("wx"))
             return _call_led(real, file, *_lead(view, target, file, follow=True), *rest)
-        try:
-            return real(file, *rest)
-        except FileNotFoundError:
-            own = _own_file(view, file)
-            if own is None:
-                raise
-        return real(own, *rest)
+        return _look(view, real, file, None, *rest, follow=True)
 
     return call
 
@@ -455,13 +462,7 @@ def _os_open(view: Watched, real: _Call) -> _Call:
             target = partial(_writable, view, keep=not flags & (os.O_TRUNC | os.O_EXCL))
             led = _lead(view, target, path, dir_fd, follow=not flags & os.O_NOFOLLOW)
             return int(_call_led(real, path, *led, flags, mode))
-        try:
-            return int(_call_led(real, path, path, dir_fd, flags, mode))
-        except FileNotFoundError:
-            own = _own_file(view, path, dir_fd)
-            if own is None:
-                raise
-        return int(real(own, flags, mode))
+        return int(_look(view, real, path, dir_fd, flags, mode, follow=True))
 
     return call
 
@@ -517,17 +518,11 @@ def _symlink_call(view: Watched, real: _Call) -> _Call:
 
 
 def _read_call(view: Watched, real: _Call, *, follow: bool) -> _Call:
-    """Wrap a call that looks at one path: the store's file where there is one, else the own."""
+    """Wrap a call that looks at one path."""
 
     @functools.wraps(real)
     def call(path: Path, *args: Any, dir_fd: int | None = None, **kw: Any) -> Any:
-        try:
-            return _call_led(real, path, path, dir_fd, *args, **kw)
-        except FileNotFoundError:
-            own = _own_file(view, path, dir_fd, follow=follow)
-            if own is None:
-                raise
-        return _call_led(real, path, own, None, *args, **kw)
+        return _look(view, real, path, dir_fd, *args, follow=follow, **kw)
 
     return call
 

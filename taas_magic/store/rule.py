@@ -219,14 +219,14 @@ def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
         user=user_name(),
         since=time.strftime("%H:%M:%S"),
     )
-    with _locked(folder / "all", wait=True):
+    with locked(folder / "all", wait=True):
         for other in folder.glob("*.lock"):
             _refuse_overlap(store, other)
         lock = _take(path, owner)
     try:
         yield
     finally:
-        with _locked(folder / "all", wait=True):
+        with locked(folder / "all", wait=True):
             path.unlink(missing_ok=True)
             os.close(lock)
 
@@ -248,7 +248,7 @@ def _take(path: Path, owner: StoreOwner) -> int:
 
 def _refuse_overlap(store: str, path: Path) -> None:
     """Raise where a living run owns a folder that is, holds, or lies in `store`."""
-    with _locked(path, wait=False) as free:
+    with locked(path, wait=False) as free:
         if free:
             path.unlink(missing_ok=True)
             return
@@ -263,7 +263,7 @@ def _refuse_overlap(store: str, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
+def locked(path: Path, *, wait: bool) -> Iterator[bool]:
     """Hold a file's lock; yield False where another process has it and `wait` is False."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -97,6 +97,25 @@ def test_removed_moved_and_turned_into_something_else(travel: Travel) -> None:
     assert travel.notes == []
 
 
+def test_what_is_written_into_a_moved_folder_is_seen_where_it_is(
+    travel: Travel, tmp_path: Path
+) -> None:
+    (travel.store / "old" / "deep").mkdir(parents=True)
+    (travel.store / "leaves").mkdir()
+    with travel.running() as mirror:
+        (mirror / "old").rename(mirror / "new")
+        (mirror / "leaves").rename(tmp_path / "outside")
+        eventually(lambda: set(tree_of(travel.store)) == {"new", "new/deep"})
+        (mirror / "new" / "deep" / "x").write_bytes(b"x")
+        (tmp_path / "outside" / "not-ours").write_bytes(b"x")
+        (mirror / "old").mkdir()
+        (mirror / "old" / "y").write_bytes(b"y")
+        eventually(reads(travel.store / "new/deep/x", b"x"))
+        eventually(reads(travel.store / "old/y", b"y"))
+    assert set(tree_of(travel.store)) == {"new", "new/deep", "new/deep/x", "old", "old/y"}
+    assert travel.notes == []
+
+
 def test_what_the_user_put_into_a_removed_folder_stays(travel: Travel) -> None:
     (travel.store / "out").mkdir()
     (travel.store / "out" / "old").touch()
