@@ -61,7 +61,8 @@ def _be_held(writing: Connection, folder: str, means: str, rank: int) -> None:
     began = time.perf_counter()
     used = hold(
         StoreRule(str(store)),
-        rank,
+        f"rank {rank}",
+        writes=rank == 0,
         means=Means(means),
         scratch=Path(folder, "scratch"),
         run_folder=folder,

@@ -27,7 +27,7 @@ from taas_magic.capture.modules import claim_taas, install
 from taas_magic.farms.terms import Blob, JobOutcome, JobSetting, PlacedCall
 from taas_magic.host import tracebacks
 from taas_magic.host.processes import die_with_parent
-from taas_magic.store.guard import Means, hold_off
+from taas_magic.store.guard import Means, hold
 from taas_magic.store.publish import SAVES
 
 SHORT_S = 0.05
@@ -76,7 +76,7 @@ def _settle(setting: JobSetting) -> None:
     sys.path[:] = setting.sys_path
     sys.argv[:] = ["taas"]
     claim_taas()
-    hold_off(
+    hold(
         setting.store,
         "a job",
         means=Means(setting.means),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taas_magic.data.service import Tls
-from taas_magic.store.guard import Means, hold_off
+from taas_magic.store.guard import Means, hold
 from taas_magic.store.rule import StoreRule
 
 
@@ -53,7 +53,7 @@ class Setting:
         payload.read(self.payload).set_state()
 
     def _hold_off(self, rule: StoreRule) -> None:
-        hold_off(
+        hold(
             rule,
             self.who,
             means=self.means,

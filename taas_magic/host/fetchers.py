@@ -42,7 +42,7 @@ from taas_magic.messages import (
 )
 from taas_magic.plan import DataPlan, FetcherPlan, Prefill
 from taas_magic.store import guard
-from taas_magic.store.mirror.chunks import Ask
+from taas_magic.store.manifest import Ask
 
 _ENDLESS = 1 << 62
 

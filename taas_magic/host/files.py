@@ -24,13 +24,12 @@ from taas_magic.messages import (
     UnsentFile,
     WrittenFile,
 )
-from taas_magic.store.mirror.chunks import Ask, Pace, ask_at_pace
-from taas_magic.store.mirror.inbound import News, bring_in, take
-from taas_magic.store.mirror.manifest import Manifest
-from taas_magic.store.mirror.outbound import Outbound
-from taas_magic.store.mirror.paths import shown
+from taas_magic.store.manifest import Ask, Manifest, Pace
+from taas_magic.store.mirror import News, bring_in, take
+from taas_magic.store.outbound import Outbound
 from taas_magic.store.receipt import Ledger
 from taas_magic.store.rule import StoreRule, is_below
+from taas_magic.store.tree import shown
 
 LIST, READ, WRITE = "run_list", "run_read", "run_write"
 
@@ -105,7 +104,7 @@ class RunFiles:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             while (offset := file.tell()) < size and is_wanted():
                 part = {"name": name, "offset": offset, "size": self._pace.size}
-                file.write(ask_at_pace(self._ask, self._pace, READ, **part))
+                file.write(self._pace.ask(self._ask, READ, **part))
             return offset >= size
 
     def _send(self, path: Path, name: str) -> None:
@@ -121,7 +120,7 @@ class RunFiles:
                 data += file.read(self._pace.size)
                 last = file.tell() >= size
                 part = {"name": name, "offset": sent, "data": data, "last": last}
-                ask_at_pace(self._ask, self._pace, WRITE, **part)
+                self._pace.ask(self._ask, WRITE, **part)
                 if last:
                     return
                 sent, data = sent + len(data), b""

@@ -48,7 +48,7 @@ from taas_magic.messages import (
     StoreMessage,
 )
 from taas_magic.store import guard
-from taas_magic.store.mirror.chunks import Ask
+from taas_magic.store.manifest import Ask
 
 
 class Wakeup:

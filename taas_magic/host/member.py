@@ -67,7 +67,7 @@ from taas_magic.host.topics import (
     share_id,
 )
 from taas_magic.store import guard
-from taas_magic.store.mirror.chunks import Ask
+from taas_magic.store.manifest import Ask
 
 _started = time.time() - time.monotonic()
 

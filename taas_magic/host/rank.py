@@ -126,7 +126,8 @@ def _hold_to_store_rule(spec: RankSpec, link: Link, rank: int, scratch: Path) ->
         return
     means = hold(
         spec.store,
-        rank,
+        f"rank {rank}",
+        writes=rank == 0,
         means=spec.means,
         scratch=scratch,
         run_folder=str(spec.run_dir),

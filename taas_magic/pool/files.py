@@ -12,8 +12,8 @@ from taas_magic.data import service
 from taas_magic.errors import ProtocolError
 from taas_magic.host.files import LIST, READ, WRITE
 from taas_magic.journal.folder import RunFolder
-from taas_magic.store.mirror.chunks import CHUNK_BYTES
-from taas_magic.store.mirror.desk import Desk
+from taas_magic.store.desk import Desk
+from taas_magic.store.manifest import CHUNK_BYTES
 from taas_magic.store.rule import StoreRule, state_folder
 
 QUESTIONS = frozenset({LIST, READ, WRITE})

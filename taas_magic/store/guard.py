@@ -1,6 +1,6 @@
-"""Holds a rank to the rule of the project store: by the operating system first, then by Python.
+"""Hold a rank to the rule of the project store: by the operating system first, then by Python.
 
-`protect` is called in a rank, freshly forked, before any of the user's code; what the rank starts
+`hold` is called in a rank, freshly forked, before any of the user's code; what the rank starts
 inherits it. Of the means that a host offers the strongest is used: a read-only mount, else
 Landlock. `strongest` finds it once, by trying, in a process that is thrown away: half a user
 namespace cannot be left again.
@@ -9,22 +9,38 @@ namespace cannot be left again.
     read-only mount        root, user  EROFS                    nothing
     Landlock               anyone      EACCES                   chmod, utime, extended attributes
     Python alone           anyone      PermissionError          subprocesses, C++ writers, ctypes
+
+Mounts are made in a namespace of the process's own, and gone when its last process is. They need
+root, or a kernel that lets ordinary users make user namespaces.
+
+Landlock (Linux 5.13 and later) needs neither. Its rules are an allow-list: what a rule set handles
+is refused everywhere but below the folders that it names. So every neighbour on the way from `/` to
+a protected folder is allowed, and the folders on that way themselves are not: no new entry can be
+made directly in them. Reading is not handled and stays as it was; truncation is from ABI 3 (Linux
+6.2) on. https://docs.kernel.org/userspace-api/landlock.html
 """
 
+import ctypes
 import functools
 import os
+import re
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 
-from taas_magic.store import landlock, mounts, redirect
+from taas_magic.store import redirect
 from taas_magic.store.rule import StoreRule, is_below
 
 _PROBE_TIMEOUT_S = 20
+
+HELD_BY_PYTHON = (
+    "this host has neither mount namespaces nor Landlock: that only rank 0 writes to the project "
+    "store is held by Python alone (docs/store.md)"
+)
 
 
 class Means(str, Enum):
@@ -38,7 +54,7 @@ class Means(str, Enum):
 
 @functools.cache
 def strongest() -> Means:
-    """What this host offers, found once a process by trying it (some 0.1 s); the agent asks.
+    """Return what this host offers, found once a process by trying it (some 0.1 s).
 
     A host on which even the trial fails offers nothing but Python.
     """
@@ -62,12 +78,12 @@ def strongest() -> Means:
 
 
 def main() -> None:
-    """Prints the name of the strongest means that works."""
+    """Print the name of the strongest means that works."""
     print(next(means for means in candidates(os.geteuid()) if _works(means)).name)  # noqa: T201
 
 
 def candidates(user: int) -> tuple[Means, ...]:
-    """The means for a user id, strongest first.
+    """Return the means for a user id, strongest first.
 
     Root is given no user namespace: inside one it would lose its rights on other users' files.
     """
@@ -75,11 +91,69 @@ def candidates(user: int) -> tuple[Means, ...]:
     return (mount, Means.LANDLOCK, Means.PYTHON)
 
 
-def writable_folders(home: str, environ: Mapping[str, str]) -> list[str]:
-    """Caches and temporary folders: a rank may write there, also when the store holds them."""
-    named = (environ.get(name) for name in _CACHE_VARIABLES)
-    usual = (os.path.join(home, name) for name in _CACHES)
-    return [*filter(None, named), *usual, tempfile.gettempdir()]
+def _works(means: Means) -> bool:
+    """Try a means on a folder of its own, in a child that ends with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(0 if _holds(means, folder) else 1)
+            finally:
+                os._exit(1)
+        return os.waitpid(child, 0)[1] == 0
+
+
+def _holds(means: Means, folder: str) -> bool:
+    try:
+        _apply(means, folder, [])
+    except OSError:
+        return False
+    try:
+        os.mkdir(os.path.join(folder, "probe"))
+    except OSError:
+        return True
+    return means is Means.PYTHON
+
+
+def hold(
+    rule: StoreRule,
+    who: str,
+    *,
+    means: Means,
+    scratch: Path,
+    run_folder: str,
+    note: Callable[[str], None],
+    writes: bool = False,
+) -> Means:
+    """Make `rule` true in this process; called once, freshly forked, before any of the user's code.
+
+    Args:
+        rule: The run's.
+        who: What the process is called in messages.
+        means: What this host offers, as `strongest` gave it.
+        scratch: A folder to make for this process alone, on this host, outside the store; whoever
+            ends the process removes it.
+        run_folder: The run's folder, which stays writable.
+        note: Called once for each path in the store that was written, or kept from being written.
+        writes: Whether it is rank 0, which writes to the store and is only watched.
+
+    Returns:
+        What holds the rule now.
+    """
+    scratch.mkdir(mode=0o700)
+    usual = [*_caches(), tempfile.gettempdir()]
+    writable = holes(rule.path, [*rule.shared, *usual, run_folder, str(scratch)], means)
+    view = who, rule.path, writable, note
+    if writes:
+        redirect.install(redirect.Watched(*view))
+        return means
+    used = protect(rule.path, writable, means)
+    _move_temporary_folder(rule.path, used, scratch)
+    if rule.writes == "refuse":
+        redirect.install(redirect.Refused(*view))
+    else:
+        redirect.install(redirect.Discarded(*view, scratch=str(scratch)))
+    return used
 
 
 _CACHE_VARIABLES = (
@@ -99,8 +173,14 @@ _CACHE_VARIABLES = (
 _CACHES = (".cache", ".config", ".ipython", ".nv", ".triton")
 
 
+def _caches() -> list[str]:
+    """Return folders that a rank may write also when the store holds them."""
+    named = [os.environ[name] for name in _CACHE_VARIABLES if os.environ.get(name)]
+    return named + [os.path.expanduser(f"~/{name}") for name in _CACHES]
+
+
 def holes(store: str, writable: Iterable[str], means: Means) -> list[str]:
-    """Those of the folders that the store needs an exception for: they lie inside it.
+    """Return those of the folders that the store needs an exception for: they lie inside it.
 
     They are made if they are missing; under Landlock so are those right beside the way to the
     store, which it could not allow later. One that holds the store, or is it, is left out.
@@ -110,19 +190,27 @@ def holes(store: str, writable: Iterable[str], means: Means) -> list[str]:
     for path in resolved:
         beside = means is Means.LANDLOCK and is_below(store, os.path.dirname(path))
         if beside or is_below(path, store):
-            _make_folder(path)
+            try:
+                os.makedirs(path, mode=0o700, exist_ok=True)
+            except OSError:
+                continue  # it is a file, or not ours to make: then nobody writes there anyway
     return [path for path in resolved if path != store and is_below(path, store)]
 
 
-def _make_folder(path: str) -> None:
-    try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
-    except OSError:
-        return  # it is a file, or not ours to make: then nobody writes there anyway
+def _move_temporary_folder(store: str, means: Means, scratch: Path) -> None:
+    """Give the rank another TMPDIR where the usual one is the store, or cannot be written now.
+
+    Landlock lets nothing be made directly in a folder that holds the store.
+    """
+    usual = os.path.realpath(tempfile.gettempdir())
+    if usual == store or (means is Means.LANDLOCK and is_below(store, usual)):
+        folder = scratch / "tmp"
+        folder.mkdir()
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
 def protect(store: str, holes: Sequence[str], means: Means) -> Means:
-    """Makes the store read-only for this process and all that it will start.
+    """Make the store read-only for this process and all that it will start.
 
     Descriptors that are open already are opened anew where they would get around it.
 
@@ -155,16 +243,16 @@ def protect(store: str, holes: Sequence[str], means: Means) -> Means:
 
 def _apply(means: Means, store: str, holes: Sequence[str]) -> None:
     if means is Means.LANDLOCK:
-        landlock.make_read_only(store, holes)
+        _restrict_by_landlock(store, holes)
     elif means is not Means.PYTHON:
-        mounts.enter_namespace(as_user=means is Means.USER_MOUNT)
-        mounts.make_read_only(store, holes)
+        _enter_namespace(as_user=means is Means.USER_MOUNT)
+        _mount_read_only(store, holes)
         if means is Means.USER_MOUNT:
-            mounts.drop_capabilities()
+            _drop_capabilities()
 
 
 def _renew_descriptors(store: str, holes: Sequence[str]) -> None:
-    """Opens what this process inherited again, under the guard.
+    """Open what this process inherited again, under the guard.
 
     A descriptor keeps the rights and the mount that it was opened with: one on a file of the store
     could still write it, and one on any folder leads around the new mount.
@@ -192,116 +280,155 @@ def _renew(descriptor: int, path: str) -> None:
     os.close(renewed)
 
 
-def _works(means: Means) -> bool:
-    """Tries a means on a folder of its own, in a child that ends with it."""
-    with tempfile.TemporaryDirectory() as folder:
-        child = os.fork()
-        if child == 0:
-            try:
-                os._exit(0 if _holds(means, folder) else 1)
-            finally:
-                os._exit(1)
-        return os.waitpid(child, 0)[1] == 0
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def _holds(means: Means, folder: str) -> bool:
-    try:
-        _apply(means, folder, [])
-    except OSError:
-        return False
-    try:
-        os.mkdir(os.path.join(folder, "probe"))
-    except OSError:
-        return True
-    return means is Means.PYTHON
+def _checked(result: int, what: str) -> int:
+    """Return what a system call gave; raise OSError from errno if it failed."""
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
 
 
-HELD_BY_PYTHON = (
-    "this host has neither mount namespaces nor Landlock: that only rank 0 writes to the project "
-    "store is held by Python alone (docs/store.md)"
-)
+_CLONE_NEWNS = 0x00020000
+_CLONE_NEWUSER = 0x10000000
+
+_MS_RDONLY = 0x1
+_MS_REMOUNT = 0x20
+_MS_BIND = 0x1000
+_MS_REC = 0x4000
+_MS_SLAVE = 0x80000
+
+_KEPT_FLAGS = {
+    0x2: 0x2,  # nosuid
+    0x4: 0x4,  # nodev
+    0x8: 0x8,  # noexec
+    0x400: 0x400,  # noatime
+    0x800: 0x800,  # nodiratime
+    0x1000: 0x200000,  # relatime
+}
+"""statvfs flag -> mount flag. A user namespace may not drop these, so a remount repeats them."""
 
 
-def hold(
-    rule: StoreRule,
-    rank: int,
-    *,
-    means: Means,
-    scratch: Path,
-    run_folder: str,
-    note: Callable[[str], None],
-) -> Means:
-    """Makes `rule` true in this rank; called once, freshly forked, before any of the user's code.
+def _enter_namespace(*, as_user: bool) -> None:
+    """Give this process its own view of all mounts; mounts of the host still appear in it.
 
     Args:
-        rule: The run's.
-        rank: This rank; 0 writes to the store, and is only watched.
-        means: What this host offers, as `strongest` gave it.
-        scratch: A folder to make for this rank alone, on this host, outside the store; whoever
-            ends the rank removes it.
-        run_folder: The run's folder, which stays writable.
-        note: Called once for each path in the store that the rank wrote, or was kept from writing.
-
-    Returns:
-        What holds the rule now.
+        as_user: Make a user namespace first, in which an ordinary user may mount. Every user but
+            this one is then shown as nobody.
     """
-    if rank == 0:
-        scratch.mkdir(mode=0o700)
-        redirect.install(
-            redirect.Watched(rule.path, _holes(rule, means, run_folder, scratch), note)
-        )
-        return means
-    return hold_off(
-        rule, f"rank {rank}", means=means, scratch=scratch, run_folder=run_folder, note=note
-    )
+    user, group = os.geteuid(), os.getegid()
+    flags = _CLONE_NEWNS | (_CLONE_NEWUSER if as_user else 0)
+    _checked(_LIBC.unshare(flags), "unshare")
+    if as_user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    _mount(None, "/", _MS_REC | _MS_SLAVE)
 
 
-def hold_off(
-    rule: StoreRule,
-    who: str,
-    *,
-    means: Means,
-    scratch: Path,
-    run_folder: str,
-    note: Callable[[str], None],
-) -> Means:
-    """Makes the store read-only for this process, as `hold` does for a rank that is not 0.
-
-    Args:
-        rule: The run's.
-        who: What the process is called in messages.
-        means: As for `hold`, like the others.
-        scratch: As for `hold`.
-        run_folder: As for `hold`.
-        note: As for `hold`.
-
-    Returns:
-        What holds the rule now.
-    """
-    scratch.mkdir(mode=0o700)
-    holes = _holes(rule, means, run_folder, scratch)
-    used = protect(rule.path, holes, means)
-    _move_temporary_folder(rule.path, used, scratch)
-    if rule.writes == "refuse":
-        redirect.install(redirect.Refused(who, rule.path, holes, note))
-    else:
-        redirect.install(redirect.Discarded(who, str(scratch), rule.path, holes, note))
-    return used
+def _mount_read_only(folder: str, holes: Sequence[str]) -> None:
+    """Make `folder`, without symbolic links, and what is mounted below it, read-only here."""
+    for path in (folder, *holes):
+        _mount(path, path, _MS_BIND | _MS_REC)
+    with open("/proc/self/mountinfo", "rb") as table:
+        points = {_unescape(line.split()[4]) for line in table}
+    for point in sorted(points):
+        if is_below(point, folder) and not any(is_below(point, hole) for hole in holes):
+            present = os.statvfs(point).f_flag
+            kept = sum(mount for seen, mount in _KEPT_FLAGS.items() if present & seen)
+            _mount(None, point, _MS_BIND | _MS_REMOUNT | _MS_RDONLY | kept)
 
 
-def _holes(rule: StoreRule, means: Means, run_folder: str, scratch: Path) -> list[str]:
-    """What stays writable in the store."""
-    caches = writable_folders(os.path.expanduser("~"), os.environ)
-    return holes(rule.path, [*rule.shared, *caches, run_folder, str(scratch)], means)
+def _unescape(field: bytes) -> str:
+    """Undo mountinfo's octal escapes (a space is `\\040`)."""
+    return os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), field))
 
 
-def _move_temporary_folder(store: str, means: Means, scratch: Path) -> None:
-    """Gives the rank another TMPDIR where the usual one is the store, or cannot be written now.
+def _mount(source: str | None, target: str, flags: int) -> None:
+    encoded = source and os.fsencode(source)
+    result = _LIBC.mount(encoded, os.fsencode(target), None, ctypes.c_ulong(flags), None)
+    _checked(result, f"mount {target}")
 
-    Landlock lets nothing be made directly in a folder that holds the store.
-    """
-    usual = os.path.realpath(tempfile.gettempdir())
-    if usual == store or (means is Means.LANDLOCK and is_below(store, usual)):
-        folder = scratch / "tmp"
-        folder.mkdir()
-        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+
+def _drop_capabilities() -> None:
+    """Give up what a user namespace granted, so that the mounts cannot be undone from within."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    nothing = (ctypes.c_uint32 * 6)()
+    _checked(_LIBC.capset(header, nothing), "capset")
+
+
+_PR_SET_NO_NEW_PRIVS = 38
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
+_CREATE_VERSION = 1
+_RULE_PATH_BENEATH = 1
+
+_WRITE_FILE = 1 << 1
+_REMOVE_AND_MAKE = sum(1 << bit for bit in range(4, 13))  # REMOVE_DIR to MAKE_SYM
+_REFER = 1 << 13
+_TRUNCATE = 1 << 14
+
+
+class _RulesetAttr(ctypes.Structure):
+    _fields_ = (("handled_access_fs", ctypes.c_uint64),)
+
+
+class _PathBeneathAttr(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
+
+
+def _restrict_by_landlock(folder: str, holes: Sequence[str]) -> None:
+    """Refuse this process, and what it starts, every change below `folder`, for good."""
+    abi = _landlock(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_CREATE_VERSION))
+    rights = _WRITE_FILE | _REMOVE_AND_MAKE  # of those that this kernel can refuse
+    rights |= _REFER if abi >= 2 else 0
+    rights |= _TRUNCATE if abi >= 3 else 0
+    attributes = _RulesetAttr(rights)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    rules = _landlock(_CREATE_RULESET, ctypes.byref(attributes), size, ctypes.c_uint32(0))
+    try:
+        for path in (*_neighbours(folder), *holes):
+            _allow(rules, path, rights)
+        _checked(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+        _landlock(_RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint32(0))
+    finally:
+        os.close(rules)
+
+
+def _neighbours(folder: str) -> list[str]:
+    """Return what lies beside each folder on the way from `/` to `folder`, itself left out."""
+    found = []
+    while folder != "/":
+        parent, name = os.path.split(folder)
+        try:
+            entries = os.listdir(parent)
+        except PermissionError:
+            entries = []  # it may be crossed, not listed (a /home of mode 711)
+        found += [os.path.join(parent, entry) for entry in entries if entry != name]
+        folder = parent
+    return found
+
+
+def _allow(rules: int, path: str, rights: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return  # gone since it was listed, or not ours to reach
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISLNK(mode):
+            return
+        if not stat.S_ISDIR(mode):
+            rights &= _WRITE_FILE | _TRUNCATE
+        rule = _PathBeneathAttr(rights, descriptor)
+        kind = ctypes.c_int(_RULE_PATH_BENEATH)
+        _landlock(_ADD_RULE, ctypes.c_int(rules), kind, ctypes.byref(rule), ctypes.c_uint32(0))
+    finally:
+        os.close(descriptor)
+
+
+def _landlock(number: int, *arguments: object) -> int:
+    return _checked(_LIBC.syscall(ctypes.c_long(number), *arguments), "Landlock")

@@ -27,7 +27,7 @@ _TORCH_CANNOT_WRITE = ("inline_container", "write(): fd")
 
 
 def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwargs: Any) -> None:
-    """Saves like `torch.save`, whose arguments it takes, but so that the file appears atomically.
+    """Save like `torch.save`, whose arguments it takes, but so that the file appears atomically.
 
     Any rank may call it, and none waits for another: in a run only rank 0's call writes. Outside of
     a run it writes. In a job of a farm it writes to the job's folder, at the same path as in the
@@ -36,8 +36,7 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
     Args:
         obj: What to save.
         f: The file's path; an open file is written as `torch.save` does, by any rank.
-        *args: As for `torch.save`.
-        **kwargs: As for `torch.save`.
+        *args: As for `torch.save`, like `**kwargs`.
 
     Raises:
         StoreError: It could not be written; what was there before is still there.
@@ -53,7 +52,7 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
 
 
 def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Where a job saves what is meant for the project store; elsewhere the path itself."""
+    """Return where a job saves what is meant for the project store; elsewhere the path itself."""
     folder = os.environ.get(SAVES)
     below = os.path.relpath(path)
     if not folder or below.startswith(os.pardir):
@@ -65,7 +64,7 @@ def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 @contextlib.contextmanager
 def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yields where to write the file that takes `path`'s place when the block ends without error.
+    """Yield where to write the file that takes `path`'s place when the block ends without error.
 
     A symbolic link is followed, and the old file's permissions are kept.
 
@@ -78,11 +77,13 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
         try:
             yield unfinished
             _force_to_disk(unfinished)
-            _copy_mode(destination, unfinished)
+            if os.path.exists(destination):
+                shutil.copymode(destination, unfinished)
             os.replace(unfinished, destination)
             _force_to_disk(os.path.dirname(destination))
         except (OSError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not _is_about_writing(error):
+            is_torchs = any(words in str(error) for words in _TORCH_CANNOT_WRITE)
+            if isinstance(error, RuntimeError) and not is_torchs:
                 raise
             message = _cannot_write(destination, unfinished, error)
             _release_frames(error)
@@ -91,7 +92,7 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _folder_beside(destination: str) -> Iterator[str]:
-    """A folder on the destination's file system, gone at the end; clears what a kill has left.
+    """Yield a folder on the destination's file system, gone at the end; clear what a kill has left.
 
     A folder, not a file of another name, because torch writes a file's name into it. Its lock tells
     a living writer's folder from a dead one's.
@@ -99,7 +100,9 @@ def _folder_beside(destination: str) -> Iterator[str]:
     parent, name = os.path.split(destination)
     prefix = f".{name}."
     try:
-        _remove_leftovers(parent, prefix)
+        for other in os.listdir(parent):
+            if other.startswith(prefix):
+                remove_leftover(Path(parent, other))
         folder = tempfile.mkdtemp(_SUFFIX, prefix, parent)
     except OSError as error:
         raise StoreError(f"{destination} cannot be written: {error.strerror}") from error
@@ -112,14 +115,8 @@ def _folder_beside(destination: str) -> Iterator[str]:
         os.close(lock)
 
 
-def _remove_leftovers(parent: str, prefix: str) -> None:
-    for name in os.listdir(parent):
-        if name.startswith(prefix):
-            remove_leftover(Path(parent, name))
-
-
 def remove_leftover(folder: Path) -> bool:
-    """Removes an unfinished save whose writer is dead; says whether `folder` is one at all."""
+    """Remove an unfinished save whose writer is dead; say whether `folder` is one at all."""
     if not folder.name.endswith(_SUFFIX):
         return False
     try:
@@ -136,11 +133,6 @@ def remove_leftover(folder: Path) -> bool:
     return True
 
 
-def _copy_mode(old: str, new: str) -> None:
-    if os.path.exists(old):
-        shutil.copymode(old, new)
-
-
 def _force_to_disk(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -149,12 +141,8 @@ def _force_to_disk(path: str) -> None:
         os.close(descriptor)
 
 
-def _is_about_writing(error: RuntimeError) -> bool:
-    return any(words in str(error) for words in _TORCH_CANNOT_WRITE)
-
-
 def _release_frames(error: BaseException | None) -> None:
-    """Drops what the failed calls held: torch's writer, and with it the given-up file's space."""
+    """Drop what the failed calls held: torch's writer, and with it the given-up file's space."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

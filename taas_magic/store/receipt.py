@@ -10,7 +10,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class Receipt:
     not_sent: Mapping[str, str] = field(default_factory=dict)
 
     def with_event(self, event: StoreReceipt) -> "Receipt":
-        """This and what one more host says."""
+        """Return this and what one more host says."""
         kept_out = {path: set(ranks) for path, ranks in self.kept_out.items()}
         for file in event.kept_out:
             kept_out.setdefault(file.path, set()).add(file.rank)
@@ -74,7 +74,7 @@ class Receipt:
 
 
 class Ledger:
-    """Takes down, on one host, what its ranks say of the store; any thread may call it.
+    """What the ranks of one host say of the store; any thread may call it.
 
     Args:
         store: Absolute, without symbolic links.
@@ -89,7 +89,7 @@ class Ledger:
         self._means = ""
 
     def take(self, rank: int, message: StoreMessage) -> None:
-        """Takes down what a rank says."""
+        """Take down what a rank says."""
         with self._lock:
             if isinstance(message, RankTouched):
                 self._noted[rank, message.path] = None
@@ -97,15 +97,16 @@ class Ledger:
                 self._means = message.means
 
     def close(self, has_rank_0: bool) -> StoreReceipt:
-        """What this host's ranks did; called when they are gone.
+        """Return what this host's ranks did; called when they are gone.
 
         Also clears away saves that a kill left unfinished.
         """
         with self._lock:
             noted = list(self._noted)
-        look = StoreLook(self._store, self._shared, self._began_ns)
-        changed = set(look.changed()) if has_rank_0 else set()
-        written = sorted(changed | {path for rank, path in noted if rank == 0})
+        found, is_complete = set[str](), True
+        if has_rank_0:
+            found, is_complete = changed(self._store, self._shared, self._began_ns)
+        written = sorted(found | {path for rank, path in noted if rank == 0})
         files = ((path, _status(path)) for path in written)
         return StoreReceipt(
             written=[
@@ -120,50 +121,46 @@ class Ledger:
             ],
             shared=[self._name(path) for path in self._shared],
             means=self._means,
-            complete=look.complete,
+            complete=is_complete,
         )
 
     def _name(self, path: str) -> str:
         return os.path.relpath(path, self._store)
 
 
-class StoreLook:
-    """A look through a store for files that were made or changed since a moment.
+def changed(
+    store: str, shared: Iterable[str], since_ns: int, limit_s: float = LOOK_LIMIT_S
+) -> tuple[set[str], bool]:
+    """Look a store through for files that were made or changed since a moment.
+
+    Also clears away saves that a kill left unfinished.
 
     Args:
         store: The folder.
         shared: Folders in it that are left out: what is there may be any rank's.
-        since_ns: On the file system's clock, from `Ledger`.
+        since_ns: On the file system's clock.
         limit_s: When to give up.
+
+    Returns:
+        Absolute paths, by the time of the last change of any kind, as no call sets that back; and
+        whether all of the store was looked through.
     """
-
-    def __init__(
-        self, store: str, shared: Iterable[str], since_ns: int, limit_s: float = LOOK_LIMIT_S
-    ) -> None:
-        self._store, self._shared, self._since_ns = store, set(shared), since_ns
-        self._deadline = time.monotonic() + limit_s
-        self.complete = True
-
-    def changed(self) -> Iterator[str]:
-        """Absolute paths, by the time of the last change of any kind: no call sets that back."""
-        folders = [self._store]
-        while folders and self.complete:
-            for entry in _entries(folders.pop()):
-                if entry.is_dir(follow_symlinks=False):
-                    if not remove_leftover(Path(entry.path)) and self._concerns(entry):
-                        folders.append(entry.path)
-                elif self._is_changed(entry):
-                    yield entry.path
-            self.complete = time.monotonic() < self._deadline
-
-    def _concerns(self, folder: os.DirEntry[str]) -> bool:
-        hidden = folder.name.startswith(".") or folder.name == "__pycache__"
-        return not hidden and folder.path not in self._shared
-
-    def _is_changed(self, entry: os.DirEntry[str]) -> bool:
-        status = _status(entry.path)
-        is_new = status is not None and status.st_ctime_ns >= self._since_ns
-        return is_new and not entry.name.endswith(_NOTEBOOK)
+    deadline = time.monotonic() + limit_s
+    found, folders, left_out = set(), [store], set(shared)
+    while folders:
+        for entry in _entries(folders.pop()):
+            if entry.is_dir(follow_symlinks=False):
+                is_hidden = entry.name.startswith(".") or entry.name == "__pycache__"
+                is_leftover = remove_leftover(Path(entry.path))
+                if not (is_leftover or is_hidden or entry.path in left_out):
+                    folders.append(entry.path)
+            elif not entry.name.endswith(_NOTEBOOK):
+                status = _status(entry.path)
+                if status is not None and status.st_ctime_ns >= since_ns:
+                    found.add(entry.path)
+        if time.monotonic() >= deadline:
+            return found, False
+    return found, True
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
@@ -182,5 +179,5 @@ def _status(path: str) -> os.stat_result | None:
 
 
 def _now_ns() -> int:
-    """The clock that file systems stamp by: it lags the other by a tick of the kernel."""
+    """Read the clock that file systems stamp by: it lags the other by a tick of the kernel."""
     return time.clock_gettime_ns(getattr(time, "CLOCK_REALTIME_COARSE", time.CLOCK_REALTIME))

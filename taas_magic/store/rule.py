@@ -48,7 +48,7 @@ class StoreRule(Struct, frozen=True):
 
 
 def is_below(path: str, folder: str) -> bool:
-    """Whether an absolute path is `folder` or lies in it, by their names alone."""
+    """Return whether an absolute path is `folder` or lies in it, by their names alone."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
@@ -59,14 +59,13 @@ def choose(
     shared: Sequence[str] = (),
     limit_bytes: int = 1 << 30,
 ) -> StoreRule:
-    """Decides the store of a run; changes nothing.
+    """Decide the store of a run; change nothing.
 
     Args:
         notebook_folder: The store where nothing else is said; relative paths start here.
         path: `--store`, else `[store] path`.
-        writes: `--store-writes`.
+        writes: As of `StoreRule`, like `limit_bytes`.
         shared: `--shared-writes`, relative to the store.
-        limit_bytes: `[store] limit` of taas.toml.
 
     Raises:
         StoreError: Not a folder, or one that cannot be the store.
@@ -98,12 +97,12 @@ def _shared_folder(store: str, name: str) -> str:
 
 
 def prepare(rule: StoreRule) -> None:
-    """Makes sure, before anything starts, that the ranks can write where they may.
+    """Make sure, before anything starts, that the ranks can write where they may.
 
     Raises:
         StoreError: The store cannot be written, or a shared folder cannot be made.
     """
-    _check_writable(rule.path)
+    _try_to_write(rule.path)
     for folder in rule.shared:
         try:
             os.makedirs(folder, exist_ok=True)
@@ -112,7 +111,7 @@ def prepare(rule: StoreRule) -> None:
 
 
 def warnings(rule: StoreRule, world_size: int) -> list[str]:
-    """What the user should know of a store before a run, a line each."""
+    """Return what the user should know of a store before a run, a line each."""
     said = []
     if is_below(os.path.realpath(os.path.expanduser("~")), rule.path):
         said.append(
@@ -129,7 +128,7 @@ def warnings(rule: StoreRule, world_size: int) -> list[str]:
 
 
 def _links_out(store: str) -> list[str]:
-    """Links by which a rank that may not write the store could write elsewhere.
+    """Return links by which a rank that may not write the store could write elsewhere.
 
     Hidden folders are left out, and the look ends after `_LOOK_S`.
     """
@@ -151,8 +150,8 @@ def _leads_out(link: str, store: str) -> bool:
     return is_place and not is_below(target, store) and os.access(target, os.W_OK)
 
 
-def _check_writable(store: str) -> None:
-    """Writes a little into the store and takes it away again, as rank 0 would.
+def _try_to_write(store: str) -> None:
+    """Write a little into the store and take it away again, as rank 0 would.
 
     Only a write finds a quota; a file without a name leaves no trace, where the file system has it.
     """
@@ -169,7 +168,7 @@ def _check_writable(store: str) -> None:
 
 
 def user_name() -> str:
-    """The user's name; the number where there is no name for it, as in many containers."""
+    """Return the user's name; the number where there is no name for it, as in many containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # OSError from Python 3.13 on
@@ -177,7 +176,7 @@ def user_name() -> str:
 
 
 def state_folder(store: str) -> Path:
-    """Where what is known of a store is kept between runs, outside of it; not made."""
+    """Return where what is known of a store is kept between runs, outside of it; not made."""
     return state_dir() / "stores" / hashlib.sha256(os.fsencode(store)).hexdigest()[:20]
 
 
@@ -195,7 +194,7 @@ class StoreOwner(Struct):
 
 @contextlib.contextmanager
 def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
-    """Keeps every other run of this user off the store, and off what lies in it or holds it.
+    """Keep every other run of this user off the store, and off what lies in it or holds it.
 
     The lock is a file in the state folder, so that the store stays clean, and is held by flock: the
     system releases it with the process that holds it, however that ends, so that a dead owner never
@@ -203,8 +202,7 @@ def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
 
     Args:
         store: Absolute, without symbolic links.
-        run_id: The run that asks.
-        name: The run's name, for the message to others.
+        run_id: Of the run that asks, like `name`; both for the message to others.
 
     Raises:
         StoreError: Another run has it; names that run, its process and its host.
@@ -221,20 +219,20 @@ def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
         user=user_name(),
         since=time.strftime("%H:%M:%S"),
     )
-    with _locked(folder / "all", wait=True):
+    with locked(folder / "all", wait=True):
         for other in folder.glob("*.lock"):
             _refuse_overlap(store, other)
         lock = _take(path, owner)
     try:
         yield
     finally:
-        with _locked(folder / "all", wait=True):
+        with locked(folder / "all", wait=True):
             path.unlink(missing_ok=True)
             os.close(lock)
 
 
 def _take(path: Path, owner: StoreOwner) -> int:
-    """Locks a file and writes its owner into it; returns the descriptor that holds the lock."""
+    """Lock a file and write its owner into it; return the descriptor that holds the lock."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
@@ -249,8 +247,8 @@ def _take(path: Path, owner: StoreOwner) -> int:
 
 
 def _refuse_overlap(store: str, path: Path) -> None:
-    """Raises where a living run owns a folder that is, holds, or lies in `store`."""
-    with _locked(path, wait=False) as free:
+    """Raise where a living run owns a folder that is, holds, or lies in `store`."""
+    with locked(path, wait=False) as free:
         if free:
             path.unlink(missing_ok=True)
             return
@@ -265,8 +263,8 @@ def _refuse_overlap(store: str, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Holds a file's lock; yields False where another process has it and `wait` is False."""
+def locked(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold a file's lock; yield False where another process has it and `wait` is False."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -279,14 +277,7 @@ def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
 
 
 class Identity(Struct, frozen=True):
-    """A folder, as the machine that it was looked at on knows it.
-
-    Attributes:
-        path: The folder.
-        kernel: The running kernel's own number.
-        device: Of its file system.
-        inode: Its own.
-    """
+    """A folder, as the machine that it was looked at on knows it: `kernel` is the running one's."""
 
     path: str
     kernel: str
@@ -295,7 +286,8 @@ class Identity(Struct, frozen=True):
 
     @classmethod
     def of(cls, path: str) -> "Identity":
-        """
+        """Look at a folder.
+
         Raises:
             OSError: It is not there.
         """
@@ -303,7 +295,7 @@ class Identity(Struct, frozen=True):
         return cls(path, _kernel(), status.st_dev, status.st_ino)
 
     def is_here(self, token: Callable[[], str]) -> bool:
-        """Whether the folder is the same on this host.
+        """Return whether the folder is the same on this host.
 
         Args:
             token: Has a file made in the folder, where the notebook is, and gives its name.
@@ -318,7 +310,7 @@ class Identity(Struct, frozen=True):
 
 
 def _kernel() -> str:
-    """Drawn at boot, so that it tells this running kernel from all others; "" where unknown."""
+    """Return what was drawn at boot and tells this kernel from all others; "" where unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from taas_magic.errors import PoolError
-from taas_magic.store.mirror.chunks import Ask
-from taas_magic.store.mirror.desk import Desk
-from taas_magic.store.mirror.inbound import bring_in, take
-from taas_magic.store.mirror.outbound import Outbound
+from taas_magic.store.desk import Desk
+from taas_magic.store.manifest import Ask
+from taas_magic.store.mirror import bring_in, take
+from taas_magic.store.outbound import Outbound
 from taas_magic.store.rule import StoreRule
 
 SIZES = {"small": 10_000, "out/middle": 300_000, "out/large": 3_000_000}

@@ -7,7 +7,7 @@ import pytest
 
 from taas_magic.display.receipt import MAX_FILES, lines
 from taas_magic.messages import KeptOutFile, RankHeld, RankTouched, StoreReceipt, WrittenFile
-from taas_magic.store.receipt import Ledger, Receipt, StoreLook
+from taas_magic.store.receipt import Ledger, Receipt, changed
 
 
 @pytest.fixture
@@ -65,9 +65,8 @@ def test_an_unfinished_save_of_a_dead_rank_is_cleared_away(store: Path) -> None:
 
 
 def test_a_store_that_is_too_large_is_said_to_be(store: Path) -> None:
-    look = StoreLook(str(store), (), 0, limit_s=0)
-    list(look.changed())
-    assert not look.complete
+    _, is_complete = changed(str(store), (), 0, limit_s=0)
+    assert not is_complete
 
 
 def test_hosts_make_one_receipt() -> None:

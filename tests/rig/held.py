@@ -131,7 +131,8 @@ def _enter(setting: Setting) -> Means:
         return guard.protect(setting.store, holes, setting.means)
     return hold(
         StoreRule(setting.store, setting.writes, setting.shared),
-        setting.rank,
+        f"rank {setting.rank}",
+        writes=setting.rank == 0,
         means=setting.means,
         scratch=Path(setting.scratch),
         run_folder=setting.scratch,

@@ -61,8 +61,8 @@ def said_by(prepared: Prepared, code: str) -> str:
 
 IMPORT_ALL = """
 import importlib, pkgutil, taas_magic.host, taas_magic.data, taas_magic.capture
-import taas_magic.store.mirror
-for package in (taas_magic.host, taas_magic.data, taas_magic.capture, taas_magic.store.mirror):
+import taas_magic.store
+for package in (taas_magic.host, taas_magic.data, taas_magic.capture, taas_magic.store):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.endswith(".accelerated"):  # imported once accelerate is
             importlib.import_module(module.name)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from taas_magic.store import redirect
 from taas_magic.store.guard import Means
-from taas_magic.store.redirect import views
 from tests.children import sights
 from tests.rig import held
 from tests.rig.held import Held, Raised, Setting
@@ -64,7 +64,7 @@ def test_a_path_is_noted_once(base: Path, rank: Held) -> None:
 
 def test_a_huge_file_is_not_copied_to_be_changed(base: Path, rank: Held) -> None:
     with (base / "store" / "huge.bin").open("wb") as file:
-        file.truncate(views.COPY_LIMIT_BYTES + 1)
+        file.truncate(redirect.COPY_LIMIT_BYTES + 1)
     with pytest.raises(Raised, match="open it for reading") as caught:
         rank.call(sights.changes, "huge.bin")
     assert caught.value.etype == "PermissionError" and "huge.bin" in caught.value.text

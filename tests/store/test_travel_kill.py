@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.store.mirror.desk import Desk
-from taas_magic.store.mirror.inbound import bring_in
-from taas_magic.store.mirror.outbound import Outbound
+from taas_magic.store.desk import Desk
+from taas_magic.store.mirror import bring_in
+from taas_magic.store.outbound import Outbound
 from tests.children import travel_side
 from tests.eventually import eventually
 from tests.store.travel_rig import Travel, tree_of

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from taas_magic.store.mirror import outbound as inotify
-from taas_magic.store.mirror.desk import Desk
-from taas_magic.store.mirror.inbound import News
+from taas_magic.store import outbound as inotify
+from taas_magic.store.desk import Desk
+from taas_magic.store.mirror import News
 from tests.eventually import WITHIN_S, eventually
 from tests.store.travel_rig import Travel, descriptors, tree_of, wired
 
@@ -94,6 +94,25 @@ def test_removed_moved_and_turned_into_something_else(travel: Travel) -> None:
         os.link(mirror / "there", mirror / "linked")
         wanted = tree_of(mirror)
         eventually(lambda: tree_of(travel.store) == wanted)
+    assert travel.notes == []
+
+
+def test_what_is_written_into_a_moved_folder_is_seen_where_it_is(
+    travel: Travel, tmp_path: Path
+) -> None:
+    (travel.store / "old" / "deep").mkdir(parents=True)
+    (travel.store / "leaves").mkdir()
+    with travel.running() as mirror:
+        (mirror / "old").rename(mirror / "new")
+        (mirror / "leaves").rename(tmp_path / "outside")
+        eventually(lambda: set(tree_of(travel.store)) == {"new", "new/deep"})
+        (mirror / "new" / "deep" / "x").write_bytes(b"x")
+        (tmp_path / "outside" / "not-ours").write_bytes(b"x")
+        (mirror / "old").mkdir()
+        (mirror / "old" / "y").write_bytes(b"y")
+        eventually(reads(travel.store / "new/deep/x", b"x"))
+        eventually(reads(travel.store / "old/y", b"y"))
+    assert set(tree_of(travel.store)) == {"new", "new/deep", "new/deep/x", "old", "old/y"}
     assert travel.notes == []
 
 

@@ -13,12 +13,19 @@ from hypothesis import strategies as st
 from taas_magic.display.receipt import lines
 from taas_magic.errors import ProtocolError
 from taas_magic.messages import KeptOutFile, StoreReceipt, UnsentFile, WrittenFile
-from taas_magic.store.mirror.chunks import CHUNK_BYTES, Pace, batches, pack, unpack
-from taas_magic.store.mirror.manifest import Entry, Hashes
-from taas_magic.store.mirror.paths import Cases, Ignore, why_astray, why_unsafe
-from taas_magic.store.mirror.tree import Seen, Tree, UnsafeError
+from taas_magic.store.manifest import (
+    CHUNK_BYTES,
+    Entry,
+    Hashes,
+    Ignore,
+    Pace,
+    batches,
+    pack_parts,
+    unpack_parts,
+)
 from taas_magic.store.receipt import Receipt
 from taas_magic.store.rule import Identity
+from taas_magic.store.tree import Cases, Seen, Tree, UnsafeError, why_astray, why_unsafe
 from tests.store.travel_rig import Travel, wired
 
 
@@ -49,16 +56,16 @@ def test_paths_that_differ_by_case_or_by_how_a_letter_is_made() -> None:
 
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=2000), st.just(bytes(5000)))))
 def test_what_is_packed_is_unpacked(parts: list[bytes | None]) -> None:
-    assert unpack(pack(parts)) == parts
+    assert unpack_parts(pack_parts(parts)) == parts
 
 
 def test_a_message_that_would_grow_beyond_all_bounds_is_refused() -> None:
     bomb = zlib.compress(bytes(50 << 20))
     for sizes, packed in (([10], True), ([CHUNK_BYTES + 1], True), ([10], False)):
         with pytest.raises(ValueError):
-            unpack({"sizes": sizes, "data": bomb, "packed": packed})
+            unpack_parts({"sizes": sizes, "data": bomb, "packed": packed})
     with pytest.raises(ValueError):
-        unpack({"sizes": [10], "data": b"no zlib", "packed": True})
+        unpack_parts({"sizes": [10], "data": b"no zlib", "packed": True})
 
 
 @given(st.lists(st.integers(0, 3 << 20), max_size=20))

@@ -9,11 +9,10 @@ from typing import Any
 import msgpack
 import psutil
 
-from taas_magic.store.mirror.chunks import Ask
-from taas_magic.store.mirror.desk import Desk
-from taas_magic.store.mirror.inbound import Mirror, bring_in, take
-from taas_magic.store.mirror.manifest import Manifest
-from taas_magic.store.mirror.outbound import Outbound
+from taas_magic.store.desk import Desk
+from taas_magic.store.manifest import Ask, Manifest
+from taas_magic.store.mirror import Mirror, bring_in, take
+from taas_magic.store.outbound import Outbound
 from taas_magic.store.rule import StoreRule
 
 STARTED_WITHIN_S = 240.0

@@ -1,12 +1,11 @@
-"""Sends what is written in a mirror back into the project store, as soon as it is closed.
+"""Send what is written in a mirror back into the project store, as soon as it is closed.
 
 An event only makes a path worth a look; `Sender` goes by what is there then. So a file that is
 rewritten a thousand times is sent when there is time for it, as it is by then; a temporary file
 that was renamed is not sent; what somebody is still writing waits until it is closed; and where
 events were lost, or there is no inotify(7), a look at everything does.
 
-watchdog, the usual package for inotify, holds every event back for half a second and does not tell
-when the queue has overflowed.
+Neither a package nor polling takes the place of inotify: docs/decisions.md has the measurements.
 """
 
 import ctypes
@@ -25,21 +24,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from taas_magic.errors import TaasError
-from taas_magic.store.mirror.chunks import (
+from taas_magic.store.manifest import (
     CHUNK_BYTES,
     MAX_PARTS,
     Ask,
+    Entry,
+    Ignore,
     Pace,
-    ask_at_pace,
-    pack,
+    ignore_of,
+    pack_parts,
     plain,
 )
-from taas_magic.store.mirror.inbound import Mirror
-from taas_magic.store.mirror.manifest import Entry, ignore_of
-from taas_magic.store.mirror.paths import Ignore, shown, why_unsafe
-from taas_magic.store.mirror.tree import Seen, UnsafeError, oddity
-from taas_magic.store.mirror.tree import Seen as Found
+from taas_magic.store.mirror import Mirror
 from taas_magic.store.rule import is_below
+from taas_magic.store.tree import Seen, UnsafeError, oddity, shown, why_unsafe
 
 BLIND_S = 0.5
 """How long to wait between two looks where nothing tells of changes."""
@@ -53,19 +51,6 @@ _WANTED = _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE
 _FLAGS = _WANTED | _ONLYDIR | _DONT_FOLLOW | _EXCL_UNLINK
 
 _EVENT = struct.Struct("iIII")
-
-
-@dataclass
-class Changes:
-    """What may have changed.
-
-    Attributes:
-        paths: Files and folders that are worth a look.
-        all: Everything is: something may have been missed.
-    """
-
-    paths: set[str] = field(default_factory=set)
-    all: bool = False
 
 
 class Watch:
@@ -94,23 +79,37 @@ class Watch:
                 os.close(descriptor)
 
     def wake(self) -> None:
-        """Ends the `wait` of another thread."""
+        """End the `wait` of another thread."""
         with suppress(BlockingIOError):
             os.write(self._wakes, b"!")
 
-    def wait(self, timeout_s: float | None) -> Changes:
-        """Waits until something has changed, a time has passed, or `wake` is called."""
+    def wait(self, timeout_s: float | None) -> tuple[set[str], bool]:
+        """Wait until something has changed, a time has passed, or `wake` is called.
+
+        Returns:
+            Paths that are worth a look, and whether everything is: something may have been missed.
+        """
         if self._is_blind:
             timeout_s = BLIND_S if timeout_s is None else min(timeout_s, BLIND_S)
         self._poll.poll(None if timeout_s is None else timeout_s * 1000)
         with suppress(BlockingIOError):
             os.read(self._woken, 1 << 16)
-        seen = Changes(all=self._is_blind)
+        paths, overflowed = set[str](), False
         for watch, mask, name in self._events():
-            self._take(watch, mask, name, seen)
-        return seen
+            if mask & _Q_OVERFLOW:
+                overflowed = True
+                paths.update(self._add(""))
+            elif mask & _IGNORED:
+                self._folders.pop(watch, None)
+            elif watch in self._folders and name:
+                path = _below(self._folders[watch], name)
+                paths.add(path)
+                if mask & _ISDIR and mask & (_CREATE | _MOVED_TO):
+                    paths.update(self._add(path))
+        return paths, overflowed or self._is_blind
 
     def _events(self) -> Iterator[tuple[int, int, str]]:
+        """Yield the watch, the mask and the name of each event that has come."""
         while self._inotify >= 0:
             try:
                 data = os.read(self._inotify, 1 << 16)
@@ -124,23 +123,12 @@ class Watch:
                 offset += length
                 yield watch, mask, os.fsdecode(name)
 
-    def _take(self, watch: int, mask: int, name: str, seen: Changes) -> None:
-        if mask & _Q_OVERFLOW:
-            seen.all = True
-            seen.paths.update(self._add(""))
-        elif mask & _IGNORED:
-            self._folders.pop(watch, None)
-        elif watch in self._folders and name:
-            folder = self._folders[watch]
-            path = f"{folder}/{name}" if folder else name
-            seen.paths.add(path)
-            if mask & _ISDIR and mask & _MOVED_FROM:
-                self._remove(path)
-            elif mask & _ISDIR and mask & (_CREATE | _MOVED_TO):
-                seen.paths.update(self._add(path))
-
     def _add(self, path: str) -> list[str]:
-        """Watches a folder and those in it; returns all that is there already."""
+        """Watch a folder and those in it; return all that is there already.
+
+        The watch of a folder that was moved goes on; here it gets its new path. Of one that was
+        moved out of the tree, events name the old path, at which there is nothing to be seen.
+        """
         if path and self._skips(path):
             return []
         place = os.path.join(self._root, path)
@@ -153,18 +141,14 @@ class Watch:
         found = []
         with suppress(OSError), os.scandir(place) as entries:
             for entry in entries:
-                below = f"{path}/{entry.name}" if path else entry.name
-                found.append(below)
+                found.append(_below(path, entry.name))
                 if entry.is_dir(follow_symlinks=False):
-                    found += self._add(below)
+                    found += self._add(found[-1])
         return found
 
-    def _remove(self, path: str) -> None:
-        """Watches no more what was moved away: it would be told of by its old path."""
-        for watch, folder in list(self._folders.items()):
-            if folder == path or folder.startswith(path + "/"):
-                _LIBC.inotify_rm_watch(self._inotify, watch)
-                self._folders.pop(watch, None)
+
+def _below(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
 
 
 def _has_it() -> bool:
@@ -172,7 +156,7 @@ def _has_it() -> bool:
 
 
 def is_being_written(descriptor: int) -> bool:
-    """Whether any process has the file open to write it, as far as this system can say.
+    """Return whether any process has the file open to write it, as far as this system can say.
 
     The system grants a read lease on a file (fcntl(2), F_SETLEASE) only where nobody writes; it is
     given back at once. Who opens the file in that moment would have a signal sent to this process,
@@ -193,7 +177,7 @@ def is_being_written(descriptor: int) -> bool:
 
 
 def has_changed(descriptor: int, before: os.stat_result) -> bool:
-    """Whether a file is another than it was."""
+    """Return whether a file is another than it was."""
     now = os.fstat(descriptor)
     return (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
 
@@ -224,27 +208,24 @@ class Sender:
 
     Args:
         mirror: The host's.
-        ask: Asks the desk.
+        ask: How to ask the desk.
         note: Tells the user, at once, what could not be sent.
-        ignore: What does not travel.
 
     Attributes:
         written: Bytes of each file that is in the store now, by path.
         refused: Why, by path, of what is not.
     """
 
-    def __init__(
-        self, mirror: Mirror, ask: Ask, note: Callable[[str], None], ignore: Ignore
-    ) -> None:
+    def __init__(self, mirror: Mirror, ask: Ask, note: Callable[[str], None]) -> None:
         self._mirror, self._ask, self._note = mirror, ask, note
-        self._ignore = ignore
+        self._ignore = ignore_of(mirror.tree)
         self._stays: set[str] = set()
         self._pace = Pace()
         self.written: dict[str, int] = {}
         self.refused: dict[str, str] = {}
 
     def send_small(self, paths: Iterable[str]) -> list[str]:
-        """Sends what there is to be said of some paths; returns which are large files."""
+        """Send what there is to be said of some paths; return which are large files."""
         large: list[str] = []
         parcel = Parcel()
         for path in sorted(paths):
@@ -259,7 +240,7 @@ class Sender:
         return large
 
     def send_large(self, path: str, between: Callable[[], None]) -> None:
-        """Sends a file part by part.
+        """Send a file part by part.
 
         Args:
             path: The file; if it changes on its way it is left, since it will be closed again.
@@ -280,8 +261,9 @@ class Sender:
                     return
                 sha256.update(part)
                 is_last = offset + len(part) == before.st_size
-                entry = Entry.of(Seen(path, before), sha256.hexdigest()) if is_last else None
-                refused = self._send_part(path, offset, part, entry)
+                end = Entry.of(Seen(path, before), sha256.hexdigest()) if is_last else None
+                values = {"path": path, "offset": offset, "contents": pack_parts([part])}
+                refused = self._pace.ask(self._ask, "write", **values, end=plain(end))
                 offset += len(part)
                 between()
             self._take_answer(path, refused, before, sha256.hexdigest())
@@ -289,17 +271,12 @@ class Sender:
             os.close(descriptor)
 
     def _is_known(self, path: str, status: os.stat_result) -> bool:
-        """Whether the store has this file; of one just written, its time stamp does not tell."""
+        """Return whether the store has this file; the time stamp of a new one does not tell."""
         settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
         return settled and self._mirror.hashes.is_same(path, status)
 
-    def _send_part(self, path: str, offset: int, part: bytes, entry: Entry | None) -> str:
-        values = {"path": path, "offset": offset, "contents": pack([part])}
-        end = plain(entry)
-        refused: str = ask_at_pace(self._ask, self._pace, "write", **values, end=end)
-        return refused
-
     def _look(self, path: str, parcel: Parcel, large: list[str]) -> None:
+        """Put into the parcel what there is to be said of a path; a large file into `large`."""
         mirror = self._mirror
         if why := why_unsafe(path) or self._ignore.why_not_back(path):
             raise UnsafeError(path, why)
@@ -324,7 +301,7 @@ class Sender:
                 self._add_file(path, parcel)
 
     def _add_gone(self, path: str, parcel: Parcel) -> None:
-        """What is known to be in the store at a path, and below it, goes there too."""
+        """Have what is known to be in the store at a path, and below it, removed there, too."""
         mirror = self._mirror
         self.refused.pop(path, None)
         if path in mirror.hashes:
@@ -335,7 +312,7 @@ class Sender:
             parcel.removed += [file for file in mirror.hashes.paths() if is_below(file, path)]
 
     def _add_file(self, path: str, parcel: Parcel) -> None:
-        """Reads a small file, if nobody writes it and it is not the one that the store has."""
+        """Read a small file, if nobody writes it and it is not the one that the store has."""
         try:
             descriptor = self._mirror.tree.open_file(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -361,7 +338,7 @@ class Sender:
             "publish",
             folders=parcel.folders,
             files=plain([entry for entry, _, _ in parcel.files]),
-            contents=pack([data for _, data, _ in parcel.files]),
+            contents=pack_parts([data for _, data, _ in parcel.files]),
             removed=parcel.removed,
             removed_folders=parcel.removed_folders,
         )
@@ -393,11 +370,6 @@ class Sender:
             self._stays.add(why)  # said of the first one: there may be thousands
 
 
-def covers(path: str, shared: Sequence[str] | None) -> bool:
-    """Whether a host may send a path: any, or those below some folders."""
-    return shared is None or any(is_below(path, folder) for folder in shared)
-
-
 SETTLE_S = 0.05
 """How long a change is left alone: a file that was written beside its place is soon renamed."""
 
@@ -423,7 +395,7 @@ class Outbound:
         shared: Sequence[str] | None = None,
     ) -> None:
         self._mirror, self._shared, self._note = mirror, shared, note
-        self._sender = Sender(mirror, ask, note, ignore_of(mirror.tree))
+        self._sender = Sender(mirror, ask, note)
         self._ignore = Ignore()
         self._watch = Watch(mirror.path, lambda path: self._ignore.leaves_out(path, folder=True))
         self._due: dict[str, float] = {}
@@ -445,7 +417,7 @@ class Outbound:
         self._thread.start()
 
     def finish(self) -> None:
-        """Returns when all that was written is in the store, or cannot get there."""
+        """Return when all that was written is in the store, or cannot get there."""
         self._finishing.set()
         self._watch.wake()
         self._thread.join()
@@ -454,24 +426,25 @@ class Outbound:
     def _run(self) -> None:
         try:
             while not self._finishing.is_set():
-                self._mark(self._watch.wait(self._next_s()))
+                first = min(self._due.values(), default=None)
+                wait_s = None if first is None else max(0.0, first - time.monotonic())
+                self._mark(*self._watch.wait(wait_s))
                 self._send(self._take_due())
-            self._mark(self._watch.wait(0))
-            self._mark(Changes(all=True))
+            self._mark(self._watch.wait(0)[0], everything=True)
             self._send(list(self._due))
         except (OSError, TaasError) as error:
             self._note(f"what is written no longer gets into the project store: {error}")
 
-    def _next_s(self) -> float | None:
-        return max(0.0, min(self._due.values()) - time.monotonic()) if self._due else None
-
-    def _mark(self, seen: Changes) -> None:
-        """Takes down what to look at, and when."""
+    def _mark(self, paths: Iterable[str], everything: bool) -> None:
+        """Take down what to look at, and when."""
         now = time.monotonic()
         self._quiet_until = {p: until for p, until in self._quiet_until.items() if until > now}
-        for path in (*seen.paths, *(self._differing() if seen.all else ())):
-            if covers(path, self._shared) and not self._ignore.leaves_out_within(path):
+        for path in (*paths, *(self._differing() if everything else ())):
+            if self._is_sent(path) and not self._ignore.leaves_out_within(path):
                 self._due.setdefault(path, max(now + SETTLE_S, self._quiet_until.get(path, now)))
+
+    def _is_sent(self, path: str) -> bool:
+        return self._shared is None or any(is_below(path, folder) for folder in self._shared)
 
     def _take_due(self) -> list[str]:
         now = time.monotonic()
@@ -484,29 +457,26 @@ class Outbound:
         for path in self._send_small(paths):
             began = time.monotonic()
             self._sender.send_large(path, self._between)
-            self._rest(path, time.monotonic() - began)
+            ended = time.monotonic()
+            self._quiet_until[path] = ended + max(QUIET_S, ended - began)
 
     def _send_small(self, paths: Sequence[str]) -> list[str]:
         large = self._sender.send_small(paths)
-        for path in paths:
-            self._rest(path, 0.0)
+        self._quiet_until.update(dict.fromkeys(paths, time.monotonic() + QUIET_S))
         return large
 
     def _between(self) -> None:
-        """What became due while a large file is on its way goes before its next part."""
+        """Send what became due while a large file is on its way before its next part."""
         if not self._finishing.is_set():
-            self._mark(self._watch.wait(0))
+            self._mark(*self._watch.wait(0))
             for path in self._send_small(self._take_due()):
                 self._due[path] = time.monotonic()
 
-    def _rest(self, path: str, took_s: float) -> None:
-        self._quiet_until[path] = time.monotonic() + max(QUIET_S, took_s)
-
     def _differing(self) -> Iterator[str]:
-        """Paths at which the mirror is not as the store is known to be."""
+        """Yield paths at which the mirror is not as the store is known to be."""
         hashes, folders = self._mirror.hashes, self._mirror.folders
         there = set()
-        for found in self._mirror.tree.walk(self._travels):
+        for found in self._mirror.tree.walk(lambda seen: not self._is_left_out(seen)):
             there.add(found.path)
             if found.is_folder:
                 same = found.path in folders
@@ -516,5 +486,5 @@ class Outbound:
                 yield found.path
         yield from (path for path in (*hashes.paths(), *folders) if path not in there)
 
-    def _travels(self, found: Found) -> bool:
-        return not self._ignore.leaves_out(found.path, found.is_folder)
+    def _is_left_out(self, found: Seen) -> bool:
+        return self._ignore.leaves_out(found.path, found.is_folder)

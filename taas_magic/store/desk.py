@@ -7,7 +7,7 @@ controller has checked. Everything that it says besides is checked here.
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,68 +15,37 @@ from typing import Any
 from msgspec import convert
 
 from taas_magic.errors import ProtocolError
-from taas_magic.store.mirror.chunks import CHUNK_BYTES, MAX_PARTS, Part, pack, plain, unpack
-from taas_magic.store.mirror.manifest import (
+from taas_magic.store.manifest import (
+    CHUNK_BYTES,
+    MAX_PARTS,
     Change,
     ChangeList,
     Entry,
     Hashes,
+    Ignore,
     Manifest,
-    Survey,
+    Part,
     check_limit,
     describe,
     ignore_of,
+    is_path_file,
+    pack_parts,
+    plain,
     survey,
+    unpack_parts,
 )
-from taas_magic.store.mirror.paths import Cases, Ignore, is_path_file, shown, why_unsafe
-from taas_magic.store.mirror.tree import Arrival, DamagedError, Intents, Tree, UnsafeError, parted
 from taas_magic.store.rule import StoreRule, is_below
-
-
-class Look:
-    """Begins at once.
-
-    Args:
-        tree: The store.
-        hashes: Nobody else's until the look is over.
-        rule: The store's.
-    """
-
-    def __init__(self, tree: Tree, hashes: Hashes, rule: StoreRule) -> None:
-        self._tree, self._hashes, self._rule = tree, hashes, rule
-        self._found: tuple[Survey, Manifest] | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._carry_out, name="taas-store-look", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def result(self) -> tuple[Survey, Manifest]:
-        """What was found; waits until the look is over.
-
-        Raises:
-            StoreError: It is too much to travel.
-            OSError: The store cannot be read.
-        """
-        self._thread.join()
-        if self._found is None:
-            assert self._error is not None
-            raise self._error
-        return self._found
-
-    def wait(self) -> None:
-        self._thread.join()
-
-    def _carry_out(self) -> None:
-        try:
-            found = survey(self._tree, ignore_of(self._tree))
-            check_limit(found, self._rule.path, self._rule.limit_bytes)
-            self._found = found, describe(self._tree, found, self._hashes)
-        except Exception as error:  # whoever asks for the result gets it
-            self._error = error
-
+from taas_magic.store.tree import (
+    Arrival,
+    Cases,
+    DamagedError,
+    Intents,
+    Tree,
+    UnsafeError,
+    parted,
+    shown,
+    why_unsafe,
+)
 
 MAX_OPEN = 16
 """Large files that one host may be sending at a time."""
@@ -125,7 +94,7 @@ class Intake:
         folders: Sequence[str] = (),
         removed_folders: Sequence[str] = (),
     ) -> dict[str, str]:
-        """Takes over what a host has changed; removes after all that is new is in its place.
+        """Take over what a host has changed; remove after all that is new is in its place.
 
         Args:
             host_rank: The host.
@@ -139,26 +108,22 @@ class Intake:
             Why, by path, of what was refused.
         """
         entries = convert(files, list[Entry])
-        parts = unpack(contents) if contents else []
-        groups = [(self._make_folder, folders), (self._remove, removed)]
-        groups += [(self._remove_folder, removed_folders)]
-        answers = self._carry_out(host_rank, *groups[0])
-        pairs = list(zip(entries, parts, strict=True))
+        pairs = [*zip(entries, unpack_parts(contents) if contents else [], strict=True)]
+        answers: dict[str, str] = {}
+        for path in folders:
+            answers[path] = self._try(host_rank, path, self._make_folder, host_rank, path)
         for first in range(0, len(pairs), GROUP):
-            answers |= self._take_whole(host_rank, pairs[first : first + GROUP])
-        for call, paths in groups[1:]:
-            answers |= self._carry_out(host_rank, call, paths)
+            answers |= self._take_small(host_rank, pairs[first : first + GROUP])
+        for path in removed:
+            answers[path] = self._try(host_rank, path, self._remove, host_rank, path)
+        for path in removed_folders:
+            answers[path] = self._try(host_rank, path, self._remove_folder, host_rank, path)
         return {path: why for path, why in answers.items() if why}
 
     def write(
-        self,
-        host_rank: int,
-        path: str,
-        offset: int,
-        contents: object,
-        end: object = None,
+        self, host_rank: int, path: str, offset: int, contents: object, end: object = None
     ) -> str:
-        """Takes the next part of a large file; returns why it is refused, or "".
+        """Take the next part of a large file; return why it is refused, or "".
 
         Args:
             host_rank: The host.
@@ -167,33 +132,52 @@ class Intake:
             contents: The part, packed.
             end: With the last part, the file's `Entry`, plain.
         """
-        (part,) = unpack(contents)
+        (part,) = unpack_parts(contents)
         entry = convert(end, Entry | None)
-        step = partial(self._take, host_rank, path, offset, part or b"", entry)
-        return self._try(host_rank, path, step)
+        return self._try(host_rank, path, self._take, host_rank, path, offset, part or b"", entry)
 
     def close(self) -> None:
-        """Drops what has not wholly arrived."""
+        """Drop what has not wholly arrived."""
         for key in list(self._arriving):
             self._drop(key)
         self._flushers.shutdown()
 
-    def _carry_out(
-        self, host_rank: int, call: Callable[[int, str], None], paths: Sequence[str]
-    ) -> dict[str, str]:
-        return {path: self._try(host_rank, path, partial(call, host_rank, path)) for path in paths}
+    def _try(self, host_rank: int, path: str, step: Callable[..., None], *args: object) -> str:
+        """Take a step for a path; return why it was refused, or could not be done, or ""."""
+        try:
+            self._check(host_rank, path)
+            step(*args)
+        except UnsafeError as error:
+            return error.why
+        except DamagedError as error:
+            return str(error)
+        except OSError as error:
+            return f"{error.strerror} on the disk of {self._rule.path}"
+        return ""
 
-    def _take_whole(
+    def _check(self, host_rank: int, path: str) -> None:
+        """Raise where a host may not change a path."""
+        if why := why_unsafe(path):
+            raise UnsafeError(path, why)
+        place = os.path.join(self._rule.path, path)
+        if host_rank != self._writer and not any(is_below(place, it) for it in self._rule.shared):
+            raise UnsafeError(path, "only rank 0 writes to the project store")
+        if why := self._ignore.why_not_back(path):
+            raise UnsafeError(path, why)
+        if other := self.cases.clash(path):
+            raise UnsafeError(path, f"its name differs from {shown(other)} by case alone")
+
+    def _take_small(
         self, host_rank: int, group: Sequence[tuple[Entry, bytes | None]]
     ) -> dict[str, str]:
-        """Takes small files together: a disk is forced to keep many in hardly more time than one.
+        """Take small files together: a disk is forced to keep many in hardly more time than one.
 
         Returns:
             Why, by path, of what was refused; "" of what was not.
         """
         staged: list[tuple[Entry, Arrival]] = []
         answers = {
-            entry.path: self._try(host_rank, entry.path, partial(self._stage, staged, entry, part))
+            entry.path: self._try(host_rank, entry.path, self._stage, staged, entry, part)
             for entry, part in group
         }
         flushing = [self._flushers.submit(arrival.flush) for _, arrival in staged]
@@ -213,44 +197,6 @@ class Intake:
             arrival.discard()
             raise
         staged.append((entry, arrival))
-
-    def _place(
-        self, host_rank: int, entry: Entry, arrival: Arrival, flush: Callable[[], None]
-    ) -> None:
-        """Puts a file that is whole into its place; it is gone if it cannot get there."""
-        try:
-            if is_path_file(entry.path, arrival.begins):
-                raise UnsafeError(entry.path, "a .pth that is no checkpoint: Python runs such")
-            flush()
-            arrival.place(self._tree, entry.path, executable=entry.executable)
-        finally:
-            arrival.discard()
-        self._note(host_rank, entry.path, entry, False)
-
-    def _try(self, host_rank: int, path: str, step: Callable[[], None]) -> str:
-        """Why a step was refused, or could not be done; "" when it was."""
-        try:
-            self._check(host_rank, path)
-            step()
-        except UnsafeError as error:
-            return error.why
-        except DamagedError as error:
-            return str(error)
-        except OSError as error:
-            return f"{error.strerror} on the disk of {self._rule.path}"
-        return ""
-
-    def _check(self, host_rank: int, path: str) -> None:
-        """Raises where a host may not change a path."""
-        if why := why_unsafe(path):
-            raise UnsafeError(path, why)
-        place = os.path.join(self._rule.path, path)
-        if host_rank != self._writer and not any(is_below(place, it) for it in self._rule.shared):
-            raise UnsafeError(path, "only rank 0 writes to the project store")
-        if why := self._ignore.why_not_back(path):
-            raise UnsafeError(path, why)
-        if other := self.cases.clash(path):
-            raise UnsafeError(path, f"its name differs from {shown(other)} by case alone")
 
     def _take(self, host_rank: int, path: str, offset: int, part: bytes, end: Entry | None) -> None:
         key = (host_rank, path)
@@ -279,6 +225,19 @@ class Intake:
         with self._tree.folder(folder, make=True) as here:
             self._intents.add(folder)
             return Arrival(here)
+
+    def _place(
+        self, host_rank: int, entry: Entry, arrival: Arrival, flush: Callable[[], None]
+    ) -> None:
+        """Put a file that is whole into its place; it is gone if it cannot get there."""
+        try:
+            if is_path_file(entry.path, arrival.begins):
+                raise UnsafeError(entry.path, "a .pth that is no checkpoint: Python runs such")
+            flush()
+            arrival.place(self._tree, entry.path, executable=entry.executable)
+        finally:
+            arrival.discard()
+        self._note(host_rank, entry.path, entry, False)
 
     def _drop(self, key: tuple[int, str]) -> None:
         arrival = self._arriving.pop(key, None)
@@ -325,8 +284,9 @@ class Desk:
         ignore = ignore_of(self._tree)
         self._intake = Intake(rule, self._tree, self._intents, writer, ignore, self._note)
         self._lock = threading.RLock()
-        self._look: Look | None = None
-        self._manifest: Manifest | None = None
+        self._looker = ThreadPoolExecutor(1, "taas-store-look")
+        self._look: Future[tuple[Cases, Manifest]] | None = None
+        self._listed: set[str] = set()
         self._changes: dict[str, Change] = {}
         self._number = 0
         self._token = ""
@@ -341,7 +301,7 @@ class Desk:
         }
 
     def answer(self, host_rank: int, what: str, arguments: Mapping[str, Any]) -> Any:
-        """Carries out what a host asks; may take as long as a disk does.
+        """Carry out what a host asks; may take as long as a disk does.
 
         Raises:
             ProtocolError: The protocol has no such question, or the run is over.
@@ -356,11 +316,10 @@ class Desk:
                 raise ProtocolError(f"host {host_rank} asked for {what!r}: {error}") from error
 
     def close(self) -> None:
-        """Ends what is under way; what has not wholly arrived leaves no trace."""
+        """End what is under way; what has not wholly arrived leaves no trace."""
         with self._lock:
             self._is_closed = True
-            if self._look is not None:
-                self._look.wait()
+            self._looker.shutdown()
             self._intake.close()
             if self._token:
                 self._tree.remove(self._token)
@@ -370,38 +329,43 @@ class Desk:
             self._tree.close()
 
     def _make_token(self, host_rank: int) -> str:
-        """A file that is in the store until the run ends: who sees it shares the store."""
+        """Make a file that is in the store until the run ends: who sees it shares the store."""
         self._token = self._token or self._intents.make_token()
         return self._token
 
     def _list(self, host_rank: int, fresh: bool = False) -> object:
-        """What travels to every host, as the store was when the first one asked.
+        """Return what travels to every host, as the store was when the first one asked.
 
         Args:
             host_rank: Who asks.
             fresh: Look again, since something was not as it said.
 
         Returns:
-            `Listing`, plain; None while the store is being looked through: a host must ask again.
+            `Manifest`, plain; None while the store is being looked through: a host must ask again.
         """
-        if self._look is None or (fresh and self._look.is_over):
-            self._look = Look(self._tree, self._hashes, self._rule)
-        if not self._look.is_over:
+        if self._look is None or (fresh and self._look.done()):
+            self._look = self._looker.submit(self._look_through)
+        if not self._look.done():
             return None
-        found, self._manifest = self._look.result()
-        self._intake.cases = found.cases
-        return plain(self._manifest.listing())
+        self._intake.cases, manifest = self._look.result()
+        self._listed = {entry.path for entry in manifest.files}
+        return plain(manifest)
+
+    def _look_through(self) -> tuple[Cases, Manifest]:
+        """Look the store through, in a thread; the hashes are nobody else's until it is over."""
+        found = survey(self._tree, ignore_of(self._tree))
+        check_limit(found, self._rule.path, self._rule.limit_bytes)
+        return found.cases, describe(self._tree, found, self._hashes)
 
     def _read(self, host_rank: int, parts: Sequence[Part]) -> object:
-        """Parts of files that are in the list or in the news; None for what cannot be read."""
+        """Return parts of files that are in the list or in the news; None if one is unreadable."""
         if len(parts) > MAX_PARTS or sum(max(0, size) for _, _, size in parts) > CHUNK_BYTES:
             raise ValueError("too much at once")
-        return pack([self._part(path, offset, size) for path, offset, size in parts])
+        return pack_parts([self._part(path, offset, size) for path, offset, size in parts])
 
     def _part(self, path: str, offset: int, size: int) -> bytes | None:
-        listed = self._manifest is not None and path in self._manifest.files
         changed = path in self._changes and self._changes[path].entry is not None
-        if offset < 0 or size < 0 or not (listed or changed):
+        if offset < 0 or size < 0 or not (changed or path in self._listed):
             return None
         try:
             descriptor = self._tree.open_file(path)
@@ -413,7 +377,7 @@ class Desk:
             os.close(descriptor)
 
     def _news(self, host_rank: int, since: int) -> object:
-        """What other hosts have changed after the change of that number: `ChangeList`, plain."""
+        """Return what other hosts have changed after a change: `ChangeList`, plain."""
         found = []
         for change in reversed(self._changes.values()):
             if change.number <= since:

@@ -1,7 +1,8 @@
 """A folder whose files are reached by descriptors alone, and how a file arrives in it.
 
-A path is checked, then walked part by part (openat(2) with O_NOFOLLOW), so that a link, also one
-that takes the place of a folder at the worst moment, ends the walk instead of leading it away.
+A path is relative, its parts are joined by `/`. It is checked, then walked part by part (openat(2)
+with O_NOFOLLOW), so that a link, also one that takes the place of a folder at the worst moment,
+ends the walk instead of leading it away.
 
 A file that arrives is written beside its place, verified, and moved there in one step. The folder's
 name is written down first; whoever opens the store next clears the folders on that list.
@@ -12,15 +13,22 @@ import hashlib
 import os
 import secrets
 import stat
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from taas_magic.store.mirror.paths import ARRIVING, why_astray
+MAX_NAME_BYTES = 255
+MAX_PATH_BYTES = 3500
+"""Below PATH_MAX (4096), so that a mirror's own folder fits before it."""
+
+ARRIVING = ".taas-arriving-"
+"""How the name of a file begins that is on its way into a tree."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -32,8 +40,85 @@ _KINDS = {
 }
 
 
+def why_astray(path: str) -> str:
+    """Return why a path cannot be walked inside a tree; "" when it can."""
+    if not path:
+        return "it has no name"
+    if "\0" in path:
+        return "a NUL in its name"
+    if path.startswith("/"):
+        return "an absolute path"
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        return "its path leads elsewhere"
+    return ""
+
+
+def why_unsafe(path: str) -> str:
+    """Return why a path may not travel to another machine; "" when it may."""
+    if why := why_astray(path):
+        return why
+    try:
+        encoded = path.encode()
+    except UnicodeEncodeError:
+        return "its name is not UTF-8"
+    too_long = len(encoded) > MAX_PATH_BYTES
+    if too_long or any(len(part) > MAX_NAME_BYTES for part in encoded.split(b"/")):
+        return "its name is too long"
+    return ""
+
+
+def shown(path: str) -> str:
+    """Return a path as it can be printed and sent, whatever bytes its name is made of."""
+    return path.encode(errors="backslashreplace").decode()
+
+
+def parted(path: str) -> tuple[str, str]:
+    """Return the folder of a path and its last part.
+
+    Raises:
+        UnsafeError: The path is unsafe.
+    """
+    if why := why_astray(path):
+        raise UnsafeError(path, why)
+    folder, _, name = path.rpartition("/")
+    return folder, name
+
+
+class Cases:
+    """Finds paths that a file system which does not tell upper from lower case would take for one.
+
+    Of two such paths the first one known is kept.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, str] = {}
+
+    def clash(self, path: str) -> str:
+        """Return the known path that this one differs from by case alone.
+
+        Returns:
+            "" if there is none, and then the path is known.
+        """
+        ends = [at for at, char in enumerate(path) if char == "/"] + [len(path)]
+        prefixes = {_folded(path[:end]): path[:end] for end in ends}
+        for folded, prefix in prefixes.items():
+            other = self._known.get(folded, prefix)
+            if other != prefix:
+                return other
+        self._known.update(prefixes)
+        return ""
+
+    def forget(self, path: str) -> None:
+        """Forget a path that is gone; what lies below it must be forgotten on its own."""
+        self._known.pop(_folded(path), None)
+
+
+def _folded(path: str) -> str:
+    return unicodedata.normalize("NFC", path).casefold()
+
+
 class UnsafeError(OSError):
-    """A path that may not be gone, or what lies there is no regular file; says which and why."""
+    """Raised for an unsafe path or what is no regular file; says which and why."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(errno.EPERM, why, path)
@@ -58,9 +143,14 @@ class Seen:
 
 
 def oddity(status: os.stat_result) -> str:
-    """What something is that is no regular file; "" for one."""
+    """Return what something is that is no regular file; "" for one."""
     kind = stat.S_IFMT(status.st_mode)
     return "" if kind == stat.S_IFREG else _KINDS.get(kind, "no regular file")
+
+
+def _refuse_odd(path: str, status: os.stat_result) -> None:
+    if what := oddity(status):
+        raise UnsafeError(path, what)
 
 
 class Tree:
@@ -88,7 +178,7 @@ class Tree:
 
     @contextmanager
     def folder(self, path: str, make: bool = False) -> Iterator[int]:
-        """The descriptor of a folder; "" is the root.
+        """Yield the descriptor of a folder; "" is the root.
 
         Args:
             path: Relative.
@@ -114,7 +204,7 @@ class Tree:
             os.close(here)
 
     def open_file(self, path: str) -> int:
-        """A descriptor to read a regular file.
+        """Return a descriptor to read a regular file.
 
         Raises:
             UnsafeError: It is something else, or its path is unsafe.
@@ -132,7 +222,7 @@ class Tree:
         return descriptor
 
     def status(self, path: str) -> os.stat_result | None:
-        """What lies at a path, itself; None if nothing does.
+        """Return the status of what lies at a path, itself; None if nothing does.
 
         Raises:
             UnsafeError: The path is unsafe, or leads over a link.
@@ -145,23 +235,23 @@ class Tree:
             return None
 
     def make_folder(self, path: str) -> None:
-        """Makes a folder, and those that it lies in, where they are missing."""
+        """Make a folder, and those that it lies in, where they are missing."""
         with self.folder(path, make=True):
             pass
 
     def flush_folder(self, path: str) -> None:
-        """Forces a folder's own entries to the disk: what was moved into it stays there."""
+        """Force a folder's own entries to the disk: what was moved into it stays there."""
         with suppress(FileNotFoundError), self.folder(path) as here:
             os.fsync(here)
 
     def remove(self, path: str) -> None:
-        """Removes whatever is no folder; nothing where it is gone already."""
+        """Remove whatever is no folder; do nothing where it is gone already."""
         folder, name = parted(path)
         with suppress(FileNotFoundError), self.folder(folder) as here:
             os.unlink(name, dir_fd=here)
 
     def remove_folder(self, path: str) -> bool:
-        """Removes an empty folder; says whether it is gone now."""
+        """Remove an empty folder; return whether it is gone now."""
         folder, name = parted(path)
         try:
             with self.folder(folder) as here:
@@ -173,7 +263,7 @@ class Tree:
         return True
 
     def entries(self, path: str) -> list[Seen]:
-        """What lies directly in a folder, sorted; nothing where it is gone or not ours to read."""
+        """Return what lies in a folder, sorted; nothing where it is gone or not ours to read."""
         prefix = f"{path}/" if path else ""
         found = []
         with suppress(OSError), self.folder(path) as here, os.scandir(here) as entries:
@@ -184,7 +274,7 @@ class Tree:
         return sorted(found, key=lambda seen: seen.path)
 
     def walk(self, takes: Callable[[Seen], bool] = lambda seen: True) -> Iterator[Seen]:
-        """All that `takes` takes; a folder comes before what lies in it."""
+        """Yield all that `takes` takes; a folder comes before what lies in it."""
         folders = [""]
         while folders:
             below = []
@@ -193,18 +283,6 @@ class Tree:
                 if seen.is_folder:
                     below.append(seen.path)
             folders += reversed(below)
-
-
-def parted(path: str) -> tuple[str, str]:
-    """The folder of a path and its last part.
-
-    Raises:
-        UnsafeError: The path is unsafe.
-    """
-    if why := why_astray(path):
-        raise UnsafeError(path, why)
-    folder, _, name = path.rpartition("/")
-    return folder, name
 
 
 def _open_folder(part: str, here: int, path: str) -> int:
@@ -219,13 +297,8 @@ def _open_folder(part: str, here: int, path: str) -> int:
         raise UnsafeError(path, f"{part} on its path is {kind}") from error
 
 
-def _refuse_odd(path: str, status: os.stat_result) -> None:
-    if what := oddity(status):
-        raise UnsafeError(path, what)
-
-
 class DamagedError(OSError):
-    """What arrived is not what was sent; names the file."""
+    """Raised where what arrived is not what was sent; names the file."""
 
     def __init__(self, path: str, size: int, received: int) -> None:
         what = f"{received:,} of {size:,} bytes" if received != size else "its hash differs"
@@ -249,9 +322,8 @@ class Arrival:
     def __init__(self, staging: int) -> None:
         self._staging = os.dup(staging)
         self._name = ARRIVING + secrets.token_hex(8)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._file = os.open(self._name, flags, 0o666, dir_fd=self._staging)
+            self._file = os.open(self._name, _NEW, 0o666, dir_fd=self._staging)
         except OSError:
             os.close(self._staging)
             raise
@@ -260,7 +332,7 @@ class Arrival:
         self._is_open = True
 
     def write(self, data: bytes) -> None:
-        """Takes the file's next bytes.
+        """Take the file's next bytes.
 
         Raises:
             OSError: The disk is full; the arrival is to be discarded.
@@ -273,7 +345,7 @@ class Arrival:
             view = view[os.write(self._file, view) :]
 
     def verify(self, path: str, size: int, sha256: str) -> None:
-        """Makes sure that all of it came as it was sent.
+        """Make sure that all of it came as it was sent.
 
         Raises:
             DamagedError: It did not.
@@ -282,18 +354,18 @@ class Arrival:
             raise DamagedError(path, size, self.received)
 
     def status(self) -> os.stat_result:
-        """As it lies now; all but the time of the last change stays so when it is placed."""
+        """Return its status; all but the time of the last change stays so when it is placed."""
         return os.fstat(self._file)
 
     def date(self, mtime_ns: int) -> None:
         os.utime(self._file, ns=(mtime_ns, mtime_ns))
 
     def flush(self) -> None:
-        """Forces it to the disk, so that a power cut after it was placed leaves it whole."""
+        """Force it to the disk, so that a power cut after it was placed leaves it whole."""
         os.fsync(self._file)
 
     def place(self, tree: Tree, path: str, *, executable: bool) -> None:
-        """Moves it to its place, in the stead of the file that is there; an old file's mode stays.
+        """Move it to its place, in the stead of the file that is there; an old file's mode stays.
 
         Args:
             tree: Where.
@@ -307,14 +379,16 @@ class Arrival:
         old = tree.status(path)
         if old is not None and (what := oddity(old)):
             raise UnsafeError(path, f"{what} of that name is there")
+        mode = (old or self.status()).st_mode & 0o777  # else what this process gives new files
+        may_run = (mode & 0o444) >> 2
+        os.fchmod(self._file, mode | may_run if executable else mode & ~0o111)
         folder, name = parted(path)
-        os.fchmod(self._file, _mode(self.status(), old, executable))
         with tree.folder(folder) as here:
             os.replace(self._name, name, src_dir_fd=self._staging, dst_dir_fd=here)
         self._close()
 
     def discard(self) -> None:
-        """Leaves nothing of it; of one that was placed or discarded, nothing changes."""
+        """Leave nothing of it; do nothing to one that was placed or discarded."""
         if self._is_open:
             with suppress(FileNotFoundError):
                 os.unlink(self._name, dir_fd=self._staging)
@@ -326,15 +400,8 @@ class Arrival:
         os.close(self._staging)
 
 
-def _mode(new: os.stat_result, old: os.stat_result | None, executable: bool) -> int:
-    """Permissions: the old file's, else what this process gives new files, with or without x."""
-    mode = (old or new).st_mode & 0o777
-    may_run = (mode & 0o444) >> 2
-    return mode | may_run if executable else mode & ~0o111
-
-
 def clear(staging: int) -> None:
-    """Removes what arrivals in a folder have left that were killed."""
+    """Remove what arrivals in a folder have left that were killed."""
     for name in os.listdir(staging):
         if name.startswith(ARRIVING):
             with suppress(FileNotFoundError):
@@ -342,7 +409,7 @@ def clear(staging: int) -> None:
 
 
 class Intents:
-    """The list of one store's folders.
+    """The list of a store's folders in which unfinished files may be.
 
     Args:
         file: The list; each path ends in a NUL.
@@ -354,23 +421,22 @@ class Intents:
         self._listed: set[str] = set()
 
     def add(self, folder: str) -> None:
-        """Before anything unfinished is put there."""
+        """List a folder, before anything unfinished is put there."""
         if folder not in self._listed:
             with self._file.open("a", encoding="utf-8", newline="") as lines:
                 lines.write(folder + "\0")
             self._listed.add(folder)
 
     def make_token(self) -> str:
-        """Makes an empty file in the store's own folder; returns its name."""
+        """Make an empty file in the store's own folder; return its name."""
         self.add("")
         name = ARRIVING + secrets.token_hex(8)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with self._tree.folder("") as here:
-            os.close(os.open(name, flags, 0o600, dir_fd=here))
+            os.close(os.open(name, _NEW, 0o600, dir_fd=here))
         return name
 
     def clear(self) -> None:
-        """Removes what is unfinished, and then the list."""
+        """Remove what is unfinished, and then the list."""
         folders: list[str] = []
         with suppress(FileNotFoundError):
             folders = self._file.read_text(encoding="utf-8").split("\0")[:-1]

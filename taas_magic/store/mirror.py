@@ -1,6 +1,10 @@
-"""A host's own copy of a project store, brought up to date before and while a run's ranks run."""
+"""A host's own copy of a project store, brought up to date before and while a run's ranks run.
 
-import fcntl
+Before they start, what changed in the store travels here (`bring_in`); while they run, what other
+hosts send back does, too (`News`). What is written here is sent back by `outbound.py`. All of it is
+free of any transport: a host asks the notebook's side, `desk.py`, by a function, `Ask`.
+"""
+
 import hashlib
 import os
 import platform
@@ -8,7 +12,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -16,31 +20,26 @@ from msgspec import convert
 
 from taas_magic import probe
 from taas_magic.errors import StoreError, TaasError
-from taas_magic.store.mirror import tree as arrival
-from taas_magic.store.mirror.chunks import Ask, Pace, ask_at_pace, batches, unpack
-from taas_magic.store.mirror.manifest import (
+from taas_magic.store import tree as trees
+from taas_magic.store.manifest import (
+    Ask,
     ChangeList,
     Entry,
     Hashes,
-    Have,
-    Listing,
     Manifest,
+    Pace,
+    batches,
     blocks,
-    difference,
+    unpack_parts,
 )
-from taas_magic.store.mirror.paths import why_unsafe
-from taas_magic.store.mirror.tree import Arrival, DamagedError, Tree
+from taas_magic.store.rule import locked
+from taas_magic.store.tree import Arrival, DamagedError, Tree, why_unsafe
 
 MAX_MIRRORS = 16
 """Copies of one store on a host: one for each run at a time."""
 
 KEPT_S = 30 * 24 * 3600.0
 """How long a mirror that nobody uses is kept."""
-
-
-def cache_folder() -> Path:
-    """Where a host keeps its mirrors: `$XDG_CACHE_HOME/taas/projects`, by default in ~/.cache."""
-    return Path(probe.cache_folder()) / "projects"
 
 
 class Mirror:
@@ -67,35 +66,36 @@ class Mirror:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         self.staging = os.open(folder / "arriving", flags)
         until_end.callback(os.close, self.staging)
-        arrival.clear(self.staging)
+        trees.clear(self.staging)
         self.hashes = Hashes(folder / "hashes.json")
         self.folders: set[str] = set()
 
     def close(self) -> None:
-        """Keeps what is known of it, and gives it free."""
+        """Keep what is known of it, and give it free."""
         self.hashes.save()
         self._until_end.close()
 
 
 def take(store: str, owner: str, cache: Path | None = None) -> Mirror:
-    """The first free mirror of a store on this host, made if there is none.
+    """Take the first free mirror of a store on this host; make one if there is none.
 
     Args:
         store: Its path, where the notebook is.
         owner: Whose store it is: machine and user of the notebook.
-        cache: Where mirrors are; None is the usual place.
+        cache: Where mirrors are; None is `$XDG_CACHE_HOME/taas/projects`, by default in ~/.cache.
 
     Raises:
         StoreError: None can be made, or all are in use.
     """
-    cache = cache or cache_folder()
+    cache = cache or Path(probe.cache_folder()) / "projects"
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         _forget_old(cache, time.time() - KEPT_S)
         for folder in _candidates(cache, store, owner):
             folder.mkdir(mode=0o700, exist_ok=True)
             with ExitStack() as opening:
-                if _lock(folder / "lock", opening):
+                if opening.enter_context(locked(folder / "lock", wait=False)):
+                    os.utime(folder / "lock")
                     return Mirror(folder, opening.pop_all())
     except OSError as error:
         raise StoreError(f"no copy of the project store can be made in {cache}: {error}") from error
@@ -103,7 +103,7 @@ def take(store: str, owner: str, cache: Path | None = None) -> Mirror:
 
 
 def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
-    """Each host has its own: hosts may share a home folder on a file system without locks."""
+    """Yield this host's own: hosts may share a home folder on a file system without locks."""
     digest = hashlib.sha256(f"{owner}\0{store}\0{platform.node()}".encode()).hexdigest()[:12]
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(store))[:40].lstrip(".")
     for number in range(MAX_MIRRORS):
@@ -111,33 +111,23 @@ def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
 
 
 def _forget_old(cache: Path, before: float) -> None:
-    """Removes mirrors that were last used before a time, and that nobody uses now."""
+    """Remove mirrors that were last used before a time, and that nobody uses now."""
     for lock in cache.glob("*/lock"):
-        with suppress(FileNotFoundError), ExitStack() as removing:
-            if lock.stat().st_mtime < before and _lock(lock, removing):
-                shutil.rmtree(lock.parent, ignore_errors=True)
-
-
-def _lock(path: Path, opening: ExitStack) -> bool:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    opening.callback(os.close, descriptor)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    os.utime(descriptor)
-    return True
+        with suppress(FileNotFoundError):
+            if lock.stat().st_mtime < before:
+                with locked(lock, wait=False) as free:
+                    if free:
+                        shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 ATTEMPTS = 3
 """How often a file is asked for that arrived damaged or changed meanwhile."""
 
 _ASK_AGAIN_S = 0.05
-_BLOCK_BYTES = 1 << 20
 
 
 def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
-    """Makes the mirror what the store is; only what is not in it travels.
+    """Make the mirror what the store is; only what is not in it travels.
 
     Args:
         mirror: This host's.
@@ -152,14 +142,18 @@ def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
     """
     damaged: list[str] = []
     for attempt in range(ATTEMPTS):
-        want = _ask_list(ask, fresh=fresh or attempt > 0)
+        listed = ask("list", fresh=fresh or attempt > 0)
+        while listed is None:  # the store is being looked through
+            time.sleep(_ASK_AGAIN_S)
+            listed = ask("list")
+        want = convert(listed, Manifest).safe()
         try:
             damaged = _become(mirror, want, ask)
         except OSError as error:
             where = f"{mirror.path}: {error.strerror} ({error.filename or 'its disk'})"
             raise StoreError(f"the project store cannot be copied to {where}") from error
         if not damaged:
-            mirror.hashes.keep_only(set(want.files))
+            mirror.hashes.keep_only({entry.path for entry in want.files})
             mirror.hashes.save()
             mirror.folders = set(want.folders)
             return want
@@ -169,62 +163,82 @@ def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
     )
 
 
-def _ask_list(ask: Ask, fresh: bool) -> Manifest:
-    """What the store is; waits while it is being looked through."""
-    listed = ask("list", fresh=fresh)
-    while listed is None:
-        time.sleep(_ASK_AGAIN_S)
-        listed = ask("list")
-    return Manifest.of(convert(listed, Listing))
-
-
 def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
-    """Takes the steps to what is wanted; returns which files did not arrive whole."""
-    steps = difference(_look(mirror, want), want)
-    tree = mirror.tree
-    for path in steps.blocking:
+    """Change the mirror to what is wanted; return which files did not arrive whole."""
+    tree, wanted = mirror.tree, {entry.path for entry in want.files}
+    files, folders, odd = _look(mirror, wanted)
+    want_folders = set(want.folders)
+    gone = [path for path in files if path not in wanted] + odd
+    blocking = want_folders.intersection(gone)
+    for path in blocking:
         tree.remove(path)
-    for path in steps.folders:
+    missing = [path for path in want.folders if path not in folders]
+    for path in missing:
         with suppress(OSError):  # it is made when what blocks it is gone
             tree.make_folder(path)
-    not_copied = [entry for entry, source in steps.copies if not _copy(mirror, entry, source)]
-    for path in steps.remove:
-        tree.remove(path)
-    for path in steps.remove_folders:
-        tree.remove_folder(path)
-    for path in steps.folders:
+    to_fetch = _copy_what_is_here(mirror, want, files, folders)
+    for path in gone:
+        if path not in blocking:
+            tree.remove(path)
+    for path in reversed(folders):
+        if path not in want_folders:
+            tree.remove_folder(path)
+    for path in missing:
         tree.make_folder(path)
-    return fetch(mirror, [*steps.fetch, *not_copied], ask)
+    return _fetch(mirror, to_fetch, ask)
 
 
-def _look(mirror: Mirror, want: Manifest) -> Have:
-    """What lies in the mirror; only what may stay or be of use is hashed."""
+def _copy_what_is_here(
+    mirror: Mirror, want: Manifest, files: Mapping[str, Entry], folders: Collection[str]
+) -> list[Entry]:
+    """Copy wanted files whose content lies in the mirror, as after a renaming; return the rest."""
+    lies_at = {entry.sha256: path for path, entry in files.items()}
+    rest = []
+    for entry in want.files:
+        mine = files.get(entry.path)
+        if mine and (mine.sha256, mine.executable) == (entry.sha256, entry.executable):
+            continue
+        source = None if entry.path in folders else lies_at.get(entry.sha256)
+        if source is None or not _copy(mirror, entry, source):
+            rest.append(entry)
+    return rest
+
+
+def _look(
+    mirror: Mirror, wanted: Collection[str]
+) -> tuple[dict[str, Entry], dict[str, None], list[str]]:
+    """Look at what lies in the mirror; only what may stay or be of use is hashed.
+
+    Returns:
+        Its regular files, its folders, outer ones first, and paths of what is neither.
+    """
     files: dict[str, Entry] = {}
-    folders, odd = [], []
+    folders: dict[str, None] = {}
+    odd = []
     for seen in mirror.tree.walk():
         if seen.is_folder:
-            folders.append(seen.path)
-        elif seen.oddity or not (seen.path in want.files or seen.path in mirror.hashes):
+            folders[seen.path] = None
+        elif seen.oddity or not (seen.path in wanted or seen.path in mirror.hashes):
             odd.append(seen.path)
         else:
             try:
                 files[seen.path] = Entry.of(seen, mirror.hashes.of(mirror.tree, seen))
             except OSError:
                 odd.append(seen.path)
-    return Have(files, folders, odd)
+    return files, folders, odd
 
 
 def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
-    """Makes a file from one of the mirror that has its content; False if that is gone."""
+    """Make a file from one of the mirror that has its content; return False if that is gone."""
     try:
         descriptor = mirror.tree.open_file(source)
     except OSError:
         return False
     arrival = Arrival(mirror.staging)
     try:
-        for block in blocks(descriptor, _BLOCK_BYTES):
+        for block in blocks(descriptor):
             arrival.write(block)
-        settle(mirror, arrival, entry)
+        _settle(mirror, arrival, entry)
     except DamagedError:
         return False
     finally:
@@ -233,21 +247,21 @@ def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
     return True
 
 
-def fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> list[str]:
-    """Gets files from the desk; returns those that did not arrive whole."""
-    sizes = {entry.path: entry for entry in entries}
+def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> list[str]:
+    """Get files from the desk; return those that did not arrive whole."""
+    sought = {entry.path: entry for entry in entries}
     damaged: dict[str, None] = {}
     arrivals: dict[str, Arrival] = {}
     pace = Pace()
     try:
         for batch in batches(entries, pace):
-            parts = unpack(ask_at_pace(ask, pace, "read", parts=batch))
+            parts = unpack_parts(pace.ask(ask, "read", parts=batch))
             for (path, offset, size), part in zip(batch, parts, strict=True):
                 arrival = arrivals.get(path) or arrivals.setdefault(path, Arrival(mirror.staging))
                 arrival.write(part or b"")
-                if offset + size == sizes[path].size:
+                if offset + size == sought[path].size:
                     try:
-                        settle(mirror, arrivals.pop(path), sizes[path])
+                        _settle(mirror, arrivals.pop(path), sought[path])
                     except DamagedError:
                         damaged[path] = None
     finally:
@@ -256,8 +270,8 @@ def fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> list[str]:
     return list(damaged)
 
 
-def settle(mirror: Mirror, arrival: Arrival, entry: Entry) -> None:
-    """Puts a file that has arrived into its place in the mirror, and takes down that it is known.
+def _settle(mirror: Mirror, arrival: Arrival, entry: Entry) -> None:
+    """Put a file that has arrived into its place in the mirror, and take down that it is known.
 
     Raises:
         DamagedError: It is not what was sent; it is discarded.
@@ -284,7 +298,7 @@ class News:
 
     Args:
         mirror: This host's.
-        ask: Asks the desk.
+        ask: How to ask the desk.
         note: Tells the user why it cannot go on.
     """
 
@@ -302,7 +316,7 @@ class News:
         self._thread.join()
 
     def catch_up(self) -> None:
-        """Takes over what is new by now; a file that changes again meanwhile is news once more."""
+        """Take over what is new by now; a file that changes again meanwhile is news once more."""
         told = convert(self._ask("news", since=self._number), ChangeList)
         changes = [change for change in told.changes if not why_unsafe(change.path)]
         for change in changes:
@@ -314,7 +328,7 @@ class News:
         entries = [change.entry for change in changes if change.entry]
         known = self._mirror.hashes.is_content
         new = [entry for entry in entries if not known(entry.path, entry.sha256)]
-        fetch(self._mirror, new, self._ask)
+        _fetch(self._mirror, new, self._ask)
         self._number = told.number
 
     def _remove(self, path: str) -> None:

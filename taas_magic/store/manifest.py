@@ -1,0 +1,561 @@
+"""What of a project store travels between the notebook's machine and a host, and how.
+
+Version control, caches, secrets and what `.taasignore` names stay; what shells, ssh, git, Python or
+this package would believe never comes from a host. Case and invisible characters tell no names
+apart here: file systems may not tell them either. Of the rest, regular files are known by their
+hash (`Hashes`), and all that lies in a store is its `Manifest`. Files are cut and packed into
+messages of at most `CHUNK_BYTES`, of which a host asks for so many at a time as its link bears.
+Paths are checked on both sides: a host may be hostile to the notebook, and the notebook's tree may
+hold names that a host cannot have.
+"""
+
+import hashlib
+import os
+import re
+import time
+import unicodedata
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Struct
+from pathspec import GitIgnoreSpec
+
+from taas_magic.errors import StoreError
+from taas_magic.messages import pack, unpack
+from taas_magic.store.tree import ARRIVING, Cases, Seen, Tree, shown, why_unsafe
+
+FILE_NAME = ".taasignore"
+
+DEFAULTS = (
+    ".git/",
+    ".hg/",
+    ".svn/",
+    ".venv/",
+    ".tox/",
+    ".nox/",
+    "__pycache__/",
+    ".ipynb_checkpoints/",
+    ".mypy_cache/",
+    ".pytest_cache/",
+    ".ruff_cache/",
+    "node_modules/",
+    ".DS_Store",
+    ".nfs*",
+    "*.taas-saving/",
+    f"{ARRIVING}*",
+)
+
+
+SECRETS = (
+    r"\.ssh",
+    r"\.aws",
+    r"\.azure",
+    r"\.gnupg",
+    r"\.kube",
+    r"\.docker",
+    r"\.oci",
+    r"\.kaggle",
+    r"\.huggingface",
+    r"\.password-store",
+    r"\.env[^/]*",
+    r"[._]netrc",
+    r"\.git-credentials",
+    r"\.pypirc",
+    r"\.npmrc",
+    r"\.pgpass",
+    r"\.my\.cnf",
+    r"\.s3cfg",
+    r"\.boto",
+    r"\.databrickscfg",
+    r"\.vault-token",
+    r"id_(?:rsa|dsa|ecdsa|ed25519)[^/]*",
+    r"\.config/(?:gcloud|gh|hub|op|rclone|doctl)",
+    r"\.cache/huggingface/(?:stored_)?tokens?",
+)
+"""Names of files and folders that hold keys, as patterns."""
+
+BELIEVED = (
+    r"\.git",
+    r"git~\d+",
+    r"\.git(?:config|modules|attributes)",
+    r"\.hg",
+    r"\.hgrc",
+    r"\.svn",
+    r"\.bash(?:rc|_profile|_login|_logout|_aliases)",
+    r"\.(?:profile|login|logout|inputrc|[ck]shrc|tcshrc)",
+    r"\.z(?:shrc|shenv|profile|login|logout)",
+    r"\.x(?:profile|initrc|session|sessionrc|resources)",
+    r"\.(?:vimrc|vim|exrc|emacs|emacs\.d|tmux\.conf|screenrc|selected_editor)",
+    r"\.(?:config|local|ipython|jupyter|vscode|idea|pip|condarc|pythonrc(?:\.py)?|pdbrc)",
+    r"authorized_keys2?",
+    r"\.[rs]hosts",
+    r"(?:site|dist)-packages",
+    r"(?:site|user)customize\.py",
+    r"pyvenv\.cfg",
+    r"jupyter_[^/]*config\.(?:py|json)",
+    r"ipython_config\.py",
+    r"taas\.toml",
+    r"\.taasignore",
+)
+"""Names of what runs, or changes what runs, without being asked; as patterns."""
+
+TORCH_BEGINS = (b"PK\x03\x04", b"\x80")
+"""First bytes of what `torch.save` writes: a zip archive, or a pickle in its older format."""
+
+
+def _anywhere(patterns: Iterable[str]) -> re.Pattern[str]:
+    """Match such a name anywhere on a path, and all that lies below it."""
+    return re.compile(rf"(?:.*/)?(?:{'|'.join(patterns)})(?:/.*)?", re.DOTALL)
+
+
+_SECRET, _BELIEVED = _anywhere(SECRETS), _anywhere(BELIEVED)
+
+
+def is_believed(path: str) -> bool:
+    """Return whether a shell, ssh, git, Python or this package would believe a file at a path."""
+    return _BELIEVED.fullmatch(_known_as(path)) is not None
+
+
+def is_path_file(path: str, begins: bytes) -> bool:
+    """Return whether Python would take a file, in a folder of packages, for one with lines to run.
+
+    Checkpoints have the same suffix; they are told by their first bytes, `begins`.
+    """
+    return _known_as(path).endswith(".pth") and not begins.startswith(TORCH_BEGINS)
+
+
+def _known_as(path: str) -> str:
+    """Return a path as the file system sees it that tells the fewest names apart."""
+    seen = path.lower()
+    if not path.isascii():
+        seen = unicodedata.normalize("NFKC", path).casefold()
+        seen = "".join(char for char in seen if unicodedata.category(char) != "Cf")
+    return "/".join(part.rstrip(". ") for part in seen.split("/"))
+
+
+class Ignore:
+    """Patterns of what stays where it is.
+
+    Args:
+        lines: Of a `.taasignore`, in gitignore's language; they come after the defaults, so that
+            `!__pycache__/` takes one back, and `!.env` a secret.
+    """
+
+    def __init__(self, lines: Iterable[str] = ()) -> None:
+        own = list(lines)
+        self._spec = GitIgnoreSpec.from_lines([*DEFAULTS, *own])
+        named = (line[1:] for line in own if line.startswith("!"))
+        self._named = GitIgnoreSpec.from_lines(named)
+
+    def is_secret(self, path: str) -> bool:
+        """Return whether a path is, or lies in, what holds keys; unless the user named it."""
+        if _SECRET.fullmatch(_known_as(path)) is None:
+            return False
+        return not any(self._named.match_file(it) for it in (path, path + "/"))
+
+    def why_not_back(self, path: str) -> str:
+        """Return why what a host wrote does not come into the store; "" when it does."""
+        if self.is_secret(path):
+            return "it may hold a secret"
+        if is_believed(path):
+            return "shells, ssh, git, Python or taas-magic would believe it"
+        if _ALWAYS.leaves_out_within(path):
+            return "caches and version control do not travel"
+        return f"{FILE_NAME} names it" if self.leaves_out_within(path) else ""
+
+    def leaves_out(self, path: str, folder: bool = False) -> bool:
+        """Return whether a path stays; of a folder that does, nothing in it is looked at."""
+        return self._spec.match_file(path + "/" if folder else path)
+
+    def leaves_out_within(self, path: str) -> bool:
+        """Return whether a path, or a folder that it lies in, stays."""
+        return self.leaves_out(path) or self.leaves_out(path, folder=True)
+
+
+_ALWAYS = Ignore()
+
+
+_FRESH_NS = 2_000_000_000
+"""A file that changed so recently may change again without a new time stamp: NFS counts seconds."""
+
+_BLOCK_BYTES = 1 << 20
+
+Key = tuple[int, int, int, int]
+
+
+class Hashes:
+    """SHA-256 by path, valid while inode, size and both times are the same (git's index does so).
+
+    Args:
+        file: Where they are kept between runs.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._known: dict[str, tuple[Key, str]] = {}
+        with suppress(OSError, ValueError):  # it is a cache: what is unreadable is new
+            stored = unpack(file.read_bytes(), list[tuple[str, Key, str]])
+            self._known = {path: (key, sha256) for path, key, sha256 in stored}
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._known
+
+    def paths(self) -> list[str]:
+        return list(self._known)
+
+    def of(self, tree: Tree, seen: Seen) -> str:
+        """Return the hash of a regular file; reads it only if it is new or has changed.
+
+        Raises:
+            OSError: It cannot be read, or is a regular file no more.
+        """
+        known = self._known.get(seen.path)
+        if known is not None and known[0] == _key(seen.status):
+            return known[1]
+        descriptor = tree.open_file(seen.path)
+        try:
+            before = os.fstat(descriptor)
+            digest = hashlib.sha256()
+            for block in blocks(descriptor):
+                digest.update(block)
+            sha256 = digest.hexdigest()
+            settled = time.time_ns() - max(before.st_ctime_ns, before.st_mtime_ns) > _FRESH_NS
+            if settled and _key(before) == _key(os.fstat(descriptor)):
+                self.remember(seen.path, before, sha256)
+        finally:
+            os.close(descriptor)
+        return sha256
+
+    def remember(self, path: str, status: os.stat_result, sha256: str) -> None:
+        self._known[path] = (_key(status), sha256)
+
+    def forget(self, path: str) -> None:
+        self._known.pop(path, None)
+
+    def keep_only(self, paths: set[str]) -> None:
+        self._known = {path: known for path, known in self._known.items() if path in paths}
+
+    def is_content(self, path: str, sha256: str) -> bool:
+        """Return whether the file's content was that when it was last looked at."""
+        known = self._known.get(path)
+        return known is not None and known[1] == sha256
+
+    def is_same(self, path: str, status: os.stat_result) -> bool:
+        """Return whether a file is the known one, but for when it was moved to its place."""
+        known = self._known.get(path)
+        return known is not None and known[0][:3] == _key(status)[:3]
+
+    def save(self) -> None:
+        """Keep them for the next run."""
+        beside = self._file.with_suffix(".new")
+        rows = [(path, *known) for path, known in self._known.items()]
+        beside.write_bytes(pack(rows))
+        os.replace(beside, self._file)
+
+
+def blocks(descriptor: int) -> Iterator[bytes]:
+    """Yield a file from its beginning, in blocks."""
+    offset = 0
+    while block := os.pread(descriptor, _BLOCK_BYTES, offset):
+        yield block
+        offset += len(block)
+
+
+def _key(status: os.stat_result) -> Key:
+    return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+MAX_FILES = 250_000
+_NAMED_AT_MOST = 5
+
+
+class Entry(Struct, frozen=True, array_like=True):
+    """One file: where it lies, and what it is."""
+
+    path: str
+    size: int
+    sha256: str
+    executable: bool = False
+    mtime_ns: int = 0
+
+    @classmethod
+    def of(cls, seen: Seen, sha256: str) -> "Entry":
+        status = seen.status
+        executable = bool(status.st_mode & 0o100)
+        return cls(seen.path, status.st_size, sha256, executable, status.st_mtime_ns)
+
+
+class Manifest(Struct):
+    """All that travels, and what does not though nobody asked for that.
+
+    Attributes:
+        files: In the order of a walk.
+        folders: Every folder, those before what lies in them.
+        skipped: Why, by path as it can be shown.
+    """
+
+    files: list[Entry]
+    folders: list[str]
+    skipped: dict[str, str]
+
+    def safe(self) -> "Manifest":
+        """Return this with what has an unsafe path among the skipped, whoever sent it."""
+        paths = (*(entry.path for entry in self.files), *self.folders)
+        unsafe = {path: why for path in paths if (why := why_unsafe(path))}
+        return Manifest(
+            [entry for entry in self.files if entry.path not in unsafe],
+            [path for path in self.folders if path not in unsafe],
+            {**self.skipped, **{shown(path): why for path, why in unsafe.items()}},
+        )
+
+
+class Change(Struct, frozen=True):
+    """What a host has done to a path: a file that it wrote, a folder, or None for one gone."""
+
+    number: int
+    host_rank: int
+    path: str
+    entry: Entry | None
+    is_folder: bool
+
+
+class ChangeList(Struct):
+    """What other hosts have changed, oldest first, and the number of the last change."""
+
+    number: int
+    changes: list[Change]
+
+
+@dataclass
+class Survey:
+    """A tree as it was walked, nothing of it read yet."""
+
+    files: list[Seen] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    secrets: list[str] = field(default_factory=list)
+    cases: Cases = field(default_factory=Cases)
+
+
+def ignore_of(tree: Tree) -> Ignore:
+    """Return the rules of a store's own `.taasignore`, where it has one.
+
+    Raises:
+        StoreError: A line of it is no pattern.
+    """
+    lines: list[str] = []
+    with suppress(FileNotFoundError), open(tree.open_file(FILE_NAME), errors="replace") as file:
+        lines = file.read().splitlines()
+    try:
+        return Ignore(lines)
+    except ValueError as error:
+        raise StoreError(f"{tree.root}/{FILE_NAME}: {error}") from error
+
+
+def survey(tree: Tree, ignore: Ignore) -> Survey:
+    """Walk a tree; what cannot travel is left out, and said."""
+    found = Survey()
+
+    def takes(seen: Seen) -> bool:
+        if ignore.leaves_out(seen.path, seen.is_folder):
+            return False
+        if ignore.is_secret(seen.path):
+            found.secrets.append(seen.path)
+            return False
+        if why := _why_not(seen, found.cases):
+            found.skipped[shown(seen.path)] = why
+        return not why
+
+    for seen in tree.walk(takes):
+        if seen.is_folder:
+            found.folders.append(seen.path)
+        else:
+            found.files.append(seen)
+    if found.secrets:
+        first, others = shown(found.secrets[0]), len(found.secrets) - 1
+        more = f", like {others:,} more" if others else ""
+        why = f"it may hold a secret{more}; to take it along, write !{first} in {FILE_NAME}"
+        found.skipped = {first: why} | found.skipped
+    return found
+
+
+def _why_not(seen: Seen, cases: Cases) -> str:
+    if why := why_unsafe(seen.path) or seen.oddity:
+        return why
+    other = cases.clash(seen.path)
+    return f"its name differs from {other} by case alone" if other else ""
+
+
+def check_limit(found: Survey, store: str, limit_bytes: int) -> None:
+    """Refuse what is too much to travel.
+
+    Raises:
+        StoreError: It is; names the biggest entries and what to do.
+    """
+    size_bytes = sum(seen.status.st_size for seen in found.files)
+    if size_bytes > limit_bytes:
+        raise StoreError(
+            f"the project store {store} is not on this pool's hosts, and its "
+            f"{_size_text(size_bytes)} are more than the {_size_text(limit_bytes)} that may "
+            f"travel: {_biggest(found.files)}. Name what the ranks do not need in "
+            f"{store}/{FILE_NAME}, or raise [store] limit in taas.toml"
+        )
+    if len(found.files) > MAX_FILES:
+        raise StoreError(
+            f"the project store {store} is not on this pool's hosts, and its {len(found.files):,} "
+            f"files are more than the {MAX_FILES:,} that may travel: name what the ranks do not "
+            f"need in {store}/{FILE_NAME}, or put it into one file"
+        )
+
+
+def _biggest(files: list[Seen]) -> str:
+    sizes: Counter[str] = Counter()
+    for seen in files:
+        top, slash, _ = seen.path.partition("/")
+        sizes[top + slash] += seen.status.st_size
+    named = sizes.most_common(_NAMED_AT_MOST)
+    return ", ".join(f"{name} {_size_text(size)}" for name, size in named)
+
+
+def describe(tree: Tree, found: Survey, hashes: Hashes) -> Manifest:
+    """Hash what has changed since the last time; a file that is gone meanwhile is left out."""
+    files, skipped = [], dict(found.skipped)
+    for seen in found.files:
+        try:
+            files.append(Entry.of(seen, hashes.of(tree, seen)))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            skipped[seen.path] = f"it cannot be read: {error.strerror}"
+    hashes.keep_only({entry.path for entry in files})
+    return Manifest(files, found.folders, skipped)
+
+
+def _size_text(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+
+
+CHUNK_BYTES = 4 << 20
+"""What one message carries at most; and what is in memory of a file at a time."""
+
+MAX_PARTS = 1000
+_SAMPLE_BYTES = 1 << 16
+_PAYS_BELOW = 0.7
+
+_FIRST_BYTES, _LEAST_BYTES = 1 << 18, 1 << 16
+_QUICK_S, _SLOW_S = 0.25, 1.0
+
+Part = tuple[str, int, int]
+"""Path, offset, bytes."""
+
+
+class Ask(Protocol):
+    """Blocks until the desk has answered; any thread may call it."""
+
+    def __call__(self, what: str, **arguments: Any) -> Any: ...
+
+
+class Pace:
+    """How much one message should carry: so little that it never fills a slow link for long.
+
+    What watches over the run, its logs and its leases, goes the same way.
+
+    Attributes:
+        size: Bytes.
+    """
+
+    def __init__(self) -> None:
+        self.size = _FIRST_BYTES
+
+    def ask(self, ask: Ask, what: str, **arguments: Any) -> Any:
+        """Ask, and let the time that it takes decide how much is asked next."""
+        began = time.monotonic()
+        answer = ask(what, **arguments)
+        self.took(time.monotonic() - began)
+        return answer
+
+    def took(self, seconds: float) -> None:
+        """Take down how long a message was on its way."""
+        if seconds < _QUICK_S:
+            self.size = min(2 * self.size, CHUNK_BYTES)
+        elif seconds > _SLOW_S:
+            self.size = max(self.size // 2, _LEAST_BYTES)
+
+
+def batches(entries: Iterable[Entry], pace: Pace) -> Iterator[list[Part]]:
+    """Yield what to ask for, message by message; the parts of a file come in order."""
+    batch: list[Part] = []
+    room = pace.size
+    for entry in entries:
+        offset = 0
+        while True:
+            size = min(entry.size - offset, room)
+            batch.append((entry.path, offset, size))
+            offset, room = offset + size, room - size
+            if room == 0 or len(batch) == MAX_PARTS:
+                yield batch
+                batch, room = [], pace.size
+            if offset == entry.size:
+                break
+    if batch:
+        yield batch
+
+
+class Bundle(Struct):
+    """Parts of files: the bytes of each, -1 for what could not be read; and all of them."""
+
+    sizes: list[int]
+    data: bytes
+    packed: bool
+
+
+def plain(value: object) -> object:
+    """Return a struct as Dask sends it, in plain values and bytes; `msgspec.convert` reads it."""
+    return msgspec.to_builtins(value, builtin_types=(bytes,))
+
+
+def pack_parts(parts: Sequence[bytes | None]) -> object:
+    """Return parts as one message, a plain `Bundle`; None stands for what could not be read."""
+    data = b"".join(part for part in parts if part is not None)
+    sizes = [-1 if part is None else len(part) for part in parts]
+    is_packed = _compresses(data)
+    return plain(Bundle(sizes, zlib.compress(data, 1) if is_packed else data, is_packed))
+
+
+def unpack_parts(message: object) -> list[bytes | None]:
+    """Undo `pack_parts`; never make more of a message than a chunk.
+
+    Raises:
+        ValueError: It is no such message.
+    """
+    bundle = msgspec.convert(message, Bundle)
+    sizes, data = bundle.sizes, bundle.data
+    total = sum(size for size in sizes if size > 0)
+    if total > CHUNK_BYTES:
+        raise ValueError(f"a message of {total:,} bytes; at most {CHUNK_BYTES:,} are possible")
+    if bundle.packed:
+        try:
+            data = zlib.decompressobj().decompress(data, total + 1)
+        except zlib.error as error:
+            raise ValueError(f"a message that cannot be unpacked: {error}") from error
+    if len(data) != total:
+        raise ValueError(f"a message of {len(data):,} bytes that says it has {total:,}")
+    parts: list[bytes | None] = []
+    offset = 0
+    for size in sizes:
+        parts.append(None if size < 0 else data[offset : offset + size])
+        offset += max(size, 0)
+    return parts
+
+
+def _compresses(data: bytes) -> bool:
+    """Return whether compression pays, judged by a piece from the middle."""
+    middle = max(0, (len(data) - _SAMPLE_BYTES) // 2)
+    sample = data[middle : middle + _SAMPLE_BYTES]
+    return len(sample) > 512 and len(zlib.compress(sample, 1)) < _PAYS_BELOW * len(sample)

@@ -1,0 +1,686 @@
+"""Put a rank's view of the project store before Python's own file calls.
+
+What Python code of any library does goes through `open` and `os`: pathlib, shutil, tempfile,
+numpy and, but for its C++ writer, torch. `install` replaces these in the rank, before user code
+runs. What goes around them (subprocesses, C++ writers, ctypes) meets `guard.py`.
+
+A view decides about paths only: `Watched` is rank 0's, which writes, and what it writes is noted;
+`Discarded` and `Refused` are the other ranks' (`--store-writes`).
+"""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import importlib.util
+import inspect
+import itertools
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from taas_magic.store import publish
+from taas_magic.store.rule import is_below
+
+COPY_LIMIT_BYTES = 1 << 30
+"""The largest file of the store that a rank's own copy is made of, to append to or to change."""
+
+_SHARDS = (".distcp",)
+"""Files of which every rank's is needed: to discard one would leave a broken checkpoint."""
+
+Path = Any
+"""What a file call takes: str, bytes, PathLike or a descriptor."""
+
+_Call = Callable[..., Any]
+
+
+class Watched:
+    """Rank 0's view of the store: every call does what it says. The other views derive from it.
+
+    Args:
+        who: What the process is called in messages.
+        store: Absolute, without symbolic links.
+        open_folders: Folders in it that every rank may write: shared ones, caches.
+        note: Called once for each path that the rank wrote, or would have written.
+    """
+
+    writes = True
+    """Whether what the rank writes gets into the store."""
+
+    diverts = False
+    """Whether paths lead elsewhere than they say."""
+
+    used = False
+    """Whether the rank has files of its own by now."""
+
+    def __init__(
+        self, who: str, store: str, open_folders: Sequence[str], note: Callable[[str], None]
+    ) -> None:
+        self.store = store
+        self._who, self._open_folders, self._note = who, open_folders, note
+        self._noted: set[str] = set()
+        self._pid = os.getpid()
+        self._busy = threading.local()
+
+    def target(self, place: str, *, keep: bool = False) -> str | None:
+        """Return where to make or write what the rank calls `place`; None is there itself.
+
+        Args:
+            place: A path in the store, from `locate`.
+            keep: What is there already is needed: it is appended to, or changed.
+
+        Raises:
+            OSError: The rank may not.
+        """
+        self.note(place)
+        return None
+
+    def subject(self, place: str, *, folder: bool = False) -> str | None:
+        """Return what to change the attributes of, or to remove; None is `place` itself.
+
+        Args:
+            place: A path in the store.
+            folder: The call is for a folder alone.
+        """
+        return None
+
+    def source(self, place: str) -> str | None:
+        """Return what to move or link to elsewhere instead of `place`; None is itself."""
+        return None
+
+    def own(self, place: str) -> str | None:
+        """Return the rank's own file or folder of that place, if it has one."""
+        return None
+
+    def locate(self, path: Path, folder: int | None = None, *, follow: bool = True) -> str | None:
+        """Return where a path leads in the store; None if it is outside or open to all.
+
+        Args:
+            path: What Python's calls take; a descriptor is None.
+            folder: The descriptor that a relative path starts at (`dir_fd`).
+            follow: Whether the call follows a symbolic link at the path's end.
+        """
+        if isinstance(path, int):
+            return None
+        name = os.fsdecode(path)
+        if folder is not None:
+            name = os.path.join(_path_of(folder), name)
+        if follow:
+            place = os.path.realpath(name)
+        else:
+            parent, last = os.path.split(name.rstrip("/"))
+            place = os.path.join(os.path.realpath(parent), last)
+        if not is_below(place, self.store):
+            return None
+        return None if any(is_below(place, shared) for shared in self._open_folders) else place
+
+    def note(self, place: str) -> None:
+        """Take down, once, that the rank wrote there or would have; bytecode is not its doing.
+
+        Its children say nothing: what `note` writes to may have been in use when they were forked.
+        """
+        known = place in self._noted or "/__pycache__/" in place
+        if not known and os.getpid() == self._pid:
+            self._noted.add(place)
+            self._note(place)
+
+    @property
+    def busy(self) -> bool:
+        """Whether this thread is inside a diverted call: what that calls is not diverted."""
+        return getattr(self._busy, "flag", False)
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Leave Python's own calls as they are for the block."""
+        before, self._busy.flag = self.busy, True
+        try:
+            yield
+        finally:
+            self._busy.flag = before
+
+
+class Refused(Watched):
+    """`--store-writes refuse`: PermissionError, at the line that tries."""
+
+    writes = False
+
+    def target(self, place: str, *, keep: bool = False) -> str | None:
+        self._refuse(place)
+
+    def subject(self, place: str, *, folder: bool = False) -> str | None:
+        self._refuse(place)
+
+    def source(self, place: str) -> str | None:
+        self._refuse(place)
+
+    def _refuse(self, place: str) -> NoReturn:
+        self.note(place)
+        rule = "only rank 0 writes to the project store (--store-writes refuse)"
+        raise PermissionError(errno.EACCES, f"{self._who} may not: {rule}", place)
+
+
+class Discarded(Watched):
+    """`--store-writes discard`: the rank writes into a scratch folder of its own.
+
+    Whether such a call succeeds is decided by the scratch folder alone, so that a call that every
+    rank makes cannot fail on one because rank 0 was faster: all may `mkdir` one folder, all may
+    remove one file. Whether it was right is seen where it counts, on rank 0.
+
+    Args:
+        args: As for `Watched`.
+        scratch: An empty folder outside the store; whoever made it removes it.
+    """
+
+    writes = False
+    diverts = True
+
+    def __init__(self, *args: Any, scratch: str) -> None:
+        super().__init__(*args)
+        self._tree = os.path.join(scratch, "store")
+        self._stand_ins = os.path.join(scratch, "stand-ins")
+        os.mkdir(self._tree)
+        os.mkdir(self._stand_ins)
+        self._numbers = itertools.count()
+
+    def own(self, place: str) -> str | None:
+        path = self._counterpart(place)
+        return path if os.path.lexists(path) else None
+
+    def target(self, place: str, *, keep: bool = False) -> str | None:
+        if place.endswith(_SHARDS):
+            folder = os.path.relpath(os.path.dirname(place), self.store)
+            text = (
+                f"{self._who} writes a shard of a checkpoint into the project store: "
+                f"open its folder to all ranks with --shared-writes {folder}"
+            )
+            raise PermissionError(errno.EACCES, text, place)
+        path, parent = self._counterpart(place), os.path.dirname(place)
+        if not os.path.isdir(parent) and not self.own(parent):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if keep and not os.path.lexists(path) and os.path.exists(place):
+            self._copy(place, path)
+        self.used = True
+        self.note(place)
+        return path
+
+    def subject(self, place: str, *, folder: bool = False) -> str | None:
+        self.note(place)
+        return self.own(place) or self._stand_in(folder or os.path.isdir(place))
+
+    def source(self, place: str) -> str | None:
+        self.note(place)
+        if own := self.own(place):
+            return own
+        stand_in = self._stand_in(os.path.isdir(place))
+        if os.path.isfile(place):
+            self._copy(place, stand_in)
+        return stand_in
+
+    def _counterpart(self, place: str) -> str:
+        return os.path.join(self._tree, os.path.relpath(place, self.store))
+
+    def _stand_in(self, folder: bool) -> str:
+        """Make an empty file or folder that takes what was meant for something of rank 0's."""
+        path = os.path.join(self._stand_ins, str(next(self._numbers)))
+        if folder:
+            os.mkdir(path)
+        else:
+            open(path, "xb").close()
+        return path
+
+    def _copy(self, place: str, path: str) -> None:
+        if os.path.getsize(place) > COPY_LIMIT_BYTES:
+            limit = f"over {COPY_LIMIT_BYTES >> 20} MiB is not copied for it: open it for reading"
+            text = f"{self._who} may not change it: {limit}"
+            raise PermissionError(errno.EACCES, text, place)
+        shutil.copyfile(place, path)
+
+
+def _path_of(folder: int) -> str:
+    if sys.platform == "darwin":
+        return os.fsdecode(fcntl.fcntl(folder, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
+    return os.readlink(f"/proc/self/fd/{folder}")
+
+
+def install(view: Watched) -> None:
+    """Replace Python's file calls in this process, for good; called once in a rank.
+
+    Calls that only read are replaced where a rank may have files of its own to show. Imports torch
+    and numpy, which a rank has in memory.
+    """
+    for name, wrap in _writing_calls(view).items():
+        # What a notebook imported by `from os import mkdir` arrives here as posix.mkdir.
+        _replace(name, wrap, os, sys.modules["posix"])
+    if view.diverts:
+        for name, wrap in _reading_calls(view).items():
+            _replace(name, wrap, os)
+    _replace_open(_open(view, open))
+    _lead_torch_writer(view)
+    _lead_temporary_files()
+    if view.writes:
+        _save_atomically(view)
+    if view.diverts:
+        _map_privately(view)
+        # Entry by entry, it would stumble over what rank 0 removes at the same time.
+        rmtree = _write_call(view, partial(view.subject, folder=True), shutil.rmtree)
+        setattr(shutil, "rmtree", rmtree)  # noqa: B010
+
+
+def _writing_calls(view: Watched) -> dict[str, Callable[[_Call], _Call]]:
+    """Return, for each call of `os` that changes a file system, what wraps it."""
+    makes = partial(_write_call, view, view.target)
+    removes = partial(_write_call, view, view.subject)
+    changes = partial(_write_call, view, view.subject, follow=True)
+    moves = partial(_move_call, view, shutil.move)
+    return {
+        "open": partial(_os_open, view),
+        "mkdir": makes,
+        "mkfifo": makes,
+        "mknod": makes,
+        "symlink": partial(_symlink_call, view),
+        "remove": removes,
+        "unlink": removes,
+        "rmdir": partial(_write_call, view, partial(view.subject, folder=True)),
+        "chmod": changes,
+        "chown": changes,
+        "lchown": removes,  # of a link itself
+        "utime": changes,
+        "setxattr": changes,
+        "removexattr": changes,
+        "truncate": partial(_write_call, view, partial(view.target, keep=True), follow=True),
+        "rename": moves,
+        "replace": moves,
+        "link": partial(_move_call, view, shutil.copyfile),
+    }
+
+
+def _reading_calls(view: Watched) -> dict[str, Callable[[_Call], _Call]]:
+    """Return, for each call of `os` that only looks, what wraps it."""
+    reads = partial(_read_call, view, follow=True)
+    reads_link = partial(_read_call, view, follow=False)
+    return {
+        "stat": reads,
+        "lstat": reads_link,
+        "readlink": reads_link,
+        "getxattr": reads,
+        "listxattr": reads,
+        "chdir": reads,
+        "access": partial(_access, view),
+        "listdir": partial(_listdir, view),
+        "scandir": partial(_scandir, view),
+    }
+
+
+def _replace(name: str, wrap: Callable[[_Call], _Call], *modules: Any) -> None:
+    """Replace a call of `os`, where this system has it."""
+    real = getattr(os, name, None)
+    if real is None:
+        return
+    call = wrap(real)
+    call.__module__ = "os"
+    for module in modules:
+        setattr(module, name, call)
+    for supporting in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+        if real in supporting:
+            supporting.add(call)
+    _replace_in_pathlib(name, real, call)
+
+
+_OPENS = (
+    ("builtins", "open"),
+    ("io", "open"),
+    ("_io", "open"),
+    ("bz2", "_builtin_open"),
+    ("lzma", "_builtin_open"),
+    ("tarfile", "bltn_open"),
+    ("numpy.lib._datasource", "_open"),
+    ("IPython.core.interactiveshell", "io_open"),
+)
+"""Where `open` is found: all but the first three took it when they were imported."""
+
+
+def _replace_open(call: _Call) -> None:
+    call.__module__ = "io"
+    _replace_in_pathlib("open", open, call)
+    for module, name in _OPENS:
+        if module in sys.modules:
+            setattr(sys.modules[module], name, call)
+
+
+def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
+    """Replace a call that Python 3.10's pathlib took when it was imported; its `open` is io's."""
+    accessor = getattr(pathlib, "_NormalAccessor", None)
+    if getattr(accessor, name, None) is real:
+        setattr(accessor, name, staticmethod(call))
+
+
+def _lead(
+    view: Watched,
+    decide: Callable[[str], str | None],
+    path: Path,
+    folder: int | None = None,
+    *,
+    follow: bool = False,
+) -> tuple[Path, int | None]:
+    """Return the path, and the descriptor that it starts at, to call with.
+
+    Args:
+        view: The rank's view.
+        decide: What the view says of a path in the store: another path, or None for that itself.
+        path: As the call was given it.
+        folder: The call's `dir_fd`.
+        follow: Whether the call follows a symbolic link at the path's end.
+    """
+    if view.busy:
+        return path, folder
+    with view.plain():
+        place = view.locate(path, folder, follow=follow)
+        led = None if place is None else decide(place)
+    return (path, folder) if led is None else (led, None)
+
+
+def _own_file(
+    view: Watched, path: Path, folder: int | None = None, *, follow: bool = True
+) -> str | None:
+    """Return the rank's own file of that path, if it has one."""
+    if view.busy or not view.used:
+        return None
+    with view.plain():
+        place = view.locate(path, folder, follow=follow)
+        return None if place is None else view.own(place)
+
+
+def _call_led(
+    real: _Call, asked: Path, led: Path, folder: int | None, *args: Any, **kw: Any
+) -> Any:
+    """Call with the path that `asked` was led to; an error names the one that was asked for."""
+    if folder is not None:
+        kw["dir_fd"] = folder
+    try:
+        return real(led, *args, **kw)
+    except OSError as error:
+        if led is not asked and error.filename == led:
+            error.filename = asked
+        raise
+
+
+def _look(
+    view: Watched, real: _Call, path: Path, folder: int | None, *args: Any, follow: bool, **kw: Any
+) -> Any:
+    """Call with the store's file where there is one, else with the rank's own."""
+    try:
+        return _call_led(real, path, path, folder, *args, **kw)
+    except FileNotFoundError:
+        own = _own_file(view, path, folder, follow=follow)
+        if own is None:
+            raise
+    return _call_led(real, path, own, None, *args, **kw)
+
+
+def _writable(view: Watched, place: str, *, keep: bool = False) -> str | None:
+    """Return where to open a file for writing; a folder cannot be, and the system says so."""
+    return None if os.path.isdir(place) else view.target(place, keep=keep)
+
+
+def _open(view: Watched, real: _Call) -> _Call:
+    @functools.wraps(real)
+    def call(
+        file: Path,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        rest = (mode, buffering, encoding, errors, newline, closefd, opener)
+        if opener is not None or isinstance(file, int):
+            return real(file, *rest)  # an opener opens by os.open
+        if set(mode) & set("wxa+"):
+            target = partial(_writable, view, keep=not set(mode) & set("wx"))
+            return _call_led(real, file, *_lead(view, target, file, follow=True), *rest)
+        return _look(view, real, file, None, *rest, follow=True)
+
+    return call
+
+
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def _os_open(view: Watched, real: _Call) -> _Call:
+    @functools.wraps(real)
+    def call(path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if flags & _WRITE_FLAGS:
+            target = partial(_writable, view, keep=not flags & (os.O_TRUNC | os.O_EXCL))
+            led = _lead(view, target, path, dir_fd, follow=not flags & os.O_NOFOLLOW)
+            return int(_call_led(real, path, *led, flags, mode))
+        return int(_look(view, real, path, dir_fd, flags, mode, follow=True))
+
+    return call
+
+
+def _write_call(
+    view: Watched, decide: Callable[[str], str | None], real: _Call, *, follow: bool = False
+) -> _Call:
+    """Wrap a call that changes what is at one path."""
+
+    @functools.wraps(real)
+    def call(path: Path, *args: Any, dir_fd: int | None = None, **kw: Any) -> Any:
+        to_end = follow and kw.get("follow_symlinks", True)
+        led = _lead(view, decide, path, dir_fd, follow=to_end)
+        return _call_led(real, path, *led, *args, **kw)
+
+    return call
+
+
+def _move_call(view: Watched, across: _Call, real: _Call) -> _Call:
+    """Wrap a call of two paths; `across` does it where a rank's own file is on another disk."""
+
+    @functools.wraps(real)
+    def call(
+        src: Path,
+        dst: Path,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
+        **kw: Any,
+    ) -> None:
+        source, src_folder = _lead(view, view.source, src, src_dir_fd)
+        target, dst_folder = _lead(view, view.target, dst, dst_dir_fd)
+        try:
+            real(source, target, src_dir_fd=src_folder, dst_dir_fd=dst_folder, **kw)
+        except OSError as error:
+            if error.errno != errno.EXDEV or (source is src and target is dst):
+                raise
+            with view.plain():
+                across(source, target)
+
+    return call
+
+
+def _symlink_call(view: Watched, real: _Call) -> _Call:
+    @functools.wraps(real)
+    def call(src: Path, dst: Path, *args: Any, dir_fd: int | None = None, **kw: Any) -> None:
+        target, folder = _lead(view, view.target, dst, dir_fd)
+        if target is not dst:  # what a relative link starts at is another folder now
+            src = os.path.join(os.path.dirname(os.path.abspath(dst)), src)
+        real(src, target, *args, dir_fd=folder, **kw)
+
+    return call
+
+
+def _read_call(view: Watched, real: _Call, *, follow: bool) -> _Call:
+    """Wrap a call that looks at one path."""
+
+    @functools.wraps(real)
+    def call(path: Path, *args: Any, dir_fd: int | None = None, **kw: Any) -> Any:
+        return _look(view, real, path, dir_fd, *args, follow=follow, **kw)
+
+    return call
+
+
+def _access(view: Watched, real: _Call) -> _Call:
+    """Wrap `os.access`; that a path can be written is true, if not where the rank thinks."""
+
+    @functools.wraps(real)
+    def call(path: Path, mode: int, *, dir_fd: int | None = None, **kw: Any) -> bool:
+        if real(path, mode, dir_fd=dir_fd, **kw):
+            return True
+        if view.busy:
+            return False
+        with view.plain():
+            place = view.locate(path, dir_fd)
+            return place is not None and bool(real(view.own(place) or place, mode & ~os.W_OK))
+
+    return call
+
+
+def _listdir(view: Watched, real: _Call) -> _Call:
+    """Wrap `os.listdir`: the names of both."""
+
+    @functools.wraps(real)
+    def call(path: Path = None) -> list[Any]:
+        path = "." if path is None else path
+        own = _own_file(view, path)
+        if own is None:
+            return list(real(path))
+        names = real(path) if _is_folder(view, path) else []
+        mine = real(os.fsencode(own) if isinstance(path, bytes) else own)
+        return [*names, *(name for name in mine if name not in names)]
+
+    return call
+
+
+def _scandir(view: Watched, real: _Call) -> _Call:
+    """Wrap `os.scandir`: the entries of both."""
+
+    @functools.wraps(real)
+    def call(path: Path = None) -> Any:
+        path = "." if path is None else path
+        own = _own_file(view, path)
+        if own is None:
+            return real(path)
+        entries = list(real(path)) if _is_folder(view, path) else []
+        names = {entry.name for entry in entries}
+        mine = (_Entry(entry, os.path.join(path, entry.name)) for entry in real(own))
+        return _Entries(iter([*entries, *(entry for entry in mine if entry.name not in names)]))
+
+    return call
+
+
+def _is_folder(view: Watched, path: Path) -> bool:
+    with view.plain():
+        return os.path.isdir(path)
+
+
+class _Entry:
+    """An `os.DirEntry` of a rank's own file, under the path that the rank knows."""
+
+    def __init__(self, entry: os.DirEntry[str], path: str) -> None:
+        self._entry, self.path = entry, path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
+class _Entries(contextlib.AbstractContextManager["_Entries"]):
+    """What `os.scandir` returns: an iterator that can be closed."""
+
+    def __init__(self, entries: Iterator[Any]) -> None:
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def close(self) -> None:
+        """Do nothing: the folders were read to their ends already."""
+
+
+def _lead_torch_writer(view: Watched) -> None:
+    """Lead torch.save's C++ writer, whose errors do not name the path."""
+    import torch
+
+    real: Any = torch._C.PyTorchFileWriter
+
+    class PyTorchFileWriter(real):
+        def __init__(self, file: Any, *args: Any, **kw: Any) -> None:
+            led = file
+            if isinstance(file, (str, os.PathLike)):
+                led, _ = _lead(view, partial(_writable, view), file, follow=True)
+            try:
+                super().__init__(led, *args, **kw)
+            except RuntimeError as error:
+                raise RuntimeError(f"torch cannot write {file}: {error}") from error
+
+    setattr(torch._C, "PyTorchFileWriter", PyTorchFileWriter)  # noqa: B010
+
+
+def _lead_temporary_files() -> None:
+    """Lead tempfile, which took `unlink` when it was imported, as the default of a parameter."""
+    closer: Any = getattr(tempfile, "_TemporaryFileCloser", None)
+    for method in (getattr(closer, name, None) for name in ("close", "cleanup")):
+        if method is not None:
+            real, defaults = inspect.unwrap(os.unlink), method.__defaults__ or ()
+            method.__defaults__ = tuple(os.unlink if it is real else it for it in defaults)
+
+
+def _save_atomically(view: Watched) -> None:
+    """Make rank 0's `torch.save` into the store `taas.save`: no kill leaves half a checkpoint."""
+    import torch
+
+    real = torch.save
+
+    @functools.wraps(real)
+    def save(obj: object, f: Any, *args: Any, **kw: Any) -> None:
+        is_path = isinstance(f, (str, os.PathLike))
+        write: Callable[..., None] = publish.save if is_path and view.locate(f) else real
+        write(obj, f, *args, **kw)
+
+    torch.save = torch.serialization.save = save
+
+
+def _map_privately(view: Watched) -> None:
+    """Map a file of the store that a rank maps to change it (numpy's default) privately.
+
+    What is changed in a private map is seen by this rank alone, and nothing is copied for it.
+    """
+    if importlib.util.find_spec("numpy") is None:  # torch does without
+        return
+    import numpy
+
+    real: Any = numpy.memmap.__new__
+    signature = inspect.signature(real)
+
+    def is_the_stores(file: Any) -> bool:
+        if not isinstance(file, (str, os.PathLike)):
+            return False
+        with view.plain():
+            place = view.locate(file)
+            return place is not None and os.path.exists(place) and not view.own(place)
+
+    @functools.wraps(real)
+    def new(*args: Any, **kw: Any) -> Any:
+        asked = signature.bind(*args, **kw)
+        asked.apply_defaults()
+        if asked.arguments["mode"] in ("r+", "readwrite"):
+            asked.arguments["mode"] = "c" if is_the_stores(asked.arguments["filename"]) else "r+"
+        return real(*asked.args, **asked.kwargs)
+
+    setattr(numpy.memmap, "__new__", staticmethod(new))  # noqa: B010
