@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import structs
 
 from taas_magic.display.failure import to_exception, with_labels
-from taas_magic.display.stacks import duration
+from taas_magic.display.head import duration
 from taas_magic.errors import (
     PoolError,
     ResultError,
