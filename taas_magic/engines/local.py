@@ -8,7 +8,7 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.engines.supervisors import start_supervisor
 from taas_magic.errors import PoolError
-from taas_magic.host.hardware import LOOPBACK, count_gpus
+from taas_magic.host.system import LOOPBACK, count_gpus
 from taas_magic.plan import HostCapacity
 
 if TYPE_CHECKING:

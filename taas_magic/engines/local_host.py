@@ -14,7 +14,7 @@ from taas_magic.engines.base import log_tail
 from taas_magic.engines.keys import Keys
 from taas_magic.engines.supervisors import end_supervisor, start_supervisor, tell_agent
 from taas_magic.errors import PoolError
-from taas_magic.host.hardware import LOOPBACK
+from taas_magic.host.system import LOOPBACK
 from taas_magic.messages import AgentSettings
 
 TROUBLE_S = 1.5

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
-from taas_magic.host.hardware import LOOPBACK
+from taas_magic.host.system import LOOPBACK
 from taas_magic.plan import HostCapacity
 from taas_magic.setup import facts
 from taas_magic.setup.facts import Shell

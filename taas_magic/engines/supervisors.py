@@ -6,7 +6,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
-from taas_magic.host.processes import spawn_command, supervisor_arguments
+from taas_magic.host.system import spawn_command, supervisor_arguments
 from taas_magic.messages import AgentSettings, pack
 
 CLOSE_S = 10.0

@@ -20,9 +20,8 @@ from taas_magic import messages
 from taas_magic.farms.slots import Slots
 from taas_magic.farms.terms import NodeSetting, NodeTerms
 from taas_magic.host import forkserver, scratch
-from taas_magic.host.hardware import LOOPBACK
-from taas_magic.host.processes import die_with_parent, spawn_command
 from taas_magic.host.spec import REACH, TORCHRUN_NAMES
+from taas_magic.host.system import LOOPBACK, die_with_parent, spawn_command
 from taas_magic.leases import NODE_START_S
 
 

@@ -34,8 +34,8 @@ from taas_magic.errors import TaasError
 from taas_magic.farms.parts import PartsScheduler
 from taas_magic.farms.terms import FarmPlace, FarmTerms, NodeNews, NodeTerms
 from taas_magic.farms.worker import LOST_NODES, TOPIC
-from taas_magic.host.hardware import LOOPBACK
 from taas_magic.host.spec import HostSpec
+from taas_magic.host.system import LOOPBACK
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event, Failure, RunEnded
 from taas_magic.plan import Flags, make_plan, new_run_id

@@ -24,9 +24,8 @@ from taas_magic.farms.terms import (
 )
 from taas_magic.farms.values import Blob
 from taas_magic.host import forkserver
-from taas_magic.host.hardware import count_gpus
-from taas_magic.host.processes import signal_name
 from taas_magic.host.spec import TORCHRUN_NAMES
+from taas_magic.host.system import count_gpus, signal_name
 
 GRACE_S = 5.0
 """How long a job that was cancelled may take to end, after SIGINT."""

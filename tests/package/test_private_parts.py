@@ -31,7 +31,7 @@ LISTED = {
     "data/tensors.py": {"_indices", "_values", "_coalesced_"},
     "engines/ssh_cluster.py": {"_created", "_correct_state_internal", "_close"},
     "store/redirect/libraries.py": {"_C"},
-    "host/preload.py": {"_registry"},
+    "host/forkserver.py": {"_registry"},
     "federation/apps.py": {"_main"},
     "host/rank.py": {"_shutdown", "_run_exitfuncs", "_C", "_distributed_c10d"},
 }
@@ -45,7 +45,7 @@ DOCUMENTED = {"_exit", "_getframe", "_current_frames", "_replace", "_make", "_fi
 GONE = {
     "threading._shutdown": "rank._end_program has to join what is no daemon thread by another way",
     "atexit._run_exitfuncs": "Python may do it itself for forks now: see python/cpython#83856",
-    "weakref.finalize._registry": "host/preload.py: find what weakref.finalize keeps them in",
+    "weakref.finalize._registry": "host/forkserver.py: find what weakref.finalize keeps them in",
     "torch._utils._rebuild_tensor_v3": "capture/tensors.py: see how torch pickles uint16 now",
     "torch.storage._new_dtypes": "capture/tensors.py: see how torch pickles uint16 now",
     "torch.utils.data._utils.worker._worker_info": "find what get_worker_info() reads now",
@@ -64,7 +64,7 @@ GONE = {
     "cloudpickle.cloudpickle._class_setstate": "capture/reducers.py: see its new name",
     "cloudpickle.cloudpickle._class_reduce": "capture/pickling.py: see reducer_override there",
     "cloudpickle.Pickler._function_reduce": "capture/pickling.py: see reducer_override there",
-    "IPython.core.interactiveshell.InteractiveShell._showtraceback": "host/shell.py: see IPython",
+    "IPython.core.interactiveshell.InteractiveShell._showtraceback": "host/rank.py: see IPython",
     "distributed.SpecCluster._correct_state_internal": "engines/ssh_cluster.py: see SpecCluster",
     "distributed.SpecCluster._close": "engines/ssh_cluster.py: see SpecCluster",
     "distributed.batched.time": "host/member.py: see by what clock BatchedSend waits",
