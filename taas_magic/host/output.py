@@ -470,7 +470,9 @@ class Pump:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._read_ready(self._next_timeout())
+            has_lines = any(stream.pending for stream in self._logs.values())
+            due_s = COALESCE_S if has_lines else PROGRESS_S if self._progress_due() else None
+            self._read_ready(due_s)
             with self._lock:
                 asked, self._to_drain = self._to_drain, []
             for rank, done in asked:
@@ -488,13 +490,6 @@ class Pump:
     def _streams(self) -> list[_LogStream | _MessageStream]:
         """Return the pipes that are still open."""
         return [key.data for key in list(self._selector.get_map().values()) if key.data is not None]
-
-    def _next_timeout(self) -> float | None:
-        if any(stream.pending for stream in self._logs.values()):
-            return COALESCE_S
-        if self._progress_due():
-            return PROGRESS_S
-        return None
 
     def _read_ready(self, timeout: float | None) -> bool:
         """Read every readable pipe once; returns whether any rank's pipe was."""

@@ -4,6 +4,7 @@ Processes tie their lifetimes to one another here, find what is left of a run, a
 neither torch nor anything of this package: supervisor, agent and ranks use it.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -245,23 +246,18 @@ def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
     own = psutil.Process()
     supervisor = own.parent()
     below = [it for it in (supervisor or own).children(recursive=True) if it.pid != own.pid]
-    found = [it for it in below if _has_token(it, run_id) or _holds_pipe(it, str(pipes))]
+    found = [it for it in below if _is_of_run(it, run_id, str(pipes))]
     if alone and supervisor is not None and supervisor.pid != 1:
         found += [it for it in supervisor.children() if it.pid != own.pid and it not in found]
     return found
 
 
-def _has_token(process: psutil.Process, run_id: str) -> bool:
+def _is_of_run(process: psutil.Process, run_id: str, pipes: str) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        if process.environ().get(RUN_TOKEN) == run_id:
+            return True
+    base = f"/proc/{process.pid}/fd"  # of open files psutil lists the regular ones only
     try:
-        return process.environ().get(RUN_TOKEN) == run_id
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False
-
-
-def _holds_pipe(process: psutil.Process, folder: str) -> bool:
-    """Return whether a process has a file of a folder open; psutil lists regular files only."""
-    base = f"/proc/{process.pid}/fd"
-    try:
-        return any(os.readlink(f"{base}/{fd}").startswith(folder) for fd in os.listdir(base))
+        return any(os.readlink(f"{base}/{fd}").startswith(pipes) for fd in os.listdir(base))
     except OSError:
         return False

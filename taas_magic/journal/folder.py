@@ -157,11 +157,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Remove the folder again where something in the block cannot be written.
-
-        Raises:
-            PoolError: Something cannot.
-        """
+        """Remove the folder again, and raise PoolError, where the block cannot write something."""
         try:
             yield
         except OSError as error:
@@ -173,12 +169,7 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def plan(self) -> PlanHead:
-        """Return what was decided, as far as lists of runs show it.
-
-        Raises:
-            OSError: The file is not there.
-            ValueError: It is torn.
-        """
+        """Return what was decided, as far as lists of runs show it; raises as `record`."""
         return messages.unpack((self.path / "plan.json").read_bytes(), PlanHead)
 
     @contextlib.contextmanager
@@ -268,7 +259,10 @@ class Writer:
     def _run(self) -> None:
         while (taken := self._waiting.get()) is not None:
             if isinstance(taken, bytes):
-                self._try_to_write(taken)
+                try:
+                    self._write(taken)
+                except OSError as error:
+                    self._say_incomplete(f"{reason_of(error)} ({self.folder.events})")
                 self._handled_bytes += len(taken)
             elif isinstance(taken, str):
                 self._say_incomplete(taken)
@@ -277,28 +271,19 @@ class Writer:
         if self._descriptor is not None:
             os.close(self._descriptor)
 
-    def _try_to_write(self, line: bytes) -> None:
-        try:
-            if self._descriptor is None:
-                self._descriptor = self._open()
-            self._write(self._descriptor, line)
-        except OSError as error:
-            self._say_incomplete(f"{reason_of(error)} ({self.folder.events})")
-
-    def _open(self) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        descriptor = os.open(self.folder.events, flags, 0o600)
-        _lock(descriptor)
-        self._is_torn = os.fstat(descriptor).st_size > 0  # by a pool that was killed, perhaps
-        return descriptor
-
-    def _write(self, descriptor: int, line: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         """Write a line, on one of its own also where the last one was cut."""
+        if self._descriptor is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            descriptor = os.open(self.folder.events, flags, 0o600)
+            _lock(descriptor)
+            self._is_torn = os.fstat(descriptor).st_size > 0  # by a pool that was killed, perhaps
+            self._descriptor = descriptor
         if self._is_torn:
             line = b"\n" + line
         self._is_torn = True
         while line:
-            line = line[os.write(descriptor, line) :]
+            line = line[os.write(self._descriptor, line) :]
         self._is_torn = False
 
     def _say_incomplete(self, why: str) -> None:
@@ -407,7 +392,7 @@ def record(folder: RunFolder) -> RunRecord:
 
     Raises:
         OSError: There is no plan in it.
-        ValueError: The plan cannot be read.
+        ValueError: The plan is torn.
     """
     plan = folder.plan()
     made = (folder.path / "plan.json").stat().st_mtime
