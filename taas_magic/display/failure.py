@@ -198,11 +198,7 @@ def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure |
     """Return a failure whose texts call the notebook's cells by their numbers.
 
     Texts that a worker process or faulthandler made have the names under which the kernel compiled
-    the cells.
-
-    Args:
-        failure: A failure event.
-        labels: `Cell In[5]` by file name.
+    the cells; `labels` has `Cell In[5]` by file name.
     """
     if failure is None:
         return None

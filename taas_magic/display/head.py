@@ -118,10 +118,8 @@ class RunState:
     def apply(self, event: Event, now: float | None = None) -> None:
         """Take the next event; those that say nothing about the head are ignored.
 
-        Args:
-            event: An event of the run.
-            now: When it arrived, on the clock of `began`; default is the event's own time. Hosts'
-                clocks may be days apart, so that a live view gives its own.
+        It arrived at `now`, on the clock of `began`; default is the event's own time. Hosts' clocks
+        may be days apart, so that a live view gives its own.
         """
         now = event.time if now is None else now
         self.flow.apply(event, now)
@@ -375,12 +373,9 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[str, list[Fact]]]:
-    """Return the facts of each loader, by its name; none for a run without loaders.
+    """Return the facts of each loader, by its name; of a run that has ended means, and no buffer.
 
-    Args:
-        flow: What ranks and fetchers said.
-        units: The bound of `--units`, for each loader.
-        has_ended: Whether the run has: then means are shown, and no buffer.
+    `units` is the bound of `--units`, for each loader.
     """
     shown = list(flow.loaders.values())[:MAX_LOADERS]
     found = [(loader.name, _loader_facts(loader, units, has_ended)) for loader in shown]
@@ -489,12 +484,7 @@ def _kept(files: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def hang_lines(rows: Sequence[RankStand], now: float) -> list[str]:
-    """Return what the head's text says of a run that hangs.
-
-    Args:
-        rows: Where each rank stands, and `since` when, by the clock of `now`.
-        now: The time.
-    """
+    """Return what the head's text says of a run that hangs, since when by the clock of `now`."""
     table = columns([_HANG_HEAD, *_hang_cells(rows, now)])
     return [f"{_hang_title(rows, now)}:", *(f"    {line}" for line in table)]
 
@@ -542,12 +532,7 @@ def _groups(rows: Sequence[RankStand]) -> list[list[RankStand]]:
 
 
 def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
-    """Return what `%taas stacks` prints.
-
-    Args:
-        found: As `pools.stacks` returns it.
-        labels: What this kernel calls its cells, by the names of their files.
-    """
+    """Return what `%taas stacks` prints, with the labels of this kernel's cells for their files."""
     alike: defaultdict[str, list[RankStand]] = defaultdict(list)
     for group in _groups(found.ranks):
         for row in group:

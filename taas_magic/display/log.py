@@ -284,9 +284,9 @@ class LogText:
         lines, size_bytes = self._dropped[event.rank]
         self._dropped[event.rank] = lines + event.lines, size_bytes + event.bytes
 
-    def say(self, text: str, now: float) -> None:
+    def say(self, text: str) -> None:
         """Add a line that no rank printed, after all that was printed before it."""
-        self.flush(now)
+        self.flush()
         if self.rest is None:
             self._pieces.append(f"{text}\n")
         else:
@@ -298,13 +298,13 @@ class LogText:
         if self._dropped and now >= self._note_at:
             self._note_dropped(now)
 
-    def flush(self, now: float) -> None:
+    def flush(self) -> None:
         """Add all that waits for other ranks."""
         self._add(self._folder.flush())
 
     def close(self, now: float) -> None:
         """Add all that waits, and how much was left out."""
-        self.flush(now)
+        self.flush()
         self._note_dropped(now)
 
     def next_due(self) -> float | None:
@@ -362,8 +362,7 @@ class LogText:
         file = f"/rank-{ranks[0]}.log" if len(ranks) == 1 else ""
         self.say(
             f"[{rank_ranges(ranks)}] … {n_lines:,} line{'s' * (n_lines != 1)} "
-            f"({size_text(n_bytes)}) not shown; full log: {self._logs_dir}{file}",
-            now,
+            f"({size_text(n_bytes)}) not shown; full log: {self._logs_dir}{file}"
         )
         self._dropped.clear()
         self._note_at = now + self._note_pause_s

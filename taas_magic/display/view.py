@@ -247,13 +247,13 @@ class View:
             case Restart():
                 because = f" after {headline(event.failure)}" if event.failure else ""
                 because = because or f": {event.cause}" * bool(event.cause)
-                self._log.say(f"── restart {event.attempt} of all ranks{because} ──", now)
+                self._log.say(f"── restart {event.attempt} of all ranks{because} ──")
             case Display(rank=0):
-                self._log.flush(now)
+                self._log.flush()
                 self._write(now)
                 self._screen.display(event)
             case ClearOutput(rank=0):
-                self._log.flush(now)
+                self._log.flush()
                 self._write(now)
                 self._screen.clear(event.wait)
                 self._log.clear()

@@ -58,12 +58,7 @@ def _only_defines(statement: ast.stmt) -> bool:
 
 
 def load(path: Path, namespace: dict[str, Any]) -> None:
-    """Put the notebook's names and the cell's definitions into a child's main module.
-
-    Args:
-        path: The run's payload.
-        namespace: The `__dict__` of `sys.modules["__main__"]`.
-    """
+    """Put a payload's names and the cell's definitions into the namespace of a child's main."""
     from taas_magic.capture import payload
     from taas_magic.host import tracebacks
 

@@ -70,12 +70,9 @@ _problems: list[str] = []
 
 
 def begin(modules: Sequence[str]) -> None:
-    """Start the forkserver; returns while it still imports.
+    """Start the forkserver; returns while it still imports, besides torch and IPython `modules`.
 
     Must run in the main thread: the forkserver ends with the thread that started it (prctl(2)).
-
-    Args:
-        modules: What it imports besides torch and IPython.
     """
     os.environ.update({_PRELOAD: ",".join(modules), _AGENT_PID: str(os.getpid())})
     # Nothing in torch's imports may make a CUDA context, which no fork survives: torch then asks
@@ -113,10 +110,7 @@ def _end(server: psutil.Process, what: str) -> None:
 
 
 def warm_up() -> list[str]:
-    """Block until the forkserver has imported everything.
-
-    Returns:
-        One message for each module of the pool's settings that could not be imported.
+    """Block until the forkserver has imported everything; returns what it could not, and why.
 
     Raises:
         PoolError: The forkserver has ended.
@@ -154,14 +148,11 @@ def took_along(codes: Collection[int]) -> bool:
 
 
 def start(function: str, *arguments: Any) -> Any:
-    """Start a process in a fork of the warm forkserver.
+    """Start a process in a fork of the warm forkserver; returns the `multiprocessing.Process`.
 
     Args:
         function: What it runs, by its dotted name.
         arguments: What it is called with; sockets and connections travel too.
-
-    Returns:
-        The `multiprocessing.Process`.
 
     Raises:
         PoolError: The forkserver has ended; so will this host.

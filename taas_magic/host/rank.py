@@ -91,9 +91,7 @@ def prepare() -> None:
 def rank_main(spec: RankSpec, environ: Mapping[str, str]) -> None:
     """Run the cell; returns when it succeeded, else ends the process with exit code 1.
 
-    Args:
-        spec: What all ranks of this host share (`HostSpec.for_ranks`).
-        environ: torchrun's variables of this rank (`spec.torchrun_variables`).
+    `environ` has torchrun's variables of this rank (`spec.torchrun_variables`).
     """
     os.setsid()
     die_with_parent()

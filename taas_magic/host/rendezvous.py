@@ -63,8 +63,7 @@ def prepare() -> None:
 class Rendezvous:
     """The rendezvous of one attempt, on the run's first host; used in the agent.
 
-    Args:
-        address: The one address on which it listens; the system chooses the port.
+    It listens on one address; the system chooses the port.
     """
 
     def __init__(self, address: str) -> None:
