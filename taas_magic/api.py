@@ -50,7 +50,7 @@ def get_worker_info() -> Any:
 
 def __getattr__(name: str) -> Any:
     """`last_run`, the newest run that this kernel started (None before the first); `device_type`,
-    "cuda" or "cpu" (`host.hardware.device_type`); `farm`; `federation`; and `save`.
+    "cuda" or "cpu" (`host.system.device_type`); `farm`; `federation`; and `save`.
 
     What the last three need is imported when they are asked for: the kernel imports this module
     while the notebook's folder, which may hold a `random.py`, still comes before the standard
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
     if name == "last_run":
         return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)
     if name == "device_type":
-        from taas_magic.host.hardware import device_type
+        from taas_magic.host.system import device_type
 
         return device_type()
     if name == "farm":

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from taas_magic.host.processes import status_of
+from taas_magic.host.system import status_of
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event
 from taas_magic.notebook import launch

@@ -1,8 +1,7 @@
 """Events of a run -> what the notebook shows. Runs in the kernel, in the cell's thread.
 
 view.py     one run's view: events in, screens out; notebook, console, terminal
-state.py    events folded into what the head knows
-head.py     the head as text and HTML (loaders.py, receipt.py, stacks.py: its parts)
+head.py     events folded into what the head knows, and that as text and HTML
 log.py      lines of all ranks -> the log under the cell
 failure.py  failures -> the one exception
 hosts.py    hosts of pools as a table

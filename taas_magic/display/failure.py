@@ -46,19 +46,19 @@ _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+)')
 
 
 def no_gpu_advice(etype: str, message: str) -> str:
-    """What to do about an exception that says that there is no GPU; "" for any other."""
+    """Say what to do about an exception that says that there is no GPU; "" for any other."""
     return NO_GPU_ADVICE if etype in _NO_GPU_TYPES and _NO_GPU.search(message) else ""
 
 
 def cut(text: str, limit_chars: int = MESSAGE_CHARS) -> str:
-    """The beginning of a long text, marked with its length."""
+    """Return the beginning of a long text, marked with its length."""
     if len(text) <= limit_chars:
         return text
     return f"{text[:limit_chars]}… [cut: {len(text):,} characters]"
 
 
 def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[str]:
-    """The first and last of many lines, with a mark between them; a long line is cut, too."""
+    """Return the first and last of many lines, with a mark between; a long line is cut, too."""
     if len(lines) > limit_lines:
         half = limit_lines // 2
         left_out = len(lines) - 2 * half
@@ -67,7 +67,7 @@ def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[st
 
 
 def place(failure: Failure) -> str:
-    """Who failed: `rank 3 on host gpu1 (pid 812)`, or the host where no rank is to blame."""
+    """Say who failed: `rank 3 on host gpu1 (pid 812)`, or the host where no rank is to blame."""
     if failure.rank is None or failure.how == "host":
         return f"host {failure.host}"
     named = f"rank {failure.rank} on host {failure.host}"
@@ -75,7 +75,7 @@ def place(failure: Failure) -> str:
 
 
 def cause(failure: Failure) -> str:
-    """What happened, in one line without the place."""
+    """Say what happened, in one line without the place."""
     message = cut(harmless(failure.message.strip()))
     first_line = message.partition("\n")[0]
     match failure.how:
@@ -102,59 +102,45 @@ def cause(failure: Failure) -> str:
 
 
 def _is_of_store(failure: Failure) -> bool:
-    """Whether a host is there, but the project store could not get to it."""
+    """Return whether a host is there, but the project store could not get to it."""
     return failure.how == "host" and failure.etype == StoreError.__name__
 
 
 def headline(failure: Failure) -> str:
-    """One line: rank, host, and what happened; of a --timeout no rank is the cause."""
+    """Say in one line rank, host, and what happened; of a --timeout no rank is the cause."""
     if failure.how == "timeout":
         return cause(failure)
     return f"{place(failure)}: {cause(failure)}"
 
 
 def details(failure: Failure) -> list[str]:
-    """What helps to understand a failure, line by line: traceback or log, exit, file, advice."""
+    """Return what helps to understand a failure: traceback or log, exit, file, advice."""
     traceback = [line for block in failure.traceback for line in block.split("\n")]
     lines = middle_cut(traceback)
-    if not traceback:
-        lines += _multi_line_message(failure)
+    if not traceback and "\n" in (message := cut(failure.message.strip())):
+        lines += middle_cut(message.split("\n"))
     if stack := failure.stack:
         lines += ["its Python stack when it was last seen:", *(f"    {line}" for line in stack)]
     tail = [] if failure.how == "raised" else failure.tail
     if tail:
         lines += [f"last lines of rank {failure.rank}:"]
         lines += [f"    {line}" for line in middle_cut(tail)]
-    log_path = failure.log_path
-    advice = _advice(failure)
-    lines += [f"full log: {log_path}"] if log_path else []
+    lines += [f"full log: {failure.log_path}"] if failure.log_path else []
+    advice = failure.advice or SIGNAL_ADVICE.get(failure.signal, "")
+    advice = advice or no_gpu_advice(failure.etype, failure.message)
     lines += [f"advice: {cut(advice)}"] if advice else []
     return lines
 
 
-def _advice(failure: Failure) -> str:
-    return (
-        failure.advice
-        or SIGNAL_ADVICE.get(failure.signal, "")
-        or no_gpu_advice(failure.etype, failure.message)
-    )
-
-
-def _multi_line_message(failure: Failure) -> list[str]:
-    message = cut(failure.message.strip())
-    return middle_cut(message.split("\n")) if "\n" in message else []
-
-
 def others(first: Failure | None, failures: Sequence[Failure]) -> list[str]:
-    """The failures besides the first, equal causes of many ranks in one line."""
+    """Return the failures besides the first, equal causes of many ranks in one line."""
     rest = [failure for failure in failures if not same(first, failure)]
     alike: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
     for failure in rest:
         if failure.rank is not None:
             alike[cause(failure), failure.consequence].append(failure.rank)
     lines = [
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {rank_ranges(sorted(ranks))}: {words}"
-        + (" (a consequence)" if consequence else "")
+        f"{_ranks(ranks)}: {words}" + (" (a consequence)" if consequence else "")
         for (words, consequence), ranks in alike.items()
     ]
     lines += [headline(failure) for failure in rest if failure.rank is None]
@@ -162,44 +148,40 @@ def others(first: Failure | None, failures: Sequence[Failure]) -> list[str]:
     return lines if left_out <= 0 else [*lines[:MAX_OTHERS], f"… and {left_out:,} more"]
 
 
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {rank_ranges(sorted(ranks))}"
+
+
 def others_summary(first: Failure | None, failures: Sequence[Failure]) -> str:
-    """How many ranks failed besides the first, in one line; "" for none."""
+    """Say how many ranks failed besides the first, in one line; "" for none."""
     if first is not None and first.how == "timeout":
         return ""
     rest = [failure for failure in failures if not same(first, failure)]
     n_consequences = sum(failure.consequence for failure in rest)
-    parts = []
-    if n_consequences:
-        parts.append(f"{_other_ranks(n_consequences)} failed because of this")
-    if n_own := len(rest) - n_consequences:
-        parts.append(f"{_other_ranks(n_own)} failed, too")
-    return "; ".join(parts)
-
-
-def _other_ranks(n_ranks: int) -> str:
-    return f"{n_ranks:,} other rank{'s' * (n_ranks > 1)}"
+    counts = {" because of this": n_consequences, ", too": len(rest) - n_consequences}
+    return "; ".join(
+        f"{n_ranks:,} other rank{'s' * (n_ranks > 1)} failed{how}"
+        for how, n_ranks in counts.items()
+        if n_ranks
+    )
 
 
 def stood(failures: Sequence[Failure]) -> list[str]:
-    """Where ranks stood that were stopped: the notebook's line of each, equal ones together."""
+    """Say where ranks stood that were stopped: the notebook's lines, equal ones together."""
     alike: defaultdict[str, list[int]] = defaultdict(list)
     for failure in failures:
         if failure.rank is not None:
             alike[_notebook_line(failure.stack)].append(failure.rank)
-    lines = [
-        f"    {'rank' if len(ranks) == 1 else 'ranks'} {rank_ranges(sorted(ranks))}: {line}"
-        for line, ranks in alike.items()
-    ]
+    lines = [f"    {_ranks(ranks)}: {line}" for line, ranks in alike.items()]
     return ["where the ranks stood:", *middle_cut(lines, 2 * MAX_OTHERS)] if lines else []
 
 
 def _notebook_line(stack: Sequence[str]) -> str:
-    """The innermost line of the notebook in a stack, else its innermost line."""
+    """Return the innermost line of the notebook in a stack, else its innermost line."""
     frames = [i for i, line in enumerate(stack) if _FRAME.match(line)]
     if not frames:
         return "not seen in Python code yet"
-    in_cells = [i for i in frames if "Cell In[" in stack[i]]
-    at = (in_cells or frames)[-1]
+    at = ([i for i in frames if "Cell In[" in stack[i]] or frames)[-1]
     found = _FRAME.match(stack[at])
     assert found is not None
     code = stack[at + 1].strip() if at + 1 < len(stack) and at + 1 not in frames else ""
@@ -207,46 +189,40 @@ def _notebook_line(stack: Sequence[str]) -> str:
 
 
 def same(first: Failure | None, failure: Failure) -> bool:
-    """Whether two failure events are of the same process."""
+    """Return whether two failure events are of the same process."""
     who = failure.rank, failure.host, failure.pid
     return first is not None and who == (first.rank, first.host, first.pid)
 
 
-def _without_failure(ended: RunEnded) -> str:
-    why = cut(ended.why, HEADLINE_CHARS)
-    return f"the run ended as {ended.state}" + (f": {why}" if why else "")
-
-
 def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure | None:
-    """A failure whose texts call the notebook's cells by their numbers.
+    """Return a failure whose texts call the notebook's cells by their numbers.
 
     Texts that a worker process or faulthandler made have the names under which the kernel compiled
-    the cells.
-
-    Args:
-        failure: A failure event.
-        labels: `Cell In[5]` by file name.
+    the cells; `labels` has `Cell In[5]` by file name.
     """
     if failure is None:
         return None
-    traceback, stack, tail = (
-        [_labelled(line, labels) for line in lines]
-        for lines in (failure.traceback, failure.stack, failure.tail)
+
+    def labelled(text: str) -> str:
+        for filename, label in labels.items():
+            text = text.replace(filename, label)
+        return text
+
+    return structs.replace(
+        failure,
+        traceback=[labelled(line) for line in failure.traceback],
+        stack=[labelled(line) for line in failure.stack],
+        tail=[labelled(line) for line in failure.tail],
+        message=labelled(failure.message),
     )
-    message = _labelled(failure.message, labels)
-    return structs.replace(failure, traceback=traceback, stack=stack, tail=tail, message=message)
-
-
-def _labelled(text: str, labels: Mapping[str, str]) -> str:
-    for filename, label in labels.items():
-        text = text.replace(filename, label)
-    return text
 
 
 def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreError:
-    """The exception for an `ended` event whose state is not SUCCEEDED."""
+    """Return the exception for an `ended` event whose state is not SUCCEEDED."""
     first, failures = ended.first, ended.failures
-    words = headline(first) if first else _without_failure(ended)
+    why = cut(ended.why, HEADLINE_CHARS)
+    words = f"the run ended as {ended.state}" + (f": {why}" if why else "")
+    words = headline(first) if first else words
     is_timeout = first is not None and first.how == "timeout"
     lines = stood(failures) if is_timeout else details(first) if first else []
     if summary := others_summary(first, failures):

@@ -1,19 +1,43 @@
-"""The head above a run's log: its state as text and as HTML. Pure.
+"""The head above a run's log: its events folded into a state, and that as text and as HTML. Pure.
 
-Both show the same facts. The HTML is built from what survives in an untrusted notebook (inline
-styles, details, progress) and from colours that read on light and dark themes; all that comes from
-outside is escaped.
+Both forms show the same facts. The HTML is built from what survives in an untrusted notebook
+(inline styles, details, progress) and from colours that read on light and dark themes; all that
+comes from outside is escaped.
 """
 
 import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
+from pathlib import PurePosixPath
+from typing import TypeVar
 
-from taas_magic.display import loaders, stacks
+from msgspec import structs
+
 from taas_magic.display.failure import cut, headline, others, others_summary
-from taas_magic.display.log import harmless
-from taas_magic.display.receipt import lines as receipt_lines
-from taas_magic.display.stacks import duration
-from taas_magic.display.state import TQDM, RunState
+from taas_magic.display.log import harmless, rank_ranges, size_text
+from taas_magic.journal.analysis import Flow, LoaderFlow, advice
+from taas_magic.journal.folder import ENDED_STATES
+from taas_magic.messages import (
+    Event,
+    Failure,
+    Hang,
+    Lines,
+    Note,
+    ProcessStand,
+    Progress,
+    RankFailure,
+    RanksStarted,
+    RankStand,
+    Restart,
+    RunEnded,
+    RunStacks,
+    Settled,
+    StateChanged,
+    StoreReceipt,
+)
+from taas_magic.store.receipt import Receipt
 
 COLOURS = {
     "STARTING": "#8c8c8c",
@@ -23,27 +47,242 @@ COLOURS = {
     "INTERRUPTED": "#c98a1b",
     "LOST": "#d9534f",
 }
-COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+FRAME = (
+    "background-color:rgba(128,128,128,0.08);padding:6px 12px 7px 12px;margin:2px 0px;"
+    "font-size:13px;line-height:1.5;overflow-wrap:break-word"
+)
+CODE = "font-family:monospace"
+LABEL = "opacity:0.6;font-size:12px"
+CELL = "text-align:left;vertical-align:top;padding:0px 10px 0px 0px"
+WORDS_CHARS = 500
+CELL_CHARS = 200
 MAX_NOTES = 10
 MAX_HOSTS = 4
-WORDS_CHARS = 500
+MAX_LOADERS = 8
+MAX_RANKS = 8
+MAX_FILES = 8
+MAX_GROUPS = 10
 STALE_S = 30
 """A head of a run that goes on is brought up to date each second."""
 
+TQDM = re.compile(r"(?P<label>.*?)(?P<percent>\d{1,3})%\|[^|]*\|(?P<rest>.*)", re.DOTALL)
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+_HANG_HEAD = ("rank", "host", "since", "at", "waits for")
 
-def facts(state: RunState, now: float) -> list[tuple[str, str]]:
-    """The head's facts as (label, value), in their order."""
+Fact = tuple[str, str]
+"""A label and a value."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class RunState:
+    """What is known of a run, folded from its events in the notebook's kernel.
+
+    Attributes:
+        n_hosts: Hosts that the plan asks for.
+        gpus: GPUs that the run holds; 0 for CPU ranks.
+        units: The bound of `--units` for each loader; None for none.
+        began: When the run began, on the caller's clock.
+        hangs: By host, when it said that none of its ranks comes forward, and where they stand.
+    """
+
+    run_id: str
+    name: str = ""
+    pool: str = "local"
+    world_size: int = 1
+    n_hosts: int = 1
+    run_dir: str = ""
+    gpus: int = 0
+    units: int | None = None
+    began: float = 0.0
+    state: str = "STARTING"
+    hosts: list[str] = field(default_factory=list)
+    up: set[int] = field(default_factory=set)
+    up_since: float | None = None
+    ended_at: float | None = None
+    elapsed_s: float | None = None
+    restarts: int = 0
+    restart_cause: str = ""
+    progress: str = ""
+    notes: list[str] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    first: Failure | None = None
+    why: str = ""
+    receipt: Receipt | None = None
+    flow: Flow = field(default_factory=Flow)
+    advice: str = ""
+    hangs: dict[str, tuple[float, list[RankStand]]] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
+
+    def apply(self, event: Event, now: float | None = None) -> None:
+        """Take the next event; those that say nothing about the head are ignored.
+
+        It arrived at `now`, on the clock of `began`; default is the event's own time. Hosts' clocks
+        may be days apart, so that a live view gives its own.
+        """
+        now = event.time if now is None else now
+        self.flow.apply(event, now)
+        match event:
+            case StateChanged():
+                self._enter(event.state, now)
+            case RanksStarted():
+                self._started(event, now)
+            case Progress(rank=0):
+                # when there is no unfinished line any more, a bar stays as it stood
+                if event.text.strip() or not TQDM.match(self.progress):
+                    self.progress = event.text.strip()
+            case Lines(rank=0):
+                # a bar's last state is a line; a quick loop's bar is nothing else
+                bars = (it for it in reversed(event.lines) if "%|" in it and TQDM.match(it))
+                self.progress = next(bars, self.progress)
+            case Note():
+                if event.text not in self.notes:
+                    self.notes.append(event.text)
+            case RankFailure():
+                self._failed(event.failure)
+            case Restart():
+                self._restarted(event)
+            case Hang() if event.attempt == self.restarts:
+                self.hangs[event.host] = now, event.ranks
+            case Settled():
+                self.settled.add(event.host)
+            case StoreReceipt():
+                self.receipt = (self.receipt or Receipt()).with_event(event)
+            case RunEnded():
+                self._enter(event.state, now)
+                self.elapsed_s, self.first, self.why = event.elapsed_s, event.first, event.why
+                self.failures = event.failures
+                self.advice = advice(self.flow)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED_STATES
+
+    @property
+    def hang(self) -> list[RankStand]:
+        """Where ranks stand, if none of any host comes forward; `since` is by `began`'s clock."""
+        said = {host: found for host, found in self.hangs.items() if found[1]}
+        if self.has_ended or not said or set(self.hosts) - self.settled - said.keys():
+            return []
+        return [
+            structs.replace(row, host=host, since=at - row.quiet_s)
+            for host, (at, rows) in said.items()
+            for row in rows
+        ]
+
+    def elapsed(self, now: float) -> float:
+        """Return the seconds since the run began; for one that ended, how long it took."""
+        if self.elapsed_s is not None:
+            return self.elapsed_s
+        return max(0.0, (now if self.ended_at is None else self.ended_at) - self.began)
+
+    def gpu_seconds(self, now: float) -> float:
+        """Return the GPUs held, times the seconds since their ranks started."""
+        if self.up_since is None:
+            return 0.0
+        until = now if self.ended_at is None else self.ended_at
+        return self.gpus * max(0.0, until - self.up_since)
+
+    def _enter(self, state: str, now: float) -> None:
+        self.state = state
+        if self.has_ended and self.ended_at is None:
+            self.ended_at = now
+
+    def _started(self, event: RanksStarted, now: float) -> None:
+        if event.host and event.host not in self.hosts:
+            self.hosts.append(event.host)
+        self.up.update(event.pids)
+        if self.up_since is None:
+            self.up_since = now
+
+    def _failed(self, failure: Failure) -> None:
+        self.failures.append(failure)
+        if failure.rank is not None:
+            self.up.discard(failure.rank)
+        if self.first is None and not failure.consequence:
+            self.first = failure
+
+    def _restarted(self, event: Restart) -> None:
+        self.restarts = event.attempt
+        self.restart_cause = headline(event.failure) if event.failure else event.cause
+        self.world_size = event.world_size or self.world_size
+        self.first = None
+        for known in (self.up, self.hangs, self.settled, self.failures):
+            known.clear()
+
+
+def text(state: RunState, now: float) -> str:
+    """Return the head as plain text, without a newline at its end."""
+    return "\n".join(words for words, _ in _parts(state, now))
+
+
+def html(state: RunState, now: float) -> str:
+    """Return the head as HTML for a notebook's output."""
+    return _framed(state, "".join(rows for _, rows in _parts(state, now)))
+
+
+def both(state: RunState, now: float) -> dict[str, str]:
+    """Return the head in both forms, by MIME type."""
+    words, rows = zip(*_parts(state, now), strict=True)
+    return {"text/html": _framed(state, "".join(rows)), "text/plain": "\n".join(words)}
+
+
+def _framed(state: RunState, rows: str) -> str:
+    return f"<div style='{FRAME};border-left:3px solid {_colour(state)}'>{rows}</div>"
+
+
+def _colour(state: RunState) -> str:
+    return COLOURS.get(state.state, COLOURS["STARTING"])
+
+
+def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
+    """Yield the head's parts from top to bottom, each as text and as HTML."""
+    found = facts(state, now)
+    title = f"{state.state} {cut(state.name, WORDS_CHARS)}".rstrip()
+    yield _joined([title], found), _title_row(state) + _row(_facts_html(found))
+    if state.progress:
+        rows = "".join(_progress_row(line) for line in state.progress.split("\n") if line)
+        yield f"rank 0: {plain(state.progress)}", rows
+    for name, found in loader_lines(state.flow, state.units, state.has_ended):
+        name = cut(name, WORDS_CHARS)
+        words = f"{name}: {_joined([], found)}".rstrip(": ")
+        yield words, _row(f"<b>{escape(name)}</b> {_facts_html(found)}")
+    if state.hang:
+        yield "\n".join(hang_lines(state.hang, now)), _hang_html(state.hang, now)
+    if state.advice:
+        yield f"advice: {state.advice}", _labelled_row("advice", state.advice)
+    for note in _notes(state):
+        yield f"note: {note}", _row(f"note: {escape(note)}", "opacity:0.8")
+    if outcome := headline(state.first) if state.first else cut(state.why, WORDS_CHARS):
+        yield outcome, _row(escape(outcome), f"color:{COLOURS['FAILED']}")
+    if summary := others_summary(state.first, state.failures):
+        lines = others(state.first, state.failures)
+        style = "padding:0px 0px 0px 16px;opacity:0.8"
+        body = "".join(_row(escape(line), style) for line in lines)
+        details = f"<details><summary>{escape(summary)}</summary>{body}</details>"
+        yield "\n".join([f"{summary}:", *(f"    {line}" for line in lines)]), _row(details)
+    for label, value in receipt_lines(state.receipt):
+        yield f"{label}: {value}", _labelled_row(label, value)
+    log = f"log: <span style='{CODE}'>{escape(state.run_dir)}</span>"
+    yield f"log: {state.run_dir}", _row(log, "font-size:12px;opacity:0.65")
+
+
+def facts(state: RunState, now: float) -> list[Fact]:
+    """Return the head's facts in their order."""
     ranks = f"{state.world_size:,}"
     if not state.has_ended and len(state.up) < state.world_size:
         ranks = f"{len(state.up):,} of {ranks} up"
+    names = ", ".join(state.hosts[:MAX_HOSTS]) + ", …" * (len(state.hosts) > MAX_HOSTS)
+    several = f"{state.n_hosts:,}" + (f" ({names})" if names else "")
     shown = [
         ("ranks", ranks),
         ("pool", state.pool),
-        ("host" if state.n_hosts == 1 else "hosts", _hosts(state)),
+        ("host", names or "…") if state.n_hosts == 1 else ("hosts", several),
         ("elapsed", duration(state.elapsed(now), decimals=int(state.has_ended))),
     ]
-    if filling := loaders.filling(state.flow):
-        shown.append(("filling", filling))
+    if filled := filling(state.flow):
+        shown.append(("filling", filled))
     if state.gpus:
         shown.append(("GPU-seconds", f"{int(state.gpu_seconds(now)):,}"))
     if state.restarts:
@@ -52,98 +291,41 @@ def facts(state: RunState, now: float) -> list[tuple[str, str]]:
     return [*shown, ("run", state.run_id)]
 
 
-def _hosts(state: RunState) -> str:
-    names = ", ".join(state.hosts[:MAX_HOSTS]) + ", …" * (len(state.hosts) > MAX_HOSTS)
-    if state.n_hosts == 1:
-        return names or "…"
-    return f"{state.n_hosts:,}" + (f" ({names})" if names else "")
+def duration(seconds: float, decimals: int = 0) -> str:
+    """Return `8 s`, `8.3 s`, `1 min 05 s`, `2 h 03 min`: whole units have passed."""
+    if seconds < 60:
+        scale = 10**decimals
+        return f"{int(seconds * scale) / scale:.{decimals}f} s"
+    minutes, rest_s = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def text(state: RunState, now: float) -> str:
-    """The head as plain text, without a newline at its end."""
-    title = f"{state.state} {cut(state.name, WORDS_CHARS)}".rstrip()
-    lines = [" · ".join([title, *(f"{label} {value}" for label, value in facts(state, now))])]
-    if state.progress:
-        lines.append(f"rank 0: {plain(state.progress)}")
-    for name, found in loaders.lines(state.flow, state.units, state.has_ended):
-        said = " · ".join(f"{label} {value}" for label, value in found)
-        lines.append(f"{cut(name, WORDS_CHARS)}: {said}".rstrip(": "))
-    lines += stacks.hang_lines(state.hang, now)
-    if state.advice:
-        lines.append(f"advice: {state.advice}")
-    lines += [f"note: {note}" for note in _notes(state)]
-    if outcome := _outcome(state):
-        lines.append(outcome)
-    if summary := others_summary(state.first, state.failures):
-        lines += [f"{summary}:", *(f"    {line}" for line in others(state.first, state.failures))]
-    lines += [f"{label}: {value}" for label, value in receipt_lines(state.receipt)]
-    return "\n".join([*lines, f"log: {state.run_dir}"])
+def plain(progress: str) -> str:
+    """Return a progress text without what a terminal obeys and without blanks around it."""
+    return cut(_COLOUR.sub("", harmless(progress)).strip(), WORDS_CHARS)
 
 
-def html(state: RunState, now: float) -> str:
-    """The head as HTML for a notebook's output."""
-    colour = COLOURS.get(state.state, COLOURS["STARTING"])
-    rows = [_title_row(state, colour), _facts_row(state, now)]
-    rows += [_progress_row(line) for line in state.progress.split("\n") if line]
-    rows += _loader_rows(state)
-    rows += stacks.hang_rows(state.hang, now)
-    if state.advice:
-        rows.append(_labelled_row("advice", state.advice))
-    rows += [_row(f"note: {escape(note)}", "opacity:0.8") for note in _notes(state)]
-    if outcome := _outcome(state):
-        rows.append(_row(escape(outcome), f"color:{COLOURS['FAILED']}"))
-    if summary := others_summary(state.first, state.failures):
-        rows.append(_details_row(summary, others(state.first, state.failures)))
-    rows += [_labelled_row(label, value) for label, value in receipt_lines(state.receipt)]
-    log = f"log: <span style='{CODE}'>{escape(state.run_dir)}</span>"
-    rows.append(_row(log, "font-size:12px;opacity:0.65"))
-    return f"<div style='{FRAME};border-left:3px solid {colour}'>{''.join(rows)}</div>"
+def _notes(state: RunState) -> list[str]:
+    notes = [cut(note, WORDS_CHARS) for note in state.notes[:MAX_NOTES]]
+    left_out = len(state.notes) - MAX_NOTES
+    return notes if left_out <= 0 else [*notes, f"… and {left_out} more notes"]
 
 
-FRAME = (
-    "background-color:rgba(128,128,128,0.08);padding:6px 12px 7px 12px;margin:2px 0px;"
-    "font-size:13px;line-height:1.5;overflow-wrap:break-word"
-)
-CODE = "font-family:monospace"
-LABEL = "opacity:0.6;font-size:12px"
+def _joined(first: Sequence[str], found: Sequence[Fact]) -> str:
+    return " · ".join([*first, *(f"{label} {value}" for label, value in found)])
 
 
 def _row(content: str, style: str = "") -> str:
     return f"<div style='margin:2px 0px 0px 0px;{style}'>{content}</div>"
 
 
-def _title_row(state: RunState, colour: str) -> str:
-    name = f" <b>{escape(cut(state.name, WORDS_CHARS))}</b>" if state.name else ""
-    title = f"<span style='color:{colour}'>● <b>{escape(state.state)}</b></span>"
-    return _row(f"{title if state.has_ended else _until_stale(title)}{name}")
+def _labelled_row(label: str, value: str) -> str:
+    return _row(f"<span style='{LABEL}'>{label}</span> {escape(cut(value, WORDS_CHARS))}")
 
 
-def _until_stale(title: str) -> str:
-    """A title that gives way to another one where nothing brings it up to date any more.
-
-    So it is in a page that was loaded again, and after the kernel is gone: nobody can reach this
-    HTML then. Each update begins the time anew.
-    """
-    late = f"0s {STALE_S}s forwards"
-    stale = f"no news for {STALE_S} s; <span style='{CODE}'>%taas status</span> says how it stands"
-    return (
-        "<style>@keyframes taas-go{to{visibility:hidden;font-size:0}}"
-        "@keyframes taas-come{to{visibility:visible;font-size:13px}}</style>"
-        f"<span style='animation:taas-go {late}'>{title}</span>"
-        f"<b style='visibility:hidden;font-size:0;animation:taas-come {late}'>● {stale}</b>"
-    )
-
-
-def _facts_row(state: RunState, now: float) -> str:
-    return _row(_facts(facts(state, now)))
-
-
-def _loader_rows(state: RunState) -> list[str]:
-    found = loaders.lines(state.flow, state.units, state.has_ended)
-    return [_row(f"<b>{escape(cut(name, WORDS_CHARS))}</b> {_facts(said)}") for name, said in found]
-
-
-def _facts(found: list[tuple[str, str]]) -> str:
+def _facts_html(found: Sequence[Fact]) -> str:
     return "".join(
         f"<span style='display:inline-block;margin:0px 18px 0px 0px'>"
         f"<span style='{LABEL}'>{label}</span> {escape(value)}</span>"
@@ -151,8 +333,25 @@ def _facts(found: list[tuple[str, str]]) -> str:
     )
 
 
-def _labelled_row(label: str, value: str) -> str:
-    return _row(f"<span style='{LABEL}'>{label}</span> {escape(cut(value, WORDS_CHARS))}")
+def _title_row(state: RunState) -> str:
+    """Return the title; of a run that goes on, one that gives way to another by itself.
+
+    So it does in a page that was loaded again, and after the kernel is gone: nobody can reach this
+    HTML then. Each update begins the time anew.
+    """
+    title = f"<span style='color:{_colour(state)}'>● <b>{escape(state.state)}</b></span>"
+    if not state.has_ended:
+        late = f"0s {STALE_S}s forwards"
+        status = f"<span style='{CODE}'>%taas status</span>"
+        stale = f"no news for {STALE_S} s; {status} says how it stands"
+        title = (
+            "<style>@keyframes taas-go{to{visibility:hidden;font-size:0}}"
+            "@keyframes taas-come{to{visibility:visible;font-size:13px}}</style>"
+            f"<span style='animation:taas-go {late}'>{title}</span>"
+            f"<b style='visibility:hidden;font-size:0;animation:taas-come {late}'>● {stale}</b>"
+        )
+    name = f" <b>{escape(cut(state.name, WORDS_CHARS))}</b>" if state.name else ""
+    return _row(title + name)
 
 
 def _progress_row(progress: str) -> str:
@@ -167,21 +366,199 @@ def _progress_row(progress: str) -> str:
     return _row(f"<span style='{LABEL}'>rank 0</span> {content}")
 
 
-def _details_row(summary: str, lines: list[str]) -> str:
-    body = "".join(_row(escape(line), "padding:0px 0px 0px 16px;opacity:0.8") for line in lines)
-    return _row(f"<details><summary>{escape(summary)}</summary>{body}</details>")
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, a row each, with cells one below the other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def _outcome(state: RunState) -> str:
-    return headline(state.first) if state.first else cut(state.why, WORDS_CHARS)
+def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[str, list[Fact]]]:
+    """Return the facts of each loader, by its name; of a run that has ended means, and no buffer.
+
+    `units` is the bound of `--units`, for each loader.
+    """
+    shown = list(flow.loaders.values())[:MAX_LOADERS]
+    found = [(loader.name, _loader_facts(loader, units, has_ended)) for loader in shown]
+    more = len(flow.loaders) - len(shown)
+    return [*found, *([(f"… and {more} more loaders", [])] if more else [])]
 
 
-def _notes(state: RunState) -> list[str]:
-    notes = [cut(note, WORDS_CHARS) for note in state.notes[:MAX_NOTES]]
-    left_out = len(state.notes) - MAX_NOTES
-    return notes if left_out <= 0 else [*notes, f"… and {left_out} more notes"]
+def filling(flow: Flow) -> str:
+    """Return how far `--prefill` has come; "" when ranks do not wait for it."""
+    if flow.filling is None:
+        return ""
+    done, wanted = flow.filling.done, flow.filling.wanted
+    if flow.filling.unit == "bytes":
+        return f"{size_text(done)} of {size_text(wanted)}"
+    return f"{done:,} of {wanted:,} batches"
 
 
-def plain(progress: str) -> str:
-    """A progress text without what a terminal obeys and without blanks around it."""
-    return cut(COLOUR.sub("", harmless(progress)).strip(), WORDS_CHARS)
+def _loader_facts(loader: LoaderFlow, units: int | None, has_ended: bool) -> list[Fact]:
+    batches, bound = int(loader.total("batches")), f" of {units:,}" if units else ""
+    facts = [("batches", f"{batches:,}{bound}")]
+    if loader.units != batches:
+        facts = [("batches", f"{batches:,} · {loader.units:,}{bound} units")]
+    rate = loader.mean if has_ended else loader.recent
+    if rate.time > 0:
+        speed = f"{_number(rate.rate(rate.bytes) / 1e6)} MB/s"
+        facts.append(("per second", f"{_number(rate.rate(rate.batches))} · {speed}"))
+    if not has_ended:
+        facts += _buffer_facts(loader)
+    if loader.shares:
+        facts.append(("waited", _waited(loader)))
+    return facts
+
+
+def _buffer_facts(loader: LoaderFlow) -> Iterator[Fact]:
+    """Yield only what is there: a run without fetchers has no buffer."""
+    if budget := int(loader.stock("budget_bytes")):
+        ready = f"{int(loader.stock('ready')):,} ({size_text(int(loader.stock('ready_bytes')))}"
+        yield "ready", f"{ready} of {size_text(budget)})"
+    if spilled := int(loader.stock("spilled_bytes")):
+        yield "on disk", size_text(spilled)
+    if held := int(loader.total("held_bytes")):
+        yield "in ranks", size_text(held)
+
+
+def _waited(loader: LoaderFlow) -> str:
+    shares = loader.shares
+    mean = f"{loader.sums(0.0).share:.0%}"
+    if len(shares) == 1:
+        return mean
+    if len(shares) <= MAX_RANKS:
+        return f"{mean} ({', '.join(f'rank {rank} {part:.0%}' for rank, part in shares.items())})"
+    most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
+    return f"{mean} (rank {least} {shares[least]:.0%} to rank {most} {shares[most]:.0%})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def receipt_lines(receipt: Receipt | None) -> list[Fact]:
+    """Return what was written to the project store and what was kept out; none for nothing."""
+    if receipt is None:
+        return []
+    written = []
+    for name, sizes in _by_cube(receipt.written).items():
+        many = f"{len(sizes):,} files, " if len(sizes) > 1 else ""
+        written.append(f"{name} ({many}{size_text(sum(sizes))})")
+    kept = _kept(receipt.kept_out)
+    lost = _kept({path: receipt.kept_out[path] for path in sorted(receipt.missing)})
+    named = [
+        ("rank 0 wrote", written if written or not kept else ["nothing"]),
+        ("not saved (only rank 0 writes)", [item for item in kept if item not in lost]),
+        ("not saved, and not by rank 0 either", lost),
+        ("not brought to the store", [f"{p} ({why})" for p, why in receipt.not_sent.items()]),
+        ("open to all ranks", list(receipt.shared)),
+    ]
+    shown = []
+    for label, items in named:
+        more = f" and {len(items) - MAX_FILES:,} more" if len(items) > MAX_FILES else ""
+        if items:
+            shown.append((label, ", ".join(items[:MAX_FILES]) + more))
+    if kept and receipt.means:
+        shown.append(("held by", receipt.means))
+    if not receipt.complete:
+        shown.append(("store", "too large to look through: files of subprocesses may be missing"))
+    return shown
+
+
+def _by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
+    """Return what is known of each file, those of a zarr store together under the store's name."""
+    found: dict[str, list[T]] = {}
+    for path, known in files.items():
+        above = [str(folder) for folder in PurePosixPath(path).parents if folder.suffix == ".zarr"]
+        found.setdefault(above[-1] if above else path, []).append(known)
+    return found
+
+
+def _kept(files: Mapping[str, Sequence[int]]) -> list[str]:
+    shown = []
+    for name, each in _by_cube(files).items():
+        ranks = sorted({rank for ranks in each for rank in ranks})
+        many = f" ({len(each):,} files)" if len(each) > 1 else ""
+        several = "s" * (len(ranks) != 1)
+        shown.append(f"{name}{many} from rank{several} {rank_ranges(ranks)}")
+    return shown
+
+
+def hang_lines(rows: Sequence[RankStand], now: float) -> list[str]:
+    """Return what the head's text says of a run that hangs, since when by the clock of `now`."""
+    table = columns([_HANG_HEAD, *_hang_cells(rows, now)])
+    return [f"{_hang_title(rows, now)}:", *(f"    {line}" for line in table)]
+
+
+def _hang_html(rows: Sequence[RankStand], now: float) -> str:
+    head = "".join(f"<th style='{CELL};opacity:0.6'>{name}</th>" for name in _HANG_HEAD)
+    body = "".join(
+        "<tr>" + "".join(f"<td style='{CELL}'>{escape(it)}</td>" for it in cells) + "</tr>"
+        for cells in _hang_cells(rows, now)
+    )
+    style = f"border-collapse:collapse;{CODE};font-size:12px"
+    title = _row(escape(_hang_title(rows, now)), f"color:{COLOURS['INTERRUPTED']}")
+    return f"{title}<table style='{style}'><tr>{head}</tr>{body}</table>"
+
+
+def _hang_title(rows: Sequence[RankStand], now: float) -> str:
+    still = duration(now - max(row.since for row in rows))
+    return f"no rank has come forward for {still} (%taas stacks shows all threads)"
+
+
+def _hang_cells(rows: Sequence[RankStand], now: float) -> Iterator[tuple[str, ...]]:
+    for group in _groups(rows)[:MAX_GROUPS]:
+        hosts = list(dict.fromkeys(row.host for row in group))
+        where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+        since = duration(now - min(row.since for row in group))
+        words = (group[0].place or "?", group[0].waits_for)
+        ranks = rank_ranges(row.rank for row in group)
+        yield (ranks, where, since, *(cut(" ".join(it.split()), CELL_CHARS) for it in words))
+
+
+def _groups(rows: Sequence[RankStand]) -> list[list[RankStand]]:
+    """Group ranks that stand at the same line and wait for the same; the odd ones out come first.
+
+    Who waits for the others in a collective is no culprit, however few they are.
+    """
+    alike: defaultdict[tuple[str, str], list[RankStand]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.rank):
+        alike[row.place, row.waits_for].append(row)
+
+    def order(group: list[RankStand]) -> tuple[bool, int, int]:
+        waits = group[0].waits_for.endswith("of torch.distributed")
+        return waits, len(group), group[0].rank
+
+    return sorted(alike.values(), key=order)
+
+
+def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
+    """Return what `%taas stacks` prints, with the labels of this kernel's cells for their files."""
+    alike: defaultdict[str, list[RankStand]] = defaultdict(list)
+    for group in _groups(found.ranks):
+        for row in group:
+            alike["\n".join(_process_lines(row, "  "))].append(row)
+    shown = []
+    for inside, rows in alike.items():
+        hosts = ", ".join(dict.fromkeys(row.host for row in rows))
+        pids = ", ".join(str(row.pid) for row in rows[:MAX_GROUPS])
+        who, process = ("ranks", "processes") if len(rows) > 1 else ("rank", "process")
+        ranks = rank_ranges(row.rank for row in rows)
+        shown.append(f"{who} {ranks} on {hosts} ({process} {pids})\n{inside}")
+    for fetcher in sorted(found.fetchers, key=lambda one: one.fetcher):
+        lines = [f"fetcher {fetcher.fetcher} on {fetcher.host} (process {fetcher.pid})"]
+        for line in _process_lines(fetcher, "  "):
+            file = line.partition(", line ")[0].strip()  # a fetcher does not know cells' labels
+            lines.append(line.replace(file, labels[file], 1) if file in labels else line)
+        shown.append("\n".join(lines))
+    return "\n\n".join([*shown, *found.silent]) or "no rank runs"
+
+
+def _process_lines(process: ProcessStand, indent: str) -> list[str]:
+    """Return what a process waits for, its threads, and its children."""
+    lines = [f"{indent}waits for {process.waits_for} ({process.system or 'gone'})"]
+    for name, frames in process.threads.items():
+        lines += [f"{indent}{name}:", *(f"{indent}  {frame}" for frame in frames)]
+    for child in process.children:
+        lines += [f"{indent}child {child.pid}: {cut(child.command, CELL_CHARS)}"]
+        lines += _process_lines(child, indent + "  ")
+    return lines

@@ -5,17 +5,14 @@ printed it, and it counts against what a cell may hold. A browser draws each pie
 and again as more is added, so a cell takes `CELL_BYTES` of text; of what comes after that, only
 the last lines are shown, in one display that is updated (`Rest`).
 
-A line waits at most `hold_s` for the other ranks to print it too, and no longer when each of them
-has printed something else. A rank that prints alone does not wait at all: once a line of it has
-waited in vain, its lines pass at once, but for the kinds of line that ranks have printed alike
-before (`epoch 3` is of the kind of `epoch 2`). So a loss that only rank 0 prints appears
-immediately, and the epochs that all print are still shown once.
+A line waits at most `hold_s` for the other ranks to print it too, less than anybody sees, and no
+longer when each of them has printed something else.
 """
 
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import NamedTuple
 
 from taas_magic.host.output import LogBudget
@@ -24,10 +21,7 @@ from taas_magic.messages import Lines, LinesDropped
 HOLD_S = 0.01
 """Ranks that a collective has just let go print within a few milliseconds of one another."""
 
-DIGITS = re.compile(r"\d+")
 FINISHED = re.compile(r"100%\|.*\| *\S+/\S+ \[[^\]]*\]\s*$")
-KIND_CHARS = 200
-MAX_KINDS = 1000
 
 
 class Shown(NamedTuple):
@@ -38,16 +32,11 @@ class Shown(NamedTuple):
 
 
 def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
-    """Ascending ranks as `0-2,5,7-9`; many ranges are cut with `…`."""
+    """Return ascending ranks as `0-2,5,7-9`; many ranges are cut with `…`."""
     runs = groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     spans = [[rank for _, rank in run] for _, run in runs]
     words = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
     return ",".join(words if len(words) <= max_ranges else [*words[:max_ranges], "…"])
-
-
-def line_kind(text: str) -> str:
-    """What lines that differ only in their numbers have in common."""
-    return DIGITS.sub("0", text[:KIND_CHARS])
 
 
 class _Bar(str):
@@ -65,7 +54,7 @@ class _Bar(str):
 
 
 def finished_bar(line: str) -> str:
-    """A line that folds with those of other ranks if it is a bar that tqdm has finished."""
+    """Return a line that folds with other ranks' if it is a bar that tqdm has finished."""
     return _Bar(line) if "100%|" in line and FINISHED.search(line) else line
 
 
@@ -75,9 +64,7 @@ class Folder:
     Each rank has a queue of lines that wait. Ranks whose first waiting lines are equal form a
     group, found by the line's hash: a line costs the same for 2 ranks and for 8,192.
 
-    Args:
-        world_size: How many ranks print; a line that all of them printed need not wait.
-        hold_s: How long a line may wait for the other ranks, in seconds.
+    A line that all printed need not wait; another waits for `hold_s` seconds at most.
     """
 
     def __init__(self, world_size: int, hold_s: float = HOLD_S) -> None:
@@ -91,42 +78,35 @@ class Folder:
         self._deadlines: deque[tuple[float, int, int]] = deque()
         self._n_held: defaultdict[int, int] = defaultdict(int)
         self._n_released: defaultdict[int, int] = defaultdict(int)
-        self._loners: set[int] = set()
-        self._kinds_alike: set[str] = set()
-        self._passed = _Recent(hold_s)
 
     def push(self, rank: int, lines: Sequence[str], now: float) -> list[Shown]:
-        """Takes the next lines of a rank; returns what is to be shown now, in this order."""
+        """Take the next lines of a rank; returns what is to be shown now, in this order."""
         if self._world_size == 1:
             return [Shown((rank,), line) for line in lines]
         shown = self.due(now)
-        queue = self._waiting[rank]
-        if not queue and rank in self._loners:
-            passing = list(takewhile(lambda line: self._passes(rank, line, now), lines))
-            shown += [Shown((rank,), line) for line in passing]
-            lines = lines[len(passing) :]
         if not lines:
             return shown
+        queue = self._waiting[rank]
         comes_first = not queue
         queue.extend(lines)
         self._n_waiting += comes_first
         self._n_alike.update(lines)
         self._n_held[rank] += len(lines)
         self._deadlines.append((now + self._hold_s, rank, self._n_held[rank]))
-        if comes_first and self._join(rank, lines[0], now):
-            shown += self._release(lines[0], now)
-        return shown + self._release_unmatched(now)
+        if comes_first and self._join(rank, lines[0]):
+            shown += self._release(lines[0])
+        return shown + self._release_unmatched()
 
     def due(self, now: float) -> list[Shown]:
-        """Returns the lines that have waited long enough."""
+        """Return the lines that have waited long enough."""
         shown: list[Shown] = []
         while (deadline := self.next_due()) is not None and deadline <= now:
             _, rank, _ = self._deadlines[0]
-            shown += self._give_up(self._waiting[rank][0], now)
+            shown += self._release(self._waiting[rank][0])
         return shown
 
     def next_due(self) -> float | None:
-        """When `due` will have something to return; None when nothing waits."""
+        """Return when `due` will have something to return; None when nothing waits."""
         while self._deadlines:
             deadline, rank, number = self._deadlines[0]
             if number > self._n_released[rank]:
@@ -134,16 +114,16 @@ class Folder:
             self._deadlines.popleft()
         return None
 
-    def flush(self, now: float) -> list[Shown]:
-        """Returns all that waits."""
+    def flush(self) -> list[Shown]:
+        """Return all that waits."""
         shown: list[Shown] = []
         while self._groups:
-            shown += self._release(next(iter(self._groups)), now)
+            shown += self._release(next(iter(self._groups)))
         self._deadlines.clear()
         return shown
 
-    def _release_unmatched(self, now: float) -> list[Shown]:
-        """Shows lines that wait for nobody: every rank has lines waiting, and not this one.
+    def _release_unmatched(self) -> list[Shown]:
+        """Show lines that wait for nobody: every rank has lines waiting, and not this one.
 
         The lowest rank's goes first: rank 0 is the one that says more than the others.
         """
@@ -154,104 +134,36 @@ class Folder:
             ]
             if not unmatched:
                 break
-            shown += self._give_up(min(unmatched, key=lambda text: min(self._groups[text])), now)
+            shown += self._release(min(unmatched, key=lambda text: min(self._groups[text])))
         return shown
 
-    def _give_up(self, text: str, now: float) -> list[Shown]:
-        """Shows a group although ranks are missing; a rank that is all of it prints alone."""
-        group = self._groups[text]
-        if len(group) == 1:
-            self._loners |= group
-            self._kinds_alike.discard(line_kind(text))
-        return self._release(text, now)
-
-    def _join(self, rank: int, line: str, now: float) -> bool:
-        """Puts a rank whose first line is `line` into its group; says whether nobody is missing."""
+    def _join(self, rank: int, line: str) -> bool:
+        """Put a rank whose first line is `line` into its group; says whether nobody is missing."""
         group = self._groups.setdefault(line, set())
         group.add(rank)
-        other = self._passed.lookup(line, now)
-        if other is not None and other != rank:
-            self._loners -= {rank, other}
-            self._learn(line)
-        n_seen = len(group) + (other is not None and other not in group)
-        return n_seen == self._world_size
+        return len(group) == self._world_size
 
-    def _release(self, text: str, now: float) -> list[Shown]:
-        """Shows a group, and what can be shown because its members' next lines come first now."""
+    def _release(self, text: str) -> list[Shown]:
+        """Show a group, and what can be shown because its members' next lines come first now."""
         shown = []
         ready = [text]
         while ready:
             text = ready.pop()
-            group = self._groups.pop(text, None)
-            if group is None:
-                continue
-            shown.append(Shown(self._ascending(group), text))
-            if len(group) > 1:
-                self._learn(text)
+            group = self._groups.pop(text)
+            is_all = len(group) == self._world_size
+            self._all = self._all or (tuple(sorted(group)) if is_all else ())
+            shown.append(Shown(self._all if is_all else tuple(sorted(group)), text))
             for rank in group:
                 queue = self._waiting[rank]
                 queue.popleft()
                 self._n_released[rank] += 1
                 self._n_waiting -= not queue
-                self._forget(text)
-                if queue and (
-                    self._join(rank, queue[0], now)
-                    or (rank in self._loners and self._passes(rank, queue[0], now))
-                ):
+                self._n_alike[text] -= 1
+                if not self._n_alike[text]:
+                    del self._n_alike[text]
+                if queue and self._join(rank, queue[0]):
                     ready.append(queue[0])
         return shown
-
-    def _forget(self, text: str) -> None:
-        self._n_alike[text] -= 1
-        if not self._n_alike[text]:
-            del self._n_alike[text]
-
-    def _ascending(self, group: set[int]) -> tuple[int, ...]:
-        if len(group) < self._world_size:
-            return tuple(sorted(group))
-        self._all = self._all or tuple(sorted(group))
-        return self._all
-
-    def _passes(self, rank: int, line: str, now: float) -> bool:
-        """Whether a line of a rank that prints alone need not wait; remembers it if so."""
-        if self._passed.lookup(line, now) not in (None, rank):
-            return False
-        queue = self._waiting[rank]
-        if self._n_alike[line] > (bool(queue) and queue[0] == line):
-            return False  # another rank waits with it
-        if self._kinds_alike and line_kind(line) in self._kinds_alike:
-            return False
-        self._passed.add(line, rank, now)
-        return True
-
-    def _learn(self, text: str) -> None:
-        if len(self._kinds_alike) >= MAX_KINDS:
-            self._kinds_alike.clear()
-        self._kinds_alike.add(line_kind(text))
-
-
-class _Recent:
-    """Which rank printed a line within the last `window_s`; two generations bound the memory."""
-
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._began = float("-inf")
-        self._young: dict[str, int] = {}
-        self._old: dict[str, int] = {}
-
-    def add(self, line: str, rank: int, now: float) -> None:
-        self._age(now)
-        self._young[line] = rank
-
-    def lookup(self, line: str, now: float) -> int | None:
-        self._age(now)
-        return self._young.get(line, self._old.get(line))
-
-    def _age(self, now: float) -> None:
-        if now - self._began > self._window_s:
-            self._old = self._young if now - self._began <= 2 * self._window_s else {}
-            self._young = {}
-            self._began = now
 
 
 CELL_BYTES = 500_000
@@ -277,11 +189,7 @@ COLOURS_END = ("\x1b[0m", "\x1b[m")
 
 
 class Rest:
-    """What does not fit into the cell: counted, with its errors and its last lines.
-
-    Args:
-        run_id: For the command that shows all of it.
-    """
+    """What does not fit into the cell: counted, with its errors and its last lines."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -291,19 +199,19 @@ class Rest:
         self.has_news = False
 
     def count(self, n_lines: int, n_bytes: int) -> None:
-        """Counts lines that are nowhere but in the log."""
+        """Count lines that are nowhere but in the log."""
         self._lines += n_lines
         self._bytes += n_bytes
         self.has_news = True
 
     def take(self, prefix: str, lines: Sequence[str], errors: Sequence[str]) -> None:
-        """Counts lines, and keeps the last of them, and those that look like errors."""
+        """Count lines, and keep the last of them, and those that look like errors."""
         self.count(len(lines), sum(map(len, lines)) + len(lines))
         self._last.extend(f"{prefix}{_short(line)}" for line in lines[-LAST_LINES:])
         self._errors += [f"{prefix}{_short(line)}" for line in errors]
 
     def text(self) -> str:
-        """All that is shown of it."""
+        """Return all that is shown of it."""
         self.has_news = False
         size = size_text(self._bytes)
         s = "s" * (self._lines != 1)
@@ -316,11 +224,9 @@ class LogText:
     """The log of one run, as the text that is still to be written.
 
     Args:
-        world_size: Ranks in all.
         n_hosts: With more than one, a prefix names the host, too.
         logs_dir: Where the complete logs lie.
         log_ranks: Ranks whose lines are shown; None shows all.
-        run_id: The run's.
         limit_bytes: Text that the cell takes; what comes after it is `rest`.
     """
 
@@ -348,7 +254,7 @@ class LogText:
         self.clear()
 
     def clear(self) -> None:
-        """The cell is empty again."""
+        """Begin anew: the cell is empty again."""
         self._budget = LogBudget(
             lambda: 0.0,
             burst=(self._limit_bytes, UNBOUNDED),
@@ -360,7 +266,7 @@ class LogText:
         self.rest: Rest | None = None
 
     def lines(self, event: Lines, now: float) -> None:
-        """Takes what a rank wrote."""
+        """Take what a rank wrote."""
         if self._shows(event.rank):
             self._host_of[event.rank] = event.host
             lines = event.lines
@@ -369,7 +275,7 @@ class LogText:
             self._add(self._folder.push(event.rank, lines, now))
 
     def dropped(self, event: LinesDropped) -> None:
-        """Takes how much the rank's host did not send."""
+        """Take how much the rank's host did not send."""
         if not self._shows(event.rank):
             return
         if self.rest is not None:
@@ -378,31 +284,31 @@ class LogText:
         lines, size_bytes = self._dropped[event.rank]
         self._dropped[event.rank] = lines + event.lines, size_bytes + event.bytes
 
-    def say(self, text: str, now: float) -> None:
-        """Adds a line that no rank printed, after all that was printed before it."""
-        self.flush(now)
+    def say(self, text: str) -> None:
+        """Add a line that no rank printed, after all that was printed before it."""
+        self.flush()
         if self.rest is None:
             self._pieces.append(f"{text}\n")
         else:
             self.rest.take("", [text], [text])
 
     def due(self, now: float) -> None:
-        """Adds what has waited long enough."""
+        """Add what has waited long enough."""
         self._add(self._folder.due(now))
         if self._dropped and now >= self._note_at:
             self._note_dropped(now)
 
-    def flush(self, now: float) -> None:
-        """Adds all that waits for other ranks."""
-        self._add(self._folder.flush(now))
+    def flush(self) -> None:
+        """Add all that waits for other ranks."""
+        self._add(self._folder.flush())
 
     def close(self, now: float) -> None:
-        """Adds all that waits, and how much was left out."""
-        self.flush(now)
+        """Add all that waits, and how much was left out."""
+        self.flush()
         self._note_dropped(now)
 
     def next_due(self) -> float | None:
-        """When `due` will have something to add; None while nothing waits."""
+        """Return when `due` will have something to add; None while nothing waits."""
         due = self._folder.next_due()
         if not self._dropped:
             return due
@@ -419,7 +325,7 @@ class LogText:
         return 1.0 if self.rest is not None else min(1.0, self._taken_bytes / self._limit_bytes)
 
     def take(self) -> str:
-        """The text to write now: whole lines."""
+        """Return the text to write now: whole lines."""
         taken = "".join(self._pieces)
         self._taken_bytes += len(taken)
         self._pieces.clear()
@@ -448,7 +354,7 @@ class LogText:
         return f"[{host}{ranks[0]}] "
 
     def _note_dropped(self, now: float) -> None:
-        """Says what was left out since the last time; less and less often, as a flood goes on."""
+        """Say what was left out since the last time; less and less often, as a flood goes on."""
         if not self._dropped:
             return
         ranks = sorted(self._dropped)
@@ -456,8 +362,7 @@ class LogText:
         file = f"/rank-{ranks[0]}.log" if len(ranks) == 1 else ""
         self.say(
             f"[{rank_ranges(ranks)}] … {n_lines:,} line{'s' * (n_lines != 1)} "
-            f"({size_text(n_bytes)}) not shown; full log: {self._logs_dir}{file}",
-            now,
+            f"({size_text(n_bytes)}) not shown; full log: {self._logs_dir}{file}"
         )
         self._dropped.clear()
         self._note_at = now + self._note_pause_s
@@ -465,7 +370,7 @@ class LogText:
 
 
 def harmless(text: str) -> str:
-    """A line that does nothing to a terminal but colour itself: other sequences are left out."""
+    """Return a line that only colours a terminal: other sequences are left out."""
     if text.isprintable():
         return text
     text = CONTROLS.sub("", text)
@@ -477,7 +382,7 @@ def _short(line: str) -> str:
 
 
 def size_text(n_bytes: float) -> str:
-    """Bytes with a unit: `812 bytes`, `6.4 MB`."""
+    """Return bytes with a unit: `812 bytes`, `6.4 MB`."""
     if n_bytes < 1000:
         return f"{n_bytes:.0f} bytes"
     for unit in ("kB", "MB", "GB"):

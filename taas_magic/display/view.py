@@ -10,15 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.display_functions import clear_output, publish_display_data
 from IPython.core.getipython import get_ipython
 
-from taas_magic.display import head, stacks
+from taas_magic.display import head
 from taas_magic.display.failure import headline
+from taas_magic.display.head import RunState
 from taas_magic.display.log import CELL_BYTES, UNBOUNDED, LogText
-from taas_magic.display.state import RunState
 from taas_magic.messages import ClearOutput, Display, Event, Lines, LinesDropped, Restart
 from taas_magic.plan import Plan
 
@@ -26,44 +26,13 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
-class Screen(Protocol):
-    """What shows a run. Text comes in whole lines; `show` brings the head up to date.
+class NotebookScreen:
+    """The output of the cell that runs now.
 
     Attributes:
-        limit_bytes: Text that it takes by `write`; of what comes after that, `show_rest` is told.
+        limit_bytes: Text that a screen takes by `write`; of what comes after that, `show_rest` is
+            told. Text comes in whole lines.
     """
-
-    limit_bytes: int
-
-    def open(self, state: RunState, now: float) -> None: ...
-    def show(self, state: RunState, now: float) -> None: ...
-    def write(self, text: str) -> None: ...
-    def show_rest(self, text: str) -> None: ...
-    def display(self, event: Display) -> None: ...
-    def clear(self, wait: bool) -> None: ...
-    def close(self, state: RunState, now: float) -> None: ...
-
-
-def screen_for(shell: "InteractiveShell | None", run_id: str) -> Screen:
-    """The screen that fits a shell: a kernel's has a front end, the others have a terminal."""
-    if not hasattr(shell, "kernel"):
-        return TerminalScreen()
-    request: Mapping[str, Any] = getattr(shell, "get_parent", dict)()
-    return ConsoleScreen(run_id) if is_of_console(request) else NotebookScreen(run_id)
-
-
-def is_of_console(request: Mapping[str, Any]) -> bool:
-    """Whether a request to run a cell comes from a console, which cannot update what it has shown.
-
-    A notebook's frontend names the cell (JupyterLab, Notebook 7, VS Code) or has nobody to ask
-    (nbclient).
-    """
-    asks = request.get("content", {}).get("allow_stdin", False)
-    return bool(asks) and "cellId" not in request.get("metadata", {})
-
-
-class NotebookScreen:
-    """The output of the cell that runs now."""
 
     limit_bytes = CELL_BYTES
 
@@ -74,12 +43,12 @@ class NotebookScreen:
         self._clears_first = False
 
     def open(self, state: RunState, now: float) -> None:
-        self._head = self._render(state, now)
+        self._head = head.both(state, now)
         self._publish_head(update=False)
 
     def show(self, state: RunState, now: float) -> None:
-        rendered = self._render(state, now)
-        if rendered != self._head:
+        """Bring the head up to date."""
+        if (rendered := head.both(state, now)) != self._head:
             self._head = rendered
             self._publish_head(update=True)
 
@@ -89,21 +58,21 @@ class NotebookScreen:
         sys.stdout.flush()
 
     def show_rest(self, text: str) -> None:
-        """Shows what stands for the lines that the cell does not take."""
+        """Show what stands for the lines that the cell does not take."""
         self._clear_now()
         transient = {"display_id": f"{self._run_id}:rest"}
         publish_display_data({"text/plain": text}, transient=transient, update=self._shows_rest)
         self._shows_rest = True
 
     def display(self, event: Display) -> None:
-        """Shows what a rank displayed; its ids are kept apart from those of other runs."""
+        """Show what a rank displayed; its ids are kept apart from those of other runs."""
         if not event.update:
             self._clear_now()
         named = {"display_id": f"{self._run_id}:{event.display_id}"} if event.display_id else {}
         publish_display_data(event.data, event.metadata or {}, transient=named, update=event.update)
 
     def clear(self, wait: bool) -> None:
-        """Clears the cell's output, but for the head."""
+        """Clear the cell's output, but for the head."""
         self._clears_first = True
         if not wait:
             self._clear_now()
@@ -112,7 +81,7 @@ class NotebookScreen:
         self.show(state, now)
 
     def _clear_now(self) -> None:
-        """Carries out a clearing that was asked for; the new head is what the old gives way to."""
+        """Carry out a clearing that was asked for; the new head is what the old gives way to."""
         if self._clears_first:
             self._clears_first = False
             self._shows_rest = False
@@ -123,9 +92,6 @@ class NotebookScreen:
         transient = {"display_id": f"{self._run_id}:head"}
         publish_display_data(self._head, transient=transient, update=update)
 
-    def _render(self, state: RunState, now: float) -> dict[str, str]:
-        return {"text/html": head.html(state, now), "text/plain": head.text(state, now)}
-
 
 class ConsoleScreen(NotebookScreen):
     """A kernel's console: it shows no updates, so that the head comes at both ends of a run."""
@@ -134,7 +100,7 @@ class ConsoleScreen(NotebookScreen):
     _rest = ""
 
     def show_rest(self, text: str) -> None:
-        """Keeps it for the end."""
+        """Keep it for the end."""
         self._rest = f"{text}\n"
 
     def close(self, state: RunState, now: float) -> None:
@@ -159,7 +125,7 @@ class TerminalScreen:
             self._progress = progress
             self.write("")
         if state.hang and not self._hangs:
-            self.write("".join(f"{line}\n" for line in stacks.hang_lines(state.hang, now)))
+            self.write("".join(f"{line}\n" for line in head.hang_lines(state.hang, now)))
         self._hangs = bool(state.hang)
 
     def write(self, text: str) -> None:
@@ -170,19 +136,36 @@ class TerminalScreen:
         sys.stdout.flush()
 
     def show_rest(self, text: str) -> None:
-        """A terminal takes all lines."""
+        """Do nothing: a terminal takes all lines."""
 
     def display(self, event: Display) -> None:
         self.write(f"{event.data.get('text/plain', '')}\n")
 
     def clear(self, wait: bool) -> None:
-        """A terminal keeps what it has shown."""
+        """Do nothing: a terminal keeps what it has shown."""
 
     def close(self, state: RunState, now: float) -> None:
         if self._progress:
             self._progress = ""
             self.write("\r\x1b[K")
         self.write(head.text(state, now) + "\n")
+
+
+Screen = NotebookScreen | TerminalScreen
+
+
+def screen_for(shell: "InteractiveShell | None", run_id: str) -> Screen:
+    """Return the screen that fits a shell: a kernel's has a front end, the others have a terminal.
+
+    A console cannot update what it has shown. A notebook's frontend names the cell in its request
+    (JupyterLab, Notebook 7, VS Code) or has nobody to ask (nbclient).
+    """
+    if not hasattr(shell, "kernel"):
+        return TerminalScreen()
+    request: Mapping[str, Any] = getattr(shell, "get_parent", dict)()
+    asks = request.get("content", {}).get("allow_stdin", False)
+    is_of_console = asks and "cellId" not in request.get("metadata", {})
+    return ConsoleScreen(run_id) if is_of_console else NotebookScreen(run_id)
 
 
 HEAD_GAP_S = 0.1
@@ -206,8 +189,6 @@ class View:
     of events, and no later than `next_due` says. Nothing here starts a thread or a timer.
 
     Args:
-        plan: What was decided.
-        run_dir: The run folder.
         log_ranks: Ranks whose lines are shown; None shows all.
         gpus: GPUs that the run holds; 0 for CPU ranks.
         shell: The shell that shows it; default is the one that runs.
@@ -253,7 +234,7 @@ class View:
         self._screen.open(self._state, now)
 
     def feed(self, event: Event) -> None:
-        """Takes the next event. Displays are shown at once, after the lines before them."""
+        """Take the next event. Displays are shown at once, after the lines before them."""
         now = self._clock()
         self._state.apply(event, now)
         match event:
@@ -264,18 +245,22 @@ class View:
                 self._log.dropped(event)
                 return
             case Restart():
-                self._log.say(_restart_line(event), now)
+                because = f" after {headline(event.failure)}" if event.failure else ""
+                because = because or f": {event.cause}" * bool(event.cause)
+                self._log.say(f"── restart {event.attempt} of all ranks{because} ──")
             case Display(rank=0):
-                self._write_all(now)
+                self._log.flush()
+                self._write(now)
                 self._screen.display(event)
             case ClearOutput(rank=0):
-                self._write_all(now)
+                self._log.flush()
+                self._write(now)
                 self._screen.clear(event.wait)
                 self._log.clear()
         self._head_is_stale = True
 
     def tick(self, now: float) -> None:
-        """Writes what is to be shown by now."""
+        """Write what is to be shown by now."""
         self._log.due(now)
         write_due = self._write_due()
         if write_due is not None and write_due <= now:
@@ -286,12 +271,12 @@ class View:
             self._screen.show(self._state, now)
 
     def next_due(self) -> float | None:
-        """When to call `tick` although no event came; None when there is no need to."""
+        """Return when to call `tick` although no event came; None when there is no need to."""
         dues = (self._log.next_due(), self._head_due(), self._write_due())
         return min((due for due in dues if due is not None), default=None)
 
     def close(self) -> None:
-        """Writes all that is left and the head as it stands."""
+        """Write all that is left and the head as it stands."""
         now = self._clock()
         self._log.close(now)
         self._write(now)
@@ -307,10 +292,6 @@ class View:
             return self._head_at + HEAD_GAP_S
         return None if self._state.has_ended else self._head_at + HEAD_TICK_S
 
-    def _write_all(self, now: float) -> None:
-        self._log.flush(now)
-        self._write(now)
-
     def _write(self, now: float) -> None:
         if not self._log.has_text:
             return
@@ -319,9 +300,3 @@ class View:
             self._screen.write(text)
         if (rest := self._log.rest) is not None and rest.has_news:
             self._screen.show_rest(rest.text())
-
-
-def _restart_line(event: Restart) -> str:
-    because = f" after {headline(event.failure)}" if event.failure else ""
-    because = because or f": {event.cause}" * bool(event.cause)
-    return f"── restart {event.attempt} of all ranks{because} ──"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from taas_magic.config import PoolConfig
 from taas_magic.errors import UsageError
-from taas_magic.host.hardware import LOOPBACK
+from taas_magic.host.system import LOOPBACK
 from taas_magic.plan import HostCapacity
 from taas_magic.setup.facts import Shell
 

@@ -15,8 +15,7 @@ from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import CLOSE_S, LOG, DaskHost, Engine, log_tail, make_cluster
 from taas_magic.errors import PoolError
-from taas_magic.host.hardware import LOOPBACK, count_gpus
-from taas_magic.host.processes import spawn_command, supervisor_arguments
+from taas_magic.host.system import LOOPBACK, count_gpus, spawn_command, supervisor_arguments
 from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import CLOSE_S, DaskHost, Engine, make_cluster
 from taas_magic.errors import PoolError
-from taas_magic.host.hardware import LOOPBACK
-from taas_magic.host.processes import entry_code, supervisor_arguments
+from taas_magic.host.system import LOOPBACK, entry_code, supervisor_arguments
 from taas_magic.leases import SSH_BEATS_PER_LEASE
 from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity

@@ -50,7 +50,7 @@ from taas_magic.farms.terms import (
     Part,
     PartName,
 )
-from taas_magic.host.processes import spawn_command
+from taas_magic.host.system import spawn_command
 from taas_magic.journal.folder import state_dir
 from taas_magic.notebook import launch, pools
 from taas_magic.plan import new_run_id

@@ -26,7 +26,7 @@ from taas_magic.capture import payload, pickling
 from taas_magic.capture.modules import claim_taas, install
 from taas_magic.farms.terms import Blob, JobOutcome, JobSetting, PlacedCall
 from taas_magic.host import tracebacks
-from taas_magic.host.processes import die_with_parent
+from taas_magic.host.system import die_with_parent
 from taas_magic.store.guard import Means, hold
 from taas_magic.store.publish import SAVES
 

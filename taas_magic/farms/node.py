@@ -37,9 +37,8 @@ from taas_magic.farms.terms import (
     PlacedCall,
 )
 from taas_magic.host import forkserver, scratch
-from taas_magic.host.hardware import LOOPBACK, count_gpus
-from taas_magic.host.processes import die_with_parent, signal_name, spawn_command
 from taas_magic.host.spec import REACH, TORCHRUN_NAMES
+from taas_magic.host.system import LOOPBACK, count_gpus, die_with_parent, signal_name, spawn_command
 from taas_magic.leases import NODE_START_S
 
 GRACE_S = 5.0

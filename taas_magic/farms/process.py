@@ -44,8 +44,8 @@ from taas_magic.farms.terms import (
     NodeNews,
     NodeTerms,
 )
-from taas_magic.host.hardware import LOOPBACK
 from taas_magic.host.spec import HostSpec
+from taas_magic.host.system import LOOPBACK
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event, Failure, RunEnded
 from taas_magic.plan import Flags, make_plan, new_run_id

@@ -46,8 +46,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from taas_magic import certificate
 from taas_magic.errors import UsageError
 from taas_magic.federation.flower import KEY_FILE, RESULT, Terms
-from taas_magic.host.hardware import LOOPBACK
 from taas_magic.host.spec import HOST
+from taas_magic.host.system import LOOPBACK
 
 START_S = 120.0
 """How long the SuperLink may take until it listens."""

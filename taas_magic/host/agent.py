@@ -16,7 +16,7 @@ import tempfile
 
 from taas_magic.errors import PoolError
 from taas_magic.host import forkserver
-from taas_magic.host.processes import die_with_parent
+from taas_magic.host.system import die_with_parent
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The main module of a child that a rank starts by spawn or forkserver.
+"""The main module of a child that a rank starts by spawn or forkserver; so it imports little.
 
 Such a child imports its parent's main module again, to find the functions and classes that were
 pickled by name. Of a script that is the script's file; of a cell it is this module, since the
@@ -18,9 +18,6 @@ from typing import Any
 PAYLOAD = "TAAS_PAYLOAD"
 """The environment variable that names the run's payload on this host."""
 
-CHILD_MAIN = "__mp_main__"
-"""What multiprocessing calls the main module in a child."""
-
 _DEFINITIONS = (
     ast.Import,
     ast.ImportFrom,
@@ -34,25 +31,18 @@ _is_loaded = False
 
 
 def definitions(tree: ast.Module) -> ast.Module:
-    """What of a cell a child runs.
+    """Return what of a cell a child runs: all of it where it tells a main program from an import.
 
-    Args:
-        tree: The cell's.
-
-    Returns:
-        All of it where it tells a main program from an import, else what only defines.
+    Else what only defines.
     """
-    if any(_is_guard(statement) for statement in tree.body):
-        return tree
+    for statement in tree.body:
+        if isinstance(statement, ast.If) and any(
+            isinstance(part, ast.Name) and part.id == "__name__"
+            for part in ast.walk(statement.test)
+        ):
+            return tree
     body = [statement for statement in tree.body if _only_defines(statement)]
     return ast.Module(body=body, type_ignores=[])
-
-
-def _is_guard(statement: ast.stmt) -> bool:
-    """Whether it is `if __name__ == "__main__":`."""
-    return isinstance(statement, ast.If) and any(
-        isinstance(part, ast.Name) and part.id == "__name__" for part in ast.walk(statement.test)
-    )
 
 
 def _only_defines(statement: ast.stmt) -> bool:
@@ -68,12 +58,7 @@ def _only_defines(statement: ast.stmt) -> bool:
 
 
 def load(path: Path, namespace: dict[str, Any]) -> None:
-    """Put the notebook's names and the cell's definitions into a child's main module.
-
-    Args:
-        path: The run's payload.
-        namespace: The `__dict__` of `sys.modules["__main__"]`.
-    """
+    """Put a payload's names and the cell's definitions into the namespace of a child's main."""
     from taas_magic.capture import payload
     from taas_magic.host import tracebacks
 
@@ -87,7 +72,7 @@ def load(path: Path, namespace: dict[str, Any]) -> None:
 
 
 def _as_python(source: str) -> str:
-    """A cell's text without IPython's syntax."""
+    """Return a cell's text without IPython's syntax."""
     try:
         ast.parse(source)
     except SyntaxError:
@@ -98,7 +83,7 @@ def _as_python(source: str) -> str:
 
 
 def _find(name: str) -> Any:
-    """A name of the main module (PEP 562); loads everything when the first one is asked for."""
+    """Find a name of the main module (PEP 562); all is loaded when the first one is asked for."""
     global _is_loaded
     main = sys.modules["__main__"].__dict__
     with _loading:
@@ -114,15 +99,23 @@ def _find(name: str) -> Any:
     )
 
 
-def _install_modules() -> None:
-    """Make the project's own modules importable: arguments may be of their classes."""
+def become_main(namespace: dict[str, Any]) -> None:
+    """Leave a child's main module nothing but a way to find the notebook's names.
+
+    What this module has itself would hide names that a notebook uses, `load` or `Path`. The
+    project's own modules are made importable at once: arguments may be of their classes.
+    """
     from taas_magic.capture import payload
     from taas_magic.capture.modules import claim_taas, install
 
     claim_taas()
     install(payload.read(Path(os.environ[PAYLOAD])).modules)
+    for name in [name for name in namespace if not name.startswith("__")]:
+        del namespace[name]
+    namespace["__getattr__"] = _find
 
 
-if __name__ == CHILD_MAIN:
-    _install_modules()
-    __getattr__ = _find
+if __name__ == "__mp_main__":  # what multiprocessing calls the main module in a child
+    from taas_magic.host import cell_main
+
+    cell_main.become_main(globals())

@@ -27,7 +27,7 @@ from taas_magic.data.service import write_entry
 from taas_magic.data.worker import WorkerSpec
 from taas_magic.host import stacks
 from taas_magic.host.fetcher_spec import Fetched, FetcherSpec
-from taas_magic.host.processes import die_with_parent
+from taas_magic.host.system import die_with_parent
 from taas_magic.messages import (
     Address,
     Event,

@@ -23,8 +23,8 @@ from taas_magic.errors import PoolError, StoreError
 from taas_magic.host import forkserver, scratch, stacks
 from taas_magic.host.fetcher_spec import Fetched, FetcherSpec, Setting
 from taas_magic.host.files import FetchFiles
-from taas_magic.host.processes import RUN_TOKEN, end_all, leftovers, named, signal_name
 from taas_magic.host.spec import HostSpec, Place
+from taas_magic.host.system import RUN_TOKEN, end_all, leftovers, named, signal_name
 from taas_magic.host.topics import share_id
 from taas_magic.messages import (
     Event,

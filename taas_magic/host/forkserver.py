@@ -1,15 +1,18 @@
 """The host's forkserver: multiprocessing's own, with torch and IPython imported before any run.
 
-Lives in the agent, which imports neither. A process that it forks starts in tens of milliseconds
-and is as clean as one that imported the same modules itself. What it runs is a function that the
-agent only names: importing that function would import torch.
+Two processes import this module. The agent, which imports neither torch nor IPython, starts the
+forkserver and has it start processes, in tens of milliseconds and as clean as ones that imported
+the same modules themselves; what they run is a function that the agent only names. The forkserver
+imports it for its effect (`_preload`).
 """
 
+import gc
 import importlib
 import multiprocessing
 import os
 import threading
 import time
+import weakref
 from collections.abc import Collection, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -18,21 +21,32 @@ from typing import Any
 import psutil
 
 from taas_magic.errors import PoolError
+from taas_magic.host.system import die_with_parent, status_of
 
-PRELOAD = "TAAS_PRELOAD"
-"""The environment variable that names the modules which a pool's settings add, with commas."""
-
-AGENT_PID = "TAAS_AGENT_PID"
-"""The environment variable that names the process with which the forkserver ends."""
-
-_FORGET_S = 1.0
-"""How long the forkserver may take to say that a killed process has ended."""
+MODULES = (
+    "torch",
+    # the first step of an optimizer imports it: 1 to 2 s in every rank
+    "torch._dynamo",
+    "taas_magic.api",
+    "taas_magic.host.rank",
+    "taas_magic.host.fetcher",
+)
+"""What the forkserver imports, besides the modules that the pool's settings name."""
 
 STOPPED_S = 5.0
 """How long the forkserver may be stopped (SIGSTOP) before it is ended, and with it the host."""
 
 START_S = 30.0
 """How long it may take to start a process, once it has imported everything."""
+
+_PRELOAD = "TAAS_PRELOAD"
+"""The environment variable that names the modules which a pool's settings add, with commas."""
+
+_AGENT_PID = "TAAS_AGENT_PID"
+"""The environment variable that names the process with which the forkserver ends."""
+
+_FORGET_S = 1.0
+"""How long the forkserver may take to say that a killed process has ended."""
 
 _LOST = 255
 """The exit code that multiprocessing gives to a process whose forkserver ended before it."""
@@ -51,21 +65,20 @@ _server: psutil.Process | None = None
 _is_warm = _is_over = False
 _begun_at: float | None = None
 _why = "this host's forkserver has ended"
+_problems: list[str] = []
+"""In the forkserver: a message for each module of the settings that could not be imported."""
 
 
 def begin(modules: Sequence[str]) -> None:
-    """Start the forkserver; returns while it still imports.
+    """Start the forkserver; returns while it still imports, besides torch and IPython `modules`.
 
     Must run in the main thread: the forkserver ends with the thread that started it (prctl(2)).
-
-    Args:
-        modules: What it imports besides torch and IPython.
     """
-    os.environ.update({PRELOAD: ",".join(modules), AGENT_PID: str(os.getpid())})
+    os.environ.update({_PRELOAD: ",".join(modules), _AGENT_PID: str(os.getpid())})
     # Nothing in torch's imports may make a CUDA context, which no fork survives: torch then asks
     # NVML instead of CUDA whether there is a GPU.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    multiprocessing.set_forkserver_preload(["taas_magic.host.preload"])
+    multiprocessing.set_forkserver_preload([__name__])
     resource_tracker.ensure_running()
     before = psutil.Process().children()
     forkserver.ensure_running()
@@ -79,7 +92,7 @@ def _watch(server: psutil.Process) -> None:
     Who waits for it then sees it gone, as when it ended by itself; and the host is replaced.
     """
     stopped_at: float | None = None
-    while (status := _status(server)) not in _GONE:
+    while (status := status_of(server)) not in _GONE:
         now = time.monotonic()
         stopped_at = (stopped_at or now) if status == psutil.STATUS_STOPPED else None
         if stopped_at is not None and now - stopped_at >= STOPPED_S:
@@ -87,13 +100,6 @@ def _watch(server: psutil.Process) -> None:
         elif _is_warm and _begun_at is not None and now - _begun_at >= START_S:
             _end(server, f"did not start a process within {START_S:.0f} s")
         time.sleep(_WATCH_S)
-
-
-def _status(server: psutil.Process) -> str:
-    try:
-        return str(server.status())
-    except psutil.NoSuchProcess:
-        return ""
 
 
 def _end(server: psutil.Process, what: str) -> None:
@@ -104,18 +110,15 @@ def _end(server: psutil.Process, what: str) -> None:
 
 
 def warm_up() -> list[str]:
-    """Block until the forkserver has imported everything.
-
-    Returns:
-        One message for each module of the pool's settings that could not be imported.
+    """Block until the forkserver has imported everything; returns what it could not, and why.
 
     Raises:
         PoolError: The forkserver has ended.
     """
     global _server, _is_warm
-    ours, theirs = _context.Pipe()
+    ours, theirs = pipe()
     try:
-        process = start("taas_magic.host.preload.report", theirs)
+        process = start(f"{__name__}.report", theirs)
         theirs.close()
         pid, problems = ours.recv()
         server = psutil.Process(pid)
@@ -127,12 +130,12 @@ def warm_up() -> list[str]:
 
 
 def is_alive() -> bool:
-    """Whether the forkserver that was warmed up lives, and nobody has given it up."""
-    return not _is_over and (_server is None or _status(_server) not in _GONE)
+    """Return whether the forkserver that was warmed up lives, and nobody has given it up."""
+    return not _is_over and (_server is None or status_of(_server) not in _GONE)
 
 
 def took_along(codes: Collection[int]) -> bool:
-    """Whether the forkserver has ended, and with it processes that have these exit codes.
+    """Return whether the forkserver has ended, and with it processes that have these exit codes.
 
     Its pipes, by which they are seen to end, close before the system shows its own end.
     """
@@ -145,14 +148,11 @@ def took_along(codes: Collection[int]) -> bool:
 
 
 def start(function: str, *arguments: Any) -> Any:
-    """Start a process in a fork of the warm forkserver.
+    """Start a process in a fork of the warm forkserver; returns the `multiprocessing.Process`.
 
     Args:
         function: What it runs, by its dotted name.
         arguments: What it is called with; sockets and connections travel too.
-
-    Returns:
-        The `multiprocessing.Process`.
 
     Raises:
         PoolError: The forkserver has ended; so will this host.
@@ -177,7 +177,7 @@ def start(function: str, *arguments: Any) -> Any:
 
 
 def why_ended() -> str:
-    """What is to be told of a forkserver that is gone."""
+    """Return what is to be told of a forkserver that is gone."""
     return f"{_why}; the host is replaced, run the cell again"
 
 
@@ -188,7 +188,7 @@ def call(function: str, *arguments: Any) -> None:
 
 
 def exitcode(process: Any) -> int | None:
-    """A process's exit code, negative for a signal; None while it runs."""
+    """Return a process's exit code, negative for a signal; None while it runs."""
     with _lock:
         code: int | None = process.exitcode
     return code
@@ -203,5 +203,41 @@ def forget(process: Any) -> None:
 
 
 def pipe() -> tuple[Connection, Connection]:
-    """A duplex pipe whose second end may be passed to `start`."""
+    """Return a duplex pipe whose second end may be passed to `start`."""
     return _context.Pipe()
+
+
+def report(control: Connection) -> None:
+    """Send the forkserver's process id, and `_problems`, to the agent; in a fork."""
+    control.send((os.getppid(), _problems))
+
+
+def _preload() -> None:
+    """Import and make, in the forkserver, what each rank then finds done.
+
+    No CUDA context and no thread may come of it: forks would inherit the one broken and the other
+    not at all.
+    """
+    # Ranks hold the pipe on whose end a forkserver waits, so it would outlive a killed agent.
+    die_with_parent(int(os.environ[_AGENT_PID]))
+    gc.disable()  # what is imported stays; to look through it again and again takes 0.2 s
+    for name in MODULES:
+        importlib.import_module(name)
+    for name in filter(None, os.environ[_PRELOAD].split(",")):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a module raises is only reported
+            _problems.append(f"preload: {name!r} was not imported: {type(error).__name__}: {error}")
+    importlib.import_module("taas_magic.host.rank").prepare()
+    # What is to happen at the end of this process, no rank calls at its own: torch alone has
+    # hundreds of finalizers, and a temporary folder would go with the first rank.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    # A collection in a fork would write to, and so copy, every page that holds an object. Here, it
+    # would take 0.4 s to find what little the imports left.
+    gc.freeze()
+    gc.enable()
+
+
+if os.environ.get(_AGENT_PID) == str(os.getppid()):  # else the variable was inherited
+    _preload()

@@ -21,10 +21,10 @@ from taas_magic.errors import PoolError
 from taas_magic.host import feeding, forkserver, link, rendezvous, scratch
 from taas_magic.host.files import HostFiles
 from taas_magic.host.output import Pump
-from taas_magic.host.processes import end_all, leftovers, named, signal_name
 from taas_magic.host.rendezvous import Rendezvous
 from taas_magic.host.spec import HostSpec, Place, RankSpec, torchrun_variables
 from taas_magic.host.stacks import Stand
+from taas_magic.host.system import end_all, leftovers, named, signal_name
 from taas_magic.host.watch import (
     Ranks,
     Verdict,

@@ -45,12 +45,12 @@ from distributed.comm import get_address_host
 from msgspec import structs
 
 from taas_magic import probe
-from taas_magic.host import forkserver, hardware, rendezvous
+from taas_magic.host import forkserver, rendezvous, system
 from taas_magic.host.fetchers import FetchShare
-from taas_magic.host.hardware import count_gpus
 from taas_magic.host.host_run import HostRun
 from taas_magic.host.lease import end_agent
 from taas_magic.host.spec import HostSpec, Place
+from taas_magic.host.system import count_gpus
 from taas_magic.host.topics import (
     AGENT,
     ASK_STORE,
@@ -383,7 +383,7 @@ async def serve(words: bytes) -> None:
 
 def _find_place(settings: AgentSettings) -> Place:
     scheduler = get_address_host(settings.scheduler)
-    address = hardware.choose(settings.interface, os.environ, scheduler)
+    address = system.choose_address(settings.interface, os.environ, scheduler)
     host = settings.host_name or socket.gethostname()
-    interface = hardware.name_of(address)
+    interface = system.name_of(address)
     return Place(host, address, interface, settings.is_foreign, tuple(sys.path))

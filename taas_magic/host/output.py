@@ -58,7 +58,7 @@ _decoder = getincrementaldecoder("utf-8")
 
 
 def _decode_cut(data: bytes | bytearray) -> str:
-    """Decodes bytes that may end inside a character, which is then left out."""
+    """Decode bytes that may end inside a character, which is then left out."""
     return _decoder(errors="replace").decode(bytes(data))
 
 
@@ -75,7 +75,7 @@ class _Row:
         """The cursor went up from here to a row that is a line already: a bar of unknown form."""
 
     def draw(self, part: bytes, limit_bytes: int) -> None:
-        """Adds bytes without a `\\n`."""
+        """Add bytes without a `\\n`."""
         visible = part.rstrip(b"\r")
         if visible:
             _, overwritten, segment = visible.rpartition(b"\r")
@@ -90,15 +90,12 @@ class _Row:
         self.returned = len(visible) < len(part) or (self.returned and not part)
 
     @property
-    def is_blank(self) -> bool:
-        return not self.head.strip()
-
-    @property
     def is_bar(self) -> bool:
+        """Whether it is an unfinished progress bar."""
         return self.is_redrawn and len(self.head) < 4096 and _BAR.search(self.head) is not None
 
     def text(self, limit_bytes: int) -> str:
-        """What stands there, with a mark where it is cut."""
+        """Return what stands there, with a mark where it is cut."""
         if self.length_bytes > limit_bytes:
             return f"{_decode_cut(self.head)}… [cut: {self.length_bytes} bytes]"
         return self.head.decode("utf-8", "replace")
@@ -113,8 +110,7 @@ class LineAssembler:
     unfinished bar is no line as long as only bars stand below it. ANSI sequences pass, bytes that
     are no UTF-8 become U+FFFD. Memory is bounded by `limit_bytes`, however long a line gets.
 
-    Args:
-        limit_bytes: A longer line is cut there and marked with its length.
+    A line longer than that is cut there and marked with its length.
     """
 
     def __init__(self, limit_bytes: int = LINE_LIMIT_BYTES) -> None:
@@ -124,7 +120,7 @@ class LineAssembler:
         self._partial = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Takes the next bytes; returns the lines that they complete, without their ends."""
+        """Take the next bytes; returns the lines that they complete, without their ends."""
         data = self._partial + data
         self._partial = next((end for end in _BEGINNINGS if data.endswith(end)), b"")
         first, ended, rest = data[: len(data) - len(self._partial)].partition(b"\n")
@@ -145,9 +141,9 @@ class LineAssembler:
         return "\n".join(rows)
 
     def flush(self) -> list[str]:
-        """Ends the output: the unfinished lines, unless blank (a progress bar wiped out)."""
+        """End the output; returns the unfinished lines, unless blank (a progress bar wiped out)."""
         self._rows[self._at].draw(self._partial, self._limit_bytes)
-        lines = [row.text(self._limit_bytes) for row in self._rows if not row.is_blank]
+        lines = [row.text(self._limit_bytes) for row in self._rows if row.head.strip()]
         self._rows, self._at, self._partial = [_Row()], 0, b""
         return lines
 
@@ -163,7 +159,7 @@ class LineAssembler:
         return lines
 
     def _draw(self, part: bytes) -> None:
-        """Adds bytes without a `\\n`; each CURSOR_UP in them leads to the row above."""
+        """Add bytes without a `\\n`; each CURSOR_UP in them leads to the row above."""
         first, *others = part.split(CURSOR_UP) if CURSOR_UP in part else [part]
         self._rows[self._at].draw(first, self._limit_bytes)
         for above in others:
@@ -173,22 +169,21 @@ class LineAssembler:
             self._rows[self._at].draw(above, self._limit_bytes)
 
     def _break(self) -> list[str]:
-        """Leads to the row below; returns the rows above that nothing will be drawn in again."""
+        """Go to the row below; returns the rows above that nothing will be drawn in again."""
         self._at += 1
         if self._at == len(self._rows):
             self._rows.append(_Row())
         self._rows[self._at].returned = bool(self._rows[self._at].head)
         lines = []
-        while self._at and not self._is_held():
-            row = self._rows.pop(0)
-            lines += [] if row.is_left else [row.text(self._limit_bytes)]
+        while self._at:
+            first, *others = self._rows[: self._at]
+            bars_only = first.is_bar and all(row.is_bar or not row.head.strip() for row in others)
+            if bars_only and len(self._rows) <= MAX_BARS:
+                break
+            lines += [] if first.is_left else [first.text(self._limit_bytes)]
+            del self._rows[0]
             self._at -= 1
         return lines
-
-    def _is_held(self) -> bool:
-        first, *others = self._rows[: self._at]
-        bars_only = first.is_bar and all(row.is_bar or row.is_blank for row in others)
-        return bars_only and len(self._rows) <= MAX_BARS
 
 
 def _size_bytes(line: str) -> int:
@@ -213,7 +208,7 @@ class _Bucket:
         self._lines = min(self._burst_lines, self._lines + elapsed_s * self._lines_per_s)
 
     def take(self, sizes: list[int]) -> int:
-        """Takes what lines of these sizes need; returns how many of them, from the first, fit."""
+        """Take what lines of these sizes need; returns how many of them, from the first, fit."""
         fit = bisect_right(list(accumulate(sizes)), self._bytes)
         fit = min(fit, int(self._lines))
         self._bytes -= sum(sizes[:fit])
@@ -231,9 +226,7 @@ class LogBudget:
         clock: Seconds, as `time.monotonic`.
         burst: Bytes and lines that may pass at once.
         per_s: Bytes and lines a second that may pass for ever.
-        reserve: Burst for lines that look like errors.
-        reserve_per_s: Rate for lines that look like errors.
-        tail_lines: How many last lines to remember.
+        reserve: The same burst, and `reserve_per_s` the rate, for lines that look like errors.
     """
 
     def __init__(
@@ -244,13 +237,12 @@ class LogBudget:
         per_s: tuple[int, int] = (512 * 1024, 5_000),
         reserve: tuple[int, int] = (256 * 1024, 1_000),
         reserve_per_s: tuple[int, int] = (16 * 1024, 50),
-        tail_lines: int = TAIL_LINES,
     ) -> None:
         self._clock = clock
         self._then_s = clock()
         self._bucket = _Bucket(burst, per_s)
         self._reserve = _Bucket(reserve, reserve_per_s)
-        self._tail: deque[str] = deque(maxlen=tail_lines)
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._in_traceback = False
         self._dropped_lines = 0
         self._dropped_bytes = 0
@@ -261,12 +253,12 @@ class LogBudget:
         return list(self._tail)
 
     def admit(self, lines: list[str]) -> list[str]:
-        """Returns those of `lines` that may travel now, in their order."""
+        """Return those of `lines` that may travel now, in their order."""
         fit, errors = self.split(lines)
-        return lines if len(fit) == len(lines) else fit + errors
+        return fit + errors
 
     def split(self, lines: list[str]) -> tuple[list[str], list[str]]:
-        """Returns the first of `lines`, as far as they fit, and the errors among the others."""
+        """Return the first of `lines`, as far as they fit, and the errors among the others."""
         self._refill()
         self._tail.extend(lines)
         sizes = [_size_bytes(line) for line in lines]
@@ -277,12 +269,12 @@ class LogBudget:
         return lines[:fit], self._errors(lines[fit:], sizes[fit:])
 
     def errors(self, lines: list[str]) -> list[str]:
-        """Returns those of `lines` that look like errors, as far as the reserve goes."""
+        """Return those of `lines` that look like errors, as far as the reserve goes."""
         self._refill()
         return self._errors(lines, [_size_bytes(line) for line in lines])
 
     def take_dropped(self) -> tuple[int, int]:
-        """Lines and bytes kept out since the last call."""
+        """Return the lines and bytes kept out since the last call."""
         dropped = self._dropped_lines, self._dropped_bytes
         self._dropped_lines = self._dropped_bytes = 0
         return dropped
@@ -295,7 +287,7 @@ class LogBudget:
         self._reserve.refill(elapsed_s)
 
     def _errors(self, lines: list[str], sizes: list[int]) -> list[str]:
-        """Drops all but errors; looks line by line only where the whole has a word of an error."""
+        """Drop all but errors; looks line by line only where the whole has a word of an error."""
         kept = []
         kept_bytes = 0
         if self._in_traceback or _has_error_word("\n".join(lines)):
@@ -308,7 +300,7 @@ class LogBudget:
         return kept
 
     def _is_error(self, line: str) -> bool:
-        """Whether a line belongs to an error: a traceback's frames and its last line do, too."""
+        """Return whether a line belongs to an error, as a traceback's frames and last line do."""
         belongs = self._in_traceback
         if line.startswith("Traceback"):
             self._in_traceback = True
@@ -332,9 +324,6 @@ _CHUNK_BYTES = 1 << 20
 _PIPE_CHUNKS = 2
 """More than a pipe holds."""
 
-OnMessage = Callable[[int, Event | RankMessage | StoreMessage], None]
-OnHangup = Callable[[], None]
-
 
 class _LogStream:
     """The log pipe of one rank."""
@@ -351,7 +340,7 @@ class _LogStream:
         self.has_traceback = False
 
     def take(self, data: bytes) -> OSError | None:
-        """Stores and splits bytes; returns the error that ended the writing of the log file."""
+        """Store and split bytes; returns the error that ended the writing of the log file."""
         self.heard_at = time.monotonic()
         self.pending += self.budget.admit(self.assembler.feed(data))
         if self.file is None:
@@ -381,12 +370,16 @@ class _MessageStream:
         self._size_bytes = 0
 
     def take(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
-        """Returns the messages that bytes complete; one that is too large becomes a note."""
+        """Return the messages that bytes complete; one that is too large becomes a note."""
         *whole, rest = data.split(b"\n")
-        found = []
+        found: list[Event | RankMessage | StoreMessage] = []
         for part in whole:
             self._add(part)
-            found.append(self._message())
+            if self._size_bytes > MESSAGE_LIMIT_BYTES:
+                size = f"{self._size_bytes / 1e6:,.0f} MB"
+                found.append(Note(text=f"rank {self.rank} sent {size} at once: not shown"))
+            else:
+                found.append(messages.of_rank(b"".join(self._parts)))
             self._parts, self._size_bytes = [], 0
         self._add(rest)
         return found
@@ -395,12 +388,6 @@ class _MessageStream:
         self._size_bytes += len(part)
         if self._size_bytes <= MESSAGE_LIMIT_BYTES:
             self._parts.append(part)
-
-    def _message(self) -> Event | RankMessage | StoreMessage:
-        if self._size_bytes > MESSAGE_LIMIT_BYTES:
-            size = f"{self._size_bytes / 1e6:,.0f} MB"
-            return Note(text=f"rank {self.rank} sent {size} at once: not shown")
-        return messages.of_rank(b"".join(self._parts))
 
     def close(self) -> None:
         os.close(self.fd)
@@ -412,7 +399,6 @@ class Pump:
     Args:
         pipes: The private folder that holds the named pipes.
         folder: The run's folder, for the log files.
-        host: The host's name, for events.
         emit: Sends an event to the pool's process; called in the pump's thread.
         on_message: Called in the pump's thread with (rank, message) for what is not a log.
         on_hangup: Called in the pump's thread when a pipe has no writer any more.
@@ -424,8 +410,8 @@ class Pump:
         folder: RunFolder,
         host: str,
         emit: Callable[[Event], None],
-        on_message: OnMessage,
-        on_hangup: OnHangup,
+        on_message: Callable[[int, Event | RankMessage | StoreMessage], None],
+        on_hangup: Callable[[], None],
     ) -> None:
         self._pipes, self._folder, self._host = pipes, folder, host
         self._emit, self._on_message, self._on_hangup = emit, on_message, on_hangup
@@ -441,7 +427,7 @@ class Pump:
         self._thread.start()
 
     def open(self, attempt: int, ranks: list[tuple[int, int]]) -> None:
-        """Makes the pipes of an attempt's ranks, given as (rank, local rank)."""
+        """Make the pipes of an attempt's ranks, given as (rank, local rank)."""
         for rank, local_rank in ranks:
             log_fd = link.make_pipe(link.log_pipe(self._pipes, attempt, local_rank))
             message_fd = link.make_pipe(link.message_pipe(self._pipes, attempt, local_rank))
@@ -454,11 +440,11 @@ class Pump:
         self._wake()
 
     def tail(self, rank: int) -> list[str]:
-        """The last lines that a rank wrote."""
+        """Return the last lines that a rank wrote."""
         return self._logs[rank].budget.tail if rank in self._logs else []
 
     def heard_at(self, rank: int) -> float:
-        """When a rank, or what it started, last wrote; by the monotonic clock."""
+        """Return when a rank, or what it started, last wrote; by the monotonic clock."""
         return self._logs[rank].heard_at if rank in self._logs else 0.0
 
     def drain(self, rank: int) -> None:
@@ -470,7 +456,7 @@ class Pump:
         done.wait(DRAIN_S)
 
     def close(self) -> None:
-        """Reads what the pipes still hold, sends it, and ends the thread."""
+        """Read what the pipes still hold, send it, and end the thread."""
         self._closing.set()
         self._wake()
         self._thread.join()
@@ -484,35 +470,29 @@ class Pump:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._read_ready(self._next_timeout())
-            self._drain_ended()
+            has_lines = any(stream.pending for stream in self._logs.values())
+            due_s = COALESCE_S if has_lines else PROGRESS_S if self._progress_due() else None
+            self._read_ready(due_s)
+            with self._lock:
+                asked, self._to_drain = self._to_drain, []
+            for rank, done in asked:
+                for stream in self._streams():
+                    while stream.rank == rank and self._read(stream):
+                        pass
+                done.set()
             self._flush(time.monotonic())
         while self._read_ready(0):
             pass
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                self._end(key.data)
+        for stream in self._streams():
+            self._end(stream)
         self._flush(float("inf"))
 
-    def _drain_ended(self) -> None:
-        with self._lock:
-            asked, self._to_drain = self._to_drain, []
-        for rank, done in asked:
-            streams = [key.data for key in list(self._selector.get_map().values())]
-            for stream in streams:
-                while stream is not None and stream.rank == rank and self._read(stream):
-                    pass
-            done.set()
-
-    def _next_timeout(self) -> float | None:
-        if any(stream.pending for stream in self._logs.values()):
-            return COALESCE_S
-        if self._progress_due():
-            return PROGRESS_S
-        return None
+    def _streams(self) -> list[_LogStream | _MessageStream]:
+        """Return the pipes that are still open."""
+        return [key.data for key in list(self._selector.get_map().values()) if key.data is not None]
 
     def _read_ready(self, timeout: float | None) -> bool:
-        """Reads every readable pipe once; says whether any rank's pipe was."""
+        """Read every readable pipe once; returns whether any rank's pipe was."""
         ready = False
         for key, _ in self._selector.select(timeout):
             if key.data is None:
@@ -539,7 +519,7 @@ class Pump:
         return bool(data)
 
     def _log_traceback(self, rank: int, message: RankRaised) -> None:
-        """Adds a rank's first traceback to its log file, after all that it wrote before.
+        """Add a rank's first traceback to its log file, after all that it wrote before.
 
         The notebook does not get it as lines: it is in the exception that it raises.
         """
@@ -557,7 +537,7 @@ class Pump:
             self._warn_of_full_disk(stream, error)
 
     def _catch_up(self, stream: _LogStream) -> None:
-        """Reads what is in a rank's log pipe; a thread of the rank may go on to write."""
+        """Read what is in a rank's log pipe; a thread of the rank may go on to write."""
         for _ in range(_PIPE_CHUNKS):
             try:
                 data = os.read(stream.fd, _CHUNK_BYTES) if stream.is_open else b""
@@ -584,22 +564,18 @@ class Pump:
                 self._flushed_at = now
                 lines, stream.pending = stream.pending, []
                 self._emit(Lines(host=self._host, rank=stream.rank, lines=lines))
-            dropped, size_bytes = stream.budget.take_dropped()
+            dropped, size = stream.budget.take_dropped()
             if dropped:
-                rank = stream.rank
                 self._emit(
-                    LinesDropped(host=self._host, rank=rank, lines=dropped, bytes=size_bytes)
+                    LinesDropped(host=self._host, rank=stream.rank, lines=dropped, bytes=size)
                 )
-        self._flush_progress(now)
-
-    def _progress_due(self) -> bool:
-        first = self._logs.get(0)
-        return first is not None and first.assembler.progress != first.shown_progress
-
-    def _flush_progress(self, now: float) -> None:
-        """The head shows the progress bar of rank 0 only, so only that one travels."""
         if self._progress_due() and now - self._progress_at >= PROGRESS_S:
             self._progress_at = now
             first = self._logs[0]
             first.shown_progress = first.assembler.progress
             self._emit(Progress(host=self._host, rank=0, text=first.shown_progress))
+
+    def _progress_due(self) -> bool:
+        """Return whether rank 0's progress bar has moved: the head shows no other rank's."""
+        first = self._logs.get(0)
+        return first is not None and first.assembler.progress != first.shown_progress

@@ -1,13 +1,18 @@
 """A rank: one torch.distributed process, forked by the agent's forkserver, that runs the cell once.
 
-The forkserver has torch and IPython in memory and the shell made (preload.py). Inside, everything
-is as in a process that torchrun started, and it ends as such a process ends.
+The forkserver has torch and IPython in memory and the shell made (`prepare`). Inside, everything
+is as in a process that torchrun started, and it ends as such a process ends. The cell runs in an
+IPython shell whose displays and tracebacks go to the agent as messages.
 """
 
+import ast
 import atexit
+import builtins
 import faulthandler
 import functools
 import gc
+import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -16,26 +21,36 @@ import sys
 import tempfile
 import threading
 import traceback
+import types
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any
+from importlib.machinery import ModuleSpec
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from IPython.core.compilerop import CachingCompiler
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+from traitlets import Any as AnyTrait
+from traitlets.config import Config
 
 from taas_magic.capture import payload
 from taas_magic.capture.modules import claim_taas, install
-from taas_magic.host import feeding, horovod, results, stacks, tracebacks
-from taas_magic.host.cell_main import PAYLOAD
+from taas_magic.capture.payload import Cell, CellSource
+from taas_magic.data.import_hook import when_imported
+from taas_magic.errors import TaasError
+from taas_magic.host import cell_main, feeding, rendezvous, results, stacks, tracebacks
 from taas_magic.host.link import Link, stack_file, stacks_file
-from taas_magic.host.processes import die_with_parent
-from taas_magic.host.shell import RankShell
 from taas_magic.host.spec import RankSpec
+from taas_magic.host.system import die_with_parent
 from taas_magic.journal.folder import RunFolder
 from taas_magic.leases import RANK_BEAT_S
 from taas_magic.messages import (
+    ClearOutput,
+    Display,
     Note,
     RankBeat,
     RankCells,
@@ -49,15 +64,34 @@ from taas_magic.messages import (
 )
 from taas_magic.store.guard import HELD_BY_PYTHON, Means, hold
 
+IMAGE_LIMIT_BYTES = 20_000_000
+MARKUP_LIMIT_BYTES = 5_000_000
+"""Of HTML, JSON and the like; a plot with its library in it has 4 to 5 MB."""
+
+PLAIN_LIMIT_CHARS = 100_000
 _SHOWN_COLLECTIVES = 3
+_ADVICE = "a rank has no keyboard: set a variable in an earlier cell and use it here"
+
+
+def prepare() -> None:
+    """Make, in the forkserver, what each rank then finds made.
+
+    The shell runs a cell that raises, so that no rank waits for the imports of what draws a
+    traceback while the other ranks are already being ended.
+    """
+    rendezvous.has_horovod()
+    config = Config()
+    config.HistoryManager.enabled = False  # it would have a file and a thread
+    config.HistoryManager.hist_file = ":memory:"
+    shell = RankShell.instance(config=config)
+    shell.autoawait = True
+    shell.run_cell("raise ValueError", store_history=False)
 
 
 def rank_main(spec: RankSpec, environ: Mapping[str, str]) -> None:
     """Run the cell; returns when it succeeded, else ends the process with exit code 1.
 
-    Args:
-        spec: What all ranks of this host share (`HostSpec.for_ranks`).
-        environ: torchrun's variables of this rank (`torchrun.variables`).
+    `environ` has torchrun's variables of this rank (`spec.torchrun_variables`).
     """
     os.setsid()
     die_with_parent()
@@ -74,12 +108,12 @@ def rank_main(spec: RankSpec, environ: Mapping[str, str]) -> None:
     faulthandler.enable(stack_file(spec.pipes, attempt, local_rank).open("w"))
     stacks.listen(stacks_file(spec.pipes, attempt, local_rank))
     _become_a_program(spec, environ)
-    if horovod.is_installed():
-        found = horovod.ask(os.environ, lambda text: link.send(Note(text=text)))
+    if rendezvous.has_horovod():
+        found = rendezvous.ask_horovod(os.environ, lambda text: link.send(Note(text=text)))
         os.environ.update({**found, **spec.env})
     claim_taas()
     try:
-        _hold_to_store_rule(spec, link, rank, spec.pipes / f"scratch-{attempt}-{local_rank}")
+        _hold_to_store_rule(spec, link, rank, f"scratch-{attempt}-{local_rank}")
     except Exception as error:  # what is not held runs nothing of the user's
         tracebacks.send(link, error, traceback.format_exc())
         os._exit(1)
@@ -103,25 +137,20 @@ def _become_a_program(spec: RankSpec, environ: Mapping[str, str]) -> None:
     # as in a program that has not chosen one yet: a cell may call set_start_method() itself
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
-    _seed_anew()
+    torch.default_generator.seed()  # of its own; Python's `random` does so by itself
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
     os.environ.clear()
     os.environ.update({**spec.environ, **environ, **spec.env})
-    os.environ[PAYLOAD] = str(RunFolder(spec.run_dir).payload)
+    os.environ[cell_main.PAYLOAD] = str(RunFolder(spec.run_dir).payload)
     tempfile.tempdir = None  # found anew: TMPDIR may be another
     os.chdir(spec.cwd)
     sys.path[:] = spec.sys_path
     sys.argv[:] = ["taas"]
 
 
-def _seed_anew() -> None:
-    """Give this fork random numbers of its own; Python's `random` does so by itself."""
-    torch.default_generator.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
-
-
-def _hold_to_store_rule(spec: RankSpec, link: Link, rank: int, scratch: Path) -> None:
-    """Before any thread and any of the user's code: the store is rank 0's to write."""
+def _hold_to_store_rule(spec: RankSpec, link: Link, rank: int, scratch: str) -> None:
+    """Make the store rank 0's alone to write; before any thread and any of the user's code."""
     if spec.store is None:
         return
     means = hold(
@@ -129,7 +158,7 @@ def _hold_to_store_rule(spec: RankSpec, link: Link, rank: int, scratch: Path) ->
         f"rank {rank}",
         writes=rank == 0,
         means=spec.means,
-        scratch=scratch,
+        scratch=spec.pipes / scratch,
         run_folder=str(spec.run_dir),
         note=lambda path: link.send(RankTouched(path)),
     )
@@ -161,6 +190,7 @@ def _use_gloo_without_cuda(link: Link) -> None:
 
 @contextmanager
 def _heartbeat(link: Link) -> Iterator[None]:
+    """Say in a thread where the main thread stands: at each beat, and in full when asked."""
     main, ended = threading.get_ident(), threading.Event()
 
     def beat() -> None:
@@ -168,9 +198,8 @@ def _heartbeat(link: Link) -> Iterator[None]:
             if link.is_asked(RANK_BEAT_S):
                 link.send(RankSight(tracebacks.threads(main), _pending()))
             else:
-                frame = sys._current_frames().get(main)
-                stack = tracebacks.where(frame) if frame else []
                 begun, spins = _progress()
+                stack = tracebacks.where(main)
                 link.send(RankBeat(stack=stack, collectives=begun, spins=spins))
 
     thread = threading.Thread(target=beat, name="taas-heartbeat", daemon=True)
@@ -182,12 +211,10 @@ def _heartbeat(link: Link) -> Iterator[None]:
 
 
 def _recorded(details: bool) -> dict[str, dict[str, Any]]:
-    """What torch's flight recorders know of this rank's collectives, by backend.
+    """Return what torch's flight recorders know of this rank's collectives, by backend.
 
-    A torch of another version, or built without the backend, may lack one.
-
-    Args:
-        details: Whether to have each collective: some 0.1 s of work.
+    A torch of another version, or built without the backend, may lack one. With the details, which
+    are each collective, it takes some 0.1 s.
     """
     c10d = torch._C._distributed_c10d
     recorders = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
@@ -198,21 +225,18 @@ def _recorded(details: bool) -> dict[str, dict[str, Any]]:
 
 
 def _progress() -> tuple[list[tuple[int, int]], bool]:
-    """How many collectives this rank has begun and ended, and whether it may wait by spinning."""
-    counts = {
-        backend: (_sum(trace, "last_enqueued_collective"), _sum(trace, "last_completed_collective"))
-        for backend, trace in _recorded(details=False).items()
-    }
+    """Return how many collectives have begun and ended, and whether this rank may wait spinning."""
+    counts = {}
+    for backend, trace in _recorded(details=False).items():
+        groups = list(trace.get("pg_status", {}).values())
+        begun = sum(int(group["last_enqueued_collective"]) for group in groups)
+        counts[backend] = begun, sum(int(group["last_completed_collective"]) for group in groups)
     begun, ended = counts.get("nccl", (0, 0))
     return list(counts.values()), begun > ended
 
 
-def _sum(trace: Mapping[str, Any], count: str) -> int:
-    return sum(int(group[count]) for group in trace.get("pg_status", {}).values())
-
-
 def _pending() -> list[str]:
-    """The first collectives that have not ended, each with its number in its group."""
+    """Return the first collectives that have not ended, each with its number in its group."""
     entries = [it for trace in _recorded(details=True).values() for it in trace.get("entries", [])]
     return [
         f"{entry['profiling_name'].rpartition(':')[2]} "
@@ -222,7 +246,8 @@ def _pending() -> list[str]:
     ][:_SHOWN_COLLECTIVES]
 
 
-def _run(shell: RankShell, spec: RankSpec, link: Link, rank: int) -> bool:
+def _run(shell: "RankShell", spec: RankSpec, link: Link, rank: int) -> bool:
+    """Run the cell and send what came of it; returns whether it succeeded."""
     namespace = shell.bind(link, shows=rank == 0, colors=spec.colors)
     folder = RunFolder(spec.run_dir)
     try:
@@ -235,8 +260,9 @@ def _run(shell: RankShell, spec: RankSpec, link: Link, rank: int) -> bool:
     if os.environ["LOCAL_RANK"] == "0":  # the same for all; the agent names frames by them
         cells = {name: (cell.label, cell.text) for name, cell in loaded.sources.items()}
         link.send(RankCells(cells))
-    sender = results.ResultSender.of_environ(
-        folder.results, lambda text: link.send(Note(text=text))
+    # made before the cell, which may change the environment
+    sender = results.ResultSender(
+        folder.results, os.environ, lambda text: link.send(Note(text=text))
     )
     result = shell.run(loaded.cell, loaded.sources)
     raised = result.error_before_exec or result.error_in_exec
@@ -271,7 +297,8 @@ def _end_program() -> None:
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
     for name, value in list(shell.user_ns.items()):
-        if not isinstance(value, ModuleType | FunctionType | type):  # what a __del__ may need
+        # the others a __del__ may need
+        if not isinstance(value, types.ModuleType | types.FunctionType | type):
             del shell.user_ns[name]
     gc.collect()
     _flush()
@@ -280,3 +307,222 @@ def _end_program() -> None:
 def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+class NoKeyboard(io.TextIOBase):
+    """A standard input whose every read says why it cannot be one."""
+
+    def readline(self, *args: Any) -> NoReturn:  # what `input()` calls
+        raise EOFError(f"input(): {_ADVICE}")
+
+    def read(self, *args: Any) -> NoReturn:
+        raise EOFError(f"sys.stdin: {_ADVICE}")
+
+    def fileno(self) -> int:
+        """Return the descriptor, of /dev/null, that children inherit."""
+        return 0
+
+
+def _refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "breakpoint(): a rank has no keyboard; print what you want to see, or run the cell "
+        "without %%taas to debug it in the notebook"
+    )
+
+
+def _draw_bars_as_text() -> None:
+    """Have tqdm.notebook draw text, which the head of the run shows: a rank has no widgets."""
+    module, text = sys.modules["tqdm.notebook"], importlib.import_module("tqdm.std")
+    for name in ("tqdm", "tqdm_notebook"):
+        setattr(module, name, text.tqdm)
+    for name in ("trange", "tnrange"):
+        setattr(module, name, text.trange)
+
+
+def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a display, by MIME type, without the forms that are too large for a browser."""
+    kept, notes = {}, []
+    for form, value in data.items():
+        is_image = form.startswith("image/") and form != "image/svg+xml"
+        limit = IMAGE_LIMIT_BYTES if is_image else MARKUP_LIMIT_BYTES
+        is_text = isinstance(value, str | bytes)
+        size = len(value if is_text else json.dumps(value, default=repr))
+        if form == "text/plain" or size <= limit:
+            kept[form] = value
+        else:
+            notes.append(
+                f"[{form} of {size / 1e6:,.0f} MB is not shown, as it has more than "
+                f"{limit / 1e6:.0f} MB: save it to a file]"
+            )
+    plain = tracebacks.cut(str(kept.get("text/plain", "")), PLAIN_LIMIT_CHARS)
+    if plain or notes:
+        kept["text/plain"] = "\n".join([*notes, *filter(None, [plain])])
+    return kept
+
+
+class CellCompiler(CachingCompiler):
+    """Compiles the cell under the name that the notebook's kernel gave it."""
+
+    cell: Cell | None = None
+    labels: Mapping[str, str] = {}
+
+    def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
+        """Return the file name for a piece of code; the cell's own is already in linecache."""
+        if self.cell is not None and raw_code == self.cell.source:
+            return self.cell.filename
+        name: str = super().cache(transformed_code, number, raw_code)
+        return name
+
+    def format_code_name(self, name: str) -> tuple[str, str] | None:
+        """Return how a traceback calls a file: `Cell In[5]` for the notebook's cells."""
+        if name in self.labels:
+            label, _, number = self.labels[name].partition(" ")
+            return label, number
+        found: tuple[str, str] | None = super().format_code_name(name)
+        return found
+
+
+class LinkDisplayHook(DisplayHook):
+    """Sends the value of the cell's last expression."""
+
+    def quiet(self) -> bool:
+        """Return whether the cell ends in a semicolon; IPython would ask its history, here off."""
+        shell = self.shell
+        assert isinstance(shell, RankShell)
+        cell = shell.compile.cell
+        return cell is not None and self.semicolon_at_end_of_expression(cell.source)
+
+    def __call__(self, result: Any = None) -> None:
+        shell = self.shell
+        assert isinstance(shell, RankShell)
+        if result is None or self.quiet():
+            return
+        shell.last_value = result
+        data, metadata = self.compute_format_data(result)
+        shell.publish(data, metadata)
+        self.update_user_ns(result)
+
+
+class LinkDisplayPublisher(DisplayPublisher):
+    """Sends what `display(...)` shows."""
+
+    def publish(self, data: Any, metadata: Any = None, **kwargs: Any) -> None:
+        shell = self.shell
+        assert isinstance(shell, RankShell)
+        display_id = (kwargs.get("transient") or {}).get("display_id")
+        shell.publish(data, metadata or {}, display_id, bool(kwargs.get("update")))
+
+    def clear_output(self, wait: bool = False) -> None:
+        shell = self.shell
+        assert isinstance(shell, RankShell)
+        if shell.link is not None and shell.shows:
+            shell.link.send(ClearOutput(wait=wait))
+
+
+class LineShift(ast.NodeTransformer):
+    """Moves a cell down by the lines of its head, so that line numbers are the notebook's."""
+
+    def __init__(self, lines: int) -> None:
+        self._lines = lines
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return ast.increment_lineno(node, self._lines)
+
+
+class RankShell(InteractiveShell):
+    """One rank's shell, made in the forkserver: 30 ms that no launch pays.
+
+    Attributes:
+        last_value: The value of the cell's last expression.
+        shows: Whether displays of this rank reach the notebook (rank 0's do).
+    """
+
+    link: Link | None = None
+    shows = False
+    last_value: Any = None
+    _at_start: Mapping[str, Any] = {}
+    display_pub_class = AnyTrait(LinkDisplayPublisher)
+    displayhook_class = AnyTrait(LinkDisplayHook)
+    compiler_class = AnyTrait(CellCompiler)
+
+    def bind(self, link: Link, shows: bool, colors: str) -> dict[str, Any]:
+        """Give this rank its link and a clean `__main__`; returns the namespace.
+
+        The namespace is `sys.modules["__main__"].__dict__`, as in a kernel: what a fork of the rank
+        pickles by reference to `__main__` is found again. Its `__spec__` is that of a program
+        started by `python -m`, so that spawned children find what the cell defines (`cell_main`).
+        """
+        main = types.ModuleType("__main__")
+        main.__spec__ = ModuleSpec(cell_main.__name__, None)
+        # multiprocessing's second name of it, by which children send objects back
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+        self.user_module, self.user_ns = main, main.__dict__
+        self.init_user_ns()
+        # Python's own, which take an exit code; IPython's ask a terminal to close
+        main.__dict__.update({name: vars(builtins)[name] for name in ("exit", "quit")})
+        self._at_start = dict(main.__dict__)
+        self.link, self.shows = link, shows
+        self.colors = colors
+        # Lightning takes a set ps1 for an interactive session, in which it refuses to use DDP
+        for name in ("ps1", "ps2", "ps3"):
+            sys.__dict__.pop(name, None)
+        sys.stdin, sys.breakpointhook = NoKeyboard(), _refuse_breakpoint
+        when_imported("tqdm.notebook", _draw_bars_as_text)
+        return main.__dict__
+
+    def run(self, cell: Cell, sources: Mapping[str, CellSource]) -> ExecutionResult:
+        """Run the cell; its failure, if any, has been sent when this returns."""
+        compiler = self.compile
+        assert isinstance(compiler, CellCompiler)
+        compiler.cell = cell
+        compiler.labels = tracebacks.know(sources)
+        threading.excepthook = tracebacks.print_of_thread
+        sys.unraisablehook = tracebacks.print_unraisable
+        # what IPython says of every SystemExit; a cell may end by one as a script may
+        warnings.filterwarnings("ignore", "To exit: use", UserWarning)
+        self.ast_transformers.append(LineShift(cell.lines_above))
+        return self.run_cell(cell.source, store_history=False)
+
+    def users_names(self) -> dict[str, Any]:
+        """Return the namespace without what IPython put there."""
+        start = self._at_start
+        return {n: v for n, v in self.user_ns.items() if n not in start or start[n] is not v}
+
+    def enable_gui(self, gui: Any = None) -> None:
+        """Do nothing: what `%matplotlib inline` asks for is there already."""
+
+    def publish(
+        self, data: Any, metadata: Any, display_id: str | None = None, update: bool = False
+    ) -> None:
+        """Send a display, if this rank's are shown."""
+        if self.link is not None and self.shows:
+            shown = bounded(data)
+            self.link.send(
+                Display(data=shown, metadata=metadata, display_id=display_id, update=update)
+            )
+
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Send the plain traceback at once, then IPython's.
+
+        The first message leaves before IPython draws (which takes up to 0.1 s), because the order
+        in which ranks fail decides which failure is the first. It is whole: the rank may be ended
+        before the second.
+        """
+        value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
+        if self.link is None or value is None or isinstance(value, SystemExit):
+            return
+        tracebacks.leave_out_ours(value)
+        tracebacks.send(self.link, value)
+        # of a group, IPython draws its own frames and not the parts; an error of ours draws itself
+        is_plain = isinstance(value, SyntaxError | TaasError) or tracebacks.is_group(value)
+        if not is_plain and self.link.is_own:
+            super().showtraceback((type(value), value, value.__traceback__), *args, **kwargs)
+
+    def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
+        """Send a syntax error as any other failure."""
+        self.showtraceback()
+
+    def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
+        text = self.InteractiveTB.stb2text(stb) if stb else ""
+        if self.link is not None and etype is not SystemExit:
+            tracebacks.send(self.link, evalue, text)

@@ -1,26 +1,37 @@
-"""Where the ranks of an attempt meet: torch's TCPStore, in a process of its own on the first host.
+"""Where the ranks of an attempt meet: torch's TCPStore, and horovod's server where it is installed.
 
 torchrun's agent serves the store itself; ours imports no torch. The agent binds the port, so that
 all hosts can be told of it at once, and a process of the forkserver, which waits for it since the
 last run, serves it. Every attempt has a store of its own: in an old one its ranks would find where
 those of the last attempt listened.
+
+Horovod's ranks find each other over an HTTP server of horovod's own. The same process runs it, and
+leaves its port in the store, from which ranks make what `horovodrun` would tell them.
 """
 
+import contextlib
 import functools
+import importlib
+import importlib.util
 import queue
 import socket
+import threading
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 from taas_magic.errors import PoolError
-from taas_magic.host import forkserver, horovod
-from taas_magic.host.processes import die_with_parent
+from taas_magic.host import forkserver
+from taas_magic.host.system import die_with_parent
 
 STORE_TIMEOUT_S = 300.0
 REACH_TIMEOUT_S = 30.0
 """How long a host may take to reach the first one."""
 
 _BACKLOG = 1024
+_HOROVOD_SERVER = "horovod.runner.http.http_server"
+_HOROVOD_KEY = "taas/horovod"
+_HOROVOD_ANSWER_S = 60.0
 
 
 class _Server:
@@ -49,18 +60,10 @@ def prepare() -> None:
         _spare.put(_Server())
 
 
-def _take_server() -> _Server:
-    try:
-        return _spare.get_nowait()
-    except queue.Empty:  # several runs begin at a time
-        return _Server()
-
-
 class Rendezvous:
     """The rendezvous of one attempt, on the run's first host; used in the agent.
 
-    Args:
-        address: The one address on which it listens; the system chooses the port.
+    It listens on one address; the system chooses the port.
     """
 
     def __init__(self, address: str) -> None:
@@ -72,7 +75,10 @@ class Rendezvous:
 
     def start(self) -> None:
         """Have a process serve it."""
-        self._server = _take_server()
+        try:
+            self._server = _spare.get_nowait()
+        except queue.Empty:  # several runs begin at a time
+            self._server = _Server()
         self._server.serve(self._listener, self._address)
         self._listener.close()
 
@@ -84,6 +90,22 @@ class Rendezvous:
             self._server = None
 
 
+def reach(address: str, port: int) -> None:
+    """Check from another host that the first one can be reached; blocks.
+
+    Raises:
+        PoolError: It cannot.
+    """
+    try:
+        socket.create_connection((address, port), REACH_TIMEOUT_S).close()
+    except OSError as error:
+        raise PoolError(
+            f"the run's first host cannot be reached from here at {address}, port {port}: ranks of "
+            f"several hosts must reach each other; name the network that they share with "
+            f"`interface` in taas.toml ({error})"
+        ) from error
+
+
 def serve(control: socket.socket) -> None:
     """Serve a store on the socket that comes over `control`, until that is closed.
 
@@ -92,7 +114,9 @@ def serve(control: socket.socket) -> None:
     import torch.distributed as dist
 
     die_with_parent()
-    horovod.prepare()
+    if has_horovod():  # imported before it is needed; what is wrong with it is said later
+        with contextlib.suppress(Exception):
+            importlib.import_module(_HOROVOD_SERVER)
     address, descriptors, _, _ = socket.recv_fds(control, 1024, 1)
     if not descriptors:
         return
@@ -110,22 +134,69 @@ def serve(control: socket.socket) -> None:
         store = make_store()
     except NotImplementedError:  # the libuv store of torch 2.4 takes no listening socket
         store = make_store(use_libuv=False)
-    horovod.serve(store, address.decode())
+    store.set(_HOROVOD_KEY, _serve_horovod(address.decode()))
     control.recv(1)
     del store
 
 
-def reach(address: str, port: int) -> None:
-    """Check from another host that the first one can be reached; blocks.
+@functools.cache
+def has_horovod() -> bool:
+    """Return whether this host has horovod; the forkserver looks once for all that it forks."""
+    return importlib.util.find_spec("horovod") is not None
 
-    Raises:
-        PoolError: It cannot.
-    """
+
+def _serve_horovod(address: str) -> str:
+    """Serve horovod's ranks from a thread; returns the port, or why there is none."""
+    if not has_horovod():
+        return "the run's first host has no horovod"
     try:
-        socket.create_connection((address, port), REACH_TIMEOUT_S).close()
-    except OSError as error:
-        raise PoolError(
-            f"the run's first host cannot be reached from here at {address}, port {port}: ranks of "
-            f"several hosts must reach each other; name the network that they share with "
-            f"`interface` in taas.toml ({error})"
-        ) from error
+        http_server = importlib.import_module(_HOROVOD_SERVER)
+        handler = http_server.RendezvousHandler
+        server = http_server.RendezvousHTTPServer((address, 0), handler, verbose=False)
+    except Exception as error:  # whatever a broken installation raises
+        return f"horovod's rendezvous could not be started: {type(error).__name__}: {error}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return str(server.server_port)
+
+
+def ask_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> dict[str, str]:
+    """Return what `horovodrun` would set for this rank; blocks until the first host has a server.
+
+    Where horovod's ranks will not find each other, `note` tells the user why.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=_HOROVOD_ANSWER_S),
+    )
+    said = store.get(_HOROVOD_KEY).decode()
+    if said.isdigit():
+        return horovod_variables(environ, said)
+    note(f"{said}: its ranks will not find each other")
+    return {}
+
+
+def horovod_variables(environ: Mapping[str, str], port: str) -> dict[str, str]:
+    """Return horovod's variables of a rank, from torchrun's and the port of its rendezvous."""
+    local_rank, host_rank = environ["LOCAL_RANK"], environ["GROUP_RANK"]
+    # hosts that have a rank in that place; the first ones may have one more than the others
+    hosts = int(environ["GROUP_WORLD_SIZE"])
+    on_all, larger = divmod(int(environ["WORLD_SIZE"]), hosts)
+    return {
+        "HOROVOD_RANK": environ["RANK"],
+        "HOROVOD_SIZE": environ["WORLD_SIZE"],
+        "HOROVOD_LOCAL_RANK": local_rank,
+        "HOROVOD_LOCAL_SIZE": environ["LOCAL_WORLD_SIZE"],
+        "HOROVOD_CROSS_RANK": host_rank,
+        "HOROVOD_CROSS_SIZE": str(hosts if int(local_rank) < on_all else larger),
+        # horovod takes ranks with one name to be of one host
+        "HOROVOD_HOSTNAME": f"{socket.gethostname()}-{host_rank}",
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": environ["MASTER_ADDR"],
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+        "HOROVOD_GLOO_IFACE": environ["GLOO_SOCKET_IFNAME"].partition(",")[0],
+    }

@@ -7,7 +7,7 @@ Values that share something (an optimizer has the parameters of its model) go to
 file, and share it in the notebook as well.
 """
 
-import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from taas_magic.plan import LAST, is_from, name_of, split_name
 
 _ERROR_CHARS = 300
 _LISTED = 12
+_FILE = re.compile(r"(\d+)-(\d+)-\d+", re.ASCII)
 
 GATHER = (
     "on all ranks and before the process group is closed: `.full_tensor()` of a tensor, "
@@ -55,92 +56,29 @@ class Brought(Struct):
     missing: dict[str, str] = {}
 
 
-@dataclass(frozen=True)
-class ResultSender:
-    """What a rank sends its results with; made before the cell, which may change the environment.
-
-    Attributes:
-        folder: `RunFolder.results`.
-        note: Tells the notebook a sentence.
-    """
-
-    folder: Path
-    note: Callable[[str], None]
-    rank: int
-    world_size: int
-    attempt: int
-
-    @classmethod
-    def of_environ(cls, folder: Path, note: Callable[[str], None]) -> "ResultSender":
-        """That of this process, by torchrun's variables."""
-        names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-        return cls(folder, note, *(int(os.environ[name]) for name in names))
-
-    def send(
-        self, namespace: Mapping[str, Any], out: Sequence[str], *, value: Any, failed: bool
-    ) -> None:
-        """Writes this rank's results, after the cell.
-
-        Every rank calls it, those that send nothing, too: all of them gather what is sharded. What
-        cannot come is noted and raises nothing.
-
-        Args:
-            namespace: The rank's variables.
-            out: As `--out` has them.
-            value: That of the last expression; where it cannot be pickled, nothing is said.
-            failed: Whether the cell failed here, so that other ranks may not come to gather.
-        """
-        sent = [text for text in out if is_from(text, self.rank, self.world_size)]
-        mine = [name_of(text) for text in sent]
-        names = [name_of(text) for text in out]
-        there = {name: namespace[name] for name in names if name in namespace}
-        sharded = {name: held for name, held in there.items() if is_sharded(held)}
-        plain = {name: there[name] for name in mine if name in there and name not in sharded}
-        last = {VALUE: value} if self.rank == 0 and value is not None else {}
-        outbox = _Outbox(self.folder, f"{self.attempt}-{self.rank}", self.note, failed)
-        for name in mine:
-            if name not in there:
-                outbox.miss(name, _not_there(self.rank, namespace, failed))
-        outbox.put({**plain, **last})
-        for name, held in sharded.items():
-            keeps = self.rank == 0 if _has_model(held) else name in mine
-            outbox.put_gathered(name, held, keeps)
-        outbox.close()
-
-
 def receive(folder: Path, out: Sequence[str]) -> Received:
-    """Loads what came, each file for itself (kernel).
+    """Load what came, each file for itself; called in the kernel.
 
     Args:
         folder: `RunFolder.results`.
         out: As `--out` has them; nothing else is taken.
     """
+    # those of the newest attempt that left any; unfinished ones have no such name
+    named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*"))
+    found = sorted((int(it[1]), int(it[2]), path) for it, path in named if it is not None)
     received = Received()
-    for path in _of_last_attempt(folder):
-        rank = int(path.name.split("-")[1])
-        _load(path, received, {name_of(text) for text in out if _may_send(rank, text)})
+    for attempt, rank, path in found:
+        if attempt == found[-1][0]:
+            # a value may be a rank's own, or rank 0's, which gathers models
+            whose = {text: split_name(text)[1] for text in out}
+            theirs = [it for it in out if rank == 0 or whose[it] in (rank, LAST)]
+            _load(path, received, {name_of(text) for text in theirs})
     names = [name_of(text) for text in out]
     missing = [name for name in names if name not in received.values]
     return Received(
         {name: received.values[name] for name in (*names, VALUE) if name in received.values},
         {name: received.missing.get(name, "nothing of it came") for name in missing},
     )
-
-
-def _may_send(rank: int, text: str) -> bool:
-    """Whether a value may be a rank's: its own, or rank 0's, which gathers models."""
-    return rank == 0 or split_name(text)[1] in (rank, LAST)
-
-
-def _of_last_attempt(folder: Path) -> list[Path]:
-    """The files of the newest attempt that left any; unfinished ones have no such name."""
-    files = [path for path in folder.glob("[0-9]*-*-*") if path.name.replace("-", "").isdigit()]
-    last = max((_attempt_of(path) for path in files), default=0)
-    return sorted(path for path in files if _attempt_of(path) == last)
-
-
-def _attempt_of(path: Path) -> int:
-    return int(path.name.partition("-")[0])
 
 
 def _load(path: Path, received: Received, expected: Collection[str]) -> None:
@@ -175,7 +113,8 @@ class ResultPickler(ValuePickler):
         ResultPickler().dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
-        if _is_wrapper(obj):
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
             self.unwrapped = True
             return _itself, (obj.module,)
         if isinstance(obj, self._sharded):
@@ -183,74 +122,99 @@ class ResultPickler(ValuePickler):
         return super().reducer_override(obj)
 
     def shareable(self) -> set[int]:
-        """Identities of what was pickled and would be seen to be two things if it were."""
+        """Return identities of what was pickled and would be seen to be two things if it were."""
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
         return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
 
 
-class _Outbox:
+def _itself(value: Any) -> Any:
+    return value
+
+
+class ResultSender:
     """Writes one rank's results, a file for each group of values that share something.
 
     Args:
-        folder: Where to.
-        prefix: What the files' names begin with.
+        folder: `RunFolder.results`.
+        environ: torchrun's variables of the rank.
         note: Tells the notebook a sentence.
-        failed: Whether the cell failed: then only what comes is of interest.
     """
 
     def __init__(
-        self, folder: Path, prefix: str, note: Callable[[str], None], failed: bool
+        self, folder: Path, environ: Mapping[str, str], note: Callable[[str], None]
     ) -> None:
-        self._folder, self._prefix, self._note = folder, prefix, note
-        self._failed = failed
+        self._folder, self._note = folder, note
+        self._rank, self._world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        self._attempt = environ["TORCHELASTIC_RESTART_COUNT"]
+        self._failed = False
         self._written = 0
         self._missing: dict[str, str] = {}
         self._told: set[str] = set()
 
-    def miss(self, name: str, why: str) -> None:
-        """Takes down that a value cannot come."""
+    def send(
+        self, namespace: Mapping[str, Any], out: Sequence[str], *, value: Any, failed: bool
+    ) -> None:
+        """Write this rank's results, after the cell.
+
+        Every rank calls it, those that send nothing, too: all of them gather what is sharded. What
+        cannot come is noted and raises nothing.
+
+        Args:
+            out: As `--out` has them.
+            value: That of the last expression; where it cannot be pickled, nothing is said.
+            failed: Whether the cell failed here: then other ranks may not come to gather, and only
+                what comes is of interest.
+        """
+        self._failed = failed
+        sent = [text for text in out if is_from(text, self._rank, self._world_size)]
+        mine = [name_of(text) for text in sent]
+        names = [name_of(text) for text in out]
+        there = {name: namespace[name] for name in names if name in namespace}
+        sharded = {name: held for name, held in there.items() if is_sharded(held)}
+        plain = {name: there[name] for name in mine if name in there and name not in sharded}
+        if self._rank == 0 and value is not None:
+            plain[VALUE] = value
+        for name in mine:
+            if name not in there:
+                self._miss(name, self._why_not_there(namespace))
+        self._put(plain)
+        for name, held in sharded.items():
+            keeps = self._rank == 0 if _has_model(held) else name in mine
+            self._put_gathered(name, held, keeps)
+        if self._missing:
+            try:
+                self._write(Pickled(b"", ()), Brought(missing=self._missing))
+            except OSError as error:
+                self._note(f"writing into the run's folder raised {_said(error)}")
+
+    def _why_not_there(self, namespace: Mapping[str, Any]) -> str:
+        if self._failed:
+            return f"rank {self._rank} had not set it when the cell failed"
+        have = [name for name in namespace if not name.startswith("_")]
+        more = f" and {len(have) - _LISTED} more" if len(have) > _LISTED else ""
+        listed = ", ".join(have[-_LISTED:]) or "none"
+        return f"rank {self._rank} has no such variable; it has: {listed}{more}"
+
+    def _miss(self, name: str, why: str) -> None:
+        """Take down that a value cannot come."""
         if name != VALUE:
             self._missing[name] = why
             if not self._failed:
                 self._note(f"--out {name} does not come: {why}")
 
-    def put(self, values: Mapping[str, Any]) -> None:
-        """Pickles and writes values; what cannot be is missed."""
+    def _put(self, values: Mapping[str, Any]) -> None:
+        """Pickle and write values; what cannot be is missed."""
         picklers: dict[str, ResultPickler] = {}
         for name, value in values.items():
             pickler = ResultPickler()
             try:
                 pickler.add({name: value})
             except Exception as error:  # pickling runs the user's code: anything may be raised
-                self.miss(name, _unpicklable(name, value, pickler, error))
+                self._miss(name, _unpicklable(name, value, pickler, error))
             else:
                 picklers[name] = pickler
         for names in _groups(picklers):
             self._put_group({name: values[name] for name in names}, picklers[names[0]])
-
-    def put_gathered(self, name: str, value: Any, keeps: bool) -> None:
-        """Gathers a sharded value with all other ranks, and writes it where it is kept."""
-        whole, why = None, "it is sharded over the ranks, and the cell failed before a gathering"
-        if not self._failed:
-            try:
-                whole, why = _gather(value, keeps), ""
-            except Exception as error:  # from a collective, whose errors are of many types
-                why = f"it is sharded, and gathering it raised {_said(error)}; gather it {GATHER}"
-        if keeps and why:
-            self.miss(name, why)
-        elif keeps:
-            if _has_model(value):
-                self._tell(f"--out {name}: of a sharded model its full state_dict() comes")
-            self.put({name: whole})
-
-    def close(self) -> None:
-        """Writes what could not come, and why."""
-        if not self._missing:
-            return
-        try:
-            self._write(Pickled(b"", ()), Brought(missing=self._missing))
-        except OSError as error:
-            self._note(f"writing into the run's folder raised {_said(error)}")
 
     def _put_group(self, values: Mapping[str, Any], pickler: ResultPickler) -> None:
         try:
@@ -260,26 +224,41 @@ class _Outbox:
             self._write(pickler.pickled(), Brought(names=list(values)))
         except Exception as error:  # the disk is full, or pickling it again runs other code
             for name in values:
-                self.miss(name, f"writing it raised {_said(error)}")
+                self._miss(name, f"writing it raised {_said(error)}")
             return
         if pickler.unwrapped:
             listed = ", ".join(name for name in values if name != VALUE)
-            self._tell(f"--out {listed}: of a DistributedDataParallel its `.module` comes")
+            self._tell_once(f"--out {listed}: of a DistributedDataParallel its `.module` comes")
+
+    def _put_gathered(self, name: str, value: Any, keeps: bool) -> None:
+        """Gather a sharded value with all other ranks, and write it where it is kept."""
+        whole, why = None, "it is sharded over the ranks, and the cell failed before a gathering"
+        if not self._failed:
+            try:
+                whole, why = _gather(value, keeps), ""
+            except Exception as error:  # from a collective, whose errors are of many types
+                why = f"it is sharded, and gathering it raised {_said(error)}; gather it {GATHER}"
+        if keeps and why:
+            self._miss(name, why)
+        elif keeps:
+            if _has_model(value):
+                self._tell_once(f"--out {name}: of a sharded model its full state_dict() comes")
+            self._put({name: whole})
 
     def _write(self, pickled: Pickled, about: Brought) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        path = self._folder / f"{self._prefix}-{self._written}"
+        path = self._folder / f"{self._attempt}-{self._rank}-{self._written}"
         pickling.write_archive(path, pickled, about)
         self._written += 1
 
-    def _tell(self, text: str) -> None:
+    def _tell_once(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
             self._note(text)
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a rank has only a part of it: a sharded tensor, or a model or container of such."""
+    """Return whether a rank has only a part of it: a sharded tensor, or what holds such."""
     kinds = _sharded_types()
     return bool(kinds) and any(isinstance(each, kinds) for each in _leaves(value))
 
@@ -289,7 +268,7 @@ def _has_model(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What is in plain containers, however deep; of models their parts and tensors."""
+    """Yield what is in plain containers, however deep; of models their parts and tensors."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -304,36 +283,31 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _gather(value: Any, keeps: bool) -> Any:
-    """The whole of a sharded value, on the CPU; a collective.
+    """Return the whole of a sharded value, on the CPU, where it is kept; a collective.
 
     Of a model it is the state_dict, which torch gives to rank 0 alone.
     """
+    import torch
+
     if not is_sharded(value):
         return value
     if isinstance(value, dict):
         return {key: _gather(each, keeps) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)([_gather(each, keeps) for each in value])
-    return _state_of(value) if _is_module(value) else _whole(value, keeps)
-
-
-def _state_of(model: Any) -> dict[str, Any]:
+    if not _is_module(value):
+        with torch.no_grad():
+            whole = value.full_tensor()
+        return whole.detach().cpu() if keeps else None
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(model, options=options)
-
-
-def _whole(tensor: Any, keeps: bool) -> Any:
-    import torch
-
-    with torch.no_grad():
-        whole = tensor.full_tensor()
-    return whole.detach().cpu() if keeps else None
+    return get_model_state_dict(
+        value, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
 
 
 def _sharded_types() -> tuple[type, ...]:
-    """Types of which a rank has only a part, as far as their modules are imported."""
+    """Return types of which a rank has only a part, as far as their modules are imported."""
     tensor = sys.modules.get("torch.distributed.tensor")  # since torch 2.5
     tensor = tensor or sys.modules.get("torch.distributed._tensor")
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -346,11 +320,6 @@ def _is_module(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
-def _is_wrapper(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.parallel.DistributedDataParallel)
-
-
 def _is_mutable(value: Any) -> bool:
     if isinstance(value, type | FunctionType | ModuleType | Enum):
         return False
@@ -360,7 +329,7 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _groups(picklers: Mapping[str, ResultPickler]) -> list[list[str]]:
-    """The names, those together whose values share something."""
+    """Return the names, those together whose values share something."""
     groups: list[tuple[set[int], list[str]]] = []
     for name, pickler in picklers.items():
         held, names = pickler.shareable(), [name]
@@ -371,20 +340,8 @@ def _groups(picklers: Mapping[str, ResultPickler]) -> list[list[str]]:
     return [names for _, names in groups]
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _not_there(rank: int, namespace: Mapping[str, Any], failed: bool) -> str:
-    if failed:
-        return f"rank {rank} had not set it when the cell failed"
-    have = [name for name in namespace if not name.startswith("_")]
-    more = f" and {len(have) - _LISTED} more" if len(have) > _LISTED else ""
-    return f"rank {rank} has no such variable; it has: {', '.join(have[-_LISTED:]) or 'none'}{more}"
-
-
 def _unpicklable(name: str, value: Any, pickler: ResultPickler, error: Exception) -> str:
-    """Why a value cannot come, and what to send instead."""
+    """Return why a value cannot come, and what to send instead."""
     path, offender = culprit(name, value, pickler.probe)
     if isinstance(offender, _sharded_types()):
         kind = type_name(offender)

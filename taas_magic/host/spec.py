@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
-from taas_magic.host.hardware import LOOPBACK, name_of
-from taas_magic.host.processes import RUN_TOKEN
+from taas_magic.host.system import LOOPBACK, RUN_TOKEN, name_of
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import LoaderPlaces
 from taas_magic.plan import HostPlan, Plan

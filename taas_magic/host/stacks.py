@@ -78,7 +78,6 @@ class Sight:
     """What is known of one process.
 
     Attributes:
-        pid: Its id.
         command: Its command line; "" for a rank.
         state: As psutil says it; "gone" for one that has ended.
         wchan: Where in the system's kernel it waits; "" where that is not known.
@@ -86,7 +85,6 @@ class Sight:
         pending: Collectives that it has begun and that have not ended, as words.
         answers: Whether it gives its stacks itself, which takes the interpreter's lock.
         has_finished: Whether it is a rank that has run the cell to its end.
-        children: What it started.
     """
 
     pid: int
@@ -105,7 +103,7 @@ class Sight:
         return next(iter(self.threads.values()), [])
 
     def stand(self) -> ProcessStand:
-        """What is known, in words."""
+        """Return what is known, in words."""
         return ProcessStand(
             pid=self.pid,
             command=self.command,
@@ -124,14 +122,14 @@ def listen(path: Path) -> None:
 
 
 def place(frames: Sequence[StackFrame]) -> str:
-    """The line of the notebook where a thread stands; else the innermost one that is known."""
+    """Return the notebook's line where a thread stands; else the innermost one that is known."""
     cells = [frame for frame in frames if frame.file.startswith("Cell In[")]
     users = [frame for frame in frames if _OURS not in frame.file]
     return str(cells[-1]) if cells else str(users[-1]) if users else ""
 
 
 def waits_for(sight: Sight) -> str:
-    """What a process's main thread waits for, in words."""
+    """Return what a process's main thread waits for, in words."""
     if sight.state == _GONE:
         return "nothing: it has ended"
     if sight.state == psutil.STATUS_STOPPED:
@@ -152,24 +150,21 @@ def waits_for(sight: Sight) -> str:
         return _WAITING[waiting]
     if sight.pending:
         return _named_collective(sight.pending[0], [])
-    return _of_the_system(sight)
+    if sight.threads and not sight.answers and not sight.command:
+        return "a C call that holds the interpreter's lock"
+    return next((words for pattern, words in _WCHAN if pattern.search(sight.wchan)), "a C call")
 
 
 def _named_collective(function: str, pending: Sequence[str]) -> str:
-    """A collective by the function that was called and the number that the recorder gave it."""
+    """Name a collective by the function that was called and the recorder's number of it."""
     begun = next(iter(pending), "")
     if begun and begun.partition(" ")[0] != function:
         begun = f"{function} ({begun})"  # all_gather_object is two of all_gather
     return f"{begun or function} of torch.distributed"
 
 
-def is_in_collective(sight: Sight) -> bool:
-    """Whether a process waits for the other ranks."""
-    return waits_for(sight).endswith("of torch.distributed")
-
-
 def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
-    """The file of what called the standard library, and that of the library that it called."""
+    """Return the file of what called the standard library, and that of what it called there."""
     called = ""
     for frame in reversed(frames):
         if not frame.file.startswith(_LIBRARY) or "-packages" in frame.file:
@@ -179,7 +174,7 @@ def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
 
 
 def _busy_child(sight: Sight) -> str:
-    """Where the child stands that a rank waits for, if one of them is in the user's code."""
+    """Say where the child stands that a rank waits for, if one of them is in the user's code."""
     for child in sight.children:
         where = place(child.main)
         if where.startswith("Cell In["):
@@ -187,31 +182,25 @@ def _busy_child(sight: Sight) -> str:
     return ""
 
 
-def _of_the_system(sight: Sight) -> str:
-    if sight.threads and not sight.answers and not sight.command:
-        return "a C call that holds the interpreter's lock"
-    known = next((words for pattern, words in _WCHAN if pattern.search(sight.wchan)), "")
-    return known or "a C call"
-
-
 def parse(text: str) -> dict[str, list[StackFrame]]:
-    """What faulthandler wrote, by threads; frames outermost first, the main thread first."""
+    """Read what faulthandler wrote, by threads; frames outermost first, the main thread first."""
     blocks = [block.splitlines() for block in text.split("\n\n") if block.strip()]
     # the signal goes to the main thread; of one that has it blocked, Python lists the main one last
     blocks.sort(key=lambda lines: not lines[0].startswith("Current"))
     if blocks and not blocks[0][0].startswith("Current"):
         blocks.insert(0, blocks.pop())
-    names = ["MainThread", *(f"thread {number}" for number in range(1, len(blocks)))]
-    return {name: _frames(lines) for name, lines in zip(names, blocks, strict=False)}
-
-
-def _frames(lines: Sequence[str]) -> list[StackFrame]:
-    found = [match.groups() for line in reversed(lines) if (match := _FRAME.match(line))]
-    return [StackFrame(file, int(line), function) for file, line, function in found]
+    return {
+        f"thread {number}" if number else "MainThread": [
+            StackFrame(match[1], int(match[2]), match[3])
+            for line in reversed(lines)
+            if (match := _FRAME.match(line))
+        ]
+        for number, lines in enumerate(blocks)
+    }
 
 
 def last_seen(stack: Sequence[str]) -> dict[str, list[StackFrame]]:
-    """The main thread's frames as a rank's last heartbeat said them, outermost first, in lines."""
+    """Read the main thread's frames, outermost first, from the lines of a rank's last heartbeat."""
     found: list[StackFrame] = []
     for line in stack:
         if match := _FRAME.match(line):
@@ -226,10 +215,7 @@ class Stand:
 
     Args:
         hang_s: After how long that is said; 0: never.
-        host: This host's name.
-        attempt: Which start of the ranks this is.
-        ranks: The ranks.
-        pump: Knows when they wrote something.
+        pump: Knows when ranks wrote something.
         pipes: The folder of their pipes.
         emit: Sends an event to the pool's process.
     """
@@ -256,11 +242,7 @@ class Stand:
         self._collecting = threading.Lock()
 
     def look(self, now: float) -> None:
-        """Looks whether ranks come forward, and says so when none has for too long.
-
-        Args:
-            now: The agent's monotonic clock.
-        """
+        """Look whether ranks come forward, and say so when none has for too long."""
         pause_s, passed_s = min(SAMPLE_S, self._hang_s / 4), now - self._sampled_at
         if not self._hang_s or passed_s < pause_s or self._collecting.locked():
             return
@@ -270,25 +252,26 @@ class Stand:
         still_s = now - still_since(self._ranks.states(), now)
         if still_s < self._looks_s[0]:
             self._looked_s = 0.0
-            self._clear()
+            if self._is_said:
+                self._is_said = False
+                self._emit(Hang(host=self._host, attempt=self._attempt, ranks=[]))
         elif not self._is_said and any(self._looked_s < it <= still_s for it in self._looks_s):
             self._looked_s = still_s
-            said = threading.Thread(target=self._say, args=(still_s,), daemon=True)
-            said.start()
+            threading.Thread(target=self._say, args=(still_s,), daemon=True).start()
 
     def collect(self) -> list[tuple[RankState, Sight]]:
-        """Asks all ranks where they stand; takes some seconds where one does not answer."""
+        """Ask all ranks where they stand; takes some seconds where one does not answer."""
         with self._collecting:
             states = self._ranks.states()
             self._ask([state for state in states if not state.ended])
             found = [(state, self._sight(state)) for state in states]
             pids = [state.pid for state in states if not state.ended]
             self._own_s = {pid: _cpu_s(pid) for pid in pids}  # to answer is no progress
-            self._all_s = cpu_seconds(pids)
+            self._all_s = _cpu_s_below(pids)
             return found
 
     def rows(self, found: Iterable[tuple[RankState, Sight]]) -> list[RankStand]:
-        """What was collected, for `%taas stacks` and the run's head."""
+        """Return what was collected, for `%taas stacks` and the run's head."""
         now = time.monotonic()
         return [
             RankStand(
@@ -298,29 +281,23 @@ class Stand:
         ]
 
     def _say(self, still_s: float) -> None:
-        """Says where the ranks stand; before hang_s are over, if one waits for the others."""
+        """Say where the ranks stand; before hang_s are over, if one waits for the others."""
         found = self.collect()
-        waits = any(is_in_collective(sight) for _, sight in found)
+        waits = any(waits_for(sight).endswith("of torch.distributed") for _, sight in found)
         limit_s = min(self._hang_s, COLLECTIVE_S) if waits else self._hang_s
-        if still_s >= limit_s and not self._has_moved(found):
+        now = time.monotonic()
+        has_moved = any(  # or has ended, while the ranks were looked at
+            state.ended or now - state.forward_at < self._hang_s / 4
+            for state, sight in found
+            if sight.state != _GONE
+        )
+        if still_s >= limit_s and not has_moved:
             self._is_said = True
             rows = [structs.replace(row, threads={}, children=[]) for row in self.rows(found)]
             self._emit(Hang(host=self._host, attempt=self._attempt, ranks=rows))
 
-    def _has_moved(self, found: Iterable[tuple[RankState, Sight]]) -> bool:
-        """Whether a rank has ended or come forward while the ranks were looked at."""
-        now = time.monotonic()
-        is_new = self._hang_s / 4
-        running = (state for state, sight in found if sight.state != _GONE)
-        return any(state.ended or now - state.forward_at < is_new for state in running)
-
-    def _clear(self) -> None:
-        if self._is_said:
-            self._is_said = False
-            self._emit(Hang(host=self._host, attempt=self._attempt, ranks=[]))
-
     def _sample(self, now: float) -> None:
-        """Takes down which ranks have written or computed since the last sample.
+        """Take down which ranks have written or computed since the last sample.
 
         What they started is looked at only when no rank computes itself: it takes a look at all
         processes of the host.
@@ -332,12 +309,12 @@ class Stand:
             self._ranks.came_forward(state.rank, self._pump.heard_at(state.rank))
         own_s = {pid: _cpu_s(pid) for pid in pids}
         if not self._take_used(self._own_s, own_s, least_s, now):
-            self._take_used(self._all_s, cpu_seconds(pids), least_s, now)
+            self._take_used(self._all_s, _cpu_s_below(pids), least_s, now)
 
     def _take_used(
         self, before: dict[int, float], used: dict[int, float], least_s: float, now: float
     ) -> bool:
-        """Takes down who has used CPU time since `before`, which it updates; says whether any."""
+        """Take down who has used CPU time since `before`, which it updates; returns whether any."""
         is_any = False
         for state in self._ranks.states():
             used_s = used.get(state.pid, 0.0) - before.get(state.pid, used.get(state.pid, 0.0))
@@ -348,17 +325,18 @@ class Stand:
         return is_any
 
     def _ask(self, states: Sequence[RankState]) -> None:
-        """Asks ranks for their stacks; returns when they are there, or will not come."""
+        """Ask ranks for their stacks; returns when they are there, or will not come."""
         asked = time.monotonic()
-
-        def awaited(state: RankState) -> bool:
-            return state.sight_at < asked and state.stopped_at is None and not state.ended
-
         for state in states:
-            link.ask(self._pipes, self._attempt, self._local(state))
-        until = asked + ANSWER_S
-        while any(map(awaited, states)) and time.monotonic() < until:
+            link.ask(self._pipes, self._attempt, state.rank - self._first)
+        awaited = list(states)
+        while awaited and time.monotonic() < asked + ANSWER_S:
             time.sleep(_WAIT_S)
+            awaited = [
+                state
+                for state in awaited
+                if state.sight_at < asked and state.stopped_at is None and not state.ended
+            ]
         for state in states:
             if state.sight_at < asked:
                 state.sight = None
@@ -371,24 +349,14 @@ class Stand:
         sight.answers = state.sight is not None or time.monotonic() - state.beat_at < _BEATS_S
         if state.sight is not None:
             sight.pending, sight.threads = state.sight.pending, state.sight.threads
-        _complete(sight, self._stacks_file(state), self._ranks.cells)
+        file = link.stacks_file(self._pipes, self._attempt, state.rank - self._first)
+        _complete(sight, file, self._ranks.cells)
         sight.threads = sight.threads or last_seen(state.stack)
         return sight
 
-    def _stacks_file(self, state: RankState) -> Path:
-        return link.stacks_file(self._pipes, self._attempt, self._local(state))
-
-    def _local(self, state: RankState) -> int:
-        return state.rank - self._first
-
 
 def of_fetcher(pid: int, path: Path) -> Sight:
-    """Where a fetcher and its workers stand.
-
-    Args:
-        pid: Of its server.
-        path: Where they write their stacks (`listen`).
-    """
+    """Look where a fetcher, its server's pid, and its workers stand, who write stacks to `path`."""
     sight = _of_system(pid)
     _complete(sight, path, {})
     sight.command = ""
@@ -400,16 +368,16 @@ def of_fetcher(pid: int, path: Path) -> Sight:
 
 
 def _complete(sight: Sight, path: Path, cells: Mapping[str, tuple[str, str]]) -> None:
-    """Adds the stacks of who has not given them itself: by signal, one after the other."""
+    """Add the stacks of who has not given them itself: by signal, one after the other."""
     if not sight.threads and sight.state != psutil.STATUS_STOPPED:
-        found = parse(written_on_signal(sight.pid, path))
+        found = parse(_written_on_signal(sight.pid, path))
         sight.threads = {n: [_named(frame, cells) for frame in t] for n, t in found.items()}
     for child in sight.children:
         _complete(child, path, cells)
 
 
 def _of_system(pid: int) -> Sight:
-    """What the system knows of a process and of those below it."""
+    """Look what the system knows of a process and of those below it."""
     try:
         process = psutil.Process(pid)
         sight = Sight(pid, " ".join(process.cmdline()), process.status(), _wchan(pid))
@@ -420,7 +388,7 @@ def _of_system(pid: int) -> Sight:
 
 
 def _named(frame: StackFrame, cells: Mapping[str, tuple[str, str]]) -> StackFrame:
-    """A frame of a cell with the cell's label and its line; others as they are."""
+    """Return a frame of a cell with the cell's label and its line; others as they are."""
     if frame.file not in cells:
         return frame
     label, source = cells[frame.file]
@@ -429,8 +397,8 @@ def _named(frame: StackFrame, cells: Mapping[str, tuple[str, str]]) -> StackFram
     return frame._replace(file=label, text=text)
 
 
-def written_on_signal(pid: int, path: Path) -> str:
-    """What a process writes to `path` on SIGNAL; "" where it does not listen, or cannot write."""
+def _written_on_signal(pid: int, path: Path) -> str:
+    """Return what a process writes to `path` on SIGNAL; "" where it does not, or cannot."""
     before = path.stat().st_size if path.exists() else 0
     if not _mask(pid, "SigCgt"):
         return ""
@@ -452,7 +420,7 @@ def written_on_signal(pid: int, path: Path) -> str:
 
 
 def _mask(pid: int, name: str) -> bool:
-    """Whether SIGNAL is in a set of signals of a process's main thread, as proc(5) names them."""
+    """Return whether SIGNAL is in a set of a process's main thread, as proc(5) names them."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -462,7 +430,7 @@ def _mask(pid: int, name: str) -> bool:
 
 
 def _wchan(pid: int) -> str:
-    """Where in the system's kernel a process's main thread waits; "" where it may not be known."""
+    """Return where in the kernel a process's main thread waits; "" where it may not be known."""
     try:
         where = Path(f"/proc/{pid}/wchan").read_text().strip()
     except OSError:
@@ -470,29 +438,23 @@ def _wchan(pid: int) -> str:
     return "" if where == "0" else where
 
 
-def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """The CPU time of processes with all that is below them, by their ids."""
-    used: dict[int, float] = {}
-    parents: dict[int, int] = {}
-    for process in psutil.process_iter(["ppid", "cpu_times"]):
-        times = process.info["cpu_times"]
-        if times is not None:
-            parents[process.pid] = process.info["ppid"]
-            used[process.pid] = sum(times[:4])  # user, system, and those of reaped children
-    totals = dict.fromkeys(pids, 0.0)
-    for pid, seconds in used.items():
-        above: int | None = pid
-        while above is not None and above not in totals:
-            above = parents.get(above)
-        if above is not None:
-            totals[above] += seconds
-    return totals
-
-
 def _cpu_s(pid: int) -> float:
-    """The CPU time of one process; 0 for one that is gone."""
+    """Return the CPU time of one process; 0 for one that is gone."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.Error:
         return 0.0
     return float(times.user + times.system)
+
+
+def _cpu_s_below(pids: Iterable[int]) -> dict[int, float]:
+    """Return the CPU time of processes with all that is below them, by their ids."""
+    found = {it.pid: it.info for it in psutil.process_iter(["ppid", "cpu_times"])}
+    totals = dict.fromkeys(pids, 0.0)
+    for pid, info in found.items():
+        above: int | None = pid
+        while above is not None and above not in totals:
+            above = found[above]["ppid"] if above in found else None
+        if above is not None and info["cpu_times"] is not None:
+            totals[above] += sum(info["cpu_times"][:4])  # also user, system of reaped children
+    return totals

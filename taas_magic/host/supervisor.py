@@ -24,7 +24,7 @@ import psutil
 
 from taas_magic.errors import PoolError
 from taas_magic.host import scratch
-from taas_magic.host.processes import adopt_orphans, end_all, end_host, is_tracker, spawn_command
+from taas_magic.host.system import adopt_orphans, end_all, end_host, is_tracker, spawn_command
 
 GRACE_S = 3.0
 """What the agent gets to end its ranks and to close its connections, before all is killed."""

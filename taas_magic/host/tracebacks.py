@@ -42,11 +42,7 @@ _ABOVE = (
 
 
 def know(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
-    """Give linecache the notebook's cells, so that tracebacks show their lines.
-
-    Returns:
-        What each file name is called, `Cell In[5]`.
-    """
+    """Give linecache the notebook's cells; returns what each file is called, `Cell In[5]`."""
     for name, source in sources.items():
         lines = source.text.splitlines(keepends=True)
         linecache.cache[name] = (len(source.text), None, lines, name)
@@ -55,13 +51,7 @@ def know(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
 
 
 def send(link: Link, error: BaseException, text: str | None = None) -> None:
-    """Send a failure to the agent.
-
-    Args:
-        link: The rank's.
-        error: What was raised.
-        text: Its traceback; None draws the plain one.
-    """
+    """Send a failure to the agent, with its traceback as `text`; None draws the plain one."""
     try:
         text = plain(error) if text is None else text
     except Exception as broken:  # an exception's own __str__ or __repr__, or a deep recursion
@@ -74,7 +64,7 @@ def send(link: Link, error: BaseException, text: str | None = None) -> None:
 
 
 def plain(error: BaseException) -> str:
-    """An exception as Python prints it, from the user's first frame on, with what caused it.
+    """Return an exception as Python prints it, from the user's first frame on, with what caused it.
 
     An error of ours says all in its message.
     """
@@ -96,7 +86,7 @@ def leave_out_ours(error: BaseException) -> None:
 
 
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
-    """A traceback without our frames, and without those between them but for the notebook's."""
+    """Return a traceback without our frames and those between them, but for the notebook's."""
     found: list[TracebackType] = []
     while one is not None:
         found.append(one)
@@ -112,16 +102,15 @@ def _without_ours(one: TracebackType | None) -> TracebackType | None:
 
 
 def frames(error: BaseException) -> list[str]:
-    """The user's frames of an exception, as lines."""
+    """Return the user's frames of an exception, as lines."""
     described = traceback.TracebackException.from_exception(error)
     _tidy(described)
     return "".join(described.stack.format()).splitlines()
 
 
-def where(frame: FrameType) -> list[str]:
-    """The user's innermost frames of a running thread, as lines."""
-    stack = traceback.extract_stack(frame)
-    _tidy_frames(stack)
+def where(thread: int) -> list[str]:
+    """Return the user's innermost frames of a thread, by its identifier, as lines."""
+    stack = _stack_of(sys._current_frames().get(thread))
     shown = stack[-_INNERMOST:]
     cells = [frame for frame in stack if frame.filename in _labels.values()]
     if cells and cells[-1] not in shown:  # a library is deep: Lightning takes 30 frames
@@ -130,29 +119,32 @@ def where(frame: FrameType) -> list[str]:
 
 
 def threads(main: int) -> dict[str, list[StackFrame]]:
-    """The stacks of this process's threads but our own, outermost frame first, by their names.
+    """Return the stacks of this process's threads but our own, outermost frame first, by names.
 
-    Args:
-        main: The identifier of the main thread, which comes first.
+    The main thread, of which the identifier is given, comes first.
     """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    names = {thread.ident: thread.name for thread in threading.enumerate()} | {main: "MainThread"}
     frames = sys._current_frames()
-    found = {"MainThread": _described(frames.pop(main))}
-    for ident, frame in frames.items():
+    found: dict[str, list[StackFrame]] = {}
+    for ident in sorted(frames, key=lambda ident: ident != main):
         name = names.get(ident) or f"thread {ident}"
         if not name.startswith("taas-"):
-            found[f"{name}, {ident}" if name in found else name] = _described(frame)
+            found[f"{name}, {ident}" if name in found else name] = [
+                StackFrame(it.filename, it.lineno or 0, it.name, it.line or "")
+                for it in _stack_of(frames[ident])
+            ]
     return found
 
 
-def _described(frame: FrameType) -> list[StackFrame]:
-    stack = traceback.extract_stack(frame)
+def _stack_of(frame: FrameType | None) -> traceback.StackSummary:
+    """Return a thread's frames from the user's first on; of one that has ended, none."""
+    stack = traceback.extract_stack(frame) if frame else traceback.StackSummary()
     _tidy_frames(stack)
-    return [StackFrame(it.filename, it.lineno or 0, it.name, it.line or "") for it in stack]
+    return stack
 
 
 def is_group(error: BaseException | None) -> bool:
-    """Whether it is an exception group (Python 3.11)."""
+    """Return whether it is an exception group (Python 3.11)."""
     return hasattr(error, "exceptions") and hasattr(error, "split")
 
 
@@ -171,7 +163,7 @@ def print_unraisable(failed: "UnraisableHookArgs") -> None:
 
 
 def message_of(error: BaseException) -> str:
-    """An exception's text, bounded; an exception whose `__str__` fails has one too."""
+    """Return an exception's text, bounded; an exception whose `__str__` fails has one too."""
     try:
         hint = _room_left(error) or _not_in_the_copy(error)
         return cut(str(error), MESSAGE_LIMIT_CHARS) + hint
@@ -180,7 +172,7 @@ def message_of(error: BaseException) -> str:
 
 
 def _not_in_the_copy(error: BaseException) -> str:
-    """What a path of the notebook's machine means on a host that has a copy of the project."""
+    """Say what a path of the notebook's machine means on a host that has a copy of the project."""
     home = project_home()
     if not home or not isinstance(error, FileNotFoundError):
         return ""
@@ -194,7 +186,7 @@ def _not_in_the_copy(error: BaseException) -> str:
 
 
 def cut(text: str, limit_chars: int) -> str:
-    """The first and last half of a text that is too long, with a mark between."""
+    """Return the first and last half of a text that is too long, with a mark between."""
     if len(text) <= limit_chars:
         return text
     half = limit_chars // 2
@@ -226,7 +218,7 @@ def _tidy_frames(stack: traceback.StackSummary) -> None:
 
 
 def _room_left(error: BaseException) -> str:
-    """What Python leaves out when a write finds the disk full: which one, and how full."""
+    """Say what Python leaves out when a write finds the disk full: which one, and how full."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     store = os.getcwd()

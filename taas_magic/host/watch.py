@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from taas_magic.errors import TaasError
-from taas_magic.host.processes import status_of
+from taas_magic.host.system import status_of
 from taas_magic.leases import STOPPED_S
 from taas_magic.messages import (
     Event,

@@ -1,1 +1,1 @@
-"""What happened in a run: on disk (folder.py), added up (analysis.py), as pictures (plot.py)."""
+"""What happened in a run: on disk (folder.py), added up and drawn (analysis.py)."""

@@ -1,4 +1,4 @@
-"""What ranks and fetchers say of a run's loaders, added up, and what to change. Pure.
+"""What ranks and fetchers say of a run's loaders: added up, what to change, and as pictures. Pure.
 
 The head, the advice and the plot are made from the same sums. Hosts' clocks may be days apart, so
 whoever adds an event says when it came; what ranks and workers measured themselves are durations.
@@ -7,10 +7,12 @@ whoever adds an event says when it came; what ranks and workers measured themsel
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
+from taas_magic.errors import UsageError
 from taas_magic.messages import (
     Event,
     FetcherCounts,
@@ -22,6 +24,9 @@ from taas_magic.messages import (
     RanksStarted,
     Restart,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 POINT_GAP_S = 0.9
 """Ranks report once a second; between two points each of them has."""
@@ -41,11 +46,11 @@ class Point(NamedTuple):
     span_s: float = 0.0
 
     def since(self, earlier: "Point") -> "Point":
-        """What was added from `earlier` to this."""
+        """Return what was added from `earlier` to this."""
         return Point._make(now - then for now, then in zip(self, earlier, strict=True))
 
     def rate(self, value: float) -> float:
-        """A value for each second of this difference."""
+        """Return a value for each second of this difference."""
         return value / self.time if self.time > 0 else 0.0
 
     @property
@@ -55,20 +60,10 @@ class Point(NamedTuple):
 
 
 @dataclass
-class FetcherHost:
-    """A fetcher that has come up: its host, that host's cores, its workers for each loader."""
-
-    host: str
-    cores: int = 0
-    workers: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass
 class LoaderFlow:
     """One loader.
 
     Attributes:
-        name: Its name.
         ranks: What each rank counted last (`data` events).
         fetchers: What each fetcher said last (`fetched` events).
         began: The same when the ranks had their first batches.
@@ -84,15 +79,15 @@ class LoaderFlow:
     until: dict[int, FetcherCounts] = field(default_factory=dict)
 
     def total(self, name: str) -> float:
-        """The sum of a count over all ranks."""
+        """Return the sum of a count over all ranks."""
         return math.fsum(getattr(counts, name) for counts in self.ranks.values())
 
     def stock(self, name: str) -> float:
-        """The sum of what all fetchers said last."""
+        """Return the sum of what all fetchers said last."""
         return math.fsum(getattr(counts, name) for counts in self.fetchers.values())
 
     def sums(self, now: float) -> Point:
-        """The ranks' sums as they stand."""
+        """Return the ranks' sums as they stand."""
         return Point(now, *(self.total(name) for name in Point._fields[1:]))
 
     @property
@@ -122,45 +117,43 @@ class LoaderFlow:
         return self.sums(max(spans, default=0.0))
 
     def take_rank(self, rank: int, counts: RankCounts, now: float) -> None:
-        """A rank's report."""
+        """Take a rank's report."""
         self.ranks[rank] = counts
         if not self.points:
             self.points.append(Point(now - counts.span_s))
         if now - self.points[-1].time >= POINT_GAP_S:
-            self._add_point(self.sums(now))
+            point = self.sums(now)
+            if point.batches > self.points[-1].batches:
+                self.began = self.began or dict(self.fetchers)
+                self.until = dict(self.fetchers)
+            self.points.append(point)
 
     def restart(self, now: float) -> None:
-        """All ranks begin again."""
+        """Begin again, as all ranks do."""
         self.ranks.clear()
         if self.points.maxlen:
             self.points.clear()
         self.points.append(Point(now))
-
-    def _add_point(self, point: Point) -> None:
-        if point.batches > self.points[-1].batches:
-            self.began = self.began or dict(self.fetchers)
-            self.until = dict(self.fetchers)
-        self.points.append(point)
 
 
 class Flow:
     """All loaders of a run.
 
     Args:
-        keep_points: How many points are kept; None keeps all.
+        keep_points: How many points of each are kept; None keeps all.
     """
 
     def __init__(self, keep_points: int | None = RATE_POINTS) -> None:
         self._keep_points = keep_points
         self.loaders: dict[str, LoaderFlow] = {}
-        self.fetchers: dict[int, FetcherHost] = {}
+        self.fetchers: dict[int, FetcherStarted] = {}
         self.rank_hosts: dict[str, int] = {}
         """The hosts of ranks that use registered loaders, and the cores of each; 0: not known."""
         self.filling: Prefilling | None = None
         """The last one while ranks wait for `--prefill`; None: they do not."""
 
     def apply(self, event: Event, now: float) -> None:
-        """Takes the next event; those that say nothing about loaders are ignored."""
+        """Take the next event; those that say nothing about loaders are ignored."""
         match event:
             case RankReport():
                 self.rank_hosts[event.host] = event.cores
@@ -170,8 +163,7 @@ class Flow:
                 for name, stats in event.loaders.items():
                     self._loader(name).fetchers[event.number] = stats
             case FetcherStarted():
-                began = FetcherHost(event.host, event.cores, event.workers)
-                self.fetchers[event.number] = began
+                self.fetchers[event.number] = event
             case Prefilling():
                 self.filling = event
             case RanksStarted():
@@ -181,9 +173,8 @@ class Flow:
                     loader.restart(now)
 
     def _loader(self, name: str) -> LoaderFlow:
-        if name not in self.loaders:
-            self.loaders[name] = LoaderFlow(name, deque(maxlen=self._keep_points))
-        return self.loaders[name]
+        made = LoaderFlow(name, deque(maxlen=self._keep_points))
+        return self.loaders.setdefault(name, made)
 
 
 TOLERABLE = 0.1
@@ -202,10 +193,8 @@ class Load:
     """How a loader's work was spread; shares are from 0 to 1.
 
     Attributes:
-        name: The loader.
         waited: The share of their time with it that ranks waited for it.
         first: The share of their time that went by before their first batch.
-        ranks: How many there were.
         fetchers: How many prepared its batches; 0: the ranks themselves did.
         workers: Processes that could prepare.
         working: How many of them had something to do.
@@ -217,7 +206,6 @@ class Load:
             infinite where each has a host to itself, or where the cores are not known.
         crosses: Whether batches go from host to host.
         receiving: The share of a rank's receiving that was its own computing.
-        mb_per_s: What came to all ranks together.
     """
 
     name: str
@@ -248,7 +236,7 @@ class Load:
 
 
 def advice(flow: Flow) -> str:
-    """The sentence for the loader that ranks waited for longest; "" where none is needed."""
+    """Return the sentence for the loader that ranks waited for longest; "" where none is needed."""
     waited = [loader for loader in flow.loaders.values() if loader.mean.time >= _LEAST_SPAN_S]
     if not waited:
         return ""
@@ -256,7 +244,7 @@ def advice(flow: Flow) -> str:
 
 
 def advise(load: Load) -> str:
-    """What bounded a loader, and which flag would help by how much; "" when ranks hardly waited."""
+    """Say what bounded a loader and which flag would help; "" where ranks hardly waited."""
     if load.waited <= TOLERABLE or (load.fetchers and not load.workers):
         return ""
     who = "the rank" if load.ranks == 1 else "ranks"
@@ -265,7 +253,10 @@ def advise(load: Load) -> str:
 
 def _because(load: Load) -> str:
     if load.later <= TOLERABLE or load.first > load.waited / 2:
-        return f"most of it for the first batch; {_earlier(load)}"
+        earlier = f"--prefill {load.ranks} would start the ranks when their first batches are ready"
+        if not load.fetchers:
+            earlier = "--cpus 1 would prepare it while the ranks start"
+        return f"most of it for the first batch; {earlier}"
     if not load.fetchers:
         return _prepared_by_ranks(load)
     if load.busy < _BUSY:
@@ -278,18 +269,14 @@ def _because(load: Load) -> str:
         )
     if load.cpu < _MOST_CPU and load.cores < _FULL:
         return f"its storage waits; {_more(load, math.inf)}"
-    more = _more(load, math.inf) if load.own_hosts else _on_cores_left(load)
+    # on hosts that others use, too, fetchers can be no faster than the cores that are left
+    free = math.inf if load.own_hosts else 1.0 / max(load.cores, 1e-6)
+    more = _more(load, free) if free >= _WORTH else _on_other_hosts(load)
     return f"preparing it takes CPU time; {more}"
 
 
-def _earlier(load: Load) -> str:
-    if not load.fetchers:
-        return "--cpus 1 would prepare it while the ranks start"
-    return f"--prefill {load.ranks} would start the ranks when their first batches are ready"
-
-
 def _prepared_by_ranks(load: Load) -> str:
-    """What ranks prepare in turn with their own work would be prepared beside it."""
+    """Say how much faster it is to prepare beside the ranks what they prepare in turn with work."""
     idle = max(1e-6, 1.0 - load.later)
     wanted = math.ceil(load.ranks * load.later / idle - 1e-9)
     most = min(max(_MOST_TIMES, 2 * load.ranks), load.room)
@@ -314,7 +301,7 @@ def _delivery(load: Load) -> str:
             'with a larger buffer ([data] buffer = "4GiB" in taas.toml)'
         )
     brings = f"the network brings {load.mb_per_s:,.0f} MB/s while its workers have time left; "
-    if not _has_room(load):
+    if load.room < load.fetchers + 1:
         return brings + _on_other_hosts(load)
     fetchers, faster = _scaled(load, math.inf, 1.0)
     return brings + (
@@ -323,14 +310,8 @@ def _delivery(load: Load) -> str:
     )
 
 
-def _on_cores_left(load: Load) -> str:
-    """Fetchers on hosts that others use, too, can be no faster than the cores that are left."""
-    free = 1.0 / max(load.cores, 1e-6)
-    return _more(load, free) if free >= _WORTH else _on_other_hosts(load)
-
-
 def _more(load: Load, most: float) -> str:
-    if not _has_room(load):
+    if load.room < load.fetchers + 1:
         return _on_other_hosts(load)
     fetchers, faster = _scaled(load, most, load.busy)
     return (
@@ -345,13 +326,8 @@ def _on_other_hosts(load: Load) -> str:
     )
 
 
-def _has_room(load: Load) -> bool:
-    """Whether the hosts have cores for the workers of one more fetcher."""
-    return load.room >= load.fetchers + 1
-
-
 def _scaled(load: Load, most: float, busy: float) -> tuple[int, float]:
-    """So many fetchers that ranks would not wait, but not too many; and how much faster that is."""
+    """Return so many fetchers that ranks would not wait, but not too many, and the speed-up."""
     wanted = math.ceil(load.fetchers * min(load.possible, most) * busy - 1e-9)
     at_most = min(_MOST_TIMES * load.fetchers, load.room)
     fetchers = max(load.fetchers + 1, math.floor(min(wanted, at_most)))
@@ -363,7 +339,7 @@ def _times(faster: float) -> str:
 
 
 def load_of(flow: Flow, loader: LoaderFlow) -> Load:
-    """What the sums of a run say of one loader."""
+    """Return what the sums of a run say of one loader."""
     sums, last = loader.mean, loader.until or loader.fetchers
     spent = [_spent(stats, loader.began.get(number)) for number, stats in last.items()]
     fetchers = [one for one in flow.fetchers.values() if loader.name in one.workers]
@@ -373,6 +349,9 @@ def load_of(flow: Flow, loader: LoaderFlow) -> Load:
     up_s = max((one.up_s for one in spent), default=0.0)
     own_hosts = bool(hosts) and len(hosts) == len(fetchers) and not hosts & rank_hosts
     cores = sum(_cores_of(flow, host) for host in hosts or rank_hosts)
+    # workers that a fetcher has, or would have
+    workers = [one.workers[loader.name] for one in fetchers]
+    workers = workers or [rank.workers for rank in loader.ranks.values()]
     return Load(
         name=loader.name,
         waited=sums.share,
@@ -385,7 +364,7 @@ def load_of(flow: Flow, loader: LoaderFlow) -> Load:
         cpu=_share(cpu_s, fetch_s),
         cores=_share(cpu_s, up_s * cores),
         own_hosts=own_hosts,
-        room=math.inf if own_hosts or not cores else cores // _workers_of_each(loader, fetchers),
+        room=math.inf if own_hosts or not cores else cores // max([1, *workers]),
         crosses=len(hosts | rank_hosts) > 1,
         receiving=_share(loader.total("receive_cpu_s"), loader.total("receive_s")),
         mb_per_s=sums.rate(sums.bytes) / 1e6,
@@ -397,15 +376,8 @@ def _cores_of(flow: Flow, host: str) -> int:
     return max(cores, default=flow.rank_hosts.get(host, 0))
 
 
-def _workers_of_each(loader: LoaderFlow, fetchers: Sequence[FetcherHost]) -> int:
-    """How many workers a fetcher has, or would have."""
-    counts = [one.workers[loader.name] for one in fetchers]
-    counts = counts or [rank.workers for rank in loader.ranks.values()]
-    return max([1, *counts])
-
-
 def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
-    """What a fetcher's workers did while ranks were fed; one that is new did all of it."""
+    """Return what a fetcher's workers did while ranks were fed; one that is new did all of it."""
     if first is None or first.up_s >= last.up_s:
         return last
     return FetcherCounts(
@@ -418,3 +390,52 @@ def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
 
 def _share(part: float, whole: float) -> float:
     return min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0
+
+
+def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
+    """Return how the loaders of a run went, from the events of its journal.
+
+    Returns:
+        By loader, what came in each interval, and the interval's middle in seconds since the run's
+        first event.
+    """
+    flow, began = Flow(keep_points=None), None
+    for event in events:
+        began = began or event.time
+        flow.apply(event, event.time - began)
+    found: dict[str, list[tuple[float, Point]]] = {}
+    for name, loader in flow.loaders.items():
+        steps = [(first.time, later.since(first)) for first, later in pairwise(loader.points)]
+        steps = [(time + step.time / 2, step) for time, step in steps]
+        found[name] = [it for it in steps if it[1].time > 0 and it[1].span_s >= 0]
+    return found
+
+
+def draw(events: Iterable[Event], title: str) -> "Figure":
+    """Draw the curves of a run, one above the other.
+
+    Raises:
+        UsageError: matplotlib is missing, or the run used no registered loader for a second.
+    """
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise UsageError(f"plot needs matplotlib ({error}): pip install matplotlib") from error
+    found = {name: curve for name, curve in curves(events).items() if curve}
+    if not found:
+        raise UsageError(f"{title}: nothing to plot; no registered loader was used for a second")
+    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(7, 4.2), layout="tight")
+    for name, curve in found.items():
+        seconds = [time for time, _ in curve]
+        most = max(step.rate(step.bytes) / 1e6 for _, step in curve)
+        label = f"{name} (up to {most:,.0f} MB/s)" if most else name  # 0: they pass over no wire
+        above.plot(seconds, [100 * step.share for _, step in curve], marker=".")
+        below.plot(seconds, [step.rate(step.batches) for _, step in curve], marker=".", label=label)
+    above.set(title=title, ylabel="ranks waited (%)", ylim=(-2, 102))
+    below.set(xlabel="seconds since the run began", ylabel="batches/s")
+    fastest = max(step.rate(step.batches) for curve in found.values() for _, step in curve)
+    below.set_ylim(bottom=0, top=1.1 * fastest or 1)
+    below.set_xlim(left=0)
+    below.legend(loc="best", fontsize="small")
+    pyplot.close(figure)  # else a notebook would show it twice: as a value, and at the cell's end
+    return figure

@@ -33,8 +33,7 @@ import msgspec
 
 from taas_magic import messages
 from taas_magic.errors import PoolError, UsageError, reason_of
-from taas_magic.journal.analysis import Flow, advice
-from taas_magic.journal.plot import draw
+from taas_magic.journal.analysis import Flow, advice, draw
 from taas_magic.messages import (
     ClearOutput,
     Display,
@@ -73,7 +72,7 @@ _YOUNG_S = 60.0
 
 
 def state_dir() -> Path:
-    """The user's own folder for runs and pools; made 0700 on first use.
+    """Return the user's own folder for runs and pools; made 0700 on first use.
 
     Raises:
         PoolError: There is none that can be written.
@@ -92,7 +91,7 @@ def state_dir() -> Path:
 
 
 def cannot_write(path: Path, error: OSError) -> PoolError:
-    """What to tell the user when something cannot be written in the state folder."""
+    """Say what is wrong when something cannot be written in the state folder."""
     return PoolError(
         f"runs and pools are kept in {path}, which cannot be written: {reason_of(error)}; "
         f"mend that, or set TAAS_STATE_DIR to another folder before the kernel starts"
@@ -138,12 +137,12 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     def log(self, rank: int) -> Path:
-        """The file that holds everything rank `rank` wrote."""
+        """Return the file that holds everything rank `rank` wrote."""
         return self.path / "logs" / f"rank-{rank}.log"
 
     @classmethod
     def create(cls, run_id: str, plan: msgspec.Struct, cell: str) -> "RunFolder":
-        """Makes the folder of a new run and writes down what was decided.
+        """Make the folder of a new run and write down what was decided.
 
         Raises:
             PoolError: The state folder cannot be written.
@@ -158,11 +157,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Removes the folder again where something in the block cannot be written.
-
-        Raises:
-            PoolError: Something cannot.
-        """
+        """Remove the folder again, and raise PoolError, where the block cannot write something."""
         try:
             yield
         except OSError as error:
@@ -170,21 +165,16 @@ class RunFolder:
             raise cannot_write(self.path, error) from error
 
     def discard(self) -> None:
-        """Removes all of it: the run was never started."""
+        """Remove all of it: the run was never started."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def plan(self) -> "PlanHead":
-        """What was decided, as far as lists of runs show it.
-
-        Raises:
-            OSError: The file is not there.
-            ValueError: It is torn.
-        """
+    def plan(self) -> PlanHead:
+        """Return what was decided, as far as lists of runs show it; raises as `record`."""
         return messages.unpack((self.path / "plan.json").read_bytes(), PlanHead)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Marks a run whose kernel lives: until the pool has it, only the kernel will tell its end.
+        """Mark a run whose kernel lives: until the pool has it, only the kernel will tell its end.
 
         The system releases the mark with the process, however that ends.
         """
@@ -193,7 +183,7 @@ class RunFolder:
             yield
 
     def read_events(self) -> Iterator[Event]:
-        """The events so far, as far as they can be read.
+        """Yield the events so far, as far as they can be read.
 
         A line that is still being written, or that a full disk or a killed process has cut, is left
         out.
@@ -202,16 +192,9 @@ class RunFolder:
             return
         with self.events.open("rb") as lines:
             for line in lines:
-                seen = _parsed(line) if line.endswith(b"\n") else None
-                if seen is not None:
-                    yield seen
-
-
-def _parsed(line: bytes) -> Event | None:
-    try:
-        return messages.event_of(line)
-    except msgspec.DecodeError:
-        return None
+                with contextlib.suppress(msgspec.DecodeError):
+                    if line.endswith(b"\n"):
+                        yield messages.event_of(line)
 
 
 class Writer:
@@ -224,7 +207,6 @@ class Writer:
     reader can tell a run that goes on from one that nobody will ever report the end of.
 
     Args:
-        folder: The run's.
         on_incomplete: Called once, in the thread, with the reason why the journal is incomplete.
         limit_bytes: What the journal may hold.
     """
@@ -245,7 +227,7 @@ class Writer:
         self._thread.start()
 
     def append(self, event: Event) -> None:
-        """Takes an event; returns at once."""
+        """Take an event; returns at once."""
         line = messages.encode(event) + b"\n"
         why_left_out = self._why_full(len(line)) if isinstance(event, _BULK) else ""
         if why_left_out:
@@ -257,13 +239,13 @@ class Writer:
         self._waiting.put(line)
 
     def flush(self) -> None:
-        """Returns when all that was appended is written."""
+        """Return when all that was appended is written."""
         done = threading.Event()
         self._waiting.put(done)
         done.wait()
 
     def close(self) -> None:
-        """Returns when all is written, or was not in CLOSE_S."""
+        """Return when all is written, or was not in CLOSE_S."""
         self._waiting.put(None)
         self._thread.join(CLOSE_S)
 
@@ -277,7 +259,10 @@ class Writer:
     def _run(self) -> None:
         while (taken := self._waiting.get()) is not None:
             if isinstance(taken, bytes):
-                self._try_to_write(taken)
+                try:
+                    self._write(taken)
+                except OSError as error:
+                    self._say_incomplete(f"{reason_of(error)} ({self.folder.events})")
                 self._handled_bytes += len(taken)
             elif isinstance(taken, str):
                 self._say_incomplete(taken)
@@ -286,28 +271,19 @@ class Writer:
         if self._descriptor is not None:
             os.close(self._descriptor)
 
-    def _try_to_write(self, line: bytes) -> None:
-        try:
-            if self._descriptor is None:
-                self._descriptor = self._open()
-            self._write(self._descriptor, line)
-        except OSError as error:
-            self._say_incomplete(f"{reason_of(error)} ({self.folder.events})")
-
-    def _open(self) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        descriptor = os.open(self.folder.events, flags, 0o600)
-        _lock(descriptor)
-        self._is_torn = os.fstat(descriptor).st_size > 0  # by a pool that was killed, perhaps
-        return descriptor
-
-    def _write(self, descriptor: int, line: bytes) -> None:
-        """Writes a line, on one of its own also where the last one was cut."""
+    def _write(self, line: bytes) -> None:
+        """Write a line, on one of its own also where the last one was cut."""
+        if self._descriptor is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            descriptor = os.open(self.folder.events, flags, 0o600)
+            _lock(descriptor)
+            self._is_torn = os.fstat(descriptor).st_size > 0  # by a pool that was killed, perhaps
+            self._descriptor = descriptor
         if self._is_torn:
             line = b"\n" + line
         self._is_torn = True
         while line:
-            line = line[os.write(descriptor, line) :]
+            line = line[os.write(self._descriptor, line) :]
         self._is_torn = False
 
     def _say_incomplete(self, why: str) -> None:
@@ -317,7 +293,7 @@ class Writer:
 
 
 def _lock(descriptor: int) -> None:
-    """Locks a journal, unless a pool that hangs still has it; readers have it for an instant."""
+    """Lock a journal, unless a pool that hangs still has it; readers have it for an instant."""
     for _ in range(_LOCK_TRIES):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -350,10 +326,9 @@ class RunRecord:
         return (self.ended or time.time()) - self.started
 
     def logs(self, rank: int | None = None) -> str:
-        """All that a rank wrote to its standard output and error, and the traceback if it raised.
+        """Return all that a rank wrote to its output and error, and the traceback if it raised.
 
-        Args:
-            rank: None is the rank that failed first, or 0.
+        None is the rank that failed first, or 0.
 
         Raises:
             UsageError: The run has no such rank.
@@ -362,7 +337,7 @@ class RunRecord:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def log_path(self, rank: int | None = None) -> Path:
-        """The file of that; where the rank wrote nothing, there is none.
+        """Return the file of that; where the rank wrote nothing, there is none.
 
         Raises:
             UsageError: The run has no such rank.
@@ -383,7 +358,7 @@ class RunRecord:
         return {loader.name: loader.mean.share for loader in self._flow().loaders.values()}
 
     def plot(self) -> "Figure":
-        """Draws how long ranks waited for data, and how fast it came, over time.
+        """Draw how long ranks waited for data, and how fast it came, over time.
 
         Raises:
             UsageError: matplotlib is missing, or the run used no registered loader.
@@ -398,32 +373,26 @@ class RunRecord:
 
 
 def runs() -> list[RunRecord]:
-    """The runs whose folders are kept and can be read, newest first."""
-    found = (_record_of(folder) for folder in _folders())
-    return [seen for seen in found if seen is not None]
+    """Return the runs whose folders are kept and can be read, newest first."""
+    found = []
+    for folder in _folders():
+        with contextlib.suppress(OSError, ValueError):  # it is being made or removed, or is broken
+            found.append(record(folder))
+    return found
 
 
 def _folders() -> list[RunFolder]:
     root = state_dir() / "runs"
-    return (
-        [RunFolder(path) for path in sorted(root.iterdir(), reverse=True)] if root.exists() else []
-    )
-
-
-def _record_of(folder: RunFolder) -> RunRecord | None:
-    """A run's record; None where its folder is being made or removed, or is broken."""
-    try:
-        return record(folder)
-    except (OSError, ValueError):
-        return None
+    paths = sorted(root.iterdir(), reverse=True) if root.exists() else []
+    return [RunFolder(path) for path in paths]
 
 
 def record(folder: RunFolder) -> RunRecord:
-    """Reads one run's folder.
+    """Read one run's folder.
 
     Raises:
         OSError: There is no plan in it.
-        ValueError: The plan cannot be read.
+        ValueError: The plan is torn.
     """
     plan = folder.plan()
     made = (folder.path / "plan.json").stat().st_mtime
@@ -449,7 +418,7 @@ def record(folder: RunFolder) -> RunRecord:
 
 
 def _states(folder: RunFolder) -> list[StateChanged | RunEnded]:
-    """What a journal says of the run's state, in its order, once its hosts were there."""
+    """Return what a journal says of the run's state, in its order, once its hosts were there."""
     told = (seen for seen in folder.read_events() if isinstance(seen, StateChanged | RunEnded))
     return [seen for seen in told if seen.state != "STARTING"]
 
@@ -459,23 +428,20 @@ def _has_end(told: list[StateChanged | RunEnded]) -> bool:
 
 
 def _is_kept(folder: RunFolder) -> bool:
-    """Whether the process lives that will tell the run's end: its kernel, or its pool."""
-    return _is_locked(folder.events) or _is_locked(folder.path / "plan.json")
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        return False
+    """Return whether the process lives that will tell the run's end: its kernel, or its pool."""
+    for path in (folder.events, folder.path / "plan.json"):
+        try:
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            pass
     return False
 
 
 def find(run_id: str | None) -> RunRecord:
-    """The run of that id, of an id that begins so, or of that name; None is the newest.
+    """Return the run of that id, of an id that begins so, or of that name; None is the newest.
 
     Raises:
         UsageError: There is none.
@@ -491,7 +457,7 @@ def find(run_id: str | None) -> RunRecord:
 
 
 def prune(keep_runs: int, keep_bytes: int) -> None:
-    """Removes the oldest ended runs beyond a number and a size; never one that may still run.
+    """Remove the oldest ended runs beyond a number and a size; never one that may still run.
 
     A folder that cannot be read is removed as soon as it is no new one. Other kernels may do the
     same at the same time.
@@ -500,25 +466,26 @@ def prune(keep_runs: int, keep_bytes: int) -> None:
     for index, folder in enumerate(_folders()):
         total += _size_bytes(folder.path)
         is_beyond = index >= keep_runs or total > keep_bytes
+        # a journal takes long to read
         if _is_broken(folder) or (is_beyond and _has_ended(folder)):
             shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def _has_ended(folder: RunFolder) -> bool:
-    seen = _record_of(folder)  # a journal takes long to read
-    return seen is not None and seen.state in ENDED_STATES
+    try:
+        return record(folder).state in ENDED_STATES
+    except (OSError, ValueError):  # it is being removed
+        return False
 
 
 def _is_broken(folder: RunFolder) -> bool:
-    """Whether it is a folder without a plan, and not one that is being made or removed."""
+    """Return whether it is a folder without a plan, and not one being made or removed."""
     try:
         folder.plan()
-    except ValueError:
+        return False
+    except (ValueError, FileNotFoundError):
         pass
-    except OSError as error:
-        if error.errno != errno.ENOENT:
-            return False
-    else:
+    except OSError:
         return False
     try:
         return time.time() - folder.path.stat().st_mtime > _YOUNG_S
@@ -527,14 +494,10 @@ def _is_broken(folder: RunFolder) -> bool:
 
 
 def _size_bytes(path: Path) -> int:
-    return sum(
-        _file_bytes(os.path.join(at, name)) for at, _, names in os.walk(path) for name in names
-    )
-
-
-def _file_bytes(path: str) -> int:
-    try:
-        seen = os.lstat(path)
-    except OSError:
-        return 0  # another kernel prunes, too
-    return seen.st_size if stat.S_ISREG(seen.st_mode) else 0
+    total = 0
+    for at, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):  # another kernel prunes, too
+                seen = os.lstat(os.path.join(at, name))
+                total += seen.st_size if stat.S_ISREG(seen.st_mode) else 0
+    return total

@@ -26,8 +26,8 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from taas_magic.capture.modules import claim_taas, release_taas
 from taas_magic.config import LOCAL, Config, closest, load_config
+from taas_magic.display.head import duration
 from taas_magic.display.log import harmless, size_text
-from taas_magic.display.stacks import duration
 from taas_magic.errors import UsageError, interrupted
 from taas_magic.host.output import LineAssembler
 from taas_magic.journal import folder as journal
@@ -366,13 +366,13 @@ def _stop(words: Sequence[str], settings: Config) -> str:
 def _stacks(words: Sequence[str], settings: Config) -> str:
     from IPython.core.getipython import get_ipython
 
-    from taas_magic.display import stacks
+    from taas_magic.display.head import stacks_text
     from taas_magic.notebook import launch, pools
 
     record = _running(_take("stacks", words, 1))
     shell = get_ipython()
     assert shell is not None
-    return stacks.text(pools.stacks(record.run_id, settings), launch.labels_of_cells(shell))
+    return stacks_text(pools.stacks(record.run_id, settings), launch.labels_of_cells(shell))
 
 
 def _pools(words: Sequence[str], settings: Config) -> "str | CheckReport":

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from msgspec import structs
 
 from taas_magic.display.failure import to_exception, with_labels
-from taas_magic.display.stacks import duration
+from taas_magic.display.head import duration
 from taas_magic.display.view import View
 from taas_magic.errors import (
     PoolError,

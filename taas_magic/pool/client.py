@@ -25,7 +25,7 @@ import psutil
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import LOG, find_engine, log_tail
 from taas_magic.errors import PoolError, StoreError
-from taas_magic.host.processes import spawn_command
+from taas_magic.host.system import spawn_command
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import (
     Event,

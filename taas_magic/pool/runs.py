@@ -15,8 +15,8 @@ from typing import Any
 from msgspec import UNSET, structs
 
 from taas_magic.errors import PoolError, ProtocolError
-from taas_magic.host.hardware import LOOPBACK
 from taas_magic.host.spec import HostSpec, of_host
+from taas_magic.host.system import LOOPBACK
 from taas_magic.host.topics import (
     CALL_AGAIN,
     CALL_END,

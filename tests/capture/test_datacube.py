@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from taas_magic.capture import pickling, reducers
-from taas_magic.display.receipt import lines
+from taas_magic.display.head import receipt_lines
 from taas_magic.errors import RankFailed
 from taas_magic.store.receipt import Receipt
 from tests.harness import Notebook, without_pytests_filter
@@ -79,7 +79,7 @@ def test_a_cube_of_100_files_is_one_line_of_the_receipt() -> None:
     cube = {f"out/cube.zarr/land/{number}": 1000 for number in range(100)}
     kept = {path: (1, 2) for path in cube}
     receipt = Receipt(written={"m.pt": 10, **cube}, kept_out=kept)
-    assert lines(receipt) == [
+    assert receipt_lines(receipt) == [
         ("rank 0 wrote", "m.pt (10 bytes), out/cube.zarr (100 files, 100.0 kB)"),
         ("not saved (only rank 0 writes)", "out/cube.zarr (100 files) from ranks 1-2"),
     ]
@@ -107,7 +107,7 @@ def test_a_lazy_cube_of_the_project_is_read_where_nothing_is_shared(
     assert outcome.error is None and outcome.run is not None
     _, seen, twice = outcome.run.result
     assert seen == sum(range(64, 80)) and twice == [True, True]
-    [line] = [text for label, text in lines(outcome.run.receipt) if label == "rank 0 wrote"]
+    [line] = [text for label, text in receipt_lines(outcome.run.receipt) if label == "rank 0 wrote"]
     assert line.startswith("part.zarr (") and " files, " in line
     with without_pytests_filter():
         warm_notebook.define("part = float(xr.open_zarr('part.zarr').air.isel(time=4).sum())")

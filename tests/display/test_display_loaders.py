@@ -1,6 +1,6 @@
 """What the head says of a run's loaders."""
 
-from taas_magic.display.loaders import filling, lines
+from taas_magic.display.head import filling, loader_lines
 from taas_magic.journal.analysis import Flow
 from taas_magic.messages import Event
 from tests.events import event
@@ -25,7 +25,7 @@ def fetched(**stats: float) -> Event:
 
 
 def facts(flow: Flow, units: int | None = None, has_ended: bool = False) -> dict[str, str]:
-    ((name, found),) = lines(flow, units, has_ended)
+    ((name, found),) = loader_lines(flow, units, has_ended)
     assert name == "train"
     return dict(found)
 
@@ -68,11 +68,11 @@ def test_many_ranks_are_shown_by_their_extremes() -> None:
 def test_many_loaders_are_bounded() -> None:
     loaders = {f"loader{number:02}": COUNTS for number in range(20)}
     flow = flow_of(event("data", rank=0, loaders=loaders))
-    assert lines(flow, None, False)[-1] == ("… and 12 more loaders", [])
+    assert loader_lines(flow, None, False)[-1] == ("… and 12 more loaders", [])
 
 
 def test_a_run_without_loaders_shows_none() -> None:
-    assert lines(Flow(), None, True) == []
+    assert loader_lines(Flow(), None, True) == []
 
 
 def test_filling_until_the_ranks_start() -> None:

@@ -24,7 +24,7 @@ def test_prefixes() -> None:
     for rank in (0, 1, 2, 3):
         text.lines(lines(rank, "hello"), 0.0)
     text.lines(lines(2, "alone"), 1.0)
-    text.flush(1.0)
+    text.flush()
     assert text.take() == "[0-3 ×4] hello\n[2] alone\n"  # noqa: RUF001
     assert not text.has_text
 
@@ -32,7 +32,7 @@ def test_prefixes() -> None:
 def test_with_several_hosts_a_prefix_names_the_host() -> None:
     text = log_text(2, n_hosts=2)
     text.lines(lines(1, "a", host="gpu2"), 0.0)
-    text.flush(0.0)
+    text.flush()
     assert text.take() == "[gpu2:1] a\n"
 
 
@@ -113,7 +113,7 @@ def test_a_cell_takes_so_much_and_then_the_last_lines_in_one_display() -> None:
 def test_once_the_cell_is_full_no_later_line_gets_in_before() -> None:
     text = log_text(1)
     text.lines(lines(0, "x" * (log.CELL_BYTES - 10), "too long for what is left", "fits"), 0.0)
-    text.say("── restart ──", 0.0)
+    text.say("── restart ──")
     assert text.take().count("\n") == 1
     assert text.rest is not None
     assert text.rest.text().splitlines()[-3:] == [
@@ -164,18 +164,18 @@ def test_finished_bars_fold_though_their_rates_differ() -> None:
     text = log_text(2)
     for rank, rate in enumerate((9.87, 12.3)):
         text.lines(lines(rank, f"steps: 100%|████| 20/20 [00:0{rank}<00:00, {rate}it/s]"), 0.0)
-    text.flush(0.0)
+    text.flush()
     assert text.take() == "[0-1 ×2] steps: 100%|████| 20/20 [00:01<00:00, 12.3it/s]\n"  # noqa: RUF001
     for rank in range(2):
         text.lines(lines(rank, f"other {rank}: 100%|█| 1/1 [00:00<00:00, 9.87it/s]"), 1.0)
-    text.flush(1.0)
+    text.flush()
     assert text.take().count("\n") == 2
 
 
 def test_a_line_that_no_rank_printed_comes_after_what_was_printed() -> None:
     text = log_text(2)
     text.lines(lines(0, "held"), 0.0)
-    text.say("── restart ──", 0.0)
+    text.say("── restart ──")
     assert text.take() == "[0] held\n── restart ──\n"
 
 

@@ -1,4 +1,4 @@
-"""Equal lines of many ranks become one; each rank's order is kept; a lone rank does not wait."""
+"""Equal lines of many ranks become one; each rank's order is kept; no line waits long."""
 
 from collections import defaultdict
 
@@ -18,14 +18,6 @@ def lines_by_rank(shown: list[Shown]) -> dict[int, list[str]]:
         for rank in ranks:
             lines[rank].append(text)
     return dict(lines)
-
-
-def lone_folder(rank: int, world_size: int = 2) -> Folder:
-    """A folder that has seen one line of `rank` wait in vain, until second 1."""
-    folder = Folder(world_size, HOLD_S)
-    folder.push(rank, ["a first line"], 0.0)
-    assert folder.due(1.0) == [Shown((rank,), "a first line")]
-    return folder
 
 
 def test_a_line_of_all_ranks_is_shown_once_as_soon_as_the_last_prints_it() -> None:
@@ -69,43 +61,28 @@ def test_a_common_line_behind_others_is_waited_for() -> None:
     ]
 
 
-def test_a_rank_that_prints_alone_waits_once_only() -> None:
-    folder = lone_folder(rank=0)
-    assert folder.push(0, ["loss 0.5", "loss 0.4"], 2.0) == [
-        Shown((0,), "loss 0.5"),
-        Shown((0,), "loss 0.4"),
-    ]
+def test_a_rank_that_prints_alone_waits_no_longer_than_its_time() -> None:
+    folder = Folder(2, HOLD_S)
+    assert folder.push(0, ["loss 0.5", "loss 0.4"], 2.0) == []
+    assert folder.due(2.0 + HOLD_S) == [Shown((0,), "loss 0.5"), Shown((0,), "loss 0.4")]
+    assert folder.next_due() is None
 
 
-def test_lines_behind_a_line_that_waited_in_vain_come_with_it() -> None:
+def test_each_line_waits_its_own_time_in_its_order() -> None:
     folder = Folder(2, HOLD_S)
     for step in range(6):
         shown = folder.push(0, [f"{step}"], 0.01 * step)
-    assert [line.text for line in shown] == ["0", "1", "2", "3", "4", "5"]
+    assert [line.text for line in shown] == ["0"]
+    assert [line.text for line in folder.due(1.0)] == ["1", "2", "3", "4", "5"]
 
 
-def test_kinds_of_lines_that_folded_once_are_still_held_for_a_lone_rank() -> None:
-    folder = lone_folder(rank=0)
-    folder.push(0, ["epoch 1"], 2.0)
-    assert folder.push(1, ["epoch 1"], 2.01) == [Shown((1,), "epoch 1")]
-    folder.push(0, ["lonely"], 3.0)
-    folder.due(4.0)
-    assert folder.push(0, ["epoch 2"], 5.0) == []
-    assert folder.push(1, ["epoch 2"], 5.01) == [Shown((0, 1), "epoch 2")]
-    assert folder.push(0, ["loss 0.3"], 5.02) == [Shown((0,), "loss 0.3")]
-
-
-def test_a_lone_rank_joins_a_line_that_others_wait_with() -> None:
-    folder = lone_folder(rank=0)
-    assert folder.push(1, ["done"], 2.0) == []
-    assert folder.push(0, ["done"], 2.01) == [Shown((0, 1), "done")]
-
-
-def test_an_equal_line_long_ago_is_no_reason_to_hold() -> None:
-    folder = lone_folder(rank=0)
-    folder.push(0, ["done"], 2.0)
-    assert folder.push(1, ["done"], 3.0) == []
-    assert folder.push(0, ["done"], 3.01) == [Shown((0, 1), "done")]
+def test_lines_that_folded_once_fold_again_after_one_that_was_alone() -> None:
+    folder = Folder(2, HOLD_S)
+    for epoch in ("epoch 1", "epoch 2"):
+        assert folder.push(0, [epoch], 0.0) == []
+        assert folder.push(1, [epoch], 0.01) == [Shown((0, 1), epoch)]
+        assert folder.push(0, ["loss 0.3"], 0.02) == []
+        assert folder.due(1.0) == [Shown((0,), "loss 0.3")]
 
 
 def test_one_rank_never_waits() -> None:
@@ -133,7 +110,7 @@ def test_nothing_is_lost_doubled_or_reordered_and_nothing_waits_too_long(
         shown += folder.push(rank, lines, now)
         deadline = folder.next_due()
         assert deadline is None or now < deadline <= now + HOLD_S
-    shown += folder.flush(now)
+    shown += folder.flush()
     assert folder.next_due() is None
     assert lines_by_rank(shown) == {rank: lines for rank, lines in printed.items() if lines}
     assert all(list(ranks) == sorted(set(ranks)) for ranks, _ in shown)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from taas_magic.display.head import duration, html, text
-from taas_magic.display.state import RunState
+from taas_magic.display.head import RunState, duration, html, text
 from taas_magic.messages import Event
 from tests.events import event
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.display.receipt import MAX_FILES, lines
+from taas_magic.display.head import MAX_FILES, receipt_lines
 from taas_magic.messages import KeptOutFile, RankHeld, RankTouched, StoreReceipt, WrittenFile
 from taas_magic.store.receipt import Ledger, Receipt, changed
 
@@ -86,7 +86,7 @@ def test_hosts_make_one_receipt() -> None:
         means="Landlock",
         complete=False,
     )
-    assert lines(receipt) == [
+    assert receipt_lines(receipt) == [
         ("rank 0 wrote", "m.pt (7 bytes)"),
         ("not saved (only rank 0 writes)", "m.pt from ranks 1,3"),
         ("not saved, and not by rank 0 either", "m-4.pt from rank 4"),
@@ -96,9 +96,9 @@ def test_hosts_make_one_receipt() -> None:
 
 
 def test_a_run_that_touched_nothing_has_nothing_to_say() -> None:
-    assert lines(None) == lines(Receipt(means="Landlock")) == []
+    assert receipt_lines(None) == receipt_lines(Receipt(means="Landlock")) == []
 
 
 def test_many_files_are_counted() -> None:
     receipt = Receipt(written={f"{number}.pt": 1 for number in range(MAX_FILES + 3)})
-    assert lines(receipt)[0][1].endswith(" and 3 more")
+    assert receipt_lines(receipt)[0][1].endswith(" and 3 more")

@@ -11,7 +11,7 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.base import find_engine
 from taas_magic.engines.keys import Keys
 from taas_magic.errors import UsageError
-from taas_magic.host.hardware import count_gpus
+from taas_magic.host.system import count_gpus
 from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.hosts import Members
 

@@ -17,7 +17,7 @@ import pytest
 
 from taas_magic.config import load_config
 from taas_magic.errors import PoolError, RunLost
-from taas_magic.host.processes import RUN_TOKEN
+from taas_magic.host.system import RUN_TOKEN
 from taas_magic.notebook import pools
 from taas_magic.pool.client import Pool
 from tests.harness import Notebook, Outcome

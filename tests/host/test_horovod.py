@@ -6,8 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from taas_magic.host import horovod
-from taas_magic.host.rendezvous import Rendezvous
+from taas_magic.host.rendezvous import Rendezvous, ask_horovod, horovod_variables
 from tests.harness import Notebook
 
 ADDRESS = "127.0.0.1"
@@ -36,7 +35,7 @@ def environ(port: int = 1, **places: int) -> dict[str, str]:
 def test_a_rank_has_horovodruns_variables() -> None:
     """The second of two hosts with two ranks each."""
     places = {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
-    found = horovod.variables(environ(**places, GROUP_RANK=1, GROUP_WORLD_SIZE=2), "4711")
+    found = horovod_variables(environ(**places, GROUP_RANK=1, GROUP_WORLD_SIZE=2), "4711")
     assert found == {
         "HOROVOD_RANK": "3",
         "HOROVOD_SIZE": "4",
@@ -59,7 +58,7 @@ def test_of_uneven_hosts_only_the_larger_ones_have_a_last_place(
 ) -> None:
     """Eight ranks on three hosts: 3, 3 and 2."""
     places = {"RANK": local_rank, "WORLD_SIZE": 8, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 3}
-    found = horovod.variables(environ(**places, GROUP_RANK=0, GROUP_WORLD_SIZE=3), "4711")
+    found = horovod_variables(environ(**places, GROUP_RANK=0, GROUP_WORLD_SIZE=3), "4711")
     assert found["HOROVOD_CROSS_SIZE"] == str(hosts)
 
 
@@ -74,7 +73,7 @@ def meeting() -> Iterator[Rendezvous]:
 @pytest.mark.skipif(find_spec("horovod") is not None, reason="horovod is installed")
 def test_a_first_host_without_horovod_is_named(meeting: Rendezvous) -> None:
     notes: list[str] = []
-    assert horovod.ask(environ(meeting.port), notes.append) == {}
+    assert ask_horovod(environ(meeting.port), notes.append) == {}
     assert notes == ["the run's first host has no horovod: its ranks will not find each other"]
 
 

@@ -54,14 +54,14 @@ class Answer:
     def __init__(self, value):
         self.value = value
 
-def work(number, answers):
+def load(number, answers):
     answers.put(Answer(square(number) + OFFSET))
 
 print(multiprocessing.get_start_method(allow_none=True), multiprocessing.current_process().name)
 multiprocessing.set_start_method("spawn")
 context = multiprocessing.get_context()
 answers = context.SimpleQueue()
-children = [context.Process(target=work, args=(number, answers)) for number in (1, 2)]
+children = [context.Process(target=load, args=(number, answers)) for number in (1, 2)]
 for child in children:
     child.start()
 print(sorted(answers.get().value for _ in children))

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from taas_magic.config import Config
-from taas_magic.display.head import html, text
-from taas_magic.display.state import RunState
+from taas_magic.display.head import RunState, html, text
 from taas_magic.display.view import TerminalScreen
 from taas_magic.host.stacks import Sight, Stand, last_seen, parse, waits_for
 from taas_magic.host.watch import Ranks, still_since

@@ -8,7 +8,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from taas_magic.host.processes import spawn_command, supervisor_arguments
+from taas_magic.host.system import spawn_command, supervisor_arguments
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 

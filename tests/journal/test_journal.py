@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from taas_magic.display.head import text
-from taas_magic.display.state import RunState
+from taas_magic.display.head import RunState, text
 from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
 from taas_magic.journal.analysis import Flow, load_of

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from taas_magic.errors import UsageError
-from taas_magic.journal.plot import curves, draw
+from taas_magic.journal.analysis import curves, draw
 from taas_magic.messages import Event
 from tests.events import event
 
@@ -29,22 +29,21 @@ def journal() -> list[Event]:
 
 
 def test_shares_and_rates_over_time() -> None:
-    (train,) = curves(journal())
-    assert train.name == "train"
-    assert train.seconds == tuple(sorted(train.seconds))
-    assert train.seconds[-1] == pytest.approx(5.5)
-    assert train.waited[0] == pytest.approx(0.75)
-    assert train.waited[-1] == pytest.approx(0.25)
-    assert train.batches_per_s[2] == pytest.approx(20.0)
-    assert train.mb_per_s[2] == pytest.approx(20.0)
+    seconds, steps = zip(*curves(journal())["train"], strict=True)
+    assert seconds == tuple(sorted(seconds))
+    assert seconds[-1] == pytest.approx(5.5)
+    assert steps[0].share == pytest.approx(0.75)
+    assert steps[-1].share == pytest.approx(0.25)
+    assert steps[2].rate(steps[2].batches) == pytest.approx(20.0)
+    assert steps[2].rate(steps[2].bytes) == pytest.approx(20e6)
 
 
 def test_a_restart_is_no_negative_rate() -> None:
     restart = event("restart", time=1006.5, attempt=1)
     events = [*journal(), restart, data(1008.0, 0, 2, 0.1, "gpu1"), data(1009.5, 0, 5, 1.0, "gpu1")]
-    (train,) = curves(events)
-    assert min(train.batches_per_s) > 0
-    assert train.seconds == tuple(sorted(train.seconds))
+    seconds, steps = zip(*curves(events)["train"], strict=True)
+    assert min(step.batches for step in steps) > 0
+    assert seconds == tuple(sorted(seconds))
 
 
 def test_it_is_a_figure_of_both() -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-from taas_magic.host.processes import status_of
+from taas_magic.host.system import status_of
 from taas_magic.journal import folder as journal
 from tests.conftest import carriers
 from tests.frontend import ROOT, WAIT_S, Frontend, before_start, environment, kernel

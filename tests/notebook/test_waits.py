@@ -15,7 +15,7 @@ import pytest
 
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import PoolError, RunLost
-from taas_magic.host.processes import status_of
+from taas_magic.host.system import status_of
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import Run
 from taas_magic.pool.client import Pool, PoolProcess

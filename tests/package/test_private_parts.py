@@ -22,7 +22,7 @@ LISTED = {
     "data/dataset.py": {"torch.utils.data._utils"},
     "data/tensors.py": {"_indices", "_values", "_coalesced_"},
     "store/redirect.py": {"_C"},
-    "host/preload.py": {"_registry"},
+    "host/forkserver.py": {"_registry"},
     "federation/flower.py": {"_main"},
     "host/rank.py": {"_shutdown", "_run_exitfuncs", "_C", "_distributed_c10d"},
 }
@@ -36,7 +36,7 @@ DOCUMENTED = {"_exit", "_getframe", "_current_frames", "_replace", "_make", "_fi
 GONE = {
     "threading._shutdown": "rank._end_program has to join what is no daemon thread by another way",
     "atexit._run_exitfuncs": "Python may do it itself for forks now: see python/cpython#83856",
-    "weakref.finalize._registry": "host/preload.py: find what weakref.finalize keeps them in",
+    "weakref.finalize._registry": "host/forkserver.py: find what weakref.finalize keeps them in",
     "torch._utils._rebuild_tensor_v3": "capture/reducers.py: see how torch pickles uint16 now",
     "torch.storage._new_dtypes": "capture/reducers.py: see how torch pickles uint16 now",
     "torch.utils.data._utils.worker._worker_info": "find what get_worker_info() reads now",
@@ -48,7 +48,7 @@ GONE = {
     "torch._C.PyTorchFileWriter": "store/redirect.py: find what torch.save writes with",
     "torch._C._distributed_c10d._dump_fr_trace_json": "rank._collectives: find the new recorder",
     "tempfile._TemporaryFileCloser": "store/redirect.py: see how tempfile unlinks now",
-    "IPython.core.interactiveshell.InteractiveShell._showtraceback": "host/shell.py: see IPython",
+    "IPython.core.interactiveshell.InteractiveShell._showtraceback": "host/rank.py: see IPython",
     "distributed.batched.time": "host/member.py: see by what clock BatchedSend waits",
 }
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from taas_magic.display import head
-from taas_magic.display.state import RunState
+from taas_magic.display.head import RunState
 from taas_magic.errors import RankFailed, StoreError
 from taas_magic.store.rule import owned
 from tests.events import parsed

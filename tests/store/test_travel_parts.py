@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taas_magic.display.receipt import lines
+from taas_magic.display.head import receipt_lines
 from taas_magic.errors import ProtocolError
 from taas_magic.messages import KeptOutFile, StoreReceipt, UnsentFile, WrittenFile
 from taas_magic.store.manifest import (
@@ -171,7 +171,7 @@ def test_questions_that_the_desk_does_not_have(tmp_path: Path) -> None:
 def test_a_receipt_says_what_did_not_come_back() -> None:
     receipt = Receipt().with_event(StoreReceipt(not_sent=[UnsentFile("m.pt", "no space")]))
     receipt = receipt.with_event(StoreReceipt())
-    assert lines(receipt)[-1] == ("not brought to the store", "m.pt (no space)")
+    assert receipt_lines(receipt)[-1] == ("not brought to the store", "m.pt (no space)")
 
 
 def test_what_rank_0_wrote_is_not_missing_where_it_had_not_arrived() -> None:
