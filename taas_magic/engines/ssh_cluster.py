@@ -282,7 +282,7 @@ class SshHost(ProcessInterface):
         limit_s = min(CONNECT_TIMEOUT_S, pool.start_timeout_s)
         self.connection = connection = connect(target, self._stop, limit_s, pool.lease_s)
         self._do("still putting packages into its cache, as on every first use")
-        prepared = prepare(connection, pool)
+        path_entries = prepare(connection, pool)
         address, port = _address_of(self._scheduler)
         settings = AgentSettings(
             scheduler=f"tls://{LOOPBACK}:{open_tunnel(connection, address, port)}",
@@ -295,7 +295,7 @@ class SshHost(ProcessInterface):
         self._do("its agent is still starting: torch is being imported")
         self._command = KeptCommand(
             connection,
-            supervisor_command(pool, prepared.path_entries),
+            supervisor_command(pool, path_entries),
             pack(settings) + b"\n",
             pool.lease_s / SSH_BEATS_PER_LEASE,
             lambda line: _log.warning("[%s] %s", target.label, line),

@@ -12,9 +12,8 @@ from taas_magic.display import hosts as table
 from taas_magic.engines.base import find_engine
 from taas_magic.errors import StoreError
 from taas_magic.messages import PoolStatus
-from taas_magic.setup.checks import REMARK, Finding, Row, Ways, check, judged
-from taas_magic.setup.facts import Kernel, this_kernel
-from taas_magic.setup.requirements import packages_needed
+from taas_magic.setup.facts import REMARK, Finding, Kernel, Row, Ways, check, judged, this_kernel
+from taas_magic.setup.install import packages_needed
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def _report(asked: Sequence[PoolConfig], settings: Config, here: Kernel) -> Chec
     from taas_magic.notebook import pools
 
     up = {row.name: row.status for row in pools.rows(settings)}
-    rows = check(asked, _ways, here)
+    rows = check(asked, _ways, here, packages_needed())
     rows = [replace(row, means=_means(row, up[row.pool])) for row in rows]
     known = {row.pool for row in rows}
     for pool in asked:
@@ -84,5 +83,6 @@ def _asked_of_agents(pool: PoolConfig, settings: Config, here: Kernel, up: PoolS
     if not up.hosts:
         todo = f"They are checked when a run takes them; %taas warm {pool.name} takes one now"
         return [Row(pool.name, "", None, (Finding(REMARK, "no host is up", todo),))]
-    found = pools.named(pool.name, settings).facts(packages_needed(), here.mark)
-    return [judged(pool, one.facts, here, one.means) for one in found]
+    packages = packages_needed()
+    found = pools.named(pool.name, settings).facts(packages, here.mark)
+    return [judged(pool, one.facts, here, packages, one.means) for one in found]
