@@ -64,8 +64,7 @@ class Shell(Protocol):
         host: The host as the user calls it.
     """
 
-    @property
-    def host(self) -> str: ...
+    host: str
 
     def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> Done:
         """Run a command in the user's shell there; `data` is its standard input."""
@@ -91,7 +90,7 @@ def ask(
     Args:
         shell: The way to the host.
         python: The interpreter there; None is `python3`.
-        function: Its name.
+        function: The function's name.
         asked: Its keyword arguments, plain JSON values.
         timeout_s: How long it may take.
 
@@ -199,11 +198,6 @@ class Facts(Struct, frozen=True):
         ahead_s = self.clock - (began + time.time()) / 2 if self.clock else 0.0
         return structs.replace(self, host=host, ahead_s=ahead_s)
 
-    @property
-    def python_minor(self) -> str:
-        """`3.11` of `3.11.7`."""
-        return minor(self.python)
-
     def interface_of(self, address: str) -> str:
         """Return the interface that has an address; "" for none."""
         return next((name for name, seen in self.interfaces.items() if address in seen), "")
@@ -220,8 +214,6 @@ class Kernel(Struct, frozen=True):
     """What hosts must agree with: the Python of this kernel or pool.
 
     Attributes:
-        python: Its version.
-        torch: Its version of torch.
         ours: Digest of taas-magic's files.
         mark: A file in the project store by which hosts know it; "" asks nobody.
     """
@@ -231,22 +223,14 @@ class Kernel(Struct, frozen=True):
     ours: str
     mark: str = ""
 
-    @property
-    def python_minor(self) -> str:
-        return minor(self.python)
-
 
 def minor(version: str) -> str:
-    """Return `2.13` of `2.13.0+cpu`; "" of ""."""
+    """Return `2.13` of a package's or Python's version such as `2.13.0+cpu`; "" of ""."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
 def this_kernel(mark: str = "") -> Kernel:
-    """Return what the process that asks is like; torch is not imported.
-
-    Args:
-        mark: A file in the project store.
-    """
+    """Return what the process that asks is like, with a mark; torch is not imported."""
     return structs.replace(_this_kernel(), mark=mark)
 
 
@@ -289,10 +273,9 @@ def ask_host(
 
 @dataclass(frozen=True)
 class Wanted:
-    """One package that a host needs.
+    """A package that a host needs, by its canonical name.
 
     Attributes:
-        name: Its canonical name.
         version: The version that is installed here; "" where none is.
         allowed: The versions that would do.
     """
@@ -358,7 +341,7 @@ def judge(
         interface: The interface that ranks are to use; None finds one.
         packages: What the host side of taas-magic needs.
     """
-    if facts.python_minor != here.python_minor or not facts.system:
+    if minor(facts.python) != minor(here.python) or not facts.system:
         return [_other_python(facts, here)]  # all else was seen with the wrong interpreter
     found = [
         *_python(facts, here),
@@ -392,8 +375,8 @@ def _other_python(facts: Facts, here: Kernel) -> Finding:
         ERROR,
         f"Python {facts.python} there, {here.python} in this kernel: what is pickled here cannot "
         "be read there",
-        f'Name a Python {here.python_minor} of that host (python = "…" in the pool\'s table), '
-        f"or use a kernel with Python {facts.python_minor}",
+        f'Name a Python {minor(here.python)} of that host (python = "…" in the pool\'s table), '
+        f"or use a kernel with Python {minor(facts.python)}",
     )
 
 
@@ -474,10 +457,8 @@ class Row:
     """One host of a pool, or why it could not be asked.
 
     Attributes:
-        pool: The pool's name.
         host: The host as the user calls it; "" for a pool none of whose hosts can be asked.
         facts: What it is like; None where it did not say.
-        findings: What is not as it should be.
         means: What holds its ranks off the project store, where its agent is up.
     """
 
@@ -505,7 +486,6 @@ def check(
     """Ask the hosts of pools, all at the same time. May be interrupted at any moment.
 
     Args:
-        pools: The pools.
         ways: From a pool to the ways to its hosts, which are opened here and given up when the
             event is set; none for hosts that are not there until a run takes them.
         here: What hosts must agree with.

@@ -37,6 +37,7 @@ from taas_magic.setup.facts import (
     ask,
     ask_host,
     lacking,
+    minor,
     refuse,
     this_kernel,
 )
@@ -183,7 +184,7 @@ def what_to_bring(facts: Facts, here: Kernel) -> list[PackageFolder]:
     missing = lacking(packages_needed(facts), facts)
     if missing:
         pins = [each.pin for each in missing]
-        kind = [here.python_minor, facts.implementation, facts.machine, facts.glibc]
+        kind = [minor(here.python), facts.implementation, facts.machine, facts.glibc]
         mark = hashlib.sha256(repr([pins, kind]).encode()).hexdigest()[:16]
         parcels.append(
             PackageFolder(f"deps-{mark}", tuple(pins), lambda: bundle_for(missing, facts))
@@ -316,12 +317,12 @@ def downloaded(pins: Sequence[str], facts: Facts) -> Files:
     """
     mark = hashlib.sha256(repr((sorted(pins), sorted(map(str, tags_of(facts))))).encode())
     kept = Path(probe.cache_folder()) / "packages" / mark.hexdigest()[:16]
-    options = ["--implementation", "cp", "--python-version", facts.python_minor]
+    options = ["--implementation", "cp", "--python-version", minor(facts.python)]
     options += [word for name in platforms_of(facts) for word in ("--platform", name)]
     error = probe.install(str(kept), pins, options, DOWNLOAD_LIMIT_S)["error"]
     if error:
         tail = [line for line in error.splitlines() if line.strip()][-_SAID_LINES:]
-        what = f"Python {facts.python_minor} on {facts.system} {facts.machine}"
+        what = f"Python {minor(facts.python)} on {facts.system} {facts.machine}"
         head = (
             f"host {facts.host}: packages that it lacks could not be fetched here for {what}. "
             f"Install them there: pip install {' '.join(pins)}"

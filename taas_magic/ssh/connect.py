@@ -54,20 +54,16 @@ class Connection:
         undo: What closes it.
 
     Attributes:
+        host: The host as the user calls it.
         tunnels: Where each port of the host leads that is forwarded (`open_tunnel`).
     """
 
     def __init__(self, target: Target, client: SSHClient, undo: ExitStack) -> None:
         transport = client.get_transport()
         assert transport is not None
-        self.target, self.transport = target, transport
+        self.target, self.transport, self.host = target, transport, target.label
         self.tunnels: dict[int, tuple[str, int]] = {}
         self._client, self._undo = client, undo
-
-    @property
-    def host(self) -> str:
-        """The host as the user calls it."""
-        return self.target.label
 
     @property
     def is_open(self) -> bool:
@@ -128,7 +124,7 @@ class Connection:
     def lost(self, what: str, error: BaseException) -> PoolError:
         """Return the error that says what could not be done on this host."""
         why = self.transport.get_exception() or error
-        return PoolError(f"host {self.target.label}: {what}: {type(why).__name__}: {why}")
+        return PoolError(f"host {self.host}: {what}: {type(why).__name__}: {why}")
 
     def close(self) -> None:
         """Close the connection and all that goes through it."""
@@ -156,7 +152,6 @@ def connect(
     """Connect to a host, through its jump hosts.
 
     Args:
-        target: The host.
         stop: Set by whoever does not want it any more; it is then given up within a moment.
         timeout_s: How long it may take.
         silence_s: After how long without an answer the connection counts as cut.
@@ -272,11 +267,7 @@ def _open_way(
 ) -> socket.socket | Channel:
     """Open the bytes' way to a host's sshd: through a jump host, a program, or a socket.
 
-    Args:
-        target: The host.
-        patience: How long it may take.
-        silence_s: After how long without an answer the connection counts as cut.
-        undo: Is given what closes it.
+    `undo` is given what closes it.
     """
     if target.proxy_command and target.jump is None:
         return _program(target.proxy_command, undo)
@@ -470,7 +461,7 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
         raise connection.lost("no port was forwarded", error) from error
     except SSHException as error:
         raise PoolError(
-            f"host {connection.target.label}: its sshd refuses to forward a port ({error}), by "
+            f"host {connection.host}: its sshd refuses to forward a port ({error}), by "
             "which its ranks would report; its /etc/ssh/sshd_config must have "
             "`AllowTcpForwarding yes` (or `remote`), `DisableForwarding no`, and no `PermitListen` "
             "that leaves out localhost"
