@@ -1,6 +1,7 @@
-"""What a host is like. Runs on the host, also as text on the standard input of its own Python.
+"""What a host is like (`main`), and packages for its cache (`install`).
 
-So it needs nothing but the standard library of Python 3.8, and nothing else of this package.
+Runs on the host, also as text on the standard input of its own Python. So it needs nothing but the
+standard library of Python 3.8, and nothing else of this package.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import Any
@@ -26,6 +28,8 @@ _SIOCGIFADDR = 0x8915
 _LINK_LOCAL = "20"
 _SIZE_STEP = 1 << 20
 _CGROUPS = "/sys/fs/cgroup"
+_ABANDONED_AFTER_S = 24 * 3600
+_SAID_CHARS = 2000
 
 
 def main(
@@ -256,3 +260,104 @@ def interfaces() -> dict[str, list[str]]:
             text = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
             found.setdefault(name, []).append(text)
     return found
+
+
+def install(
+    folder: str,
+    pins: Sequence[str] = (),
+    options: Sequence[str] = (),
+    limit_s: float = 60,
+    bundle: str = "",
+    sha256: str = "",
+) -> dict[str, str]:
+    """Make a folder of packages, by pip or from a bundle; says in `error` why it is not there.
+
+    It appears whole, by one rename, under a name that says what is in it: a transfer that broke
+    leaves nothing that would be used, and of several hosts that share a home and install the same
+    thing at once, one is first and the others throw theirs away.
+
+    Args:
+        folder: The folder, which is made whole or not at all.
+        pins: What this Python's pip shall put there, such as `zict==3.0.0`.
+        options: Of `pip install` besides.
+        limit_s: How long pip may take.
+        bundle: Instead of them: a zip file with all that belongs there; it is removed.
+        sha256: Of the bundle.
+    """
+    parent, error = os.path.dirname(folder), ""
+    try:
+        if not os.path.isdir(folder):
+            os.makedirs(parent, mode=0o700, exist_ok=True)
+            _sweep(parent)
+            aside = tempfile.mkdtemp(prefix=".new-", dir=parent)
+            try:
+                if bundle:
+                    error = _unpack(bundle, sha256, aside)
+                else:
+                    error = _pip([*options, *pins], aside, limit_s)
+                if not error:
+                    _publish(aside, folder)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+    except (OSError, zipfile.BadZipFile) as problem:
+        error = str(problem) or repr(problem)
+    finally:
+        _remove(bundle)
+    return {"error": error}
+
+
+def _publish(aside: str, folder: str) -> None:
+    try:
+        os.rename(aside, folder)
+    except OSError:
+        if not os.path.isdir(folder):  # else another one was first
+            raise
+
+
+def _unpack(bundle: str, sha256: str, into: str) -> str:
+    with open(bundle, "rb") as file:
+        seen = hashlib.sha256(file.read()).hexdigest()
+    if seen != sha256:
+        return f"{bundle} did not arrive as it was sent"
+    with zipfile.ZipFile(bundle) as archive:
+        archive.extractall(into)
+    return ""
+
+
+def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
+    """Run pip; returns what went wrong."""
+    command = [sys.executable, "-m", "pip", "install", "--target", into, "--no-deps", "--no-input"]
+    command += ["--only-binary=:all:", "--no-compile", "--quiet", "--disable-pip-version-check"]
+    try:
+        done = subprocess.run(
+            [*command, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"pip was not done after {limit_s:.0f} s"
+    said = done.stdout.decode(errors="replace").strip()
+    return said[-_SAID_CHARS:] or f"exit code {done.returncode}" if done.returncode else ""
+
+
+def _sweep(parent: str) -> None:
+    """Remove what an attempt that was cut off long ago has left."""
+    for name in os.listdir(parent):
+        path = os.path.join(parent, name)
+        try:
+            old = time.time() - os.stat(path).st_mtime > _ABANDONED_AFTER_S
+        except OSError:
+            continue  # another host of the same home has just put it into its place
+        if old and name.startswith(".new-"):
+            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(path: str) -> None:
+    try:
+        os.remove(path)
+    except OSError:
+        return

@@ -333,7 +333,7 @@ class SshHost(DaskHost):
         limit_s = min(CONNECT_TIMEOUT_S, pool.start_timeout_s)
         self.connection = connection = connect(target, self._stop, limit_s, pool.lease_s)
         self._do("still putting packages into its cache, as on every first use")
-        prepared = prepare(connection, pool)
+        path_entries = prepare(connection, pool)
         address, port = _address_of(self._scheduler)
         settings = AgentSettings(
             scheduler=f"tls://{LOOPBACK}:{open_tunnel(connection, address, port)}",
@@ -343,7 +343,7 @@ class SshHost(DaskHost):
             interface=pool.interface or "",
             lease_s=pool.lease_s,
         )
-        path = ":".join(prepared.path_entries)
+        path = ":".join(path_entries)
         environ = {"PYTHONPATH": path} if path else {}  # nothing where Python finds us by itself
         arguments = ["-c", entry_code("taas_magic.host.supervisor")]
         arguments += supervisor_arguments(pool.lease_s, pool.preload)

@@ -156,26 +156,26 @@ def check(config: Config, names: Sequence[str] = ()) -> CheckReport:
     """
     # What only this needs, and imports: the first cell does not pay for it.
     from taas_magic.display import hosts as table
-    from taas_magic.setup.checks import REMARK, Finding, Row, judged
-    from taas_magic.setup.checks import check as ask
-    from taas_magic.setup.requirements import packages_needed
+    from taas_magic.setup.facts import REMARK, Finding, Row, judged
+    from taas_magic.setup.facts import check as ask
+    from taas_magic.setup.install import packages_needed
 
-    asked = [config.pool(name) for name in names or config.pools]
+    asked, packages = [config.pool(name) for name in names or config.pools], packages_needed()
     with _mark(config.store.path or os.getcwd()) as mark:
         here = this_kernel(mark)
         up = {row.name: row.status.hosts for row in rows(config)}
         means = {(name, host.host): host.means for name, hosts in up.items() for host in hosts}
         found = [
             replace(row, means=means.get((row.pool, row.host), ""))
-            for row in ask(asked, lambda pool, stop: find_engine(pool).ways(stop), here)
+            for row in ask(asked, lambda pool, stop: find_engine(pool).ways(stop), here, packages)
         ]
         known = {row.pool for row in found}
         for pool in asked:
             if pool.name in known:
                 continue
             if up[pool.name]:  # its hosts are there only while they are taken: their agents say
-                agents = named(pool.name, config).facts(packages_needed(), mark)
-                found += [judged(pool, one.facts, here, one.means) for one in agents]
+                agents = named(pool.name, config).facts(packages, mark)
+                found += [judged(pool, one.facts, here, packages, one.means) for one in agents]
             else:
                 todo = "They are checked when a run takes them; "
                 todo += f"%taas warm {pool.name} takes one now"

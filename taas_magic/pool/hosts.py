@@ -32,8 +32,7 @@ from taas_magic.host.topics import (
 )
 from taas_magic.leases import LOST_AFTER_S
 from taas_magic.messages import FactsWanted, HostHello, RunStacks, pack, unpack
-from taas_magic.setup.checks import Needs, refuse
-from taas_magic.setup.facts import Facts, this_kernel
+from taas_magic.setup.facts import Facts, refuse, this_kernel
 
 _numbers = itertools.count(1)
 _T = TypeVar("_T")
@@ -357,7 +356,7 @@ async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequen
     if not new:
         return
     facts = await ask_all(members, new, FactsWanted(modules=list(modules), names=False))
-    refuse(facts, this_kernel(), Needs())
+    refuse(facts, this_kernel())
     for host in new:
         host.has = (host.has or set()).union(modules)
 

@@ -1,7 +1,9 @@
-"""What is known of a host before anything of ours runs there, and how it is asked.
+"""What hosts are like before anything of ours runs there, and what is wrong with them.
 
-Programs go to the host as text, on the standard input of its own Python. A `Shell` is what is
-needed of a way to a host; engines have the ways.
+A host is asked by a program (`probe.py`) that goes as text to the standard input of its own Python.
+`judge` is pure: a host's facts against what a run needs -> findings, each with what to do. `check`
+asks all hosts of pools, side by side. Kernels and pools import this at their start: what takes
+30 ms to import, most of `packaging`, is left to install.py.
 """
 
 import importlib.metadata
@@ -9,23 +11,41 @@ import json
 import platform
 import re
 import shlex
+import socket
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Struct, structs
+from packaging.version import InvalidVersion, Version
 
 from taas_magic import probe
-from taas_magic.errors import PoolError
+from taas_magic.config import PoolConfig
+from taas_magic.errors import PoolError, TaasError
 from taas_magic.messages import unpack
 
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
 DEFAULT_PYTHON = "python3"
+PROBE_TIMEOUT_S = 30.0
 MARK = "taas-magic says: "
 """Before our answer, because a login script of the host may print whatever it likes."""
 
+FULL_BYTES = 256 * 1024**2
+"""With less than this the host's cache holds neither our packages nor a run."""
+
+LOW_BYTES = 2 * 1024**3
+CLOCK_S = 60.0
+MAX_AT_ONCE = 64
 _TAIL_LINES = 5
 
 
@@ -44,18 +64,17 @@ class Shell(Protocol):
         host: The host as the user calls it.
     """
 
-    @property
-    def host(self) -> str: ...
+    host: str
 
     def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> Done:
-        """Runs a command in the user's shell there; `data` is its standard input."""
+        """Run a command in the user's shell there; `data` is its standard input."""
 
     def put(self, data: bytes, path: str) -> None:
-        """Writes a file there, for the user alone; its folder exists."""
+        """Write a file there, for the user alone; its folder exists."""
 
 
 def python_word(python: str | None) -> str:
-    """An interpreter as a word of a command line; the host's shell expands a leading `~`."""
+    """Return an interpreter as a word of a command line; the host's shell expands a leading `~`."""
     text = python or DEFAULT_PYTHON
     home, slash, rest = text.partition("/")
     if slash and re.fullmatch(r"~[\w.-]*", home):
@@ -64,30 +83,38 @@ def python_word(python: str | None) -> str:
 
 
 def ask(
-    shell: Shell, python: str | None, program: Path, asked: Mapping[str, object], timeout_s: float
+    shell: Shell, python: str | None, function: str, asked: Mapping[str, object], timeout_s: float
 ) -> bytes:
-    """Runs one of our programs with the host's Python; returns what its `main` answers, packed.
+    """Call a function of `probe` with the host's own Python; returns what it returns, as JSON.
 
     Args:
         shell: The way to the host.
         python: The interpreter there; None is `python3`.
-        program: A module of ours with a function `main`, which needs nothing but Python 3.8.
-        asked: Keyword arguments of `main`, plain JSON values.
+        function: The function's name.
+        asked: Its keyword arguments, plain JSON values.
         timeout_s: How long it may take.
 
     Raises:
         PoolError: There is no such interpreter, or the program failed.
     """
-    text = _text(program.read_text(encoding="utf-8"), asked)
-    done = shell.run(f"{python_word(python)} -", text, timeout_s)
+    done = shell.run(f"{python_word(python)} -", _program(function, asked), timeout_s)
     for line in reversed(done.out.decode(errors="replace").splitlines()):
         if line.startswith(MARK):
             return line[len(MARK) :].encode()
-    raise PoolError(_why(shell.host, python or DEFAULT_PYTHON, done))
+    if done.code in (126, 127):
+        what = (
+            f"there is no Python {python or DEFAULT_PYTHON!r} there; name one: "
+            'python = "…" in the pool\'s table'
+        )
+    else:
+        what = f"{python or DEFAULT_PYTHON!r} did not run our program (exit code {done.code})"
+    said = done.err.decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
+    raise PoolError("\n".join([f"host {shell.host}: {what}", *(f"    {line}" for line in said)]))
 
 
-def _text(source: str, asked: Mapping[str, object]) -> bytes:
+def _program(function: str, asked: Mapping[str, object]) -> bytes:
     """A program that every Python since 2.6 can read, so that an old one can say that it is."""
+    source = Path(probe.__file__).read_text(encoding="utf-8")
     lines = [
         "import sys",
         "sys.path[:] = [entry for entry in sys.path if entry]",  # not the home folder's modules
@@ -98,22 +125,10 @@ def _text(source: str, asked: Mapping[str, object]) -> bytes:
         "else:",
         "    names = {'__name__': 'taas_probe'}",
         "    exec(compile(source, 'taas_probe', 'exec'), names)",
-        "    answer = names['main'](**asked)",
+        f"    answer = names[{function!r}](**asked)",
         f"sys.stdout.write({json.dumps(MARK)} + json.dumps(answer) + '\\n')",
     ]
     return "\n".join(lines).encode("ascii") + b"\n"
-
-
-def _why(host: str, python: str, done: Done) -> str:
-    said = done.err.decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
-    if done.code == 127 or done.code == 126:
-        what = f'there is no Python {python!r} there; name one: python = "…" in the pool\'s table'
-    else:
-        what = f"{python!r} did not run our program (exit code {done.code})"
-    return "\n".join([f"host {host}: {what}", *(f"    {line}" for line in said)])
-
-
-PROBE_TIMEOUT_S = 30.0
 
 
 class Facts(Struct, frozen=True):
@@ -122,10 +137,6 @@ class Facts(Struct, frozen=True):
     Attributes:
         host: The host as the user calls it.
         python: Version of the interpreter that the pool names; all below is what that one finds.
-        implementation: "cpython", "pypy", …
-        executable: Its path.
-        system: "Linux", …
-        machine: "x86_64", "aarch64", …
         glibc: Version of the C library; "" where it is another one.
         torch: Version; "" where it is not installed.
         cuda: The CUDA version that torch was built for; "" for a CPU build.
@@ -137,8 +148,6 @@ class Facts(Struct, frozen=True):
         free_bytes: What may still be written there.
         sites: Names of the folders of packages that we have put there.
         cores: Logical processors that a process may use.
-        memory_bytes: Main memory.
-        gpus: CUDA devices.
         gpu_names: What they are called, where that could be asked.
         clock: The host's wall clock, in seconds since 1970.
         ahead_s: How far that is ahead of this machine's clock.
@@ -180,7 +189,7 @@ class Facts(Struct, frozen=True):
     sees_store: bool = False
 
     def of(self, host: str, began: float) -> "Facts":
-        """What the probe answered; what it does not say (an old Python says little) is empty.
+        """Complete what the probe answered; what it does not say (an old Python) is empty.
 
         Args:
             host: Who answered just now.
@@ -189,13 +198,8 @@ class Facts(Struct, frozen=True):
         ahead_s = self.clock - (began + time.time()) / 2 if self.clock else 0.0
         return structs.replace(self, host=host, ahead_s=ahead_s)
 
-    @property
-    def python_minor(self) -> str:
-        """`3.11` of `3.11.7`."""
-        return minor(self.python)
-
     def interface_of(self, address: str) -> str:
-        """The interface that has an address; "" for none."""
+        """Return the interface that has an address; "" for none."""
         return next((name for name, seen in self.interfaces.items() if address in seen), "")
 
 
@@ -210,8 +214,6 @@ class Kernel(Struct, frozen=True):
     """What hosts must agree with: the Python of this kernel or pool.
 
     Attributes:
-        python: Its version.
-        torch: Its version of torch.
         ours: Digest of taas-magic's files.
         mark: A file in the project store by which hosts know it; "" asks nobody.
     """
@@ -221,35 +223,25 @@ class Kernel(Struct, frozen=True):
     ours: str
     mark: str = ""
 
-    @property
-    def python_minor(self) -> str:
-        return minor(self.python)
-
 
 def minor(version: str) -> str:
-    """`2.13` of `2.13.0+cpu`; "" of ""."""
+    """Return `2.13` of a package's or Python's version such as `2.13.0+cpu`; "" of ""."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
 def this_kernel(mark: str = "") -> Kernel:
-    """The process that asks; torch is not imported.
-
-    Args:
-        mark: A file in the project store.
-    """
-    python, torch, ours = _this_python()
-    return Kernel(python, torch, ours, mark)
+    """Return what the process that asks is like, with a mark; torch is not imported."""
+    return structs.replace(_this_kernel(), mark=mark)
 
 
 @lru_cache(maxsize=1)
-def _this_python() -> tuple[str, str, str]:
-    folder = Path(__file__).parent.parent
-    torch = importlib.metadata.version("torch")
-    return platform.python_version(), torch, probe.digest(probe.package_files(str(folder)))
+def _this_kernel() -> Kernel:
+    ours = probe.digest(probe.package_files(str(Path(__file__).parent.parent)))
+    return Kernel(platform.python_version(), importlib.metadata.version("torch"), ours)
 
 
 def of_this_machine(host: str, packages: Iterable[str] = (), mark: str = "") -> Facts:
-    """The facts of this very process's host and Python."""
+    """Return the facts of this very process's host and Python."""
     facts = msgspec.convert(probe.main(tuple(packages), (), mark), Facts)
     return structs.replace(facts, host=host)
 
@@ -261,7 +253,7 @@ def ask_host(
     modules: Iterable[str] = (),
     mark: str = "",
 ) -> Facts:
-    """Asks a host, which needs a Python and nothing else.
+    """Ask a host, which needs a Python and nothing else.
 
     Args:
         shell: The way to it.
@@ -275,5 +267,271 @@ def ask_host(
     """
     asked = {"packages": sorted(packages), "modules": sorted(modules), "mark": mark}
     begin = time.time()
-    said = ask(shell, python, Path(probe.__file__), asked, PROBE_TIMEOUT_S)
+    said = ask(shell, python, probe.main.__name__, asked, PROBE_TIMEOUT_S)
     return unpack(said, Facts).of(shell.host, begin)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A package that a host needs, by its canonical name.
+
+    Attributes:
+        version: The version that is installed here; "" where none is.
+        allowed: The versions that would do.
+    """
+
+    name: str
+    version: str
+    allowed: "SpecifierSet"
+
+    @property
+    def pin(self) -> str:
+        """What pip is asked for: the version of here, which is known to work with ours."""
+        return f"{self.name}=={self.version}" if self.version else f"{self.name}{self.allowed}"
+
+    def is_met_by(self, version: str) -> bool:
+        """Return whether a version would do; "" is none."""
+        try:
+            return bool(version) and self.allowed.contains(Version(version), prereleases=True)
+        except InvalidVersion:
+            return False
+
+
+def lacking(needs: Mapping[str, Wanted], facts: Facts) -> tuple[Wanted, ...]:
+    """Return what is not there, or not in a version that would do."""
+    return tuple(
+        each for name, each in needs.items() if not each.is_met_by(facts.versions.get(name, ""))
+    )
+
+
+ERROR, WARNING, REMARK = "error", "warning", "remark"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about a host that is not as it should be.
+
+    Attributes:
+        level: An error refuses the run; a warning is said once; a remark only when asked.
+        what: What was found, with both sides where two differ.
+        todo: What to do about it; "" where nothing need be done.
+    """
+
+    level: str
+    what: str
+    todo: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.todo}" if self.todo else self.what
+
+
+def judge(
+    facts: Facts,
+    here: Kernel,
+    gpus: int | None = None,
+    interface: str | None = None,
+    packages: Mapping[str, Wanted] = MappingProxyType({}),
+) -> list[Finding]:
+    """Return all findings on a host, errors first.
+
+    Args:
+        facts: The host.
+        here: What it must agree with.
+        gpus: CUDA devices that the pool promises; None promises nothing.
+        interface: The interface that ranks are to use; None finds one.
+        packages: What the host side of taas-magic needs.
+    """
+    if minor(facts.python) != minor(here.python) or not facts.system:
+        return [_other_python(facts, here)]  # all else was seen with the wrong interpreter
+    found = [
+        *_python(facts, here),
+        *_disk(facts),
+        *_network(facts, interface),
+        *_gpus(facts, gpus),
+        *_clock(facts),
+        *_replaced(facts, packages),
+    ]
+    return sorted(found, key=lambda finding: (ERROR, WARNING, REMARK).index(finding.level))
+
+
+def refuse(all_facts: Iterable[Facts], here: Kernel, gpus: int | None = None) -> None:
+    """Refuse hosts that cannot carry a run.
+
+    Raises:
+        PoolError: Names each such host, with all that is wrong there and what to do.
+    """
+    lines = [
+        f"host {facts.host}: {finding}"
+        for facts in all_facts
+        for finding in judge(facts, here, gpus)
+        if finding.level == ERROR
+    ]
+    if lines:
+        raise PoolError("\n".join(lines))
+
+
+def _other_python(facts: Facts, here: Kernel) -> Finding:
+    return Finding(
+        ERROR,
+        f"Python {facts.python} there, {here.python} in this kernel: what is pickled here cannot "
+        "be read there",
+        f'Name a Python {minor(here.python)} of that host (python = "…" in the pool\'s table), '
+        f"or use a kernel with Python {minor(facts.python)}",
+    )
+
+
+def _python(facts: Facts, here: Kernel) -> Iterator[Finding]:
+    """What its system and Python are, and which modules it lacks."""
+    if facts.system != "Linux" or facts.implementation != "cpython":
+        what = f"it runs {facts.implementation} on {facts.system}"
+        yield Finding(ERROR, what, "Hosts need CPython on Linux")
+    pip = f"There: {facts.executable} -m pip install"
+    install = f"{pip} 'torch=={minor(here.torch)}.*'"
+    if not facts.torch:
+        yield Finding(ERROR, f"no torch for {facts.executable}", install)
+    elif minor(facts.torch) != minor(here.torch):
+        what = f"torch {facts.torch} there, {here.torch} in this kernel"
+        yield Finding(ERROR, what, f"{install}, or install torch {minor(facts.torch)} here")
+    if facts.missing:
+        plural = "s" if len(facts.missing) > 1 else ""
+        names = ", ".join(facts.missing)
+        yield Finding(
+            ERROR,
+            f"module{plural} {names} that the cell imports: not installed there",
+            f"{pip} {' '.join(facts.missing)} (packages may have other names than their modules)",
+        )
+
+
+def _disk(facts: Facts) -> Iterator[Finding]:
+    free = f"{facts.free_bytes / 1024**3:.1f} GiB free at {facts.cache}"
+    move = "Free some, or set XDG_CACHE_HOME there to a folder on another disk"
+    if facts.cache_error:
+        yield Finding(ERROR, f"{facts.cache} cannot be written: {facts.cache_error}", move)
+    elif facts.free_bytes < FULL_BYTES:
+        yield Finding(ERROR, free, move)
+    elif facts.free_bytes < LOW_BYTES:
+        yield Finding(WARNING, f"only {free}", move)
+
+
+def _network(facts: Facts, interface: str | None) -> Iterator[Finding]:
+    if interface is not None and interface not in facts.interfaces:
+        names = ", ".join(facts.interfaces) or "none"
+        what = f"no interface {interface!r} with an address there; it has {names}"
+        yield Finding(ERROR, what, 'Change interface = "…" in the pool\'s table, or leave it out')
+    own = facts.own_addresses
+    if not own or all(address.startswith(("127.", "::1")) for address in own):
+        what = f"its own name {facts.hostname} resolves to {own[0] if own else 'nothing'} there"
+        yield Finding(REMARK, f"{what}; nothing to do: ranks are told their interface")
+
+
+def _gpus(facts: Facts, promised: int | None) -> Iterator[Finding]:
+    if promised is not None and facts.gpus < promised:
+        what = f"{facts.gpus} GPUs there, gpus = {promised} in taas.toml"
+        yield Finding(WARNING, what, "Ranks without one run on the CPU: correct the number")
+    if facts.gpus and facts.torch and not facts.cuda:
+        what = f"torch {facts.torch} there was built without CUDA: its {facts.gpus} GPUs stay idle"
+        yield Finding(WARNING, what, "Install torch's CUDA build there")
+
+
+def _clock(facts: Facts) -> Iterator[Finding]:
+    if abs(facts.ahead_s) > CLOCK_S:
+        side = "ahead of" if facts.ahead_s > 0 else "behind"
+        what = f"its clock is {abs(facts.ahead_s):,.0f} s {side} this machine's"
+        yield Finding(WARNING, what, "Runs do not mind; times in files will: set it, or use NTP")
+
+
+def _replaced(facts: Facts, packages: Mapping[str, Wanted]) -> Iterator[Finding]:
+    """Packages of the host's environment that ours will come before on `sys.path`."""
+    other = [
+        f"{each.name} {facts.versions[each.name]} (here {each.version})"
+        for each in lacking(packages, facts)
+        if facts.versions.get(each.name)
+    ]
+    if other:
+        what = f"other versions than taas-magic needs: {', '.join(other)}"
+        yield Finding(WARNING, what, "Ranks will see those of here; install them there to choose")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One host of a pool, or why it could not be asked.
+
+    Attributes:
+        host: The host as the user calls it; "" for a pool none of whose hosts can be asked.
+        facts: What it is like; None where it did not say.
+        means: What holds its ranks off the project store, where its agent is up.
+    """
+
+    pool: str
+    host: str
+    facts: Facts | None
+    findings: tuple[Finding, ...]
+    means: str = ""
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether a run may use it."""
+        return not any(finding.level == ERROR for finding in self.findings)
+
+
+Ways = Mapping[str, AbstractContextManager[Shell]]
+
+
+def check(
+    pools: Iterable[PoolConfig],
+    ways: Callable[[PoolConfig, threading.Event], Ways],
+    here: Kernel,
+    packages: Mapping[str, Wanted],
+) -> list[Row]:
+    """Ask the hosts of pools, all at the same time. May be interrupted at any moment.
+
+    Args:
+        ways: From a pool to the ways to its hosts, which are opened here and given up when the
+            event is set; none for hosts that are not there until a run takes them.
+        here: What hosts must agree with.
+        packages: What hosts need.
+
+    Returns:
+        A row for each host, in the order of the pools and their hosts.
+    """
+    stop = threading.Event()
+    executor = ThreadPoolExecutor(MAX_AT_ONCE, "taas-check")
+    asked = []
+    try:
+        for pool in pools:
+            if pool.engine == "local":
+                asked.append(executor.submit(_ask, pool, here, packages, socket.gethostname()))
+            for name, way in ways(pool, stop).items():
+                asked.append(executor.submit(_ask, pool, here, packages, name, way))
+        return [row.result() for row in asked]
+    finally:
+        stop.set()
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _ask(
+    pool: PoolConfig,
+    here: Kernel,
+    packages: Mapping[str, Wanted],
+    host: str,
+    way: AbstractContextManager[Shell] | None = None,
+) -> Row:
+    """The row of a host; of this machine without a way."""
+    try:
+        if way is None:
+            facts = of_this_machine(host, packages, here.mark)
+        else:
+            with way as shell:
+                facts = ask_host(shell, pool.python, packages, mark=here.mark)
+    except TaasError as error:
+        what = str(error).removeprefix(f"host {host}: ")
+        return Row(pool.name, host, None, (Finding(ERROR, what),))
+    return judged(pool, facts, here, packages)
+
+
+def judged(
+    pool: PoolConfig, facts: Facts, here: Kernel, packages: Mapping[str, Wanted], means: str = ""
+) -> Row:
+    """Return the row of a host that has said what it is like."""
+    found = judge(facts, here, pool.gpus, pool.interface, packages)
+    return Row(pool.name, facts.host, facts, tuple(found), means)

@@ -1,62 +1,147 @@
-"""Makes a host ready for an agent: asks what is there, and puts there what is missing.
+"""Packages that an agent and its ranks need on a host: which it lacks, and how they get there.
 
-Packages go there by the host's own pip, or as one file: from this environment where its files fit
-there, else by pip. What is installed here was built for this machine; for a host with another
-processor or an older C library the wheels are asked of an index instead, once, and kept in the
-user's cache.
+By the host's own pip, or as one file: from this environment where its files fit there, else by pip
+here. What is installed here was built for this machine, and needs no index; for a host with another
+processor or an older C library an index is asked, once: the packages are kept in the user's cache.
+torch is never among them: a host's torch fits its GPUs.
 """
 
 import hashlib
 import importlib.metadata
 import io
-import os
 import posixpath
 import secrets
-import subprocess
-import sys
-import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from msgspec import Struct
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag, compatible_tags, cpython_tags, parse_tag
+from packaging.utils import canonicalize_name
 
 from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError
 from taas_magic.messages import unpack
-from taas_magic.setup import landing
-from taas_magic.setup.checks import Needs, refuse
-from taas_magic.setup.facts import Facts, Kernel, Shell, ask, ask_host, this_kernel
-from taas_magic.setup.requirements import Wanted, lacking, packages_needed
+from taas_magic.setup.facts import (
+    Facts,
+    Kernel,
+    Shell,
+    Wanted,
+    ask,
+    ask_host,
+    lacking,
+    minor,
+    refuse,
+    this_kernel,
+)
+
+DIRECT = (
+    "cloudpickle>=3",
+    "distributed>=2024.1",
+    "ipython>=8.20",
+    "msgspec>=0.19",
+    "pathspec>=0.12",
+    "psutil>=5.9",
+)
+"""What `taas_magic.host` imports; pyproject.toml has the same bounds."""
+
+AS_HERE = ("distributed",)
+"""Both ends of Dask's protocol are of one version (and its own bounds say the same of dask)."""
+
+NEVER = ("torch",)
 
 PIP_LIMIT_S = 60.0
-LANDING_LIMIT_S = 180.0
+INSTALL_LIMIT_S = 180.0
+DOWNLOAD_LIMIT_S = 300.0
+
+_NAMED_GLIBC = {(2, 5): "manylinux1", (2, 12): "manylinux2010", (2, 17): "manylinux2014"}
+_OLDEST_GLIBC = 5
+_SAID_LINES = 4
+
+_parsing = threading.Lock()
+"""Markers are read with `ast`: Python 3.11 fails at that in two threads (python/cpython#106905)."""
 
 _making = threading.Lock()
 _bundles: dict[str, bytes] = {}
 
+Files = dict[str, bytes]
 
-@dataclass(frozen=True)
-class Prepared:
-    """How an agent is started on a host.
 
-    Attributes:
-        python: The interpreter, as the pool names it.
-        path_entries: What its PYTHONPATH must be; nothing where it is right as it is.
-        facts: What the host is like.
+class Installed(NamedTuple):
+    """A package of this environment: its version and what it requires."""
+
+    version: str
+    requires: tuple[str, ...]
+
+
+@cache
+def installed(name: str) -> Installed | None:
+    """Return what this environment has of a package; None for nothing."""
+    try:
+        found = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return Installed(found.version, tuple(found.requires or ()))
+
+
+def packages_needed(facts: Facts | None = None) -> dict[str, Wanted]:
+    """Return what a host needs; without facts, what any Linux host does."""
+    environment = {"sys_platform": "linux"}
+    if facts and facts.system:  # its Python is as ours
+        environment = {
+            "os_name": "posix",
+            "sys_platform": facts.system.lower(),
+            "platform_system": facts.system,
+            "platform_machine": facts.machine,
+        }
+    with _parsing:
+        return wanted(environment=environment)
+
+
+def wanted(
+    direct: Iterable[str] = DIRECT,
+    environment: Mapping[str, str] | None = None,
+    never: Collection[str] = NEVER,
+    find: Callable[[str], Installed | None] = installed,
+) -> dict[str, Wanted]:
+    """Return packages with all that they require in turn, by name, but for what extras require.
+
+    Args:
+        direct: The packages.
+        environment: What differs there of the environment that requirements' markers speak of.
+        never: What is left out, with all that it alone requires.
+        find: What is here of a package, by its canonical name.
     """
+    there: dict[str, Any] = {"extra": "", **(environment or {})}
+    found: dict[str, SpecifierSet] = {}
+    waiting = [Requirement(text) for text in direct]
+    while waiting:
+        one = waiting.pop()
+        name = canonicalize_name(one.name)
+        if name in never or (one.marker is not None and not one.marker.evaluate(there)):
+            continue
+        if name not in found and (here := find(name)):
+            waiting += map(Requirement, here.requires)
+        found[name] = found.get(name, SpecifierSet()) & one.specifier
+    return {name: _wanted(name, found[name], find(name)) for name in sorted(found)}
 
-    python: str | None
-    path_entries: tuple[str, ...]
-    facts: Facts
+
+def _wanted(name: str, allowed: SpecifierSet, here: Installed | None) -> Wanted:
+    version = here.version if here else ""
+    if name in AS_HERE and version:
+        allowed = SpecifierSet(f"=={version}")
+    return Wanted(name, version, allowed)
 
 
-def prepare(shell: Shell, pool: PoolConfig) -> Prepared:
-    """Makes a host ready; the first time this puts packages into the user's cache there.
+def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
+    """Make a host ready for an agent; the first time this puts packages into its user's cache.
 
     Blocks, for a fraction of a second where nothing is to be done.
 
@@ -64,35 +149,21 @@ def prepare(shell: Shell, pool: PoolConfig) -> Prepared:
         shell: The way to the host.
         pool: The pool whose host it is.
 
+    Returns:
+        What the agent's PYTHONPATH must be; nothing where it is right as it is.
+
     Raises:
         PoolError: The host cannot be used as it is; names host, reason and what to do.
     """
     here = this_kernel()
     facts = ask_host(shell, pool.python, packages_needed())
-    refuse([facts], here, Needs(gpus=pool.gpus))
+    refuse([facts], here, pool.gpus)
     folders = []
     for parcel in what_to_bring(facts, here):
         if parcel.name not in facts.sites:
             bring(parcel, shell, pool.python, facts.cache)
         folders.append(posixpath.join(facts.cache, "site", parcel.name))
-    entries = (*folders, *facts.python_path) if folders else ()
-    return Prepared(pool.python, entries, facts)
-
-
-def what_to_bring(facts: Facts, here: Kernel) -> list["PackageFolder"]:
-    """The folders of packages that a host must have, whether they are there already or not."""
-    parcels = []
-    missing = lacking(packages_needed(facts), facts)
-    if missing:
-        pins = [each.pin for each in missing]
-        kind = [here.python_minor, facts.implementation, facts.machine, facts.glibc]
-        mark = hashlib.sha256(repr([pins, kind]).encode()).hexdigest()[:16]
-        parcels.append(
-            PackageFolder(f"deps-{mark}", tuple(pins), lambda: bundle_for(missing, facts))
-        )
-    if facts.ours != here.ours:
-        parcels.append(PackageFolder(f"taas-{here.ours}", (), our_bundle))
-    return parcels
+    return (*folders, *facts.python_path) if folders else ()
 
 
 @dataclass(frozen=True)
@@ -107,80 +178,70 @@ class PackageFolder:
     bundle: Callable[[], bytes]
 
 
+def what_to_bring(facts: Facts, here: Kernel) -> list[PackageFolder]:
+    """Return the folders of packages that a host must have, also those that are there already."""
+    parcels = []
+    missing = lacking(packages_needed(facts), facts)
+    if missing:
+        pins = [each.pin for each in missing]
+        kind = [minor(here.python), facts.implementation, facts.machine, facts.glibc]
+        mark = hashlib.sha256(repr([pins, kind]).encode()).hexdigest()[:16]
+        parcels.append(
+            PackageFolder(f"deps-{mark}", tuple(pins), lambda: bundle_for(missing, facts))
+        )
+    if facts.ours != here.ours:
+        parcels.append(PackageFolder(f"taas-{here.ours}", (), our_bundle))
+    return parcels
+
+
 def bring(parcel: PackageFolder, shell: Shell, python: str | None, cache: str) -> None:
-    """Puts a parcel into its folder on a host: by the host's own pip, else as files from here.
+    """Put a parcel into its folder on a host: by the host's own pip, else as files from here.
 
     Raises:
         PoolError: It is not there; says why.
     """
     folder = posixpath.join(cache, "site", parcel.name)
-    if parcel.pins and _land(shell, python, folder, pins=parcel.pins, limit_s=PIP_LIMIT_S) is None:
-        return
-    data = _bundle(parcel)
-    path = posixpath.join(cache, f"{parcel.name}.{secrets.token_hex(4)}.zip")
-    shell.put(data, path)
-    mark = hashlib.sha256(data).hexdigest()
-    problem = _land(shell, python, folder, bundle=path, sha256=mark)
-    if problem is not None:
-        raise PoolError(f"host {shell.host}: packages could not be put into {folder}: {problem}")
-
-
-def _bundle(parcel: PackageFolder) -> bytes:
-    """The files of a parcel; made once for hosts that ask at the same time, mostly for the same."""
-    with _making:
+    if parcel.pins:
+        # One short attempt: where no index can be reached, that shall show at once.
+        options = ["--retries", "0", "--timeout", "5"]
+        how = {"pins": parcel.pins, "options": options, "limit_s": PIP_LIMIT_S}
+        if not _install(shell, python, folder, how):
+            return
+    with _making:  # once for hosts that ask at the same time, mostly for the same
         if parcel.name not in _bundles:
             _bundles.clear()
             _bundles[parcel.name] = parcel.bundle()
-        return _bundles[parcel.name]
+        data = _bundles[parcel.name]
+    path = posixpath.join(cache, f"{parcel.name}.{secrets.token_hex(4)}.zip")
+    shell.put(data, path)
+    mark = hashlib.sha256(data).hexdigest()
+    if error := _install(shell, python, folder, {"bundle": path, "sha256": mark}):
+        raise PoolError(f"host {shell.host}: packages could not be put into {folder}: {error}")
 
 
-class _Landed(Struct):
-    """What `landing.main` answers."""
+class _Installed(Struct):
+    """What `probe.install` returns."""
 
-    done: bool
     error: str
 
 
-def _land(shell: Shell, python: str | None, folder: str, **how: object) -> str | None:
-    """Runs our program for it on the host; None, or why the folder is not there."""
+def _install(shell: Shell, python: str | None, folder: str, how: Mapping[str, object]) -> str:
+    """Have the host make a folder of packages; returns why it is not there, or ""."""
     asked = {"folder": folder, **how}
-    said = ask(shell, python, Path(landing.__file__), asked, LANDING_LIMIT_S)
-    answer = unpack(said, _Landed)
-    return None if answer.done else answer.error
+    said = ask(shell, python, probe.install.__name__, asked, INSTALL_LIMIT_S)
+    return unpack(said, _Installed).error
 
 
-DOWNLOAD_LIMIT_S = 300.0
-
-_NAMED_GLIBC = {(2, 5): "manylinux1", (2, 12): "manylinux2010", (2, 17): "manylinux2014"}
-_OLDEST_GLIBC = 5
-_SAID_LINES = 4
-
-Files = dict[str, bytes]
-
-
-def tags_of(facts: Facts) -> frozenset[Tag]:
-    """The wheels that a host's Python takes."""
-    version = tuple(int(part) for part in facts.python.split(".")[:2])
-    platforms = list(platforms_of(facts))
-    return frozenset(
-        [
-            *cpython_tags(version, platforms=platforms),
-            *compatible_tags(version, f"cp{version[0]}{version[1]}", platforms),
-        ]
-    )
-
-
-def platforms_of(facts: Facts) -> Iterator[str]:
-    """The platforms of a host as wheels name them (PEP 600 and its forerunners), newest first."""
-    major, _, rest = facts.glibc.partition(".")
-    for number in range(int(rest.split(".")[0] or 0), _OLDEST_GLIBC - 1, -1) if rest else ():
-        yield f"manylinux_{major}_{number}_{facts.machine}"
-        if name := _NAMED_GLIBC.get((int(major), number)):
-            yield f"{name}_{facts.machine}"
+def our_bundle() -> bytes:
+    """Return a zip file with taas-magic itself: this very code, never an index's."""
+    root = Path(__file__).parents[2]
+    files = probe.package_files(str(root / "taas_magic"))
+    programs = {"taas.py": (root / "taas.py").read_bytes()}  # `import taas` in the user's scripts
+    return zipped({f"taas_magic/{path}": content for path, content in files} | programs)
 
 
 def bundle_for(packages: Sequence[Wanted], facts: Facts) -> bytes:
-    """A zip file with the packages for a host, as they lie in a folder on `sys.path`.
+    """Return a zip file with the packages for a host, as they lie in a folder on `sys.path`.
 
     Raises:
         PoolError: Some are not for that host here, and no index has them; says what to do.
@@ -195,16 +256,8 @@ def bundle_for(packages: Sequence[Wanted], facts: Facts) -> bytes:
     return zipped({**files, **downloaded(elsewhere, facts)} if elsewhere else files)
 
 
-def our_bundle() -> bytes:
-    """A zip file with taas-magic itself: this very code, never an index's."""
-    root = Path(__file__).parents[2]
-    files = probe.package_files(str(root / "taas_magic"))
-    programs = {"taas.py": (root / "taas.py").read_bytes()}  # `import taas` in the user's scripts
-    return zipped({f"taas_magic/{path}": content for path, content in files} | programs)
-
-
 def zipped(files: Mapping[str, bytes]) -> bytes:
-    """The files as a zip file, the same bytes for the same files."""
+    """Return the files as a zip file, the same bytes for the same files."""
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w") as archive:
         for path in sorted(files):
@@ -212,107 +265,72 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
     return target.getvalue()
 
 
+def tags_of(facts: Facts) -> frozenset[Tag]:
+    """Return the wheels that a host's Python takes."""
+    version = tuple(int(part) for part in facts.python.split(".")[:2])
+    platforms = list(platforms_of(facts))
+    return frozenset(
+        [
+            *cpython_tags(version, platforms=platforms),
+            *compatible_tags(version, f"cp{version[0]}{version[1]}", platforms),
+        ]
+    )
+
+
+def platforms_of(facts: Facts) -> Iterator[str]:
+    """Yield a host's platforms as wheels name them (PEP 600 and its forerunners), newest first."""
+    major, _, rest = facts.glibc.partition(".")
+    for number in range(int(rest.split(".")[0] or 0), _OLDEST_GLIBC - 1, -1) if rest else ():
+        yield f"manylinux_{major}_{number}_{facts.machine}"
+        if name := _NAMED_GLIBC.get((int(major), number)):
+            yield f"{name}_{facts.machine}"
+
+
 def installed_files(name: str, tags: frozenset[Tag]) -> Files | None:
-    """The files of a package of this environment; None where they would not work on the host."""
+    """Return a package's files in this environment; None where they would not work on the host."""
     try:
         known = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-    own = set(_tags_in(known.read_text("WHEEL") or ""))
-    if not own & tags or '"editable": true' in (known.read_text("direct_url.json") or ""):
+    lines = (known.read_text("WHEEL") or "").splitlines()
+    built_for = {
+        tag for line in lines if line.startswith("Tag:") for tag in parse_tag(line[4:].strip())
+    }
+    if not tags & built_for or '"editable": true' in (known.read_text("direct_url.json") or ""):
         return None
-    paths = [path for path in known.files or () if _belongs(path.parts)]
+    paths = [  # programs and caches do not lie among the modules
+        path
+        for path in known.files or ()
+        if not {"..", "__pycache__"} & {*path.parts} and not path.is_absolute()
+    ]
     try:
         return {path.as_posix(): Path(str(path.locate())).read_bytes() for path in paths} or None
     except OSError:
         return None
 
 
-def _tags_in(wheel: str) -> Iterator[Tag]:
-    for line in wheel.splitlines():
-        if line.startswith("Tag:"):
-            yield from parse_tag(line.partition(":")[2].strip())
-
-
-def _belongs(parts: Sequence[str]) -> bool:
-    """Whether an installed file lies among the modules; programs and caches do not."""
-    return ".." not in parts and "__pycache__" not in parts and not Path(*parts).is_absolute()
-
-
 def downloaded(pins: Sequence[str], facts: Facts) -> Files:
-    """The files of packages that pip finds for a host; the wheels are kept for the next one.
+    """Return the files of packages that pip here finds for a host; they are kept for the next one.
 
     Raises:
         PoolError: pip is missing here, reaches no index, or there is no such wheel.
     """
     mark = hashlib.sha256(repr((sorted(pins), sorted(map(str, tags_of(facts))))).encode())
-    kept = Path(probe.cache_folder()) / "wheels" / mark.hexdigest()[:16]
-    if not kept.is_dir():
-        _download(pins, facts, kept)
-    return {
-        path: content
-        for wheel in sorted(kept.glob("*.whl"))
-        for path, content in files_of_wheel(wheel)
-    }
-
-
-def _download(pins: Sequence[str], facts: Facts, kept: Path) -> None:
-    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=kept.parent) as folder:
-        aside = Path(folder) / "wheels"
-        words = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--quiet"]
-        words += ["--python-version", facts.python_minor, "--dest", str(aside), "--no-input"]
-        words += [word for name in platforms_of(facts) for word in ("--platform", name)]
-        done = _pip(["download", *words, *pins], facts.host)
-        if done.returncode:
-            raise PoolError(_not_found(pins, facts, done.stderr))
-        try:
-            os.rename(aside, kept)
-        except OSError:
-            if not kept.is_dir():  # else another process was first
-                raise
-
-
-def _pip(words: Iterable[str], host: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "pip", *words]
-    try:
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DOWNLOAD_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise PoolError(
-            f"host {host}: pip on this machine was not done with downloading packages for it "
-            f"after {DOWNLOAD_LIMIT_S:.0f} s"
-        ) from None
-
-
-def _not_found(pins: Sequence[str], facts: Facts, said: str) -> str:
-    tail = [line for line in said.strip().splitlines() if line.strip()][-_SAID_LINES:]
-    what = f"Python {facts.python_minor} on {facts.system} {facts.machine}"
-    return "\n".join(
-        [
+    kept = Path(probe.cache_folder()) / "packages" / mark.hexdigest()[:16]
+    options = ["--implementation", "cp", "--python-version", minor(facts.python)]
+    options += [word for name in platforms_of(facts) for word in ("--platform", name)]
+    error = probe.install(str(kept), pins, options, DOWNLOAD_LIMIT_S)["error"]
+    if error:
+        tail = [line for line in error.splitlines() if line.strip()][-_SAID_LINES:]
+        what = f"Python {minor(facts.python)} on {facts.system} {facts.machine}"
+        head = (
             f"host {facts.host}: packages that it lacks could not be fetched here for {what}. "
-            f"Install them there: pip install {' '.join(pins)}",
-            *(f"    {line}" for line in tail),
-        ]
-    )
-
-
-def files_of_wheel(wheel: Path) -> Iterator[tuple[str, bytes]]:
-    """The modules of a wheel as they lie when it is installed (PEP 427); programs are left out."""
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            first, _, rest = name.partition("/")
-            if first.endswith(".data"):
-                kind, _, name_there = rest.partition("/")
-                if kind not in ("purelib", "platlib"):
-                    continue
-            else:
-                name_there = name
-            if name_there and not name_there.endswith("/"):
-                yield name_there, archive.read(name)
+            f"Install them there: pip install {' '.join(pins)}"
+        )
+        raise PoolError("\n".join([head, *(f"    {line}" for line in tail)]))
+    paths = {path.relative_to(kept): path for path in kept.rglob("*") if path.is_file()}
+    return {
+        inside.as_posix(): path.read_bytes()
+        for inside, path in paths.items()
+        if inside.parts[0] != "bin"  # programs
+    }

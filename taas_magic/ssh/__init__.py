@@ -1,6 +1,5 @@
 """Hosts that are reached by SSH alone.
 
-config.py    the name of a host and OpenSSH's files -> `Target`, how it is reached
-keys.py      which host key is believed, which keys are offered, and the words of each refusal
+config.py    OpenSSH's files: the name of a host -> `Target`; its key, which keys it is offered
 connect.py   `connect(target)` -> `Connection`: commands, files, a port that leads back here
 """

@@ -1,20 +1,37 @@
-"""From a host as the user writes it, and ssh's own configuration, to how it is reached. Pure.
+"""OpenSSH's files: how a host is reached, which key must be its own, which keys it is offered.
 
-The files are those of OpenSSH (ssh_config(5)), so that whoever can `ssh gpu1` can use `gpu1` in a
-pool. paramiko reads them but for `Include`, which is unfolded here.
+Whoever can `ssh gpu1` can use `gpu1` in a pool. paramiko reads ssh_config(5) but for `Include`,
+which is unfolded here. When it connects it asks `KnownHosts`, before anything secret is sent to the
+host, and then `UserKeys`.
 """
 
+import base64
+import contextlib
 import glob
 import os
 import re
+import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from paramiko import ConfigParseError, SSHConfig
+from paramiko import (
+    Agent,
+    ConfigParseError,
+    HostKeys,
+    MissingHostKeyPolicy,
+    PKey,
+    SSHClient,
+    SSHConfig,
+    SSHException,
+    Transport,
+)
+from paramiko.auth_strategy import AuthFailure, AuthSource, AuthStrategy, InMemoryPrivateKey
+from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
+from paramiko.ssh_exception import BadAuthenticationType
 
-from taas_magic.errors import UsageError
+from taas_magic.errors import PoolError, UsageError
 from taas_magic.store.rule import user_name
 
 SSH_PORT = 22
@@ -36,8 +53,6 @@ class Target:
     Attributes:
         label: The host as the user wrote it.
         hostname: Its name or address, where the connection goes.
-        port: Its sshd's port.
-        user: Whom to be there.
         known_as: What its key is filed under in known_hosts.
         identity_files: Private keys to offer, those of the configuration or the usual ones.
         identities_only: Whether an agent's other keys are kept back.
@@ -58,13 +73,13 @@ class Target:
     proxy_command: str | None = None
 
     @property
-    def place(self) -> str:
-        """`user@host:port`, for messages."""
-        return f"{self.user}@{self.hostname}:{self.port}"
+    def address(self) -> str:
+        """`hostname:port`, for messages."""
+        return f"{self.hostname}:{self.port}"
 
 
 def read_config(path: str | None) -> SSHConfig:
-    """What ssh reads: the user's file, then the system's; or only `path`, as with `ssh -F`.
+    """Read what ssh reads: the user's file, then the system's; or only `path`, as with `ssh -F`.
 
     Raises:
         UsageError: A file cannot be read or understood.
@@ -81,8 +96,33 @@ def read_config(path: str | None) -> SSHConfig:
         raise UsageError(f"{' or '.join(map(str, files))}: {error}") from error
 
 
+def _unfolded(file: Path, depth: int = 0) -> Iterator[str]:
+    """The lines of a file, with those of the files that it includes in their place.
+
+    The block that an `Include` stands in goes on after it.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: cannot be read: {error}") from error
+    folder = "/etc/ssh" if str(file).startswith("/etc/") else os.path.expanduser("~/.ssh")
+    block = "Host *"
+    for line in lines:
+        first, *words = line.split() or [""]
+        if first.lower() == "include" and depth < MAX_JUMPS:
+            for word in words:
+                pattern = os.path.join(folder, os.path.expanduser(word.strip('"')))
+                for included in sorted(glob.glob(pattern)):
+                    yield from _unfolded(Path(included), depth + 1)
+            yield block
+            continue
+        if first.lower() in ("host", "match"):
+            block = line
+        yield line
+
+
 def find_target(host: str, config: SSHConfig, through: tuple[str, ...] = ()) -> Target:
-    """How to reach `host`: `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
+    """Return how to reach `host`: `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
 
     Args:
         host: The host as the user wrote it.
@@ -97,18 +137,16 @@ def find_target(host: str, config: SSHConfig, through: tuple[str, ...] = ()) -> 
         raise UsageError(f'"{host}" is no host: write name, user@name or user@name:port')
     if host in through or len(through) > MAX_JUMPS:
         raise UsageError(f"ProxyJump leads in a circle: {' through '.join((*through, host))}")
-    name = match["bracketed"] or match["name"]
-    found = config.lookup(name)
+    found = config.lookup(match["bracketed"] or match["name"])
     hostname, port = found["hostname"], int(match["port"] or found.get("port", SSH_PORT))
-    user = match["user"] or found.get("user") or user_name()
-    alias = found.get("hostkeyalias")
     jump = _jump(found.get("proxyjump"), config, (*through, host))
     return Target(
         label=host,
         hostname=hostname,
         port=port,
-        user=user,
-        known_as=alias or (hostname if port == SSH_PORT else f"[{hostname}]:{port}"),
+        user=match["user"] or found.get("user") or user_name(),
+        known_as=found.get("hostkeyalias")
+        or (hostname if port == SSH_PORT else f"[{hostname}]:{port}"),
         identity_files=_identity_files(cast("list[str] | None", found.get("identityfile"))),
         identities_only=found.get("identitiesonly") == "yes",
         known_hosts=_known_hosts(
@@ -121,62 +159,213 @@ def find_target(host: str, config: SSHConfig, through: tuple[str, ...] = ()) -> 
 
 def _jump(value: str | None, config: SSHConfig, through: tuple[str, ...]) -> Target | None:
     """The last of `a,b,c`, reached through the ones before it."""
-    hosts = [host.strip() for host in (_not_none(value) or "").split(",") if host.strip()]
     way: Target | None = None
-    for host in hosts:
+    for host in filter(None, map(str.strip, (_not_none(value) or "").split(","))):
         here = find_target(host, config, through)
-        way = here if way is None else _with_jump(here, way)
+        way = here if way is None else replace(here, jump=way, proxy_command=None)
     return way
-
-
-def _with_jump(target: Target, jump: Target) -> Target:
-    return Target(**{**vars(target), "jump": jump, "proxy_command": None})
 
 
 def _identity_files(configured: list[str] | None) -> tuple[str, ...]:
     if configured is None:
         usual = [os.path.expanduser(f"~/.ssh/{name}") for name in _DEFAULT_KEYS]
         return tuple(path for path in usual if os.path.exists(path))
-    return tuple(os.path.expanduser(path) for path in configured if path.lower() != "none")
+    return tuple(os.path.expanduser(path) for path in configured if _not_none(path))
 
 
 def _known_hosts(user: str | None, system: str | None) -> tuple[str, ...]:
     words = f"{user or _USER_KNOWN} {system or _SYSTEM_KNOWN}".split()
-    return tuple(os.path.expanduser(word) for word in words if word.lower() != "none")
+    return tuple(os.path.expanduser(word) for word in words if _not_none(word))
 
 
 def _not_none(value: str | None) -> str | None:
+    """The value of a setting; None where it says "none"."""
     return None if value is None or value.lower() == "none" else value
 
 
-def _unfolded(file: Path, depth: int = 0) -> Iterator[str]:
-    """The lines of a file, with those of the files that it includes in their place.
+class KnownHosts(MissingHostKeyPolicy):
+    """Accepts a host's key if the user's known_hosts files have it, else raises.
 
-    The block that an `Include` stands in goes on after it.
+    It is the policy of a client that is told no host keys: paramiko fails on lines with a mark
+    (@revoked), and names neither the file nor what to do.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._keys: dict[str, HostKeys] = {}
+        self._revoked: list[str] = []
+        for path in target.known_hosts:
+            self._keys[path] = HostKeys()
+            # As ssh does: what cannot be read makes nothing known.
+            with contextlib.suppress(OSError):
+                for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+                    self._add(line.strip(), self._keys[path])
+
+    def _add(self, line: str, keys: HostKeys) -> None:
+        if line.startswith("@revoked"):
+            self._revoked.append(line)
+        elif line and line[0] not in "#@":
+            with contextlib.suppress(InvalidHostKey):
+                if entry := HostKeyEntry.from_line(line):
+                    for name in entry.hostnames:
+                        keys.add(name, entry.key.get_name(), entry.key)
+
+    def types(self) -> list[str]:
+        """Return signature algorithms of the keys that are known of the host: it is to use one."""
+        found: list[str] = []
+        for keys in self._keys.values():
+            for name in keys.lookup(self._target.known_as) or ():
+                found += ["rsa-sha2-512", "rsa-sha2-256"] if name == "ssh-rsa" else [name]
+        return list(dict.fromkeys(found))
+
+    def missing_host_key(self, client: SSHClient, hostname: str, key: PKey) -> None:
+        """Return when `key` is known to be the host's own.
+
+        Raises:
+            PoolError: It is unknown, has changed, or is revoked; with the fingerprint and what to
+                do.
+        """
+        target = self._target
+        shown = (
+            f"host {target.label}: the SSH host key of {target.address}, "
+            f"{key.get_name()} {key.fingerprint},"
+        )
+        text = base64.b64encode(key.asbytes()).decode()
+        if any(text in line for line in self._revoked):
+            raise PoolError(f"{shown} is marked @revoked in known_hosts: it is refused")
+        if any(keys.check(target.known_as, key) for keys in self._keys.values()):
+            return
+        for path, keys in self._keys.items():
+            if known := keys.lookup(target.known_as):
+                other = next(iter(known.values())).fingerprint
+                forget = f"ssh-keygen -R {shlex.quote(target.known_as)} -f {shlex.quote(path)}"
+                raise PoolError(
+                    f"{shown} is not the one that {path} has ({other}): the host was set up anew, "
+                    "or somebody is in between; nothing was sent to it.\n"
+                    + _how_to_accept(target, key, forget)
+                )
+        raise PoolError(
+            f"{shown} is not known; nothing was sent to it.\n{_how_to_accept(target, key)}"
+        )
+
+
+def _how_to_accept(target: Target, key: PKey, *commands: str) -> str:
+    """How to see whether a key is the host's own, and the commands that make it known then."""
+    name = key.get_name()
+    kind = next((kind for kind in ("ed25519", "ecdsa", "rsa") if kind in name), name)
+    if target.jump or target.proxy_command or target.known_as.strip("[]").startswith("["):
+        accept = f"ssh {shlex.quote(target.label)}   (it asks whether the key is right)"
+    else:
+        port = "" if target.port == SSH_PORT else f"-p {target.port} "
+        into = target.known_hosts[0] if target.known_hosts else "~/.ssh/known_hosts"
+        accept = f"ssh-keyscan {port}-t {kind} {target.hostname} >> {shlex.quote(into)}"
+    check = (
+        "Compare the fingerprint with what its owner says, or on the host itself with "
+        f"`ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub`, then:"
+    )
+    return "\n  ".join([check, *commands, accept])
+
+
+class UserKeys(AuthStrategy):
+    """Offers the ssh agent's keys, then those of files, until the host takes one."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(ssh_config=SSHConfig())
+        self._target = target
+
+    def get_sources(self) -> Iterator[AuthSource]:
+        """Yield the keys in the order in which they are offered."""
+        target, agent = self._target, Agent()
+        blobs = {path: _public_blob(path) for path in target.identity_files}
+        offered = set()
+        try:
+            for key in agent.get_keys():
+                if not target.identities_only or key.asbytes() in blobs.values():
+                    offered.add(key.asbytes())
+                    yield _Key(target.user, f"agent's key {key.fingerprint}", key)
+            for path, blob in blobs.items():
+                if blob not in offered:
+                    yield _KeyFile(target.user, path)
+        finally:
+            agent.close()
+
+
+class _Key(InMemoryPrivateKey):
+    """A key, and what to call it when the host refuses it."""
+
+    def __init__(self, user: str, name: str, key: PKey) -> None:
+        super().__init__(user, key)
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def authenticate(self, transport: Transport) -> list[str]:
+        if more := super().authenticate(transport):
+            raise SSHException(
+                f"the host asks for {', '.join(more)} besides, which cannot be given"
+            )
+        return []
+
+
+class _KeyFile(AuthSource):
+    """A key's file, read when its turn comes."""
+
+    def __init__(self, user: str, path: str) -> None:
+        super().__init__(user)
+        self._path = path
+
+    def __repr__(self) -> str:
+        return self._path
+
+    def authenticate(self, transport: Transport) -> list[str]:
+        return _Key(self.username, self._path, _load(self._path)).authenticate(transport)
+
+
+def _load(path: str) -> PKey:
+    """Read a private key.
+
+    Raises:
+        SSHException: It cannot be used; says why.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: cannot be read: {error}") from error
-    block = "Host *"
-    for line in lines:
-        words = line.split()
-        first = words[0].lower() if words else ""
-        if first == "include" and depth < MAX_JUMPS:
-            for word in words[1:]:
-                for included in _included(word.strip('"'), file):
-                    yield from _unfolded(included, depth + 1)
-            yield block
-            continue
-        if first in ("host", "match"):
-            block = line
-        yield line
+        return PKey.from_path(path)
+    except FileNotFoundError:
+        raise SSHException("there is no such file") from None
+    except (OSError, SSHException, ValueError, TypeError) as error:
+        if "encrypted" in str(error).lower() or "password" in str(error).lower():
+            advice = f"it has a passphrase: `ssh-add {path}` unlocks it for the ssh agent"
+            raise SSHException(advice) from error
+        raise SSHException(f"cannot be read: {error}") from error
 
 
-def _included(pattern: str, file: Path) -> list[Path]:
-    base = "/etc/ssh" if str(file).startswith("/etc/") else os.path.expanduser("~/.ssh")
-    return [Path(found) for found in sorted(glob.glob(os.path.join(base, _home(pattern))))]
+def _public_blob(path: str) -> bytes:
+    """The public half of a private key's file; empty where it is not beside it."""
+    try:
+        return base64.b64decode(Path(f"{path}.pub").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return b""
 
 
-def _home(pattern: str) -> str:
-    return os.path.expanduser(pattern)
+def refusal(target: Target, failure: AuthFailure) -> str:
+    """Return who was not let in where, what was tried, and what to do."""
+    tried = [f"  {each.source!r}: {_why(each.result)}" for each in failure.result]
+    if not tried:
+        tried = ["  no key: there is none in ~/.ssh and no ssh agent has one"]
+    if "SSH_AUTH_SOCK" not in os.environ:
+        tried.append("  no ssh agent (SSH_AUTH_SOCK is not set)")
+    return "\n".join(
+        [
+            f"host {target.label}: SSH authentication as {target.user!r} at "
+            f"{target.address} failed. Tried:",
+            *tried,
+            f"`ssh {target.label}` must work without a question; `ssh-copy-id {target.label}` "
+            "puts your public key there",
+        ]
+    )
+
+
+def _why(error: object) -> str:
+    if isinstance(error, BadAuthenticationType):
+        return f"the host takes only {', '.join(error.allowed_types)}"
+    return str(error) if type(error) is SSHException else "refused"

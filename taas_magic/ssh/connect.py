@@ -19,16 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
-from paramiko import Channel, SFTPClient, SSHClient, SSHException, Transport
+from paramiko import Channel, SSHClient, SSHException, Transport
 from paramiko.auth_strategy import AuthFailure
 
 from taas_magic.errors import PoolError
-from taas_magic.setup.facts import Done
-from taas_magic.ssh.config import Target
-from taas_magic.ssh.keys import KnownHosts, UserKeys, refusal
+from taas_magic.setup.facts import Done, python_word
+from taas_magic.ssh.config import KnownHosts, Target, UserKeys, refusal
 
 CONNECT_TIMEOUT_S = 15.0
 SILENCE_S = 8.0
@@ -37,7 +35,6 @@ LOOPBACK = "127.0.0.1"
 _END_S = 2.0
 _TICK_S = 0.1
 _PROBE_S = 2
-_SFTP_CHUNK_BYTES = 1 << 15
 _RELAY_CHUNK_BYTES = 1 << 16
 _LONGEST_LINE = 4096
 
@@ -57,27 +54,23 @@ class Connection:
         undo: What closes it.
 
     Attributes:
+        host: The host as the user calls it.
         tunnels: Where each port of the host leads that is forwarded (`open_tunnel`).
     """
 
     def __init__(self, target: Target, client: SSHClient, undo: ExitStack) -> None:
         transport = client.get_transport()
         assert transport is not None
-        self.target, self.transport = target, transport
+        self.target, self.transport, self.host = target, transport, target.label
         self.tunnels: dict[int, tuple[str, int]] = {}
         self._client, self._undo = client, undo
-
-    @property
-    def host(self) -> str:
-        """The host as the user calls it."""
-        return self.target.label
 
     @property
     def is_open(self) -> bool:
         return self.transport.is_active()
 
     def start(self, command: str) -> Channel:
-        """Starts a command; the channel is its standard input, output and error.
+        """Start a command; the channel is its standard input, output and error.
 
         Raises:
             PoolError: The host does not let it start.
@@ -90,54 +83,64 @@ class Connection:
         return channel
 
     def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> Done:
-        """Runs a command to its end.
-
-        Args:
-            command: For the host's shell.
-            data: Its standard input.
-            timeout_s: How long it may say nothing.
+        """Run a command of the host's shell to its end; `data` is its standard input.
 
         Raises:
             PoolError: The connection broke, or the command said nothing for `timeout_s`.
         """
-        channel = self.start(command)
-        with channel:
+        errors: list[bytes] = []
+        with self.start(command) as channel:
             channel.settimeout(timeout_s)
+            threading.Thread(target=_write_all, args=(channel, data), daemon=True).start()
+            reader = threading.Thread(target=_read_errors, args=(channel, errors), daemon=True)
+            reader.start()
             try:
-                writer = threading.Thread(target=_write_all, args=(channel, data), daemon=True)
-                writer.start()
-                errors: list[bytes] = []
-                reader = threading.Thread(target=_read_errors, args=(channel, errors), daemon=True)
-                reader.start()
                 stdout = channel.makefile("rb").read()
-                reader.join(timeout_s)
             except (OSError, EOFError) as error:
                 raise self.lost(f"{shlex.split(command)[0]} gave no answer", error) from error
+            reader.join(timeout_s)
             return Done(channel.recv_exit_status(), stdout, b"".join(errors))
 
-    def put(self, data: bytes | Path, path: str) -> None:
-        """Writes a file there, for the user alone; it is there whole or not at all.
+    def put(self, data: bytes, path: str) -> None:
+        """Write a small file there, for the user alone; it is there whole or not at all.
 
         Args:
-            data: What it holds, or the file here that is sent.
+            data: What it holds.
             path: Where; its folder is there. Relative to the home folder unless absolute.
 
         Raises:
             PoolError: It could not be written.
         """
+        beside = f"{path}.{secrets.token_hex(4)}"
         try:
-            _write_file(self._client, data, path)
+            with self._client.open_sftp() as files:
+                with files.open(beside, "wx") as empty:
+                    empty.chmod(0o600)
+                files.putfo(io.BytesIO(data), beside)
+                files.posix_rename(beside, path)
         except (OSError, SSHException, EOFError) as error:
             raise self.lost(f"{path} was not written", error) from error
 
     def lost(self, what: str, error: BaseException) -> PoolError:
-        """The error that says what could not be done on this host."""
+        """Return the error that says what could not be done on this host."""
         why = self.transport.get_exception() or error
-        return PoolError(f"host {self.target.label}: {what}: {type(why).__name__}: {why}")
+        return PoolError(f"host {self.host}: {what}: {type(why).__name__}: {why}")
 
     def close(self) -> None:
-        """Closes the connection and all that goes through it."""
+        """Close the connection and all that goes through it."""
         self._undo.close()
+
+
+def _write_all(channel: Channel, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # it ended without reading it; its exit status tells
+        channel.sendall(data)
+        channel.shutdown_write()
+
+
+def _read_errors(channel: Channel, into: list[bytes]) -> None:
+    with contextlib.suppress(OSError):  # nothing came in time; who reads the output says so
+        while data := channel.recv_stderr(65536):
+            into.append(data)
 
 
 def connect(
@@ -149,7 +152,6 @@ def connect(
     """Connect to a host, through its jump hosts.
 
     Args:
-        target: The host.
         stop: Set by whoever does not want it any more; it is then given up within a moment.
         timeout_s: How long it may take.
         silence_s: After how long without an answer the connection counts as cut.
@@ -158,13 +160,13 @@ def connect(
         PoolError: The host cannot be reached, its key is not known, or it does not let us in.
         Stopped: `stop` was set.
     """
-    patience = _Patience(timeout_s, stop)
+    patience = _Patience(target, timeout_s, stop)
     with ExitStack() as undo:
         sock = _open_way(target, patience, silence_s, undo)
         client, known = SSHClient(), KnownHosts(target)
         client.set_missing_host_key_policy(known)
         undo.callback(_close, client)
-        with _handshake(sock, target, patience):
+        with _handshake(sock, patience):
             client.connect(
                 target.hostname,
                 target.port,
@@ -181,6 +183,65 @@ def connect(
     raise AssertionError("not reached")
 
 
+class _Patience:
+    """How long to go on with a host: until its time is over, or somebody sets `stop`."""
+
+    def __init__(self, target: Target, timeout_s: float, stop: threading.Event) -> None:
+        self.target, self.timeout_s, self.stop = target, timeout_s, stop
+        self._until = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return max(_TICK_S, self._until - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        return self.stop.is_set() or time.monotonic() > self._until
+
+    def check(self, doing: str) -> None:
+        """Return while there is patience.
+
+        Raises:
+            Stopped: `stop` is set.
+            PoolError: The time is over; names the host and what it was asked.
+        """
+        if self.stop.is_set():
+            raise Stopped
+        if self.is_over:
+            raise PoolError(
+                f"host {self.target.label}: no answer from {self.target.address} within "
+                f"{self.timeout_s:.0f} s ({doing}); is it up, and is this the way to it?"
+            )
+
+
+@contextmanager
+def _handshake(sock: socket.socket | Channel, patience: _Patience) -> Iterator[None]:
+    """Close `sock`, so that whatever blocks on it fails, when there is no patience left."""
+    target, done = patience.target, threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_TICK_S):
+            if patience.is_over:
+                sock.close()
+                return
+
+    watcher = threading.Thread(target=watch, name="taas-ssh", daemon=True)
+    watcher.start()
+    try:
+        yield
+    except (SSHException, OSError, EOFError) as error:
+        patience.check("SSH handshake")
+        if isinstance(error, AuthFailure):
+            raise PoolError(refusal(target, error)) from error
+        raise PoolError(
+            f"host {target.label}: {target.address} does not speak SSH with us: "
+            f"{error or type(error).__name__}"
+        ) from error
+    finally:
+        done.set()
+        watcher.join()
+
+
 def _make_transport(known: KnownHosts) -> Callable[..., Transport]:
     """Have the host show a key of a type that is known of it, where it has several."""
 
@@ -194,36 +255,6 @@ def _make_transport(known: KnownHosts) -> Callable[..., Transport]:
     return make
 
 
-@contextmanager
-def _handshake(
-    sock: socket.socket | Channel, target: Target, patience: "_Patience"
-) -> Iterator[None]:
-    """Close `sock`, so that whatever blocks on it fails, when there is no patience left."""
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(_TICK_S):
-            if patience.is_over:
-                sock.close()
-                return
-
-    watcher = threading.Thread(target=watch, name="taas-ssh", daemon=True)
-    watcher.start()
-    try:
-        yield
-    except (SSHException, OSError, EOFError) as error:
-        patience.check(target, "SSH handshake")
-        if isinstance(error, AuthFailure):
-            raise PoolError(refusal(target, error)) from error
-        raise PoolError(
-            f"host {target.label}: {target.hostname}:{target.port} does not speak SSH with us: "
-            f"{error or type(error).__name__}"
-        ) from error
-    finally:
-        done.set()
-        watcher.join()
-
-
 def _close(client: SSHClient) -> None:
     transport = client.get_transport()
     client.close()
@@ -231,131 +262,37 @@ def _close(client: SSHClient) -> None:
         transport.join(_END_S)
 
 
-class _Patience:
-    """How long to go on: until a time, or until somebody says stop.
-
-    Args:
-        timeout_s: Seconds from now.
-        stop: Set by whoever wants an end to it, in any thread.
-    """
-
-    def __init__(self, timeout_s: float, stop: threading.Event) -> None:
-        self.timeout_s, self.stop = timeout_s, stop
-        self._until = time.monotonic() + timeout_s
-
-    @property
-    def left_s(self) -> float:
-        return max(_TICK_S, self._until - time.monotonic())
-
-    @property
-    def is_over(self) -> bool:
-        return self.stop.is_set() or time.monotonic() > self._until
-
-    def check(self, target: Target, doing: str) -> None:
-        """Return while there is patience.
-
-        Raises:
-            Stopped: It was said.
-            PoolError: The time is over; names the host and what it was asked.
-        """
-        if self.stop.is_set():
-            raise Stopped
-        if self.is_over:
-            raise PoolError(
-                f"host {target.label}: no answer from {target.hostname}:{target.port} within "
-                f"{self.timeout_s:.0f} s ({doing}); is it up, and is this the way to it?"
-            )
-
-
 def _open_way(
     target: Target, patience: _Patience, silence_s: float, undo: ExitStack
 ) -> socket.socket | Channel:
     """Open the bytes' way to a host's sshd: through a jump host, a program, or a socket.
 
-    Args:
-        target: The host.
-        patience: How long it may take.
-        silence_s: After how long without an answer the connection counts as cut.
-        undo: Is given what closes it.
+    `undo` is given what closes it.
     """
-    if target.jump is not None:
-        jump = connect(target.jump, patience.stop, patience.left_s, silence_s)
-        undo.callback(jump.close)
-        channel = _channel_through(jump, target, patience)
-        undo.callback(channel.close)
-        return channel
-    if target.proxy_command:
+    if target.proxy_command and target.jump is None:
         return _program(target.proxy_command, undo)
-    return _dial(target, patience, silence_s, undo)
-
-
-def _channel_through(jump: Connection, target: Target, patience: _Patience) -> Channel:
+    if target.jump is None:
+        return _dial(target, patience, silence_s, undo)
+    jump = connect(target.jump, patience.stop, patience.left_s, silence_s)
+    undo.callback(jump.close)
     try:
-        return jump.transport.open_channel(
+        channel = jump.transport.open_channel(
             "direct-tcpip",
             (target.hostname, target.port),
             (LOOPBACK, 0),
             timeout=patience.left_s,
         )
     except SSHException as error:
-        raise jump.lost(f"no way from it to {target.hostname}:{target.port}", error) from error
-
-
-def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack) -> socket.socket:
-    refusals: list[str] = []
-    for family, address in _addresses(target):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        undo.callback(sock.close)
-        code = _connect(sock, address, target, patience)
-        if code == 0:
-            _notice_silence(sock, silence_s)
-            return sock
-        refusals.append(f"{address[0]}: {os.strerror(code)}")
-    raise PoolError(
-        f"host {target.label}: {target.hostname}:{target.port} cannot be reached "
-        f"({'; '.join(refusals)}); is sshd running there?"
-    )
-
-
-def _addresses(target: Target) -> list[tuple[int, tuple[str, int]]]:
-    try:
-        found = socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise PoolError(
-            f"host {target.label}: its name {target.hostname!r} has no address: {error.strerror}"
-        ) from error
-    return [(family, address) for family, _, _, _, address in found]  # type: ignore[misc]
-
-
-def _connect(
-    sock: socket.socket, address: tuple[str, int], target: Target, patience: _Patience
-) -> int:
-    """Connects; returns an error number, 0 for none. A blocking connect could not be stopped."""
-    sock.setblocking(False)
-    code = sock.connect_ex(address)
-    if code == errno.EINPROGRESS:
-        while not select.select([], [sock], [], _TICK_S)[1]:
-            patience.check(target, "TCP connection")
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    sock.setblocking(True)
-    return code
-
-
-def _notice_silence(sock: socket.socket, silence_s: float) -> None:
-    """Has the system close a connection whose other end does not answer.
-
-    ssh's own keepalive only sends; that nothing is acknowledged is known to TCP alone.
-    """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_s * 1000))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+        raise jump.lost(f"no way from it to {target.address}", error) from error
+    undo.callback(channel.close)
+    return channel
 
 
 def _program(command: str, undo: ExitStack) -> socket.socket:
-    """Starts a ProxyCommand with one end of a socket pair as its standard input and output."""
+    """Start a ProxyCommand with one end of a socket pair as its standard input and output.
+
+    As ssh does, by a shell: paramiko's ProxyCommand knows none.
+    """
     ours, its = socket.socketpair()
     undo.callback(ours.close)
     with its:
@@ -371,44 +308,51 @@ def _program(command: str, undo: ExitStack) -> socket.socket:
     return ours
 
 
-def _write_file(client: SSHClient, data: bytes | Path, path: str) -> None:
-    """Write a file of the user's alone under another name, and rename it when it is whole.
+def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise PoolError(
+            f"host {target.label}: its name {target.hostname!r} has no address: {error.strerror}"
+        ) from error
+    refusals: list[str] = []
+    for family, _, _, _, address in found:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        undo.callback(sock.close)
+        code = _connect(sock, address, patience)
+        if code == 0:
+            _notice_silence(sock, silence_s)
+            return sock
+        refusals.append(f"{address[0]}: {os.strerror(code)}")
+    raise PoolError(
+        f"host {target.label}: {target.address} cannot be reached "
+        f"({'; '.join(refusals)}); is sshd running there?"
+    )
 
-    For small ones: SSH is slow beside the network that it uses.
 
-    Raises:
-        OSError: The host refuses.
-        SSHException: It has no SFTP, or the connection broke.
+def _connect(sock: socket.socket, address: Any, patience: _Patience) -> int:
+    """Connect; returns an error number, 0 for none. A blocking connect could not be stopped."""
+    sock.setblocking(False)
+    code = sock.connect_ex(address)
+    if code == errno.EINPROGRESS:
+        while not select.select([], [sock], [], _TICK_S)[1]:
+            patience.check("TCP connection")
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    sock.setblocking(True)
+    return code
+
+
+def _notice_silence(sock: socket.socket, silence_s: float) -> None:
+    """Have the system close a connection whose other end does not answer.
+
+    ssh's own keepalive only sends; that nothing is acknowledged is known to TCP alone.
     """
-    beside = f"{path}.{secrets.token_hex(4)}"
-    with client.open_sftp() as files:
-        _send(files, data, beside)
-        files.posix_rename(beside, path)
-
-
-def _send(files: SFTPClient, data: bytes | Path, path: str) -> None:
-    reading = io.BytesIO(data) if isinstance(data, bytes) else data.open("rb")
-    with reading, files.open(path, "wx") as file:
-        file.chmod(0o600)
-        file.set_pipelined(True)
-        while chunk := reading.read(_SFTP_CHUNK_BYTES):
-            file.write(chunk)
-
-
-def _write_all(channel: Channel, data: bytes) -> None:
-    try:
-        channel.sendall(data)
-        channel.shutdown_write()
-    except OSError:
-        return  # the command ended without reading it; its exit status tells
-
-
-def _read_errors(channel: Channel, into: list[bytes]) -> None:
-    try:
-        while data := channel.recv_stderr(65536):
-            into.append(data)
-    except OSError:
-        return  # nothing came in time; who reads the output says so
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_s * 1000))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
 
 
 class KeptCommand:
@@ -420,6 +364,9 @@ class KeptCommand:
         first_line: What the command is told at once; not in its arguments, where `ps` shows it.
         beat_s: Seconds from one line to the next.
         log: Given every line of the command's output.
+
+    Attributes:
+        ended: Set when its output has ended: it is over, or the connection is.
 
     Raises:
         PoolError: The host does not let it start.
@@ -437,7 +384,6 @@ class KeptCommand:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._closing = threading.Event()
         self.ended = threading.Event()
-        """Set when its output has ended: it is over, or the connection is."""
         self._channel = connection.start(command)
         self._channel.set_combine_stderr(True)
         for work, words in ((self._read, ()), (self._beat, (first_line,))):
@@ -449,7 +395,7 @@ class KeptCommand:
         return "\n".join(self._tail)
 
     def close(self, timeout_s: float) -> bool:
-        """Ends its standard input and waits until it has ended; says whether it has."""
+        """End its standard input and wait until it has ended; says whether it has."""
         self._closing.set()
         with contextlib.suppress(OSError, EOFError):
             self._channel.shutdown_write()
@@ -472,24 +418,22 @@ class KeptCommand:
 
 
 def shell_words(
-    python: str, arguments: Sequence[str], environ: Mapping[str, str] | None = None
+    python: str | None, arguments: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> str:
-    """A command line that any login shell understands.
+    """Return a command line that any login shell understands.
 
     Args:
-        python: The program; a `~` at its beginning is the host's own home folder.
+        python: The program, as `python_word` takes it.
         arguments: Its arguments.
         environ: Variables that it gets besides; nothing secret, `ps` shows them.
     """
-    home, rest = ("~/", python[2:]) if python.startswith("~/") else ("", python)
-    program = home + shlex.quote(rest)
     settings = [f"{name}={shlex.quote(value)}" for name, value in (environ or {}).items()]
     words = ["env", *settings] if settings else []
-    return " ".join(["exec", *words, program, *map(shlex.quote, arguments)])
+    return " ".join(["exec", *words, python_word(python), *map(shlex.quote, arguments)])
 
 
 def open_tunnel(connection: Connection, host: str, port: int) -> int:
-    """Forwards a port of the host's own loopback to (`host`, `port`) as seen from here.
+    """Forward a port of the host's own loopback to (`host`, `port`) as seen from here.
 
     It lasts as long as the connection, or until `close_tunnel`. What it leads to must ask for a key
     itself, since everybody on the host may use it: ports of pools and farms speak TLS with
@@ -517,7 +461,7 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
         raise connection.lost("no port was forwarded", error) from error
     except SSHException as error:
         raise PoolError(
-            f"host {connection.target.label}: its sshd refuses to forward a port ({error}), by "
+            f"host {connection.host}: its sshd refuses to forward a port ({error}), by "
             "which its ranks would report; its /etc/ssh/sshd_config must have "
             "`AllowTcpForwarding yes` (or `remote`), `DisableForwarding no`, and no `PermitListen` "
             "that leaves out localhost"
@@ -527,14 +471,10 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
 
 
 def close_tunnel(connection: Connection, port: int) -> None:
-    """Ends a tunnel: nobody comes through it any more.
+    """End a tunnel: nobody comes through `port` of the host any more.
 
     Another program may soon listen where it led to. paramiko's own function for it would end all
     tunnels of the connection.
-
-    Args:
-        connection: The host.
-        port: As `open_tunnel` returned it.
     """
     connection.tunnels.pop(port, None)
     with contextlib.suppress(SSHException, OSError, EOFError):  # the connection has ended
@@ -542,7 +482,7 @@ def close_tunnel(connection: Connection, port: int) -> None:
 
 
 def _relay(channel: Channel, address: tuple[str, int]) -> None:
-    """Carries bytes both ways until either side is at its end."""
+    """Carry bytes both ways until either side is at its end."""
     with contextlib.suppress(EOFError), channel:  # the connection may go before the channel
         try:
             sock = socket.create_connection(address)

@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from taas_magic.setup.requirements import installed_here, wanted
+from taas_magic.setup.install import wanted
 
 
 def make_bare_python(folder: Path, packages: Iterable[str] = ("torch",), pip: bool = False) -> Path:
@@ -23,7 +23,7 @@ def make_bare_python(folder: Path, packages: Iterable[str] = ("torch",), pip: bo
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    names = [*wanted(installed_here(packages), packages, never=()), *(["pip"] if pip else [])]
+    names = [*wanted(packages, never=()), *(["pip"] if pip else [])]
     for entry in set().union(*map(_entries, names)):  # some packages lie in one folder
         (site / entry.name).symlink_to(entry)
     return folder / "bin" / "python"

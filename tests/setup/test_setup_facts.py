@@ -111,4 +111,4 @@ def test_the_hosts_own_shell_expands_its_home(shell: SubShell) -> None:
 def test_facts_of_a_newer_probe_are_read() -> None:
     said = b'{"python": "3.11.1", "no_such": 1, "gpu_names": ["a", "b"]}'
     facts = unpack(said, Facts).of("h", 0.0)
-    assert facts.gpu_names == ("a", "b") and facts.python_minor == "3.11"
+    assert facts.gpu_names == ("a", "b") and minor(facts.python) == "3.11"

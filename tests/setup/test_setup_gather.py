@@ -10,8 +10,8 @@ import pytest
 
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError
-from taas_magic.setup.checks import Ways, check
-from taas_magic.setup.facts import Shell, this_kernel
+from taas_magic.setup.facts import Shell, Ways, check, this_kernel
+from taas_magic.setup.install import packages_needed
 from tests.rig.subshell import SubShell
 
 POOL = PoolConfig("p", engine="ssh", hosts=("a", "b", "c"), python=sys.executable)
@@ -47,12 +47,12 @@ def test_hosts_are_asked_at_the_same_time(pools: list[PoolConfig], tmp_path: Pat
         }
 
     here = this_kernel(str(tmp_path))
-    rows = check(pools, ways, here)[-3:]
+    rows = check(pools, ways, here, packages_needed())[-3:]
     assert [(row.host, row.is_fit) for row in rows] == [("a", True), ("b", False), ("c", True)]
     assert rows[1].facts is None and rows[1].findings[0].what == "no route"
     assert rows[0].facts is not None and rows[0].facts.sees_store
     if len(pools) > 1:
-        (local,) = check(pools[:1], ways, here)
+        (local,) = check(pools[:1], ways, here, packages_needed())
         assert local.is_fit and local.facts and local.facts.ours == here.ours
 
 
@@ -70,5 +70,5 @@ def test_whoever_gives_up_leaves_nobody_asking(tmp_path: Path) -> None:
         yield
 
     with pytest.raises(KeyboardInterrupt):
-        check([POOL], ways, this_kernel())
+        check([POOL], ways, this_kernel(), {})
     assert stopped[0].is_set()

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError
-from taas_magic.setup import landing
 from taas_magic.setup.facts import ask_host, this_kernel
-from taas_magic.setup.install import PackageFolder, Prepared, bring, prepare, zipped
-from taas_magic.setup.requirements import packages_needed
+from taas_magic.setup.install import PackageFolder, bring, packages_needed, prepare, zipped
 from tests.rig.bare_python import make_bare_python
 from tests.rig.subshell import SubShell
 from tests.setup.test_setup_wheels import make_wheel
@@ -44,11 +43,11 @@ def site_of(shell: SubShell) -> set[str]:
     return {path.name for path in (shell.home / ".cache/taas/site").iterdir()}
 
 
-def said_by(prepared: Prepared, code: str) -> str:
+def said_by(python: Path, path_entries: tuple[str, ...], code: str) -> str:
     """What the prepared interpreter prints, started as an engine starts it."""
-    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(prepared.path_entries)}
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(path_entries)}
     done = subprocess.run(
-        [str(prepared.python), "-W", "ignore", "-c", code],
+        [str(python), "-W", "ignore", "-c", code],
         env=environ,
         cwd="/",
         capture_output=True,
@@ -73,25 +72,24 @@ print(importlib.metadata.version("dask"), taas.__name__, taas_magic.__file__)
 
 def test_a_bare_python_gets_all_that_the_host_side_imports(bare: Path, tmp_path: Path) -> None:
     shell = SubShell(tmp_path / "home", environ={"PYTHONPATH": "/its/own"})
-    prepared = prepare(shell, pool_of(bare))
-    deps, ours, own = prepared.path_entries
+    entries = prepare(shell, pool_of(bare))
+    deps, ours, own = entries
     assert own == "/its/own" and len(shell.puts) == 2
-    dask, taas, place = said_by(prepared, IMPORT_ALL).split()
+    dask, taas, place = said_by(bare, entries, IMPORT_ALL).split()
     assert (dask, taas) == (packages_needed()["dask"].version, "taas_magic.api")
     assert place.startswith(ours) and Path(deps).parent == Path(ours).parent
-    assert said_by(prepared, "import torch; print(torch.__file__)").startswith(str(bare.parents[1]))
+    its_torch = said_by(bare, entries, "import torch; print(torch.__file__)")
+    assert its_torch.startswith(str(bare.parents[1]))
 
-    again = prepare(shell, pool_of(bare))
-    assert again.path_entries == prepared.path_entries and len(shell.puts) == 2
-    assert again.facts.sites == (Path(deps).name, Path(ours).name)
+    assert prepare(shell, pool_of(bare)) == entries and len(shell.puts) == 2
+    assert ask_host(shell, str(bare)).sites == (Path(deps).name, Path(ours).name)
     assert [*(shell.home / ".cache/taas").iterdir()] == [shell.home / ".cache/taas/site"]
 
 
 def test_an_environment_that_has_it_all_is_used_as_it_is(tmp_path: Path) -> None:
     shell = SubShell(tmp_path / "home", environ={"PYTHONPATH": str(Path(__file__).parents[2])})
-    prepared = prepare(shell, pool_of(Path(sys.executable)))
-    assert prepared.path_entries == () and shell.puts == []
-    assert prepared.facts.ours == this_kernel().ours
+    assert prepare(shell, pool_of(Path(sys.executable))) == () and shell.puts == []
+    assert ask_host(shell, sys.executable).ours == this_kernel().ours
 
 
 def test_the_hosts_own_pip_comes_first(with_pip: Path, tmp_path: Path) -> None:
@@ -152,8 +150,8 @@ def test_what_was_cut_off_long_ago_is_swept(tmp_path: Path) -> None:
     for folder in (old, young):
         folder.mkdir(parents=True)
     os.utime(old, (0, 0))
-    answer = landing.main(str(site / "demo"), bundle=str(tmp_path / "no-such"))
-    assert not answer["done"] and "no-such" in answer["error"]
+    answer = probe.install(str(site / "demo"), bundle=str(tmp_path / "no-such"))
+    assert "no-such" in answer["error"]
     assert os.listdir(site) == [".new-young"]
 
 
@@ -163,8 +161,8 @@ def test_what_goes_while_others_are_swept_keeps_nobody_from_installing(tmp_path:
     (site / ".new-listed").symlink_to("gone")  # as a folder that was renamed after it was listed
     bundle.write_bytes(PARCEL.bundle())
     mark = hashlib.sha256(bundle.read_bytes()).hexdigest()
-    answer = landing.main(str(site / "demo"), bundle=str(bundle), sha256=mark)
-    assert answer == {"done": True, "error": ""}
+    answer = probe.install(str(site / "demo"), bundle=str(bundle), sha256=mark)
+    assert answer == {"error": ""} and (site / "demo").is_dir()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")

@@ -7,9 +7,16 @@ from msgspec.structs import replace
 from packaging.specifiers import SpecifierSet
 
 from taas_magic.errors import PoolError
-from taas_magic.setup.checks import ERROR, REMARK, WARNING, Needs, judge, refuse
-from taas_magic.setup.facts import Facts, Kernel
-from taas_magic.setup.requirements import Wanted
+from taas_magic.setup.facts import (
+    ERROR,
+    REMARK,
+    WARNING,
+    Facts,
+    Kernel,
+    Wanted,
+    judge,
+    refuse,
+)
 
 KERNEL = Kernel("3.11.7", "2.13.0+cpu", "ours")
 FIT = Facts(
@@ -31,7 +38,7 @@ FIT = Facts(
 
 
 def test_a_host_that_fits_gives_no_finding() -> None:
-    assert judge(FIT, KERNEL, Needs(gpus=8, interface="ib0")) == []
+    assert judge(FIT, KERNEL, gpus=8, interface="ib0") == []
 
 
 @pytest.mark.parametrize(
@@ -62,25 +69,24 @@ def test_each_finding_says_what_and_what_to_do(
 ) -> None:
     """FAULTS 29, 30 and 54 among them."""
     packages = {"dask": Wanted("dask", "2.0", SpecifierSet("==2.0"))}
-    needs = Needs(gpus=8, interface="ib0", packages=packages)
-    (found,) = judge(replace(FIT, **change), KERNEL, needs)
+    (found,) = judge(replace(FIT, **change), KERNEL, 8, "ib0", packages)
     assert (found.level, what in found.what, todo in found.todo) == (level, True, True)
 
 
 def test_an_old_python_that_says_nothing_else_gives_one_finding() -> None:
-    (found,) = judge(Facts("gpu1", "2.7.18"), KERNEL, Needs(gpus=8))
+    (found,) = judge(Facts("gpu1", "2.7.18"), KERNEL, gpus=8)
     assert found.level == ERROR and "Python 2.7.18 there" in found.what
 
 
 def test_errors_come_first() -> None:
     facts = replace(FIT, ahead_s=1e6, own_addresses=(), torch="1.0")
-    assert [found.level for found in judge(facts, KERNEL, Needs())] == [ERROR, WARNING, REMARK]
+    assert [found.level for found in judge(facts, KERNEL)] == [ERROR, WARNING, REMARK]
 
 
 def test_a_refusal_names_every_host_and_only_errors() -> None:
     hosts = [FIT, replace(FIT, host="gpu2", missing=("cv2",)), replace(FIT, host="gpu3", torch="")]
     with pytest.raises(PoolError) as error:
-        refuse([*hosts, replace(FIT, host="gpu4", ahead_s=1e6)], KERNEL, Needs())
+        refuse([*hosts, replace(FIT, host="gpu4", ahead_s=1e6)], KERNEL)
     lines = str(error.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["host gpu2", "host gpu3"]
-    refuse(hosts[:1], KERNEL, Needs())
+    refuse(hosts[:1], KERNEL)

@@ -1,21 +1,14 @@
 """What a host needs of packages, and what it lacks."""
 
+import importlib.metadata
 import re
 from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from taas_magic.setup.facts import Facts
-from taas_magic.setup.requirements import (
-    DIRECT,
-    Installed,
-    Wanted,
-    installed_here,
-    lacking,
-    packages_needed,
-    wanted,
-)
+from taas_magic.setup.facts import Facts, Wanted, lacking
+from taas_magic.setup.install import DIRECT, Installed, packages_needed, wanted
 
 HERE = {
     "distributed": Installed("2.0", ("dask==2.0", "Zict>=3", "torch>=1")),
@@ -31,11 +24,11 @@ def test_bounds_are_those_of_the_project_itself() -> None:
 
 
 def test_what_packages_require_is_needed_too_and_torch_never() -> None:
-    needs = wanted(HERE, ["distributed"], {"sys_platform": "linux"})
+    needs = wanted(["distributed"], {"sys_platform": "linux"}, find=HERE.get)
     assert list(needs) == ["dask", "distributed", "not-here", "zict"]
     assert needs["zict"].allowed == SpecifierSet(">=3,<5") and needs["zict"].pin == "zict==4.0"
     assert needs["not-here"].pin == "not-here>=1"
-    assert "only-mac" in wanted(HERE, ["distributed"], {"sys_platform": "darwin"})
+    assert "only-mac" in wanted(["distributed"], {"sys_platform": "darwin"}, find=HERE.get)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +44,7 @@ def test_what_packages_require_is_needed_too_and_torch_never() -> None:
 def test_what_is_missing_or_of_a_wrong_version_is_lacking(
     there: dict[str, str], names: list[str]
 ) -> None:
-    needs = wanted(HERE, ["distributed"], {"sys_platform": "linux"})
+    needs = wanted(["distributed"], {"sys_platform": "linux"}, find=HERE.get)
     assert [each.name for each in lacking(needs, Facts("h", "3.11", versions=there))] == names
 
 
@@ -62,6 +55,6 @@ def test_a_release_candidate_that_fits_will_do() -> None:
 
 def test_this_environment_has_all_that_it_needs_itself() -> None:
     needs = packages_needed()
-    versions = {name: each.version for name, each in installed_here(needs).items()}
+    versions = {name: importlib.metadata.version(name) for name in needs}
     assert lacking(needs, Facts("h", "3.11", versions=versions)) == ()
     assert {"distributed", "ipython", "psutil", "cloudpickle"} <= set(needs)

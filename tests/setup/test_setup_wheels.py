@@ -8,16 +8,15 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from taas_magic.errors import PoolError
-from taas_magic.setup.facts import Facts, of_this_machine
+from taas_magic.setup.facts import Facts, Wanted, of_this_machine
 from taas_magic.setup.install import (
     bundle_for,
-    files_of_wheel,
+    downloaded,
     installed_files,
     our_bundle,
     platforms_of,
     tags_of,
 )
-from taas_magic.setup.requirements import Wanted
 
 ARM = Facts("arm", "3.11.9", "cpython", system="Linux", machine="aarch64", glibc="2.28")
 
@@ -93,13 +92,14 @@ def test_a_wheel_that_is_nowhere_says_host_package_and_what_to_do(index: Path) -
     assert "No matching distribution" in str(error.value)
 
 
-def test_a_wheel_is_laid_out_as_when_it_is_installed(tmp_path: Path) -> None:
+def test_a_wheel_is_laid_out_as_when_it_is_installed(index: Path) -> None:
     files = {
         "demo/__init__.py": "1",
         "demo-1.0.data/platlib/demo/fast.so": "2",
         "demo-1.0.data/scripts/demo": "3",
     }
-    found = dict(files_of_wheel(make_wheel(tmp_path, "demo", "py3-none-any", files)))
+    make_wheel(index, "demo", "py3-none-any", files)
+    found = downloaded(["demo==1.0"], ARM)
     assert found["demo/__init__.py"] == b"1" and found["demo/fast.so"] == b"2"
     assert b"3" not in found.values()
 

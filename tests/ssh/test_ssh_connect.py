@@ -95,10 +95,8 @@ def test_a_command_gets_its_input_and_gives_output_and_exit_code(
 
 def test_files_are_the_users_alone_and_whole(hosts: Hosts, tmp_path: Path) -> None:
     connection = opened(target(hosts, tmp_path))
-    here = tmp_path / "file"
-    here.write_bytes(b"y" * 100_000)
     connection.put(b"x" * 100_000, "one")
-    connection.put(here, "/root/two")
+    connection.put(b"y" * 100_000, "/root/two")
     listed = connection.run("stat -c '%n %a %s' one two; ls | wc -l").out.decode().split()
     assert listed == ["one", "600", "100000", "two", "600", "100000", "2"]
     with pytest.raises(PoolError, match=f"host {hosts.name(1)}: nowhere/file was not written"):

@@ -40,8 +40,12 @@ def target(host: str) -> Target:
     return find_target(host, SSHConfig.from_text(CONFIG))
 
 
+def place(found: Target) -> str:
+    return f"{found.user}@{found.address}"
+
+
 @pytest.mark.parametrize(
-    ("host", "place"),
+    ("host", "where"),
     [
         ("gpu1", "ada@10.0.0.1:2201"),
         ("me@gpu1:22", "me@10.0.0.1:22"),
@@ -50,8 +54,8 @@ def target(host: str) -> Target:
         ("[fe80::1]:2222", "bob@fe80::1:2222"),
     ],
 )
-def test_what_the_user_writes_goes_before_the_configuration(host: str, place: str) -> None:
-    assert target(host).place == place
+def test_what_the_user_writes_goes_before_the_configuration(host: str, where: str) -> None:
+    assert place(target(host)) == where
 
 
 def test_keys_and_known_hosts_are_those_of_the_configuration() -> None:
@@ -65,8 +69,8 @@ def test_keys_and_known_hosts_are_those_of_the_configuration() -> None:
 def test_jumps_lead_through_each_other() -> None:
     found = target("inner")
     assert found.jump is not None and found.jump.jump is not None
-    assert found.jump.place == "bob@gate2:2222"
-    assert found.jump.jump.place == "ada@gate1.example.org:22"
+    assert place(found.jump) == "bob@gate2:2222"
+    assert place(found.jump.jump) == "ada@gate1.example.org:22"
     assert found.jump.jump.proxy_command == "nc gate1.example.org 22"
     assert found.jump.jump.jump is None
 
@@ -87,7 +91,7 @@ def test_included_files_stand_in_their_place(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(f"Host gpu1\n  User ada\n  Include {tmp_path}/*.conf\n  Port 2201\n")
     read = read_config(str(config))
-    assert find_target("gpu1", read).place == "ada@gpu1:2201"
+    assert place(find_target("gpu1", read)) == "ada@gpu1:2201"
     assert find_target("gpu2", read).port == 22022
 
 
