@@ -26,7 +26,7 @@ from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
 from taas_magic.capture.payload import Cell, CellSource
-from taas_magic.data.import_hook import when_imported
+from taas_magic.data.accelerated import when_imported
 from taas_magic.errors import TaasError
 from taas_magic.host import tracebacks
 from taas_magic.host.link import Link
