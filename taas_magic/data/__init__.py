@@ -2,7 +2,6 @@
 
 docs/data.md has the flow in one picture. In a rank: loader.py -> epoch.py -> client.py ->
 connection.py. In a fetcher: server.py (one thread, no user code) -> scheduler.py, buffer.py ->
-workers.py -> worker.py -> dataset.py. Between them: protocol.py, encode.py (tensors.py), memory.py.
-Arithmetic: sharding.py, order.py. On disk: service.py. Counted: metrics.py. accelerate:
-accelerated.py, import_hook.py.
+worker.py -> dataset.py. Between them: protocol.py, encode.py, memory.py. Arithmetic: sharding.py,
+order.py. On disk: service.py. Counted: metrics.py. accelerate: accelerated.py.
 """

@@ -1,38 +1,80 @@
-"""A registered loader as `Accelerator.prepare` gives it back: not sharded again, but placed.
+"""accelerate and registered loaders; and `when_imported`, as it is taught when a cell imports it.
 
-Imported only when accelerate itself has been.
+Light, as every rank imports it: neither accelerate nor torch before `teach_accelerate`.
 """
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from accelerate.accelerator import Accelerator
-from accelerate.data_loader import DataLoaderShard
-
-from taas_magic.data.loader import RemoteLoader
+if TYPE_CHECKING:
+    from taas_magic.data.loader import RemoteLoader
 
 
-class AcceleratedLoader(DataLoaderShard):
-    """What accelerate's own prepared loaders are, over a loader that deals its batches itself.
+def when_imported(name: str, then: Callable[[], None]) -> None:
+    """Call `then` when the module of that name has been imported; at once if it has been.
+
+    Nothing is imported for it.
+    """
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module, once, as the other finders do, and has its loader call back."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the module's spec; None for any other module."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            loader, execute = spec.loader, spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                del loader.exec_module  # it may be the loader of other modules, too (zipimport's)
+                execute(module)
+                self._then()
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+class _Placed:
+    """Mixed into accelerate's DataLoaderShard: one over a loader that deals its batches itself.
 
     Batches come on the accelerator's device; the accelerator knows when an epoch ends, which
     gradient accumulation and `gather_for_metrics` need.
 
     Args:
-        loader: The registered loader.
         device: Where batches are moved; None leaves them.
         non_blocking: Whether moving them may overlap with what the rank computes.
     """
 
-    def __init__(self, loader: RemoteLoader, device: Any, non_blocking: bool) -> None:
-        super().__init__(loader.dataset, device=device, _non_blocking=non_blocking)
+    reset: Callable[[], None]
+    gradient_state: Any
+
+    def __init__(self, loader: "RemoteLoader", device: Any, non_blocking: bool) -> None:
+        super().__init__(loader.dataset, device=device, _non_blocking=non_blocking)  # type: ignore[call-arg]
         self.base_dataloader = loader
         self.dl_state_dict = loader.position()
 
     def __iter__(self) -> Iterator[Any]:
         self.iteration = self.base_dataloader.next_epoch
-        yield from super().__iter__()
+        yield from super().__iter__()  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream stands after the last batch handed out."""
@@ -68,7 +110,13 @@ class AcceleratedLoader(DataLoaderShard):
 
 def teach_accelerate() -> None:
     """Have `Accelerator.prepare` wrap a registered loader instead of giving it back as it is."""
+    from accelerate.accelerator import Accelerator
+    from accelerate.data_loader import DataLoaderShard
+
+    from taas_magic.data.loader import RemoteLoader
+
     original = Accelerator.prepare_data_loader
+    kind: Any = type("AcceleratedLoader", (_Placed, DataLoaderShard), {})
 
     @functools.wraps(original)
     def prepare_data_loader(
@@ -77,9 +125,7 @@ def teach_accelerate() -> None:
         if type(data_loader) is not RemoteLoader:
             return original(self, data_loader, device_placement, *rest, **named)
         places = self.device_placement if device_placement is None else device_placement
-        prepared = AcceleratedLoader(
-            data_loader, self.device if places else None, self.non_blocking
-        )
+        prepared = kind(data_loader, self.device if places else None, self.non_blocking)
         self._dataloaders.append(prepared)
         return prepared
 

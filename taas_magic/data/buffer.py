@@ -10,16 +10,17 @@ same answers, prepared again.
 """
 
 import itertools
+import mmap
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from taas_magic.data import sharding
 from taas_magic.data.dataset import Opened
-from taas_magic.data.protocol import Kind
+from taas_magic.data.protocol import KINDS, Kind
 from taas_magic.data.sharding import VOID
-from taas_magic.data.worker import Key
-from taas_magic.data.workers import Answer
+from taas_magic.data.worker import Key, Reply, WorkerHandle, spilled_file
 
 _NEXT_EPOCH_BATCHES = 2
 _KEEP_EPOCHS = 2
@@ -28,17 +29,101 @@ _ANSWER_BYTES = 1280
 """What an answer in memory takes beside its data: of small batches, most."""
 
 
+@dataclass
+class Disk:
+    """Where batches lie that memory has no room for.
+
+    Attributes:
+        is_full: Whether a worker found no room; nothing more is written then.
+    """
+
+    folder: Path
+    limit_bytes: int
+    used_bytes: int = 0
+    is_full: bool = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may be written."""
+        return not self.is_full and self.used_bytes < self.limit_bytes
+
+
+class Answer:
+    """What a worker prepared: a batch, a value, a failure, or that there is nothing.
+
+    Args:
+        worker: Who prepared it; None: nobody, `text` is the body.
+        text: A body that lies in no arena.
+        disk: Where the body lies; None: in the worker's arena.
+
+    Attributes:
+        memory_bytes: What its body takes of memory.
+    """
+
+    __slots__ = ("_disk", "_holders", "_text", "_worker", "kind", "memory_bytes", "reply", "units")
+
+    def __init__(
+        self,
+        reply: Reply,
+        worker: WorkerHandle | None = None,
+        text: bytes = b"",
+        disk: Disk | None = None,
+    ) -> None:
+        self.reply, self._worker, self._text, self._disk = reply, worker, text, disk
+        self.memory_bytes = reply.body_bytes
+        if disk is not None:
+            disk.used_bytes += reply.body_bytes
+            self.memory_bytes = 0
+        self.kind, self.units = KINDS[reply.kind], reply.units
+        self._holders = 1
+
+    @property
+    def arena(self) -> WorkerHandle | None:
+        """Whose memory it lies in, if a rank of this host may map that."""
+        return self._worker if self._disk is None else None
+
+    def body(self) -> memoryview:
+        """Return its bytes."""
+        if self._disk is not None:
+            with self._file.open("rb") as file:
+                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        if self._worker is None or not self.reply.body_bytes:
+            return memoryview(self._text)
+        return self._worker.memory.view(self.reply.offset, self.reply.body_bytes)
+
+    @property
+    def _file(self) -> Path:
+        assert self._disk is not None and self._worker is not None
+        return spilled_file(self._disk.folder, self._worker.pid, self.reply.number)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether anybody else waits for it or is being sent it: then no rank may change it."""
+        return self._holders > 1
+
+    def hold(self) -> None:
+        """Count one more who holds it."""
+        self._holders += 1
+
+    def release(self) -> None:
+        """Count one less who holds it; the last one's release frees its memory."""
+        self._holders -= 1
+        if self._holders:
+            return
+        if self._disk is not None:
+            self._file.unlink(missing_ok=True)
+            self._disk.used_bytes -= self.reply.body_bytes
+        elif self._worker is not None and self.reply.body_bytes:
+            self._worker.frees.append(self.reply.offset)
+
+
 @dataclass(frozen=True)
 class FetcherShare:
     """Which slots of a loader are a fetcher's as long as nothing is broken.
 
     Attributes:
         index: The fetcher's place among the fetchers of the loader.
-        fetchers: How many these are.
-        workers: How many workers each of them has.
         stride: Distance of the slots that they are asked for (see `sharding.home`).
-        first: The first of them.
-        units: The bound of `--units`, None for none.
     """
 
     index: int = 0
@@ -49,12 +134,12 @@ class FetcherShare:
     units: int | None = None
 
     def has(self, slot: int, streams: int | None) -> bool:
-        """Whether a slot is the fetcher's."""
+        """Return whether a slot is the fetcher's."""
         ours = streams is not None or slot % self.stride == self.first
         return ours and self.home(slot, streams)[0] == self.index
 
     def home(self, slot: int, streams: int | None) -> tuple[int, int]:
-        """The fetcher, and its worker, that prepare a slot."""
+        """Return the fetcher, and its worker, that prepare a slot."""
         return sharding.home(slot, streams, self.fetchers, self.workers, self.stride)
 
 
@@ -62,7 +147,6 @@ class Ahead:
     """The order in which a fetcher works ahead.
 
     Args:
-        share: What is the fetcher's.
         is_filled: Says whether there is as much as is to be ready before ranks ask.
     """
 
@@ -71,35 +155,31 @@ class Ahead:
         self._is_asked = False
         self._opened: dict[int, Opened | None] = {}
         self._ends: dict[int, int] = {}
+        self._epoch = self._slot = 0
         self._keys: Iterator[Key | None] | None = None
-        self._go_to(0, 0)
 
     def next(self) -> Key | None:
-        """What to prepare; None: nothing, for now."""
+        """Return what to prepare; None: nothing, for now."""
         if self._keys is None:
             self._keys = self._walk(self._epoch, self._slot)
         return next(self._keys, None)
 
     def reached(self, epoch: int, slot: int) -> None:
-        """A rank had to ask for this batch; what is worth preparing lies behind it."""
+        """Take note that a rank had to ask for a batch: what is worth preparing lies behind it."""
         self._is_asked = True
         if epoch > self._epoch:
             self._ends = {at: end for at, end in self._ends.items() if at >= epoch}
             self._opened = {at: opened for at, opened in self._opened.items() if at >= epoch}
         if epoch > self._epoch or (epoch == self._epoch and slot >= self._slot):
-            self._go_to(epoch, slot + 1)
+            self._epoch, self._slot, self._keys = epoch, slot + 1, None
 
     def opened(self, epoch: int, opened: Opened | None) -> None:
-        """An epoch's length is known; None: its sampler raised."""
+        """Take note of an epoch's length; None: its sampler raised."""
         self._opened[epoch] = opened
 
     def ended(self, epoch: int, slot: int) -> None:
-        """There is no batch in this slot: not worth going on behind it."""
+        """Take note that there is no batch in a slot: not worth going on behind it."""
         self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
-
-    def _go_to(self, epoch: int, slot: int) -> None:
-        self._epoch, self._slot = epoch, slot
-        self._keys = None
 
     def _walk(self, epoch: int, first_slot: int) -> Iterator[Key | None]:
         left = self._share.units
@@ -130,7 +210,7 @@ class Ahead:
         return self._is_asked or self._is_filled()
 
     def _slots(self, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
-        """The fetcher's slots of an epoch, as long as there are any."""
+        """Yield the fetcher's slots of an epoch, as long as there are any."""
         share, streams = self._share, opened.streams
         if streams is not None and share.index >= streams:
             return
@@ -147,7 +227,6 @@ class Buffer:
 
     Args:
         budget_bytes: How much memory they may take.
-        ahead: What is prepared when nobody waits.
         home: The worker that has to prepare a key; None: any may.
 
     Attributes:
@@ -188,17 +267,21 @@ class Buffer:
         return max(0, self._latest_epoch - _KEEP_EPOCHS + 1)
 
     @property
-    def entries(self) -> int:
-        """How many answers, counts and questions are remembered."""
-        return len(self._ready) + len(self._counts) + len(self._waiting)
+    def has_open(self) -> bool:
+        """Whether anything that is wanted has not been given to a worker."""
+        return bool(self._asker)
 
     def want(self, who: Hashable, key: Key, only_count: bool = False) -> None:
-        """`who` waits for an answer, or only for what it counts."""
+        """Take note that `who` waits for an answer, or only for what it counts."""
         if only_count and self.units(key) is not None:
             return
         if key.epoch > self._latest_epoch:
             self._latest_epoch = key.epoch
-            self._forget_before(self.oldest_epoch)
+            oldest = self.oldest_epoch
+            for old in [old for old in self._unasked if old.epoch < oldest]:
+                self._remove(old)
+            for old in [old for old in self._counts if old.epoch < oldest]:
+                del self._counts[old]
         waiting = self._waiting.get(key)
         if waiting is not None:
             waiting.add(who)
@@ -210,14 +293,14 @@ class Buffer:
             self._reopen(who, key)
 
     def forget(self, who: Hashable) -> None:
-        """`who` waits for nothing any more; what is prepared stays for whoever asks again."""
+        """Let `who` wait for nothing; what is prepared stays for whoever asks again."""
         self._due.pop(who, None)
         for key in [key for key, waiting in self._waiting.items() if who in waiting]:
             if self._leave(who, key) and key in self._ready:
                 self._unasked[key] = None
 
     def take(self, who: Hashable, key: Key) -> Answer | None:
-        """The answer that `who` sends next; it is held for the caller, who releases it.
+        """Return the answer that `who` sends next; it is held for the caller, who releases it.
 
         Returns:
             None as long as it is not ready.
@@ -232,7 +315,7 @@ class Buffer:
         return answer
 
     def count(self, who: Hashable, key: Key) -> int | None:
-        """What the batch that `who` asks for next counts (VOID: there is none); None: not known."""
+        """Return what the batch that `who` asks for next counts (VOID: none); None: not known."""
         units = self.units(key)
         if units is None:
             self._stand_by(who, key)
@@ -242,15 +325,14 @@ class Buffer:
         return units
 
     def units(self, key: Key) -> int | None:
-        """What a batch counts, also of one that lies here no more; None where it is not known."""
+        """Return what a batch counts, also of one that lies here no more; None: not known."""
         answer = self._ready.get(key)
         return self._counts.get(key) if answer is None else answer.units
 
     def choose(self, worker: int, follows: Callable[[Key], bool] | None = None) -> Key | None:
-        """What a worker is to prepare now; counts as being done from here on.
+        """Return what a worker is to prepare now; it counts as being done from here on.
 
         Args:
-            worker: Which.
             follows: Whether it can without going back in a stream; None: it always can.
         """
         if not self._asker:
@@ -267,25 +349,25 @@ class Buffer:
         return key
 
     def choose_ahead(self) -> Key | None:
-        """What to prepare when nobody waits; counts as being done from here on."""
+        """Return what to prepare when nobody waits; it counts as being done from here on."""
         while (key := self._again.popleft() if self._again else self.ahead.next()) is not None:
             if self.begin(key):
                 return key
         return None
 
     def begin(self, key: Key) -> bool:
-        """A worker prepares a key that nobody has asked it for; returns False if it need not."""
+        """Have a worker prepare a key that nobody asked it for; return False if it need not."""
         if key in self._ready or key in self._doing or key in self._counts or key in self._asker:
             return False
         self._doing.add(key)
         return True
 
     def postpone(self, key: Key) -> None:
-        """A chosen key waits for its own worker, which has to `begin` it."""
+        """Let a chosen key wait for its own worker, which has to `begin` it."""
         self._doing.discard(key)
 
     def put(self, key: Key, answer: Answer) -> set[Hashable]:
-        """An answer is ready; returns who waits for it."""
+        """Lay an answer ready; return who waits for it."""
         self._doing.discard(key)
         if key.kind is Kind.GET and not key.detail:
             self._counts[key] = answer.units
@@ -304,7 +386,7 @@ class Buffer:
         return waiting
 
     def lost(self, key: Key) -> None:
-        """Who was preparing it is gone."""
+        """Take note that who was preparing a key is gone."""
         self._doing.discard(key)
         waiting = self._waiting.get(key)
         if waiting:
@@ -321,23 +403,13 @@ class Buffer:
                 self._counts.pop(key, None)
                 self._remove(key)
 
-    @property
-    def has_open(self) -> bool:
-        """Whether anything that is wanted has not been given to a worker."""
-        return bool(self._asker)
-
-    def close(self) -> None:
-        """Let go of everything."""
-        for key in list(self._ready):
-            self._remove(key)
-
     def _stand_by(self, who: Hashable, key: Key) -> None:
-        """`who` can send nothing before `key`, which may have been here once and be forgotten."""
+        """Note that `who` can send nothing before `key`, which may have been here and forgotten."""
         self.want(who, key)
         self._due[who] = key
 
     def _wanted_of(self, worker: int, follows: Callable[[Key], bool] | None) -> Key | None:
-        """What ranks want of a worker, the connections in turn."""
+        """Return what ranks want of a worker, the connections in turn."""
         queues = [self._open[home] for home in (worker, None) if home in self._open]
         if not queues:
             return None
@@ -350,7 +422,7 @@ class Buffer:
         return chosen
 
     def _due_of(self, worker: int) -> Key | None:
-        """What needs no room, or a connection waits for before all else."""
+        """Return what needs no room, or a connection waits for before all else."""
         for key in itertools.chain(self._due.values(), self._questions):
             if key in self._asker and self._asker[key][0] in (worker, None):
                 return key
@@ -371,7 +443,7 @@ class Buffer:
             self._questions[key] = None
 
     def _leave(self, who: Hashable, key: Key) -> bool:
-        """`who` waits for `key` no more; returns whether nobody else does."""
+        """Let `who` wait for `key` no more; return whether nobody else does."""
         waiting = self._waiting.get(key)
         if waiting is None:
             return True
@@ -389,7 +461,7 @@ class Buffer:
         return True
 
     def _close_key(self, key: Key) -> None:
-        """Nobody has to prepare it any more, or somebody does."""
+        """Take a key out of what has to be prepared: nobody waits any more, or somebody does it."""
         home, who = self._asker.pop(key)
         self._questions.pop(key, None)
         queue = self._open[home]
@@ -398,12 +470,6 @@ class Buffer:
             del queue[who]
         if not queue:
             del self._open[home]
-
-    def _forget_before(self, epoch: int) -> None:
-        for key in [key for key in self._unasked if key.epoch < epoch]:
-            self._remove(key)
-        for key in [key for key in self._counts if key.epoch < epoch]:
-            del self._counts[key]
 
     def _remove(self, key: Key) -> None:
         self._unasked.pop(key, None)
@@ -419,6 +485,6 @@ class Buffer:
 
 
 def keys_of(kind: Kind, epoch: int, slots: Iterable[int], detail: bytes = b"") -> list[Key]:
-    """The keys that a frame of a rank asks for."""
+    """Return the keys that a frame of a rank asks for."""
     pure = Kind.GET if kind in (Kind.PEEK, Kind.GIVEN) else kind
     return [Key(pure, epoch, slot, detail) for slot in slots]

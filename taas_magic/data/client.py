@@ -18,7 +18,7 @@ import msgspec
 
 from taas_magic.data import encode, protocol
 from taas_magic.data.connection import FetcherLink, Silent
-from taas_magic.data.dataset import Opened, Response
+from taas_magic.data.dataset import Opened, Raised, Response
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import Frame, Kind
 from taas_magic.data.service import Directory, Found
@@ -45,12 +45,7 @@ class Route:
     """A rank's ways to the fetchers of one loader; its connections are used again.
 
     Args:
-        loader: Name of the loader.
-        directory: Where the fetchers are.
-        key: The run's key.
-        tls: Context for TCP.
         direct: Whether shared memory may be used on one host.
-        lease: How long to wait for fetchers.
         clock: Seconds, monotonic.
     """
 
@@ -79,7 +74,7 @@ class Route:
         return self._found.workers
 
     def pick(self, slot: int, streams: int | None) -> int:
-        """The fetcher to ask for a slot: whose share it is, or, while that is aside, another one.
+        """Return the fetcher to ask for a slot: whose share it is; while that is aside, another.
 
         Raises:
             RunLost: No fetcher has answered for `fetch_s`.
@@ -103,17 +98,16 @@ class Route:
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 
     def connect(self, number: int) -> FetcherLink:
-        """A connection to a fetcher, an idle one if there is one.
+        """Return a connection to a fetcher, an idle one if there is one.
 
         Raises:
             OSError, ProtocolError: It does not answer; it is aside now.
         """
         if self._idle.get(number):
             return self._idle[number].pop()
-        try:
-            address = self._found.addresses[number]
-        except KeyError:
-            raise ConnectionError(f"fetcher {number} has not started yet") from None
+        address = self._found.addresses.get(number)
+        if address is None:
+            raise ConnectionError(f"fetcher {number} has not started yet")
         patience = self.patience_s, self._lease.silent_s
         return FetcherLink(address, self._loader, self._key, self._tls, self._direct, *patience)
 
@@ -122,18 +116,16 @@ class Route:
         self._idle.setdefault(number, []).append(link)
 
     def answered(self, number: int) -> None:
-        """A fetcher has answered."""
+        """Take note that a fetcher has answered."""
         self._paused.pop(number, None)
         if self._reasons:
             self._silent_s = 0.0
             self._reasons.clear()
 
-    def failed(self, number: int, why: str, silent_s: float) -> None:
-        """Put a fetcher aside.
+    def failed(self, number: int, error: Exception, silent_s: float) -> None:
+        """Put a fetcher aside, and wait if all are.
 
         Args:
-            number: Which.
-            why: What is the matter with it.
             silent_s: How long it was waited for.
 
         Raises:
@@ -146,7 +138,8 @@ class Route:
         if silent_s > ALIVE_S:
             pause_s = _PAUSE_PER_SILENCE * silent_s
         self._paused[number] = self._clock() + pause_s, pause_s
-        self._reasons[number] = f"{self._found.addresses.get(number, f'fetcher {number}')} {why}"
+        who = self._found.addresses.get(number, f"fetcher {number}")
+        self._reasons[number] = f"{who} {_why_useless(error)}"
         self._silent_s += silent_s
         self._found = self._directory(self._loader)
         have_all_failed = self._found.addresses.keys() <= self._reasons.keys()
@@ -158,7 +151,12 @@ class Route:
                 "[data] is how long ranks wait"
             )
         if not self._up():
-            self._wait_for_any()
+            # Every fetcher is aside: wait for the first to be tried again.
+            now = self._clock()
+            first = min((until for until, _ in self._paused.values()), default=now)
+            pause_s = max(0.0, min(first - now, 0.25))
+            time.sleep(pause_s)
+            self._silent_s += pause_s
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -167,18 +165,14 @@ class Route:
         self._idle.clear()
 
     def _up(self) -> list[int]:
-        now = self._clock()
-        return [
-            number
-            for number in sorted(self._found.addresses)
-            if self._paused.get(number, (0.0, 0.0))[0] <= now
-        ]
+        now, aside = self._clock(), self._paused
+        return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]
 
     def _await_fetchers(self) -> None:
         if self._found.addresses:
             return
         deadline, pause_s = self._clock() + self._lease.start_s, _FIRST_LOOK_S
-        while not self._found.addresses:
+        while True:
             self._found = self._directory(self._loader)
             if self._found.addresses:
                 return
@@ -192,13 +186,13 @@ class Route:
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, _LONGEST_LOOK_S)
 
-    def _wait_for_any(self) -> None:
-        """Every fetcher is aside: wait for the first to be tried again."""
-        now = self._clock()
-        first = min((until for until, _ in self._paused.values()), default=now)
-        pause_s = max(0.0, min(first - now, 0.25))
-        time.sleep(pause_s)
-        self._silent_s += pause_s
+
+def _why_useless(error: Exception) -> str:
+    """Return what an unusable connection says of its fetcher."""
+    if isinstance(error, (Silent, TimeoutError)):
+        return "says nothing"
+    kind = "broke the protocol" if isinstance(error, ProtocolError) else "is gone"
+    return f"{kind} ({error})"
 
 
 class Request(NamedTuple):
@@ -217,7 +211,6 @@ class Asked:
     """A connection, and what was asked on it, in order.
 
     Attributes:
-        link: The connection.
         asked: Requests that are under way.
         unsent: Requests that are laid ready.
     """
@@ -235,7 +228,7 @@ class Asked:
 
 
 def _frames(requests: Iterable[Request]) -> Iterator[tuple[Frame, bytes]]:
-    """Frames that ask this; requests for batches that follow each other share one."""
+    """Yield frames that ask this; requests for batches that follow each other share one."""
     for (kind, epoch, detail), group in itertools.groupby(requests, _SHARED):
         first, *others = [request.slot for request in group]
         if kind is Kind.GET or kind is Kind.PEEK:
@@ -246,87 +239,16 @@ def _frames(requests: Iterable[Request]) -> Iterator[tuple[Frame, bytes]]:
             yield Frame(kind, epoch, slot, body_bytes=len(detail)), detail
 
 
-def reply_of(frame: Frame, body: memoryview) -> Response:
-    """The reply that a frame is to GET or PEEK.
-
-    Raises:
-        RunLost: The batch cannot be had.
-        ProtocolError: It is no such reply.
-    """
-    if frame.kind is Kind.BATCH:
-        return Response(frame.units, encode.decode(body, frame.head_bytes), frame.body_bytes)
-    if frame.kind is Kind.ERROR:
-        return Response(1, failure=encode.from_bytes(bytes(body)))
-    if frame.kind is Kind.VOID:
-        return Response(VOID)
-    if frame.kind is Kind.PEEKED:
-        return Response(frame.units)
-    if frame.kind is Kind.LOST:
-        raise RunLost(bytes(body).decode())
-    raise ProtocolError(f"a request for a batch was answered with {frame.kind.name}")
-
-
-class Orders:
-    """Which order of an epoch holds for all ranks, where a worker has another one.
+class Client:
+    """Answers a rank's requests about one loader from its fetchers, for one pass over it.
 
     A sampler that draws from something else than the seeded generators gives every worker another
     order. Then the one of the worker that opened the epoch holds: it is asked for a batch's indices
     (ORDER), and any worker for the batch by those (GIVEN), in the place of the first request.
 
-    Attributes:
-        holds: Hash of the order; None as long as none is known, 0: there is none to compare.
-    """
-
-    def __init__(self) -> None:
-        self.holds: int | None = None
-        self._instead: dict[Request, Request] = {}
-
-    def first(self, ask: Request) -> Request:
-        """The request in whose place this one is asked, or itself."""
-        return self._instead.get(ask, ask) if self._instead else ask
-
-    def next(self, ask: Request, frame: Frame, body: memoryview) -> Request | None:
-        """What to ask after an answer; None when it is the answer to the first request.
-
-        Raises:
-            RunLost: The order that holds cannot be had any more.
-        """
-        first = self._instead.pop(ask, ask) if self._instead else ask
-        if first is ask and self._is_other(frame):
-            instead = Request(Kind.ORDER, ask.epoch, ask.slot)
-        elif ask.kind is Kind.ORDER and frame.kind is Kind.VALUE:
-            if self._is_other(frame):
-                raise RunLost(_OTHER_ORDER.format(epoch=ask.epoch))
-            instead = first._replace(kind=Kind.GIVEN, body=bytes(body))
-        else:
-            return None
-        self._instead[instead] = first
-        return instead
-
-    def _is_other(self, frame: Frame) -> bool:
-        return frame.order != self.holds and frame.order != 0 and self.holds is not None
-
-
-class BatchTimeout:
-    """`DataLoader(timeout=…)`: how long a rank waits for a batch."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._since = timeout_s, time.monotonic()
-
-    def check(self) -> None:
-        """Raise RuntimeError, as a local DataLoader does, once the time is over."""
-        if time.monotonic() - self._since > self._timeout_s:
-            raise RuntimeError(f"DataLoader timed out after {self._timeout_s:g} seconds")
-
-
-class Client:
-    """Answers a rank's requests about one loader from its fetchers, for one pass over it.
-
     Args:
-        route: The ways to them.
-        blocks: Memory to receive into.
-        timeout_s: How long a batch may take; 0: as long as it takes, while its fetcher says that it
-            is alive.
+        timeout_s: `DataLoader(timeout=…)`: how long a batch may take; 0: as long as it takes, while
+            its fetcher says that it is alive.
     """
 
     def __init__(self, route: Route, blocks: Blocks, timeout_s: float = 0.0) -> None:
@@ -336,9 +258,10 @@ class Client:
         self._here: dict[Request, tuple[Frame, memoryview]] = {}
         self._replies: dict[tuple[int, bool], Response] = {}
         self._tries: dict[Request, int] = {}
+        self._instead: dict[Request, Request] = {}
         self._epoch = 0
+        self._order: int | None = None
         self._streams: int | None = None
-        self._orders = Orders()
         self.retried = 0
 
     @property
@@ -359,11 +282,9 @@ class Client:
             RunLost: No fetcher answers.
             Exception: What the loader's sampler raised.
         """
-        frame, body = self._answer_to(Request(Kind.OPEN, epoch, 0))
-        if frame.kind is not Kind.OPENED:
-            _raise(frame, body)
+        body = self._answer_to(Request(Kind.OPEN, epoch, 0), Kind.OPENED)
         opened = msgspec.json.decode(body, type=Opened)
-        self._epoch, self._streams, self._orders.holds = epoch, opened.streams, opened.order
+        self._epoch, self._streams, self._order = epoch, opened.streams, opened.order
         return opened
 
     def ask(self, asks: Sequence[SlotRequest]) -> None:
@@ -394,7 +315,7 @@ class Client:
         return self._value(Request(Kind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def state(self, slot: int) -> tuple[int, Any] | None:
-        """Where the dataset of a slot's stream stood, and after how many items."""
+        """Return where the dataset of a slot's stream stood, and after how many items."""
         found: tuple[int, Any] | None = self._value(Request(Kind.STATE, self._epoch, slot))
         return found
 
@@ -418,17 +339,8 @@ class Client:
     def _request(self, ask: SlotRequest) -> Request:
         return Request(Kind.GET if ask.mine else Kind.PEEK, self._epoch, ask.slot)
 
-    def _answer_to(self, ask: Request) -> tuple[Frame, memoryview]:
-        """Ask something besides batches, and wait for what is said."""
-        self._send_later(ask)
-        self._flush()
-        self._until(ask)
-        return self._here.pop(ask)
-
     def _value(self, ask: Request) -> Any:
-        frame, body = self._answer_to(ask)
-        if frame.kind is not Kind.VALUE:
-            _raise(frame, body)
+        body = self._answer_to(ask, Kind.VALUE)
         if ask.kind is Kind.STATE and len(body) > protocol.MAX_STATE_BYTES:
             raise ValueError(
                 f"state_dict: the dataset's own state is {len(body) / 1e9:.1f} GB; at most "
@@ -436,6 +348,21 @@ class Client:
                 "parts out"
             )
         return encode.from_bytes(bytes(body))
+
+    def _answer_to(self, ask: Request, expected: Kind) -> memoryview:
+        """Ask something besides batches, and wait for what is said; raise what is said instead."""
+        self._send_later(ask)
+        self._flush()
+        self._until(ask)
+        frame, body = self._here.pop(ask)
+        if frame.kind is expected:
+            return body
+        if frame.kind is Kind.LOST:
+            raise RunLost(bytes(body).decode())
+        if frame.kind is not Kind.ERROR:
+            raise ProtocolError(f"a request was answered with {frame.kind.name}")
+        raised: Raised = encode.from_bytes(bytes(body))
+        raised.reraise()
 
     def _send_later(self, ask: Request) -> None:
         """Lay a request ready for the fetcher that has to answer it."""
@@ -447,12 +374,12 @@ class Client:
                 if number not in self._open:
                     self._open[number] = Asked(self._route.connect(number))
             except (OSError, ProtocolError) as error:
-                self._route.failed(number, why_useless(error), time.monotonic() - began)
+                self._route.failed(number, error, time.monotonic() - began)
                 continue
             self._open[number].unsent.append(ask)
             self._where[ask] = number
-            if (first := self._orders.first(ask)) is not ask:
-                self._where[first] = number
+            if self._instead and ask in self._instead:
+                self._where[self._instead[ask]] = number
             return
 
     def _flush(self) -> None:
@@ -465,11 +392,10 @@ class Client:
 
     def _until(self, ask: Request) -> None:
         """Receive until `ask` is answered."""
-        heard = time.monotonic()
-        patience = BatchTimeout(self._timeout_s) if self._timeout_s else None
+        began = heard = time.monotonic()
         while ask in self._where:
-            if patience is not None:
-                patience.check()
+            if self._timeout_s and time.monotonic() - began > self._timeout_s:
+                raise RuntimeError(f"DataLoader timed out after {self._timeout_s:g} seconds")
             number = self._where[ask]
             try:
                 self._receive(number)
@@ -502,9 +428,10 @@ class Client:
         del self._where[ask]
         if self._tries:
             self._tries.pop(ask, None)
-        first = self._orders.first(ask)
-        instead = self._orders.next(ask, frame, body)
+        first = self._instead.pop(ask, ask) if self._instead else ask
+        instead = self._after(ask, first, frame, body)
         if instead is not None:
+            self._instead[instead] = first
             self._send_later(instead)
             self._flush()
             return
@@ -515,40 +442,58 @@ class Client:
         else:
             self._here[first] = frame, body
 
+    def _after(
+        self, ask: Request, first: Request, frame: Frame, body: memoryview
+    ) -> Request | None:
+        """Return what to ask after an answer; None when it is the answer to the first request.
+
+        Raises:
+            RunLost: The order that holds cannot be had any more.
+        """
+        is_other = frame.order != self._order and frame.order != 0 and self._order is not None
+        if first is ask and is_other:
+            return Request(Kind.ORDER, ask.epoch, ask.slot)
+        if ask.kind is Kind.ORDER and frame.kind is Kind.VALUE:
+            if is_other:
+                raise RunLost(_OTHER_ORDER.format(epoch=ask.epoch))
+            return first._replace(kind=Kind.GIVEN, body=bytes(body))
+        return None
+
     def _lost(self, number: int, error: Exception, silent_s: float = 0.0) -> None:
-        """A connection is of no use any more: ask everything that it still owes elsewhere."""
+        """Close a connection that is of no use any more; ask elsewhere what it still owes."""
         open_ = self._open.pop(number)
         open_.link.close()
         owed = [*open_.asked, *open_.unsent]
         if open_.asked:
-            self._count_try(open_.asked[0], error)
-        self._route.failed(number, why_useless(error), silent_s)
+            ask = open_.asked[0]
+            self._tries[ask] = self._tries.get(ask, 0) + 1
+            if self._tries[ask] >= _TRIES:
+                raise RunLost(
+                    f"batch {ask.slot} of epoch {ask.epoch} was asked for {_TRIES} times, and "
+                    f"every time the connection to its fetcher was lost, at last with: {error}"
+                )
+        self._route.failed(number, error, silent_s)
         self.retried += len(owed)
         for ask in owed:
             self._send_later(ask)
         self._flush()
 
-    def _count_try(self, ask: Request, error: Exception) -> None:
-        self._tries[ask] = self._tries.get(ask, 0) + 1
-        if self._tries[ask] >= _TRIES:
-            raise RunLost(
-                f"batch {ask.slot} of epoch {ask.epoch} was asked for {_TRIES} times, and every "
-                f"time the connection to its fetcher was lost, at last with: {error}"
-            )
 
+def reply_of(frame: Frame, body: memoryview) -> Response:
+    """Return the reply that a frame is to GET or PEEK.
 
-def _raise(frame: Frame, body: memoryview) -> None:
-    """Raise what an answer says instead of a value."""
+    Raises:
+        RunLost: The batch cannot be had.
+        ProtocolError: It is no such reply.
+    """
+    if frame.kind is Kind.BATCH:
+        return Response(frame.units, encode.decode(body, frame.head_bytes), frame.body_bytes)
+    if frame.kind is Kind.ERROR:
+        return Response(1, failure=encode.from_bytes(bytes(body)))
+    if frame.kind is Kind.VOID:
+        return Response(VOID)
+    if frame.kind is Kind.PEEKED:
+        return Response(frame.units)
     if frame.kind is Kind.LOST:
         raise RunLost(bytes(body).decode())
-    if frame.kind is not Kind.ERROR:
-        raise ProtocolError(f"a request was answered with {frame.kind.name}")
-    encode.from_bytes(bytes(body)).reraise()
-
-
-def why_useless(error: Exception) -> str:
-    """What an unusable connection says of its fetcher."""
-    if isinstance(error, (Silent, TimeoutError)):
-        return "says nothing"
-    kind = "broke the protocol" if isinstance(error, ProtocolError) else "is gone"
-    return f"{kind} ({error})"
+    raise ProtocolError(f"a request for a batch was answered with {frame.kind.name}")

@@ -12,13 +12,13 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from taas_magic.data import protocol
 from taas_magic.data.encode import SUM_MASK, checksum
 from taas_magic.data.memory import Blocks, Lent
 from taas_magic.data.protocol import Frame, FrameFlag, Kind, ProtocolState, Role, prove, proven
+from taas_magic.data.service import machine, peer_uid
 from taas_magic.errors import ProtocolError
 from taas_magic.leases import ALIVE_S
 from taas_magic.messages import Address
@@ -33,12 +33,6 @@ _FEW_BYTES = 32 << 10
 _FDS_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 
 
-def machine() -> str:
-    """Tells hosts, and network namespaces on one host, apart: who can share memory and sockets."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-
-
 class Silent(OSError):
     """Nothing came for a tick."""
 
@@ -51,9 +45,6 @@ class FetcherLink:
     """A rank's connection to one fetcher.
 
     Args:
-        address: The fetcher.
-        loader: Which of its loaders is asked for.
-        key: The run's key.
         tls: Context for TCP; not used on one host, where no wire is.
         direct: Whether a Unix socket and shared memory may be used.
         connect_s: How long the handshake may take, in all.
@@ -92,7 +83,10 @@ class FetcherLink:
 
     def send(self, frames: Sequence[tuple[Frame, bytes]]) -> None:
         """Send questions, and which shared memory is looked at no more."""
-        parts = [protocol.pack(frame) + body for frame, body in (*self._freed(), *frames)]
+        parts = [protocol.pack(frame) + body for frame, body in frames]
+        if gone := self._lent.gone():
+            body = protocol.pack_numbers(gone)
+            parts.insert(0, protocol.pack(Frame(Kind.FREE, body_bytes=len(body))) + body)
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.settimeout(None)
         self._socket.sendall(b"".join(parts))
@@ -111,21 +105,27 @@ class FetcherLink:
             Corrupted: The body was damaged on its way.
             OSError, ProtocolError: The connection is of no use any more.
         """
-        while True:
-            frame, body = self._inbox.receive(blocks)
-            if frame.flags & FrameFlag.SHARED:
-                body = self._mapped(frame)
-            if not self._is_stale(frame):
-                return frame, body
+        while (whole := self._wanted(*self._inbox.receive(blocks))) is None:
+            pass
+        return whole
 
     def here(self) -> tuple[Frame, memoryview] | None:
-        """What `receive` would return at once, if anything; raises the same."""
+        """Return what `receive` would return at once, if anything; raises the same."""
         while (found := self._inbox.here()) is not None:
-            frame, body = found
-            if frame.flags & FrameFlag.SHARED:
-                body = self._mapped(frame)
-            if not self._is_stale(frame):
-                return frame, body
+            if (whole := self._wanted(*found)) is not None:
+                return whole
+        return None
+
+    def _wanted(self, frame: Frame, body: memoryview) -> tuple[Frame, memoryview] | None:
+        """Map a body that is shared; None for a frame that belongs to what was cancelled."""
+        if frame.flags & FrameFlag.SHARED:
+            if frame.flags & FrameFlag.NEW_ARENA:
+                self._lent.add(frame.arena, self._inbox.descriptor())
+            body = self._lent.look(frame.arena, frame.offset, frame.body_bytes)
+        if not self._cancelled:
+            return frame, body
+        if frame.kind is Kind.CANCELLED:
+            self._cancelled -= 1
         return None
 
     @property
@@ -143,7 +143,7 @@ class FetcherLink:
         return sock if tls is None else tls.wrap_socket(sock, server_hostname=address.host)
 
     def _introduce(self, loader: str, key: bytes) -> None:
-        """The handshake: each side shows that it knows the run's key."""
+        """Shake hands: each side shows that it knows the run's key."""
         place, nonce = self.address.unix, os.urandom(protocol.NONCE_BYTES)
         challenge = bytes(self._said()[1])
         body = nonce + prove(key, Role.RANK, challenge, place) + loader.encode()
@@ -162,24 +162,6 @@ class FetcherLink:
                 if time.monotonic() > self._connect_until:
                     raise TimeoutError("it does not answer") from None
 
-    def _freed(self) -> Iterable[tuple[Frame, bytes]]:
-        if gone := self._lent.gone():
-            body = protocol.pack_numbers(gone)
-            yield Frame(Kind.FREE, body_bytes=len(body)), body
-
-    def _mapped(self, frame: Frame) -> memoryview:
-        if frame.flags & FrameFlag.NEW_ARENA:
-            self._lent.add(frame.arena, self._inbox.descriptor())
-        return self._lent.look(frame.arena, frame.offset, frame.body_bytes)
-
-    def _is_stale(self, frame: Frame) -> bool:
-        """Whether a frame belongs to what was cancelled."""
-        if not self._cancelled:
-            return False
-        if frame.kind is Kind.CANCELLED:
-            self._cancelled -= 1
-        return True
-
 
 class Inbox:
     """The receiving end of a connection.
@@ -188,8 +170,6 @@ class Inbox:
     large body goes straight into a block of its own.
 
     Args:
-        sock: The socket.
-        talk: What may be heard.
         patience_s: How long a frame may stand still in the middle.
     """
 
@@ -242,7 +222,7 @@ class Inbox:
         return frame, body
 
     def descriptor(self) -> int:
-        """The oldest descriptor that came along.
+        """Return the oldest descriptor that came along.
 
         Raises:
             ProtocolError: There is none.
@@ -281,7 +261,12 @@ class Inbox:
         needed = self._body_bytes if self._frame else protocol.HEADER_BYTES
         least = max(needed, _LEAST_ROOM_BYTES, 0 if self._frame else self._latest_bytes)
         if len(self._chunk) - self._start < least:
-            self._renew(blocks)
+            # In another chunk; bodies in this one stay as long as someone looks at them.
+            rest = bytes(self._chunk[self._start : self._end])
+            self._chunk = memoryview(b"")
+            self._chunk = blocks.take(_CHUNK_BYTES)
+            self._chunk[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
         if self._is_tls and self._frame:
             # Under TLS each call brings one record.
             until = self._start + self._body_bytes
@@ -296,7 +281,7 @@ class Inbox:
             self._check_patience()
 
     def _until(self) -> int:
-        """Where the last frame ends that has room in the chunk, if all are like the latest one.
+        """Return where the last frame ends that has room in the chunk, if all are alike.
 
         What is received of another one would be copied into the next chunk.
         """
@@ -307,7 +292,7 @@ class Inbox:
         return until
 
     def _receive_into(self, room: memoryview, flags: int = 0) -> int:
-        """Receive into memory; returns how many bytes.
+        """Receive into memory; return how many bytes.
 
         Raises:
             Silent: Nothing came for a tick.
@@ -315,7 +300,10 @@ class Inbox:
         """
         try:
             if self._is_unix:
-                got = self._receive_with_descriptors(room, flags)
+                flags |= socket.MSG_CMSG_CLOEXEC
+                got, ancillary, _, _ = self._socket.recvmsg_into([room], _FDS_BYTES, flags)
+                for _, _, data in ancillary:
+                    self._descriptors += struct.unpack("i", data[: struct.calcsize("i")])
             else:
                 got = self._socket.recv_into(room, flags=flags)
         except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
@@ -325,26 +313,11 @@ class Inbox:
         self._heard = time.monotonic()
         return got
 
-    def _receive_with_descriptors(self, room: memoryview, flags: int) -> int:
-        flags |= socket.MSG_CMSG_CLOEXEC
-        got, ancillary, _, _ = self._socket.recvmsg_into([room], _FDS_BYTES, flags)
-        for _, _, data in ancillary:
-            self._descriptors += struct.unpack("i", data[: struct.calcsize("i")])
-        return got
-
     def _check_patience(self) -> None:
         if time.monotonic() - self._heard > self._patience_s:
             raise ConnectionError(
                 f"the peer stopped in the middle of a frame for {self._patience_s} s"
             )
-
-    def _renew(self, blocks: Blocks) -> None:
-        """Go on in another chunk; bodies in this one stay as long as someone looks at them."""
-        rest = bytes(self._chunk[self._start : self._end])
-        self._chunk = memoryview(b"")
-        self._chunk = blocks.take(_CHUNK_BYTES)
-        self._chunk[: len(rest)] = rest
-        self._start, self._end = 0, len(rest)
 
 
 def _tick(sock: socket.socket, only_tls: bool = False) -> None:
@@ -363,7 +336,7 @@ def _check(frame: Frame, total: int) -> None:
 
 
 def _connect_unix(name: str, connect_s: float) -> socket.socket:
-    """A Unix socket to a server of the same user.
+    """Return a Unix socket to a server of the same user.
 
     Raises:
         OSError: It cannot be reached.
@@ -373,11 +346,7 @@ def _connect_unix(name: str, connect_s: float) -> socket.socket:
     try:
         sock.settimeout(connect_s)
         sock.connect("\0" + name)
-        size = struct.calcsize("3i")
-        _, uid, _ = struct.unpack(
-            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        )
-        if uid != os.geteuid():
+        if (uid := peer_uid(sock)) != os.geteuid():
             raise ProtocolError(f"the socket {name!r} belongs to another user (uid {uid})")
     except BaseException:
         sock.close()

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
@@ -47,11 +46,10 @@ class Opened(NamedTuple):
 
 
 class Response(NamedTuple):
-    """What a rank gets for an `SlotRequest`.
+    """What a rank gets for a `SlotRequest`.
 
     Attributes:
         units: What the batch counts; VOID: there is none.
-        batch: The batch; None where only the count was asked for.
         size: Its bytes on the wire, 0 if it was on none.
         failure: What the user's code raised instead; `reraise()` raises it here.
     """
@@ -82,17 +80,7 @@ def is_counted(batch: object) -> bool:
 class LoaderParts:
     """A DataLoader's parts, by its own names; no iterator that it keeps, and none of its methods.
 
-    Attributes:
-        dataset: The dataset.
-        sampler: Of a map-style loader; None for an iterable-style one.
-        batch_sampler: Of a map-style loader that has one.
-        generator: What the sampler draws from, if it was given one.
-        collate_fn: Makes a batch of a list of samples.
-        worker_init_fn: What each worker calls first.
-        batch_size: Samples of a batch; None: the samples are the batches.
-        drop_last: Whether an incomplete batch is left out.
-        num_workers: Number of workers.
-        persistent_workers: Whether they would live from epoch to epoch.
+    An iterable-style loader has no `sampler`, and only some map-style ones a `batch_sampler`.
     """
 
     dataset: Any
@@ -108,14 +96,8 @@ class LoaderParts:
 
     def shown(self) -> bytes:
         """Pickle what ranks may look at, without the dataset."""
-        shown = (
-            self.sampler,
-            self.batch_sampler,
-            self.generator,
-            self.collate_fn,
-            self.worker_init_fn,
-        )
-        return dump_beside(shown, self.dataset)
+        order = self.sampler, self.batch_sampler, self.generator
+        return dump_beside((*order, self.collate_fn, self.worker_init_fn), self.dataset)
 
 
 class Plain(IterableDataset[Any]):
@@ -147,7 +129,7 @@ def order_start(loader: Any) -> bytes:
 
 
 def _order_of(loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
-    """A loader's sampler, batch sampler and generator."""
+    """Return a loader's sampler, batch sampler and generator."""
     if isinstance(loader.dataset, IterableDataset):
         return None, None, loader.generator
     return loader.sampler, loader.batch_sampler, loader.generator
@@ -157,19 +139,9 @@ def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
     """Return a loader's parts, its sampler and generator as at `start`; None: as they are."""
     loader = as_data_loader(loader)
     order = _order_of(loader) if start is None else load_beside(start, loader.dataset)
-    sampler, batch_sampler, generator = order
-    return LoaderParts(
-        loader.dataset,
-        sampler,
-        batch_sampler,
-        generator,
-        loader.collate_fn,
-        loader.worker_init_fn,
-        loader.batch_size,
-        loader.drop_last,
-        loader.num_workers,
-        loader.persistent_workers,
-    )
+    names = (*("collate_fn", "worker_init_fn", "batch_size"), "drop_last", "num_workers")
+    rest = {name: getattr(loader, name) for name in (*names, "persistent_workers")}
+    return LoaderParts(loader.dataset, *order, **rest)
 
 
 class Source:
@@ -177,11 +149,7 @@ class Source:
 
     Args:
         payload: The pickled loader, or its parts (`LoaderParts`).
-        name: Its name, for messages.
-        seed: The run's seed.
-        where: Who prepares ("fetcher 1 on host a"), for messages.
         worker_id: What `get_worker_info().id` is for a map-style dataset of a loader with workers.
-        loader: The loader, if it was unpickled before.
     """
 
     def __init__(
@@ -212,17 +180,16 @@ class Source:
         Raises:
             Failed: The sampler raised.
         """
-        if self._order is None:
-            return Opened(None, self.streams, 0, counter=self._counter())
-        self._at = f"epoch {epoch}, its order"
-        order = self._guarded(self._enter, epoch)
-        return Opened(order.batches, None, order.digest)
-
-    def _counter(self) -> str:
-        """Where the dataset counts epochs that it begins afresh here, and would not locally."""
-        if not goes_on(self.loader) or hasattr(self.loader.dataset, "set_epoch"):
-            return ""
-        return next((cursor.counter for cursor in self._cursors.values() if cursor.counter), "")
+        if self._order is not None:
+            self._at = f"epoch {epoch}, its order"
+            order = self._guarded(self._enter, epoch)
+            return Opened(order.batches, None, order.digest)
+        counter = ""
+        if goes_on(self.loader) and not hasattr(self.loader.dataset, "set_epoch"):
+            # The dataset counts epochs that it begins afresh here, and would not locally.
+            counters = (cursor.counter for cursor in self._cursors.values())
+            counter = next(filter(None, counters), "")
+        return Opened(None, self.streams, 0, counter=counter)
 
     def digest(self, epoch: int) -> int:
         """Return the hash of an epoch's order; 0 where there is none.
@@ -243,8 +210,6 @@ class Source:
         """Return the batch in a slot.
 
         Args:
-            epoch: The epoch.
-            slot: The slot.
             indices: What to use instead of this process's own order.
 
         Raises:
@@ -271,7 +236,7 @@ class Source:
 
         Returns:
             How many items the stream had given then, not more than there are before `slot`, and the
-            state; None where it is not known.
+            state; None: not known.
         """
         if self.streams is None:
             return None
@@ -293,7 +258,7 @@ class Source:
             del self._snapshots[key]
 
     def _enter(self, epoch: int) -> Epoch:
-        """The order of an epoch, of which a map-style dataset has been told."""
+        """Return the order of an epoch, of which a map-style dataset has been told."""
         if self._order is None:
             raise TypeError(f'loader "{self._name}" is iterable-style: its batches have no indices')
         if epoch != self._entered:
@@ -344,28 +309,17 @@ class Source:
         item, stream = divmod(slot, self.streams)
         cursor = self._cursors.get(stream)
         if cursor is None or (cursor.epoch, cursor.item) != (epoch, item):
-            cursor = self._cursors[stream] = self._cursor_before(cursor, epoch, stream, item)
+            start = self._snapshots_of(epoch, stream).item_before(item)
+            if cursor is None or cursor.epoch != epoch or not start <= cursor.item <= item:
+                cursor = self._cursors[stream] = self._new_cursor(epoch, stream, item)
         while cursor.item < item:
-            self._pass_over(cursor)
+            try:
+                self._advance(cursor)
+            except Ended:
+                raise
+            except Exception:
+                continue  # what it raises is the answer to another question
         return self._advance(cursor)
-
-    def _cursor_before(
-        self, cursor: "Cursor | None", epoch: int, stream: int, item: int
-    ) -> "Cursor":
-        """A cursor that has not come past an item: this one, or one that begins nearer to it."""
-        start = self._snapshots_of(epoch, stream).item_before(item)
-        if cursor is not None and cursor.epoch == epoch and start <= cursor.item <= item:
-            return cursor
-        return self._new_cursor(epoch, stream, item)
-
-    def _pass_over(self, cursor: "Cursor") -> None:
-        """Take a batch that is not asked for; what it raises is the answer to another question."""
-        try:
-            self._advance(cursor)
-        except Ended:
-            raise
-        except Exception:
-            return
 
     def _snapshots_of(self, epoch: int, stream: int) -> "Snapshots":
         return self._snapshots.setdefault((epoch, stream), Snapshots())
@@ -388,19 +342,16 @@ class Source:
         return Cursor(loader, epoch, stream, start, info, snapshots)
 
     def _start_worker(self, loader: Any, worker_id: int, seed: int) -> Any:
-        """What a local worker does first; returns what `get_worker_info()` shall answer."""
+        """Do what a local worker does first; return what `get_worker_info()` shall answer."""
         workers = max(1, loader.num_workers)
+        number = worker_id % workers
         info = torch_worker.WorkerInfo(
-            id=worker_id % workers,
-            num_workers=workers,
-            seed=seed + worker_id % workers,
-            dataset=loader.dataset,
+            id=number, num_workers=workers, seed=seed + number, dataset=loader.dataset
         )
-        init = loader.worker_init_fn
-        if init is not None:
+        if loader.worker_init_fn is not None:
             self._info, self._at = info, "worker_init_fn"
             seed_all(info.seed)
-            self._guarded(init, info.id)
+            self._guarded(loader.worker_init_fn, number)
             self._info = None
         return info
 
@@ -485,24 +436,17 @@ class Cursor:
         return next(counted, "")
 
     def _gather(self, samples: Iterator[Any]) -> Any:
-        if self._loader.batch_size is None:
-            return self._take(samples, 1)[0]
-        items = self._take(samples, self._loader.batch_size)
-        if self._loader.drop_last and len(items) < self._loader.batch_size:
-            raise Ended
-        return items
-
-    def _take(self, samples: Iterator[Any], count: int) -> list[Any]:
-        items: list[Any] = []
-        for _ in range(count):
+        count, items = self._loader.batch_size, list[Any]()
+        while len(items) < (count or 1):
             try:
                 items.append(next(samples))
             except StopIteration:
                 self._ended = True
                 break
-        if not items:
+        is_short = count is not None and self._loader.drop_last and len(items) < count
+        if not items or is_short:
             raise Ended
-        return items
+        return items[0] if count is None else items
 
 
 class Snapshots:
@@ -518,9 +462,15 @@ class Snapshots:
 
     def pass_by(self, dataset: Any, item: int) -> None:
         """Take note of a dataset before an item, if it has a state and it is time."""
-        if item % self._every == 0 and hasattr(dataset, "state_dict"):
-            self._states[item] = cloudpickle.dumps(dataset.state_dict(), protocol=5)
-            self._thin_out()
+        if item % self._every or not hasattr(dataset, "state_dict"):
+            return
+        self._states[item] = cloudpickle.dumps(dataset.state_dict(), protocol=5)
+        if len(self._states) > _MOST_SNAPSHOTS:
+            # Half of them are kept, so that all of a long stream can be gone back to.
+            self._every *= 2
+            first = min(self._states)
+            kept = {at: one for at, one in self._states.items() if at % self._every == 0}
+            self._states = {first: self._states[first], **kept}
 
     def begin_at(self, item: int, state: Any) -> None:
         """Take a state that was loaded: what is known of the stream begins there."""
@@ -544,14 +494,6 @@ class Snapshots:
         dataset.load_state_dict(state)
         return at
 
-    def _thin_out(self) -> None:
-        """Keep half of too many, so that all of a long stream can be gone back to."""
-        if len(self._states) > _MOST_SNAPSHOTS:
-            self._every *= 2
-            first = min(self._states)
-            kept = {at: one for at, one in self._states.items() if at % self._every == 0}
-            self._states = {first: self._states[first], **kept}
-
 
 def _ints_of(dataset: Any) -> dict[str, int]:
     attributes = getattr(dataset, "__dict__", {})
@@ -573,8 +515,6 @@ class Raised:
     Attributes:
         kind: Its type; RuntimeError where that cannot be sent.
         text: It and its traceback, as Python prints them.
-        where: Where that was, for messages.
-        parts: The exceptions of a group.
     """
 
     kind: type[BaseException]
@@ -585,8 +525,13 @@ class Raised:
     @classmethod
     def of(cls, error: BaseException, where: str) -> "Raised":
         """Take an exception that was caught."""
-        parts = getattr(error, "exceptions", ()) if _is_group(type(error)) else ()
-        frames = _users_part(error.__traceback__)
+        # A group (PEP 654) has come with Python 3.11 only.
+        is_group = any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)
+        parts = getattr(error, "exceptions", ()) if is_group else ()
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
+            frames = frames.tb_next
+        frames = frames or error.__traceback__
         text = "".join(traceback.format_exception(type(error), error, frames))
         return cls(type(error), text, where, tuple(cls.of(part, where) for part in parts))
 
@@ -607,34 +552,19 @@ class Raised:
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):
             return RuntimeError(f"{text}\nA dataset must not end its process; raise an exception.")
+        make: Callable[..., Exception] = self.kind
         try:
-            made = self._of_its_type(text)
+            if self.parts:
+                made = make(text, [part._made() for part in self.parts])
+            elif getattr(self.kind, "message", None):
+                made = make(message=text)
+            else:
+                made = make(_AsItIs(text) if self.kind is KeyError else text)
         except Exception:  # a constructor that takes something else: torch says so, too
             return RuntimeError(text)
         if text not in str(made) and hasattr(made, "add_note"):
             made.add_note(text)
         return made
-
-    def _of_its_type(self, text: str) -> Exception:
-        make: Callable[..., Exception] = self.kind  # type: ignore[assignment]
-        if self.parts:
-            return make(text, [part._made() for part in self.parts])
-        if getattr(self.kind, "message", None):
-            return make(message=text)
-        return make(_AsItIs(text) if self.kind is KeyError else text)
-
-
-def _users_part(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback from the first frame on that is not of this package."""
-    part = frames
-    while part is not None and part.tb_frame.f_code.co_filename.startswith(_OURS):
-        part = part.tb_next
-    return part or frames
-
-
-def _is_group(kind: type[BaseException]) -> bool:
-    """Whether a type is of PEP 654's groups, which came with Python 3.11."""
-    return any(base.__name__ == "BaseExceptionGroup" for base in kind.__mro__)
 
 
 class _AsItIs(str):

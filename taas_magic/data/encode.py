@@ -2,26 +2,30 @@
 
 Pickle protocol 5 carries buffers out of band, but torch tensors offer none and a view would drag
 its whole storage along. Here a tensor leaves the pickle as a number; after the pickle is done, the
-tensors' memory is laid out (`tensors`).
+tensors' memory is laid out: a view travels as its own bytes, and tensors whose bytes overlap travel
+once and share their memory again at the other end. What is not a plain dense CPU tensor (sparse,
+requires_grad, with attributes) is built from those that are.
 
 Body of a batch: `[head][buffer][buffer]…`, each aligned to 64 bytes (`protocol.layout`).
 """
 
 import copyreg
+import ctypes
 import functools
 import io
+import math
 import pickle
 import struct
 import sys
-from collections import ChainMap
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 import torch
 
-from taas_magic.data import protocol, tensors
+from taas_magic.data import protocol
 
 _ZEROS = bytes(protocol.ALIGN)
 _PREFIX = struct.Struct("<II")
@@ -29,10 +33,14 @@ _MOST_FORMS = 256
 _COMMON_HEAD_BYTES = 4096
 _MOST_TENSORS = 16
 _PIECE_BYTES = 256 << 10
-_CHUNK_WORDS = 31 << 10
-"""Under torch's bound for summing with several threads, which would fight with the rank's own."""
+_WIDEST = 16
+_THIN = 2
+"""Overlapping views travel together unless that costs more than so many times their own bytes."""
 
 SUM_MASK = (1 << 64) - 1
+
+_DTYPES = {str(one)[6:]: one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_NAMES = {value: name for name, value in _DTYPES.items()}
 
 _numpy: Any = sys.modules.get("numpy")  # torch imports it where there is one
 _WORD = _numpy.dtype("<u8") if _numpy else None
@@ -48,7 +56,6 @@ class Encoded:
     Attributes:
         head: Table of contents: sizes of the buffers, tensors, pickle; padded as buffers are.
         buffers: The bytes themselves, in place; they keep their memory alive.
-        body_bytes: Size of the body on the wire.
     """
 
     head: bytes
@@ -56,7 +63,7 @@ class Encoded:
     body_bytes: int
 
     def parts(self) -> list[bytes | memoryview]:
-        """The body as consecutive pieces, padding included, for a vectored write."""
+        """Return the body as consecutive pieces, padding included, for a vectored write."""
         parts: list[bytes | memoryview] = [self.head]
         for buffer in self.buffers:
             parts.append(buffer)
@@ -65,7 +72,7 @@ class Encoded:
         return parts
 
     def copy_to(self, room: memoryview, is_summed: bool = False) -> int:
-        """Copy the body into memory of its size; returns its checksum, if that is wanted, or 0."""
+        """Copy the body into memory of its size; return its checksum, if that is wanted, or 0."""
         at = len(self.head)
         room[:at] = self.head
         total = _sum_of_head(self.head) if is_summed else 0
@@ -86,13 +93,81 @@ NOTHING = Encoded(b"", (), 0)
 """No body."""
 
 
-def raw(data: bytes) -> Encoded:
-    """Bytes that are a body as they are."""
-    return Encoded(data, (), len(data))
+class TensorRow(NamedTuple):
+    """Where a tensor lies: which buffer (-1: it is empty), at which byte, and its form."""
+
+    buffer: int
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _row(buffer: int, tensor: torch.Tensor) -> TensorRow:
+    return TensorRow(buffer, 0, _NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.__dict__
+    )
+
+
+def _dressed(plain: torch.Tensor, grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
+    plain.requires_grad_(grad).__dict__.update(attributes)
+    return plain
+
+
+# Sparse tensors are not rebuilt as torch's own pickles do it: those are kept in a list, for ever.
+def _sparse_coo(
+    indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool
+) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        indices, values, shape, check_invariants=False, is_coalesced=coalesced
+    )
+
+
+def _sparse_compressed(
+    compressed: torch.Tensor,
+    plain: torch.Tensor,
+    values: torch.Tensor,
+    shape: torch.Size,
+    layout: torch.layout,
+) -> torch.Tensor:
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=layout, check_invariants=False
+    )
+
+
+def _reduce(tensor: torch.Tensor) -> Any:
+    """Build a tensor that is not plain from tensors that are."""
+    if tensor.requires_grad or tensor.__dict__:
+        return _dressed, (tensor.detach(), tensor.requires_grad, dict(tensor.__dict__))
+    if tensor.is_conj() or tensor.is_neg():
+        return torch.Tensor.detach, (tensor.resolve_conj().resolve_neg(),)
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return torch.nested.as_nested_tensor, ([*tensor.unbind()],)
+    if tensor.layout is torch.sparse_coo:
+        parts = tensor._indices(), tensor._values()
+        return _sparse_coo, (*parts, tensor.shape, tensor.is_coalesced())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = tensor.crow_indices(), tensor.col_indices()
+        return _sparse_compressed, (*parts, tensor.values(), tensor.shape, tensor.layout)
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = tensor.ccol_indices(), tensor.row_indices()
+        return _sparse_compressed, (*parts, tensor.values(), tensor.shape, tensor.layout)
+    return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
 
 
 _Table = MutableMapping[type, Any]
-_TENSOR: dict[type, Any] = {torch.Tensor: tensors.reduce}
+_TENSOR: dict[type, Any] = {torch.Tensor: _reduce}
 
 
 class _Numbered:
@@ -102,7 +177,7 @@ class _Numbered:
     _numbers: dict[int, int]
 
     def persistent_id(self, value: object) -> int | None:
-        if type(value) is not torch.Tensor or not tensors.is_plain(value):
+        if type(value) is not torch.Tensor or not _is_plain(value):
             return None
         number = self._numbers.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):
@@ -148,7 +223,9 @@ def encode(value: object) -> Encoded:
     if known is None:
         if len(_heads) >= _MOST_FORMS:
             _heads.clear()
-        known = _heads[form] = _common_head(value, [len(buffer) for buffer in buffers])
+        pickled, _, numbered = _pickle(value, _FastPickler)
+        rows = [_row(at, one) for at, one in enumerate(numbered)]
+        known = _heads[form] = _head(pickled, [len(buffer) for buffer in buffers], rows)
     return Encoded(known[0], buffers, known[1])
 
 
@@ -180,7 +257,7 @@ def _take_apart(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """A tensor's memory.
+    """Return a tensor's memory.
 
     Raises:
         Exception: It is not plain, dense and on the CPU (numpy refuses it), or it is empty.
@@ -202,26 +279,81 @@ def _overlap(parts: Sequence[torch.Tensor]) -> bool:
 
 def _encode_any(value: object) -> Encoded:
     try:
-        pickled, arrays, numbered = _pickle(value, _FastPickler)
+        pickled, arrays, tensors = _pickle(value, _FastPickler)
     except (pickle.PicklingError, AttributeError, TypeError):
-        pickled, arrays, numbered = _pickle(value, _CloudPickler)
-    rows, spans = tensors.lay_out(numbered, first_buffer=len(arrays))
+        pickled, arrays, tensors = _pickle(value, _CloudPickler)
+    rows, spans = _lay_out(tensors, first_buffer=len(arrays))
     buffers = (*(array.raw() for array in arrays), *spans)
     head, body_bytes = _head(pickled, [len(buffer) for buffer in buffers], rows)
     return Encoded(head, buffers, body_bytes)
 
 
-def _common_head(value: object, sizes: list[int]) -> tuple[bytes, int]:
-    pickled, _, numbered = _pickle(value, _FastPickler)
-    return _head(pickled, sizes, [tensors.row(at, one) for at, one in enumerate(numbered)])
-
-
-def _head(pickled: bytes, sizes: list[int], rows: list[tensors.TensorRow]) -> tuple[bytes, int]:
-    """The table of contents, and the size of the whole body."""
+def _head(pickled: bytes, sizes: list[int], rows: list[TensorRow]) -> tuple[bytes, int]:
+    """Return the table of contents, and the size of the whole body."""
     table = pickle.dumps((sizes, [tuple(row) for row in rows]), protocol=5)
     head = _PREFIX.pack(len(table), len(pickled)) + table + pickled
     head += _ZEROS[: -len(head) % protocol.ALIGN]
     return head, protocol.layout(len(head), sizes)[1]
+
+
+class _Extent(NamedTuple):
+    start: int
+    end: int
+    number: int
+
+
+def _extent(number: int, tensor: torch.Tensor) -> _Extent:
+    start = tensor.data_ptr()
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Extent(start, start + (reach + 1) * tensor.element_size(), number)
+
+
+def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
+    """Group extents that overlap, directly or through others."""
+    groups: list[list[_Extent]] = []
+    end = 0
+    for extent in sorted(extents):
+        if groups and extent.start < end:
+            groups[-1].append(extent)
+            end = max(end, extent.end)
+        else:
+            groups.append([extent])
+            end = extent.end
+    return groups
+
+
+def _lay_out(
+    tensors: Sequence[torch.Tensor], first_buffer: int
+) -> tuple[list[TensorRow], list[memoryview]]:
+    """Decide which bytes travel, and where each tensor lies in them."""
+    rows = [_row(-1, tensor) for tensor in tensors]
+    spans: list[memoryview] = []
+
+    def travel(start: int, end: int, members: Iterable[_Extent], owner: torch.Tensor) -> None:
+        for at, _, number in members:
+            buffer = first_buffer + len(spans)
+            rows[number] = rows[number]._replace(buffer=buffer, offset=at - start)
+        array = (ctypes.c_ubyte * (end - start)).from_address(start)
+        array.owner = owner  # type: ignore[attr-defined]  # the view keeps it alive
+        spans.append(pickle.PickleBuffer(array).raw())
+
+    for group in _overlapping([_extent(k, t) for k, t in enumerate(tensors) if t.numel()]):
+        owner = tensors[group[0].number]
+        start, end = group[0].start, max([extent.end for extent in group])
+        most_bytes = owner.nbytes
+        if len(group) > 1:
+            # Mixed dtypes: every offset stays a multiple of its element size.
+            start -= (start - owner.untyped_storage().data_ptr()) % _WIDEST
+            most_bytes = _THIN * sum([tensors[extent.number].nbytes for extent in group]) + _WIDEST
+        if end - start <= most_bytes:
+            travel(start, end, group, owner)
+            continue
+        for extent in group:
+            dense = tensors[extent.number].contiguous()
+            rows[extent.number] = rows[extent.number]._replace(stride=dense.stride())
+            own = _extent(extent.number, dense)
+            travel(own.start, own.end, [own], dense)
+    return rows, spans
 
 
 def decode(body: memoryview, head_bytes: int) -> Any:
@@ -235,27 +367,35 @@ def decode(body: memoryview, head_bytes: int) -> Any:
     """
     read = _contents if head_bytes <= _COMMON_HEAD_BYTES else _contents.__wrapped__
     contents = read(bytes(body[:head_bytes]))
-    made = tensors.rebuild(contents.places, body)
+    tensors = _rebuild(contents.places, body)
     if contents.is_lone:
-        return made[0]
+        return tensors[0]
     buffers = [body[at : at + size] for at, size in contents.spans]
     unpickler = _Unpickler(io.BytesIO(contents.pickled), buffers=buffers)
-    unpickler.tensors = made
+    unpickler.tensors = tensors
     return unpickler.load()
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies in a body: at which byte, how many values, in what (None: alone), how."""
+
+    at: int
+    values: int
+    storage: tuple[int, int] | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 class _Contents(NamedTuple):
     """What the table of contents of a body says.
 
     Attributes:
-        spans: Where its buffers lie (start and size).
-        places: Its tensors in them.
-        pickled: The rest of the batch.
         is_lone: Whether the batch is its only tensor.
     """
 
     spans: list[tuple[int, int]]
-    places: list[tensors.TensorPlace]
+    places: list[_Place]
     pickled: bytes
     is_lone: bool
 
@@ -268,13 +408,35 @@ def _contents(head: bytes) -> _Contents:
     pickled = head[after : after + pickle_bytes]
     offsets, _ = protocol.layout(len(head), sizes)
     spans = list(zip(offsets, sizes, strict=True))
-    places = tensors.places([tensors.TensorRow(*row) for row in rows], spans)
+    uses = Counter(buffer for buffer, *_ in rows)
+    places = []
+    for buffer, offset, name, shape, stride in rows:
+        dtype, values = _DTYPES[name], math.prod(shape)
+        start, size = spans[buffer] if buffer >= 0 else (0, 0)
+        is_alone = uses[buffer] == 1 and values * dtype.itemsize == size
+        storage = None if is_alone or not values else (start, size)
+        places.append(_Place(start + offset, values, storage, dtype, shape, stride))
     return _Contents(spans, places, pickled, pickled == _LONE_TENSOR)
 
 
-@functools.lru_cache(_MOST_FORMS)
-def _sum_of_head(head: bytes) -> int:
-    return checksum(head)
+def _rebuild(places: Iterable[_Place], body: memoryview) -> list[torch.Tensor]:
+    """Put the tensors of a body together, as views of it."""
+    storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+    tensors = []
+    for at, values, storage, dtype, shape, stride in places:
+        if not values:
+            tensors.append(torch.empty(shape, dtype=dtype))
+        elif storage is None:
+            tensor = torch.frombuffer(body, dtype=dtype, offset=at, count=values)
+            tensors.append(tensor if len(shape) == 1 else tensor.as_strided_(shape, stride))
+        else:
+            start, size = storage
+            if storage not in storages:
+                flat = torch.frombuffer(body, dtype=torch.uint8, offset=start, count=size)
+                storages[storage] = flat.untyped_storage()
+            tensor, offset = torch.empty(0, dtype=dtype), (at - start) // dtype.itemsize
+            tensors.append(tensor.set_(storages[storage], offset, shape, stride))
+    return tensors
 
 
 class _Unpickler(pickle.Unpickler):
@@ -287,12 +449,16 @@ class _Unpickler(pickle.Unpickler):
 _LONE_TENSOR = _pickle(torch.empty(0), _FastPickler)[0]
 
 
+def raw(data: bytes) -> Encoded:
+    """Return bytes that are a body as they are."""
+    return Encoded(data, (), len(data))
+
+
 def as_bytes(value: object) -> bytes:
     """Encode into one piece (small things: a sample, an order, an error)."""
     encoded = encode(value)
-    return (
-        struct.pack("<Q", len(encoded.head)) + bytes(protocol.ALIGN - 8) + b"".join(encoded.parts())
-    )
+    size = struct.pack("<Q", len(encoded.head)) + bytes(protocol.ALIGN - 8)
+    return b"".join([size, *encoded.parts()])
 
 
 def from_bytes(data: bytes) -> Any:
@@ -302,7 +468,7 @@ def from_bytes(data: bytes) -> Any:
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """Sum of the data's 64-bit little-endian words, the last filled up with zeros.
+    """Return the sum of the data's 64-bit little-endian words, the last filled up with zeros.
 
     A sum can be taken as fast as memory is read (20 to 40 GB/s, a CRC reaches 3), over the parts
     of a body one by one, and sees every flipped, lost or overwritten run of bits that TCP's own
@@ -313,21 +479,22 @@ def checksum(data: bytes | memoryview) -> int:
     return (sum_of_words(data, size >> 3) + rest) & SUM_MASK
 
 
+@functools.lru_cache(_MOST_FORMS)
+def _sum_of_head(head: bytes) -> int:
+    return checksum(head)
+
+
 def with_numpy(data: bytes | memoryview, words: int) -> int:
-    """The sum of the first words, modulo 2**64; a call costs a third of what torch's does."""
+    """Return the sum of the first words, modulo 2**64; costs a third of what torch's call does."""
     return int(_numpy.add.reduce(_numpy.frombuffer(data, _WORD, words)))
 
 
 def with_torch(data: bytes | memoryview, words: int) -> int:
-    """The same where torch has no numpy beside it."""
+    """Return the same where torch has no numpy beside it."""
     if not words:
         return 0
     # frombuffer warns of memory that it may not write.
-    values = torch.frombuffer(bytearray(data), dtype=torch.int64, count=words)
-    total = 0
-    for start in range(0, words, _CHUNK_WORDS):
-        total += int(values[start : start + _CHUNK_WORDS].sum())
-    return total & SUM_MASK
+    return int(torch.frombuffer(bytearray(data), dtype=torch.int64, count=words).sum()) & SUM_MASK
 
 
 sum_of_words = with_numpy if _numpy else with_torch

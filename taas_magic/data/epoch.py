@@ -47,12 +47,9 @@ class Step(NamedTuple):
 
 
 class EpochIterator(Iterator[Any]):
-    """One iterator: one rank's share of one epoch.
+    """One iterator: one rank's share of one epoch, from `place` on.
 
     Args:
-        loader: The loader.
-        epoch: The epoch.
-        place: Where it begins.
         turn: How many iterators the loader had before.
         order: The hash that its order has to have; 0: any.
     """
@@ -120,7 +117,7 @@ class EpochIterator(Iterator[Any]):
                 Handed(feed.generation, name, self._turn, self.epoch, *place)
             )
         part = loader.part()
-        return steps(self._client, opened, part, self.after, feed.window_bytes)
+        return Walk(self._client, opened, part, self.after, feed.window_bytes).steps()
 
     def _hand_out(self, step: Step) -> Any:
         loader, (response, row_units, after) = self._loader, step
@@ -152,59 +149,50 @@ class EpochIterator(Iterator[Any]):
         return response._replace(batch=pin_memory(response.batch))  # type: ignore[no-untyped-call]
 
 
-def steps(
-    client: Client, opened: Opened, part: Part, place: EpochPlace, window_bytes: int
-) -> Iterator[Step]:
-    """Yield a rank's steps, from `place` on, of the epoch that its client was opened for."""
-    course: Course | ScoutedCourse
-    if opened.batches is not None and not opened.counted:
-        course = Course(part, opened.batches, place)
-    else:
-        course = ScoutedCourse(part, opened.batches, opened.streams or 1, place)
-    least = 2 * -(-client.workers // part.world_size) + 1  # so that no worker idles
-    walk = _Walk(client, course, window_bytes, least, is_bounded=part.units is not None)
-    for step in itertools.count(place.position // part.world_size):
-        response = walk.take(step)
-        if response is None:
-            return
-        yield Step(response, course.row_units(step), course.place(step + 1))
-
-
-class _Walk:
-    """Asks ahead along a course, and learns what the course needs to know.
+class Walk:
+    """A rank's way through an epoch: asks ahead along its course, and learns what that needs.
 
     Args:
-        client: Who is asked.
-        course: Which slots come.
+        client: Who is asked; it was opened for the epoch.
         window_bytes: As many batches are asked for ahead as fit into this.
-        least: But never fewer than these.
-        is_bounded: Whether `--units` bounds the epoch.
     """
 
     def __init__(
-        self,
-        client: Client,
-        course: Course | ScoutedCourse,
-        window_bytes: int,
-        least: int,
-        is_bounded: bool,
+        self, client: Client, opened: Opened, part: Part, place: EpochPlace, window_bytes: int
     ) -> None:
-        self._client, self._course = client, course
-        self._window_bytes, self._least, self._largest_bytes = window_bytes, least, 0
-        self._scouts = isinstance(course, ScoutedCourse)
-        self._learns_late = is_bounded and not self._scouts
+        self._client, self._window_bytes, self._largest_bytes = client, window_bytes, 0
+        self._course: Course | ScoutedCourse
+        self._scouts = opened.batches is None or opened.counted
+        if opened.batches is None or opened.counted:
+            self._course = ScoutedCourse(part, opened.batches, opened.streams or 1, place)
+        else:
+            self._course = Course(part, opened.batches, place)
+        self._first = self._ask_again_at = place.position // part.world_size
+        self._least = 2 * -(-client.workers // part.world_size) + 1  # so that no worker idles
+        self._learns_late = part.units is not None and not self._scouts
         self._unlearnt: deque[SlotRequest] = deque()
         self._kept: dict[int, Response] = {}
-        self._ask_again_at = 0
 
-    def take(self, step: int) -> Response | None:
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps to the epoch's end."""
+        for step in itertools.count(self._first):
+            response = self._take(step)
+            if response is None:
+                return
+            yield Step(response, self._course.row_units(step), self._course.place(step + 1))
+
+    def _take(self, step: int) -> Response | None:
         """Return the batch to hand out at a step; None at the end."""
         if step >= self._ask_again_at:
             self._ask_ahead(step)
         while (slot := self._course.at(step)) is NoSlot.WAIT:
             if not self._unlearnt:
                 self._ask_ahead(step)
-            self._learn()
+            ask = self._unlearnt.popleft()
+            learnt = self._client.reply(ask)
+            self._course.learn(ask.slot, learnt.units)
+            if ask.mine and learnt.units >= 0:
+                self._kept[ask.slot] = learnt
         if isinstance(slot, NoSlot):
             return None
         response = self._kept.pop(slot, None) or self._client.reply(SlotRequest(slot, True))
@@ -218,24 +206,14 @@ class _Walk:
 
     def _ask_ahead(self, step: int) -> None:
         """Ask for a whole window; the next time when a quarter of it is used up."""
-        ahead = self._steps_ahead()
+        ahead = self._least
+        if self._largest_bytes:
+            ahead = max(ahead, min(self._window_bytes // self._largest_bytes, _MOST_STEPS))
         asks = list(self._course.asks(step + ahead))
         self._client.ask(asks)
         if self._scouts:
             self._unlearnt += asks
         self._ask_again_at = step + max(1, ahead // 4)
-
-    def _steps_ahead(self) -> int:
-        if not self._largest_bytes:
-            return self._least
-        return max(self._least, min(self._window_bytes // self._largest_bytes, _MOST_STEPS))
-
-    def _learn(self) -> None:
-        ask = self._unlearnt.popleft()
-        response = self._client.reply(ask)
-        self._course.learn(ask.slot, response.units)
-        if ask.mine and response.units >= 0:
-            self._kept[ask.slot] = response
 
 
 class ReceiveThread(Iterator[Step]):

@@ -22,14 +22,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from taas_magic.data.buffer import FetcherShare
 from taas_magic.data.client import Client, Route
-from taas_magic.data.connection import machine
 from taas_magic.data.epoch import EpochIterator
 from taas_magic.data.memory import Blocks
 from taas_magic.data.metrics import BatchLedger, counted
 from taas_magic.data.order import load_beside
 from taas_magic.data.scheduler import ServedLoader
 from taas_magic.data.server import OwnServer, ServerSpec
-from taas_magic.data.service import Directory, Found
+from taas_magic.data.service import Directory, Found, machine
 from taas_magic.data.sharding import EpochPlace, Part, Uneven
 from taas_magic.data.sharding import steps as steps_of
 from taas_magic.data.worker import WorkerSpec
@@ -54,10 +53,8 @@ _OWN_BUFFER_BYTES = 256 << 20
 _OF_ITS_OWN = ("shuffle", "seed", "drop_last", "epoch")
 """What DistributedSampler says of itself and not of the sampler that this one stands for."""
 
-_OURS = ("_taas_loader", "_taas_shape", "_taas_path", "_taas_copy")
+_OURS = ("_taas_loader", "_taas_path", "_taas_copy")
 """What stand-ins for datasets have themselves, by names that no dataset has."""
-
-_NOT_HERE = "a registered loader's order is with its fetchers; iterate the loader"
 
 _one_route = threading.Lock()
 
@@ -67,19 +64,14 @@ class LoaderShape:
     """A loader as the notebook describes it; no part of its data.
 
     Attributes:
-        name: The loader's name in the run.
         batches: Batches of the first epoch; None where it does not say.
         samples: Length of its dataset; None where it has none.
-        iterable: Whether the dataset is iterable-style.
-        settings: Its own attributes, those of `SETTINGS` that its torch knows.
         context: multiprocessing's start method of its workers, "" for the default.
-        has_batch_sampler: Whether it has a batch sampler, as one of a map-style dataset has.
-        has_own_batch_sampler: Whether that is the user's own.
+        has_own_batch_sampler: Whether the batch sampler is the user's own.
         drawn: How many samples its sampler draws; None where that does not say.
         varies: Whether the number of batches may change from epoch to epoch.
         uneven: What happens when batches do not divide by the ranks.
         seed: The seed of its randomness; None: the run's.
-        dataset: The class of its dataset.
         attributes: The dataset's small attributes.
         has_set_epoch: Whether the dataset is told which epoch begins.
         has_state: Whether an iterable-style dataset has a `state_dict` of its own.
@@ -106,7 +98,7 @@ class LoaderShape:
 
     @property
     def num_workers(self) -> int:
-        """Its number of workers."""
+        """How many workers a local DataLoader would have."""
         return int(self.settings["num_workers"])
 
 
@@ -115,18 +107,12 @@ class Feed:
     """What a rank knows of the run's data service.
 
     Attributes:
-        rank: This rank.
-        world_size: Number of ranks.
         payload: Returns the pickled loader of a name.
         directory: Where the fetchers are; None: this rank has one of its own.
-        key: The run's key.
-        units: The bound of `--units`.
-        seed: The run's seed.
         tls: What makes a client context, for fetchers on other hosts.
         ledger: Where it is written what was handed out.
         generation: Which attempt of the run.
         window_bytes: How much a rank asks for ahead.
-        lease: How long to wait for fetchers.
         direct: Whether shared memory may be used on one host.
         rank_variables: Environment variables that only ranks have.
     """
@@ -157,10 +143,6 @@ class RemoteLoader(DataLoader[Any]):
 
     Iterating it gives this rank's share of an epoch. The first epoch is 0; every iterator begins
     the next one, unless `sampler.set_epoch` or `load_state_dict` has said which.
-
-    Args:
-        shape: What the notebook says about it.
-        feed: What this rank knows of the data service.
     """
 
     # accelerate shards what does not carry this mark; here every rank has its share.
@@ -180,22 +162,21 @@ class RemoteLoader(DataLoader[Any]):
         self._shown: tuple[Any, ...] | None = None
         self._original: Any = None
         self._is_made = False
-        dataset = (RemoteStream if shape.iterable else RemoteDataset)(self, shape)
+        settings, own, path = shape.settings, vars(self), f"{shape.name}.dataset"
         if shape.iterable:
-            settings = shape.settings
-            super().__init__(dataset, settings["batch_size"], drop_last=settings["drop_last"])
+            stream = RemoteStream(self, path)
+            super().__init__(stream, settings["batch_size"], drop_last=settings["drop_last"])
         else:
-            super().__init__(dataset, batch_size=None, sampler=())
-            vars(self).update(_samplers(self, shape))
-        self._take_settings(shape)
-        self._is_made = True
-
-    def _take_settings(self, shape: LoaderShape) -> None:
-        """DataLoader's constructor would warn of workers that are not this host's."""
+            super().__init__(RemoteDataset(self, path), batch_size=None, sampler=())
+            sampler = own["sampler"] = RemoteSampler(self)
+            batches = RemoteBatchSampler(self, sampler) if shape.has_batch_sampler else None
+            own["batch_sampler"] = batches
+        # DataLoader's constructor would warn of workers that are not this host's.
         for name in _SHOWN:
-            vars(self).pop(name, None)
-        vars(self).update(shape.settings)
+            own.pop(name, None)
+        own.update(settings)
         self.multiprocessing_context = shape.context or None
+        self._is_made = True
 
     def __getattr__(self, name: str) -> Any:
         if name in _SHOWN:
@@ -227,18 +208,16 @@ class RemoteLoader(DataLoader[Any]):
         Raises:
             TypeError: The loader does not know its length.
         """
-        batches = self._count() if self.shape.varies else self.shape.batches
+        batches, current = self.shape.batches, self._current
+        if self.shape.varies:
+            if current is not None and not current.ended and current.opened is not None:
+                batches = current.opened.batches
+            else:
+                with self._asking() as client:
+                    batches = client.open(self.next_epoch).batches
         if batches is None:
             raise TypeError(f'loader "{self.shape.name}" does not know its length')
         return steps_of(batches, self.feed.rank, self.feed.world_size, self.shape.uneven)
-
-    def _count(self) -> int | None:
-        """Batches of the epoch that is under way, or else of the next one."""
-        current = self._current
-        if current is not None and not current.ended and current.opened is not None:
-            return current.opened.batches
-        with self._asking() as client:
-            return client.open(self.next_epoch).batches
 
     def __iter__(self) -> Any:
         """Begin the next epoch, or go on where `load_state_dict` said."""
@@ -314,7 +293,7 @@ class RemoteLoader(DataLoader[Any]):
         if missing := [name for name in ("place", "order", *mine) if name not in state]:
             raise ValueError(f"{about}: this is no state of a registered loader; no {missing[0]!r}")
         if state["dataset"] != mine["dataset"]:
-            theirs, ours = (_dataset_text(one["dataset"]) for one in (state, mine))
+            theirs, ours = (_dataset_text(*one["dataset"]) for one in (state, mine))
             raise ValueError(f"{about}: the state is of a dataset {theirs}, the loader's is {ours}")
         if state["seed"] != self._seed:
             raise ValueError(
@@ -414,19 +393,13 @@ class RemoteLoader(DataLoader[Any]):
 
     def _new_route(self) -> Route:
         feed, name = self.feed, self.shape.name
-        if feed.directory is None:
-            key = os.urandom(32)
-            return Route(name, self._own_fetcher(key), key, lease=feed.lease)
-        tls = feed.tls() if feed.tls else None
-        return Route(name, feed.directory, feed.key, tls, feed.direct, feed.lease)
-
-    def _own_fetcher(self, key: bytes) -> Directory:
-        """A fetcher of this rank's own, with as many workers as the loader has.
-
-        One at least, so that the dataset sees what it would see in a fetcher: no rank, and no
-        random numbers of the cell.
-        """
-        feed, name, count = self.feed, self.shape.name, max(1, self.shape.num_workers)
+        if feed.directory is not None:
+            tls = feed.tls() if feed.tls else None
+            return Route(name, feed.directory, feed.key, tls, feed.direct, feed.lease)
+        # A fetcher of this rank's own, with as many workers as the loader has: one at least, so
+        # that the dataset sees what it would see in a fetcher: no rank, no random numbers of the
+        # cell.
+        key, count = os.urandom(32), max(1, self.shape.num_workers)
         spec = WorkerSpec(
             feed.payload(name),
             name,
@@ -442,11 +415,11 @@ class RemoteLoader(DataLoader[Any]):
         fetcher = OwnServer(ServerSpec(key, {name: served}), feed.rank_variables)
         self._end_fetcher = weakref.finalize(self, fetcher.close)
         address = Address(0, "", 0, fetcher.unix, machine())
-        return lambda loader: Found(1, count, feed.world_size, {0: address})
+        found = Found(1, count, feed.world_size, {0: address})
+        return Route(name, lambda loader: found, key, lease=feed.lease)
 
 
-def _dataset_text(dataset: Sequence[Any]) -> str:
-    name, samples = dataset
+def _dataset_text(name: str, samples: int | None) -> str:
     return f"{name} without a length" if samples is None else f"{name} of {samples} samples"
 
 
@@ -478,38 +451,56 @@ def arrive(shape: LoaderShape) -> RemoteLoader:
     return loader
 
 
-class RemoteSampler(DistributedSampler[Any]):
-    """Stands for the sampler, whose order the fetchers know; `set_epoch` chooses the epoch.
+class _Sampler:
+    """Mixed into what stands for a sampler, whose order the fetchers know.
 
-    A DistributedSampler, so that Lightning sees that the loader is sharded already. Its length is
-    this rank's share.
+    `set_epoch` chooses the epoch of the loader's next iterator; other attributes are those of the
+    registered loader's own, at `_place` of what it shows.
     """
 
-    def __init__(self, loader: RemoteLoader, shape: LoaderShape, feed: Feed) -> None:
-        super().__init__(range(shape.drawn or 0), feed.world_size, feed.rank, shuffle=False)  # type: ignore[arg-type]
-        self._loader = loader
-        self.dataset = loader.dataset
-        for name in _OF_ITS_OWN:
-            delattr(self, name)
+    _loader: RemoteLoader
+    _place: int
 
     def set_epoch(self, epoch: int) -> None:
         """Set which epoch the loader's next iterator gives."""
         self._loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("a registered loader's order is with its fetchers; iterate the loader")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader.shown()[self._place], name)
+
+
+class RemoteSampler(_Sampler, DistributedSampler[Any]):
+    """Stands for the sampler; its length is this rank's share.
+
+    A DistributedSampler, so that Lightning sees that the loader is sharded already.
+    """
+
+    _place = 0
+
+    def __init__(self, loader: RemoteLoader) -> None:
+        samples: Any = range(loader.shape.drawn or 0)
+        feed = loader.feed
+        DistributedSampler.__init__(self, samples, feed.world_size, feed.rank, shuffle=False)
+        self._loader = loader
+        self.dataset = loader.dataset
+        for name in _OF_ITS_OWN:
+            delattr(self, name)
 
     def __len__(self) -> int:
         if self._loader.shape.drawn is None:
             raise TypeError(f'the sampler of loader "{self._loader.name}" has no length')
         return super().__len__()
 
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError(_NOT_HERE)
 
-    def __getattr__(self, name: str) -> Any:
-        return _attribute(self, name, 0)
-
-
-class RemoteBatchSampler(Sampler[Any]):
+class RemoteBatchSampler(_Sampler, Sampler[Any]):
     """Stands for the batch sampler; its length is this rank's share."""
+
+    _place = 1
 
     def __init__(self, loader: RemoteLoader, sampler: RemoteSampler) -> None:
         self._loader = loader
@@ -519,51 +510,56 @@ class RemoteBatchSampler(Sampler[Any]):
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError(_NOT_HERE)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set which epoch the loader's next iterator gives."""
-        self._loader.set_epoch(epoch)
-
-    def __getattr__(self, name: str) -> Any:
-        return _attribute(self, name, 1)
-
-
-def _attribute(sampler: Any, name: str, place: int) -> Any:
-    """An attribute of the sampler that another one stands for."""
-    if name.startswith("__") or name == "_loader":
-        raise AttributeError(name)
-    return getattr(sampler._loader.shown()[place], name)
-
 
 class RemoteDataset(Dataset[Any]):
-    """Stands for a dataset that is with the fetchers: knows its length and small attributes."""
+    """Stands for a dataset that is with the fetchers, or for one inside of it.
 
-    def __init__(self, loader: RemoteLoader, shape: LoaderShape) -> None:
-        self._taas_loader, self._taas_shape = loader, shape
+    Args:
+        path: What the dataset is called in messages.
+        copy: This rank's copy of a dataset inside of the loader's; None for the loader's own, of
+            which the length and the small attributes are known without one.
+    """
+
+    def __init__(self, loader: RemoteLoader, path: str, copy: Any = None) -> None:
+        self._taas_loader, self._taas_path, self._taas_copy = loader, path, copy
 
     def __len__(self) -> int:
-        if self._taas_shape.samples is None:
-            raise TypeError(f'the dataset of loader "{self._taas_shape.name}" has no length')
-        return int(self._taas_shape.samples)
+        if self._taas_copy is not None:
+            return len(self._taas_copy)
+        shape = self._taas_loader.shape
+        if shape.samples is None:
+            raise TypeError(f'the dataset of loader "{shape.name}" has no length')
+        return shape.samples
 
     def __getitem__(self, index: Any) -> Any:
+        if self._taas_copy is not None:
+            return self._taas_copy[index]
         return self._taas_loader.sample(index)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in _OURS:
             raise AttributeError(name)
-        if name == "set_epoch" and self._taas_shape.has_set_epoch:
-            return self._taas_loader.set_epoch
-        if name in self._taas_shape.attributes:
-            return self._taas_shape.attributes[name]
-        path = f"{self._taas_shape.name}.dataset"
-        return _looked_at(self._taas_loader, path, self._taas_loader.original(), name)
+        loader, path, dataset = self._taas_loader, self._taas_path, self._taas_copy
+        if dataset is None:
+            if name == "set_epoch" and loader.shape.has_set_epoch:
+                return loader.set_epoch
+            if name in loader.shape.attributes:
+                return loader.shape.attributes[name]
+            dataset = loader.original()
+        value = getattr(dataset, name)
+        if name == "set_epoch":
+            return loader.set_epoch
+        if isinstance(value, Dataset):
+            return RemoteDataset(loader, f"{path}.{name}", value)
+        is_method = isinstance(value, MethodType) and value.__self__ is dataset
+        return _warning_of_changes(path, dataset, value) if is_method else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _OURS:
-            _refuse_to_set(f"{self._taas_shape.name}.dataset", name)
+            raise AttributeError(
+                f"{self._taas_path} is with the loader's fetchers, where this does not reach it: "
+                f"set {name!r} in the notebook, before the cell ({self._taas_path}.{name} = …)"
+            )
         super().__setattr__(name, value)
 
 
@@ -574,49 +570,8 @@ class RemoteStream(RemoteDataset, IterableDataset[Any]):
         raise TypeError("an iterable-style dataset is with its fetchers; iterate the loader")
 
 
-class RemotePart(Dataset[Any]):
-    """Stands for a dataset inside of another one; shows this rank's copy."""
-
-    def __init__(self, loader: RemoteLoader, path: str, copy: Any) -> None:
-        self._taas_loader, self._taas_path, self._taas_copy = loader, path, copy
-
-    def __len__(self) -> int:
-        return len(self._taas_copy)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._taas_copy[index]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in _OURS:
-            raise AttributeError(name)
-        return _looked_at(self._taas_loader, self._taas_path, self._taas_copy, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _OURS:
-            _refuse_to_set(self._taas_path, name)
-        super().__setattr__(name, value)
-
-
-def _refuse_to_set(path: str, name: str) -> None:
-    raise AttributeError(
-        f"{path} is with the loader's fetchers, where this does not reach it: "
-        f"set {name!r} in the notebook, before the cell ({path}.{name} = …)"
-    )
-
-
-def _looked_at(loader: RemoteLoader, path: str, dataset: Any, name: str) -> Any:
-    """An attribute of this rank's copy of a dataset."""
-    value = getattr(dataset, name)
-    if name == "set_epoch":
-        return loader.set_epoch
-    if isinstance(value, Dataset):
-        return RemotePart(loader, f"{path}.{name}", value)
-    is_method = isinstance(value, MethodType) and value.__self__ is dataset
-    return _warning_of_changes(path, dataset, value) if is_method else value
-
-
 def _warning_of_changes(path: str, dataset: Any, method: Any) -> Any:
-    """The same method; says when it changed what only this rank sees."""
+    """Return the same method, which says when it changed what only this rank sees."""
 
     @functools.wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -632,13 +587,3 @@ def _warning_of_changes(path: str, dataset: Any, method: Any) -> Any:
         return result
 
     return call
-
-
-def _samplers(loader: RemoteLoader, shape: LoaderShape) -> dict[str, Any]:
-    """A map-style loader's sampler and batch sampler, by DataLoader's names."""
-    sampler = RemoteSampler(loader, shape, loader.feed)
-    collates = shape.has_batch_sampler
-    return {
-        "sampler": sampler,
-        "batch_sampler": RemoteBatchSampler(loader, sampler) if collates else None,
-    }

@@ -51,7 +51,7 @@ class Spans:
         return start
 
     def give_back(self, start: int) -> None:
-        """A span is not in use any more; holes beside each other become one."""
+        """Take a span back; holes beside each other become one."""
         end = start + self._used.pop(start)
         at = bisect.bisect(self._holes, (start, end))
         if at < len(self._holes) and self._holes[at][0] == end:
@@ -66,7 +66,7 @@ class Spans:
 
 
 def largest_file_bytes() -> int:
-    """How large a file this process may make (`ulimit -f`); an arena is one."""
+    """Return how large a file this process may make (`ulimit -f`); an arena is one."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return limit if limit != resource.RLIM_INFINITY else 1 << 62
 
@@ -103,7 +103,7 @@ class Arena:
         return offset, self._memory.view(offset, size)
 
     def free(self, offset: int) -> None:
-        """Nobody reads the span at `offset` any more."""
+        """Take the span at `offset` back: nobody reads it any more."""
         self._spans.give_back(offset)
 
 
@@ -123,35 +123,28 @@ def write_parts(descriptor: int, parts: Sequence[bytes | memoryview], at: int) -
 class Mapping:
     """An arena, mapped.
 
-    Args:
-        descriptor: The arena's; the mapping owns it.
-
     Attributes:
+        descriptor: The arena's, for those who are to map it, too; the mapping owns it.
         used_bytes: How far it has been looked at.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._whole, self.used_bytes = memoryview(b""), 0
         self._close = weakref.finalize(self, os.close, descriptor)
 
-    @property
-    def descriptor(self) -> int:
-        """For those who are to map it, too."""
-        return self._descriptor
-
     def mapped(self, end: int) -> memoryview:
-        """The arena's memory, at least up to there."""
+        """Return the arena's memory, at least up to there."""
         if end > self.used_bytes:
             self.used_bytes = end
             if end > len(self._whole):
                 # What looks at the mapping before it keeps that alive.
-                size = os.fstat(self._descriptor).st_size
-                self._whole = memoryview(mmap.mmap(self._descriptor, size))
+                size = os.fstat(self.descriptor).st_size
+                self._whole = memoryview(mmap.mmap(self.descriptor, size))
         return self._whole
 
     def view(self, offset: int, size: int) -> memoryview:
-        """A span's memory."""
+        """Return a span's memory."""
         return self.mapped(offset + size)[offset : offset + size]
 
 
@@ -174,7 +167,7 @@ class Lent:
         self._arenas[arena] = Mapping(descriptor)
 
     def look(self, arena: int, offset: int, size: int) -> memoryview:
-        """A span's memory; it is lent until the last view of it is gone."""
+        """Return a span's memory; it is lent until the last view of it is gone."""
         mapped = self._arenas[arena].mapped(offset + size)
         owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, offset)
         owner.lent = self  # the connection stays open as long as this is read
@@ -183,14 +176,14 @@ class Lent:
         return memoryview(owner).cast("B")
 
     def gone(self) -> list[int]:
-        """What was lent and is read no more: arena, offset, arena, offset, …; each once."""
+        """Return what is read no more since the last call: arena, offset, arena, offset, …"""
         numbers: list[int] = []
         while self._gone:
             numbers += self._gone.popleft()
         return numbers
 
     def close(self) -> None:
-        """No more is lent: what is read stays as it is until it is read no more."""
+        """Lend no more: what is read stays as it is until it is read no more."""
         self._is_closed = True
         if not self._read:
             self._on_unused()
@@ -234,23 +227,16 @@ class Blocks:
         for block, references in zip(self._blocks, _references(self._blocks), strict=True):
             if references == _IDLE and size <= len(block) <= 2 * size + mmap.PAGESIZE:
                 return memoryview(block)[:size]
-        block = mmap.mmap(-1, _rounded(size))
+        # The next of eight sizes to each power of two: batches of like size fit the same block.
+        step = max(mmap.PAGESIZE, (1 << max(size - 1, 1).bit_length()) // _STEPS)
+        block = mmap.mmap(-1, -(-max(size, 1) // step) * step)
         self._blocks.append(block)
-        self._trim()
+        # What someone still looks at of those that are let go of lives until they stop.
+        while len(self._blocks) > 1 and self.held_bytes > self._keep_bytes:
+            del self._blocks[0]
         return memoryview(block)[:size]
 
     @property
     def held_bytes(self) -> int:
         """Size of all blocks, free or looked at."""
         return sum(map(len, self._blocks))
-
-    def _trim(self) -> None:
-        """Let go of old blocks; what someone still looks at lives until they stop."""
-        while len(self._blocks) > 1 and self.held_bytes > self._keep_bytes:
-            del self._blocks[0]
-
-
-def _rounded(size: int) -> int:
-    """The next of eight sizes to each power of two: batches of like size fit each other's block."""
-    step = max(mmap.PAGESIZE, (1 << max(size - 1, 1).bit_length()) // _STEPS)
-    return -(-max(size, 1) // step) * step

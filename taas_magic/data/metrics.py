@@ -93,11 +93,7 @@ class Handed(NamedTuple):
 
     Attributes:
         generation: Which attempt of the run.
-        loader: The loader's name.
         turn: Number of the pass over it in this generation (two passes may share an epoch).
-        epoch: The epoch.
-        rank: The rank.
-        world_size: Number of ranks.
         first_step: The step it began with (not 0 after a resume).
         batches: How many batches the rank was handed, in order.
     """
@@ -125,9 +121,7 @@ class BatchLedger:
     survives whatever ends the process.
 
     Args:
-        folder: The run's folder of ledgers.
         generation: Which attempt of the run.
-        rank: The rank.
     """
 
     def __init__(self, folder: Path, generation: int, rank: int) -> None:
@@ -165,13 +159,11 @@ class BatchLedger:
             os.posix_fallocate(self._file.fileno(), 0, size)
         except OSError:
             self._is_on_disk = False
-        self._map = mmap.mmap(self._file.fileno(), size) if self._is_on_disk else self._copy(size)
-
-    def _copy(self, size: int) -> mmap.mmap:
-        """Return memory to go on counting in: a full disk ends no run; the file stays as it is."""
-        memory = mmap.mmap(-1, size)
-        memory[: len(self._map)] = self._map[:]
-        return memory
+        if self._is_on_disk:
+            self._map = mmap.mmap(self._file.fileno(), size)
+        else:  # a full disk ends no run: it is counted in memory, and the file stays as it is
+            before, self._map = self._map, mmap.mmap(-1, size)
+            self._map[: len(before)] = before[:]
 
 
 def read_ledgers(folder: Path) -> list[Handed]:
@@ -193,18 +185,16 @@ def audit(lines: Iterable[Handed]) -> list[str]:
     Returns:
         A sentence for each (generation, loader, turn) with a fault.
     """
-    counts: dict[tuple[int, str, int], Counter[int]] = {}
-    epochs: dict[tuple[int, str, int], set[int]] = {}
+    passes: dict[tuple[int, str, int], list[Handed]] = {}
     for line in lines:
-        key = line.generation, line.loader, line.turn
-        counts.setdefault(key, Counter()).update(line.positions())
-        epochs.setdefault(key, set()).add(line.epoch)
+        passes.setdefault((line.generation, line.loader, line.turn), []).append(line)
     faults = []
-    for (generation, loader, turn), handed in counts.items():
+    for (generation, loader, turn), ranks in passes.items():
         where = f"generation {generation}, loader {loader}, pass {turn}"
+        handed = Counter(position for line in ranks for position in line.positions())
         if twice := sorted(position for position, count in handed.items() if count > 1):
             faults.append(f"{where}: positions {twice[:5]} were handed out more than once")
-        if len(epochs[generation, loader, turn]) > 1:
+        if len({line.epoch for line in ranks}) > 1:
             faults.append(f"{where}: the ranks were in different epochs")
     return faults
 

@@ -42,7 +42,6 @@ class Epoch(NamedTuple):
     """One epoch's order.
 
     Attributes:
-        indices: The batches' indices.
         batches: How many there are; None where the sampler does not know.
         digest: Hash of the order, 0 where it has no end.
     """
@@ -57,7 +56,6 @@ class Order:
 
     Args:
         loader: A map-style loader (or its parts), as it was registered.
-        seed: The run's seed.
     """
 
     def __init__(self, loader: Any, seed: int) -> None:
@@ -70,7 +68,13 @@ class Order:
     def epoch(self, number: int) -> Epoch:
         """Return the order of an epoch; enumerate it when it is asked for first."""
         if number not in self._epochs:
-            self._epochs[number] = self._run(number)
+            latest = max(start for start in self._starts if start <= number)
+            for before in range(latest, number):
+                if not self._forgets():
+                    self._enumerate(before)
+            self._epochs[number] = self._enumerate(number)
+            for old in [start for start in self._starts if 1 < start <= number - _KEEP_EPOCHS]:
+                del self._starts[old]
             for old in list(self._epochs)[:-_KEEP_EPOCHS]:
                 del self._epochs[old]
         return self._epochs[number]
@@ -79,23 +83,15 @@ class Order:
         """Return the order of an epoch if it is enumerated."""
         return self._epochs.get(number)
 
-    def _run(self, number: int) -> Epoch:
-        latest = max(start for start in self._starts if start <= number)
-        for before in range(latest, number):
-            if not self._forgets():
-                self._enumerate(before)
-        epoch = self._enumerate(number)
-        for old in [start for start in self._starts if 1 < start <= number - _KEEP_EPOCHS]:
-            del self._starts[old]
-        return epoch
-
     def _forgets(self) -> bool:
-        """Whether an epoch leaves the sampler as it was, so that all epochs begin alike."""
+        """Return whether an epoch leaves the sampler as it was, so that all epochs begin alike."""
         return self._starts.get(1) == self._starts[0]
 
     def _enumerate(self, number: int) -> Epoch:
         sampler, generator, indices = self._begin(number)
-        if not _has_length(sampler):
+        try:
+            len(sampler)
+        except (TypeError, NotImplementedError):
             self._starts[1] = self._starts[0]
             return Epoch(Endless(lambda: self._begin(number)[2]), None, 0)
         packed, digest = _pack(indices)
@@ -105,7 +101,7 @@ class Order:
         return Epoch(packed, len(packed), digest)
 
     def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
-        """A sampler at the beginning of an epoch, its generator, and its batches."""
+        """Return a sampler at the beginning of an epoch, its generator, and its batches."""
         start = self._starts[0] if self._forgets() else self._starts[number]
         sampler, generator = load_beside(start, self._dataset)
         tell_epoch(sampler, number, "sampler")
@@ -120,8 +116,6 @@ def tell_epoch(value: object, epoch: int, inner: str) -> None:
     """Call `set_epoch` of a sampler or dataset, and of those that it wraps.
 
     Args:
-        value: The outermost one.
-        epoch: Which epoch begins.
         inner: The attribute by which they wrap (`dataset` of a Subset).
     """
     told: list[object] = []
@@ -133,14 +127,6 @@ def tell_epoch(value: object, epoch: int, inner: str) -> None:
         value = getattr(value, inner, None)
 
 
-def _has_length(sampler: Any) -> bool:
-    try:
-        len(sampler)
-    except (TypeError, NotImplementedError):
-        return False
-    return True
-
-
 class Endless:
     """The batches of a sampler that does not know its length: enumerated as far as asked.
 
@@ -150,6 +136,8 @@ class Endless:
     Args:
         begin: Begins the enumeration, under seeds of its own.
     """
+
+    _random: Any
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         self._begin = begin
@@ -164,7 +152,10 @@ class Endless:
         if batch < self._first:
             self._restart()
         while self._first + len(self._seen) <= batch:
-            more = self._next_ones()
+            with _random_state_kept():
+                _set_random_state(self._random)
+                more = [_copied(indices) for indices in itertools.islice(self._rest, _ENDLESS_STEP)]
+                self._random = _random_state()
             if not more:
                 raise IndexError(batch)
             self._seen.extend(more)
@@ -179,13 +170,6 @@ class Endless:
         with _random_state_kept():
             self._rest = self._begin()
             self._random = _random_state()
-
-    def _next_ones(self) -> list[Any]:
-        with _random_state_kept():
-            _set_random_state(self._random)
-            more = [_copied(indices) for indices in itertools.islice(self._rest, _ENDLESS_STEP)]
-            self._random = _random_state()
-        return more
 
 
 class _Packed:
@@ -228,14 +212,17 @@ def _pack(drawn: Iterable[Any]) -> tuple[_Packed | list[Any], int]:
     for batch in drawn:
         if others or not packed.takes(batch):
             others.append(_copied(batch))
-    if others:
-        batches = [packed[at] for at in range(len(packed))] + others
-        return batches, _hash(_bytes_of(batches))
-    return packed, _hash(packed.flat.tobytes() + packed.ends.tobytes())
+    if not others:
+        return packed, _hash(packed.flat.tobytes() + packed.ends.tobytes())
+    batches = [packed[at] for at in range(len(packed))] + others
+    try:
+        return batches, _hash(cloudpickle.dumps(batches, protocol=5))
+    except Exception:  # an index may be anything, and a worker that finds another hash asks for it
+        return batches, _hash(repr(batches).encode())
 
 
 def _copied(indices: Any) -> Any:
-    """Indices as they are now: a sampler may fill the same memory again for the next batch."""
+    """Return indices as they are now: a sampler may fill the same memory again."""
     if isinstance(indices, torch.Tensor):
         return indices.clone()
     if type(indices) is list:
@@ -244,15 +231,8 @@ def _copied(indices: Any) -> Any:
     return copy.copy(indices) if is_array or type(indices) in (bytearray, dict, set) else indices
 
 
-def _bytes_of(batches: list[Any]) -> bytes:
-    try:
-        return cloudpickle.dumps(batches, protocol=5)  # type: ignore[no-any-return]
-    except Exception:  # an index may be anything, and a worker that finds another hash asks for it
-        return repr(batches).encode()
-
-
 def _hash(data: bytes) -> int:
-    """A hash of 32 bits, never 0."""
+    """Return a hash of 32 bits, never 0."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") or 1
 
 
@@ -295,14 +275,12 @@ def seed_all(seed: int) -> None:
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & 0xFFFF_FFFF)
+    if _numpy:
+        _numpy.random.seed(seed & 0xFFFF_FFFF)
 
 
 def _random_state() -> Any:
-    """Where all of them stand."""
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
+    numpy_state = _numpy.random.get_state() if _numpy else None
     return torch.default_generator.get_state(), random.getstate(), numpy_state
 
 
@@ -310,8 +288,8 @@ def _set_random_state(state: Any) -> None:
     torch_state, python_state, numpy_state = state
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)
-    if numpy_state is not None:
-        sys.modules["numpy"].random.set_state(numpy_state)
+    if _numpy:
+        _numpy.random.set_state(numpy_state)
 
 
 @contextmanager

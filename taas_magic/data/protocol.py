@@ -115,17 +115,13 @@ class Frame(NamedTuple):
     """The header of one message.
 
     Attributes:
-        kind: What it is.
-        epoch: The epoch it is about.
         batch: The batch (its place in the epoch's order) it is about; of GET and PEEK the first,
             the others are the body (`numbers`).
         units: What the batch counts in `--units` (BATCH, PEEKED).
         head_bytes: How many bytes at the body's start are its table of contents (BATCH).
-        body_bytes: Size of the body.
         body_sum: The body's checksum, when `flags` has SUMMED.
         flags: How the body arrives.
         arena: Which shared memory holds the body, when `flags` has SHARED.
-        offset: Where in it.
         order: Hash of the epoch's order as the worker has it; 0 where it did not use its own.
     """
 
@@ -206,11 +202,7 @@ def aligned(size: int) -> int:
 
 
 def layout(head_bytes: int, sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where the buffers of a body lie.
-
-    Returns:
-        The offset of each buffer, every one aligned, and the size of the whole body.
-    """
+    """Return the offset of each buffer of a body, every one aligned, and the size of the body."""
     offsets, at = [], aligned(head_bytes)
     for size in sizes:
         offsets.append(at)
@@ -241,16 +233,12 @@ _ANSWERED = (
     *(Kind.OPENED, Kind.BATCH, Kind.PEEKED, Kind.VOID, Kind.ERROR),
     *(Kind.ALIVE, Kind.VALUE, Kind.LOST, Kind.CANCELLED),
 )
-_MAY_HEAR: dict[Role, dict[State, dict[Kind, State]]] = {
-    Role.SERVER: {
-        State.PROVING: {Kind.PROOF: State.READY},
-        State.READY: dict.fromkeys(_ASKED, State.READY),
-    },
-    Role.RANK: {
-        State.GREETING: {Kind.CHALLENGE: State.PROVING},
-        State.PROVING: {Kind.WELCOME: State.READY, Kind.REFUSED: State.GREETING},
-        State.READY: dict.fromkeys(_ANSWERED, State.READY),
-    },
+_MAY_HEAR: dict[tuple[Role, State], dict[Kind, State]] = {
+    (Role.SERVER, State.PROVING): {Kind.PROOF: State.READY},
+    (Role.SERVER, State.READY): dict.fromkeys(_ASKED, State.READY),
+    (Role.RANK, State.GREETING): {Kind.CHALLENGE: State.PROVING},
+    (Role.RANK, State.PROVING): {Kind.WELCOME: State.READY, Kind.REFUSED: State.GREETING},
+    (Role.RANK, State.READY): dict.fromkeys(_ANSWERED, State.READY),
 }
 
 
@@ -277,15 +265,11 @@ class ProtocolState:
 
     def _go_to(self, state: State) -> None:
         # Every frame comes by here, so what may be heard now is at hand.
-        self.state, self._may_hear = state, _MAY_HEAR[self._role][state]
+        self.state, self._may_hear = state, _MAY_HEAR[self._role, state]
 
 
 class Assembler:
-    """Turns a stream of bytes, cut anywhere, into whole frames (what a server hears: small ones).
-
-    Args:
-        talk: What may be said.
-    """
+    """Turns a stream of bytes, cut anywhere, into whole frames; a server hears small ones."""
 
     def __init__(self, talk: ProtocolState) -> None:
         self._talk = talk
@@ -318,16 +302,13 @@ def prove(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
     """Return the MAC by which `role` shows that it knows the run's key.
 
     Args:
-        key: The run's key.
-        role: Who shows it.
         nonce: The peer's.
-        place: The server's name, as the prover knows it: what one server said is no proof of
-            another.
+        place: The server's name, as the prover knows it: what one server said proves no other.
     """
     said = b"\0".join((role.value.encode(), place.encode(), nonce))
     return hmac.new(key, said, hashlib.sha256).digest()
 
 
 def proven(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool:
-    """Whether `mac` is what `role` would have answered (compared in constant time)."""
+    """Return whether `mac` is what `role` would have answered (compared in constant time)."""
     return hmac.compare_digest(prove(key, role, nonce, place), mac)

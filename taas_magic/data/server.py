@@ -14,22 +14,20 @@ import os
 import resource
 import secrets
 import selectors
-import signal
 import socket
 import ssl
-import struct
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from taas_magic.capture.modules import claim_taas
 from taas_magic.data import protocol
-from taas_magic.data.buffer import keys_of
+from taas_magic.data.buffer import Answer, keys_of
 from taas_magic.data.protocol import (
     Assembler,
     Frame,
@@ -37,15 +35,13 @@ from taas_magic.data.protocol import (
     Kind,
     ProtocolState,
     Role,
-    State,
     prove,
     proven,
 )
 from taas_magic.data.scheduler import Scheduler, ServedLoader
-from taas_magic.data.service import Tls
+from taas_magic.data.service import Tls, peer_uid
 from taas_magic.data.sharding import VOID
-from taas_magic.data.worker import Key, Reply
-from taas_magic.data.workers import Answer, WorkerHandle
+from taas_magic.data.worker import Key, begin_process
 from taas_magic.errors import ProtocolError
 from taas_magic.leases import ALIVE_S, PROOF_S
 from taas_magic.messages import FetcherCounts
@@ -64,6 +60,7 @@ _COPIED_BYTES = 8 << 10
 
 _PARTS_AT_ONCE = 256
 _TLS_JOIN_BYTES = 16 << 10
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 _log = logging.getLogger(__name__)
 
@@ -73,8 +70,6 @@ class ServerSpec:
     """What a server is to do.
 
     Attributes:
-        key: The run's key, which every connection has to prove.
-        loaders: What it serves, by name.
         listen: Address to listen at for TCP, "" for none (only this host's ranks).
         tls: For TCP; None: it goes plain, with checksums.
     """
@@ -86,20 +81,17 @@ class ServerSpec:
 
 
 class RankConnection:
-    """One rank's connection, or a stranger's.
+    """One rank's connection, or a stranger's: what it was asked, lent, and has to send.
 
     Args:
-        sock: The socket; nothing on it waits.
-        place: The server's name, for the proof.
         tls: Whether its handshake is to come.
     """
 
-    def __init__(self, sock: socket.socket | ssl.SSLSocket, place: str, tls: bool) -> None:
-        self.socket, self.place, self.tls = sock, place, tls
+    def __init__(self, sock: socket.socket | ssl.SSLSocket, tls: bool) -> None:
+        self.socket, self.tls, self.is_greeting = sock, tls, tls
         self.talk = ProtocolState(Role.SERVER)
         self.assembler = Assembler(self.talk)
         self.nonce = os.urandom(protocol.NONCE_BYTES)
-        self.is_greeting = tls
         self.began = self.said = time.monotonic()
         self.loader: Scheduler | None = None
         self.asked: deque[tuple[Kind, Key]] = deque()
@@ -111,26 +103,24 @@ class RankConnection:
         self.waits_to_send = False
         self.is_unix = sock.family == socket.AF_UNIX
 
-    @property
-    def is_proved(self) -> bool:
-        """Whether the peer has shown the run's key."""
-        return self.talk.state is State.READY
-
     def add(
         self, part: bytes | memoryview, answer: Answer | None = None, descriptor: int = -1
     ) -> None:
         """Lay something ready to be sent.
 
         Args:
-            part: What.
             answer: Is released when it has gone.
             descriptor: Goes along.
         """
         self.out.append((part, answer, descriptor))
         self.out_bytes += len(part)
 
+    def add_frame(self, kind: Kind, body: bytes = b"") -> None:
+        """Lay a frame ready that is about no batch."""
+        self.add(protocol.pack(Frame(kind, body_bytes=len(body))) + body)
+
     def send(self) -> bool:
-        """Send what the kernel takes; returns whether all has gone.
+        """Send what the kernel takes; return whether all has gone.
 
         Raises:
             OSError: The peer is gone.
@@ -138,7 +128,7 @@ class RankConnection:
         try:
             while self.out:
                 self._sent(self._send_tls() if self.tls else self._send_plain())
-        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+        except _WOULD_BLOCK:
             return False
         return True
 
@@ -154,24 +144,20 @@ class RankConnection:
         return self.socket.sendmsg(parts)
 
     def _send_tls(self) -> int:
-        """Small parts are joined: TLS makes a record of each piece at least."""
-        first = self.out[0][0]
-        if len(first) >= _TLS_JOIN_BYTES or len(self.out) == 1:
-            return self._send_records(memoryview(first))
-        joined = bytearray()
-        for part, _, _ in self.out:
-            joined += part[: _TLS_JOIN_BYTES - len(joined)]
-            if len(joined) >= _TLS_JOIN_BYTES:
-                break
-        return self.socket.send(joined)
-
-    def _send_records(self, part: memoryview) -> int:
-        """Send what the kernel takes of one part; one call of a TLS socket takes one record."""
+        """Send a large part; or small ones joined, as TLS makes a record of each piece at least."""
+        part = memoryview(self.out[0][0])
+        if len(part) < _TLS_JOIN_BYTES and len(self.out) > 1:
+            joined = bytearray()
+            for piece, _, _ in self.out:
+                joined += piece[: _TLS_JOIN_BYTES - len(joined)]
+                if len(joined) >= _TLS_JOIN_BYTES:
+                    break
+            return self.socket.send(joined)
         sent = 0
         try:
-            while sent < len(part):
+            while sent < len(part):  # one call takes one record
                 sent += self.socket.send(part[sent:])
-        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+        except _WOULD_BLOCK:
             if not sent:
                 raise
         return sent
@@ -185,78 +171,95 @@ class RankConnection:
             if answer is not None:
                 answer.release()
         if size:
-            part, answer, _ = self.out[0]
-            self.out[0] = memoryview(part)[size:], answer, -1
+            part, answer, _ = out[0]
+            out[0] = memoryview(part)[size:], answer, -1
 
     def give_back(self, place: tuple[int, int]) -> None:
-        """The rank reads a span of shared memory no more."""
+        """Release a span of shared memory that the rank reads no more."""
         answer = self.lent.pop(place, None)
         if answer is not None:
             self.lent_bytes -= answer.reply.body_bytes
             answer.release()
 
+    def add_answer(self, key: Key, answer: Answer) -> None:
+        """Lay an answer ready; it is released when it has gone, or when the rank gives it back."""
+        reply, size, arena = answer.reply, answer.reply.body_bytes, answer.arena
+        is_batch = answer.kind is Kind.BATCH
+        flags, body_sum, number, offset, descriptor = 0, 0, 0, 0, -1
+        is_lent = (
+            is_batch
+            and arena is not None
+            and self.is_unix
+            and size >= _LENT_FROM_BYTES
+            and self.lent_bytes + size <= _LENT_BYTES
+            and not answer.is_shared
+        )
+        if is_lent:
+            assert arena is not None
+            number, offset, flags = arena.arena, reply.offset, FrameFlag.SHARED
+            self.lent[number, offset] = answer
+            self.lent_bytes += size
+            if number not in self.arenas:
+                self.arenas.add(number)
+                flags, descriptor = flags | FrameFlag.NEW_ARENA, arena.memory.descriptor
+        elif is_batch and not self.tls and not self.is_unix:
+            flags, body_sum = FrameFlag.SUMMED, reply.body_sum
+        head_bytes = reply.head_bytes if is_batch else 0
+        about = answer.kind, key.epoch, key.slot, max(reply.units, 0), head_bytes, size
+        header = protocol.pack(Frame(*about, body_sum, flags, number, offset, reply.order))
+        if is_lent:
+            self.add(header, descriptor=descriptor)
+        elif size <= _COPIED_BYTES:
+            self.add(header + answer.body())
+            answer.release()
+        else:
+            self.add(header)
+            self.add(answer.body(), answer)
+
 
 class Server:
-    """Serves some loaders; `step` does what is to be done.
-
-    Args:
-        spec: What to do.
-
-    Attributes:
-        notes: Sentences for the user, which the caller takes away.
-    """
+    """Serves some loaders; `step` does what is to be done."""
 
     def __init__(self, spec: ServerSpec) -> None:
         self._spec = spec
         self._began = time.monotonic()
         self._selector = selectors.DefaultSelector()
-        self._arenas = itertools.count(1)
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         self._refused = 0
         self._dirty: dict[RankConnection, None] = {}
         self._connections: dict[RankConnection, None] = {}
         self._unproved: dict[RankConnection, None] = {}
         self._looked = 0.0
+        arenas = itertools.count(1)
         self._loaders = {
-            name: Scheduler(
-                served, self._selector, self._arenas, self._has_answer, self.notes.append
-            )
+            name: Scheduler(served, self._selector, arenas, self._has_answer, self._notes.append)
             for name, served in spec.loaders.items()
         }
         self._tls = spec.tls.server() if spec.tls is not None else None
+        # As many open files as the system lets this process have: every connection is one.
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         self._listeners = _listen(spec.listen)
-        _raise_limit()
-        for listener in self._listeners:
-            self._selector.register(
-                listener, selectors.EVENT_READ, lambda one=listener: self._accept(one)
-            )
-
-    @property
-    def addresses(self) -> tuple[str, int, str]:
+        self.addresses = _addresses(self._listeners)
         """Where it listens: host and port for TCP ("" and 0 for none), name of the Unix socket."""
-        host, port, unix = "", 0, ""
         for listener in self._listeners:
-            if listener.family == socket.AF_UNIX:
-                unix = listener.getsockname()[1:].decode()
-            else:
-                host, port = listener.getsockname()[:2]
-        return host, port, unix
+            self.watch(listener, partial(self._accept, listener))
 
     def watch(self, readable: Any, called: Callable[[], object]) -> None:
-        """Have `called` be called whenever something else has something to read."""
+        """Have `called` be called whenever something has something to read."""
         self._selector.register(readable, selectors.EVENT_READ, called)
 
     def stats(self) -> dict[str, FetcherCounts]:
-        """What it has counted, for each loader."""
+        """Return what it has counted, for each loader."""
         found = {name: loader.stats() for name, loader in self._loaders.items()}
         for counts in found.values():
             counts.refused, counts.up_s = self._refused, time.monotonic() - self._began
         return found
 
-    @property
-    def pids(self) -> list[int]:
-        """The workers' processes."""
-        return [pid for loader in self._loaders.values() for pid in loader.workers.pids]
+    def warnings(self) -> list[str]:
+        """Return what the user should know; each is said once."""
+        said, self._notes[:] = list(self._notes), []
+        return said
 
     def step(self, timeout_s: float) -> None:
         """Do what is to be done; waits for that for `timeout_s` at most.
@@ -266,7 +269,10 @@ class Server:
         """
         for key, mask in self._selector.select(min(timeout_s, ALIVE_S)):
             if isinstance(key.data, RankConnection):
-                self._serve(key.data, mask)
+                if mask & selectors.EVENT_READ:
+                    self._guarded(key.data, self._hear)
+                if mask & selectors.EVENT_WRITE:
+                    self._guarded(key.data, self._pump)
             else:
                 key.data()
         # What was freed and heard makes room, and what is prepared is asked for, in turns.
@@ -318,14 +324,14 @@ class Server:
                 sock.close()
 
     def _make_room_for_one(self) -> None:
-        """The oldest peer that has not proved itself makes room for another."""
+        """Refuse the oldest peer that has not proved itself, for another."""
         if self._unproved:
             self._refuse(next(iter(self._unproved)), "too many at once")
 
     def _greet(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         is_unix = sock.family == socket.AF_UNIX
-        if is_unix and _peer_uid(sock) != os.geteuid():
+        if is_unix and peer_uid(sock) != os.geteuid():
             self._refused += 1
             sock.close()
             return
@@ -336,7 +342,7 @@ class Server:
         if tls:
             assert self._tls is not None
             sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        connection = RankConnection(sock, self.addresses[2], tls)
+        connection = RankConnection(sock, tls)
         self._connections[connection] = self._unproved[connection] = None
         self._selector.register(sock, selectors.EVENT_READ, connection)
         if len(self._unproved) > _MOST_UNPROVED:
@@ -345,132 +351,115 @@ class Server:
             self._guarded(connection, self._challenge)
 
     def _challenge(self, connection: RankConnection) -> None:
-        nonce = connection.nonce
-        connection.add(protocol.pack(Frame(Kind.CHALLENGE, body_bytes=len(nonce))) + nonce)
+        connection.add_frame(Kind.CHALLENGE, connection.nonce)
         self._flush(connection)
-
-    def _serve(self, connection: RankConnection, mask: int) -> None:
-        if connection not in self._connections:
-            return
-        if mask & selectors.EVENT_READ:
-            self._guarded(connection, self._hear)
-        if mask & selectors.EVENT_WRITE and connection in self._connections:
-            self._guarded(connection, self._pump)
 
     def _guarded(
         self, connection: RankConnection, work: Callable[[RankConnection], object]
     ) -> None:
+        """Do something for a connection, if it is still there; drop it where that fails."""
         if connection not in self._connections:
             return
         try:
             work(connection)
         except ProtocolError as error:
             self._refuse(connection, str(error))
-        except ssl.SSLError as error:
-            if connection.is_greeting:
-                self._refuse(connection, f"it does not have the run's certificate ({error.reason})")
-            else:
-                self._drop(connection, is_gone=True)
         except OSError as error:
+            if connection.is_greeting and isinstance(error, ssl.SSLError):
+                self._refuse(connection, f"it does not have the run's certificate ({error.reason})")
+                return
             # A rank that is gone has nothing more to ask, and one that is not asks again.
             _log.info("a peer is gone: %s", error)
             self._drop(connection, is_gone=True)
 
     def _hear(self, connection: RankConnection) -> None:
-        if connection.is_greeting:
-            return self._shake_hands(connection)
+        if connection.is_greeting and not self._has_shaken_hands(connection):
+            return
         while True:
             try:
                 data = connection.socket.recv(_HEAR_BYTES)
-            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            except _WOULD_BLOCK:
                 break
             if not data:
                 self._drop(connection, is_gone=True)
-                return None
+                return
             for frame, body in connection.assembler.feed(data):
                 self._take(connection, frame, body)
             if not connection.tls and len(data) < _HEAR_BYTES:
                 break
         self._dirty[connection] = None
-        return None
 
-    def _shake_hands(self, connection: RankConnection) -> None:
+    def _has_shaken_hands(self, connection: RankConnection) -> bool:
+        """Go on with a TLS handshake; return whether it is over."""
         assert isinstance(connection.socket, ssl.SSLSocket)
         try:
             connection.socket.do_handshake()
         except ssl.SSLWantReadError:
-            return
+            return False
         except ssl.SSLWantWriteError:
             self._wait_to_send(connection, True)
-            return
+            return False
         connection.is_greeting = False
         self._challenge(connection)
-        self._hear(connection)
+        return True
 
     def _take(self, connection: RankConnection, frame: Frame, body: bytes) -> None:
-        kind = frame.kind
+        kind, loader = frame.kind, connection.loader
         if kind is Kind.PROOF:
-            return self._welcome(connection, body)
-        assert connection.loader is not None
+            self._welcome(connection, body)
+            return
+        assert loader is not None
         if kind is Kind.FREE:
             places = protocol.numbers(body)
-            for arena, offset in zip(places[::2], places[1::2], strict=False):
-                connection.give_back((arena, offset))
-        elif kind is Kind.CANCEL:
-            self._cancel(connection)
-        elif kind in (Kind.GET, Kind.PEEK):
-            slots = (frame.batch, *protocol.numbers(body))
-            self._ask(connection, kind, keys_of(kind, frame.epoch, slots))
+            for place in zip(places[::2], places[1::2], strict=False):
+                connection.give_back(place)
+            return
+        if kind is Kind.CANCEL:
+            # What is on its way goes on.
+            connection.asked.clear()
+            loader.buffer.forget(connection)
+            connection.add_frame(Kind.CANCELLED)
+            return
+        if kind is Kind.GET or kind is Kind.PEEK:
+            keys = keys_of(kind, frame.epoch, (frame.batch, *protocol.numbers(body)))
         else:
-            self._ask(connection, kind, keys_of(kind, frame.epoch, (frame.batch,), body))
-        return None
-
-    def _ask(self, connection: RankConnection, kind: Kind, keys: Sequence[Key]) -> None:
-        assert connection.loader is not None
+            keys = keys_of(kind, frame.epoch, (frame.batch,), body)
         if not connection.asked:
             connection.said = time.monotonic()
-        want, only_count = connection.loader.buffer.want, kind is Kind.PEEK
+        want, only_count = loader.buffer.want, kind is Kind.PEEK
         for key in keys:
             connection.asked.append((kind, key))
             want(connection, key, only_count)
 
     def _welcome(self, connection: RankConnection, body: bytes) -> None:
-        """A peer shows that it knows the run's key, and says which loader it wants.
+        """Let a peer in that shows that it knows the run's key, and says which loader it wants.
 
         Raises:
             ProtocolError: It does not know the key, or wants what is not here.
         """
         size = protocol.NONCE_BYTES
         theirs, mac = body[:size], body[size : size + protocol.MAC_BYTES]
-        key, place = self._spec.key, connection.place
+        name = body[size + protocol.MAC_BYTES :].decode(errors="replace")
+        key, place = self._spec.key, self.addresses[2]
         why = ""
         if not proven(key, Role.RANK, connection.nonce, place, mac):
             why = "this peer does not know the run's key"
-        else:
-            name = body[size + protocol.MAC_BYTES :].decode(errors="replace")
-            connection.loader = self._loaders.get(name)
-            why = "" if connection.loader else f'loader "{name}" is not served here'
+        elif name not in self._loaders:
+            why = f'loader "{name}" is not served here'
         if why:
-            text = why.encode()
-            connection.add(protocol.pack(Frame(Kind.REFUSED, body_bytes=len(text))) + text)
+            connection.add_frame(Kind.REFUSED, why.encode())
             connection.send()
             raise ProtocolError(why)
+        connection.loader = self._loaders[name]
         del self._unproved[connection]
-        welcome = prove(key, Role.SERVER, theirs, place)
-        connection.add(protocol.pack(Frame(Kind.WELCOME, body_bytes=len(welcome))) + welcome)
+        connection.add_frame(Kind.WELCOME, prove(key, Role.SERVER, theirs, place))
         self._flush(connection)
-
-    def _cancel(self, connection: RankConnection) -> None:
-        """What was asked is not wanted any more; what is on its way goes on."""
-        assert connection.loader is not None
-        connection.asked.clear()
-        connection.loader.buffer.forget(connection)
-        connection.add(protocol.pack(Frame(Kind.CANCELLED)))
 
     def _pump(self, connection: RankConnection) -> None:
         """Send what is ready."""
         if connection.is_greeting:
-            return self._shake_hands(connection)
+            self._hear(connection)
+            return
         while True:
             while connection.asked and connection.out_bytes < _OUT_BYTES:
                 if not self._gather(connection):
@@ -478,13 +467,13 @@ class Server:
             if not connection.out:
                 break
             if not self._flush(connection):
-                return None
+                return
             if not connection.asked:
                 break
         self._wait_to_send(connection, False)
-        return None
 
     def _flush(self, connection: RankConnection) -> bool:
+        """Send what the kernel takes; return whether all has gone."""
         before = connection.out_bytes
         has_gone = connection.send()
         if connection.out_bytes < before:
@@ -499,7 +488,7 @@ class Server:
             self._selector.modify(connection.socket, events, connection)
 
     def _gather(self, connection: RankConnection) -> bool:
-        """Lay the next answer ready; returns whether there was one."""
+        """Lay the next answer ready; return whether there was one."""
         kind, key = connection.asked[0]
         loader = connection.loader
         assert loader is not None
@@ -507,83 +496,29 @@ class Server:
             units = loader.buffer.count(connection, key)
             if units is None:
                 return False
-            connection.asked.popleft()
             said = Kind.VOID if units == VOID else Kind.PEEKED
             connection.add(protocol.pack(Frame(said, key.epoch, key.slot, max(units, 0))))
-            return True
-        answer = loader.buffer.take(connection, key)
-        if answer is None:
-            return False
-        if answer.kind is Kind.BATCH:
-            self._batch(connection, loader, key, answer)
         else:
-            self._small(connection, key, answer)
+            answer = loader.buffer.take(connection, key)
+            if answer is None:
+                return False
+            if answer.kind is Kind.BATCH:
+                loader.sent += 1
+                loader.sent_bytes += answer.reply.body_bytes
+            connection.add_answer(key, answer)
         connection.asked.popleft()
         return True
 
-    def _small(self, connection: RankConnection, key: Key, answer: Answer) -> None:
-        reply = answer.reply
-        frame = Frame(
-            answer.kind, key.epoch, key.slot, max(reply.units, 0), 0, reply.body_bytes
-        )._replace(order=reply.order)
-        connection.add(protocol.pack(frame))
-        body = answer.body()
-        if len(body):
-            connection.add(body, answer)
-        else:
-            answer.release()
-
-    def _batch(
-        self, connection: RankConnection, loader: Scheduler, key: Key, answer: Answer
-    ) -> None:
-        """Lay a batch ready."""
-        reply, size = answer.reply, answer.reply.body_bytes
-        loader.sent += 1
-        loader.sent_bytes += size
-        arena = answer.arena
-        if (
-            arena is not None
-            and connection.is_unix
-            and size >= _LENT_FROM_BYTES
-            and connection.lent_bytes + size <= _LENT_BYTES
-            and not answer.is_shared
-        ):
-            self._lend(connection, arena, key, answer)
-            return
-        flags = 0 if connection.tls or connection.is_unix else FrameFlag.SUMMED
-        header, body = _header(key, reply, flags, reply.body_sum), answer.body()
-        if size <= _COPIED_BYTES:
-            connection.add(header + body)
-            answer.release()
-            return
-        connection.add(header)
-        connection.add(body, answer)
-
-    def _lend(
-        self, connection: RankConnection, arena: WorkerHandle, key: Key, answer: Answer
-    ) -> None:
-        """Tell a rank of this host where a batch lies."""
-        number, offset = arena.arena, answer.offset
-        connection.lent[number, offset] = answer
-        connection.lent_bytes += answer.reply.body_bytes
-        flags, descriptor = FrameFlag.SHARED, -1
-        if number not in connection.arenas:
-            connection.arenas.add(number)
-            flags, descriptor = FrameFlag.SHARED | FrameFlag.NEW_ARENA, arena.memory.descriptor
-        header = _header(key, answer.reply, flags, arena=number, offset=offset)
-        connection.add(header, descriptor=descriptor)
-
     def _look(self, now: float) -> None:
-        """Now and then: say that the server lives, and drop who takes too long to prove itself."""
+        """Say that the server lives, and drop who takes too long to prove itself."""
         for connection in list(self._unproved):
             if now - connection.began < PROOF_S:
                 break
             self._refuse(connection, f"it has not shown the run's key within {PROOF_S:g} s")
-        alive = protocol.pack(Frame(Kind.ALIVE))
         for connection in list(self._connections):
-            waits = connection.asked and not connection.out and connection.is_proved
+            waits = connection.asked and not connection.out
             if waits and now - connection.said >= ALIVE_S:
-                connection.add(alive)
+                connection.add_frame(Kind.ALIVE)
                 self._guarded(connection, self._flush)
                 connection.said = now
 
@@ -596,12 +531,10 @@ class Server:
         """Close a connection.
 
         Args:
-            connection: Whose.
             is_gone: Whether the peer has closed it, so that it looks at no shared memory any more.
         """
-        self._connections.pop(connection, None)
-        self._unproved.pop(connection, None)
-        self._dirty.pop(connection, None)
+        for book in (self._connections, self._unproved, self._dirty):
+            book.pop(connection, None)
         self._selector.unregister(connection.socket)
         connection.socket.close()
         for _, answer, _ in connection.out:
@@ -614,29 +547,30 @@ class Server:
             for place in list(connection.lent):
                 connection.give_back(place)
 
-    def warnings(self) -> list[str]:
-        """What the user should know; each is said once."""
-        said, self.notes[:] = list(self.notes), []
-        return said
+
+def _listen(host: str) -> list[socket.socket]:
+    unix = socket.socket(socket.AF_UNIX)
+    unix.bind("\0taas-" + secrets.token_hex(12))
+    listeners = [unix]
+    if host:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listeners.append(socket.create_server((host, 0), family=family))
+    for listener in listeners:
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    return listeners
 
 
-def _header(
-    key: Key, reply: Reply, flags: int, body_sum: int = 0, arena: int = 0, offset: int = 0
-) -> bytes:
-    """The header of a batch's frame."""
-    about = Kind.BATCH, key.epoch, key.slot, reply.units, reply.head_bytes, reply.body_bytes
-    return protocol.pack(Frame(*about, body_sum, flags, arena, offset, reply.order))
+def _addresses(listeners: Sequence[socket.socket]) -> tuple[str, int, str]:
+    host, port = listeners[1].getsockname()[:2] if len(listeners) > 1 else ("", 0)
+    return host, port, listeners[0].getsockname()[1:].decode()
 
 
 class OwnServer:
     """A server in a child of this process: a rank prepares its own batches.
 
     Args:
-        spec: What it is to do.
         rank_variables: Environment variables that only ranks have: a worker is no rank.
-
-    Attributes:
-        unix: The name of its Unix socket.
     """
 
     def __init__(self, spec: ServerSpec, rank_variables: Sequence[str] = ()) -> None:
@@ -663,10 +597,13 @@ def _own_server(
     spec: ServerSpec, variables: Sequence[str], control: socket.socket, ranks: socket.socket
 ) -> None:
     ranks.close()
-    _forget_the_rank(variables)
-    claim_taas()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A dataset that deals by rank would deal a second time.
+    for name in variables:
+        os.environ.pop(name, None)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # In this fork only; the group itself is the rank's and is left as it is.
+        torch.distributed.GroupMember.WORLD = None
+    begin_process()
     server = Server(spec)
     control.send(server.addresses[2].encode())
     over: list[bool] = []
@@ -676,40 +613,3 @@ def _own_server(
         for sentence in server.warnings():
             sys.stderr.write(f"{sentence}\n")
     server.close()
-
-
-def _forget_the_rank(variables: Sequence[str]) -> None:
-    """A dataset that deals by rank would deal a second time."""
-    for name in variables:
-        os.environ.pop(name, None)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # In this fork only; the group itself is the rank's and is left as it is.
-        torch.distributed.GroupMember.WORLD = None
-
-
-def _listen(host: str) -> list[socket.socket]:
-    unix = socket.socket(socket.AF_UNIX)
-    unix.bind("\0taas-" + secrets.token_hex(12))
-    listeners = [unix]
-    if host:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listeners.append(socket.create_server((host, 0), family=family))
-    for listener in listeners:
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    return listeners
-
-
-def _peer_uid(sock: socket.socket) -> int:
-    """Whose process is at the other end of a Unix socket."""
-    size = struct.calcsize("3i")
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, uid, _ = struct.unpack("3i", credentials)
-    return int(uid)
-
-
-def _raise_limit() -> None:
-    """As many open files as the system lets this process have: every connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -11,12 +11,14 @@ Light: the notebook's kernel and the agents read and write these files, too.
 
 import os
 import secrets
+import socket
 import ssl
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -57,7 +59,7 @@ class Tls:
 
 @contextmanager
 def _in_memory(text: str) -> Iterator[str]:
-    """A path to text that lies on no disk: ssl takes keys from files only."""
+    """Give a path to text that lies on no disk: ssl takes keys from files only."""
     descriptor = os.memfd_create("taas-key", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, text.encode())
@@ -70,10 +72,8 @@ class Served(Struct, frozen=True):
     """A registered loader that a run's cell uses.
 
     Attributes:
-        name: Its name.
         num_workers: Workers on each fetcher; 0: one for each core.
         context: multiprocessing's start method of the workers, "" for the default.
-        seed: The seed of its randomness.
     """
 
     name: str
@@ -87,11 +87,7 @@ class Service(Struct, frozen=True):
 
     Attributes:
         key: The run's key, which every connection has to prove.
-        seed: The run's seed.
         fetchers: How many hosts run the loaders; 0: the ranks do it themselves.
-        units: The bound of `--units`.
-        loaders: What is served.
-        settings: The [data] table of taas.toml.
         tls: The run's certificate, for batches that go from host to host; None: they go plain.
     """
 
@@ -164,10 +160,21 @@ class Found(NamedTuple):
     failed: str = ""
 
 
-class Directory(Protocol):
-    """Says where the fetchers of a loader are; asked again whenever one does not answer."""
+Directory = Callable[[str], Found]
+"""Says where the fetchers of a loader are; asked again whenever one does not answer."""
 
-    def __call__(self, loader: str) -> Found: ...
+
+def machine() -> str:
+    """Tell hosts, and network namespaces on one host, apart: who can share memory and sockets."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Return whose process is at the other end of a Unix socket."""
+    size = struct.calcsize("3i")
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return int(struct.unpack("3i", credentials)[1])
 
 
 def write_entry(folder: Path, number: int, entry: LoaderPlaces) -> Path:
@@ -183,7 +190,7 @@ def write_entry(folder: Path, number: int, entry: LoaderPlaces) -> Path:
 
 
 def _content(file: Path) -> bytes | None:
-    """What a fetcher has written; None when it has ended, perhaps a moment ago."""
+    """Return what a fetcher has written; None when it has ended, perhaps a moment ago."""
     try:
         return file.read_bytes()
     except FileNotFoundError:

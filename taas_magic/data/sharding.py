@@ -47,10 +47,8 @@ def home(
     any number of fetchers.
 
     Args:
-        slot: The slot.
-        streams: How many streams there are; None for a map-style loader.
-        fetchers: How many fetchers there are.
-        workers: How many workers each of them has.
+        streams: How many there are; None for a map-style loader.
+        workers: How many each of them has.
         stride: Distance of the slots that these are asked for (a rank that prepares its own batches
             asks for every world_size-th).
     """
@@ -73,8 +71,6 @@ class Part:
     """Which part of a loader one rank gets, and of how much.
 
     Attributes:
-        rank: The rank.
-        world_size: Number of ranks.
         uneven: What happens when the batches do not divide evenly: `pad` begins again with the
             epoch's first ones (as DistributedSampler does), `drop` leaves the rest out, `keep`
             gives some ranks one batch less.
@@ -212,7 +208,7 @@ class ScoutedCourse:
         row = self._row(step)
         if row is None:
             return NoSlot.WAIT
-        if self._part.rank >= len(row) or self._too_much(step):
+        if self._part.rank >= len(row) or self._is_too_much(step):
             return NoSlot.END
         return row[self._part.rank]
 
@@ -232,7 +228,7 @@ class ScoutedCourse:
         return self._voids >= self._streams or self._walked == self._batches
 
     def _guess(self, slot: int) -> int:
-        """The position of a slot if no more voids come."""
+        """Return the position of a slot if no more voids come."""
         return self._base + len(self._order) + max(0, slot - self._walked)
 
     def _first_slots(self) -> tuple[int, ...]:
@@ -254,7 +250,7 @@ class ScoutedCourse:
                 del self._known[slot]
 
     def _row(self, step: int) -> list[int] | None:
-        """The slots of a step, one for each rank; fewer, or none, at the end; None: not known."""
+        """Return the slots of a step, a rank each; fewer, or none, at the end; None: not known."""
         world_size = self._part.world_size
         start = step * world_size - self._base
         row = self._order[start : start + world_size]
@@ -266,13 +262,11 @@ class ScoutedCourse:
             return row
         if self._part.uneven == "drop":
             return []
-        return [*row, *self._padding(world_size - len(row))]
-
-    def _padding(self, count: int) -> list[int]:
         first = self._first_slots()
-        return [first[k % len(first)] for k in range(count)]
+        return row + [first[k % len(first)] for k in range(world_size - len(row))]
 
-    def _too_much(self, step: int) -> bool:
+    def _is_too_much(self, step: int) -> bool:
+        """Return whether the units are used up before the end of a step."""
         if self._part.units is None:
             return False
         if step >= self._summed_steps:

@@ -1,12 +1,12 @@
-"""A worker: the process of a fetcher that runs the user's dataset.
+"""A worker: the process of a fetcher that runs the user's dataset; and its server's end of it.
 
-It takes commands from its server, prepares one batch after the other, writes each into its arena
-and says where it lies. It has no connection to any rank and no thread but its own, so that the
-dataset meets the same conditions as in a worker of a local DataLoader.
+A worker takes commands from its server, prepares one batch after the other, writes each into its
+arena and says where it lies. It has no connection to any rank and no thread but its own, so that
+the dataset meets the same conditions as in a worker of a local DataLoader.
 
 The workers of one loader are children of a process that does nothing else (`parent_main`): it can
 unpickle a large dataset once and fork, and it can start a worker again without the server's
-sockets in it.
+sockets in it. The server has a `WorkerHandle` of each.
 """
 
 import gc
@@ -18,7 +18,8 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -30,7 +31,7 @@ import torch
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data import encode
 from taas_magic.data.dataset import Ended, Failed, Source, is_counted, units_of
-from taas_magic.data.memory import Arena, write_parts
+from taas_magic.data.memory import Arena, Mapping, write_parts
 from taas_magic.data.protocol import KINDS, Kind
 from taas_magic.data.sharding import VOID
 
@@ -46,20 +47,14 @@ _PRELOAD_FROM_BYTES = 8 << 20
 _HOLD_BACK_S = 0.0005
 """For how long a reply may wait for the next one: a message costs more than a small batch."""
 
-_log = logging.getLogger(__name__)
+_DEPTH_BYTES = 4 << 20
+_DEPTH_S = 0.01
+_LEAST_DEPTH, _MOST_DEPTH = 2, 64
+"""How many commands lie with a worker: quick ones a round trip's worth; large batches take memory,
+and of slow ones, which a rank waits for in their order, each worker should have the next."""
 
-
-class Key(NamedTuple):
-    """A pure question: GET (a batch by the worker's own order), or OPEN, SAMPLE, ORDER, STATE.
-
-    `detail` is what else the question says: given indices, the index of a sample, a state.
-    """
-
-    kind: Kind
-    epoch: int
-    slot: int
-    detail: bytes = b""
-
+_MOST_FREES = 64
+"""With one message: this, too, has to have room in a worker's socket."""
 
 SPILLED = 1
 """Flag of a command and its reply: what is prepared goes to disk."""
@@ -76,19 +71,29 @@ _FREE, _FORGET = 200, 201
 
 REPLY = struct.Struct("<IBBHqIIQQQdd")
 
+_log = logging.getLogger(__name__)
+
+
+class Key(NamedTuple):
+    """A pure question: GET (a batch by the worker's own order), or OPEN, SAMPLE, ORDER, STATE.
+
+    `detail` is what else the question says: given indices, the index of a sample, a state.
+    """
+
+    kind: Kind
+    epoch: int
+    slot: int
+    detail: bytes = b""
+
 
 class Reply(NamedTuple):
     """What a worker says of a command.
 
     Attributes:
-        number: Which command.
         kind: BATCH, VOID, ERROR, OPENED, VALUE.
         flags: `SPILLED` where it lies on disk instead, `DISK_FULL` where it was to.
-        pad: Nothing.
-        units: What a batch counts.
         order: Hash of the epoch's order.
         head_bytes: Size of a batch's table of contents.
-        body_bytes: Size of the body.
         offset: Where it lies in the arena.
         body_sum: Its checksum, where the server wants one.
         wall_s: How long it took to prepare.
@@ -115,8 +120,6 @@ class WorkerSpec:
 
     Attributes:
         payload: The pickled loader.
-        loader: Its name.
-        seed: The seed of its randomness.
         where: The fetcher and its host, for messages.
         sums: Whether batches go over a wire that nothing else sees to.
         spill: Folder for batches that memory has no room for.
@@ -134,40 +137,130 @@ class WorkerSpec:
     context: str = "fork"
 
 
-def command(number: int, key: Key, flags: int = 0) -> tuple[bytes, int | None]:
-    """What is sent for a command, and the descriptor that goes along.
+def spilled_file(folder: Path, pid: int, number: int) -> Path:
+    """Return where a worker lays a batch on disk."""
+    return folder / f"{pid}-{number}"
+
+
+class WorkerHandle:
+    """The server's end of one worker: its socket, and what it was told.
 
     Args:
-        number: The reply has it, too.
-        key: What to prepare.
-        flags: SPILLED, or nothing.
+        arena: A number that no other arena of the server has.
+        is_suspect: Whether one of this number has ended: it is told one command at a time.
+
+    Attributes:
+        memory: What it has written.
+        frees: Spans of its arena that nobody reads any more; it is told with the next command.
+        told: Keys that it has not answered, by the number of the command.
+        pid: Its process; 0 as long as that has not begun.
+        is_gone: Whether it has closed its end.
     """
-    detail, descriptor = key.detail, None
-    if len(detail) > DETAIL_BYTES:
-        descriptor = os.memfd_create("taas-detail", os.MFD_CLOEXEC)
-        write_parts(descriptor, [detail], 0)
-        detail, flags = b"", flags | _IN_FILE
-    head = _COMMAND.pack(number, key.kind, flags, 0, key.epoch, key.slot, len(detail))
-    return head + detail, descriptor
 
+    def __init__(self, number: int, arena: int, sock: socket.socket, is_suspect: bool) -> None:
+        self.number, self.arena, self.socket = number, arena, sock
+        self._most = 1 if is_suspect else _MOST_DEPTH
+        self._depth = min(self._most, _LEAST_DEPTH)
+        self.memory: Mapping
+        self.frees: list[int] = []
+        self.told: dict[int, Key] = {}
+        self.pid, self.is_gone = 0, False
+        self._unsent: list[tuple[bytes, int | None]] = []
 
-def free(offsets: Sequence[int]) -> bytes:
-    """What says that spans are read no more."""
-    return b"".join(_COMMAND.pack(0, _FREE, 0, 0, 0, offset, 0) for offset in offsets)
+    @property
+    def is_up(self) -> bool:
+        """Whether it can be told anything."""
+        return self.pid > 0 and not self.is_gone
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it may be told more. As long as it has enough to do, it is not disturbed."""
+        return self.is_up and len(self.told) <= self._depth // 2
 
-def forget_before(epoch: int) -> bytes:
-    """What says that nobody asks for earlier epochs any more."""
-    return _COMMAND.pack(0, _FORGET, 0, 0, epoch, 0, 0)
+    @property
+    def room(self) -> int:
+        """How many commands more it may be told."""
+        return self._depth - len(self.told)
+
+    def tell(self, number: int, key: Key, flags: int) -> None:
+        """Lay a command ready: prepare `key`; the reply has the same `number`."""
+        self.told[number] = key
+        detail, descriptor = key.detail, None
+        if len(detail) > DETAIL_BYTES:
+            descriptor = os.memfd_create("taas-detail", os.MFD_CLOEXEC)
+            write_parts(descriptor, [detail], 0)
+            detail, flags = b"", flags | _IN_FILE
+        head = _COMMAND.pack(number, key.kind, flags, 0, key.epoch, key.slot, len(detail))
+        self._unsent.append((head + detail, descriptor))
+
+    def forget_before(self, epoch: int) -> None:
+        """Lay ready that nobody asks for earlier epochs."""
+        self._unsent.append((_COMMAND.pack(0, _FORGET, 0, 0, epoch, 0, 0), None))
+
+    def send(self) -> None:
+        """Send what is laid ready. A worker that is gone is noticed elsewhere."""
+        if not self._unsent:
+            return
+        parts, self._unsent = self._unsent, []
+        frees, self.frees = self.frees[:_MOST_FREES], self.frees[_MOST_FREES:]
+        message = b"".join([_COMMAND.pack(0, _FREE, 0, 0, 0, offset, 0) for offset in frees])
+        try:
+            for text, descriptor in parts:
+                is_full = len(message) + len(text) > MESSAGE_BYTES
+                if message and (descriptor is not None or is_full):
+                    self.socket.send(message)
+                    message = b""
+                message += text
+                if descriptor is not None:
+                    socket.send_fds(self.socket, [message], [descriptor])
+                    os.close(descriptor)
+                    message = b""
+            if message:
+                self.socket.send(message)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            _log.info("worker %d is gone: %s", self.number, error)
+
+    def hear(self) -> Iterator[Reply]:
+        """Yield what it says, which has come; its first word is about itself.
+
+        Raises:
+            EOFError: It has ended.
+        """
+        try:
+            message, descriptors, _, _ = socket.recv_fds(
+                self.socket, MESSAGE_BYTES, 1, socket.MSG_DONTWAIT
+            )
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            raise EOFError from None
+        if not message:
+            raise EOFError
+        if not self.pid:
+            (self.pid,) = struct.unpack("<I", message)
+            self.memory = Mapping(descriptors[0])
+            return
+        largest, slowest_s = 0, 1e-6
+        for fields in REPLY.iter_unpack(message):
+            reply = Reply._make(fields)
+            if reply.kind == Kind.BATCH:
+                largest = max(largest, reply.body_bytes, 1)
+                slowest_s = max(slowest_s, reply.wall_s)
+            yield reply
+        if largest:
+            worth = min(_DEPTH_BYTES // largest, int(_DEPTH_S / slowest_s))
+            self._depth = min(self._most, max(_LEAST_DEPTH, worth))
+
+    def close(self) -> None:
+        """Close the socket; the arena stays as long as somebody reads it."""
+        self.is_gone = True
+        self.socket.close()
 
 
 class Worker:
     """Prepares what it is told to; lives as long as its process.
 
     Args:
-        spec: What it needs to know.
-        number: Its number in its fetcher.
-        sock: Its end of the socket to the server.
         loader: The loader, where it was unpickled for all workers.
     """
 
@@ -215,7 +308,9 @@ class Worker:
                     self._source.forget_before(epoch)
             else:
                 if flags & _IN_FILE:
-                    detail = _read(descriptors[0])
+                    with os.fdopen(descriptors[0], "rb") as file:
+                        file.seek(0)
+                        detail = file.read()
                 self._reply(number, Key(KINDS[kind], epoch, slot, detail), flags)
 
     def _reply(self, number: int, key: Key, flags: int) -> None:
@@ -248,7 +343,7 @@ class Worker:
             self._socket.send(message)
 
     def _spill(self, number: int, body: encode.Encoded) -> bool:
-        """Write a batch to disk; returns whether there was room."""
+        """Write a batch to disk; return whether there was room."""
         assert self._spec.spill is not None
         path = spilled_file(self._spec.spill, os.getpid(), number)
         try:
@@ -269,7 +364,8 @@ class Worker:
         try:
             if self._broken is not None:
                 raise self._broken
-            return self._answer(key)
+            assert self._source is not None
+            return self._answer(self._source, key)
         except Ended:
             return Kind.VOID, encode.NOTHING, VOID, 0
         except Failed as failure:
@@ -278,9 +374,7 @@ class Worker:
             where = f'while batch {key.slot} of loader "{self._spec.loader}" was being pickled'
             return Kind.ERROR, _failed(Failed(error, where)), 1, 0
 
-    def _answer(self, key: Key) -> tuple[Kind, encode.Encoded, int, int]:
-        source = self._source
-        assert source is not None
+    def _answer(self, source: Source, key: Key) -> tuple[Kind, encode.Encoded, int, int]:
         if key.kind is Kind.GET:
             order = source.digest(key.epoch)
             given = encode.from_bytes(key.detail) if key.detail else None
@@ -289,65 +383,59 @@ class Worker:
         if key.kind is Kind.OPEN:
             opened = source.open(key.epoch)
             if self._spec.counts:
-                opened = opened._replace(counted=self._is_counted(key.epoch))
+                # What is raised here is raised again when the batch itself is asked for.
+                with suppress(Ended, Failed):
+                    opened = opened._replace(counted=is_counted(source.prepare(key.epoch, 0)))
             return Kind.OPENED, encode.raw(msgspec.json.encode(opened)), 1, 0
+        value, order = None, 0
         if key.kind is Kind.SAMPLE:
-            value, order = source.sample(encode.from_bytes(key.detail)), 0
-        elif key.kind is Kind.STATE:
-            value, order = self._state(source, key), 0
-        else:
+            value = source.sample(encode.from_bytes(key.detail))
+        elif key.kind is Kind.ORDER:
             value, order = source.indices(key.epoch, key.slot), source.digest(key.epoch)
+        elif key.detail:
+            source.restore(key.epoch, key.slot, encode.from_bytes(key.detail))
+        else:
+            value = source.state(key.epoch, key.slot)
         return Kind.VALUE, encode.raw(encode.as_bytes(value)), 1, order
-
-    def _state(self, source: Source, key: Key) -> Any:
-        """What a stream's dataset says of itself; or, where a rank has it, what it is to be."""
-        if not key.detail:
-            return source.state(key.epoch, key.slot)
-        source.restore(key.epoch, key.slot, encode.from_bytes(key.detail))
-        return None
-
-    def _is_counted(self, epoch: int) -> bool:
-        assert self._source is not None
-        try:
-            return is_counted(self._source.prepare(epoch, 0))
-        except (Ended, Failed):
-            return False
-
-
-def spilled_file(folder: Path, pid: int, number: int) -> Path:
-    """Where a worker lays a batch on disk."""
-    return folder / f"{pid}-{number}"
 
 
 def _failed(failure: Failed) -> encode.Encoded:
-    """A body that raises again what the user's code raised."""
+    """Return a body that raises again what the user's code raised."""
     try:
         return encode.raw(encode.as_bytes(failure.raised))
     except Exception:
         return encode.raw(encode.as_bytes(failure.raised.plain()))
 
 
-def _read(descriptor: int) -> bytes:
-    with os.fdopen(descriptor, "rb") as file:
-        file.seek(0)
-        return file.read()
-
-
-def parent_main(spec: WorkerSpec, control: socket.socket) -> None:
-    """The process whose children are the workers of one loader.
+def parent_main(spec: WorkerSpec, control: socket.socket, servers: socket.socket) -> None:
+    """Run the process whose children are the workers of one loader.
 
     The server says a number: it starts that worker, and gives back its end of the worker's socket.
     It says "number exit-code" of each that has ended. Without a server it ends, and they with it.
+
+    Args:
+        control: Its end of the socket to the server.
+        servers: The server's end, which the fork has, too.
     """
-    claim_taas()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    servers.close()
+    begin_process()
     context: Any = multiprocessing.get_context(spec.context)
     loader = _preload(spec)
     processes: dict[int, Any] = {}
     try:
-        while _supervise(spec, context, loader, control, processes):
-            pass
+        while True:
+            sentinels = {process.sentinel: number for number, process in processes.items()}
+            for ready in wait([control, *sentinels]):
+                if ready is control:
+                    said = control.recv(64)
+                    if not said:
+                        return
+                    processes[int(said)] = _start(int(said), spec, context, loader, control)
+                else:
+                    number = sentinels[ready]
+                    process = processes.pop(number)
+                    process.join()
+                    control.send(f"{number} {process.exitcode}".encode())
     except (BrokenPipeError, ConnectionResetError):
         return  # the server is gone
     finally:
@@ -356,31 +444,8 @@ def parent_main(spec: WorkerSpec, control: socket.socket) -> None:
             process.join()
 
 
-def _supervise(
-    spec: WorkerSpec,
-    context: Any,
-    loader: Any,
-    control: socket.socket,
-    processes: dict[int, Any],
-) -> bool:
-    """Start the next worker, or say which has ended; returns False when the server is gone."""
-    sentinels = {process.sentinel: number for number, process in processes.items()}
-    for ready in wait([control, *sentinels]):
-        if ready is control:
-            said = control.recv(64)
-            if not said:
-                return False
-            processes[int(said)] = _start(int(said), spec, context, loader, control)
-        else:
-            number = sentinels[ready]
-            process = processes.pop(number)
-            process.join()
-            control.send(f"{number} {process.exitcode}".encode())
-    return True
-
-
 def _preload(spec: WorkerSpec) -> Any:
-    """A large dataset is unpickled once, and its pages shared by all workers."""
+    """Unpickle a large dataset once, whose pages all workers then share."""
     if spec.context != "fork" or len(spec.payload) < _PRELOAD_FROM_BYTES:
         return None
     torch.set_num_threads(1)
@@ -409,13 +474,17 @@ def _worker_main(
     loader: Any,
     inherited: Sequence[socket.socket],
 ) -> None:
-    """A worker's process."""
-    claim_taas()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    begin_process()
     for other in inherited:
         other.close()
     try:
         Worker(spec, number, sock, loader).run()
     except (BrokenPipeError, ConnectionResetError):
         return  # the server is gone
+
+
+def begin_process() -> None:
+    """Name this process; an interrupt is for others, and SIGTERM ends it."""
+    claim_taas()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from taas_magic.data import service
-from taas_magic.data.import_hook import when_imported
+from taas_magic.data.accelerated import when_imported
 from taas_magic.data.service import Service, write_entry
 from taas_magic.host.link import Link
 from taas_magic.leases import FetchLease

@@ -20,10 +20,9 @@ from typing import Any
 from taas_magic import messages, probe
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data.buffer import FetcherShare
-from taas_magic.data.connection import machine
 from taas_magic.data.scheduler import ServedLoader
 from taas_magic.data.server import Server, ServerSpec
-from taas_magic.data.service import write_entry
+from taas_magic.data.service import machine, write_entry
 from taas_magic.data.worker import WorkerSpec
 from taas_magic.host import stacks
 from taas_magic.host.fetcher_spec import Fetched, FetcherSpec

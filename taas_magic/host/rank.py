@@ -40,7 +40,7 @@ from traitlets.config import Config
 from taas_magic.capture import payload
 from taas_magic.capture.modules import claim_taas, install
 from taas_magic.capture.payload import Cell, CellSource
-from taas_magic.data.import_hook import when_imported
+from taas_magic.data.accelerated import when_imported
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, feeding, rendezvous, results, stacks, tracebacks
 from taas_magic.host.link import Link, stack_file, stacks_file

@@ -7,12 +7,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from taas_magic.data.buffer import Ahead, Buffer, FetcherShare, keys_of
+from taas_magic.data.buffer import Ahead, Answer, Buffer, Disk, FetcherShare, keys_of
 from taas_magic.data.dataset import Opened
 from taas_magic.data.protocol import Kind
 from taas_magic.data.sharding import VOID
 from taas_magic.data.worker import Key, Reply
-from taas_magic.data.workers import Answer, Disk
 
 BATCH_BYTES = 64 << 10
 PLENTY = 1 << 40
@@ -41,6 +40,17 @@ def buffer_of(budget_bytes=PLENTY, batches=0, **about):
     for epoch in range(60):
         ahead.opened(epoch, Opened(batches, None, 0))
     return Buffer(budget_bytes, ahead, **about)
+
+
+def entries(buffer):
+    """How many answers, counts and questions are remembered."""
+    return len(buffer._ready) + len(buffer._counts) + len(buffer._waiting)
+
+
+def let_go(buffer):
+    """Forget all that is ready."""
+    for one in list(buffer._ready):
+        buffer._remove(one)
 
 
 def by_parity(key):
@@ -208,7 +218,7 @@ def test_a_connection_may_always_have_the_batch_that_it_has_to_send_next():
     assert buffer.choose(0) == key(0)
     assert buffer.put(key(0), answer(0)) == {"rank"}
     assert buffer.choose(0) is None
-    assert buffer.take("rank", key(0)).offset == 0
+    assert buffer.take("rank", key(0)).reply.offset == 0
 
 
 def test_a_slow_rank_starves_no_other():
@@ -307,7 +317,7 @@ def test_what_is_prepared_stays_for_whoever_asks_again():
     assert buffer.put(key(0), answer(0)) == set()
     buffer.want("again", key(0))
     assert chosen(buffer) == []
-    assert buffer.take("again", key(0)).offset == 0
+    assert buffer.take("again", key(0)).reply.offset == 0
 
 
 def test_a_lost_key_is_prepared_again_before_all_else_that_its_asker_wants():
@@ -345,7 +355,7 @@ def test_what_all_ranks_are_past_is_forgotten():
         for slot in range(slots // 2):  # the rank leaves its loop in the middle of the epoch
             buffer.want("rank", key(slot, epoch))
             buffer.take("rank", key(slot, epoch)).release()
-        most = max(most, buffer.entries)
+        most = max(most, entries(buffer))
     assert most == 2 * (slots // 2 + slots)
     assert [len(arena.frees) for arena in arenas] == [slots] * 48 + [slots // 2] * 2
     assert buffer.oldest_epoch == 48
@@ -368,7 +378,7 @@ def test_of_a_long_epoch_the_latest_counts_are_remembered():
         assert buffer.choose(0) == key(slot)
         buffer.put(key(slot), answer(slot, units=7))
         buffer.take("rank", key(slot)).release()
-    assert buffer.entries < slots // 2
+    assert entries(buffer) < slots // 2
     assert buffer.count("other rank", key(slots - 1)) == 7
 
 
@@ -407,11 +417,11 @@ def test_the_limit_of_the_disk_holds(tmp_path):
     assert not disk.is_full, "the limit is no fault of the disk"
 
 
-def test_at_the_end_everything_is_let_go_of():
+def test_what_is_being_sent_keeps_its_memory_when_it_is_forgotten():
     buffer, arena = buffer_of(), Arena()
     prepare(buffer, range(5), arena=arena)
     held = buffer.take("rank", key(3))
-    buffer.close()
+    let_go(buffer)
     assert sorted(arena.frees) == [0, 1, 2, 4]
     held.release()
     assert sorted(arena.frees) == [0, 1, 2, 3, 4]
@@ -505,7 +515,7 @@ class BufferMachine(RuleBasedStateMachine):
     def nothing_is_freed_twice_or_while_it_is_sent(self):
         frees = self.arena.frees
         assert len(set(frees)) == len(frees)
-        assert not set(frees) & {answer.offset for answer in self.held}
+        assert not set(frees) & {answer.reply.offset for answer in self.held}
 
     @invariant()
     def memory_is_that_of_the_batches(self):
@@ -530,7 +540,7 @@ class BufferMachine(RuleBasedStateMachine):
             answer.release()
         for one in list(self.doing):
             self.buffer.lost(one)
-        self.buffer.close()
+        let_go(self.buffer)
         assert sorted(self.arena.frees) == list(range(self.prepared))
 
     def take_now(self, who):

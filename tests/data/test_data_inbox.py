@@ -200,7 +200,7 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile():
         failed=lambda number, why, silent_s: aside.add(number),
     )
     client = Client(route, Blocks(0))
-    client._orders.holds = 5
+    client._order = 5
     client.ask([SlotRequest(slot, True) for slot in range(4)])
     links[0].breaks = True
     body = encode.encode(7)
@@ -224,7 +224,7 @@ def route_to(fetchers):
 def test_a_fetcher_that_says_nothing_is_asked_seldom():
     route, now = route_to(2)
     assert route.pick(0, None) == 0
-    route.failed(0, "says nothing", silent_s=2.0)
+    route.failed(0, Silent(), silent_s=2.0)
     for at, picked in ((0.0, 1), (19.0, 1), (21.0, 0)):
         now[0] = at
         route.answered(1)
@@ -239,7 +239,7 @@ def test_each_fetcher_is_tried_before_all_are_lost():
             now[0] += 100.0  # all pauses are over
             tried.append(route.pick(0, None))
             assert route.patience_s >= 1.0
-            route.failed(tried[-1], "says nothing", silent_s=route.patience_s)
+            route.failed(tried[-1], Silent(), silent_s=route.patience_s)
     assert sorted(tried) == [0, 1, 2]
     for number in range(3):
         assert f"fetcher {number} at cpu1:{7000 + number} says nothing" in str(lost.value)

@@ -21,8 +21,7 @@ from taas_magic.data import encode, protocol, service, worker
 from taas_magic.data.connection import Silent
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import Frame, FrameFlag, Kind
-from taas_magic.data.worker import Key
-from taas_magic.data.workers import WorkerHandle
+from taas_magic.data.worker import Key, WorkerHandle
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
 from taas_magic.messages import FetcherReport, of_fetcher

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import Frame, FrameFlag, Kind
-from taas_magic.data.worker import REPLY, Key
-from taas_magic.data.workers import WorkerHandle
+from taas_magic.data.worker import REPLY, Key, WorkerHandle
 from taas_magic.messages import FetcherReport, of_fetcher
 from tests.data.data_rig import (
     Rows,

@@ -63,8 +63,7 @@ import importlib, pkgutil, taas_magic.host, taas_magic.data, taas_magic.capture
 import taas_magic.store
 for package in (taas_magic.host, taas_magic.data, taas_magic.capture, taas_magic.store):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.endswith(".accelerated"):  # imported once accelerate is
-            importlib.import_module(module.name)
+        importlib.import_module(module.name)
 import importlib.metadata, taas
 print(importlib.metadata.version("dask"), taas.__name__, taas_magic.__file__)
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.data.import_hook import when_imported
+from taas_magic.data.accelerated import when_imported
 
 
 @pytest.fixture
