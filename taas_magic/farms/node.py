@@ -19,10 +19,11 @@ from taas_magic import environ as environs
 from taas_magic import messages
 from taas_magic.farms.slots import Slots
 from taas_magic.farms.terms import NodeSetting, NodeTerms
-from taas_magic.host import forkserver, scratch
+from taas_magic.host import forkserver
 from taas_magic.host.hardware import LOOPBACK
 from taas_magic.host.processes import die_with_parent, spawn_command
 from taas_magic.host.spec import REACH, TORCHRUN_NAMES
+from taas_magic.host.supervisor import host_folder
 from taas_magic.leases import NODE_START_S
 
 
@@ -68,7 +69,7 @@ def main() -> int:
     die_with_parent(os.getppid())
     setting = messages.unpack(sys.stdin.buffer.readline(), NodeSetting)
     logging.getLogger("distributed").setLevel(logging.ERROR)
-    with scratch.host_folder() as folder:
+    with host_folder() as folder:
         tempfile.tempdir = str(folder)
         forkserver.begin([])
         asyncio.run(_serve(setting, folder))

@@ -4,20 +4,20 @@ Started by the host's agent, before the ranks exist. It tells the agent where it
 stands, and ends with the agent or when it is told to.
 """
 
-import multiprocessing
 import os
 import select
 import shutil
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any
 
 from taas_magic import messages, probe, short_name
+from taas_magic.capture import payload
 from taas_magic.data.buffer import FetcherShare
 from taas_magic.data.connection import machine
 from taas_magic.data.scheduler import ServedLoader
@@ -25,8 +25,8 @@ from taas_magic.data.server import Server, ServerSpec
 from taas_magic.data.service import write_entry
 from taas_magic.data.worker import WorkerSpec
 from taas_magic.host import stacks
-from taas_magic.host.fetcher_spec import Fetched, FetcherSpec
 from taas_magic.host.processes import die_with_parent
+from taas_magic.host.spec import Fetched, FetcherSpec, Setting
 from taas_magic.messages import (
     Address,
     Event,
@@ -37,6 +37,7 @@ from taas_magic.messages import (
     LoaderPlaces,
     Note,
 )
+from taas_magic.store.guard import hold_off
 
 REPORT_S = 0.5
 """How often a fetcher says how it stands."""
@@ -154,7 +155,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     with suppress(BrokenPipeError):  # nobody listens any more: this is the end
         try:
             if spec.setting is not None:
-                spec.setting.take()
+                _take(spec.setting)
             with running(spec) as fetcher:
                 _report(spec.number, fetcher, control)
         except BrokenPipeError:
@@ -163,6 +164,28 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
             traceback.print_exc()
             why = f"{type(error).__name__}: {error}"
             _say(control, FetcherFailed(why))
+
+
+def _take(setting: Setting) -> None:
+    """Make a setting this process's, which is freshly forked and has one thread."""
+    descriptor = os.open(setting.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(setting.environ)
+    os.chdir(setting.cwd)
+    sys.path[:] = setting.sys_path
+    if setting.store is not None:
+        hold_off(
+            setting.store,
+            setting.who,
+            means=setting.means,
+            scratch=setting.scratch,
+            run_folder=str(setting.payload.parent),
+            note=lambda path: None,  # workers write, and children say nothing: the agent looks
+        )
+    payload.read(setting.payload).set_state()
 
 
 def _report(number: int, fetcher: Fetcher, control: Connection) -> None:
@@ -194,21 +217,3 @@ def fetched(number: int, fetcher: Fetcher) -> FetcherReport:
 
 def _say(control: Connection, message: Event | FetcherFailed) -> None:
     control.send_bytes(messages.encode(message))
-
-
-def start(spec: FetcherSpec, context: Any = None) -> tuple[Any, Connection]:
-    """Start a fetcher's process.
-
-    Args:
-        spec: What it is to do.
-        context: A multiprocessing context (the agent's warm forkserver).
-
-    Returns:
-        The process and this end of its pipe; closing that ends it.
-    """
-    context = context or multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=fetcher_main, args=(spec, theirs), name="taas-fetcher")
-    process.start()
-    theirs.close()
-    return process, ours

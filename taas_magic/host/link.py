@@ -1,9 +1,10 @@
-"""The two pipes between a rank and its agent, named by files in a private folder of the host.
+"""What a rank is connected to: its agent, by two pipes, and the run's fetchers, by its feed.
 
 The log pipe carries what the rank and its children write to descriptors 1 and 2, bytes as they
-are. The message pipe carries one JSON object a line: failures, displays, notes, heartbeats. Pipes
-with names, so that nothing of a rank's start depends on descriptors that a forkserver can pass on
-(it passes 256 at most).
+are. The message pipe carries one JSON object a line: failures, displays, notes, heartbeats. Files
+in a private folder of the host name them, so that nothing of a rank's start depends on descriptors
+that a forkserver can pass on (it passes 256 at most). The feed gives registered loaders their
+batches, and says what it handed out. Imported by the agent, too: it imports no torch.
 """
 
 import errno
@@ -12,10 +13,24 @@ import os
 import select
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from taas_magic import messages
-from taas_magic.messages import Event, RankMessage, StoreMessage
+from taas_magic.data import service
+from taas_magic.data.import_hook import when_imported
+from taas_magic.data.service import Service
+from taas_magic.host.spec import TORCHRUN_NAMES
+from taas_magic.leases import FetchLease
+from taas_magic.messages import Event, RankCounts, RankMessage, RankReport, StoreMessage
+
+if TYPE_CHECKING:
+    from taas_magic.data.loader import Feed
+
+REPORT_S = 1.0
+"""How often a rank says what it was handed and how long it waited."""
 
 _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 1 << 20
@@ -124,3 +139,80 @@ def _widen(pipe: int) -> None:
         fcntl.fcntl(pipe, _F_SETPIPE_SZ, _PIPE_BYTES)
     except OSError:
         return  # the user's share of pipe memory is used up; the usual 64 KiB work too
+
+
+@contextmanager
+def feed(run_dir: Path, rank: int, attempt: int, link: Link) -> Iterator[None]:
+    """Registered loaders that this rank unpickles inside the block are fed by the run's fetchers.
+
+    Args:
+        run_dir: The run's folder.
+        rank: This rank.
+        attempt: Which start of the ranks this is.
+        link: Where the rank says what it was handed.
+    """
+    served = service.read(run_dir)
+    if served is None:
+        yield
+        return
+    from taas_magic.data.loader import use_feed
+
+    here = _feed_of(served, run_dir, rank, attempt)
+    use_feed(here)
+    when_imported("accelerate.accelerator", _teach_accelerate)
+    try:
+        with _reporting(here, link):
+            yield
+    finally:
+        for loader in here.loaders:
+            loader.end()
+
+
+def _feed_of(served: Service, run_dir: Path, rank: int, attempt: int) -> "Feed":
+    from taas_magic.data.loader import Feed
+    from taas_magic.data.metrics import BatchLedger
+
+    folder = service.folder_of(run_dir)
+    return Feed(
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        payload=lambda name: service.payload_file(run_dir, name).read_bytes(),
+        directory=service.FolderDirectory(folder / "fetchers") if served.fetchers else None,
+        key=served.key,
+        tls=served.tls.client if served.tls else None,
+        units=served.units,
+        seed=served.seed,
+        ledger=BatchLedger(folder / "ledger", attempt, rank),
+        generation=attempt,
+        window_bytes=served.settings.rank_buffer_bytes // 2,
+        lease=FetchLease(served.settings.fetch_s),
+        rank_variables=TORCHRUN_NAMES,
+    )
+
+
+def _teach_accelerate() -> None:
+    from taas_magic.data.accelerated import teach_accelerate
+
+    teach_accelerate()
+
+
+@contextmanager
+def _reporting(feed: "Feed", link: Link) -> Iterator[None]:
+    """Says now and then what was handed out, and once more at the end of the block."""
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(REPORT_S):
+            _report(feed.counts(), link)
+
+    threading.Thread(target=report, name="taas-feed", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        _report(feed.counts(), link)
+
+
+def _report(counts: dict[str, RankCounts], link: Link) -> None:
+    if counts:
+        link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))

@@ -2,20 +2,54 @@
 
 Dask gives membership, TLS and the stream. Runs do not come as Dask tasks but as calls of the
 controller, which alone knows whether all hosts of a run are there (docs/decisions.md).
+
+A host that does not hear its pool ends itself, whatever hangs (`Lease`): the agent sends beats and
+the controller answers each. A thread watches, because an event loop that hangs must not keep a
+host alive. Only monotonic clocks are read: those of hosts may be days apart.
 """
 
 import asyncio
+import functools
 import logging
+import os
+import socket
+import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import distributed.batched
+from distributed import Security, Worker
+from distributed.comm import get_address_host
+from msgspec import structs
 from tornado.ioloop import IOLoop
 
+from taas_magic import probe
 from taas_magic.errors import PoolError
-from taas_magic.host.lease import Lease
-from taas_magic.host.topics import ANSWER, BEAT, CALL, EVENT, HEARD
+from taas_magic.host import forkserver, hardware, rendezvous
+from taas_magic.host.fetchers import HostFetchers
+from taas_magic.host.host_run import HostRun, HostShare
+from taas_magic.host.spec import (
+    AGENT,
+    ANSWER,
+    ASK_STORE,
+    BEAT,
+    CALL,
+    CALL_AGAIN,
+    CALL_END,
+    CALL_FACTS,
+    CALL_HELLO,
+    CALL_PLACE,
+    CALL_STACKS,
+    CALL_START,
+    CALL_STOP,
+    EVENT,
+    HEARD,
+    HostSpec,
+    Place,
+)
+from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import (
     AgentSettings,
     Event,
@@ -30,45 +64,15 @@ from taas_magic.messages import (
     pack,
     unpack,
 )
-
-if TYPE_CHECKING:
-    from distributed import Worker
-import functools
-import os
-import socket
-import sys
-import threading
-from collections.abc import Sequence
-
-from distributed import Security, Worker
-from distributed.comm import get_address_host
-from msgspec import structs
-
-from taas_magic import probe
-from taas_magic.host import forkserver, hardware, rendezvous
-from taas_magic.host.fetchers import FetchShare
-from taas_magic.host.hardware import count_gpus
-from taas_magic.host.host_run import HostRun
-from taas_magic.host.lease import end_agent
-from taas_magic.host.spec import HostSpec, Place
-from taas_magic.host.topics import (
-    AGENT,
-    ASK_STORE,
-    CALL_AGAIN,
-    CALL_END,
-    CALL_END_FETCH,
-    CALL_FACTS,
-    CALL_FETCH,
-    CALL_HELLO,
-    CALL_PLACE,
-    CALL_STACKS,
-    CALL_START,
-    CALL_STOP,
-    share_id,
-)
 from taas_magic.store import guard
-from taas_magic.store.mirror.chunks import Ask
 
+ASK_TIMEOUT_S = 60.0
+
+Handler = Callable[..., Awaitable[object]]
+
+logger = logging.getLogger("taas_magic.agent")
+
+_LOOK_S = 0.5
 _started = time.time() - time.monotonic()
 
 
@@ -87,11 +91,71 @@ def use_steady_clock() -> None:
     IOLoop.current().time = steady  # type: ignore[method-assign]
 
 
-ASK_TIMEOUT_S = 60.0
+EXPIRED = 75
+"""Exit code of an agent whose lease has expired (EX_TEMPFAIL)."""
 
-Handler = Callable[..., Awaitable[object]]
 
-logger = logging.getLogger("taas_magic.agent")
+class Lease:
+    """Counts from the sending of the last beat that was answered.
+
+    The controller counts from its arrival and allows a second more: when it takes a host for
+    lost, the host has ended itself.
+
+    Args:
+        lease_s: How long it lasts.
+        expire: Called in the watching thread when it has run out; does not return.
+    """
+
+    def __init__(self, lease_s: float, expire: Callable[[], None]) -> None:
+        self.lease_s, self._expire = lease_s, expire
+        self._lock = threading.Lock()
+        self._sent: dict[int, float] = {}
+        self._next = 0
+        self._good_until = time.monotonic() + lease_s
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._watch_out, name="taas-lease", daemon=True)
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds from beat to beat."""
+        return self.lease_s / BEATS_PER_LEASE
+
+    def start(self) -> None:
+        """Counts from now on."""
+        self._good_until = time.monotonic() + self.lease_s
+        self._watch.start()
+
+    def beat(self) -> int:
+        """The number of a beat that is about to be sent."""
+        with self._lock:
+            self._next += 1
+            self._sent[self._next] = time.monotonic()
+            return self._next
+
+    def heard(self, beat: int) -> None:
+        """A beat was answered; one that was not sent, or is old, counts for nothing."""
+        with self._lock:
+            sent = self._sent.get(beat)
+            if sent is not None:
+                self._sent = {number: at for number, at in self._sent.items() if number > beat}
+                self._good_until = max(self._good_until, sent + self.lease_s)
+
+    def close(self) -> None:
+        """Ends the watch."""
+        self._ended.set()
+
+    def _watch_out(self) -> None:
+        while not self._ended.wait(max(0.0, self._good_until - time.monotonic())):
+            if time.monotonic() >= self._good_until:
+                self._expire()
+                return
+
+
+def end_agent(lease_s: float) -> None:
+    """Ends this agent at once; its supervisor ends all that it leaves."""
+    sys.stderr.write(f"taas-magic: heard nothing of the pool for {lease_s:g} s: the host ends\n")
+    sys.stderr.flush()
+    os._exit(EXPIRED)
 
 
 class Head:
@@ -103,7 +167,7 @@ class Head:
         calls: What the controller may call, by name; may be extended later.
     """
 
-    def __init__(self, worker: "Worker", lease: Lease, calls: Mapping[str, Handler]) -> None:
+    def __init__(self, worker: Worker, lease: Lease, calls: Mapping[str, Handler]) -> None:
         self._worker, self._lease = worker, lease
         self.calls = dict(calls)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -161,9 +225,6 @@ class Head:
         self._worker.batched_send(said)
 
 
-_LOOK_S = 0.5
-
-
 class AgentWorker(Worker):
     """The agent; one a host. It takes no Dask tasks.
 
@@ -186,8 +247,7 @@ class AgentWorker(Worker):
             **kwargs,
         )
         self._place, self._problems = place, problems
-        self._runs: dict[str, HostRun] = {}
-        self._shares: dict[str, tuple[FetchShare, threading.Thread]] = {}
+        self._shares: dict[str, HostShare] = {}
         calls: dict[str, Handler] = {
             CALL_HELLO: self.hello,
             CALL_FACTS: self.facts,
@@ -195,8 +255,6 @@ class AgentWorker(Worker):
             CALL_AGAIN: self.start_again,
             CALL_STOP: self.stop_run,
             CALL_END: self.end_run,
-            CALL_FETCH: self.start_fetch,
-            CALL_END_FETCH: self.end_fetch,
             CALL_PLACE: self.place_fetcher,
             CALL_STACKS: self.stacks,
         }
@@ -218,7 +276,7 @@ class AgentWorker(Worker):
             host=self._place.host,
             address=self._place.address,
             means=guard.strongest().value,
-            gpus=count_gpus(),
+            gpus=hardware.count_gpus(),
         )
 
     async def facts(self, asked: bytes) -> object:
@@ -230,120 +288,93 @@ class AgentWorker(Worker):
         wanted = unpack(asked, FactsWanted)
         return await asyncio.to_thread(probe.main, **structs.asdict(wanted))
 
-    async def start_run(self, spec: bytes) -> StorePort:
-        """Starts this host's share of a run, in a thread of its own.
+    async def start_run(self, run_id: str, spec: bytes) -> StorePort:
+        """Start this host's share of a run, its ranks or its fetchers, in a thread of its own.
 
         Args:
+            run_id: What the share is known by.
             spec: A `HostSpec`, packed.
         """
         parsed = unpack(spec, HostSpec)
-        run_id = parsed.plan.run_id
         emit = functools.partial(self.head.emit, run_id)
-        ask = self._asking(run_id)
-        run = await asyncio.to_thread(HostRun, parsed, self._place, emit, self._is_alone, ask)
-        self._runs[run_id] = run
-        for problem in self._problems:
+
+        def ask(what: str, **arguments: Any) -> Any:
+            return self.head.ask(ASK_STORE, run_id=run_id, what=what, arguments=arguments)
+
+        kind = HostFetchers if parsed.fetches else HostRun
+        share = await asyncio.to_thread(kind, parsed, self._place, emit, self._is_alone, ask)
+        self._shares[run_id] = share
+        for problem in () if parsed.fetches else self._problems:
             emit(Note(host=self._place.host, text=problem))
-        thread = threading.Thread(target=self._carry_out, args=(run_id, run), name=f"run-{run_id}")
-        thread.start()
-        return StorePort(run.port)
+        carry_out = threading.Thread(
+            target=self._carry_out, args=(run_id, share), name=f"run-{run_id}"
+        )
+        carry_out.start()
+        return StorePort(share.port)
 
     async def start_again(self, run_id: str, spec: bytes) -> StorePort:
-        """Ends this host's ranks of a run and starts those of its next attempt.
+        """End this host's ranks of a run and start those of its next attempt.
 
         Raises:
-            KeyError: The run has ended here.
+            PoolError: The run has ended here.
         """
-        again = self._runs[run_id].again
-        return StorePort(await asyncio.to_thread(again, unpack(spec, HostSpec)))
+        run = self._run(run_id)
+        if run is None:
+            raise PoolError(f"run {run_id} has ended here")
+        return StorePort(await asyncio.to_thread(run.again, unpack(spec, HostSpec)))
 
     async def stop_run(self, run_id: str, how: str) -> None:
-        """Interrupts or kills a run; one that is not here has ended already."""
-        if run_id in self._runs:
-            self._runs[run_id].stop(how)
+        """Interrupt or kill a share; one that is not here has ended already."""
+        if run_id in self._shares:
+            self._shares[run_id].stop(how)
 
     async def end_run(self, run_id: str) -> None:
-        """Ends a run that has settled on all hosts."""
-        if run_id in self._runs:
-            self._runs[run_id].end()
-
-    async def start_fetch(self, spec: bytes) -> None:
-        """Starts this host's fetchers of a run, in a thread of their own.
-
-        Args:
-            spec: A `HostSpec`, packed; its `host_rank` counts the fetchers' hosts.
-        """
-        parsed = unpack(spec, HostSpec)
-        run_id = share_id(parsed.plan.run_id)
-        emit = functools.partial(self.head.emit, run_id)
-        ask = self._asking(run_id)
-        share = FetchShare(parsed, self._place, emit, self._is_alone, ask)
-        thread = threading.Thread(target=self._fetch, args=(run_id, share), name=f"run-{run_id}")
-        self._shares[run_id] = share, thread
-        thread.start()
-
-    async def end_fetch(self, run_id: str) -> None:
-        """Ends fetchers; returns when nothing of them is left here."""
-        if run_id in self._shares:
-            share, thread = self._shares[run_id]
-            share.stop()
-            await asyncio.to_thread(thread.join)
+        """End a run that has settled on all hosts."""
+        if run := self._run(run_id):
+            run.end()
 
     async def place_fetcher(self, run_id: str, place: bytes) -> None:
-        """Tells a run's ranks on this host where a fetcher listens, a packed `FetcherPlace`."""
-        if run_id in self._runs:
+        """Tell a run's ranks on this host where a fetcher listens, a packed `FetcherPlace`."""
+        if run := self._run(run_id):
             told = unpack(place, FetcherPlace)
-            self._runs[run_id].place(told.number, told.entry)
+            run.place(told.number, told.entry)
 
     async def stacks(self, run_id: str) -> RunStacks:
         """Where a run's ranks, or fetchers, on this host stand.
 
         Takes some seconds where one does not answer.
         """
-        if run_id in self._shares:
-            share, _ = self._shares[run_id]
-            return RunStacks(fetchers=await asyncio.to_thread(share.stacks))
-        run = self._runs.get(run_id)
-        return RunStacks(await asyncio.to_thread(run.stacks) if run is not None else [])
+        share = self._shares.get(run_id)
+        return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
 
-    def _fetch(self, run_id: str, share: FetchShare) -> None:
+    def _run(self, run_id: str) -> HostRun | None:
+        """The ranks of a run on this host; None once they have ended."""
+        run = self._shares.get(run_id)
+        return run if isinstance(run, HostRun) else None
+
+    def _carry_out(self, run_id: str, share: HostShare) -> None:
         try:
             share.run()
         finally:
             del self._shares[run_id]
-
-    def _carry_out(self, run_id: str, run: HostRun) -> None:
-        try:
-            run.run()
-        finally:
-            del self._runs[run_id]
             if forkserver.is_alive():
                 rendezvous.prepare()
-            else:
+            elif not self._shares:
                 self._leave()
 
     async def watch_forkserver(self) -> None:
         """Leaves the pool when no run can start here any more and none is here."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            if not (forkserver.is_alive() or self._runs or self._shares):
+            if not (forkserver.is_alive() or self._shares):
                 self._leave()
                 return
 
     def _leave(self) -> None:
         self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")
 
-    def _asking(self, run_id: str) -> Ask:
-        """How a run, or its fetchers, ask for files that this host does not share."""
-
-        def ask(what: str, **arguments: Any) -> Any:
-            words = {"run_id": run_id, "what": what}
-            return self.head.ask(ASK_STORE, **words, arguments=arguments)
-
-        return ask
-
     def _is_alone(self) -> bool:
-        return len(self._runs) + len(self._shares) == 1
+        return len(self._shares) == 1
 
 
 async def serve(words: bytes) -> None:

@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from taas_magic import short_name
 from taas_magic.capture import modules, payload
-from taas_magic.host import feeding, horovod, results, stacks, tracebacks
+from taas_magic.host import horovod, results, stacks, tracebacks
 from taas_magic.host.cell_main import PAYLOAD
-from taas_magic.host.link import Link, stack_file, stacks_file
+from taas_magic.host.link import Link, feed, stack_file, stacks_file
 from taas_magic.host.processes import die_with_parent
 from taas_magic.host.shell import RankShell
 from taas_magic.host.spec import RankSpec
@@ -86,7 +86,7 @@ def rank_main(spec: RankSpec, environ: Mapping[str, str]) -> None:
     # it starts them; of the numbers of nested levels the first is that of a rank
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     _use_gloo_without_cuda(link)
-    with _heartbeat(link), feeding.feed(spec.run_dir, rank, attempt, link):
+    with _heartbeat(link), feed(spec.run_dir, rank, attempt, link):
         succeeded = _run(RankShell.instance(), spec, link, rank)
     if not link.is_own:  # a child that the cell forked, and that ran on to the cell's end
         _flush()

@@ -10,20 +10,33 @@ neither run out of memory with them nor hang with them.
 
 A subreaper inherits every orphan below it (prctl(2)), so a cell's daemon that forked twice or
 called setsid is still found.
+
+What a host needs for the time of its life lies in one folder:
+
+    <TMPDIR>/taas-<uid>-<random>/   0700; locked by the host's supervisor while it lives
+        lock
+        pymp-…                      multiprocessing's, of the agent
+        run-…                       pipes and scratch folders of a run
+
+What a supervisor that was killed has left, the next one of the same user removes.
 """
 
-import contextlib
+import fcntl
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
-from taas_magic.errors import PoolError
-from taas_magic.host import scratch
+from taas_magic.errors import PoolError, reason_of
 from taas_magic.host.processes import adopt_orphans, end_all, end_host, is_tracker, spawn_command
 
 GRACE_S = 3.0
@@ -37,7 +50,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wakeups = _wakeups_of_sigchld()
     try:
-        with scratch.host_folder() as folder:
+        with host_folder() as folder:
             return _supervise([preload, str(folder)], wakeups, lease_s)
     except PoolError as error:
         sys.exit(str(error))
@@ -96,7 +109,7 @@ def _tell(agent: subprocess.Popen[bytes], heard: bytes) -> bytes | None:
     if not end:
         return heard
     assert agent.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has just ended; the loop sees that next
+    with suppress(BrokenPipeError):  # it has just ended; the loop sees that next
         agent.stdin.write(line + end)
         agent.stdin.flush()
     return None
@@ -128,5 +141,69 @@ def _end_agent(agent: subprocess.Popen[bytes]) -> None:
         agent.wait()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@contextmanager
+def host_folder() -> Iterator[Path]:
+    """The folder of this host, for as long as the block.
+
+    Raises:
+        PoolError: It cannot be made.
+    """
+    sweep()
+    folder = _make(f"taas-{os.getuid()}-")
+    lock = _lock(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def run_folder() -> Path:
+    """A new folder for what a run needs on this host; in the agent.
+
+    Raises:
+        PoolError: It cannot be made.
+    """
+    return _make("run-")
+
+
+def sweep() -> None:
+    """Remove the folders of hosts of this user whose supervisors were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"taas-{os.getuid()}-*"):
+        if _is_abandoned(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make(prefix: str) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        raise PoolError(
+            f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}; "
+            f"make room there, or set TMPDIR to another folder before the kernel starts"
+        ) from error
+
+
+def _lock(folder: Path) -> int:
+    """Lock a new folder; nobody sees the lock before it is held."""
+    beside = folder / ".lock"
+    lock = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    beside.rename(folder / "lock")
+    return lock
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        if folder.lstat().st_uid != os.getuid():
+            return False
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # another user's, or one that is just being made or removed
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True

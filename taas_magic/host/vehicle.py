@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from distributed import Worker, WorkerPlugin
 
 from taas_magic.host.processes import spawn_command, supervisor_arguments
-from taas_magic.host.topics import ASK_HOST
+from taas_magic.host.spec import ASK_HOST
 from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import AgentKeys, AgentSettings, pack, unpack
 

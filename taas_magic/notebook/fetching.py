@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from taas_magic.errors import PoolError
-from taas_magic.host.spec import HostSpec
-from taas_magic.host.topics import share_id
+from taas_magic.host.spec import HostSpec, share_id
 from taas_magic.messages import Event, Note, encode, pack
 from taas_magic.notebook.interrupts import Background, Interrupts, Tell
 from taas_magic.pool.client import Pool, Wait

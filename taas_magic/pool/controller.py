@@ -13,13 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
-from msgspec import DecodeError
+from msgspec import DecodeError, structs
 
 from taas_magic.config import LOCAL, PoolConfig
 from taas_magic.engines.base import HostSource
 from taas_magic.errors import PoolError, ProtocolError, StoreError
-from taas_magic.host.spec import HostSpec, without_environ
-from taas_magic.host.topics import ASK_STORE, EVENT, POOL_BEAT, share_id, topic
+from taas_magic.host.spec import (
+    ASK_STORE,
+    EVENT,
+    POOL_BEAT,
+    HostSpec,
+    topic,
+    without_environ,
+)
 from taas_magic.journal.folder import RunFolder, Writer
 from taas_magic.messages import (
     Event,
@@ -35,10 +41,9 @@ from taas_magic.messages import (
     unpack,
 )
 from taas_magic.plan import Plan
-from taas_magic.pool.fetchers import PoolFetchers
 from taas_magic.pool.gate import GateComm
 from taas_magic.pool.hosts import Member, Members, ask_all
-from taas_magic.pool.runs import PoolRun
+from taas_magic.pool.runs import PoolFetchers, PoolRun, Share
 from taas_magic.setup.facts import HostFacts
 from taas_magic.store.rule import owned
 
@@ -257,7 +262,7 @@ class Controller(SchedulerPlugin):
         self, scheduler: Scheduler, source: HostSource, pool: PoolConfig, linger_s: float
     ) -> None:
         self._scheduler, self._is_local = scheduler, pool.engine == LOCAL
-        self._runs: dict[str, PoolRun | PoolFetchers] = {}
+        self._runs: dict[str, Share] = {}
         self._background: set[asyncio.Future[Any]] = set()
         self.members = Members(scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost)
         self._kernels = Kernels(self.members, linger_s, lambda: bool(self._runs))
@@ -341,9 +346,8 @@ class Controller(SchedulerPlugin):
         Returns:
             `Started`, packed.
         """
-        first = self._told(unpack(spec, HostSpec))
-        tell = self._teller(owner, share_id(first.plan.run_id))
-        fetch = PoolFetchers(first, owner, self.members, tell)
+        first = structs.replace(self._told(unpack(spec, HostSpec)), fetches=True)
+        fetch = PoolFetchers(first, owner, self.members, self._teller(owner, first.share_id))
         self._runs[fetch.run_id] = fetch
         try:
             if owner not in self._kernels:

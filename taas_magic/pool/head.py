@@ -9,7 +9,7 @@ from distributed.versions import get_versions
 
 from taas_magic.engines.keys import PeerRole
 from taas_magic.errors import ProtocolError
-from taas_magic.host.topics import AGENT
+from taas_magic.host.spec import AGENT
 from taas_magic.pool.gate import Gate, GateComm
 
 HANDLERS = (
