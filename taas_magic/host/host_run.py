@@ -282,7 +282,7 @@ class Attempt:
                 self._pump.drain(rank)  # all that it said counts
                 self._exitcodes[rank] = code
         now = time.monotonic()
-        self.ranks.poll(now, self._exitcodes.get, self._stack_file)
+        self.ranks.poll(now, self._exitcodes, self._stack_file)
         verdict = decide(self.ranks.states(), now, deadline, interrupted_at)
         if verdict is None and is_killed:
             verdict = Verdict("INTERRUPTED", "interrupt")

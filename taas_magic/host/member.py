@@ -77,12 +77,12 @@ _started = time.time() - time.monotonic()
 
 
 def steady() -> float:
-    """Seconds since 1970 as this process counted them since its start."""
+    """Return seconds since 1970 as this process counted them since its start."""
     return _started + time.monotonic()
 
 
 def use_steady_clock() -> None:
-    """Makes Dask's streams in this process, and the current loop's timers, keep the steady clock.
+    """Make Dask's streams in this process, and the current loop's timers, keep the steady clock.
 
     A stream waits for the end of its batch by the system's clock: set back by an hour, it would be
     silent for an hour, and the lease would end the host.
@@ -121,19 +121,19 @@ class Lease:
         return self.lease_s / BEATS_PER_LEASE
 
     def start(self) -> None:
-        """Counts from now on."""
+        """Count from now on."""
         self._good_until = time.monotonic() + self.lease_s
         self._watch.start()
 
     def beat(self) -> int:
-        """The number of a beat that is about to be sent."""
+        """Return the number of a beat that is about to be sent."""
         with self._lock:
             self._next += 1
             self._sent[self._next] = time.monotonic()
             return self._next
 
     def heard(self, beat: int) -> None:
-        """A beat was answered; one that was not sent, or is old, counts for nothing."""
+        """Take down that a beat was answered; one not sent, or old, counts for nothing."""
         with self._lock:
             sent = self._sent.get(beat)
             if sent is not None:
@@ -141,7 +141,7 @@ class Lease:
                 self._good_until = max(self._good_until, sent + self.lease_s)
 
     def close(self) -> None:
-        """Ends the watch."""
+        """End the watch."""
         self._ended.set()
 
     def _watch_out(self) -> None:
@@ -152,7 +152,7 @@ class Lease:
 
 
 def end_agent(lease_s: float) -> None:
-    """Ends this agent at once; its supervisor ends all that it leaves."""
+    """End this agent at once; its supervisor ends all that it leaves."""
     sys.stderr.write(f"taas-magic: heard nothing of the pool for {lease_s:g} s: the host ends\n")
     sys.stderr.flush()
     os._exit(EXPIRED)
@@ -164,12 +164,11 @@ class Head:
     Args:
         worker: The agent's Dask worker, not started yet.
         lease: The agent's lease.
-        calls: What the controller may call, by name; may be extended later.
+        calls: What the controller may call, by name.
     """
 
     def __init__(self, worker: Worker, lease: Lease, calls: Mapping[str, Handler]) -> None:
-        self._worker, self._lease = worker, lease
-        self.calls = dict(calls)
+        self._worker, self._lease, self._calls = worker, lease, calls
         self._tasks: set[asyncio.Task[None]] = set()
         worker.stream_handlers[CALL] = self._on_call
         worker.stream_handlers[HEARD] = lease.heard
@@ -186,7 +185,7 @@ class Head:
             raise PoolError(f"the pool does not answer {name}: {error}") from error
 
     def ask(self, name: str, **arguments: Any) -> Any:
-        """The same from any other thread; blocks.
+        """Do the same from any other thread; blocks.
 
         Raises:
             PoolError: It could not be reached, or did not answer in time.
@@ -200,12 +199,12 @@ class Head:
             raise PoolError(f"the pool did not answer {name} in {ASK_TIMEOUT_S:.0f} s") from None
 
     def emit(self, run_id: str, event: Event) -> None:
-        """Sends an event of a run; any thread may call it."""
+        """Send an event of a run; any thread may call it."""
         message = {"op": EVENT, "run_id": run_id, "event": encode(event)}
         self._worker.loop.add_callback(self._worker.batched_send, message)
 
     async def beat(self) -> None:
-        """Beats until it is cancelled."""
+        """Beat until it is cancelled."""
         while True:
             self._worker.batched_send({"op": BEAT, "beat": self._lease.beat()})
             await asyncio.sleep(self._lease.beat_s)
@@ -217,7 +216,7 @@ class Head:
 
     async def _answer(self, number: int, name: str, arguments: Mapping[str, Any]) -> None:
         try:
-            answer, error = pack(await self.calls[name](**arguments)), ""
+            answer, error = pack(await self._calls[name](**arguments)), ""
         except Exception as failed:  # the controller hears of it, and the pool's log has it all
             logger.exception("the call %s failed", name)
             answer, error = b"", escaped(f"{type(failed).__name__}: {failed}")
@@ -261,17 +260,17 @@ class AgentWorker(Worker):
         self.head = Head(self, lease, calls)
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Opens no port for Dask's web pages: they would ask nobody for a key."""
+        """Open no port for Dask's web pages: they would ask nobody for a key."""
 
     async def start_unsafe(self) -> "AgentWorker":
-        """Called by Dask to join the pool; then nobody can connect to this host any more."""
+        """Join the pool; called by Dask. Then nobody can connect to this host any more."""
         await super().start_unsafe()
         for listener in self.listeners:
             listener.stop()
         return self
 
     async def hello(self) -> HostHello:
-        """Who this host is, what holds its ranks off the store, and its GPUs."""
+        """Return who this host is, what holds its ranks off the store, and its GPUs."""
         return HostHello(
             host=self._place.host,
             address=self._place.address,
@@ -280,21 +279,12 @@ class AgentWorker(Worker):
         )
 
     async def facts(self, asked: bytes) -> object:
-        """What this host is like for this agent's own Python, as `probe` answers it.
-
-        Args:
-            asked: `FactsWanted`, packed.
-        """
+        """Return what this host is like for this agent's Python, as `FactsWanted` asks `probe`."""
         wanted = unpack(asked, FactsWanted)
         return await asyncio.to_thread(probe.main, **structs.asdict(wanted))
 
     async def start_run(self, run_id: str, spec: bytes) -> StorePort:
-        """Start this host's share of a run, its ranks or its fetchers, in a thread of its own.
-
-        Args:
-            run_id: What the share is known by.
-            spec: A `HostSpec`, packed.
-        """
+        """Start this host's share of a run, a packed `HostSpec`, in a thread of its own."""
         parsed = unpack(spec, HostSpec)
         emit = functools.partial(self.head.emit, run_id)
 
@@ -340,10 +330,7 @@ class AgentWorker(Worker):
             run.place(told.number, told.entry)
 
     async def stacks(self, run_id: str) -> RunStacks:
-        """Where a run's ranks, or fetchers, on this host stand.
-
-        Takes some seconds where one does not answer.
-        """
+        """Return where a run's ranks, or fetchers, on this host stand; may take some seconds."""
         share = self._shares.get(run_id)
         return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
 
@@ -363,7 +350,7 @@ class AgentWorker(Worker):
                 self._leave()
 
     async def watch_forkserver(self) -> None:
-        """Leaves the pool when no run can start here any more and none is here."""
+        """Leave the pool when no run can start here any more and none is here."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if not (forkserver.is_alive() or self._shares):
@@ -378,15 +365,21 @@ class AgentWorker(Worker):
 
 
 async def serve(words: bytes) -> None:
-    """Joins the pool when this host is warm; returns when the pool has closed or lost it.
+    """Join the pool as a packed `AgentSettings` says, when this host is warm.
 
-    Args:
-        words: `AgentSettings`, packed.
+    Returns when the pool has closed or lost it.
     """
     settings = unpack(words, AgentSettings)
     logging.getLogger("distributed").setLevel(logging.WARNING)
     use_steady_clock()
-    place = _find_place(settings)
+    address = hardware.choose(settings.interface, os.environ, get_address_host(settings.scheduler))
+    place = Place(
+        host=settings.host_name or socket.gethostname(),
+        address=address,
+        interface=hardware.name_of(address),
+        is_foreign=settings.is_foreign,
+        sys_path=tuple(sys.path),
+    )
     guard.strongest()  # found while the forkserver imports
     problems = forkserver.warm_up()
     rendezvous.prepare()
@@ -410,11 +403,3 @@ async def serve(words: bytes) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _find_place(settings: AgentSettings) -> Place:
-    scheduler = get_address_host(settings.scheduler)
-    address = hardware.choose(settings.interface, os.environ, scheduler)
-    host = settings.host_name or socket.gethostname()
-    interface = hardware.name_of(address)
-    return Place(host, address, interface, settings.is_foreign, tuple(sys.path))

@@ -330,12 +330,16 @@ class Share(ABC):
             PoolError: It could not be started.
         """
         part.member.runs.add(self.run_id)
+        address, about = part.member.address, {"run_id": self.run_id}
         told = pack(of_host(spec, part.host_rank))
-        address = part.member.address
-        said = await self._members.call(address, call, StorePort, run_id=self.run_id, spec=told)
-        if self.is_halted:  # a host hears nothing of a share that is still being started there
-            about = {"run_id": self.run_id, "how": self._how_halted}
-            await self._members.call(address, CALL_STOP, NoneType, **about)
+        try:
+            said = await self._members.call(address, call, StorePort, spec=told, **about)
+            if self.is_halted:  # a host hears nothing of a share that is still being started there
+                how = self._how_halted
+                await self._members.call(address, CALL_STOP, NoneType, how=how, **about)
+        except PoolError:
+            self._leave(part)
+            raise
         return said.port
 
     async def _tell_all(self, name: str, **arguments: str | bytes) -> None:
@@ -390,12 +394,9 @@ class PoolFetchers(Share):
         parts = [Part(member, number) for number, member in enumerate(chosen)]
         self._parts = {part.member.address: part for part in parts}
         starting = (self._start_one(part, self._spec) for part in parts)
-        said = await asyncio.gather(*starting, return_exceptions=True)
-        failed = {at: error for at, error in enumerate(said) if isinstance(error, BaseException)}
-        for at in failed:
-            self._leave(parts[at])
-        for error in failed.values():
-            raise error
+        for error in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(error, BaseException):
+                raise error
         return [member.name for member in chosen]
 
     async def carry_out(self) -> None:
