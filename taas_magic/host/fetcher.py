@@ -12,8 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from taas_magic import messages, probe, short_name
@@ -55,7 +54,7 @@ class Fetcher:
         self.server = Server(ServerSpec(spec.key, loaders, spec.listen, spec.tls))
 
     def entry(self) -> LoaderPlaces:
-        """Where it listens, for `FolderDirectory`s here and on the ranks' hosts."""
+        """Return where it listens, for `FolderDirectory`s here and on the ranks' hosts."""
         spec, (host, port, unix) = self._spec, self.server.addresses
         address = Address(spec.number, host, port, unix, machine())
         return {
@@ -68,7 +67,7 @@ class Fetcher:
         }
 
     def about(self) -> FetcherStarted:
-        """What an agent wants to know of it once."""
+        """Return what an agent wants to know of it once."""
         return FetcherStarted(
             number=self._spec.number,
             pid=os.getpid(),
@@ -77,8 +76,12 @@ class Fetcher:
             entry=self.entry(),
         )
 
+    def report(self) -> FetcherReport:
+        """Return how it stands."""
+        return FetcherReport(number=self._spec.number, loaders=self.server.stats())
+
     def notes(self) -> list[str]:
-        """What the user should know; each is said once."""
+        """Return what the user should know; each is said once."""
         spill, said = self._spec.spill, self.server.warnings()
         if spill is None or self._has_warned:
             return said
@@ -123,27 +126,14 @@ class Fetcher:
         )
 
 
-@contextmanager
-def running(spec: FetcherSpec) -> Iterator[Fetcher]:
-    """A fetcher in this process, its addresses published, ended on leaving."""
-    fetcher = Fetcher(spec)
-    file = write_entry(spec.folder, spec.number, fetcher.entry())
-    try:
-        yield fetcher
-    finally:
-        file.unlink(missing_ok=True)
-        fetcher.close()
-
-
 def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
-    """A fetcher's process, started by the agent.
+    """Run a fetcher's process, started by the agent.
 
     Sends one of `messages.FetcherSays` once it listens, every `REPORT_S`, when a worker had to be
     started again, and when it could not go on. Ends when `control` is closed or anything comes
     over it.
 
     Args:
-        spec: What to do.
         control: A duplex pipe to the agent.
     """
     die_with_parent()
@@ -156,14 +146,18 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
         try:
             if spec.setting is not None:
                 _take(spec.setting)
-            with running(spec) as fetcher:
-                _report(spec.number, fetcher, control)
+            fetcher = Fetcher(spec)
+            file = write_entry(spec.folder, spec.number, fetcher.entry())
+            try:
+                _serve(fetcher, control)
+            finally:
+                file.unlink(missing_ok=True)
+                fetcher.close()
         except BrokenPipeError:
             raise
         except Exception as error:
             traceback.print_exc()
-            why = f"{type(error).__name__}: {error}"
-            _say(control, FetcherFailed(why))
+            _say(control, FetcherFailed(f"{type(error).__name__}: {error}"))
 
 
 def _take(setting: Setting) -> None:
@@ -188,8 +182,8 @@ def _take(setting: Setting) -> None:
     payload.read(setting.payload).set_state()
 
 
-def _report(number: int, fetcher: Fetcher, control: Connection) -> None:
-    """Serves, and says how it stands, until it is to end."""
+def _serve(fetcher: Fetcher, control: Connection) -> None:
+    """Serve, and say how the fetcher stands, until it is to end."""
     _say(control, fetcher.about())
     over: list[bool] = []
     fetcher.server.watch(control, lambda: over.append(True))
@@ -200,19 +194,14 @@ def _report(number: int, fetcher: Fetcher, control: Connection) -> None:
             reported = time.monotonic()
             for sentence in fetcher.notes():
                 _say(control, Note(text=sentence))
-            _say(control, fetched(number, fetcher))
+            _say(control, fetcher.report())
     if _has_room(control):
-        _say(control, fetched(number, fetcher))
+        _say(control, fetcher.report())
 
 
 def _has_room(control: Connection) -> bool:
     """Whether the agent hears: no rank is to wait because it does not."""
     return bool(select.select([], [control], [], 0)[1])
-
-
-def fetched(number: int, fetcher: Fetcher) -> FetcherReport:
-    """How a fetcher stands."""
-    return FetcherReport(number=number, loaders=fetcher.server.stats())
 
 
 def _say(control: Connection, message: Event | FetcherFailed) -> None:

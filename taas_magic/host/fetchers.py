@@ -25,16 +25,12 @@ from taas_magic.host.host_run import POLL_S, HostShare
 from taas_magic.host.processes import RUN_TOKEN, signal_name
 from taas_magic.host.spec import Fetched, FetcherSpec, HostSpec, Place, Setting
 from taas_magic.messages import (
-    Event,
-    FetcherCounts,
     FetcherEnded,
     FetcherFailed,
-    FetcherReport,
     FetcherStand,
     FetcherStarted,
     LoaderPlace,
     LoaderPlaces,
-    Prefilling,
     RunStacks,
 )
 from taas_magic.plan import Prefill
@@ -48,65 +44,8 @@ _END_S = 5.0
 _ENDLESS = 1 << 62
 
 
-class Filling:
-    """How far a run's fetchers have come.
-
-    Args:
-        prefill: What is asked for.
-        fetchers: How many there are.
-        loaders: How many loaders they run.
-        units: The bound of `--units`, for each loader.
-    """
-
-    def __init__(self, prefill: Prefill, fetchers: int, loaders: int, units: int | None) -> None:
-        self._prefill, self._fetchers = prefill, fetchers
-        self.wanted = prefill.amount if prefill.unit != "all" else loaders * (units or 0)
-        self._stats: dict[int, list[FetcherCounts]] = {}
-        self._ended: set[int] = set()
-
-    def take(self, event: Event) -> bool:
-        """Takes an event of a fetcher; returns whether it says how far it has come."""
-        if isinstance(event, FetcherReport):
-            self._stats[event.number] = list(event.loaders.values())
-        elif isinstance(event, FetcherEnded):
-            self._ended.add(event.number)
-        return isinstance(event, FetcherReport)
-
-    @property
-    def done(self) -> int:
-        """How much is ready, in memory and on disk."""
-        if self._prefill.unit == "bytes":
-            return self._sum("ready_bytes") + self._sum("spilled_bytes")
-        return self._sum("ready")
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether ranks may start.
-
-        They may, too, when no worker can prepare more: there is no more room, or no more data. And
-        when every fetcher has ended, since ranks can say what that means for them.
-        """
-        if self.done >= self.wanted or len(self._ended) >= self._fetchers:
-            return True
-        has_all = len(self._stats.keys() | self._ended) >= self._fetchers
-        return has_all and self._sum("idle") >= self._sum("workers")
-
-    def event(self, host: str) -> Prefilling:
-        """What is said of it.
-
-        Args:
-            host: Whose fetcher has just come further.
-        """
-        unit = "bytes" if self._prefill.unit == "bytes" else "batches"
-        return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
-
-    def _sum(self, name: str) -> int:
-        every = [counts for loaders in list(self._stats.values()) for counts in loaders]
-        return sum(getattr(counts, name) for counts in every)
-
-
 def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
-    """How many batches and bytes all workers prepare before any rank asks, at the least."""
+    """Return how many batches and bytes all workers prepare before any rank asks, at the least."""
     if prefill is None:
         return 0, 0
     if prefill.unit == "bytes":

@@ -14,7 +14,7 @@ import select
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from taas_magic.data.import_hook import when_imported
 from taas_magic.data.service import Service
 from taas_magic.host.spec import TORCHRUN_NAMES
 from taas_magic.leases import FetchLease
-from taas_magic.messages import Event, RankCounts, RankMessage, RankReport, StoreMessage
+from taas_magic.messages import Event, RankMessage, RankReport, StoreMessage
 
 if TYPE_CHECKING:
     from taas_magic.data.loader import Feed
@@ -62,7 +62,7 @@ def ask_pipe(folder: Path, attempt: int, local_rank: int) -> Path:
 
 
 def ask(folder: Path, attempt: int, local_rank: int) -> None:
-    """Asks a rank where it stands; one that does not listen (any more) is not asked."""
+    """Ask a rank where it stands; one that does not listen (any more) is not asked."""
     try:
         pipe = os.open(ask_pipe(folder, attempt, local_rank), os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -83,7 +83,7 @@ def error_file(folder: Path, attempt: int, local_rank: int) -> Path:
 
 
 def make_pipe(path: Path) -> int:
-    """Makes a pipe in the agent and opens its reading end, which never blocks."""
+    """Make a pipe in the agent and open its reading end, which never blocks."""
     os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -96,7 +96,8 @@ class Link:
         self._lock = threading.Lock()
         self._messages = os.open(message_pipe(folder, attempt, local_rank), os.O_WRONLY)
         self._log = os.open(log_pipe(folder, attempt, local_rank), os.O_WRONLY)
-        _widen(self._log)
+        with suppress(OSError):  # the user's share of pipe memory is used up: 64 KiB work too
+            fcntl.fcntl(self._log, _F_SETPIPE_SZ, _PIPE_BYTES)
         # for writing, too: so it never has an end, and may be opened before the agent does
         self._asked = os.open(ask_pipe(folder, attempt, local_rank), os.O_RDWR | os.O_NONBLOCK)
 
@@ -106,7 +107,7 @@ class Link:
         return os.getpid() == self._pid
 
     def redirect_output(self) -> None:
-        """Makes the log pipe this process's descriptors 1 and 2, and Python's stdout and stderr.
+        """Make the log pipe this process's descriptors 1 and 2, and Python's stdout and stderr.
 
         Both go into one pipe: only so does their order survive. Lines leave whole, one write each.
         """
@@ -120,36 +121,25 @@ class Link:
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, **options)  # type: ignore[call-overload,misc] # noqa: SIM115
 
     def is_asked(self, timeout_s: float) -> bool:
-        """Waits until the agent asks where this rank stands; says whether it did."""
+        """Wait until the agent asks where this rank stands; says whether it did."""
         if not select.select([self._asked], [], [], timeout_s)[0]:
             return False
         os.read(self._asked, 4096)
         return True
 
     def send(self, message: Event | RankMessage | StoreMessage) -> None:
-        """Writes one message; blocks while the agent does not read."""
+        """Write one message; blocks while the agent does not read."""
         view = memoryview(messages.encode(message) + b"\n")
         with self._lock:
             while view:
                 view = view[os.write(self._messages, view) :]
 
 
-def _widen(pipe: int) -> None:
-    try:
-        fcntl.fcntl(pipe, _F_SETPIPE_SZ, _PIPE_BYTES)
-    except OSError:
-        return  # the user's share of pipe memory is used up; the usual 64 KiB work too
-
-
 @contextmanager
 def feed(run_dir: Path, rank: int, attempt: int, link: Link) -> Iterator[None]:
-    """Registered loaders that this rank unpickles inside the block are fed by the run's fetchers.
+    """Have registered loaders that this rank unpickles inside the block fed by the run's fetchers.
 
-    Args:
-        run_dir: The run's folder.
-        rank: This rank.
-        attempt: Which start of the ranks this is.
-        link: Where the rank says what it was handed.
+    What the rank was handed is said by `link`.
     """
     served = service.read(run_dir)
     if served is None:
@@ -198,21 +188,20 @@ def _teach_accelerate() -> None:
 
 @contextmanager
 def _reporting(feed: "Feed", link: Link) -> Iterator[None]:
-    """Says now and then what was handed out, and once more at the end of the block."""
+    """Say now and then what was handed out, and once more at the end of the block."""
     ended = threading.Event()
 
     def report() -> None:
-        while not ended.wait(REPORT_S):
-            _report(feed.counts(), link)
+        if counts := feed.counts():
+            link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))
 
-    threading.Thread(target=report, name="taas-feed", daemon=True).start()
+    def report_again() -> None:
+        while not ended.wait(REPORT_S):
+            report()
+
+    threading.Thread(target=report_again, name="taas-feed", daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        _report(feed.counts(), link)
-
-
-def _report(counts: dict[str, RankCounts], link: Link) -> None:
-    if counts:
-        link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))
+        report()

@@ -44,21 +44,21 @@ GRACE_S = 3.0
 
 
 def main() -> int:
-    """Runs until the agent or the lease ends; returns the agent's exit code."""
+    """Run until the agent or the lease ends; returns the agent's exit code."""
     lease_s, preload = float(sys.argv[1]) or None, sys.argv[2]
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wakeups = _wakeups_of_sigchld()
     try:
         with host_folder() as folder:
-            return _supervise([preload, str(folder)], wakeups, lease_s)
+            return _supervise(preload, folder, wakeups, lease_s)
     except PoolError as error:
         sys.exit(str(error))
 
 
-def _supervise(arguments: list[str], wakeups: int, lease_s: float | None) -> int:
+def _supervise(preload: str, folder: Path, wakeups: int, lease_s: float | None) -> int:
     """Run an agent, and leave nothing of it; returns its exit code."""
-    command = [*spawn_command("taas_magic.host.agent"), *arguments]
+    command = [*spawn_command("taas_magic.host.agent"), preload, str(folder)]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         _stay_until_end(agent, wakeups, lease_s)
@@ -70,7 +70,7 @@ def _supervise(arguments: list[str], wakeups: int, lease_s: float | None) -> int
 
 
 def _wakeups_of_sigchld() -> int:
-    """A descriptor that becomes readable when a child ends."""
+    """Return a descriptor that becomes readable when a child ends."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -79,7 +79,7 @@ def _wakeups_of_sigchld() -> int:
 
 
 def _stay_until_end(agent: subprocess.Popen[bytes], wakeups: int, lease_s: float | None) -> None:
-    """Returns when the agent has ended, or nobody holds the lease any more."""
+    """Return when the agent has ended, or nobody holds the lease any more."""
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)
     selector.register(wakeups, selectors.EVENT_READ)
@@ -104,7 +104,7 @@ def _stay_until_end(agent: subprocess.Popen[bytes], wakeups: int, lease_s: float
 
 
 def _tell(agent: subprocess.Popen[bytes], heard: bytes) -> bytes | None:
-    """Passes the first line on; returns what there is of it so far, None once it is passed on."""
+    """Pass the first line on; returns what there is of it so far, None once it is passed on."""
     line, end, _ = heard.partition(b"\n")
     if not end:
         return heard
@@ -143,7 +143,7 @@ def _end_agent(agent: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def host_folder() -> Iterator[Path]:
-    """The folder of this host, for as long as the block.
+    """Make the folder of this host, for as long as the block.
 
     Raises:
         PoolError: It cannot be made.
@@ -159,7 +159,7 @@ def host_folder() -> Iterator[Path]:
 
 
 def run_folder() -> Path:
-    """A new folder for what a run needs on this host; in the agent.
+    """Return a new folder for what a run needs on this host; in the agent.
 
     Raises:
         PoolError: It cannot be made.
