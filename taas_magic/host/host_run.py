@@ -367,15 +367,8 @@ class _Order:
 class HostRun(HostShare):
     """A run's ranks on this host."""
 
-    def __init__(
-        self,
-        spec: HostSpec,
-        place: Place,
-        emit: Callable[[Event], None],
-        alone: Callable[[], bool],
-        ask: Ask,
-    ) -> None:
-        super().__init__(spec, place, emit, alone, ask)
+    def __init__(self, spec: HostSpec, *about: Any) -> None:
+        super().__init__(spec, *about)
         self._rendezvous = _rendezvous_of(spec)
         self.port = self._rendezvous.port if self._rendezvous else 0
         timeout_s = spec.plan.timeout_s

@@ -289,7 +289,7 @@ class Share(ABC):
         await self._tell_all(CALL_STOP, how=how)
 
     async def stacks(self) -> RunStacks:
-        """Where its ranks, or fetchers, stand."""
+        """Return where its ranks, or fetchers, stand."""
         there = [part.member for part in self._parts.values() if not part.ended]
         return await stacks_of(self._members, there, self.run_id)
 
@@ -303,25 +303,28 @@ class Share(ABC):
         return [address for address, part in self._parts.items() if not part.ended]
 
     async def _take(self, count: int, keep: Collection[str] = ()) -> list[Member]:
-        """So many hosts; the run says for which one it waits.
+        """Return so many hosts that are fit; the run says for which one it waits.
+
+        Args:
+            count: How many.
+            keep: Addresses of hosts that must be among them.
 
         Raises:
-            PoolError: There are not so many, or the share was halted while it waited for them.
+            PoolError: There are not so many, they are not fit, or the share was halted while it
+                waited for them.
         """
-        say = self._members.take(count, keep, lambda line: self.publish(Note(text=line)))
-        taking = asyncio.ensure_future(say)
+        take = self._members.take(count, keep, lambda line: self.publish(Note(text=line)))
+        taking = asyncio.ensure_future(take)
         halted = asyncio.ensure_future(self._halted.wait())
         await asyncio.wait({taking, halted}, return_when=asyncio.FIRST_COMPLETED)
         halted.cancel()
         if self.is_halted:
             taking.cancel()
             raise PoolError("nobody waits for its hosts any more")
-        return taking.result()
-
-    async def _check(self, members: list[Member]) -> None:
-        """Return when hosts, unless they are this machine, have been found fit for the run."""
+        members = taking.result()
         if self._spec.requires is not None:
             await require_fit(self._members, members, self._spec.requires)
+        return members
 
     async def _start_one(self, part: Part, spec: HostSpec, call: str = CALL_START) -> int:
         """Start the share on a host; returns the port of the ranks' store, if that is there.
@@ -388,9 +391,7 @@ class PoolFetchers(Share):
     """The fetchers of a run."""
 
     async def start(self) -> list[str]:
-        data = self._data
-        chosen = (await self._take(data.pool_hosts))[: data.hosts]
-        await self._check(chosen)
+        chosen = (await self._take(self._data.pool_hosts))[: self._data.hosts]
         parts = [Part(member, number) for number, member in enumerate(chosen)]
         self._parts = {part.member.address: part for part in parts}
         starting = (self._start_one(part, self._spec) for part in parts)
@@ -472,7 +473,6 @@ class PoolRun(Share):
 
     async def start(self) -> list[str]:
         members = await self._take(len(self.plan.hosts))
-        await self._check(members)
         self.publish(StateChanged(state="RUNNING"))
         await self._start_attempt(members)
         return [member.name for member in members]
@@ -570,7 +570,6 @@ class PoolRun(Share):
         self.publish(Restart(attempt=self._attempt + 1, failure=first))
         try:
             members = await self._take(len(self.plan.hosts), self._running())
-            await self._check(members)
         except PoolError as error:
             if not self.is_halted:
                 self.publish(Note(text=f"not started again: {error}"))
