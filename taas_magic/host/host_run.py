@@ -131,11 +131,11 @@ class HostShare(ABC):
     ) -> None:
         self._spec, self._place, self._host = spec, place, place.host
         self._emit, self._alone = emit, alone
+        self._folder = run_folder()
         self._files = HostFiles(spec, place, ask, emit)
         self._wakeup = Wakeup()
         self._stopped_at: float | None = None
         self._killed = False
-        self._folder = run_folder()
 
     def run(self) -> None:
         """Run to the end, and emit `HostEnded` when nothing of the share is left here."""
