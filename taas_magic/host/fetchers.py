@@ -122,7 +122,7 @@ class _Running:
 class HostFetchers(HostShare):
     """The fetchers of one run on this host."""
 
-    _left = "fetchers left"
+    leaves = "fetchers left"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -139,12 +139,12 @@ class HostFetchers(HostShare):
 
     def _work(self) -> None:
         """Start the fetchers, and turn what they say into events until all have ended."""
-        for spec in specs_of(self._spec, self._place, self._folder):
+        for spec in specs_of(self.spec, self.place, self.folder):
             control, theirs = forkserver.pipe()
             process = forkserver.start(FETCHER, spec, theirs)
             theirs.close()
             self._running[control] = _Running(spec, process)
-        while self._running and self._stopped_at is None:
+        while self._running and self.stopped_at is None:
             for control in self._pass_on(self._running):
                 self._end(control)
             for one in self._running.values():
@@ -161,21 +161,21 @@ class HostFetchers(HostShare):
     def _fail(self, error: Exception) -> None:
         """Say that no fetcher will start here, so that no rank waits for one."""
         if isinstance(error, TaasError):
-            why = f"host {self._host} has no fetchers: {error}"
+            why = f"host {self.host} has no fetchers: {error}"
         else:
-            why = f"host {self._host} has no fetchers: {type(error).__name__}: {error}"
-        self._note(why)
-        data = self._spec.plan.data
+            why = f"host {self.host} has no fetchers: {type(error).__name__}: {error}"
+        self.note(why)
+        data = self.spec.plan.data
         assert data is not None
-        for plan in data.on(self._spec.host_rank):
-            entry = _failed_entry(plan.loaders, self._spec.plan.cpus, why)
-            self._emit(FetcherEnded(host=self._host, number=plan.number, entry=entry))
+        for plan in data.on(self.spec.host_rank):
+            entry = _failed_entry(plan.loaders, self.spec.plan.cpus, why)
+            self.emit(FetcherEnded(host=self.host, number=plan.number, entry=entry))
 
     def _keep(self, error: Exception) -> None:
-        self._note(f"the fetchers' logs stay on host {self._host}: {error}")
+        self.note(f"the fetchers' logs stay on host {self.host}: {error}")
 
     def _held(self) -> Path:
-        return self._spec.folder.path / "logs" / "fetcher-"
+        return self.spec.folder.path / "logs" / "fetcher-"
 
     def _ending(self) -> tuple[Callable[[], None], ...]:
         return tuple(partial(self._end, control) for control in self._running)
@@ -183,8 +183,8 @@ class HostFetchers(HostShare):
     def _pass_on(self, running: Iterable[Connection]) -> list[Connection]:
         """Pass on what fetchers say now, or soon; returns those that have ended."""
         ended = []
-        ready = wait([*running, self._wakeup.fileno()], POLL_S)
-        self._wakeup.clear()
+        ready = wait([*running, self.wakeup.fileno()], POLL_S)
+        self.wakeup.clear()
         for control in ready:
             if not isinstance(control, Connection):
                 continue
@@ -198,18 +198,18 @@ class HostFetchers(HostShare):
             if isinstance(said, FetcherFailed):
                 one.why = said.why
             else:
-                said.host = self._host
-                self._emit(said)
+                said.host = self.host
+                self.emit(said)
         return ended
 
     def _look_for_writes(self, one: _Running) -> None:
         """Say once what a fetcher wrote to the project store, which kept it out."""
-        kept_out = self._folder / str(one.spec.number) / "store"
+        kept_out = self.folder / str(one.spec.number) / "store"
         if one.said_writes or not kept_out.exists():
             return
         if names := sorted(os.listdir(kept_out)):
             one.said_writes = True
-            self._note(f"not saved (fetchers do not write the project store): {names[0]}")
+            self.note(f"not saved (fetchers do not write the project store): {names[0]}")
 
     def _end(self, control: Connection) -> None:
         one = self._running.pop(control)
@@ -217,22 +217,22 @@ class HostFetchers(HostShare):
         one.process.join(_EXIT_S)
         one.process.kill()
         one.process.join()
-        ended = FetcherEnded(host=self._host, number=one.spec.number)
-        if self._stopped_at is None:
+        ended = FetcherEnded(host=self.host, number=one.spec.number)
+        if self.stopped_at is None:
             text = self._how_one_ended(one)
-            self._note(text)
+            self.note(text)
             if not one.is_up:
                 loaders = [loader.name for loader in one.spec.loaders]
                 ended.entry = _failed_entry(loaders, one.spec.fetchers, text)
                 write_entry(one.spec.folder, one.spec.number, ended.entry)
         forkserver.forget(one.process)
-        self._emit(ended)
+        self.emit(ended)
 
     def _how_one_ended(self, one: _Running) -> str:
         code = one.process.exitcode
         how = one.why or (f"killed by {signal_name(code)}" if code < 0 else f"exit code {code}")
         log = f"logs/fetcher-{one.spec.number}.log"
-        return f"fetcher {one.spec.number} on host {self._host} ended: {how} (see {log} of the run)"
+        return f"fetcher {one.spec.number} on host {self.host} ended: {how} (see {log} of the run)"
 
 
 def _failed_entry(loaders: Iterable[str], fetchers: int, why: str) -> LoaderPlaces:

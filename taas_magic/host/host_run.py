@@ -119,7 +119,8 @@ class HostShare(ABC):
     port = 0
     """Of the store of the first attempt's ranks, on the run's first host."""
 
-    _left = "the cell started"
+    leaves = "the cell started"
+    """Who began what could not be ended, for messages."""
 
     def __init__(
         self,
@@ -129,12 +130,12 @@ class HostShare(ABC):
         alone: Callable[[], bool],
         ask: Ask,
     ) -> None:
-        self._spec, self._place, self._host = spec, place, place.host
-        self._emit, self._alone = emit, alone
-        self._folder = run_folder()
+        self.spec, self.place, self.host = spec, place, place.host
+        self.emit, self._alone = emit, alone
+        self.folder = run_folder()
         self._files = HostFiles(spec, place, ask, emit)
-        self._wakeup = Wakeup()
-        self._stopped_at: float | None = None
+        self.wakeup = Wakeup()
+        self.stopped_at: float | None = None
         self._killed = False
 
     def run(self) -> None:
@@ -143,15 +144,15 @@ class HostShare(ABC):
             self._run()
         finally:
             state, failures = self._how_it_ended()
-            number = self._spec.host_rank
-            self._emit(HostEnded(host=self._host, host_rank=number, state=state, failures=failures))
-            self._wakeup.close()
+            number = self.spec.host_rank
+            self.emit(HostEnded(host=self.host, host_rank=number, state=state, failures=failures))
+            self.wakeup.close()
 
     def _run(self) -> None:
         try:
             spec = self._files.bring_in(self._is_wanted)
             if spec is not None:
-                self._spec = spec
+                self.spec = spec
                 self._work()
         except Exception as error:
             self._fail(error)
@@ -160,7 +161,7 @@ class HostShare(ABC):
                 step()
             except Exception as error:
                 text = f"not all of the run could be cleaned up: {type(error).__name__}: {error}"
-                self._note(text)
+                self.note(text)
         try:
             self._files.bring_home()
         except Exception as error:
@@ -172,10 +173,10 @@ class HostShare(ABC):
         Args:
             how: `interrupt` sends SIGINT to ranks and gives them a grace; `kill` ends them now.
         """
-        if self._stopped_at is None:
-            self._stopped_at = time.monotonic()
+        if self.stopped_at is None:
+            self.stopped_at = time.monotonic()
         self._killed = self._killed or how == "kill"
-        self._wakeup.set()
+        self.wakeup.set()
 
     @abstractmethod
     def stacks(self) -> RunStacks:
@@ -198,25 +199,26 @@ class HostShare(ABC):
         """Take down why what was left here was not brought home."""
 
     def _is_wanted(self) -> bool:
-        return self._stopped_at is None
+        return self.stopped_at is None
 
     def _how_it_ended(self) -> tuple[str, list[Failure]]:
         return "SUCCEEDED", []
 
     def _held(self) -> Path:
         """How the paths begin of files that show whose a process is that has them open."""
-        return self._folder
+        return self.folder
 
     def _sweep(self) -> None:
-        found = leftovers(self._spec.share_id, self._held(), self._alone())
+        found = leftovers(self.spec.share_id, self._held(), self._alone())
         if left := end_all(found, grace_s=0):
-            self._note(f"host {self._host}: {self._left} what could not be ended: {named(left)}")
+            self.note(f"host {self.host}: {self.leaves} what could not be ended: {named(left)}")
 
     def _remove_folder(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _note(self, text: str) -> None:
-        self._emit(Note(host=self._host, text=text))
+    def note(self, text: str) -> None:
+        """Tell the user something, once."""
+        self.emit(Note(host=self.host, text=text))
 
 
 class Attempt:
@@ -399,13 +401,13 @@ class HostRun(HostShare):
         stand = self._attempt.stand if self._attempt is not None else None
         return RunStacks(stand.rows(stand.collect()) if stand is not None else [])
 
-    def place(self, number: int, entry: LoaderPlaces) -> None:
+    def place_fetcher(self, number: int, entry: LoaderPlaces) -> None:
         """Tell the ranks where a fetcher of another host listens; called by another thread."""
         self._places.put(number, entry)
 
     def _command(self, order: _Order) -> None:
         self._order = order
-        self._wakeup.set()
+        self.wakeup.set()
 
     def _take_order(self) -> _Order | None:
         order, self._order = self._order, None
@@ -413,20 +415,20 @@ class HostRun(HostShare):
 
     def _is_wanted(self) -> bool:
         order = self._order
-        return self._stopped_at is None and (order is None or order.spec is not None)
+        return self.stopped_at is None and (order is None or order.spec is not None)
 
     def stop(self, how: str) -> None:
-        is_first = self._stopped_at is None
+        is_first = self.stopped_at is None
         super().stop(how)
         if is_first and self._attempt is not None:
             self._attempt.ranks.interrupt()
 
     def _work(self) -> None:
         """Start the ranks, and again as often as the controller says; returns at the run's end."""
-        folder = self._spec.folder
+        folder = self.spec.folder
         self._places.open(folder.path)
-        wake = self._wakeup.set
-        self._pump = Pump(self._folder, folder, self._host, self._emit, self._on_message, wake)
+        wake = self.wakeup.set
+        self._pump = Pump(self.folder, folder, self.host, self.emit, self._on_message, wake)
         order = self._take_order()
         while True:
             if order is not None:
@@ -438,13 +440,13 @@ class HostRun(HostShare):
             attempt.close()
 
     def _start_ranks(self, pump: Pump) -> Attempt:
-        spec, meeting = self._spec, self._rendezvous
-        attempt = self._attempt = Attempt(spec, self._host, pump, self._folder, self._emit)
-        if self._stopped_at is not None:
+        spec, meeting = self.spec, self._rendezvous
+        attempt = self._attempt = Attempt(spec, self.host, pump, self.folder, self.emit)
+        if self.stopped_at is not None:
             attempt.ranks.interrupt()
         if meeting is None:
             rendezvous.reach(spec.master_addr, spec.master_port)
-        rank_spec = spec.for_ranks(self._folder, guard.strongest(), self._place)
+        rank_spec = spec.for_ranks(self.folder, guard.strongest(), self.place)
         if meeting is not None:
             meeting.start()
         attempt.start(rank_spec, meeting.port if meeting else spec.master_port)
@@ -453,10 +455,10 @@ class HostRun(HostShare):
     def _judge(self, attempt: Attempt) -> _Order:
         """Look at the ranks whenever something changed, until the controller says what follows."""
         while (order := self._take_order()) is None:
-            connection.wait([*attempt.sentinels, self._wakeup.fileno()], POLL_S)
-            self._wakeup.clear()
+            connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
+            self.wakeup.clear()
             if attempt.verdict is None:
-                attempt.look(self._deadline, self._stopped_at, self._killed)
+                attempt.look(self._deadline, self.stopped_at, self._killed)
         return order
 
     def _make_ready(self, order: _Order, spec: HostSpec) -> None:
@@ -465,7 +467,7 @@ class HostRun(HostShare):
             self._rendezvous.close()
         self._rendezvous = order.rendezvous
         try:
-            self._spec = self._files.again(spec)
+            self.spec = self._files.again(spec)
         finally:
             order.obeyed.set()
 
@@ -475,24 +477,24 @@ class HostRun(HostShare):
         if isinstance(message, RankMessage):
             if attempt is not None:
                 attempt.ranks.note(rank, message)
-                self._wakeup.set()
+                self.wakeup.set()
             return
         if attempt is not None:
             attempt.ranks.hear(rank, message)
         if isinstance(message, StoreMessage):
             self._files.take(rank, message)
             return
-        message.host, message.time = self._host, time.time()
+        message.host, message.time = self.host, time.time()
         if isinstance(message, RankEvent):
             message.rank = rank
-        self._emit(message)
+        self.emit(message)
 
     def _fail(self, error: Exception) -> None:
-        self._gone_wrong = "FAILED", [host_failure(self._host, error)]
+        self._gone_wrong = "FAILED", [host_failure(self.host, error)]
 
     def _keep(self, error: Exception) -> None:
-        failure = host_failure(self._host, error)
-        self._emit(RankFailure(host=self._host, failure=failure))
+        failure = host_failure(self.host, error)
+        self.emit(RankFailure(host=self.host, failure=failure))
         self._gone_wrong = "LOST", [failure]
 
     def _how_it_ended(self) -> tuple[str, list[Failure]]:

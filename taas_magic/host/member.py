@@ -327,7 +327,7 @@ class AgentWorker(Worker):
         """Tell a run's ranks on this host where a fetcher listens, a packed `FetcherPlace`."""
         if run := self._run(run_id):
             told = unpack(place, FetcherPlace)
-            run.place(told.number, told.entry)
+            run.place_fetcher(told.number, told.entry)
 
     async def stacks(self, run_id: str) -> RunStacks:
         """Return where a run's ranks, or fetchers, on this host stand; may take some seconds."""

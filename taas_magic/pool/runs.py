@@ -401,7 +401,6 @@ class PoolFetchers(Share):
         return [member.name for member in chosen]
 
     async def carry_out(self) -> None:
-        """Return when no host has fetchers of the run any more."""
         await self._gone()
         await self._files.close()
 
@@ -479,7 +478,8 @@ class PoolRun(Share):
 
     async def carry_out(self) -> RunEnded:
         outcome = await self._outcome()
-        while self._may_restart(outcome):
+        most = self.plan.max_restarts
+        while outcome.curable and self._restarts < most and not self.is_halted:
             if await self._start_again(outcome):
                 outcome = await self._outcome()
             elif self.is_halted:  # what failed before was about to be done again
@@ -559,10 +559,6 @@ class PoolRun(Share):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), TICK_S if settling else None)
             self._changed.clear()
-
-    def _may_restart(self, outcome: Outcome) -> bool:
-        left = self.plan.max_restarts - self._restarts
-        return outcome.curable and left > 0 and not self.is_halted
 
     async def _start_again(self, outcome: Outcome) -> bool:
         """Start all ranks again, on other hosts for those that are gone; returns whether it did."""
