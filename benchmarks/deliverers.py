@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from taas_magic.data.loader import Feed, LoaderShape, RemoteLoader
 from taas_magic.data.service import FolderDirectory, Tls
-from taas_magic.host import fetcher
-from taas_magic.host.fetcher_spec import Fetched, FetcherSpec
+from taas_magic.host.fetcher import fetcher_main
+from taas_magic.host.spec import Fetched, FetcherSpec
 from taas_magic.messages import FetcherReport, FetcherStarted, of_fetcher
 
 Take = Callable[[], object]
@@ -151,7 +151,11 @@ def service(
         fetched = (Fetched("train", folder / "train.pkl", workers),)
         spec = FetcherSpec(number, number, fetchers, fetched, key, addresses, workers)
         spec = dataclasses.replace(spec, tls=tls, buffer_bytes=buffer_bytes)
-        running.append(fetcher.start(spec, FORK))
+        control, theirs = FORK.Pipe()
+        process = FORK.Process(target=fetcher_main, args=(spec, theirs))
+        process.start()
+        theirs.close()
+        running.append((process, control))
     for _, control in running:
         assert isinstance(of_fetcher(control.recv_bytes()), FetcherStarted)
     client = tls.client if tls else None

@@ -26,7 +26,7 @@ from scale_view import LINES, host_of, plan_of
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.engines.keys import Keys
-from taas_magic.host import topics
+from taas_magic.host import spec as words
 from taas_magic.host.spec import HostSpec, Origin
 from taas_magic.journal.folder import RunFolder
 from taas_magic.leases import BEATS_PER_LEASE
@@ -123,7 +123,7 @@ class Agent:
                 "pid": 1,
                 "versions": {},
                 "metrics": _METRICS,
-                "extra": {topics.AGENT: True},
+                "extra": {words.AGENT: True},
                 "stimulus_id": "join",
                 "server_id": f"agent-{self._number}",
             }
@@ -135,7 +135,7 @@ class Agent:
     def say(self, events: list[Event]) -> None:
         """Sends events of the run."""
         for said in events:
-            message = {"op": topics.EVENT, "run_id": self._run_id, "event": encode(said)}
+            message = {"op": words.EVENT, "run_id": self._run_id, "event": encode(said)}
             self._stream.send(message)
 
     def lines(self, i: int) -> None:
@@ -159,34 +159,34 @@ class Agent:
         with contextlib.suppress(CommClosedError):
             while True:
                 number += 1
-                self._stream.send({"op": topics.BEAT, "beat": number})
+                self._stream.send({"op": words.BEAT, "beat": number})
                 await asyncio.sleep(LEASE_S / BEATS_PER_LEASE)
 
     async def _hear(self) -> None:
         with contextlib.suppress(CommClosedError):
             while True:
                 for message in await self._comm.read():
-                    if message["op"] == topics.CALL:
+                    if message["op"] == words.CALL:
                         self._answer(message)
 
     def _answer(self, call: dict[str, Any]) -> None:
         said: object = None
         match call["name"]:
-            case topics.CALL_HELLO:
+            case words.CALL_HELLO:
                 said = HostHello(host=self.name, address="10.1.0.1", means="mount", gpus=8)
-            case topics.CALL_START:
+            case words.CALL_START:
                 spec = unpack(call["arguments"]["spec"], HostSpec)
                 self._run_id, self._host_rank = spec.plan.run_id, spec.host_rank
                 first = spec.share.first_rank
                 self._ranks = range(first, first + spec.share.ranks)
                 said = StorePort(1000)
-        answer = {"op": topics.ANSWER, "id": call["id"], "answer": pack(said), "error": ""}
+        answer = {"op": words.ANSWER, "id": call["id"], "answer": pack(said), "error": ""}
         self._stream.send(answer)
         match call["name"]:
-            case topics.CALL_START:
+            case words.CALL_START:
                 pids = {rank: 1000 + rank for rank in self._ranks}
                 self.say([RanksStarted(host=self.name, pids=pids)])
-            case topics.CALL_END:
+            case words.CALL_END:
                 ended = HostEnded(host=self.name, host_rank=self._host_rank, state="SUCCEEDED")
                 self.say([ended])
 
@@ -224,7 +224,7 @@ async def _measure(world_size: int, folder: Path) -> Figures:
     async with _pool() as (address, keys, controller), _client(address, keys) as client:
         agents = [Agent(h.host_rank, host_of(h.first_rank), keys) for h in plan.hosts]
         kernel = Kernel()
-        client.subscribe_topic(topics.topic(client.id), kernel.take)
+        client.subscribe_topic(words.topic(client.id), kernel.take)
         join_s = await _cpu(_join(agents, address, controller))
         launch_s = await _cpu(_launch(plan, folder, client, kernel, len(agents)))
         late: list[float] = []

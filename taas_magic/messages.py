@@ -358,10 +358,6 @@ class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
     entry: LoaderPlaces | UnsetType = UNSET
 
 
-class FetchersEnded(Event, tag="fetch_ended", kw_only=True):
-    """A host has no fetchers of the run any more; said to the pool only."""
-
-
 class Prefilling(Event, tag="filling", kw_only=True):
     """Ranks wait until so much is ready."""
 

@@ -22,7 +22,7 @@ from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine, log_tail
 from taas_magic.errors import PoolError, UsageError
-from taas_magic.host.topics import ASK_HOST
+from taas_magic.host.spec import ASK_HOST
 from taas_magic.host.vehicle import agent_name, vehicle_of
 from taas_magic.messages import AgentKeys, pack
 from taas_magic.plan import HostCapacity

@@ -36,8 +36,9 @@ from taas_magic.farms.terms import (
     Part,
     PlacedCall,
 )
-from taas_magic.host import forkserver, scratch
+from taas_magic.host import forkserver
 from taas_magic.host.spec import REACH, TORCHRUN_NAMES
+from taas_magic.host.supervisor import host_folder
 from taas_magic.host.system import LOOPBACK, count_gpus, die_with_parent, signal_name, spawn_command
 from taas_magic.leases import NODE_START_S
 
@@ -93,7 +94,7 @@ def main() -> int:
     die_with_parent(os.getppid())
     setting = messages.unpack(sys.stdin.buffer.readline(), NodeSetting)
     logging.getLogger("distributed").setLevel(logging.ERROR)
-    with scratch.host_folder() as folder:
+    with host_folder() as folder:
         tempfile.tempdir = str(folder)
         forkserver.begin([])
         asyncio.run(_serve(setting, folder))

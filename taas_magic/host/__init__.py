@@ -1,14 +1,16 @@
 """What runs on hosts: supervisor, agent, forkserver, ranks, fetchers.
 
-supervisor.py  starts the agent and outlives it; scratch.py: the host's folder under TMPDIR
-agent.py       starts the forkserver, then joins the pool (member.py) under a lease (lease.py)
-host_run.py    a run on this host: attempts, ranks, what the controller says (spec.py, topics.py)
+supervisor.py  starts the agent and outlives it; has the host's folder under TMPDIR
+agent.py       starts the forkserver, then joins the pool (member.py) under a lease
+spec.py        what a host is told of a run; the words between pool and agents
+host_run.py    a share of a run on this host; its ranks, attempt by attempt
+fetchers.py    the other share: a run's fetchers; fetcher.py: such a process
 watch.py       judges the ranks; stacks.py: where they stand; output.py: what they print
-rank.py        the process that runs the cell (tracebacks.py, results.py, feeding.py, cell_main.py)
+rank.py        the process that runs the cell (tracebacks.py, results.py, cell_main.py)
+link.py        a rank's pipes to its agent, and where its loaders get their batches
 rendezvous.py  where ranks meet: torch's store, and horovod's server
 forkserver.py  starts ranks and fetchers from a process that has torch imported
 system.py      GPUs, network addresses and processes of this host
-fetchers.py    a run's fetchers on this host; fetcher.py: such a process (fetcher_spec.py)
-files.py       the run's folder and the project store here
+files.py       the run's folder and the project store here, and how the pool answers for them
 vehicle.py     brings an agent to a plain Dask worker's host
 """

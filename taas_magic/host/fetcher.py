@@ -4,20 +4,19 @@ Started by the host's agent, before the ranks exist. It tells the agent where it
 stands, and ends with the agent or when it is told to.
 """
 
-import multiprocessing
 import os
 import select
 import shutil
 import signal
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
 
 from taas_magic import messages, probe
+from taas_magic.capture import payload
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data.buffer import FetcherShare
 from taas_magic.data.scheduler import ServedLoader
@@ -25,7 +24,7 @@ from taas_magic.data.server import Server, ServerSpec
 from taas_magic.data.service import machine, write_entry
 from taas_magic.data.worker import WorkerSpec
 from taas_magic.host import stacks
-from taas_magic.host.fetcher_spec import Fetched, FetcherSpec
+from taas_magic.host.spec import Fetched, FetcherSpec, Setting
 from taas_magic.host.system import die_with_parent
 from taas_magic.messages import (
     Address,
@@ -37,6 +36,7 @@ from taas_magic.messages import (
     LoaderPlaces,
     Note,
 )
+from taas_magic.store.guard import hold
 
 REPORT_S = 0.5
 """How often a fetcher says how it stands."""
@@ -54,7 +54,7 @@ class Fetcher:
         self.server = Server(ServerSpec(spec.key, loaders, spec.listen, spec.tls))
 
     def entry(self) -> LoaderPlaces:
-        """Where it listens, for `FolderDirectory`s here and on the ranks' hosts."""
+        """Return where it listens, for `FolderDirectory`s here and on the ranks' hosts."""
         spec, (host, port, unix) = self._spec, self.server.addresses
         address = Address(spec.number, host, port, unix, machine())
         return {
@@ -67,7 +67,7 @@ class Fetcher:
         }
 
     def about(self) -> FetcherStarted:
-        """What an agent wants to know of it once."""
+        """Return what an agent wants to know of it once."""
         return FetcherStarted(
             number=self._spec.number,
             pid=os.getpid(),
@@ -76,8 +76,12 @@ class Fetcher:
             entry=self.entry(),
         )
 
+    def report(self) -> FetcherReport:
+        """Return how it stands."""
+        return FetcherReport(number=self._spec.number, loaders=self.server.stats())
+
     def notes(self) -> list[str]:
-        """What the user should know; each is said once."""
+        """Return what the user should know; each is said once."""
         spill, said = self._spec.spill, self.server.warnings()
         if spill is None or self._has_warned:
             return said
@@ -122,27 +126,14 @@ class Fetcher:
         )
 
 
-@contextmanager
-def running(spec: FetcherSpec) -> Iterator[Fetcher]:
-    """A fetcher in this process, its addresses published, ended on leaving."""
-    fetcher = Fetcher(spec)
-    file = write_entry(spec.folder, spec.number, fetcher.entry())
-    try:
-        yield fetcher
-    finally:
-        file.unlink(missing_ok=True)
-        fetcher.close()
-
-
 def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
-    """A fetcher's process, started by the agent.
+    """Run a fetcher's process, started by the agent.
 
     Sends one of `messages.FetcherSays` once it listens, every `REPORT_S`, when a worker had to be
     started again, and when it could not go on. Ends when `control` is closed or anything comes
     over it.
 
     Args:
-        spec: What to do.
         control: A duplex pipe to the agent.
     """
     die_with_parent()
@@ -154,19 +145,45 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     with suppress(BrokenPipeError):  # nobody listens any more: this is the end
         try:
             if spec.setting is not None:
-                spec.setting.take()
-            with running(spec) as fetcher:
-                _report(spec.number, fetcher, control)
+                _take(spec.setting)
+            fetcher = Fetcher(spec)
+            file = write_entry(spec.folder, spec.number, fetcher.entry())
+            try:
+                _serve(fetcher, control)
+            finally:
+                file.unlink(missing_ok=True)
+                fetcher.close()
         except BrokenPipeError:
             raise
         except Exception as error:
             traceback.print_exc()
-            why = f"{type(error).__name__}: {error}"
-            _say(control, FetcherFailed(why))
+            _say(control, FetcherFailed(f"{type(error).__name__}: {error}"))
 
 
-def _report(number: int, fetcher: Fetcher, control: Connection) -> None:
-    """Serves, and says how it stands, until it is to end."""
+def _take(setting: Setting) -> None:
+    """Make a setting this process's, which is freshly forked and has one thread."""
+    descriptor = os.open(setting.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(setting.environ)
+    os.chdir(setting.cwd)
+    sys.path[:] = setting.sys_path
+    if setting.store is not None:
+        hold(
+            setting.store,
+            setting.who,
+            means=setting.means,
+            scratch=setting.scratch,
+            run_folder=str(setting.payload.parent),
+            note=lambda path: None,  # workers write, and children say nothing: the agent looks
+        )
+    payload.read(setting.payload).set_state()
+
+
+def _serve(fetcher: Fetcher, control: Connection) -> None:
+    """Serve, and say how the fetcher stands, until it is to end."""
     _say(control, fetcher.about())
     over: list[bool] = []
     fetcher.server.watch(control, lambda: over.append(True))
@@ -177,9 +194,9 @@ def _report(number: int, fetcher: Fetcher, control: Connection) -> None:
             reported = time.monotonic()
             for sentence in fetcher.notes():
                 _say(control, Note(text=sentence))
-            _say(control, fetched(number, fetcher))
+            _say(control, fetcher.report())
     if _has_room(control):
-        _say(control, fetched(number, fetcher))
+        _say(control, fetcher.report())
 
 
 def _has_room(control: Connection) -> bool:
@@ -187,28 +204,5 @@ def _has_room(control: Connection) -> bool:
     return bool(select.select([], [control], [], 0)[1])
 
 
-def fetched(number: int, fetcher: Fetcher) -> FetcherReport:
-    """How a fetcher stands."""
-    return FetcherReport(number=number, loaders=fetcher.server.stats())
-
-
 def _say(control: Connection, message: Event | FetcherFailed) -> None:
     control.send_bytes(messages.encode(message))
-
-
-def start(spec: FetcherSpec, context: Any = None) -> tuple[Any, Connection]:
-    """Start a fetcher's process.
-
-    Args:
-        spec: What it is to do.
-        context: A multiprocessing context (the agent's warm forkserver).
-
-    Returns:
-        The process and this end of its pipe; closing that ends it.
-    """
-    context = context or multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=fetcher_main, args=(spec, theirs), name="taas-fetcher")
-    process.start()
-    theirs.close()
-    return process, ours

@@ -1,15 +1,15 @@
 """A run's fetchers on one host: what each is told, started, listened to, ended.
 
-Lives in the agent, in a thread of its own. It may be on a host that runs no rank, and it begins
-before the ranks do; the plan says which fetchers lie here.
+Lives in the agent, in a thread of its own (`host_run.HostShare`). It may be on a host that runs no
+rank, and it begins before the ranks do; the plan says which fetchers lie here.
 """
 
 import os
-import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -18,94 +18,34 @@ from msgspec import structs
 
 from taas_magic import messages
 from taas_magic.data import service
-from taas_magic.data.service import Service, write_entry
-from taas_magic.errors import PoolError, StoreError
-from taas_magic.host import forkserver, scratch, stacks
-from taas_magic.host.fetcher_spec import Fetched, FetcherSpec, Setting
-from taas_magic.host.files import FetchFiles
-from taas_magic.host.spec import HostSpec, Place
-from taas_magic.host.system import RUN_TOKEN, end_all, leftovers, named, signal_name
-from taas_magic.host.topics import share_id
+from taas_magic.data.service import write_entry
+from taas_magic.errors import TaasError
+from taas_magic.host import forkserver, stacks
+from taas_magic.host.host_run import POLL_S, HostShare
+from taas_magic.host.spec import Fetched, FetcherSpec, HostSpec, Place, Setting
+from taas_magic.host.system import RUN_TOKEN, signal_name
 from taas_magic.messages import (
-    Event,
-    FetcherCounts,
     FetcherEnded,
     FetcherFailed,
-    FetcherReport,
-    FetchersEnded,
     FetcherStand,
     FetcherStarted,
     LoaderPlace,
     LoaderPlaces,
-    Note,
-    Prefilling,
+    RunStacks,
 )
-from taas_magic.plan import DataPlan, FetcherPlan, Prefill
+from taas_magic.plan import Prefill
 from taas_magic.store import guard
-from taas_magic.store.manifest import Ask
+
+FETCHER = "taas_magic.host.fetcher.fetcher_main"
+_EXIT_S = 0.5
+_END_S = 5.0
+"""How long fetchers may take to end; a stopped one never does by itself."""
 
 _ENDLESS = 1 << 62
 
 
-class Filling:
-    """How far a run's fetchers have come.
-
-    Args:
-        prefill: What is asked for.
-        fetchers: How many there are.
-        loaders: How many loaders they run.
-        units: The bound of `--units`, for each loader.
-    """
-
-    def __init__(self, prefill: Prefill, fetchers: int, loaders: int, units: int | None) -> None:
-        self._prefill, self._fetchers = prefill, fetchers
-        self.wanted = prefill.amount if prefill.unit != "all" else loaders * (units or 0)
-        self._stats: dict[int, list[FetcherCounts]] = {}
-        self._ended: set[int] = set()
-
-    def take(self, event: Event) -> bool:
-        """Takes an event of a fetcher; returns whether it says how far it has come."""
-        if isinstance(event, FetcherReport):
-            self._stats[event.number] = list(event.loaders.values())
-        elif isinstance(event, FetcherEnded):
-            self._ended.add(event.number)
-        return isinstance(event, FetcherReport)
-
-    @property
-    def done(self) -> int:
-        """How much is ready, in memory and on disk."""
-        if self._prefill.unit == "bytes":
-            return self._sum("ready_bytes") + self._sum("spilled_bytes")
-        return self._sum("ready")
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether ranks may start.
-
-        They may, too, when no worker can prepare more: there is no more room, or no more data. And
-        when every fetcher has ended, since ranks can say what that means for them.
-        """
-        if self.done >= self.wanted or len(self._ended) >= self._fetchers:
-            return True
-        has_all = len(self._stats.keys() | self._ended) >= self._fetchers
-        return has_all and self._sum("idle") >= self._sum("workers")
-
-    def event(self, host: str) -> Prefilling:
-        """What is said of it.
-
-        Args:
-            host: Whose fetcher has just come further.
-        """
-        unit = "bytes" if self._prefill.unit == "bytes" else "batches"
-        return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
-
-    def _sum(self, name: str) -> int:
-        every = [counts for loaders in list(self._stats.values()) for counts in loaders]
-        return sum(getattr(counts, name) for counts in every)
-
-
 def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
-    """How many batches and bytes all workers prepare before any rank asks, at the least."""
+    """Return how many batches and bytes all workers prepare before any rank asks, at the least."""
     if prefill is None:
         return 0, 0
     if prefill.unit == "bytes":
@@ -113,75 +53,51 @@ def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
     return (prefill.amount if prefill.unit == "batches" else _ENDLESS), 0
 
 
-def specs_of(spec: HostSpec, host: str, address: str, scratch: Path) -> Iterator[FetcherSpec]:
-    """What the fetchers of this host are told.
+def specs_of(spec: HostSpec, place: Place, scratch: Path) -> Iterator[FetcherSpec]:
+    """Yield what the fetchers of this host are told.
 
     Args:
         spec: The run's share, with this host's paths.
-        host: This host's name, for messages.
-        address: Where ranks of other hosts reach this one.
+        place: This host.
         scratch: A folder of the run for what no one else reads.
     """
-    data, served = spec.plan.data, service.read(spec.folder.path)
+    run_dir, data, served = spec.folder.path, spec.plan.data, service.read(spec.folder.path)
     assert data is not None and served is not None
-    for plan in data.on(spec.host_rank):
-        yield _fetcher_spec(spec, plan, served, data, host, address, scratch)
-
-
-def _fetcher_spec(
-    spec: HostSpec,
-    plan: FetcherPlan,
-    served: Service,
-    data: DataPlan,
-    host: str,
-    address: str,
-    scratch: Path,
-) -> FetcherSpec:
-    run_dir, settings = spec.folder.path, served.settings
-    groups = len(data.fetchers) // served.fetchers
+    settings, groups = served.settings, len(data.fetchers) // served.fetchers
     fill_batches, fill_bytes = (-(-fill // groups) for fill in workers_fill(spec.plan.prefill))
-    return FetcherSpec(
-        number=plan.number,
-        index=plan.index,
-        fetchers=served.fetchers,
-        loaders=_loaders_of(plan, served, run_dir),
-        key=served.key,
-        folder=service.folder_of(run_dir) / "fetchers",
-        cores=data.cores,
-        host=host,
-        # no port that nobody needs: ranks beside their fetchers come by Unix sockets
-        listen=address if data.crosses else "",
-        tls=served.tls,
-        buffer_bytes=settings.buffer_bytes,
-        spill=scratch / f"spill-{plan.number}" if settings.over == "spill" else None,
-        spill_bytes=settings.spill_bytes,
-        fill_batches=fill_batches,
-        fill_bytes=fill_bytes,
-        units=served.units,
-        setting=_setting(spec, plan.number, scratch),
-        stacks=scratch / f"{plan.number}.stacks",
-    )
-
-
-def _loaders_of(plan: FetcherPlan, served: Service, run_dir: Path) -> tuple[Fetched, ...]:
-    return tuple(
-        Fetched(
-            one.name,
-            service.payload_file(run_dir, one.name),
-            one.num_workers,
-            one.context,
-            one.seed,
+    for plan in data.on(spec.host_rank):
+        loaders = [loader for loader in served.loaders if loader.name in plan.loaders]
+        yield FetcherSpec(
+            number=plan.number,
+            index=plan.index,
+            fetchers=served.fetchers,
+            loaders=tuple(
+                Fetched(payload=service.payload_file(run_dir, it.name), **structs.asdict(it))
+                for it in loaders
+            ),
+            key=served.key,
+            folder=service.folder_of(run_dir) / "fetchers",
+            cores=data.cores,
+            host=place.host,
+            # no port that nobody needs: ranks beside their fetchers come by Unix sockets
+            listen=place.address if data.crosses else "",
+            tls=served.tls,
+            buffer_bytes=settings.buffer_bytes,
+            spill=scratch / f"spill-{plan.number}" if settings.over == "spill" else None,
+            spill_bytes=settings.spill_bytes,
+            fill_batches=fill_batches,
+            fill_bytes=fill_bytes,
+            units=served.units,
+            setting=_setting(spec, plan.number, scratch),
+            stacks=scratch / f"{plan.number}.stacks",
         )
-        for one in served.loaders
-        if one.name in plan.loaders
-    )
 
 
 def _setting(spec: HostSpec, number: int, scratch: Path) -> Setting:
     origin = spec.origin
     return Setting(
         cwd=origin.cwd,
-        environ={**origin.environ, RUN_TOKEN: share_id(spec.plan.run_id)},
+        environ={**origin.environ, RUN_TOKEN: spec.share_id},
         sys_path=origin.sys_path,
         payload=spec.folder.payload,
         log=spec.folder.path / "logs" / f"fetcher-{number}.log",
@@ -190,13 +106,6 @@ def _setting(spec: HostSpec, number: int, scratch: Path) -> Setting:
         means=guard.strongest(),
         scratch=scratch / str(number),
     )
-
-
-FETCHER = "taas_magic.host.fetcher.fetcher_main"
-_POLL_S = 0.25
-_EXIT_S = 0.5
-_END_S = 5.0
-"""How long fetchers may take to end; a stopped one never does by itself."""
 
 
 @dataclass
@@ -210,115 +119,75 @@ class _Running:
     said_writes: bool = False
 
 
-class FetchShare:
-    """The fetchers of one run on this host.
+class HostFetchers(HostShare):
+    """The fetchers of one run on this host."""
 
-    Args:
-        spec: The run's; its `host_rank` is the place among the hosts of the plan's data part.
-        place: This host.
-        emit: Sends an event to the pool's process; any thread may call it.
-        alone: Says whether nothing else is on this host.
-        ask: Asks the pool's process for files that this host does not share.
+    leaves = "fetchers left"
 
-    Raises:
-        PoolError: Nothing can be written in TMPDIR.
-    """
-
-    def __init__(
-        self,
-        spec: HostSpec,
-        place: Place,
-        emit: Callable[[Event], None],
-        alone: Callable[[], bool],
-        ask: Ask,
-    ) -> None:
-        self._spec, self._host, self._address = spec, place.host, place.address
-        self._emit, self._alone = emit, alone
-        self._files = FetchFiles(spec, place, ask, self._note)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._running: dict[Connection, _Running] = {}
-        self._stopped = threading.Event()
-        self._scratch = scratch.run_folder()
 
-    def run(self) -> None:
-        """Runs until `stop`, or until no fetcher is left, and emits `fetch_ended` then."""
-        try:
-            spec = self._files.bring_in(lambda: not self._stopped.is_set())
-            if spec is not None:
-                self._spec = spec
-                self._run_fetchers()
-        except (PoolError, StoreError) as error:
-            self._fail(f"host {self._host} has no fetchers: {error}")
-        finally:
-            self._clean_up()
-            self._emit(FetchersEnded(host=self._host))
-
-    def _run_fetchers(self) -> None:
-        for spec in specs_of(self._spec, self._host, self._address, self._scratch):
-            control, theirs = forkserver.pipe()
-            process = forkserver.start(FETCHER, spec, theirs)
-            theirs.close()
-            self._running[control] = _Running(spec, process)
-        self._listen()
-
-    def _fail(self, why: str) -> None:
-        """Says that no fetcher will start here, so that no rank waits for one."""
-        self._note(why)
-        data = self._spec.plan.data
-        assert data is not None
-        for plan in data.on(self._spec.host_rank):
-            entry = _failed_entry(plan.loaders, self._spec.plan.cpus, why)
-            self._emit(FetcherEnded(host=self._host, number=plan.number, entry=entry))
-
-    def _clean_up(self) -> None:
-        for control in list(self._running):
-            self._end(control)
-        logs = self._spec.folder.path / "logs" / "fetcher-"
-        if left := end_all(leftovers(self._token, logs, self._alone()), grace_s=0):
-            self._note(f"host {self._host}: fetchers left what could not be ended: {named(left)}")
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        try:
-            self._files.close()
-        except PoolError as error:
-            self._note(f"the fetchers' logs stay on host {self._host}: {error}")
-
-    def stop(self) -> None:
-        """Ends the fetchers; called by another thread."""
-        self._stopped.set()
-
-    def stacks(self) -> list[FetcherStand]:
-        """Where its fetchers stand, and their workers; takes a moment for each."""
+    def stacks(self) -> RunStacks:
         found = []
         for one in list(self._running.values()):
             assert one.spec.stacks is not None
             sight = stacks.of_fetcher(one.process.pid, one.spec.stacks)
             about = structs.asdict(sight.stand())
             found.append(FetcherStand(fetcher=one.spec.number, **about))
-        return found
+        return RunStacks(fetchers=found)
 
-    @property
-    def _token(self) -> str:
-        return share_id(self._spec.plan.run_id)
-
-    def _listen(self) -> None:
-        """Turns what fetchers say into events, until all have ended or are to end."""
-        while self._running and not self._stopped.is_set():
+    def _work(self) -> None:
+        """Start the fetchers, and turn what they say into events until all have ended."""
+        for spec in specs_of(self.spec, self.place, self.folder):
+            control, theirs = forkserver.pipe()
+            process = forkserver.start(FETCHER, spec, theirs)
+            theirs.close()
+            self._running[control] = _Running(spec, process)
+        while self._running and self.stopped_at is None:
             for control in self._pass_on(self._running):
                 self._end(control)
             for one in self._running.values():
                 self._look_for_writes(one)
         left = dict(self._running)
         for control in left:
-            _tell_to_end(control)
+            with suppress(OSError):  # it has ended
+                control.send("end")
         until = time.monotonic() + _END_S
         while left and time.monotonic() < until:
             for control in self._pass_on(left):
                 del left[control]
 
+    def _fail(self, error: Exception) -> None:
+        """Say that no fetcher will start here, so that no rank waits for one."""
+        if isinstance(error, TaasError):
+            why = f"host {self.host} has no fetchers: {error}"
+        else:
+            why = f"host {self.host} has no fetchers: {type(error).__name__}: {error}"
+        self.note(why)
+        data = self.spec.plan.data
+        assert data is not None
+        for plan in data.on(self.spec.host_rank):
+            entry = _failed_entry(plan.loaders, self.spec.plan.cpus, why)
+            self.emit(FetcherEnded(host=self.host, number=plan.number, entry=entry))
+
+    def _keep(self, error: Exception) -> None:
+        self.note(f"the fetchers' logs stay on host {self.host}: {error}")
+
+    def _held(self) -> Path:
+        return self.spec.folder.path / "logs" / "fetcher-"
+
+    def _ending(self) -> tuple[Callable[[], None], ...]:
+        return tuple(partial(self._end, control) for control in self._running)
+
     def _pass_on(self, running: Iterable[Connection]) -> list[Connection]:
-        """Passes on what fetchers say now, or soon; returns those that have ended."""
+        """Pass on what fetchers say now, or soon; returns those that have ended."""
         ended = []
-        for control in wait(list(running), _POLL_S):
-            assert isinstance(control, Connection)
+        ready = wait([*running, self.wakeup.fileno()], POLL_S)
+        self.wakeup.clear()
+        for control in ready:
+            if not isinstance(control, Connection):
+                continue
             try:
                 said = messages.of_fetcher(control.recv_bytes())
             except (EOFError, OSError):
@@ -329,19 +198,18 @@ class FetchShare:
             if isinstance(said, FetcherFailed):
                 one.why = said.why
             else:
-                said.host = self._host
-                self._emit(said)
+                said.host = self.host
+                self.emit(said)
         return ended
 
-    def _look_for_writes(self, one: "_Running") -> None:
-        """Says once what a fetcher wrote to the project store, which kept it out."""
-        kept_out = self._scratch / str(one.spec.number) / "store"
+    def _look_for_writes(self, one: _Running) -> None:
+        """Say once what a fetcher wrote to the project store, which kept it out."""
+        kept_out = self.folder / str(one.spec.number) / "store"
         if one.said_writes or not kept_out.exists():
             return
         if names := sorted(os.listdir(kept_out)):
             one.said_writes = True
-            text = f"not saved (fetchers do not write the project store): {names[0]}"
-            self._note(text)
+            self.note(f"not saved (fetchers do not write the project store): {names[0]}")
 
     def _end(self, control: Connection) -> None:
         one = self._running.pop(control)
@@ -349,32 +217,22 @@ class FetchShare:
         one.process.join(_EXIT_S)
         one.process.kill()
         one.process.join()
-        ended = FetcherEnded(host=self._host, number=one.spec.number)
-        if not self._stopped.is_set():
-            text = self._how_it_ended(one)
-            self._note(text)
+        ended = FetcherEnded(host=self.host, number=one.spec.number)
+        if self.stopped_at is None:
+            text = self._how_one_ended(one)
+            self.note(text)
             if not one.is_up:
                 loaders = [loader.name for loader in one.spec.loaders]
                 ended.entry = _failed_entry(loaders, one.spec.fetchers, text)
                 write_entry(one.spec.folder, one.spec.number, ended.entry)
         forkserver.forget(one.process)
-        self._emit(ended)
+        self.emit(ended)
 
-    def _note(self, text: str) -> None:
-        self._emit(Note(host=self._host, text=text))
-
-    def _how_it_ended(self, one: "_Running") -> str:
+    def _how_one_ended(self, one: _Running) -> str:
         code = one.process.exitcode
         how = one.why or (f"killed by {signal_name(code)}" if code < 0 else f"exit code {code}")
         log = f"logs/fetcher-{one.spec.number}.log"
-        return f"fetcher {one.spec.number} on host {self._host} ended: {how} (see {log} of the run)"
-
-
-def _tell_to_end(control: Connection) -> None:
-    try:
-        control.send("end")
-    except OSError:
-        return  # it has ended
+        return f"fetcher {one.spec.number} on host {self.host} ended: {how} (see {log} of the run)"
 
 
 def _failed_entry(loaders: Iterable[str], fetchers: int, why: str) -> LoaderPlaces:

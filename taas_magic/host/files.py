@@ -1,34 +1,41 @@
 """What a run needs on a host and leaves there: its folder and the project store, shared or not.
 
 What ranks and fetchers read comes before they start; what they leave (results, logs, ledgers)
-goes back when they have ended. Parts are so small that they never fill a slow link for long: the
-run's beats go the same way.
+goes back when they have ended. A host that does not see the notebook's folders (`HostFiles`) asks
+the pool's process (`FileServer`). Parts are so small that they never fill a slow link for long:
+the run's beats go the same way.
 """
 
+import asyncio
 import os
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
 from taas_magic import probe
 from taas_magic.capture.reducers import copy_environ
+from taas_magic.data import service
+from taas_magic.errors import ProtocolError
 from taas_magic.host.spec import HostSpec, Place
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     Event,
     Note,
     StoreMessage,
-    StoreReceipt,
     UnsentFile,
     WrittenFile,
 )
-from taas_magic.store.manifest import Ask, Manifest, Pace
+from taas_magic.store.desk import Desk
+from taas_magic.store.manifest import CHUNK_BYTES, Ask, Manifest, Pace
 from taas_magic.store.mirror import News, bring_in, take
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.receipt import Ledger
-from taas_magic.store.rule import StoreRule, is_below
+from taas_magic.store.rule import StoreRule, is_below, state_folder
 from taas_magic.store.tree import shown
 
 LIST, READ, WRITE = "run_list", "run_read", "run_write"
@@ -36,38 +43,36 @@ LIST, READ, WRITE = "run_list", "run_read", "run_write"
 LOG_BYTES = 64 << 20
 """Of a log, what goes back at most: its end."""
 
+_OF_RANK = re.compile(r"results/\d+-(\d+)-\d+|logs/rank-(\d+)\.log|data/ledger/ledger-\d+-(\d+)")
+_OF_FETCHER = re.compile(r"logs/fetcher-(\d+)\.log")
+_NAMED_AT_MOST = 5
+
 
 class RunFiles:
-    """The files of one run on this host.
+    """The folder of one run on this host.
 
     Args:
         spec: The run's share of this host, as the notebook's machine has it.
         ask: Asks the pool's process for what is not on this host.
-        cache: Where this host keeps folders of runs; None is the usual place.
+        cache: Where this host keeps folders of runs.
     """
 
-    def __init__(self, spec: HostSpec, ask: Ask, cache: Path | None = None) -> None:
+    def __init__(self, spec: HostSpec, ask: Ask, cache: Path) -> None:
         self._ask, self._pace = ask, Pace()
         self._folder = spec.folder
         self.is_shared = _is_same(spec)
         if not self.is_shared:
-            self._folder = RunFolder((cache or runs_cache()) / spec.plan.run_id)
+            self._folder = RunFolder(cache / spec.plan.run_id)
             shutil.rmtree(self._folder.path, ignore_errors=True)
             (self._folder.path / "logs").mkdir(mode=0o700, parents=True)
             self._folder.path.chmod(0o700)
 
     def local(self, spec: HostSpec) -> HostSpec:
-        """The share with this host's paths; also that of a later attempt."""
+        """Return the share with this host's paths; also that of a later attempt."""
         return structs.replace(spec, run_dir=str(self._folder.path), home_dir=spec.run_dir)
 
     def bring_in(self, is_wanted: Callable[[], bool]) -> bool:
-        """Brings what ranks and fetchers read.
-
-        Args:
-            is_wanted: Asked between parts whether the run goes on.
-
-        Returns:
-            Whether all is there.
+        """Bring what ranks and fetchers read, as long as it is wanted; says whether all is there.
 
         Raises:
             PoolError: The pool's process does not answer.
@@ -78,7 +83,7 @@ class RunFiles:
         return all(self._bring(name, size, is_wanted) for name, size in sizes.items())
 
     def send_back(self) -> None:
-        """Sends what the run left here; called when nothing of it runs any more.
+        """Send what the run left here; called when nothing of it runs any more.
 
         Raises:
             PoolError: The pool's process does not answer.
@@ -94,7 +99,7 @@ class RunFiles:
                 self._send(path, path.relative_to(base).as_posix())
 
     def close(self) -> None:
-        """Removes what is only this host's."""
+        """Remove what is only this host's."""
         if not self.is_shared:
             shutil.rmtree(self._folder.path, ignore_errors=True)
 
@@ -126,11 +131,6 @@ class RunFiles:
                 sent, data = sent + len(data), b""
 
 
-def runs_cache() -> Path:
-    """Where a host keeps folders of runs that it does not share: `~/.cache/taas/runs`."""
-    return Path(probe.cache_folder()) / "runs"
-
-
 def _is_same(spec: HostSpec) -> bool:
     """Whether the run's folder here is the notebook's: the plan in it has this run's random id."""
     try:
@@ -139,25 +139,19 @@ def _is_same(spec: HostSpec) -> bool:
         return False
 
 
-_NAMED_AT_MOST = 5
-
-
 class Travelling:
     """A store that is not on this host, and its mirror here.
 
     Args:
         spec: A share of the run on this host, as the notebook's machine has it.
-        ask: Asks the desk of the run.
+        ask: Asks the pool's process.
         note: Tells the user something, once.
-        sends: Folders, relative to the store, whose changes here go back; None is all of it.
 
     Raises:
         StoreError: It cannot be copied to this host.
     """
 
-    def __init__(
-        self, spec: HostSpec, ask: Ask, note: Callable[[str], None], sends: Sequence[str] | None
-    ) -> None:
+    def __init__(self, spec: HostSpec, ask: Ask, note: Callable[[str], None]) -> None:
         assert spec.plan.store is not None and spec.origin.store is not None
         self._rule, self._ask, self._note = spec.plan.store, ask, note
         self._written: dict[str, int] = {}
@@ -168,13 +162,13 @@ class Travelling:
         self._mirror = take(self._rule.path, spec.origin.store.kernel)
         try:
             _say_what_stays(bring_in(self._mirror, ask, fresh=spec.attempt > 0), note)
-            self._follow(sends)
+            self._follow(_sends(spec))
         except BaseException:
             self._mirror.close()
             raise
 
     def local(self, spec: HostSpec) -> HostSpec:
-        """The same share with this host's paths."""
+        """Return the same share with this host's paths."""
         rule = self._rule
         shared = tuple(map(self._place, rule.shared))
         here = StoreRule(self._mirror.path, rule.writes, shared, rule.limit_bytes)
@@ -186,8 +180,8 @@ class Travelling:
             origin=structs.replace(spec.origin, cwd=cwd, sys_path=sys_path, environ=environ),
         )
 
-    def again(self, sends: Sequence[str] | None) -> None:
-        """Makes ready for the next attempt, in which rank 0 may be on another host.
+    def again(self, spec: HostSpec) -> None:
+        """Make ready for the next attempt, in which rank 0 may be on another host.
 
         The mirror becomes what the store is now, so that every rank finds the same last checkpoint;
         where rank 0 was and will be, it is so already, and has what the store could not take.
@@ -195,6 +189,7 @@ class Travelling:
         Raises:
             StoreError: The store cannot be copied to this host any more.
         """
+        sends = _sends(spec)
         is_newest = self._sends is None and sends is None
         self._send_rest()
         if not is_newest:
@@ -202,7 +197,7 @@ class Travelling:
         self._follow(sends)
 
     def finish(self) -> tuple[list[WrittenFile], list[UnsentFile]]:
-        """Sends what is left to be sent; called when nothing of the run writes here any more.
+        """Send what is left to be sent; called when nothing of the run writes here any more.
 
         Returns:
             The files that travelled, and those that did not get into the store.
@@ -254,83 +249,21 @@ def _say_what_stays(manifest: Manifest, note: Callable[[str], None]) -> None:
         note(f"not taken along from the project store: {', '.join(named)}{more_text}")
 
 
-class Project:
-    """The folder itself where this host shares it with the notebook, else a copy that travels.
-
-    Args:
-        spec: The run's share of this host.
-        ask: Asks for what is not on this host.
-        note: Tells the user something, once.
-
-    Raises:
-        StoreError: The store cannot be copied to this host.
-    """
-
-    def __init__(self, spec: HostSpec, ask: Ask, note: Callable[[str], None]) -> None:
-        self._travelling = None
-        if not is_shared(spec, ask):
-            self._travelling = Travelling(spec, ask, note, _sends(spec))
-        rule = self.local(spec).plan.store
-        self._ledger = Ledger(rule.path, rule.shared) if rule and not spec.reads_only else None
-        self._has_rank_0 = spec.share.first_rank == 0
-
-    def local(self, spec: HostSpec) -> HostSpec:
-        """The share with this host's paths; also that of a later attempt."""
-        return self._travelling.local(spec) if self._travelling else spec
-
-    def again(self, spec: HostSpec) -> None:
-        """Makes ready for the run's next attempt; called when the ranks of the last are gone.
-
-        Raises:
-            StoreError: The store cannot be copied to this host any more.
-        """
-        self._has_rank_0 = self._has_rank_0 or spec.share.first_rank == 0
-        if self._travelling is not None:
-            self._travelling.again(_sends(spec))
-
-    def take(self, rank: int, message: StoreMessage) -> None:
-        """Takes down what a rank says of the store."""
-        if self._ledger is not None:
-            self._ledger.take(rank, message)
-
-    def close(self) -> StoreReceipt | None:
-        """Called when the ranks are gone; returns when all that they wrote is where it belongs.
-
-        Returns:
-            What they did to the store; None where the run has none.
-        """
-        if self._ledger is None:
-            if self._travelling is not None:
-                self._travelling.finish()
-            return None
-        if self._travelling is None:
-            return self._ledger.close(has_rank_0=self._has_rank_0)
-        receipt = self._ledger.close(has_rank_0=False)
-        receipt.written, receipt.not_sent = self._travelling.finish()
-        return receipt
-
-
-def is_shared(spec: HostSpec, ask: Ask) -> bool:
-    """Whether this host sees the very folder that is the run's store."""
-    store = spec.origin.store
-    return spec.plan.store is None or store is None or store.is_here(lambda: ask("token"))
-
-
 def _sends(spec: HostSpec) -> Sequence[str] | None:
-    """What ranks may write here: all of the store (None), or its shared folders, relative to it."""
+    """What may be written here: all of the store (None), or its shared folders, relative to it."""
     rule = spec.plan.store
-    if spec.reads_only:
+    if spec.reads_only or spec.fetches:
         return []
-    if rule is None or spec.share.first_rank == 0:
+    if rule is None or spec.has_rank_0:
         return None
     return [os.path.relpath(folder, rule.path) for folder in rule.shared]
 
 
 class HostFiles:
-    """The files of a run on this host.
+    """The files of a share of a run on this host; fetchers write nothing to the project here.
 
     Args:
-        spec: The run's share of this host, as the notebook's machine has it.
+        spec: The share, as the notebook's machine has it.
         place: This host.
         ask: Asks the pool's process for what is not on this host.
         emit: Sends an event to the pool's process.
@@ -340,111 +273,192 @@ class HostFiles:
         self, spec: HostSpec, place: Place, ask: Ask, emit: Callable[[Event], None]
     ) -> None:
         self._spec, self._place, self._ask, self._emit = spec, place, ask, emit
+        self._has_rank_0 = spec.has_rank_0
         self._folder: RunFiles | None = None
-        self._project: Project | None = None
+        self._travelling: Travelling | None = None
+        self._ledger: Ledger | None = None
 
-    def bring_in(self, is_wanted: Callable[[], bool]) -> bool:
-        """Returns when all is here that ranks need; False if the run was ended meanwhile.
+    def bring_in(self, is_wanted: Callable[[], bool]) -> HostSpec | None:
+        """Return the share with this host's paths when all is here; None: it ended meanwhile.
 
         Raises:
             PoolError: The pool's process does not answer.
             StoreError: The store cannot be copied to this host.
         """
-        self._folder = RunFiles(self._spec, self._ask)
+        spec = self._spec
+        # ranks and fetchers of a run may be on one host, each with the folder for themselves
+        cache = Path(probe.cache_folder()) / ("fetching" if spec.fetches else "runs")
+        self._folder = RunFiles(spec, self._ask, cache)
         if not self._folder.bring_in(is_wanted):
-            return False
-        self._project = Project(self._spec, self._ask, self._note)
-        return True
+            return None
+        store = spec.origin.store if spec.plan.store is not None else None
+        if store is not None and not store.is_here(lambda: self._ask("token")):
+            self._travelling = Travelling(spec, self._ask, self._note)
+        here = self._local(spec)
+        if (rule := here.plan.store) and not (spec.reads_only or spec.fetches):
+            self._ledger = Ledger(rule.path, rule.shared)
+        return here
 
-    def local(self, spec: HostSpec) -> HostSpec:
-        """A share of the run with this host's paths; called when all is here."""
-        assert self._folder is not None and self._project is not None
-        if self._place.is_foreign:
-            origin = spec.origin.on_another_machine(os.environ, self._place.sys_path)
-            spec = structs.replace(spec, origin=origin)
-        return self._project.local(self._folder.local(spec))
+    def again(self, spec: HostSpec) -> HostSpec:
+        """Return the next attempt's share with this host's paths, when all is here.
 
-    def again(self, spec: HostSpec) -> None:
-        """Makes ready for the next attempt; called when the ranks of the last are gone.
+        Called when the ranks of the last are gone.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
         """
-        assert self._project is not None
-        self._project.again(spec)
+        self._has_rank_0 = self._has_rank_0 or spec.has_rank_0
+        if self._travelling is not None:
+            self._travelling.again(spec)
+        return self._local(spec)
 
     def take(self, rank: int, message: StoreMessage) -> None:
-        """Takes down what a rank says of the store."""
-        if self._project is not None:
-            self._project.take(rank, message)
+        """Take down what a rank says of the store."""
+        if self._ledger is not None:
+            self._ledger.take(rank, message)
 
     def bring_home(self) -> None:
-        """Sends what the run left here, and its receipt; called when nothing of it runs any more.
+        """Send what the run left here, and its receipt; called when nothing of it runs any more.
 
         Raises:
             PoolError: The pool's process does not answer.
         """
         try:
-            receipt = self._project.close() if self._project is not None else None
-            if receipt is not None:
-                receipt.host = self._place.host
-                self._emit(receipt)
+            self._close_store()
             if self._folder is not None:
                 self._folder.send_back()
         finally:
             if self._folder is not None:
                 self._folder.close()
 
+    def _local(self, spec: HostSpec) -> HostSpec:
+        assert self._folder is not None
+        if self._place.is_foreign:
+            origin = spec.origin.on_another_machine(os.environ, self._place.sys_path)
+            spec = structs.replace(spec, origin=origin)
+        spec = self._folder.local(spec)
+        return self._travelling.local(spec) if self._travelling else spec
+
+    def _close_store(self) -> None:
+        """Have all that was written where it belongs, and say what was done to the store."""
+        receipt = None
+        if self._ledger is not None:  # what a kill left unfinished goes before the rest is sent
+            is_here = self._travelling is None
+            receipt = self._ledger.close(has_rank_0=self._has_rank_0 and is_here)
+        finished = self._travelling.finish() if self._travelling is not None else None
+        if receipt is not None:
+            if finished is not None:
+                receipt.written, receipt.not_sent = finished
+            receipt.host = self._place.host
+            self._emit(receipt)
+
     def _note(self, text: str) -> None:
         self._emit(Note(host=self._place.host, text=text))
 
 
-class FetchFiles:
-    """The files of a run's fetchers on this host. Nothing is written to the project here.
+class FileServer:
+    """Answers the hosts of a share of a run, in the pool's process.
+
+    What of the project store takes a disk's time is done in a thread of its own.
 
     Args:
-        spec: The run's, as the notebook's machine has it.
-        place: This host.
-        ask: Asks the pool's process for what is not on this host.
-        note: Tells the user something, once.
+        spec: The share, of any of its hosts.
     """
 
-    def __init__(self, spec: HostSpec, place: Place, ask: Ask, note: Callable[[str], None]) -> None:
-        self._spec, self._place, self._ask, self._note = spec, place, ask, note
-        self._folder: RunFiles | None = None
-        self._project: Travelling | None = None
+    def __init__(self, spec: HostSpec) -> None:
+        self._spec, self._path = spec, spec.folder.path
+        self._thread = ThreadPoolExecutor(1, "taas-store")
+        self._desk: Desk | None = None
+        self._is_closed = False
 
-    def bring_in(self, is_wanted: Callable[[], bool]) -> HostSpec | None:
-        """The run's spec with this host's paths, when all is here; None: it has ended meanwhile.
+    async def answer(
+        self, host_rank: int, numbers: Collection[int], what: str, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Answer a host.
 
-        Raises:
-            PoolError: The pool's process does not answer.
-            StoreError: The project cannot be copied to this host.
-        """
-        # ranks of the run may be on this host, too, and have its folder in the usual place
-        cache = runs_cache().with_name("fetching")
-        self._folder = RunFiles(self._spec, self._ask, cache)
-        if not self._folder.bring_in(is_wanted):
-            return None
-        spec = self._folder.local(self._spec)
-        if self._place.is_foreign:
-            origin = spec.origin.on_another_machine(os.environ, self._place.sys_path)
-            spec = structs.replace(spec, origin=origin)
-        if is_shared(self._spec, self._ask):
-            return spec
-        self._project = Travelling(self._spec, self._ask, self._note, sends=[])
-        return self._project.local(spec)
-
-    def close(self) -> None:
-        """Sends the fetchers' logs back; called when nothing of them runs any more.
+        Args:
+            host_rank: The host.
+            numbers: Its ranks, or fetchers, whose files it may bring.
+            what: Which question.
+            arguments: Its arguments.
 
         Raises:
-            PoolError: The pool's process does not answer.
+            ProtocolError: It cannot be asked, or not by this host.
+            StoreError: The store is too much to travel.
         """
-        if self._project is not None:
-            self._project.finish()
-        if self._folder is not None:
-            try:
-                self._folder.send_back()
-            finally:
-                self._folder.close()
+        if what in (LIST, READ, WRITE):
+            asked = host_rank, numbers, what, arguments
+            return await asyncio.to_thread(self.answer_of_folder, *asked)
+        if self._is_closed or self._spec.plan.store is None:
+            raise ProtocolError("the run has no project store (any more)")
+        loop = asyncio.get_running_loop()
+        answer = self._answer_of_store
+        return await loop.run_in_executor(self._thread, answer, host_rank, what, arguments)
+
+    async def close(self) -> None:
+        """Return when nothing of what was on its way to the store is left."""
+        self._is_closed = True
+        if self._desk is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, self._desk.close)
+        self._thread.shutdown(wait=False)
+
+    def answer_of_folder(
+        self, host_rank: int, numbers: Collection[int], what: str, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Answer what is asked of the run's folder; blocks, any thread may call it.
+
+        Raises:
+            ProtocolError: It may not be asked.
+        """
+        if what == LIST:
+            return self._list()
+        if what == READ:
+            return self._read(**arguments)
+        name = arguments["name"]
+        found = (_OF_FETCHER if self._spec.fetches else _OF_RANK).fullmatch(name)
+        if found is None or int(next(filter(None, found.groups()))) not in numbers:
+            raise ProtocolError(f"host {host_rank} of the run brought {name!r} for its folder")
+        return self._write(host_rank, **arguments)
+
+    def _list(self) -> dict[str, int]:
+        """The bytes of each file that a host needs for its ranks and fetchers, by its name."""
+        names = ["payload"]
+        data = service.folder_of(self._path)
+        if data.exists():
+            names += [f"{data.name}/{file.name}" for file in data.iterdir() if file.is_file()]
+        sizes = {name: self._path / name for name in names}
+        return {name: path.stat().st_size for name, path in sizes.items() if path.exists()}
+
+    def _read(self, name: str, offset: int, size: int) -> bytes:
+        if name not in self._list():
+            raise ProtocolError(f"a host asked for {name!r} of the run's folder")
+        with (self._path / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(min(size, CHUNK_BYTES))
+
+    def _write(self, host_rank: int, name: str, offset: int, data: bytes, last: bool) -> None:
+        """Take a part of a result, a log or a ledger; with the last part the file is there."""
+        path = self._path / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        beside = Path(f"{path}.part-{host_rank}")
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "wb") as file:
+            file.truncate(offset)
+            file.seek(offset)
+            file.write(data)
+        if last:
+            beside.replace(path)
+
+    def _answer_of_store(self, host_rank: int, what: str, arguments: Mapping[str, Any]) -> Any:
+        if self._desk is None:
+            rule = self._spec.plan.store
+            assert rule is not None
+            folder = state_folder(rule.path)
+            if self._spec.reads_only:  # others may use the store at the same time
+                self._desk = Desk(rule, folder / "readers", writer=-1, is_alone=False)
+            elif self._spec.fetches:
+                self._desk = Desk(rule, folder / "fetchers", writer=-1)
+            else:
+                self._desk = Desk(rule, folder)
+        return self._desk.answer(host_rank, what, arguments)

@@ -1,15 +1,21 @@
-"""One run on one host: starts its attempts, has its ranks judged, does what the controller says.
+"""A run's share on this host, its ranks or its fetchers: from the first file to the last.
 
-Lives in the agent, in a thread of its own. Three threads meet here: this one starts, judges and
-ends the ranks, the one that reads their pipes brings their messages, and the agent's event loop
-asks to stop. `_wakeup` wakes this one, and so does the end of a rank.
+Lives in the agent, in a thread of its own. `HostShare` is what both have in common: files are
+brought in, processes start and are listened to until all have ended or are to end, what they left
+is ended and removed, files are brought home, and the pool is told. `HostRun` is a run's ranks: it
+starts its attempts, has the ranks judged, and does what the controller says. Three threads meet
+there: the share's own starts, judges and ends the ranks, the one that reads their pipes brings
+their messages, and the agent's event loop asks to stop. `_wakeup` wakes the first, and so does the
+end of a rank. `fetchers.HostFetchers` is a run's fetchers.
 """
 
+import contextlib
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
@@ -17,13 +23,15 @@ from typing import Any
 
 import psutil
 
+from taas_magic.data import service
 from taas_magic.errors import PoolError
-from taas_magic.host import feeding, forkserver, link, rendezvous, scratch
+from taas_magic.host import forkserver, link, rendezvous
 from taas_magic.host.files import HostFiles
 from taas_magic.host.output import Pump
 from taas_magic.host.rendezvous import Rendezvous
 from taas_magic.host.spec import HostSpec, Place, RankSpec, torchrun_variables
 from taas_magic.host.stacks import Stand
+from taas_magic.host.supervisor import run_folder
 from taas_magic.host.system import end_all, leftovers, named, signal_name
 from taas_magic.host.watch import (
     Ranks,
@@ -43,12 +51,23 @@ from taas_magic.messages import (
     RankFailure,
     RankMessage,
     RanksStarted,
-    RankStand,
+    RunStacks,
     Settled,
     StoreMessage,
 )
 from taas_magic.store import guard
 from taas_magic.store.manifest import Ask
+
+POLL_S = 0.25
+"""How often processes are looked at when nothing else wakes who listens to them."""
+
+OBEY_S = 120.0
+"""How long the other hosts wait at most until this one has made ready for the next attempt."""
+
+FAILED_GRACE_S = 1.0
+"""How long the other ranks may take to end after SIGTERM, once one has failed."""
+
+RANK = "taas_magic.host.rank.rank_main"
 
 
 class Wakeup:
@@ -83,9 +102,123 @@ class Wakeup:
             os.close(self._descriptor)
 
 
-RANK = "taas_magic.host.rank.rank_main"
-FAILED_GRACE_S = 1.0
-"""How long the other ranks may take to end after SIGTERM, once one has failed."""
+class HostShare(ABC):
+    """A run's ranks, or its fetchers, on this host.
+
+    Args:
+        spec: What is to run here.
+        place: This host.
+        emit: Sends an event to the pool's process; any thread may call it.
+        alone: Says whether nothing else is on this host.
+        ask: Asks the pool's process for files that this host does not share.
+
+    Raises:
+        PoolError: Nothing can be written in TMPDIR.
+    """
+
+    port = 0
+    """Of the store of the first attempt's ranks, on the run's first host."""
+
+    leaves = "the cell started"
+    """Who began what could not be ended, for messages."""
+
+    def __init__(
+        self,
+        spec: HostSpec,
+        place: Place,
+        emit: Callable[[Event], None],
+        alone: Callable[[], bool],
+        ask: Ask,
+    ) -> None:
+        self.spec, self.place, self.host = spec, place, place.host
+        self.emit, self._alone = emit, alone
+        self.folder = run_folder()
+        self._files = HostFiles(spec, place, ask, emit)
+        self.wakeup = Wakeup()
+        self.stopped_at: float | None = None
+        self._killed = False
+
+    def run(self) -> None:
+        """Run to the end, and emit `HostEnded` when nothing of the share is left here."""
+        try:
+            self._run()
+        finally:
+            state, failures = self._how_it_ended()
+            number = self.spec.host_rank
+            self.emit(HostEnded(host=self.host, host_rank=number, state=state, failures=failures))
+            self.wakeup.close()
+
+    def _run(self) -> None:
+        try:
+            spec = self._files.bring_in(self._is_wanted)
+            if spec is not None:
+                self.spec = spec
+                self._work()
+        except Exception as error:
+            self._fail(error)
+        for step in (*self._ending(), self._sweep, self._remove_folder):
+            try:
+                step()
+            except Exception as error:
+                text = f"not all of the run could be cleaned up: {type(error).__name__}: {error}"
+                self.note(text)
+        try:
+            self._files.bring_home()
+        except Exception as error:
+            self._keep(error)
+
+    def stop(self, how: str) -> None:
+        """End the share early; called by another thread.
+
+        Args:
+            how: `interrupt` sends SIGINT to ranks and gives them a grace; `kill` ends them now.
+        """
+        if self.stopped_at is None:
+            self.stopped_at = time.monotonic()
+        self._killed = self._killed or how == "kill"
+        self.wakeup.set()
+
+    @abstractmethod
+    def stacks(self) -> RunStacks:
+        """Where the processes stand; blocks for some seconds; called by another thread."""
+
+    @abstractmethod
+    def _work(self) -> None:
+        """Start processes and listen to them; returns when they have ended, or are to end."""
+
+    @abstractmethod
+    def _fail(self, error: Exception) -> None:
+        """Take down why the share could not go on."""
+
+    @abstractmethod
+    def _ending(self) -> tuple[Callable[[], None], ...]:
+        """The steps that end all processes; one that fails is told, and the next ones follow."""
+
+    @abstractmethod
+    def _keep(self, error: Exception) -> None:
+        """Take down why what was left here was not brought home."""
+
+    def _is_wanted(self) -> bool:
+        return self.stopped_at is None
+
+    def _how_it_ended(self) -> tuple[str, list[Failure]]:
+        return "SUCCEEDED", []
+
+    def _held(self) -> Path:
+        """How the paths begin of files that show whose a process is that has them open."""
+        return self.folder
+
+    def _sweep(self) -> None:
+        found = leftovers(self.spec.share_id, self._held(), self._alone())
+        if left := end_all(found, grace_s=0):
+            self.note(f"host {self.host}: {self.leaves} what could not be ended: {named(left)}")
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def note(self, text: str) -> None:
+        """Tell the user something, once."""
+        self.emit(Note(host=self.host, text=text))
 
 
 class Attempt:
@@ -106,10 +239,8 @@ class Attempt:
         self._pump, self._pipes, self._emit = pump, pipes, emit
         self._first = spec.share.first_rank
         self._numbers = range(self._first, self._first + spec.share.ranks)
-        self._ranks = Ranks(self._numbers)
-        self._stand = Stand(
-            spec.plan.hang_s, host, spec.attempt, self._ranks, pump, pipes, self._emit
-        )
+        self.ranks = Ranks(self._numbers)
+        self.stand = Stand(spec.plan.hang_s, host, spec.attempt, self.ranks, pump, pipes, emit)
         self._processes: dict[int, Any] = {}
         self._exitcodes: dict[int, int] = {}
         self.verdict: Verdict | None = None
@@ -130,7 +261,7 @@ class Attempt:
             environ = torchrun_variables(self._spec, self._local(rank), port, error_file)
             self._processes[rank] = forkserver.start(RANK, rank_spec, environ)
         pids = {rank: process.pid for rank, process in self._processes.items()}
-        self._ranks.started(pids)
+        self.ranks.started(pids)
         self._emit(RanksStarted(host=self._host, attempt=self._spec.attempt, pids=pids))
 
     @property
@@ -139,34 +270,22 @@ class Attempt:
         running = self._processes.keys() - self._exitcodes.keys()
         return [self._processes[rank].sentinel for rank in running]
 
-    def note(self, rank: int, message: RankMessage) -> None:
-        """Takes down what a rank says of itself; called by the pump's thread."""
-        self._ranks.note(rank, message)
-
-    def hear(self, rank: int, message: Event | StoreMessage) -> None:
-        """Takes down that a rank said something else; called by the pump's thread."""
-        self._ranks.hear(rank, message)
-
-    def stacks(self) -> list[RankStand]:
-        """Where each rank stands; takes some seconds, any thread may call it."""
-        return self._stand.rows(self._stand.collect())
-
-    def interrupt(self) -> None:
-        """Sends SIGINT to the ranks; any thread may call it."""
-        self._ranks.interrupt()
-
     def look(self, deadline: float | None, interrupted_at: float | None, is_killed: bool) -> None:
-        """Asks the system about the ranks and judges them; acts on the verdict, if there is one.
+        """Ask the system about the ranks and judge them; acts on the verdict, if there is one.
 
         Args:
             deadline: When the run has to have ended, by the monotonic clock.
             interrupted_at: When it was interrupted, by the same clock.
             is_killed: Whether it is to end at once.
         """
-        self._collect_exitcodes()
+        for rank in self._processes.keys() - self._exitcodes.keys():
+            code = forkserver.exitcode(self._processes[rank])
+            if code is not None:
+                self._pump.drain(rank)  # all that it said counts
+                self._exitcodes[rank] = code
         now = time.monotonic()
-        self._ranks.poll(now, self._exitcodes.get, self._stack_file)
-        verdict = decide(self._ranks.states(), now, deadline, interrupted_at)
+        self.ranks.poll(now, self._exitcodes, self._stack_file)
+        verdict = decide(self.ranks.states(), now, deadline, interrupted_at)
         if verdict is None and is_killed:
             verdict = Verdict("INTERRUPTED", "interrupt")
         failed = verdict is not None and verdict.state == "FAILED"
@@ -176,35 +295,26 @@ class Attempt:
             self.verdict = verdict
             self._settle(verdict)
         else:
-            self._stand.look(now)
-
-    def _collect_exitcodes(self) -> None:
-        """Take down which ranks have ended, once all that they said has been read."""
-        for rank in self._processes.keys() - self._exitcodes.keys():
-            code = forkserver.exitcode(self._processes[rank])
-            if code is not None:
-                self._pump.drain(rank)
-                self._exitcodes[rank] = code
-
-    def end_ranks(self, grace_s: float) -> None:
-        """Ends the ranks that are left, and what they started.
-
-        Args:
-            grace_s: How long they may take after SIGTERM.
-        """
-        alive = self._ranks.alive()
-        below = [child for process in alive for child in _children(process)]
-        end_all(alive, grace_s=grace_s)
-        end_all(below, grace_s=0.0)
+            self.stand.look(now)
 
     def close(self) -> None:
-        """Ends the ranks that are left, and forgets all of them."""
-        self.end_ranks(0.0)
+        """End the ranks that are left, and forget all of them."""
+        self._end_ranks(0.0)
         while self._processes:
             forkserver.forget(self._processes.popitem()[1])
 
+    def _end_ranks(self, grace_s: float) -> None:
+        """End the ranks that are left, and what they started; they have a grace after SIGTERM."""
+        alive = self.ranks.alive()
+        below = []
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                below += process.children(recursive=True)
+        end_all(alive, grace_s=grace_s)
+        end_all(below, grace_s=0.0)
+
     def _settle(self, verdict: Verdict) -> None:
-        """Says how the ranks stand, before anything that takes time; ends them if they failed."""
+        """Say how the ranks stand, before anything that takes time; end them if they failed."""
         failures = self._report(verdict)
         if verdict.state == "FAILED":
             self.failures = failures
@@ -220,7 +330,7 @@ class Attempt:
             )
         )
         if verdict.state != "SUCCEEDED":
-            self.end_ranks(FAILED_GRACE_S if verdict.state == "FAILED" else 0.0)
+            self._end_ranks(FAILED_GRACE_S if verdict.state == "FAILED" else 0.0)
 
     def _report(self, verdict: Verdict) -> list[Failure]:
         """The failures of this host; of ranks that succeeded, those that left by themselves."""
@@ -236,7 +346,7 @@ class Attempt:
                 signal_name=signal_name(state.exitcode or 0),
                 timeout_s=self._spec.plan.timeout_s,
             )
-            for state in guilty(self._ranks.states(), verdict.cause)
+            for state in guilty(self.ranks.states(), verdict.cause)
         ]
 
     def _stack_file(self, rank: int) -> Path:
@@ -244,20 +354,6 @@ class Attempt:
 
     def _local(self, rank: int) -> int:
         return rank - self._first
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-POLL_S = 0.25
-"""How often the system is asked about the ranks when nothing else wakes the judge."""
-
-OBEY_S = 120.0
-"""How long the other hosts wait at most until this one has made ready for the next attempt."""
 
 
 @dataclass(frozen=True)
@@ -270,85 +366,23 @@ class _Order:
     """The last attempt's ranks are gone, and what they wrote is where other hosts find it."""
 
 
-class HostRun:
-    """One run on this host.
+class HostRun(HostShare):
+    """A run's ranks on this host."""
 
-    Args:
-        spec: What is to run here.
-        place: This host.
-        emit: Sends an event to the pool's process; any thread may call it.
-        alone: Says whether no other run is on this host.
-        ask: Asks the pool's process for files that this host does not share.
-
-    Raises:
-        PoolError: Nothing can be written in TMPDIR.
-    """
-
-    def __init__(
-        self,
-        spec: HostSpec,
-        place: Place,
-        emit: Callable[[Event], None],
-        alone: Callable[[], bool],
-        ask: Ask,
-    ) -> None:
-        self._spec, self._emit, self._alone = spec, emit, alone
-        self._host, self._interface = place.host, place.interface
-        self._pipes = scratch.run_folder()
+    def __init__(self, spec: HostSpec, *about: Any) -> None:
+        super().__init__(spec, *about)
         self._rendezvous = _rendezvous_of(spec)
-        self.port: int = self._rendezvous.port if self._rendezvous else 0
+        self.port = self._rendezvous.port if self._rendezvous else 0
         timeout_s = spec.plan.timeout_s
         self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
-        self._wakeup = Wakeup()
         self._attempt: Attempt | None = None
-        self._interrupted_at: float | None = None
-        self._killed = False
-        self._order: _Order | None = None
-        self._gone_wrong: tuple[str, Failure] | None = None
-        self._files = HostFiles(spec, place, ask, emit)
-        self._places = feeding.Places(spec.fetchers)
-
-    def run(self) -> None:
-        """Runs to the end, and emits `host_ended` when nothing of the run is left here."""
         self._pump: Pump | None = None
-        try:
-            self._run()
-        except Exception as error:
-            self._gone_wrong = "FAILED", host_failure(self._host, error)
-        finally:
-            state, failures = self._how_it_ended()
-            number = self._spec.host_rank
-            self._emit(HostEnded(host=self._host, host_rank=number, state=state, failures=failures))
-            self._wakeup.close()
-
-    def _run(self) -> None:
-        try:
-            if self._prepare():
-                self._run_attempts()
-        except Exception as error:
-            self._gone_wrong = "FAILED", host_failure(self._host, error)
-        finally:
-            if self._order is not None:
-                self._order.obeyed.set()
-            for step in (self._end_ranks, self._close, self._sweep, self._remove_pipes):
-                self._clean_up(step)
-            self._bring_home()
-
-    def stop(self, how: str) -> None:
-        """Ends the run early; called by another thread.
-
-        Args:
-            how: `interrupt` sends SIGINT to the ranks and gives them a grace; `kill` ends them now.
-        """
-        if self._interrupted_at is None:
-            self._interrupted_at = time.monotonic()
-            if self._attempt is not None:
-                self._attempt.interrupt()
-        self._killed = self._killed or how == "kill"
-        self._wakeup.set()
+        self._order: _Order | None = None
+        self._gone_wrong: tuple[str, list[Failure]] | None = None
+        self._places = Places(spec.fetchers)
 
     def again(self, spec: HostSpec) -> int:
-        """Starts all ranks again; called by another thread.
+        """Start all ranks again; called by another thread.
 
         Returns:
             The port of the attempt's store, on the first host.
@@ -363,156 +397,148 @@ class HostRun:
         """All hosts have settled, and this was the last attempt; called by another thread."""
         self._command(_Order())
 
-    def stacks(self) -> list[RankStand]:
-        """Where the ranks stand; blocks for some seconds; called by another thread."""
-        return self._attempt.stacks() if self._attempt is not None else []
+    def stacks(self) -> RunStacks:
+        stand = self._attempt.stand if self._attempt is not None else None
+        return RunStacks(stand.rows(stand.collect()) if stand is not None else [])
 
-    def place(self, number: int, entry: LoaderPlaces) -> None:
-        """Tells the ranks where a fetcher of another host listens; called by another thread."""
+    def place_fetcher(self, number: int, entry: LoaderPlaces) -> None:
+        """Tell the ranks where a fetcher of another host listens; called by another thread."""
         self._places.put(number, entry)
 
     def _command(self, order: _Order) -> None:
         self._order = order
-        self._wakeup.set()
+        self.wakeup.set()
 
-    def _prepare(self) -> bool:
-        """Has all on this host that the ranks need; False if the run was ended meanwhile."""
-        if not self._files.bring_in(self._is_wanted):
-            return False
-        self._spec = self._files.local(self._spec)
-        self._places.open(self._spec.folder.path)
-        self._pump = Pump(
-            self._pipes,
-            self._spec.folder,
-            self._host,
-            self._emit,
-            self._on_message,
-            self._wakeup.set,
-        )
-        return True
+    def _take_order(self) -> _Order | None:
+        order, self._order = self._order, None
+        return order
 
     def _is_wanted(self) -> bool:
         order = self._order
-        return self._interrupted_at is None and (order is None or order.spec is not None)
+        return self.stopped_at is None and (order is None or order.spec is not None)
 
-    def _bring_home(self) -> None:
-        """Sends back what the run left here. Whatever becomes of it, the run's end is said."""
-        try:
-            self._files.bring_home()
-        except Exception as error:
-            failure = host_failure(self._host, error)
-            self._emit(RankFailure(host=self._host, failure=failure))
-            self._gone_wrong = "LOST", failure
+    def stop(self, how: str) -> None:
+        is_first = self.stopped_at is None
+        super().stop(how)
+        if is_first and self._attempt is not None:
+            self._attempt.ranks.interrupt()
 
-    def _how_it_ended(self) -> tuple[str, list[Failure]]:
-        if self._gone_wrong is not None:
-            state, failure = self._gone_wrong
-            return state, [failure]
-        last = self._attempt
-        if last is None or last.verdict is None:
-            return "INTERRUPTED", []
-        return last.verdict.state, last.failures
-
-    def _run_attempts(self) -> None:
+    def _work(self) -> None:
         """Start the ranks, and again as often as the controller says; returns at the run's end."""
+        folder = self.spec.folder
+        self._places.open(folder.path)
+        wake = self.wakeup.set
+        self._pump = Pump(self.folder, folder, self.host, self.emit, self._on_message, wake)
         order = self._take_order()
         while True:
             if order is not None:
                 if order.spec is None:
                     return
                 self._make_ready(order, order.spec)
-            self._start_ranks()
-            order = self._judge()
-            assert self._attempt is not None
-            self._attempt.close()
+            attempt = self._start_ranks(self._pump)
+            order = self._judge(attempt)
+            attempt.close()
 
-    def _start_ranks(self) -> None:
-        spec = self._spec
-        assert self._pump is not None
-        attempt = Attempt(spec, self._host, self._pump, self._pipes, self._emit)
-        self._attempt = attempt
-        if self._interrupted_at is not None:
-            attempt.interrupt()
-        meeting = self._rendezvous
+    def _start_ranks(self, pump: Pump) -> Attempt:
+        spec, meeting = self.spec, self._rendezvous
+        attempt = self._attempt = Attempt(spec, self.host, pump, self.folder, self.emit)
+        if self.stopped_at is not None:
+            attempt.ranks.interrupt()
         if meeting is None:
             rendezvous.reach(spec.master_addr, spec.master_port)
-        means = guard.strongest()
-        rank_spec = spec.for_ranks(self._pipes, means, self._host, self._interface)
+        rank_spec = spec.for_ranks(self.folder, guard.strongest(), self.place)
         if meeting is not None:
             meeting.start()
         attempt.start(rank_spec, meeting.port if meeting else spec.master_port)
+        return attempt
 
-    def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
-        attempt = self._attempt
-        if isinstance(message, RankMessage):
-            if attempt is not None:
-                attempt.note(rank, message)
-                self._wakeup.set()
-            return
-        if attempt is not None:
-            attempt.hear(rank, message)
-        if isinstance(message, StoreMessage):
-            self._files.take(rank, message)
-            return
-        message.host, message.time = self._host, time.time()
-        if isinstance(message, RankEvent):
-            message.rank = rank
-        self._emit(message)
-
-    def _judge(self) -> _Order:
+    def _judge(self, attempt: Attempt) -> _Order:
         """Look at the ranks whenever something changed, until the controller says what follows."""
-        attempt = self._attempt
-        assert attempt is not None
         while (order := self._take_order()) is None:
-            connection.wait([*attempt.sentinels, self._wakeup.fileno()], POLL_S)
-            self._wakeup.clear()
+            connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
+            self.wakeup.clear()
             if attempt.verdict is None:
-                attempt.look(self._deadline, self._interrupted_at, self._killed)
-        return order
-
-    def _take_order(self) -> _Order | None:
-        order, self._order = self._order, None
+                attempt.look(self._deadline, self.stopped_at, self._killed)
         return order
 
     def _make_ready(self, order: _Order, spec: HostSpec) -> None:
-        """Has the files of the next attempt here, and lets the other hosts begin theirs."""
+        """Have the files of the next attempt here, and let the other hosts begin theirs."""
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous = order.rendezvous
         try:
-            self._files.again(spec)
+            self.spec = self._files.again(spec)
         finally:
             order.obeyed.set()
-        self._spec = self._files.local(spec)
 
-    def _clean_up(self, step: Callable[[], None]) -> None:
-        """Takes a step of the clean-up; one that fails is told, and the next ones follow."""
-        try:
-            step()
-        except Exception as error:
-            text = f"not all of the run could be cleaned up: {type(error).__name__}: {error}"
-            self._emit(Note(host=self._host, text=text))
+    def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
+        """Take what a rank says; called by the pump's thread."""
+        attempt = self._attempt
+        if isinstance(message, RankMessage):
+            if attempt is not None:
+                attempt.ranks.note(rank, message)
+                self.wakeup.set()
+            return
+        if attempt is not None:
+            attempt.ranks.hear(rank, message)
+        if isinstance(message, StoreMessage):
+            self._files.take(rank, message)
+            return
+        message.host, message.time = self.host, time.time()
+        if isinstance(message, RankEvent):
+            message.rank = rank
+        self.emit(message)
 
-    def _end_ranks(self) -> None:
-        if self._attempt is not None:
-            self._attempt.close()
+    def _fail(self, error: Exception) -> None:
+        self._gone_wrong = "FAILED", [host_failure(self.host, error)]
 
-    def _close(self) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-        if self._pump is not None:
-            self._pump.close()
+    def _keep(self, error: Exception) -> None:
+        failure = host_failure(self.host, error)
+        self.emit(RankFailure(host=self.host, failure=failure))
+        self._gone_wrong = "LOST", [failure]
 
-    def _sweep(self) -> None:
-        left = end_all(leftovers(self._spec.plan.run_id, self._pipes, self._alone()), grace_s=0)
-        if left:
-            text = f"host {self._host}: the cell started what could not be ended: {named(left)}"
-            self._emit(Note(host=self._host, text=text))
+    def _how_it_ended(self) -> tuple[str, list[Failure]]:
+        last = self._attempt
+        if self._gone_wrong is not None:
+            return self._gone_wrong
+        if last is None or last.verdict is None:
+            return "INTERRUPTED", []
+        return last.verdict.state, last.failures
 
-    def _remove_pipes(self) -> None:
-        shutil.rmtree(self._pipes, ignore_errors=True)
+    def _ending(self) -> tuple[Callable[[], None], ...]:
+        if self._order is not None:  # nobody else does what it says
+            self._order.obeyed.set()
+        parts = self._attempt, self._rendezvous, self._pump
+        return tuple(part.close for part in parts if part is not None)
 
 
 def _rendezvous_of(spec: HostSpec) -> Rendezvous | None:
     """Where an attempt's ranks meet, if this is the run's first host."""
     return None if spec.host_rank else Rendezvous(spec.master_addr)
+
+
+class Places:
+    """Where the fetchers of other hosts listen, for the ranks of this one; any thread may call it.
+
+    Args:
+        known: The entries that are known from the start, by the fetchers' numbers.
+    """
+
+    def __init__(self, known: Mapping[int, LoaderPlaces]) -> None:
+        self._entries = dict(known)
+        self._folder: Path | None = None
+        self._lock = threading.Lock()
+
+    def put(self, number: int, entry: LoaderPlaces) -> None:
+        """Take down where a fetcher listens, and write it where ranks look, once that is here."""
+        with self._lock:
+            self._entries[number] = entry
+            if self._folder is not None:
+                service.write_entry(self._folder, number, entry)
+
+    def open(self, run_dir: Path) -> None:
+        """The run's folder is on this host: write all that is known there."""
+        with self._lock:
+            self._folder = service.folder_of(run_dir) / "fetchers"
+            for number, entry in self._entries.items():
+                service.write_entry(self._folder, number, entry)

@@ -1,9 +1,10 @@
-"""The two pipes between a rank and its agent, named by files in a private folder of the host.
+"""What a rank is connected to: its agent, by two pipes, and the run's fetchers, by its feed.
 
 The log pipe carries what the rank and its children write to descriptors 1 and 2, bytes as they
-are. The message pipe carries one JSON object a line: failures, displays, notes, heartbeats. Pipes
-with names, so that nothing of a rank's start depends on descriptors that a forkserver can pass on
-(it passes 256 at most).
+are. The message pipe carries one JSON object a line: failures, displays, notes, heartbeats. Files
+in a private folder of the host name them, so that nothing of a rank's start depends on descriptors
+that a forkserver can pass on (it passes 256 at most). The feed gives registered loaders their
+batches, and says what it handed out. Imported by the agent, too: it imports no torch.
 """
 
 import errno
@@ -12,10 +13,24 @@ import os
 import select
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from taas_magic import messages
-from taas_magic.messages import Event, RankMessage, StoreMessage
+from taas_magic.data import service
+from taas_magic.data.accelerated import when_imported
+from taas_magic.data.service import Service
+from taas_magic.host.spec import TORCHRUN_NAMES
+from taas_magic.leases import FetchLease
+from taas_magic.messages import Event, RankMessage, RankReport, StoreMessage
+
+if TYPE_CHECKING:
+    from taas_magic.data.loader import Feed
+
+REPORT_S = 1.0
+"""How often a rank says what it was handed and how long it waited."""
 
 _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 1 << 20
@@ -47,7 +62,7 @@ def ask_pipe(folder: Path, attempt: int, local_rank: int) -> Path:
 
 
 def ask(folder: Path, attempt: int, local_rank: int) -> None:
-    """Asks a rank where it stands; one that does not listen (any more) is not asked."""
+    """Ask a rank where it stands; one that does not listen (any more) is not asked."""
     try:
         pipe = os.open(ask_pipe(folder, attempt, local_rank), os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -68,7 +83,7 @@ def error_file(folder: Path, attempt: int, local_rank: int) -> Path:
 
 
 def make_pipe(path: Path) -> int:
-    """Makes a pipe in the agent and opens its reading end, which never blocks."""
+    """Make a pipe in the agent and open its reading end, which never blocks."""
     os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -81,7 +96,8 @@ class Link:
         self._lock = threading.Lock()
         self._messages = os.open(message_pipe(folder, attempt, local_rank), os.O_WRONLY)
         self._log = os.open(log_pipe(folder, attempt, local_rank), os.O_WRONLY)
-        _widen(self._log)
+        with suppress(OSError):  # the user's share of pipe memory is used up: 64 KiB work too
+            fcntl.fcntl(self._log, _F_SETPIPE_SZ, _PIPE_BYTES)
         # for writing, too: so it never has an end, and may be opened before the agent does
         self._asked = os.open(ask_pipe(folder, attempt, local_rank), os.O_RDWR | os.O_NONBLOCK)
 
@@ -91,7 +107,7 @@ class Link:
         return os.getpid() == self._pid
 
     def redirect_output(self) -> None:
-        """Makes the log pipe this process's descriptors 1 and 2, and Python's stdout and stderr.
+        """Make the log pipe this process's descriptors 1 and 2, and Python's stdout and stderr.
 
         Both go into one pipe: only so does their order survive. Lines leave whole, one write each.
         """
@@ -105,22 +121,87 @@ class Link:
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, **options)  # type: ignore[call-overload,misc] # noqa: SIM115
 
     def is_asked(self, timeout_s: float) -> bool:
-        """Waits until the agent asks where this rank stands; says whether it did."""
+        """Wait until the agent asks where this rank stands; says whether it did."""
         if not select.select([self._asked], [], [], timeout_s)[0]:
             return False
         os.read(self._asked, 4096)
         return True
 
     def send(self, message: Event | RankMessage | StoreMessage) -> None:
-        """Writes one message; blocks while the agent does not read."""
+        """Write one message; blocks while the agent does not read."""
         view = memoryview(messages.encode(message) + b"\n")
         with self._lock:
             while view:
                 view = view[os.write(self._messages, view) :]
 
 
-def _widen(pipe: int) -> None:
+@contextmanager
+def feed(run_dir: Path, rank: int, attempt: int, link: Link) -> Iterator[None]:
+    """Have registered loaders that this rank unpickles inside the block fed by the run's fetchers.
+
+    What the rank was handed is said by `link`.
+    """
+    served = service.read(run_dir)
+    if served is None:
+        yield
+        return
+    from taas_magic.data.loader import use_feed
+
+    here = _feed_of(served, run_dir, rank, attempt)
+    use_feed(here)
+    when_imported("accelerate.accelerator", _teach_accelerate)
     try:
-        fcntl.fcntl(pipe, _F_SETPIPE_SZ, _PIPE_BYTES)
-    except OSError:
-        return  # the user's share of pipe memory is used up; the usual 64 KiB work too
+        with _reporting(here, link):
+            yield
+    finally:
+        for loader in here.loaders:
+            loader.end()
+
+
+def _feed_of(served: Service, run_dir: Path, rank: int, attempt: int) -> "Feed":
+    from taas_magic.data.loader import Feed
+    from taas_magic.data.metrics import BatchLedger
+
+    folder = service.folder_of(run_dir)
+    return Feed(
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        payload=lambda name: service.payload_file(run_dir, name).read_bytes(),
+        directory=service.FolderDirectory(folder / "fetchers") if served.fetchers else None,
+        key=served.key,
+        tls=served.tls.client if served.tls else None,
+        units=served.units,
+        seed=served.seed,
+        ledger=BatchLedger(folder / "ledger", attempt, rank),
+        generation=attempt,
+        window_bytes=served.settings.rank_buffer_bytes // 2,
+        lease=FetchLease(served.settings.fetch_s),
+        rank_variables=TORCHRUN_NAMES,
+    )
+
+
+def _teach_accelerate() -> None:
+    from taas_magic.data.accelerated import teach_accelerate
+
+    teach_accelerate()
+
+
+@contextmanager
+def _reporting(feed: "Feed", link: Link) -> Iterator[None]:
+    """Say now and then what was handed out, and once more at the end of the block."""
+    ended = threading.Event()
+
+    def report() -> None:
+        if counts := feed.counts():
+            link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))
+
+    def report_again() -> None:
+        while not ended.wait(REPORT_S):
+            report()
+
+    threading.Thread(target=report_again, name="taas-feed", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        report()

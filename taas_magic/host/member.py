@@ -2,20 +2,54 @@
 
 Dask gives membership, TLS and the stream. Runs do not come as Dask tasks but as calls of the
 controller, which alone knows whether all hosts of a run are there (docs/decisions.md).
+
+A host that does not hear its pool ends itself, whatever hangs (`Lease`): the agent sends beats and
+the controller answers each. A thread watches, because an event loop that hangs must not keep a
+host alive. Only monotonic clocks are read: those of hosts may be days apart.
 """
 
 import asyncio
+import functools
 import logging
+import os
+import socket
+import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import distributed.batched
+from distributed import Security, Worker
+from distributed.comm import get_address_host
+from msgspec import structs
 from tornado.ioloop import IOLoop
 
+from taas_magic import probe
 from taas_magic.errors import PoolError
-from taas_magic.host.lease import Lease
-from taas_magic.host.topics import ANSWER, BEAT, CALL, EVENT, HEARD
+from taas_magic.host import forkserver, rendezvous, system
+from taas_magic.host.fetchers import HostFetchers
+from taas_magic.host.host_run import HostRun, HostShare
+from taas_magic.host.spec import (
+    AGENT,
+    ANSWER,
+    ASK_STORE,
+    BEAT,
+    CALL,
+    CALL_AGAIN,
+    CALL_END,
+    CALL_FACTS,
+    CALL_HELLO,
+    CALL_PLACE,
+    CALL_STACKS,
+    CALL_START,
+    CALL_STOP,
+    EVENT,
+    HEARD,
+    HostSpec,
+    Place,
+)
+from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import (
     AgentSettings,
     Event,
@@ -30,55 +64,25 @@ from taas_magic.messages import (
     pack,
     unpack,
 )
-
-if TYPE_CHECKING:
-    from distributed import Worker
-import functools
-import os
-import socket
-import sys
-import threading
-from collections.abc import Sequence
-
-from distributed import Security, Worker
-from distributed.comm import get_address_host
-from msgspec import structs
-
-from taas_magic import probe
-from taas_magic.host import forkserver, rendezvous, system
-from taas_magic.host.fetchers import FetchShare
-from taas_magic.host.host_run import HostRun
-from taas_magic.host.lease import end_agent
-from taas_magic.host.spec import HostSpec, Place
-from taas_magic.host.system import count_gpus
-from taas_magic.host.topics import (
-    AGENT,
-    ASK_STORE,
-    CALL_AGAIN,
-    CALL_END,
-    CALL_END_FETCH,
-    CALL_FACTS,
-    CALL_FETCH,
-    CALL_HELLO,
-    CALL_PLACE,
-    CALL_STACKS,
-    CALL_START,
-    CALL_STOP,
-    share_id,
-)
 from taas_magic.store import guard
-from taas_magic.store.manifest import Ask
 
+ASK_TIMEOUT_S = 60.0
+
+Handler = Callable[..., Awaitable[object]]
+
+logger = logging.getLogger("taas_magic.agent")
+
+_LOOK_S = 0.5
 _started = time.time() - time.monotonic()
 
 
 def steady() -> float:
-    """Seconds since 1970 as this process counted them since its start."""
+    """Return seconds since 1970 as this process counted them since its start."""
     return _started + time.monotonic()
 
 
 def use_steady_clock() -> None:
-    """Makes Dask's streams in this process, and the current loop's timers, keep the steady clock.
+    """Make Dask's streams in this process, and the current loop's timers, keep the steady clock.
 
     A stream waits for the end of its batch by the system's clock: set back by an hour, it would be
     silent for an hour, and the lease would end the host.
@@ -87,11 +91,71 @@ def use_steady_clock() -> None:
     IOLoop.current().time = steady  # type: ignore[method-assign]
 
 
-ASK_TIMEOUT_S = 60.0
+EXPIRED = 75
+"""Exit code of an agent whose lease has expired (EX_TEMPFAIL)."""
 
-Handler = Callable[..., Awaitable[object]]
 
-logger = logging.getLogger("taas_magic.agent")
+class Lease:
+    """Counts from the sending of the last beat that was answered.
+
+    The controller counts from its arrival and allows a second more: when it takes a host for
+    lost, the host has ended itself.
+
+    Args:
+        lease_s: How long it lasts.
+        expire: Called in the watching thread when it has run out; does not return.
+    """
+
+    def __init__(self, lease_s: float, expire: Callable[[], None]) -> None:
+        self.lease_s, self._expire = lease_s, expire
+        self._lock = threading.Lock()
+        self._sent: dict[int, float] = {}
+        self._next = 0
+        self._good_until = time.monotonic() + lease_s
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._watch_out, name="taas-lease", daemon=True)
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds from beat to beat."""
+        return self.lease_s / BEATS_PER_LEASE
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._good_until = time.monotonic() + self.lease_s
+        self._watch.start()
+
+    def beat(self) -> int:
+        """Return the number of a beat that is about to be sent."""
+        with self._lock:
+            self._next += 1
+            self._sent[self._next] = time.monotonic()
+            return self._next
+
+    def heard(self, beat: int) -> None:
+        """Take down that a beat was answered; one not sent, or old, counts for nothing."""
+        with self._lock:
+            sent = self._sent.get(beat)
+            if sent is not None:
+                self._sent = {number: at for number, at in self._sent.items() if number > beat}
+                self._good_until = max(self._good_until, sent + self.lease_s)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._ended.set()
+
+    def _watch_out(self) -> None:
+        while not self._ended.wait(max(0.0, self._good_until - time.monotonic())):
+            if time.monotonic() >= self._good_until:
+                self._expire()
+                return
+
+
+def end_agent(lease_s: float) -> None:
+    """End this agent at once; its supervisor ends all that it leaves."""
+    sys.stderr.write(f"taas-magic: heard nothing of the pool for {lease_s:g} s: the host ends\n")
+    sys.stderr.flush()
+    os._exit(EXPIRED)
 
 
 class Head:
@@ -100,12 +164,11 @@ class Head:
     Args:
         worker: The agent's Dask worker, not started yet.
         lease: The agent's lease.
-        calls: What the controller may call, by name; may be extended later.
+        calls: What the controller may call, by name.
     """
 
-    def __init__(self, worker: "Worker", lease: Lease, calls: Mapping[str, Handler]) -> None:
-        self._worker, self._lease = worker, lease
-        self.calls = dict(calls)
+    def __init__(self, worker: Worker, lease: Lease, calls: Mapping[str, Handler]) -> None:
+        self._worker, self._lease, self._calls = worker, lease, calls
         self._tasks: set[asyncio.Task[None]] = set()
         worker.stream_handlers[CALL] = self._on_call
         worker.stream_handlers[HEARD] = lease.heard
@@ -122,7 +185,7 @@ class Head:
             raise PoolError(f"the pool does not answer {name}: {error}") from error
 
     def ask(self, name: str, **arguments: Any) -> Any:
-        """The same from any other thread; blocks.
+        """Do the same from any other thread; blocks.
 
         Raises:
             PoolError: It could not be reached, or did not answer in time.
@@ -136,12 +199,12 @@ class Head:
             raise PoolError(f"the pool did not answer {name} in {ASK_TIMEOUT_S:.0f} s") from None
 
     def emit(self, run_id: str, event: Event) -> None:
-        """Sends an event of a run; any thread may call it."""
+        """Send an event of a run; any thread may call it."""
         message = {"op": EVENT, "run_id": run_id, "event": encode(event)}
         self._worker.loop.add_callback(self._worker.batched_send, message)
 
     async def beat(self) -> None:
-        """Beats until it is cancelled."""
+        """Beat until it is cancelled."""
         while True:
             self._worker.batched_send({"op": BEAT, "beat": self._lease.beat()})
             await asyncio.sleep(self._lease.beat_s)
@@ -153,15 +216,12 @@ class Head:
 
     async def _answer(self, number: int, name: str, arguments: Mapping[str, Any]) -> None:
         try:
-            answer, error = pack(await self.calls[name](**arguments)), ""
+            answer, error = pack(await self._calls[name](**arguments)), ""
         except Exception as failed:  # the controller hears of it, and the pool's log has it all
             logger.exception("the call %s failed", name)
             answer, error = b"", escaped(f"{type(failed).__name__}: {failed}")
         said = {"op": ANSWER, "id": number, "answer": answer, "error": error}
         self._worker.batched_send(said)
-
-
-_LOOK_S = 0.5
 
 
 class AgentWorker(Worker):
@@ -186,8 +246,7 @@ class AgentWorker(Worker):
             **kwargs,
         )
         self._place, self._problems = place, problems
-        self._runs: dict[str, HostRun] = {}
-        self._shares: dict[str, tuple[FetchShare, threading.Thread]] = {}
+        self._shares: dict[str, HostShare] = {}
         calls: dict[str, Handler] = {
             CALL_HELLO: self.hello,
             CALL_FACTS: self.facts,
@@ -195,167 +254,134 @@ class AgentWorker(Worker):
             CALL_AGAIN: self.start_again,
             CALL_STOP: self.stop_run,
             CALL_END: self.end_run,
-            CALL_FETCH: self.start_fetch,
-            CALL_END_FETCH: self.end_fetch,
             CALL_PLACE: self.place_fetcher,
             CALL_STACKS: self.stacks,
         }
         self.head = Head(self, lease, calls)
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Opens no port for Dask's web pages: they would ask nobody for a key."""
+        """Open no port for Dask's web pages: they would ask nobody for a key."""
 
     async def start_unsafe(self) -> "AgentWorker":
-        """Called by Dask to join the pool; then nobody can connect to this host any more."""
+        """Join the pool; called by Dask. Then nobody can connect to this host any more."""
         await super().start_unsafe()
         for listener in self.listeners:
             listener.stop()
         return self
 
     async def hello(self) -> HostHello:
-        """Who this host is, what holds its ranks off the store, and its GPUs."""
+        """Return who this host is, what holds its ranks off the store, and its GPUs."""
         return HostHello(
             host=self._place.host,
             address=self._place.address,
             means=guard.strongest().value,
-            gpus=count_gpus(),
+            gpus=system.count_gpus(),
         )
 
     async def facts(self, asked: bytes) -> object:
-        """What this host is like for this agent's own Python, as `probe` answers it.
-
-        Args:
-            asked: `FactsWanted`, packed.
-        """
+        """Return what this host is like for this agent's Python, as `FactsWanted` asks `probe`."""
         wanted = unpack(asked, FactsWanted)
         return await asyncio.to_thread(probe.main, **structs.asdict(wanted))
 
-    async def start_run(self, spec: bytes) -> StorePort:
-        """Starts this host's share of a run, in a thread of its own.
-
-        Args:
-            spec: A `HostSpec`, packed.
-        """
+    async def start_run(self, run_id: str, spec: bytes) -> StorePort:
+        """Start this host's share of a run, a packed `HostSpec`, in a thread of its own."""
         parsed = unpack(spec, HostSpec)
-        run_id = parsed.plan.run_id
         emit = functools.partial(self.head.emit, run_id)
-        ask = self._asking(run_id)
-        run = await asyncio.to_thread(HostRun, parsed, self._place, emit, self._is_alone, ask)
-        self._runs[run_id] = run
-        for problem in self._problems:
+
+        def ask(what: str, **arguments: Any) -> Any:
+            return self.head.ask(ASK_STORE, run_id=run_id, what=what, arguments=arguments)
+
+        kind = HostFetchers if parsed.fetches else HostRun
+        share = await asyncio.to_thread(kind, parsed, self._place, emit, self._is_alone, ask)
+        self._shares[run_id] = share
+        for problem in () if parsed.fetches else self._problems:
             emit(Note(host=self._place.host, text=problem))
-        thread = threading.Thread(target=self._carry_out, args=(run_id, run), name=f"run-{run_id}")
-        thread.start()
-        return StorePort(run.port)
+        carry_out = threading.Thread(
+            target=self._carry_out, args=(run_id, share), name=f"run-{run_id}"
+        )
+        carry_out.start()
+        return StorePort(share.port)
 
     async def start_again(self, run_id: str, spec: bytes) -> StorePort:
-        """Ends this host's ranks of a run and starts those of its next attempt.
+        """End this host's ranks of a run and start those of its next attempt.
 
         Raises:
-            KeyError: The run has ended here.
+            PoolError: The run has ended here.
         """
-        again = self._runs[run_id].again
-        return StorePort(await asyncio.to_thread(again, unpack(spec, HostSpec)))
+        run = self._run(run_id)
+        if run is None:
+            raise PoolError(f"run {run_id} has ended here")
+        return StorePort(await asyncio.to_thread(run.again, unpack(spec, HostSpec)))
 
     async def stop_run(self, run_id: str, how: str) -> None:
-        """Interrupts or kills a run; one that is not here has ended already."""
-        if run_id in self._runs:
-            self._runs[run_id].stop(how)
+        """Interrupt or kill a share; one that is not here has ended already."""
+        if run_id in self._shares:
+            self._shares[run_id].stop(how)
 
     async def end_run(self, run_id: str) -> None:
-        """Ends a run that has settled on all hosts."""
-        if run_id in self._runs:
-            self._runs[run_id].end()
-
-    async def start_fetch(self, spec: bytes) -> None:
-        """Starts this host's fetchers of a run, in a thread of their own.
-
-        Args:
-            spec: A `HostSpec`, packed; its `host_rank` counts the fetchers' hosts.
-        """
-        parsed = unpack(spec, HostSpec)
-        run_id = share_id(parsed.plan.run_id)
-        emit = functools.partial(self.head.emit, run_id)
-        ask = self._asking(run_id)
-        share = FetchShare(parsed, self._place, emit, self._is_alone, ask)
-        thread = threading.Thread(target=self._fetch, args=(run_id, share), name=f"run-{run_id}")
-        self._shares[run_id] = share, thread
-        thread.start()
-
-    async def end_fetch(self, run_id: str) -> None:
-        """Ends fetchers; returns when nothing of them is left here."""
-        if run_id in self._shares:
-            share, thread = self._shares[run_id]
-            share.stop()
-            await asyncio.to_thread(thread.join)
+        """End a run that has settled on all hosts."""
+        if run := self._run(run_id):
+            run.end()
 
     async def place_fetcher(self, run_id: str, place: bytes) -> None:
-        """Tells a run's ranks on this host where a fetcher listens, a packed `FetcherPlace`."""
-        if run_id in self._runs:
+        """Tell a run's ranks on this host where a fetcher listens, a packed `FetcherPlace`."""
+        if run := self._run(run_id):
             told = unpack(place, FetcherPlace)
-            self._runs[run_id].place(told.number, told.entry)
+            run.place_fetcher(told.number, told.entry)
 
     async def stacks(self, run_id: str) -> RunStacks:
-        """Where a run's ranks, or fetchers, on this host stand.
+        """Return where a run's ranks, or fetchers, on this host stand; may take some seconds."""
+        share = self._shares.get(run_id)
+        return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
 
-        Takes some seconds where one does not answer.
-        """
-        if run_id in self._shares:
-            share, _ = self._shares[run_id]
-            return RunStacks(fetchers=await asyncio.to_thread(share.stacks))
-        run = self._runs.get(run_id)
-        return RunStacks(await asyncio.to_thread(run.stacks) if run is not None else [])
+    def _run(self, run_id: str) -> HostRun | None:
+        """The ranks of a run on this host; None once they have ended."""
+        run = self._shares.get(run_id)
+        return run if isinstance(run, HostRun) else None
 
-    def _fetch(self, run_id: str, share: FetchShare) -> None:
+    def _carry_out(self, run_id: str, share: HostShare) -> None:
         try:
             share.run()
         finally:
             del self._shares[run_id]
-
-    def _carry_out(self, run_id: str, run: HostRun) -> None:
-        try:
-            run.run()
-        finally:
-            del self._runs[run_id]
             if forkserver.is_alive():
                 rendezvous.prepare()
-            else:
+            elif not self._shares:
                 self._leave()
 
     async def watch_forkserver(self) -> None:
-        """Leaves the pool when no run can start here any more and none is here."""
+        """Leave the pool when no run can start here any more and none is here."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            if not (forkserver.is_alive() or self._runs or self._shares):
+            if not (forkserver.is_alive() or self._shares):
                 self._leave()
                 return
 
     def _leave(self) -> None:
         self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")
 
-    def _asking(self, run_id: str) -> Ask:
-        """How a run, or its fetchers, ask for files that this host does not share."""
-
-        def ask(what: str, **arguments: Any) -> Any:
-            words = {"run_id": run_id, "what": what}
-            return self.head.ask(ASK_STORE, **words, arguments=arguments)
-
-        return ask
-
     def _is_alone(self) -> bool:
-        return len(self._runs) + len(self._shares) == 1
+        return len(self._shares) == 1
 
 
 async def serve(words: bytes) -> None:
-    """Joins the pool when this host is warm; returns when the pool has closed or lost it.
+    """Join the pool as a packed `AgentSettings` says, when this host is warm.
 
-    Args:
-        words: `AgentSettings`, packed.
+    Returns when the pool has closed or lost it.
     """
     settings = unpack(words, AgentSettings)
     logging.getLogger("distributed").setLevel(logging.WARNING)
     use_steady_clock()
-    place = _find_place(settings)
+    address = system.choose_address(
+        settings.interface, os.environ, get_address_host(settings.scheduler)
+    )
+    place = Place(
+        host=settings.host_name or socket.gethostname(),
+        address=address,
+        interface=system.name_of(address),
+        is_foreign=settings.is_foreign,
+        sys_path=tuple(sys.path),
+    )
     guard.strongest()  # found while the forkserver imports
     problems = forkserver.warm_up()
     rendezvous.prepare()
@@ -379,11 +405,3 @@ async def serve(words: bytes) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _find_place(settings: AgentSettings) -> Place:
-    scheduler = get_address_host(settings.scheduler)
-    address = system.choose_address(settings.interface, os.environ, scheduler)
-    host = settings.host_name or socket.gethostname()
-    interface = system.name_of(address)
-    return Place(host, address, interface, settings.is_foreign, tuple(sys.path))

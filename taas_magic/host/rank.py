@@ -42,8 +42,8 @@ from taas_magic.capture.modules import claim_taas, install
 from taas_magic.capture.payload import Cell, CellSource
 from taas_magic.data.accelerated import when_imported
 from taas_magic.errors import TaasError
-from taas_magic.host import cell_main, feeding, rendezvous, results, stacks, tracebacks
-from taas_magic.host.link import Link, stack_file, stacks_file
+from taas_magic.host import cell_main, rendezvous, results, stacks, tracebacks
+from taas_magic.host.link import Link, feed, stack_file, stacks_file
 from taas_magic.host.spec import RankSpec
 from taas_magic.host.system import die_with_parent
 from taas_magic.journal.folder import RunFolder
@@ -120,7 +120,7 @@ def rank_main(spec: RankSpec, environ: Mapping[str, str]) -> None:
     # it starts them; of the numbers of nested levels the first is that of a rank
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     _use_gloo_without_cuda(link)
-    with _heartbeat(link), feeding.feed(spec.run_dir, rank, attempt, link):
+    with _heartbeat(link), feed(spec.run_dir, rank, attempt, link):
         succeeded = _run(RankShell.instance(), spec, link, rank)
     if not link.is_own:  # a child that the cell forked, and that ran on to the cell's end
         _flush()

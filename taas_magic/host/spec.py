@@ -1,4 +1,10 @@
-"""What a host is told of a run: by the controller to the agent, by the agent to its ranks."""
+"""What a host is told of a run, and the words in which the pool and its agents speak.
+
+By the controller to the agent (`HostSpec`), by the agent to its ranks and fetchers. Calls of the
+controller and their answers, events and beats are messages in the one stream that an agent opened
+when it joined; so nobody ever connects to a host, and messages keep their order. Imported by the
+kernel, too: it imports neither Dask nor torch.
+"""
 
 import os
 import sys
@@ -11,12 +17,49 @@ from msgspec import Struct, structs
 
 from taas_magic.host.system import LOOPBACK, RUN_TOKEN, name_of
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import LoaderPlaces
-from taas_magic.plan import HostPlan, Plan
+from taas_magic.messages import (
+    Event,
+    FetcherCounts,
+    FetcherEnded,
+    FetcherReport,
+    LoaderPlaces,
+    Prefilling,
+)
+from taas_magic.plan import HostPlan, Plan, Prefill
 from taas_magic.store.rule import Identity, StoreRule
 
 if TYPE_CHECKING:
+    from taas_magic.data.service import Tls
     from taas_magic.store.guard import Means
+
+CALL = "taas_call"
+ANSWER = "taas_answer"
+EVENT = "taas_event"
+BEAT = "taas_beat"
+HEARD = "taas_heard"
+
+AGENT = "taas_agent"
+"""What an agent says of itself when it joins; others that join are no hosts of the pool."""
+
+POOL_TOPIC = "taas-pool"
+"""The Dask topic that says what becomes of the hosts that kernels wait for."""
+
+POOL_BEAT = "taas-pool-beat"
+"""The Dask topic by which the pool's process tells its kernels that it lives."""
+
+CALL_HELLO = "taas_hello"
+CALL_FACTS = "taas_facts"
+CALL_START = "taas_start"
+CALL_AGAIN = "taas_again"
+CALL_STOP = "taas_stop"
+CALL_END = "taas_end"
+CALL_PLACE = "taas_place"
+CALL_STACKS = "taas_stacks"
+
+ASK_STORE = "taas_store"
+
+ASK_HOST = "taas_host"
+"""What a vehicle asks for: the name and the key of the agent that it is to bring."""
 
 HOST = "TAAS_HOST"
 """The environment variable that has the name of a rank's host, as the user calls it."""
@@ -26,6 +69,22 @@ REACH = "TAAS_REACH"
 
 VALUE = "<value>"
 """The name of the last expression's value among a run's results; no variable can have it."""
+
+
+def topic(owner: str) -> str:
+    """Return the Dask topic that carries the events of a kernel's runs, each with its run's id.
+
+    One for each kernel, not for each run: neither Dask's client nor its scheduler forgets a topic.
+
+    Args:
+        owner: The id of the kernel's Dask client.
+    """
+    return f"taas-{owner}"
+
+
+def share_id(run_id: str) -> str:
+    """Return what a run's fetchers are known by, apart from its ranks: they begin before them."""
+    return f"{run_id}.data"
 
 
 @dataclass(frozen=True)
@@ -109,11 +168,11 @@ def users_path(
 
 
 class HostSpec(Struct, frozen=True):
-    """One host's share of a run.
+    """One host's share of a run: its ranks, or its fetchers.
 
     Attributes:
         plan: The run's; of its hosts, as it is sent to one (`of_host`), only that one.
-        host_rank: This host's place among the run's hosts.
+        host_rank: This host's place among the run's hosts, or among those of its fetchers.
         run_dir: The run's folder.
         origin: What the ranks take over from the notebook.
         master_addr: Where the first host has the ranks' store.
@@ -127,6 +186,7 @@ class HostSpec(Struct, frozen=True):
             is sent to a host, where that finds it. "": none.
         reads_only: Whether the project store is only read: the run does not own it, and what is
             written to a copy of it stays there.
+        fetches: Whether the share is fetchers, which never write to the project store.
     """
 
     plan: Plan
@@ -142,6 +202,16 @@ class HostSpec(Struct, frozen=True):
     n_hosts: int = 1
     reach: str = ""
     reads_only: bool = False
+    fetches: bool = False
+
+    @property
+    def share_id(self) -> str:
+        """What the share is known by, in the pool and on its hosts."""
+        return share_id(self.plan.run_id) if self.fetches else self.plan.run_id
+
+    @property
+    def has_rank_0(self) -> bool:
+        return not self.fetches and self.share.first_rank == 0
 
     @property
     def share(self) -> HostPlan:
@@ -171,24 +241,23 @@ class HostSpec(Struct, frozen=True):
             defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"
         return defaults
 
-    def for_ranks(self, pipes: Path, means: "Means", host: str, interface: str) -> "RankSpec":
-        """What the ranks of this host are told.
+    def for_ranks(self, pipes: Path, means: "Means", place: Place) -> "RankSpec":
+        """Return what the ranks of this host are told.
 
         Args:
             pipes: The host's folder of named pipes.
             means: What this host has to hold ranks to the rule of the store.
-            host: The host's name.
-            interface: Name of the network interface that ranks of several hosts use.
+            place: This host.
         """
         return RankSpec(
             run_dir=Path(self.run_dir),
             pipes=pipes,
             cwd=self.origin.cwd,
             environ={
-                **self._defaults(interface),
+                **self._defaults(place.interface),
                 **self.origin.environ,
                 RUN_TOKEN: self.plan.run_id,
-                HOST: host,
+                HOST: place.host,
                 **({REACH: self.reach} if self.reach else {}),
             },
             env=self.plan.env,
@@ -229,6 +298,150 @@ class RankSpec:
     means: "Means"
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What a fetcher takes over from the notebook.
+
+    Attributes:
+        cwd: The notebook's folder.
+        environ: The kernel's environment.
+        sys_path: The kernel's import path.
+        payload: The run's payload, which has the project's own modules.
+        log: File for what the dataset's code prints.
+        who: What the fetcher is called in messages.
+        store: The rule of the project store; a fetcher is held to it as a rank that is not 0.
+        means: What this host has to hold it.
+        scratch: A folder to make on this host, for what it would have written there.
+    """
+
+    cwd: str
+    environ: Mapping[str, str]
+    sys_path: tuple[str, ...]
+    payload: Path
+    log: Path
+    who: str
+    store: StoreRule | None
+    means: "Means"
+    scratch: Path
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A registered loader, as a fetcher is told of it.
+
+    Attributes:
+        name: Its name.
+        payload: File with the pickled loader.
+        num_workers: Workers; 0 is one for each of the fetcher's cores.
+        context: multiprocessing's start method of the workers, "" for the default.
+        seed: The seed of its randomness.
+    """
+
+    name: str
+    payload: Path
+    num_workers: int = 0
+    context: str = ""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class FetcherSpec:
+    """What a fetcher is to do.
+
+    Attributes:
+        number: Its number in the run, from 0.
+        index: Its place among the fetchers of its loaders, from 0.
+        fetchers: How many of these there are.
+        loaders: What it runs.
+        key: The run's key.
+        folder: Where it writes its addresses (`service.FolderDirectory`).
+        cores: Processors that it may use.
+        host: Its host's name, for messages.
+        listen: Address to listen at for TCP; "" for this host's ranks only.
+        buffer_bytes: How much prepared data may wait in memory, over all loaders and workers.
+        spill: Folder for what memory has no room for; None: the workers wait instead.
+        spill_bytes: How much may lie there.
+        fill_batches: What all fetchers of the run are to have ready before ranks ask.
+        fill_bytes: The same in bytes.
+        units: The bound of `--units`.
+        tls: The run's certificate; None for plain TCP.
+        setting: What it takes over from the notebook; None: nothing.
+        stacks: File to which it and its workers write their stacks when asked; None: they do not.
+    """
+
+    number: int
+    index: int
+    fetchers: int
+    loaders: tuple[Fetched, ...]
+    key: bytes
+    folder: Path
+    cores: int
+    host: str = ""
+    listen: str = "127.0.0.1"
+    buffer_bytes: int = 1 << 30
+    spill: Path | None = None
+    spill_bytes: int = 16 << 30
+    fill_batches: int = 0
+    fill_bytes: int = 0
+    units: int | None = None
+    tls: "Tls | None" = None
+    setting: Setting | None = None
+    stacks: Path | None = None
+
+
+class Filling:
+    """How far a run's fetchers have come, as the kernel sees it before the ranks start.
+
+    Args:
+        prefill: What is asked for.
+        fetchers: How many there are.
+        loaders: How many loaders they run.
+        units: The bound of `--units`, for each loader.
+    """
+
+    def __init__(self, prefill: Prefill, fetchers: int, loaders: int, units: int | None) -> None:
+        self._prefill, self._fetchers = prefill, fetchers
+        self.wanted = prefill.amount if prefill.unit != "all" else loaders * (units or 0)
+        self._stats: dict[int, list[FetcherCounts]] = {}
+        self._ended: set[int] = set()
+
+    def take(self, event: Event) -> bool:
+        """Take an event of a fetcher; returns whether it says how far it has come."""
+        if isinstance(event, FetcherReport):
+            self._stats[event.number] = list(event.loaders.values())
+        elif isinstance(event, FetcherEnded):
+            self._ended.add(event.number)
+        return isinstance(event, FetcherReport)
+
+    @property
+    def done(self) -> int:
+        """How much is ready, in memory and on disk."""
+        if self._prefill.unit == "bytes":
+            return self._sum("ready_bytes") + self._sum("spilled_bytes")
+        return self._sum("ready")
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether ranks may start.
+
+        They may, too, when no worker can prepare more: there is no more room, or no more data. And
+        when every fetcher has ended, since ranks can say what that means for them.
+        """
+        if self.done >= self.wanted or len(self._ended) >= self._fetchers:
+            return True
+        has_all = len(self._stats.keys() | self._ended) >= self._fetchers
+        return has_all and self._sum("idle") >= self._sum("workers")
+
+    def event(self, host: str) -> Prefilling:
+        """Return what is said of it, when a fetcher of that host has come further."""
+        unit = "bytes" if self._prefill.unit == "bytes" else "batches"
+        return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
+
+    def _sum(self, name: str) -> int:
+        every = [counts for loaders in list(self._stats.values()) for counts in loaders]
+        return sum(getattr(counts, name) for counts in every)
+
+
 def without_environ(spec: HostSpec) -> HostSpec:
     """A share without what another machine has no use for.
 
@@ -238,11 +451,13 @@ def without_environ(spec: HostSpec) -> HostSpec:
 
 
 def of_host(spec: HostSpec, host_rank: int) -> HostSpec:
-    """A run's share for one of its hosts.
+    """Return a run's share for one of its hosts.
 
     What all others are to do is left out: told to each of a thousand hosts, it would be a million.
     """
     hosts = spec.plan.hosts
+    if spec.fetches:
+        return structs.replace(spec, host_rank=host_rank)
     mine = structs.replace(spec.plan, hosts=(hosts[host_rank],))
     return structs.replace(spec, plan=mine, host_rank=host_rank, n_hosts=len(hosts))
 

@@ -10,20 +10,33 @@ neither run out of memory with them nor hang with them.
 
 A subreaper inherits every orphan below it (prctl(2)), so a cell's daemon that forked twice or
 called setsid is still found.
+
+What a host needs for the time of its life lies in one folder:
+
+    <TMPDIR>/taas-<uid>-<random>/   0700; locked by the host's supervisor while it lives
+        lock
+        pymp-…                      multiprocessing's, of the agent
+        run-…                       pipes and scratch folders of a run
+
+What a supervisor that was killed has left, the next one of the same user removes.
 """
 
-import contextlib
+import fcntl
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
-from taas_magic.errors import PoolError
-from taas_magic.host import scratch
+from taas_magic.errors import PoolError, reason_of
 from taas_magic.host.system import adopt_orphans, end_all, end_host, is_tracker, spawn_command
 
 GRACE_S = 3.0
@@ -31,21 +44,21 @@ GRACE_S = 3.0
 
 
 def main() -> int:
-    """Runs until the agent or the lease ends; returns the agent's exit code."""
+    """Run until the agent or the lease ends; returns the agent's exit code."""
     lease_s, preload = float(sys.argv[1]) or None, sys.argv[2]
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wakeups = _wakeups_of_sigchld()
     try:
-        with scratch.host_folder() as folder:
-            return _supervise([preload, str(folder)], wakeups, lease_s)
+        with host_folder() as folder:
+            return _supervise(preload, folder, wakeups, lease_s)
     except PoolError as error:
         sys.exit(str(error))
 
 
-def _supervise(arguments: list[str], wakeups: int, lease_s: float | None) -> int:
+def _supervise(preload: str, folder: Path, wakeups: int, lease_s: float | None) -> int:
     """Run an agent, and leave nothing of it; returns its exit code."""
-    command = [*spawn_command("taas_magic.host.agent"), *arguments]
+    command = [*spawn_command("taas_magic.host.agent"), preload, str(folder)]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         _stay_until_end(agent, wakeups, lease_s)
@@ -57,7 +70,7 @@ def _supervise(arguments: list[str], wakeups: int, lease_s: float | None) -> int
 
 
 def _wakeups_of_sigchld() -> int:
-    """A descriptor that becomes readable when a child ends."""
+    """Return a descriptor that becomes readable when a child ends."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -66,7 +79,7 @@ def _wakeups_of_sigchld() -> int:
 
 
 def _stay_until_end(agent: subprocess.Popen[bytes], wakeups: int, lease_s: float | None) -> None:
-    """Returns when the agent has ended, or nobody holds the lease any more."""
+    """Return when the agent has ended, or nobody holds the lease any more."""
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)
     selector.register(wakeups, selectors.EVENT_READ)
@@ -91,12 +104,12 @@ def _stay_until_end(agent: subprocess.Popen[bytes], wakeups: int, lease_s: float
 
 
 def _tell(agent: subprocess.Popen[bytes], heard: bytes) -> bytes | None:
-    """Passes the first line on; returns what there is of it so far, None once it is passed on."""
+    """Pass the first line on; returns what there is of it so far, None once it is passed on."""
     line, end, _ = heard.partition(b"\n")
     if not end:
         return heard
     assert agent.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has just ended; the loop sees that next
+    with suppress(BrokenPipeError):  # it has just ended; the loop sees that next
         agent.stdin.write(line + end)
         agent.stdin.flush()
     return None
@@ -128,5 +141,69 @@ def _end_agent(agent: subprocess.Popen[bytes]) -> None:
         agent.wait()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@contextmanager
+def host_folder() -> Iterator[Path]:
+    """Make the folder of this host, for as long as the block.
+
+    Raises:
+        PoolError: It cannot be made.
+    """
+    sweep()
+    folder = _make(f"taas-{os.getuid()}-")
+    lock = _lock(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def run_folder() -> Path:
+    """Return a new folder for what a run needs on this host; in the agent.
+
+    Raises:
+        PoolError: It cannot be made.
+    """
+    return _make("run-")
+
+
+def sweep() -> None:
+    """Remove the folders of hosts of this user whose supervisors were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"taas-{os.getuid()}-*"):
+        if _is_abandoned(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make(prefix: str) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        raise PoolError(
+            f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}; "
+            f"make room there, or set TMPDIR to another folder before the kernel starts"
+        ) from error
+
+
+def _lock(folder: Path) -> int:
+    """Lock a new folder; nobody sees the lock before it is held."""
+    beside = folder / ".lock"
+    lock = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    beside.rename(folder / "lock")
+    return lock
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        if folder.lstat().st_uid != os.getuid():
+            return False
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # another user's, or one that is just being made or removed
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True

@@ -4,7 +4,7 @@ Batch systems and clouds start Dask workers of their own kind, through classes t
 us. Every worker that joins the pool's scheduler is given this plugin. It starts the supervisor; the
 agent below joins the pool as a member of its own. When the vehicle ends, in whatever way (wall
 time, a cancelled job, a lost connection), the supervisor's standard input closes, and with it
-everything on the host ends.
+everything on the host ends. A module of its own: such a worker, and the engine, import no agent.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from distributed import Worker, WorkerPlugin
 
+from taas_magic.host.spec import ASK_HOST
 from taas_magic.host.system import spawn_command, supervisor_arguments
-from taas_magic.host.topics import ASK_HOST
 from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import AgentKeys, AgentSettings, pack, unpack
 
@@ -24,7 +24,7 @@ _MARK = "@"
 
 
 def agent_name(vehicle: object) -> str:
-    """A name for the agent that a vehicle brings.
+    """Return a name for the agent that a vehicle brings.
 
     Another one each time: a job that the batch system has started again has the name of the old
     one, whose agent may still be known.
@@ -33,7 +33,7 @@ def agent_name(vehicle: object) -> str:
 
 
 def vehicle_of(agent: object) -> str:
-    """The name of the vehicle that brought an agent; "" for what is no such agent."""
+    """Return the name of the vehicle that brought an agent; "" for what is no such agent."""
     return str(agent).rpartition(_MARK)[0]
 
 
@@ -59,7 +59,7 @@ class Vehicle(WorkerPlugin):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def setup(self, worker: Worker) -> None:
-        """Called by Dask when the worker has joined; an agent, which joins too, is left alone."""
+        """Start the host; called by Dask when a worker has joined, also an agent: left alone."""
         if vehicle_of(worker.name):
             return
         try:
@@ -69,7 +69,7 @@ class Vehicle(WorkerPlugin):
             raise
 
     async def teardown(self, worker: Worker) -> None:
-        """Called by Dask when the worker closes: ends the host."""
+        """End the host; called by Dask when the worker closes."""
         for task in self._tasks:
             task.cancel()
         if self._supervisor is None:
@@ -118,7 +118,7 @@ class Vehicle(WorkerPlugin):
                 await lease.drain()
 
     async def _follow(self, worker: Worker, supervisor: asyncio.subprocess.Process) -> None:
-        """Ends the vehicle with its agent, so that the batch system gets the host back."""
+        """End the vehicle with its agent, so that the batch system gets the host back."""
         code = await supervisor.wait()
         self._leave(worker, f"its agent ended with exit code {code}")
 

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -130,11 +130,11 @@ def decide(
     deadline: float | None = None,
     interrupted_at: float | None = None,
 ) -> Verdict | None:
-    """How the run stands; None while it goes on.
+    """Say how the run stands; None while it goes on.
 
     Args:
         ranks: All ranks of this host.
-        now: The agent's monotonic clock.
+        now: The agent's monotonic clock, as all times.
         deadline: When `--timeout` ends the run.
         interrupted_at: When the user interrupted it.
     """
@@ -174,7 +174,7 @@ def is_consequence(etype: str, message: str) -> bool:
 
 
 def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
-    """The ranks that failed, the first one first.
+    """Return the ranks that failed, the first one first.
 
     A rank that died or raised an error of its own comes before one whose error only says that a
     peer is gone, and a rank that left early comes before both kinds of its consequences.
@@ -187,12 +187,12 @@ def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
     own = [rank for rank in failed if not is_consequence(rank.etype, rank.message)]
     if not own:
         failed += [rank for rank in ranks if rank.left_at is not None and rank not in failed]
-    return sorted(failed, key=_order)
 
+    def order(rank: RankState) -> tuple[bool, float, int]:
+        times = [at for at in (rank.failed_at, rank.left_at, rank.stopped_at) if at is not None]
+        return is_consequence(rank.etype, rank.message), min(times), rank.rank
 
-def _order(rank: RankState) -> tuple[bool, float, int]:
-    times = [at for at in (rank.failed_at, rank.left_at, rank.stopped_at) if at is not None]
-    return is_consequence(rank.etype, rank.message), min(times), rank.rank
+    return sorted(failed, key=order)
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
@@ -201,39 +201,28 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     return next(iter(own or failures), None)
 
 
-_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUPS, _VMSTAT = Path("/sys/fs/cgroup"), "/proc/vmstat"
 
 
 def oom_kills(pid: int) -> dict[str, int]:
-    """The kill counts that concern a process: of its memory cgroup, and of the system.
+    """Return the kill counts that concern a living process, by file: its cgroup's, the system's.
 
-    Args:
-        pid: A living process of this host.
-
-    Returns:
-        Count by file; empty where the kernel tells nothing.
+    Empty where the kernel tells nothing.
     """
-    files = [Path("/proc/vmstat"), *_cgroup_files(pid)]
+    files = [Path(_VMSTAT), *_cgroup_files(pid)]
     counts = {str(file): _count(file) for file in files}
     return {name: count for name, count in counts.items() if count is not None}
 
 
-def has_risen(before: dict[str, int]) -> str:
-    """The file whose count has risen since `before`, a cgroup's before the system's; else empty."""
-    for name in sorted(before, key=lambda name: name == "/proc/vmstat"):
+def oom_since(before: dict[str, int]) -> str:
+    """Say which memory ran out since `before`, a cgroup's before the system's; "" for none."""
+    for name in sorted(before, key=lambda name: name == _VMSTAT):
         now = _count(Path(name))
         if now is not None and now > before[name]:
-            return name
+            of_system = "(the kernel's out-of-memory killer)"
+            where = of_system if name == _VMSTAT else f"of its cgroup ({Path(name).parent})"
+            return f"killed by the memory limit {where}"
     return ""
-
-
-def explain(file: str) -> str:
-    """Says which memory ran out, from the file that `has_risen` named; empty for none."""
-    if not file:
-        return ""
-    if file == "/proc/vmstat":
-        return "killed by the memory limit (the kernel's out-of-memory killer)"
-    return f"killed by the memory limit of its cgroup ({Path(file).parent})"
 
 
 def _cgroup_files(pid: int) -> list[Path]:
@@ -245,9 +234,9 @@ def _cgroup_files(pid: int) -> list[Path]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            files.append(_CGROUPS / path.lstrip("/") / "events")
+            files.append(_CGROUPS / path.lstrip("/") / "memory.events")
         elif "memory" in controllers.split(","):
-            files.append(_CGROUPS / "memory" / path.lstrip("/") / "oom_control")
+            files.append(_CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control")
     return files
 
 
@@ -306,31 +295,19 @@ def failure_of(
     )
 
 
-def users_frames(stack: Sequence[str]) -> list[str]:
-    """Of a stack that faulthandler wrote, innermost frame first, the user's part of each thread.
+def users_frames(text: str) -> list[str]:
+    """Return the user's part of each thread of a stack that faulthandler wrote: above IPython's.
 
-    Args:
-        stack: Lines; threads are set apart by empty ones.
+    Frames are innermost first, threads are set apart by empty lines; our own have no such part.
     """
     found: list[str] = []
-    block: list[str] = []
-    for line in (*stack, ""):
-        if line:
-            block.append(line)
-            continue
-        found += _users_part(block)
-        block = []
+    for block in text.split("\n\n"):
+        lines = block.strip("\n").splitlines()
+        at = next((i for i, line in enumerate(lines) if _SHELL in line), None)
+        is_ours = at is None and any(_OURS in line for line in lines)
+        if not is_ours and not block.lstrip().startswith("Extension modules:"):
+            found += lines[:at]
     return found
-
-
-def _users_part(block: list[str]) -> list[str]:
-    """A thread's lines above IPython's; nothing of our own threads."""
-    if block and block[0].startswith("Extension modules:"):
-        return []
-    at = next((i for i, line in enumerate(block) if _SHELL in line), None)
-    if at is None and any(_OURS in line for line in block):
-        return []
-    return block[:at]
 
 
 def _kind(state: RankState, verdict: Verdict) -> str:
@@ -356,9 +333,6 @@ def host_failure(host: str, error: BaseException) -> Failure:
     )
 
 
-ExitcodeOf = Callable[[int], int | None]
-
-
 class Ranks:
     """The ranks of one attempt.
 
@@ -378,7 +352,7 @@ class Ranks:
         """Label and source of the notebook's cells, by the names that the kernel gave them."""
 
     def started(self, pids: dict[int, int]) -> None:
-        """Takes down the process of each rank; one may have ended already."""
+        """Take down the process of each rank; one may have ended already."""
         with self._lock:
             for rank, pid in pids.items():
                 self._states[rank].pid = pid
@@ -388,12 +362,12 @@ class Ranks:
                     self._processes[rank] = psutil.Process(pid)
 
     def states(self) -> list[RankState]:
-        """What is known of each rank."""
+        """Return what is known of each rank."""
         with self._lock:
             return list(self._states.values())
 
     def note(self, rank: int, message: RankMessage) -> None:
-        """Takes down what a rank says of itself."""
+        """Take down what a rank says of itself."""
         now = time.monotonic()
         with self._lock:
             state = self._states[rank]
@@ -419,90 +393,78 @@ class Ranks:
                 case RankSight():
                     state.sight, state.sight_at = message, now
                 case RankBeat():
-                    _take_beat(state, message, now)
+                    if message.collectives != state.collectives:
+                        state.forward_at = now
+                    state.beat_at, state.stack = now, message.stack
+                    state.collectives, state.spins = message.collectives, message.spins
             if not isinstance(message, RankBeat | RankSight):
                 state.forward_at = now
 
     def hear(self, rank: int, message: Event | StoreMessage) -> None:
-        """Takes down that a rank said something else; a report of nothing new does not count."""
-        is_report = isinstance(message, RankReport)
-        loaders = message.loaders if isinstance(message, RankReport) else {}
-        batches = {name: counts.batches for name, counts in loaders.items()}
-        if not is_report or batches != self._handed.get(rank):
+        """Take down that a rank said something else; a report of nothing new does not count."""
+        if isinstance(message, RankReport):
+            batches = {name: counts.batches for name, counts in message.loaders.items()}
+            if batches == self._handed.get(rank):
+                return
             self._handed[rank] = batches
-            self.came_forward(rank, time.monotonic())
+        self.came_forward(rank, time.monotonic())
 
     def came_forward(self, rank: int, at: float) -> None:
-        """Takes down that a rank wrote, computed, or was handed something."""
+        """Take down that a rank wrote, computed, or was handed something."""
         with self._lock:
             state = self._states[rank]
             state.forward_at = max(state.forward_at, at)
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Takes down that for so long, until now, nothing could be seen of any rank."""
+        """Take down that for so long, until now, nothing could be seen of any rank."""
         with self._lock:
             for state in self._states.values():
                 state.forward_at = min(now, state.forward_at + seconds)
 
-    def poll(self, now: float, exitcode_of: ExitcodeOf, stack_of: Callable[[int], Path]) -> None:
-        """Asks the system which ranks are gone, stopped, or moved to another memory limit.
+    def poll(
+        self, now: float, exitcodes: Mapping[int, int], stack_of: Callable[[int], Path]
+    ) -> None:
+        """Ask the system which ranks are gone, stopped, or moved to another memory limit.
 
         Args:
             now: The agent's monotonic clock.
-            exitcode_of: The exit code of a rank whose process is gone.
+            exitcodes: Of ranks whose processes are gone.
             stack_of: The file in which a rank that a signal killed left its Python stack.
         """
         with self._lock:
-            for rank, state in self._states.items():
-                if not state.ended:
-                    self._poll_one(rank, state, now, exitcode_of, stack_of)
+            for state in [state for state in self._states.values() if not state.ended]:
+                status = status_of(self._processes.get(state.rank))
+                if status in ("", psutil.STATUS_ZOMBIE):
+                    state.exitcode = exitcodes.get(state.rank)
+                    self._take_end(state, now, stack_of)
+                elif status == psutil.STATUS_STOPPED:
+                    state.stopped_at = state.stopped_at or now
+                else:
+                    state.stopped_at = None
+                    self._kills[state.rank] = {**oom_kills(state.pid), **self._kills[state.rank]}
 
-    def _poll_one(
-        self,
-        rank: int,
-        state: RankState,
-        now: float,
-        exitcode_of: ExitcodeOf,
-        stack_of: Callable[[int], Path],
-    ) -> None:
-        status = status_of(self._processes.get(rank))
-        if status in ("", psutil.STATUS_ZOMBIE):
-            state.exitcode = exitcode_of(rank)
-            if state.ended and not state.done:
-                self._take_death(state, now, stack_of(rank))
-        elif status == psutil.STATUS_STOPPED:
-            state.stopped_at = state.stopped_at or now
-        else:
-            state.stopped_at = None
-            self._kills[rank] = {**oom_kills(state.pid), **self._kills[rank]}
-
-    def _take_death(self, state: RankState, now: float, stack: Path) -> None:
+    def _take_end(self, state: RankState, now: float, stack_of: Callable[[int], Path]) -> None:
+        """Take down why a rank has ended that should not have."""
+        if state.done or not state.ended:
+            return
         state.failed_at = state.failed_at or now
+        stack = stack_of(state.rank)
         if stack.exists():
-            text = stack.read_text(errors="replace")
-            state.stack = users_frames(text.splitlines()) or state.stack
+            state.stack = users_frames(stack.read_text(errors="replace")) or state.stack
         if state.exitcode == -signal.SIGKILL:
-            state.hint = explain(has_risen(self._kills[state.rank]))
+            state.hint = oom_since(self._kills[state.rank])
 
     def interrupt(self) -> None:
-        """Sends SIGINT to every rank, as soon as it has said that it would hear it."""
+        """Send SIGINT to every rank, as soon as it has said that it would hear it."""
         with self._lock:
             self._interrupted = True
             for rank in self._up:
                 _send(self._states[rank].pid, signal.SIGINT)
 
     def alive(self) -> list[psutil.Process]:
-        """The ranks' processes that are still there."""
+        """Return the ranks' processes that are still there."""
         with self._lock:
             return [process for process in self._processes.values() if status_of(process)]
-
-
-def _take_beat(state: RankState, said: RankBeat, now: float) -> None:
-    """Takes down where a rank stands; one that has begun or ended a collective came forward."""
-    if said.collectives != state.collectives:
-        state.forward_at = now
-    state.beat_at = now
-    state.stack, state.collectives, state.spins = said.stack, said.collectives, said.spins
 
 
 def _send(pid: int, number: int) -> None:

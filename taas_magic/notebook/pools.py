@@ -13,7 +13,7 @@ from taas_magic import messages
 from taas_magic.config import Config
 from taas_magic.engines.base import find_engine
 from taas_magic.errors import PoolError, StoreError, UsageError
-from taas_magic.host.topics import share_id
+from taas_magic.host.spec import share_id
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import PoolStatus, RunStacks

@@ -28,9 +28,7 @@ from taas_magic.errors import (
     interrupted,
 )
 from taas_magic.host import results
-from taas_magic.host.fetchers import Filling
-from taas_magic.host.spec import VALUE, HostSpec
-from taas_magic.host.topics import share_id
+from taas_magic.host.spec import VALUE, Filling, HostSpec, share_id
 from taas_magic.host.watch import HALT_S
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunFolder

@@ -305,7 +305,7 @@ class Pool:
         self, hosts: int, on_wait: Callable[[list[str]], None] | None, wait: Wait
     ) -> Started:
         """Wait for hosts, as `open` does."""
-        from taas_magic.host.topics import POOL_TOPIC
+        from taas_magic.host.spec import POOL_TOPIC
 
         self.connect(on_wait or (lambda lines: None))
         if wait.is_given_up:
@@ -360,7 +360,7 @@ class Pool:
         self._process.begin()
         from distributed import Client, Security  # takes 0.8 s, while the process starts
 
-        from taas_magic.host.topics import POOL_BEAT, topic
+        from taas_magic.host.spec import POOL_BEAT, topic
 
         place = self._process.wait_for_place()
         self.address = place.address

@@ -8,18 +8,24 @@ or hosts that are gone are seen here first.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
-from msgspec import DecodeError
+from msgspec import DecodeError, structs
 
 from taas_magic.config import LOCAL, PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError, ProtocolError, StoreError
-from taas_magic.host.spec import HostSpec, without_environ
-from taas_magic.host.topics import ASK_STORE, EVENT, POOL_BEAT, share_id, topic
+from taas_magic.host.spec import (
+    ASK_STORE,
+    EVENT,
+    POOL_BEAT,
+    HostSpec,
+    topic,
+    without_environ,
+)
 from taas_magic.journal.folder import RunFolder, Writer
 from taas_magic.messages import (
     Event,
@@ -35,10 +41,9 @@ from taas_magic.messages import (
     unpack,
 )
 from taas_magic.plan import Plan
-from taas_magic.pool.fetchers import PoolFetchers
 from taas_magic.pool.gate import GateComm
 from taas_magic.pool.hosts import Member, Members, ask_all
-from taas_magic.pool.runs import PoolRun
+from taas_magic.pool.runs import PoolFetchers, PoolRun, Share
 from taas_magic.setup.facts import HostFacts
 from taas_magic.store.rule import owned
 
@@ -57,46 +62,36 @@ class Kernels:
 
     def __init__(self, members: Members, linger_s: float, is_busy: Callable[[], bool]) -> None:
         self._members, self._linger_s, self._is_busy = members, linger_s, is_busy
-        self._connected: set[str] = set()
+        self.connected: set[str] = set()
         self._waiting: dict[tuple[str, str], asyncio.Future[list[Member]]] = {}
         self._lingering: asyncio.TimerHandle | None = None
         self.over = asyncio.Event()
         """Nobody needs the pool any more."""
         self._linger(max(FIRST_S, linger_s))
 
-    @property
-    def count(self) -> int:
-        """How many are connected."""
-        return len(self._connected)
-
-    def __contains__(self, client: str) -> bool:
-        """Whether a kernel is connected."""
-        return client in self._connected
-
     def come(self, client: str) -> None:
-        """A kernel has connected."""
-        self._connected.add(client)
+        """Take down that a kernel has connected."""
+        self.connected.add(client)
         if self._lingering is not None:
             self._lingering.cancel()
 
     def go(self, client: str) -> None:
-        """A kernel has left or died."""
-        self._connected.discard(client)
+        """Take down that a kernel has left or died."""
+        self.connected.discard(client)
         for owner, wait in list(self._waiting):
             if owner == client:
                 self.give_up(owner, wait)
-        if not self._connected:
+        if not self.connected:
             self._linger(self._linger_s)
 
     async def ready(self, owner: str, wait: str, hosts: int) -> bytes:
-        """Returns when so many hosts are there and can start ranks at once.
+        """Return when so many hosts are there and can start ranks at once.
 
         A kernel may wait several times at once: a cell does while its pool is being warmed.
 
         Args:
             owner: The Dask client of the kernel; when it is gone, so is its wait.
             wait: By what it gives up this wait, and no other.
-            hosts: How many.
 
         Returns:
             `Started`, packed.
@@ -117,7 +112,7 @@ class Kernels:
             self._waiting.pop((owner, wait), None)
 
     def give_up(self, owner: str, wait: str) -> None:
-        """A kernel gives up one of its waits: hosts that nobody uses are given back."""
+        """Give up one of a kernel's waits: hosts that nobody uses are given back."""
         if waiting := self._waiting.pop((owner, wait), None):
             waiting.cancel()
 
@@ -125,7 +120,7 @@ class Kernels:
         self._lingering = asyncio.get_running_loop().call_later(wait_s, self._end_if_alone)
 
     def _end_if_alone(self) -> None:
-        if self._connected or self._is_busy():
+        if self.connected or self._is_busy():
             self._linger(self._linger_s)
         else:
             self.over.set()
@@ -174,14 +169,14 @@ class Upkeep:
         self._gone: list[_Use] = []
 
     async def watch(self) -> None:
-        """Looks at the hosts until it is cancelled."""
+        """Look at the hosts until it is cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             if self.look():
                 await self._members.release(self._is_in_use)
 
     def look(self) -> bool:
-        """Counts the time since the last look; says whether a host is to be given back."""
+        """Count the time since the last look; says whether a host is to be given back."""
         now = self._clock()
         passed_s, self._looked = now - self._looked, now
         members = self._members.all()
@@ -189,11 +184,16 @@ class Upkeep:
             self._gone.append(self._uses.pop(address))
         for member in members:
             use = self._uses.setdefault(member.address, _Use(member.gpus))
-            _count(member, use, passed_s, now)
+            use.had_s += passed_s
+            if member.runs:
+                use.used_s += passed_s
+                use.idle_since = None
+            elif use.idle_since is None:
+                use.idle_since = now
         return not all(self._is_in_use(member) for member in members)
 
     def host(self, member: Member) -> HostStatus:
-        """What `%taas pools` says of a host."""
+        """Return what `%taas pools` says of a host."""
         use = self._uses.get(member.address, _Use(member.gpus))
         return HostStatus(
             host=member.name,
@@ -207,7 +207,7 @@ class Upkeep:
         )
 
     def pool(self) -> PoolStatus:
-        """What `%taas pools` says of the pool."""
+        """Return what `%taas pools` says of the pool."""
         uses = [*self._gone, *self._uses.values()]
         return PoolStatus(
             hosts=[self.host(member) for member in self._members.all()],
@@ -221,15 +221,6 @@ class Upkeep:
         if member.runs or use is None or use.idle_since is None or self._idle_timeout_s is None:
             return True
         return self._clock() - max(use.idle_since, member.taken_at) < self._idle_timeout_s
-
-
-def _count(member: Member, use: _Use, passed_s: float, now: float) -> None:
-    use.had_s += passed_s
-    if member.runs:
-        use.used_s += passed_s
-        use.idle_since = None
-    elif use.idle_since is None:
-        use.idle_since = now
 
 
 Tell = Callable[[Event], None]
@@ -257,27 +248,29 @@ class Controller(SchedulerPlugin):
         self, scheduler: Scheduler, source: Engine, pool: PoolConfig, linger_s: float
     ) -> None:
         self._scheduler, self._is_local = scheduler, pool.engine == LOCAL
-        self._runs: dict[str, PoolRun | PoolFetchers] = {}
+        self._runs: dict[str, Share] = {}
         self._background: set[asyncio.Future[Any]] = set()
         self.members = Members(scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost)
         self._kernels = Kernels(self.members, linger_s, lambda: bool(self._runs))
         self._upkeep = Upkeep(self.members, pool.idle_timeout_s)
         scheduler.add_plugin(self)
         scheduler.stream_handlers[EVENT] = self._on_event
-        scheduler.handlers["taas_ready"] = self._kernels.ready
-        scheduler.handlers["taas_give_up"] = self._kernels.give_up
-        scheduler.handlers["taas_launch"] = self.launch
-        scheduler.handlers["taas_fetch"] = self.fetch
-        scheduler.handlers["taas_relay"] = self.relay
-        scheduler.handlers["taas_halt"] = self.halt
-        scheduler.handlers["taas_status"] = self.status
-        scheduler.handlers["taas_stacks"] = self.stacks
-        scheduler.handlers["taas_facts"] = self.facts
-        scheduler.handlers["taas_down"] = self.down
-        scheduler.handlers[ASK_STORE] = self.ask_store
-        self._in_background(self._beat())
-        self._in_background(self.members.watch())
-        self._in_background(self._upkeep.watch())
+        handlers = {
+            "taas_ready": self._kernels.ready,
+            "taas_give_up": self._kernels.give_up,
+            "taas_launch": self.launch,
+            "taas_fetch": self.fetch,
+            "taas_relay": self.relay,
+            "taas_halt": self.halt,
+            "taas_status": self.status,
+            "taas_stacks": self.stacks,
+            "taas_facts": self.facts,
+            "taas_down": self.down,
+            ASK_STORE: self.ask_store,
+        }
+        scheduler.handlers.update(handlers)
+        for work in (self._beat(), self.members.watch(), self._upkeep.watch()):
+            self._in_background(work)
 
     @property
     def over(self) -> asyncio.Event:
@@ -285,7 +278,7 @@ class Controller(SchedulerPlugin):
         return self._kernels.over
 
     async def launch(self, owner: str, spec: bytes, said: list[bytes]) -> bytes:
-        """Starts a run on as many hosts as its plan has.
+        """Start a run on as many hosts as its plan has.
 
         Args:
             owner: The Dask client of the kernel; when it is gone, so is the run.
@@ -295,7 +288,7 @@ class Controller(SchedulerPlugin):
         Returns:
             `Started`, packed.
         """
-        first = self._told(unpack(spec, HostSpec))
+        first = self._told(spec)
         tell = self._teller(owner, first.plan.run_id)
         await self._interrupted_end(owner, tell)
         over = asyncio.Event()
@@ -307,12 +300,13 @@ class Controller(SchedulerPlugin):
                     await _own_store(until_end, first.plan)
                 journal = _journal(first.folder, tell)
                 until_end.push_async_callback(asyncio.to_thread, journal.close)
-                run = PoolRun(first, owner, self.members, _publisher(journal, tell), over)
-                self._runs[run.run_id] = run
-                if owner not in self._kernels:
-                    raise PoolError("the notebook's kernel is gone")
-                await run.relay([event_of(line) for line in said])
-                hosts = await run.start()
+
+                def publish(event: Event) -> None:
+                    journal.append(event)
+                    tell(event)
+
+                run = PoolRun(first, owner, self.members, publish, over)
+                hosts = await self._start(run, said)
             except StoreError as error:
                 return pack(Started(store_error=str(error)))
             except (PoolError, OSError) as error:
@@ -321,49 +315,53 @@ class Controller(SchedulerPlugin):
         return pack(Started(hosts=hosts))
 
     async def _interrupted_end(self, owner: str, tell: Tell) -> None:
-        """Returns when runs that a kernel interrupted, and left to end by themselves, have ended.
+        """Return when runs that a kernel interrupted, and left to end by themselves, have ended.
 
         Each ends: who does not end its part in HALT_S, or is not heard, is ended.
         """
         for run in list(self._runs.values()):
             if isinstance(run, PoolRun) and run.owner == owner and run.is_halted:
-                text = f"waits for run {run.run_id} to end, which was interrupted"
-                tell(Note(text=text))
+                tell(Note(text=f"waits for run {run.run_id} to end, which was interrupted"))
                 await run.over.wait()
 
     async def fetch(self, owner: str, spec: bytes) -> bytes:
-        """Starts a run's fetchers on hosts of this pool.
+        """Start a run's fetchers on hosts of this pool; as `launch`."""
+        first = structs.replace(self._told(spec), fetches=True)
+        fetch = PoolFetchers(first, owner, self.members, self._teller(owner, first.share_id))
 
-        Args:
-            owner: The Dask client of the kernel; when it is gone, so are they.
-            spec: A `HostSpec` of the run, packed.
+        async def carry_out() -> None:
+            await fetch.carry_out()
+            del self._runs[fetch.run_id]
 
-        Returns:
-            `Started`, packed.
-        """
-        first = self._told(unpack(spec, HostSpec))
-        tell = self._teller(owner, share_id(first.plan.run_id))
-        fetch = PoolFetchers(first, owner, self.members, tell)
-        self._runs[fetch.run_id] = fetch
         try:
-            if owner not in self._kernels:
-                raise PoolError("the notebook's kernel is gone")
-            hosts = await fetch.start()
+            hosts = await self._start(fetch)
         except PoolError as error:
             await fetch.halt("kill")
             return pack(Started(error=str(error)))
         finally:
-            self._in_background(self._carry_out_fetch(fetch))
+            self._in_background(carry_out())
         return pack(Started(hosts=hosts))
 
-    async def relay(self, run_id: str, events: list[bytes]) -> None:
-        """Takes what the fetchers of a run said, perhaps those of another pool."""
+    async def _start(self, share: Share, said: Sequence[bytes] = ()) -> list[str]:
+        """Start a share of a run for a kernel that is there; returns the hosts' names.
+
+        Raises:
+            PoolError: It could not be started.
+        """
+        self._runs[share.run_id] = share
+        if share.owner not in self._kernels.connected:
+            raise PoolError("the notebook's kernel is gone")
+        await self.relay(share.run_id, said)
+        return await share.start()
+
+    async def relay(self, run_id: str, events: Sequence[bytes]) -> None:
+        """Take what the fetchers of a run said, perhaps those of another pool."""
         run = self._runs.get(run_id)
         if isinstance(run, PoolRun):
             await run.relay([event_of(line) for line in events])
 
     async def halt(self, run_id: str, how: str) -> str:
-        """Interrupts or kills a run on all its hosts; says whether it is running."""
+        """Interrupt or kill a run on all its hosts; says whether it is running."""
         run = self._runs.get(run_id)
         if run is None:
             return "ended"
@@ -371,21 +369,21 @@ class Controller(SchedulerPlugin):
         return "stopping"
 
     async def stacks(self, run_id: str) -> bytes:
-        """Where ranks, or fetchers, of a run stand, packed `RunStacks`; nothing of an ended one."""
+        """Return where ranks, or fetchers, of a run stand: `RunStacks`, packed."""
         run = self._runs.get(run_id)
         return pack(await run.stacks() if run is not None else RunStacks())
 
     async def status(self) -> bytes:
-        """The pool's hosts and what each does, and its kernels: `PoolStatus`, packed."""
+        """Return the pool's hosts, what each does, and its kernels: `PoolStatus`, packed."""
         status = self._upkeep.pool()
-        status.kernels = self._kernels.count
+        status.kernels = len(self._kernels.connected)
         status.refused = self.members.refused + self._scheduler.refused
         return pack(status)
 
     async def ask_store(
         self, comm: GateComm, run_id: str, what: str, arguments: dict[str, Any]
     ) -> Any:
-        """Answers a host that does not share its run's project store; see `travel.desk`.
+        """Answer a host that does not share its run's folder or project store.
 
         Which host asks, its connection says.
 
@@ -403,18 +401,14 @@ class Controller(SchedulerPlugin):
             raise
 
     async def facts(self, asked: bytes) -> bytes:
-        """What the pool's hosts are like and hold ranks off the store by, packed `HostFacts`.
-
-        Args:
-            asked: `FactsWanted`, packed.
-        """
+        """Return what hosts are like, and hold ranks off the store by, as `FactsWanted` asks."""
         hosts = self.members.all()
         found = await ask_all(self.members, hosts, unpack(asked, FactsWanted))
         pairs = zip(found, hosts, strict=True)
         return pack([HostFacts(facts, host.means) for facts, host in pairs])
 
     async def down(self) -> str:
-        """Ends every run and then the pool's process."""
+        """End every run and then the pool's process."""
         await asyncio.gather(*(run.halt("kill") for run in list(self._runs.values())))
         asyncio.get_running_loop().call_later(0.1, self.over.set)
         return "going"
@@ -431,8 +425,9 @@ class Controller(SchedulerPlugin):
                 self._in_background(run.halt("interrupt"))
         self._kernels.go(client)
 
-    def _told(self, spec: HostSpec) -> HostSpec:
+    def _told(self, packed: bytes) -> HostSpec:
         """What hosts are told of a run: of the environment, another machine only what changed."""
+        spec = unpack(packed, HostSpec)
         return spec if self._is_local else without_environ(spec)
 
     async def _beat(self) -> None:
@@ -461,10 +456,6 @@ class Controller(SchedulerPlugin):
         for run in list(self._runs.values()):
             run.lose(member, why)
 
-    async def _carry_out_fetch(self, fetch: PoolFetchers) -> None:
-        await fetch.carry_out()
-        del self._runs[fetch.run_id]
-
     def _in_background(self, work: Awaitable[Any]) -> None:
         task = asyncio.ensure_future(work)
         self._background.add(task)
@@ -481,16 +472,6 @@ def _journal(folder: RunFolder, tell: Tell) -> Writer:
             loop.call_soon_threadsafe(tell, note)
 
     return Writer(folder, say)
-
-
-def _publisher(journal: Writer, tell: Tell) -> Tell:
-    """Takes a run's events: into its journal, and to its kernel."""
-
-    def publish(event: Event) -> None:
-        journal.append(event)
-        tell(event)
-
-    return publish
 
 
 async def _carry_out(

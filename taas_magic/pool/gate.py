@@ -33,7 +33,7 @@ from tornado.tcpserver import TCPServer
 
 from taas_magic.engines.keys import Peer, PeerRole
 from taas_magic.errors import ProtocolError
-from taas_magic.host.topics import AGENT, ANSWER, ASK_HOST, ASK_STORE, BEAT, EVENT
+from taas_magic.host.spec import AGENT, ANSWER, ASK_HOST, ASK_STORE, BEAT, EVENT
 
 PROVE_S = 10.0
 """How long a new connection may take to prove who it is, all in all."""

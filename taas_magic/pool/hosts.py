@@ -19,7 +19,7 @@ from msgspec import structs
 
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
-from taas_magic.host.topics import (
+from taas_magic.host.spec import (
     AGENT,
     ANSWER,
     BEAT,

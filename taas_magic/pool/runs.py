@@ -1,13 +1,18 @@
-"""A run in the pool's process: starts it on its hosts, starts it again, and ends it.
+"""A run's shares in the pool's process: its ranks, and its fetchers, each on hosts of a pool.
 
-Hosts report how their ranks ended, `verdict` says what the reports add up to, and all hosts are
-told together what follows. Nobody but the hosts of a run's attempt is listened to.
+Both have one lifecycle (`Share`): hosts are taken and told, what they say and ask is taken from
+nobody else, a host that is lost is left, a share that is halted ends in time or its hosts do. Hosts
+of ranks report how these ended; `decide`, which is pure, says what the reports add up to, and
+all hosts are told together what follows (`PoolRun`). Fetchers begin before the ranks, perhaps in
+another pool (`PoolFetchers`): their events go to the kernel, which passes them on to where the
+run's journal is. Times are this process's monotonic clock: those of hosts may be days apart.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -15,21 +20,24 @@ from typing import Any
 from msgspec import UNSET, structs
 
 from taas_magic.errors import PoolError, ProtocolError
-from taas_magic.host.spec import HostSpec, of_host
-from taas_magic.host.system import LOOPBACK
-from taas_magic.host.topics import (
+from taas_magic.host.files import FileServer
+from taas_magic.host.spec import (
     CALL_AGAIN,
     CALL_END,
     CALL_PLACE,
     CALL_START,
     CALL_STOP,
+    HostSpec,
+    of_host,
 )
-from taas_magic.host.watch import HALT_S, first_failure, host_failure
+from taas_magic.host.system import LOOPBACK
+from taas_magic.host.watch import HALT_S, LEFT_GRACE_S, first_failure, host_failure
 from taas_magic.messages import (
     Event,
     Failure,
     FetcherEnded,
     FetcherPlace,
+    FetcherReport,
     FetcherStarted,
     Hang,
     HostEnded,
@@ -45,185 +53,592 @@ from taas_magic.messages import (
     StorePort,
     pack,
 )
-from taas_magic.plan import Plan, next_size
-from taas_magic.pool.files import QUESTIONS, RunDesk, StoreDoor
+from taas_magic.plan import DataPlan, Plan, next_size
 from taas_magic.pool.hosts import Member, Members, require_fit, stacks_of
-from taas_magic.pool.verdict import Outcome, Report, Standing, decide, worst
+
+SETTLE_S = 0.3
+"""After a failure that is no consequence, how long other hosts may report theirs."""
+
+LATE_S = 2.0
+"""How long a host may take from a rank's failure to its report; it beats in the meantime.
+
+It lets its other ranks settle first, and it may have more to do than it has cores.
+"""
+
+FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
+"""Causes that another attempt would not cure, or that the user wants to end the run."""
 
 END_S = 600.0
 """How long a host may be busy, without a word, with the files of a run that is over."""
 
+FETCHERS_END_S = 10.0
+"""How long the kernel waits for fetchers to end."""
+
+AGAIN_S = 5.0
+"""After hosts could not be had, how long until they are asked for again."""
+
+POOLS_OWN = (StateChanged, Restart, RunEnded)
+"""Events that no host sends: the pool decides what they say."""
+
+TICK_S = 0.1
+"""How often hosts that settled are judged again, while others have not."""
+
+_WORST_LAST = ("SUCCEEDED", "INTERRUPTED", "FAILED", "LOST")
 _LOOK_S = 1.0
 
 
+@dataclass(frozen=True)
+class Report:
+    """How one host's ranks ended.
+
+    Attributes:
+        state: SUCCEEDED, FAILED, INTERRUPTED, or LOST for a host that is gone.
+        cause: As `host.watch.Verdict` has it; "lost" for a host that is gone.
+        at: When it came.
+        failures: Those of its ranks; with SUCCEEDED, ranks that left by `sys.exit(0)`.
+    """
+
+    state: str
+    cause: str
+    at: float
+    failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One host in an attempt: its report, if there is one, and when it was last heard."""
+
+    report: Report | None
+    heard_at: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An attempt is over.
+
+    Attributes:
+        state: The worst of its hosts'.
+        failures: In the order in which they were reported; causes before consequences.
+        curable: Whether another attempt may do better.
+    """
+
+    state: str
+    failures: tuple[Failure, ...] = ()
+    curable: bool = False
+
+
+def decide(hosts: Collection[Standing], now: float) -> Outcome | None:
+    """Say how an attempt ended; None while it goes on.
+
+    The first failure that is reported need not be the first that happened: when a rank dies, those
+    of other hosts fail in consequence, and may say so earlier. So a consequence alone decides
+    nothing before every other host was heard a while after it. Messages of a host keep their order,
+    so what it saw has come by then; and a host that is not heard will be taken for lost.
+    """
+    reports = [host.report for host in hosts if host.report is not None]
+    bad = [report for report in reports if report.state != "SUCCEEDED"]
+    if not bad:
+        return _of_good(hosts, reports, now)
+    since = min(report.at for report in bad)
+    own = [report.at for report in bad if _is_own(report)]
+    if len(reports) < len(hosts):
+        if all(report.state == "INTERRUPTED" for report in bad):
+            return None  # hosts that were interrupted say so within their grace
+        if own and now < min(own) + SETTLE_S:
+            return None
+        if not own and any(host.heard_at < since + LATE_S for host in hosts if not host.report):
+            return None
+    state = worst(report.state for report in bad)
+    if state == "INTERRUPTED":
+        return Outcome(state)
+    curable = not any(report.cause in FINAL_CAUSES for report in bad)
+    return Outcome(state, _failures(bad if own else reports), curable)
+
+
+def _of_good(hosts: Collection[Standing], reports: list[Report], now: float) -> Outcome | None:
+    if len(reports) == len(hosts):
+        return Outcome("SUCCEEDED")
+    left = [report for report in reports if report.failures]
+    if left and now >= min(report.at for report in left) + LEFT_GRACE_S:
+        return Outcome("FAILED", _failures(left), curable=True)
+    return None
+
+
+def _failures(reports: Collection[Report]) -> tuple[Failure, ...]:
+    ordered = sorted(reports, key=lambda report: report.at)
+    found = [failure for report in ordered for failure in report.failures]
+    return tuple(sorted(found, key=lambda failure: failure.consequence))
+
+
+def _is_own(report: Report) -> bool:
+    return any(not failure.consequence for failure in report.failures)
+
+
+def worst(states: Iterable[str]) -> str:
+    """Return the state of a run whose hosts ended in these."""
+    return max(states, key=_WORST_LAST.index)
+
+
 @dataclass
-class Share:
-    """One host's part in an attempt."""
+class Part:
+    """One host's part in a share.
+
+    Attributes:
+        report: How its ranks ended.
+        ended: Nothing of the share is on the host (any more).
+        heard_at: When the host last said something of the share, or asked.
+    """
 
     member: Member
     host_rank: int
     report: Report | None = None
     ended: bool = False
-    """Nothing of the run is on the host (any more)."""
     heard_at: float = field(default_factory=time.monotonic)
-    """When the host last said something of the run, or asked."""
 
 
-class RunHosts:
-    """The hosts that a run is on.
+class Share(ABC):
+    """A run's ranks, or its fetchers, which have not ended.
 
     Args:
-        run_id: The run's.
+        spec: What its first host is told.
+        owner: The Dask client of the run's kernel.
         members: The pool's hosts.
-        on_change: Called when a host has reported, or is left.
+        publish: Takes the share's events, in their order.
     """
 
-    def __init__(self, run_id: str, members: Members, on_change: Callable[[], None]) -> None:
-        self._run_id, self._members, self._on_change = run_id, members, on_change
-        self._shares: dict[str, Share] = {}
-        self._left = asyncio.Event()
+    def __init__(
+        self, spec: HostSpec, owner: str, members: Members, publish: Callable[[Event], None]
+    ) -> None:
+        self._spec, self.owner = spec, owner
+        self._members, self.publish = members, publish
+        self.plan, self.run_id = spec.plan, spec.share_id
+        self._files = FileServer(spec)
+        self._parts: dict[str, Part] = {}
+        self._changed = asyncio.Event()
+        self._halted, self._how_halted = asyncio.Event(), ""
         self._late: set[asyncio.Future[None]] = set()
-        self._ways = contextlib.AsyncExitStack()
 
-    def addresses(self) -> list[str]:
-        """The hosts of the attempt, by their ranks."""
-        return list(self._shares)
+    @abstractmethod
+    async def start(self) -> list[str]:
+        """Take hosts and start the share on them; returns the hosts' names.
 
-    def running(self) -> list[str]:
-        """The addresses of those that the run is (still) on."""
-        return [address for address, share in self._shares.items() if not share.ended]
+        Raises:
+            PoolError: There are not so many, they are not fit, or nobody wants them any more.
+        """
 
-    def share(self, address: str) -> Share | None:
-        """A host's part; None when the run is not on it (any more)."""
-        share = self._shares.get(address)
-        return None if share is None or share.ended else share
+    @abstractmethod
+    async def carry_out(self) -> RunEnded | None:
+        """Return the run's last event, if it is this share's, when it has ended on all hosts."""
 
-    def standings(self) -> list[Standing]:
-        """What `verdict` judges."""
-        return [Standing(share.report, share.member.heard_at) for share in self._shares.values()]
+    @abstractmethod
+    def _numbers(self, part: Part) -> Collection[int]:
+        """The ranks, or fetchers, of a host."""
 
-    def any_settled(self) -> bool:
-        """Whether a host has reported how its ranks ended."""
-        return any(share.report for share in self._shares.values())
+    @abstractmethod
+    def _may_say(self, part: Part, event: Event) -> bool:
+        """Whether an event is a host's to send, and of its own ranks or fetchers."""
 
-    def report(self, share: Share, state: str, cause: str, failures: list[Failure]) -> None:
-        """Takes down how a host's ranks ended; what it says first counts."""
-        if share.report is None:
-            share.report = Report(state, cause, time.monotonic(), tuple(failures))
-            self._on_change()
+    @abstractmethod
+    def _heard(self, part: Part, event: Event) -> None:
+        """Take what a host said."""
 
-    def drop(self, share: Share, why: str) -> None:
-        """Have a host taken for lost that can run nothing any more."""
-        task = asyncio.ensure_future(self._members.drop(share.member.address, why))
+    @abstractmethod
+    def _lost(self, part: Part, why: str) -> None:
+        """Say that a host is gone."""
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether it was interrupted or killed."""
+        return self._halted.is_set()
+
+    def take(self, address: str, event: Event) -> bool:
+        """Take an event from a host; False when the share has nothing to do with it."""
+        part = self._part(address)
+        if part is None or not self._may_say(part, event):
+            return False
+        part.heard_at = time.monotonic()
+        event.time = time.time()  # clocks of hosts may be days apart
+        event.host = part.member.name
+        self._heard(part, event)
+        return True
+
+    async def ask_store(self, address: str, what: str, arguments: Mapping[str, Any]) -> Any:
+        """Answer what a host asks of the run's folder, or the store, if it does not share them.
+
+        Raises:
+            ProtocolError: The share is not on that host (any more), or it may not ask this.
+        """
+        part = self._part(address)
+        if part is None:
+            raise ProtocolError(f"run {self.run_id} is not on the host at {address} (any more)")
+        part.heard_at = time.monotonic()
+        return await self._files.answer(part.host_rank, self._numbers(part), what, arguments)
+
+    def lose(self, member: Member, why: str) -> None:
+        """Take down that a host is gone; of no concern where the share is not on it."""
+        part = self._part(member.address)
+        if part is not None:
+            self._lost(part, why)
+            self._leave(part)
+
+    async def halt(self, how: str) -> None:
+        """Interrupt or kill the share on all its hosts; ranks are not started again."""
+        self._how_halted = how
+        self._halted.set()
+        self._end_late(HALT_S)
+        await self._tell_all(CALL_STOP, how=how)
+
+    async def stacks(self) -> RunStacks:
+        """Return where its ranks, or fetchers, stand."""
+        there = [part.member for part in self._parts.values() if not part.ended]
+        return await stacks_of(self._members, there, self.run_id)
+
+    def _part(self, address: str) -> Part | None:
+        """A host's part; None when the share is not on it (any more)."""
+        part = self._parts.get(address)
+        return None if part is None or part.ended else part
+
+    def _running(self) -> list[str]:
+        """The addresses of the hosts that the share is (still) on."""
+        return [address for address, part in self._parts.items() if not part.ended]
+
+    async def _take(self, count: int, keep: Collection[str] = ()) -> list[Member]:
+        """Return so many hosts that are fit; the run says for which one it waits.
+
+        Args:
+            count: How many.
+            keep: Addresses of hosts that must be among them.
+
+        Raises:
+            PoolError: There are not so many, they are not fit, or the share was halted while it
+                waited for them.
+        """
+        take = self._members.take(count, keep, lambda line: self.publish(Note(text=line)))
+        taking = asyncio.ensure_future(take)
+        halted = asyncio.ensure_future(self._halted.wait())
+        await asyncio.wait({taking, halted}, return_when=asyncio.FIRST_COMPLETED)
+        halted.cancel()
+        if self.is_halted:
+            taking.cancel()
+            raise PoolError("nobody waits for its hosts any more")
+        members = taking.result()
+        if self._spec.requires is not None:
+            await require_fit(self._members, members, self._spec.requires)
+        return members
+
+    async def _start_one(self, part: Part, spec: HostSpec, call: str = CALL_START) -> int:
+        """Start the share on a host; returns the port of the ranks' store, if that is there.
+
+        Raises:
+            PoolError: It could not be started.
+        """
+        part.member.runs.add(self.run_id)
+        address, about = part.member.address, {"run_id": self.run_id}
+        told = pack(of_host(spec, part.host_rank))
+        try:
+            said = await self._members.call(address, call, StorePort, spec=told, **about)
+            if self.is_halted:  # a host hears nothing of a share that is still being started there
+                how = self._how_halted
+                await self._members.call(address, CALL_STOP, NoneType, how=how, **about)
+        except PoolError:
+            self._leave(part)
+            raise
+        return said.port
+
+    async def _tell_all(self, name: str, **arguments: str | bytes) -> None:
+        """Call all hosts that the share is on; of those that fail the pool hears otherwise."""
+        calls = (
+            self._members.call(address, name, NoneType, run_id=self.run_id, **arguments)
+            for address in self._running()
+        )
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def _leave(self, part: Part) -> None:
+        """The share is not on that host any more."""
+        part.ended = True
+        part.member.runs.discard(self.run_id)
+        self._changed.set()
+
+    async def _gone(self) -> None:
+        """Return when the share is on no host any more."""
+        while self._running():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _end_late(self, limit_s: float) -> None:
+        """From now on hosts have so long to end the share; one that does not is ended itself.
+
+        A host that sends files home asks and says things meanwhile: it has as long from each.
+        """
+        self._in_background(self._drop_late(list(self._parts.values()), limit_s))
+
+    async def _drop_late(self, parts: list[Part], limit_s: float) -> None:
+        began = time.monotonic()
+        while left := [part for part in parts if not part.ended]:
+            late = [it for it in left if time.monotonic() - max(it.heard_at, began) >= limit_s]
+            for part in late:
+                why = f"it did not end run {self.run_id} within {limit_s:.0f} s; it is replaced"
+                await self._members.drop(part.member.address, why)
+            await asyncio.sleep(_LOOK_S)
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
         self._late.add(task)
         task.add_done_callback(self._late.discard)
 
-    def leave(self, share: Share) -> None:
-        """The run is not on that host any more."""
-        share.ended = True
-        share.member.runs.discard(self._run_id)
-        self._left.set()
-        self._on_change()
 
-    def seated(self, members: list[Member]) -> list[Member]:
+class PoolFetchers(Share):
+    """The fetchers of a run."""
+
+    async def start(self) -> list[str]:
+        chosen = (await self._take(self._data.pool_hosts))[: self._data.hosts]
+        parts = [Part(member, number) for number, member in enumerate(chosen)]
+        self._parts = {part.member.address: part for part in parts}
+        starting = (self._start_one(part, self._spec) for part in parts)
+        for error in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(error, BaseException):
+                raise error
+        return [member.name for member in chosen]
+
+    async def carry_out(self) -> None:
+        await self._gone()
+        await self._files.close()
+
+    async def halt(self, how: str) -> None:
+        """End the fetchers; returns when they are gone.
+
+        Raises:
+            PoolError: A host did not say so in time; it is ended if it does not soon.
+        """
+        await super().halt("kill")
+        try:
+            await asyncio.wait_for(self._gone(), FETCHERS_END_S)
+        except asyncio.TimeoutError:
+            left = ", ".join(it.member.name for it in self._parts.values() if not it.ended)
+            text = f"fetchers on {left} did not end within {FETCHERS_END_S:.0f} s"
+            raise PoolError(text) from None
+
+    @property
+    def _data(self) -> DataPlan:
+        assert self.plan.data is not None
+        return self.plan.data
+
+    def _numbers(self, part: Part) -> list[int]:
+        return [fetcher.number for fetcher in self._data.on(part.host_rank)]
+
+    def _may_say(self, part: Part, event: Event) -> bool:
+        if isinstance(event, FetcherStarted | FetcherReport | FetcherEnded):
+            return event.number in self._numbers(part)
+        return isinstance(event, Note | HostEnded)
+
+    def _heard(self, part: Part, event: Event) -> None:
+        if isinstance(event, HostEnded):
+            self._leave(part)
+        else:
+            self.publish(event)
+
+    def _lost(self, part: Part, why: str) -> None:
+        numbers, host = self._numbers(part), part.member.name
+        fetchers = f"fetcher{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+        are_others = len(self._running()) > 1
+        others = "their batches come from the others" if are_others else "no other is left"
+        self.publish(Note(host=host, text=f"host {host} with {fetchers} is gone ({why}); {others}"))
+        for number in numbers:
+            self.publish(FetcherEnded(host=host, number=number))
+
+
+class PoolRun(Share):
+    """The ranks of a run, attempt by attempt.
+
+    Args:
+        over: Set when nothing of it is left, on hosts or here.
+    """
+
+    def __init__(
+        self,
+        spec: HostSpec,
+        owner: str,
+        members: Members,
+        publish: Callable[[Event], None],
+        over: asyncio.Event,
+    ) -> None:
+        super().__init__(spec, owner, members, publish)
+        self.over = over
+        self._attempt = self._restarts = 0
+        self._fetchers: dict[int, LoaderPlaces] = {}
+        self._growth = Growth(members, self._changed.set)
+        self._ways = contextlib.AsyncExitStack()
+        self._started = time.monotonic()
+
+    async def start(self) -> list[str]:
+        members = await self._take(len(self.plan.hosts))
+        self.publish(StateChanged(state="RUNNING"))
+        await self._start_attempt(members)
+        return [member.name for member in members]
+
+    async def carry_out(self) -> RunEnded:
+        outcome = await self._outcome()
+        most = self.plan.max_restarts
+        while outcome.curable and self._restarts < most and not self.is_halted:
+            if await self._start_again(outcome):
+                outcome = await self._outcome()
+            elif self.is_halted:  # what failed before was about to be done again
+                outcome = Outcome("INTERRUPTED")
+            else:
+                break
+        self._growth.close()
+        lost = await self._end()
+        await self._files.close()
+        failures = [*outcome.failures, *lost]
+        return RunEnded(
+            state=worst([outcome.state, "LOST"] if lost else [outcome.state]),
+            failures=failures,
+            first=first_failure(failures),
+            elapsed_s=time.monotonic() - self._started,
+        )
+
+    async def relay(self, events: list[Event]) -> None:
+        """Take what the run's fetchers said; its hosts are told where they listen."""
+        for said in events:
+            if isinstance(said, FetcherStarted | FetcherEnded):
+                self.publish(structs.replace(said, entry=UNSET))
+                if said.entry:
+                    self._fetchers[said.number] = said.entry
+                    place = FetcherPlace(number=said.number, entry=said.entry)
+                    await self._tell_all(CALL_PLACE, place=pack(place))
+            else:
+                self.publish(said)
+
+    def _numbers(self, part: Part) -> range:
+        mine = self.plan.hosts[part.host_rank]
+        return range(mine.first_rank, mine.first_rank + mine.ranks)
+
+    def _may_say(self, part: Part, event: Event) -> bool:
+        return not isinstance(event, POOLS_OWN) and _ranks_of(event) <= set(self._numbers(part))
+
+    def _heard(self, part: Part, event: Event) -> None:
+        self.publish(event)
+        if isinstance(event, Settled) and event.cause == "host":
+            first = first_failure(event.failures)
+            why = first.message if first else "it can run nothing any more"
+            self._in_background(self._members.drop(part.member.address, why))
+        elif isinstance(event, Settled) and event.attempt == self._attempt:
+            self._report(part, event.state, event.cause, event.failures)
+        elif isinstance(event, HostEnded):
+            self._report(part, event.state, "host", event.failures)
+            self._leave(part)
+
+    def _lost(self, part: Part, why: str) -> None:
+        failure = host_failure(part.member.name, PoolError(why))
+        self.publish(RankFailure(host=part.member.name, failure=failure))
+        part.report = None
+        self._report(part, "LOST", "lost", [failure])
+
+    def _report(self, part: Part, state: str, cause: str, failures: list[Failure]) -> None:
+        """Take down how a host's ranks ended: what it says first; of a federation's, only that."""
+        if self.plan.federated and part.host_rank and state in ("FAILED", "LOST"):
+            why = "; ".join(failure.message for failure in failures)
+            text = f"host {part.member.name} takes no part any more: {why}"
+            self.publish(Note(host=part.member.name, text=text))
+            state, failures = "SUCCEEDED", []
+        if part.report is None:
+            part.report = Report(state, cause, time.monotonic(), tuple(failures))
+            self._changed.set()
+
+    async def _outcome(self) -> Outcome:
+        """Return how the attempt ended; meanwhile, it may grow."""
+        while True:
+            parts = self._parts.values()
+            standings = [Standing(part.report, part.member.heard_at) for part in parts]
+            if (outcome := decide(standings, time.monotonic())) is not None:
+                return outcome
+            settling = any(part.report for part in parts)
+            found = None if settling or self.is_halted else self._growth.found()
+            if found is not None:
+                await self._grow(*found)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), TICK_S if settling else None)
+            self._changed.clear()
+
+    async def _start_again(self, outcome: Outcome) -> bool:
+        """Start all ranks again, on other hosts for those that are gone; returns whether it did."""
+        first = first_failure(outcome.failures)
+        self.publish(Restart(attempt=self._attempt + 1, failure=first))
+        try:
+            members = await self._take(len(self.plan.hosts), self._running())
+        except PoolError as error:
+            if not self.is_halted:
+                self.publish(Note(text=f"not started again: {error}"))
+            return False
+        self._attempt += 1
+        self._restarts += 1
+        await self._start_attempt(self._seated(members))
+        return True
+
+    async def _grow(self, plan: Plan, members: list[Member]) -> None:
+        """Start all ranks again, with those of hosts that have come since."""
+        cause = f"it grows from {self.plan.world_size} to {plan.world_size} ranks"
+        self._attempt += 1
+        self.plan, self._spec = plan, structs.replace(self._spec, plan=plan)
+        self.publish(Restart(attempt=self._attempt, cause=cause, world_size=plan.world_size))
+        await self._start_attempt(self._seated(members))
+
+    def _seated(self, members: list[Member]) -> list[Member]:
         """Hosts in the order of an attempt: each that was in the last one keeps its place."""
-        old = {share.host_rank: share.member for share in self._shares.values()}
+        old = {part.host_rank: part.member for part in self._parts.values()}
         stay = {rank: member for rank, member in old.items() if member in members}
         new = (member for member in members if member not in stay.values())
         return [stay[rank] if rank in stay else next(new) for rank in range(len(members))]
 
-    async def start(self, members: list[Member], spec: HostSpec) -> None:
-        """Starts an attempt: the first host makes the meeting place, the others are told of it.
+    async def _start_attempt(self, members: list[Member]) -> None:
+        """Start an attempt: the first host makes the ranks' store, the others are told of it.
 
         Args:
             members: Its hosts, by their ranks.
-            spec: What the first of them is told.
         """
-        running = set(self.running())
-        shares = [Share(member, number) for number, member in enumerate(members)]
-        self._shares = {share.member.address: share for share in shares}
-        address = members[0].place if len(members) > 1 else LOOPBACK
-        spec = structs.replace(spec, master_addr=address)
-        first, *others = shares
-        port = await self._start_one(first, spec, running)
+        running = set(self._running())
+        first, *others = parts = [Part(member, number) for number, member in enumerate(members)]
+        self._parts = {part.member.address: part for part in parts}
+        spec = structs.replace(
+            self._spec,
+            attempt=self._attempt,
+            fetchers=self._fetchers,
+            master_addr=members[0].place if others else LOOPBACK,
+        )
+        port = await self._start_ranks(first, spec, running)
         if port:
             spec = structs.replace(spec, master_port=port)
-            await asyncio.gather(*(self._start_one(share, spec, running) for share in others))
+            await asyncio.gather(*(self._start_ranks(part, spec, running) for part in others))
         else:
-            for share in others:
-                share.ended = share.member.address not in running
+            for part in others:
+                part.ended = part.member.address not in running
+        self._growth.seek(self.plan, self._parts)
 
-    async def _start_one(self, share: Share, spec: HostSpec, running: set[str]) -> int:
-        """Starts an attempt on a host; returns the port of its meeting place, 0 if it failed."""
-        address = share.member.address
-        share.member.runs.add(self._run_id)
+    async def _start_ranks(self, part: Part, spec: HostSpec, running: set[str]) -> int:
+        """Start an attempt on a host; returns the port of the ranks' store, 0 if it failed."""
+        call = CALL_AGAIN if part.member.address in running else CALL_START
         try:
             if spec.reach:
-                way = self._members.way(share.member, spec.reach)
+                way = self._members.way(part.member, spec.reach)
                 reach = await self._ways.enter_async_context(way)
                 spec = structs.replace(spec, reach=reach)
-            packed = pack(of_host(spec, share.host_rank))
-            if address in running:
-                said = await self._members.call(
-                    address, CALL_AGAIN, StorePort, run_id=self._run_id, spec=packed
-                )
-            else:
-                said = await self._members.call(address, CALL_START, StorePort, spec=packed)
+            return await self._start_one(part, spec, call)
         except PoolError as error:
-            failure = host_failure(share.member.name, error)
-            self.report(share, "FAILED", "host", [failure])
-            self.leave(share)
+            self._report(part, "FAILED", "host", [host_failure(part.member.name, error)])
+            self._leave(part)
             return 0
-        return said.port
 
-    async def tell_all(self, name: str, **arguments: str | bytes) -> None:
-        """Calls all hosts that the run is on; of those that fail the controller hears otherwise."""
-        calls = (
-            self._members.call(address, name, NoneType, run_id=self._run_id, **arguments)
-            for address in self.running()
-        )
-        await asyncio.gather(*calls, return_exceptions=True)
-
-    def end_late(self, limit_s: float = HALT_S) -> None:
-        """From now on hosts have so long to end the run; one that does not is ended itself.
-
-        A host that sends files home asks and says things meanwhile: it has as long from each.
-        """
-        task = asyncio.ensure_future(self._end_late(list(self._shares.values()), limit_s))
-        self._late.add(task)
-        task.add_done_callback(self._late.discard)
-
-    async def _end_late(self, shares: list[Share], limit_s: float) -> None:
-        began = time.monotonic()
-        while left := [share for share in shares if not share.ended]:
-            late = [s for s in left if time.monotonic() - max(s.heard_at, began) >= limit_s]
-            for share in late:
-                why = f"it did not end run {self._run_id} within {limit_s:.0f} s; it is replaced"
-                await self._members.drop(share.member.address, why)
-            await asyncio.sleep(_LOOK_S)
-
-    async def stacks(self) -> RunStacks:
-        """Where the ranks of all hosts stand."""
-        there = [share.member for share in self._shares.values() if not share.ended]
-        return await stacks_of(self._members, there, self._run_id)
-
-    async def end(self) -> list[Failure]:
-        """Has all hosts end their ranks and clean up; returns the failures of those lost then."""
-        there = [share for share in self._shares.values() if not share.ended]
-        for share in there:
-            share.report = None
-        self.end_late(END_S)
-        await self.tell_all(CALL_END)
-        while not all(share.ended for share in there):
-            self._left.clear()
-            await self._left.wait()
+    async def _end(self) -> list[Failure]:
+        """Have all hosts end their ranks and clean up; returns the failures of those lost then."""
+        there = [part for part in self._parts.values() if not part.ended]
+        for part in there:
+            part.report = None
+        self._end_late(END_S)
+        await self._tell_all(CALL_END)
+        await self._gone()
         await self._ways.aclose()
-        reports = [share.report for share in there if share.report is not None]
+        reports = [part.report for part in there if part.report is not None]
         return [f for report in reports if report.state == "LOST" for f in report.failures]
-
-
-AGAIN_S = 5.0
-"""After hosts could not be had, how long until they are asked for again."""
 
 
 class Growth:
@@ -239,12 +654,7 @@ class Growth:
         self._search: asyncio.Task[tuple[Plan, list[Member]]] | None = None
 
     def seek(self, plan: Plan, has: Collection[str]) -> None:
-        """Looks for more hosts from now on, if the plan may grow.
-
-        Args:
-            plan: The run as it is.
-            has: Addresses of its hosts.
-        """
+        """Look for more hosts than it `has`, by their addresses, from now on, if it may grow."""
         self.close()
         larger = next_size(plan)
         if larger is not None:
@@ -257,7 +667,7 @@ class Growth:
         return search.result() if search and search.done() and not search.cancelled() else None
 
     def close(self) -> None:
-        """Ends the search."""
+        """End the search."""
         if self._search is not None:
             self._search.cancel()
             self._search = None
@@ -271,254 +681,6 @@ class Growth:
             if members and not any(m.runs for m in members if m.address not in has):
                 return plan, members
             await asyncio.sleep(AGAIN_S)
-
-
-POOLS_OWN = (StateChanged, Restart, RunEnded)
-"""Events that no host sends: the pool decides what they say."""
-
-TICK_S = 0.1
-"""How often hosts that settled are judged again, while others have not."""
-
-
-class PoolRun:
-    """A run that has not ended.
-
-    Args:
-        spec: What its first host is told.
-        owner: The Dask client of its kernel.
-        members: The pool's hosts.
-        publish: Takes the run's events, in their order.
-        over: Set when nothing of it is left, on hosts or here.
-    """
-
-    def __init__(
-        self,
-        spec: HostSpec,
-        owner: str,
-        members: Members,
-        publish: Callable[[Event], None],
-        over: asyncio.Event,
-    ) -> None:
-        self._spec, self.owner = spec, owner
-        self._members, self.publish = members, publish
-        self.plan, self._desk = spec.plan, RunDesk(spec.folder)
-        self.run_id = self.plan.run_id
-        self._door = StoreDoor(self.plan.store, is_owner=not spec.reads_only)
-        self._attempt = self._restarts = 0
-        self._fetchers: dict[int, LoaderPlaces] = {}
-        self._changed = asyncio.Event()
-        self._hosts = RunHosts(self.run_id, members, self._changed.set)
-        self._halted, self._how_halted = asyncio.Event(), ""
-        self.over = over
-        self._growth = Growth(members, self._changed.set)
-        self._started = time.monotonic()
-
-    @property
-    def is_halted(self) -> bool:
-        """Whether it was interrupted or killed."""
-        return self._halted.is_set()
-
-    async def start(self) -> list[str]:
-        """Takes hosts and starts the ranks; returns the hosts' names.
-
-        Raises:
-            PoolError: There are not so many, or they are not fit.
-        """
-        members = await self._unless_halted(self._take())
-        if members is None:
-            raise PoolError("nobody waits for its hosts any more")
-        await self._check(members)
-        self.publish(StateChanged(state="RUNNING"))
-        await self._start_on(members)
-        return [member.name for member in members]
-
-    async def carry_out(self) -> RunEnded:
-        """Returns the run's last event, when it has ended on all hosts."""
-        outcome = await self._outcome()
-        while self._may_restart(outcome):
-            if await self._start_again(outcome):
-                outcome = await self._outcome()
-            elif self._halted.is_set():  # what failed before was about to be done again
-                outcome = Outcome("INTERRUPTED")
-            else:
-                break
-        self._growth.close()
-        lost = await self._hosts.end()
-        await self._door.close()
-        failures = [*outcome.failures, *lost]
-        return RunEnded(
-            state=worst([outcome.state, "LOST"] if lost else [outcome.state]),
-            failures=failures,
-            first=first_failure(failures),
-            elapsed_s=time.monotonic() - self._started,
-        )
-
-    def take(self, address: str, event: Event) -> bool:
-        """Takes an event from a host; False when the run has nothing to do with it."""
-        share = self._hosts.share(address)
-        if share is None or not self._may_say(share, event):
-            return False
-        share.heard_at = time.monotonic()
-        event.time = time.time()  # clocks of hosts may be days apart
-        event.host = share.member.name
-        self.publish(event)
-        if isinstance(event, Settled) and event.cause == "host":
-            first = first_failure(event.failures)
-            self._hosts.drop(share, first.message if first else "it can run nothing any more")
-        elif isinstance(event, Settled) and event.attempt == self._attempt:
-            self._report(share, event.state, event.cause, event.failures)
-        elif isinstance(event, HostEnded):
-            self._report(share, event.state, "host", event.failures)
-            self._hosts.leave(share)
-        return True
-
-    def _may_say(self, share: Share, event: Event) -> bool:
-        """Whether an event is a host's to send, and of its own ranks."""
-        return not isinstance(event, POOLS_OWN) and _ranks_of(event) <= set(self._ranks(share))
-
-    def _ranks(self, share: Share) -> range:
-        mine = self.plan.hosts[share.host_rank]
-        return range(mine.first_rank, mine.first_rank + mine.ranks)
-
-    async def ask_store(self, address: str, what: str, arguments: Mapping[str, Any]) -> Any:
-        """What a host asks of the run's folder, or of the project store, if it does not share them.
-
-        Raises:
-            ProtocolError: The run is not on that host (any more).
-        """
-        share = self._hosts.share(address)
-        if share is None:
-            raise ProtocolError(f"run {self.run_id} is not on the host at {address} (any more)")
-        share.heard_at = time.monotonic()
-        if what in QUESTIONS:
-            ranks = self._ranks(share)
-            return await asyncio.to_thread(
-                self._desk.answer, share.host_rank, what, arguments, ranks=ranks
-            )
-        return await self._door.answer(share.host_rank, what, arguments)
-
-    def lose(self, member: Member, why: str) -> None:
-        """A host is gone; of no concern where the run is not on it."""
-        share = self._hosts.share(member.address)
-        if share is None:
-            return
-        failure = host_failure(member.name, PoolError(why))
-        self.publish(RankFailure(host=member.name, failure=failure))
-        share.report = None
-        self._report(share, "LOST", "lost", [failure])
-        self._hosts.leave(share)
-
-    def _report(self, share: Share, state: str, cause: str, failures: list[Failure]) -> None:
-        """Takes down how a host's ranks ended; of a federation's others, only that they have."""
-        if self.plan.federated and share.host_rank and state in ("FAILED", "LOST"):
-            why = "; ".join(failure.message for failure in failures)
-            text = f"host {share.member.name} takes no part any more: {why}"
-            self.publish(Note(host=share.member.name, text=text))
-            state, failures = "SUCCEEDED", []
-        self._hosts.report(share, state, cause, failures)
-
-    async def halt(self, how: str) -> None:
-        """Interrupts or kills the run on all its hosts; it is not started again."""
-        self._how_halted = how
-        self._halted.set()
-        self._hosts.end_late()
-        await self._hosts.tell_all(CALL_STOP, how=how)
-
-    async def stacks(self) -> RunStacks:
-        """Where its ranks stand."""
-        return await self._hosts.stacks()
-
-    async def relay(self, events: list[Event]) -> None:
-        """Takes what the run's fetchers said; its hosts are told where they listen."""
-        for said in events:
-            if isinstance(said, FetcherStarted | FetcherEnded):
-                self.publish(structs.replace(said, entry=UNSET))
-                await self._place(said)
-            else:
-                self.publish(said)
-
-    async def _place(self, said: FetcherStarted | FetcherEnded) -> None:
-        if said.entry:
-            self._fetchers[said.number] = said.entry
-            place = FetcherPlace(number=said.number, entry=said.entry)
-            await self._hosts.tell_all(CALL_PLACE, place=pack(place))
-
-    async def _outcome(self) -> Outcome:
-        while (outcome := decide(self._hosts.standings(), time.monotonic())) is None:
-            settling = self._hosts.any_settled()
-            found = None if settling or self._halted.is_set() else self._growth.found()
-            if found is not None:
-                await self._grow(*found)
-            await self._change(TICK_S if settling else None)
-        return outcome
-
-    async def _grow(self, plan: Plan, members: list[Member]) -> None:
-        """Starts all ranks again, with those of hosts that have come since."""
-        cause = f"it grows from {self.plan.world_size} to {plan.world_size} ranks"
-        self._attempt += 1
-        self.plan, self._spec = plan, structs.replace(self._spec, plan=plan)
-        size = plan.world_size
-        self.publish(Restart(attempt=self._attempt, cause=cause, world_size=size))
-        await self._start_on(self._hosts.seated(members))
-
-    async def _change(self, timeout_s: float | None = None) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
-        self._changed.clear()
-
-    def _may_restart(self, outcome: Outcome) -> bool:
-        left = self.plan.max_restarts - self._restarts
-        return outcome.curable and left > 0 and not self._halted.is_set()
-
-    async def _start_again(self, outcome: Outcome) -> bool:
-        """Start all ranks again, on other hosts for those that are gone; returns whether it did."""
-        first = first_failure(outcome.failures)
-        self.publish(Restart(attempt=self._attempt + 1, failure=first))
-        try:
-            members = await self._take_again()
-            await self._check(members or [])
-        except PoolError as error:
-            self.publish(Note(text=f"not started again: {error}"))
-            return False
-        if members is None:
-            return False
-        self._attempt += 1
-        self._restarts += 1
-        await self._start_on(self._hosts.seated(members))
-        return True
-
-    async def _take_again(self) -> list[Member] | None:
-        """The hosts of the next attempt; None when the run was halted while it waited for them."""
-        return await self._unless_halted(self._take(self._hosts.running()))
-
-    async def _take(self, keep: Collection[str] = ()) -> list[Member]:
-        """The hosts of an attempt; the run says for which one it waits."""
-        return await self._members.take(
-            len(self.plan.hosts), keep, lambda line: self.publish(Note(text=line))
-        )
-
-    async def _unless_halted(self, take: Coroutine[Any, Any, list[Member]]) -> list[Member] | None:
-        """The hosts that are being taken; None when the run was halted meanwhile."""
-        taking = asyncio.ensure_future(take)
-        halted = asyncio.ensure_future(self._halted.wait())
-        await asyncio.wait({taking, halted}, return_when=asyncio.FIRST_COMPLETED)
-        halted.cancel()
-        if self._halted.is_set():
-            taking.cancel()
-            return None
-        return taking.result()
-
-    async def _check(self, members: list[Member]) -> None:
-        """Returns when hosts, unless they are this machine, have been found fit for the run."""
-        if self._spec.requires is not None:
-            await require_fit(self._members, members, self._spec.requires)
-
-    async def _start_on(self, members: list[Member]) -> None:
-        spec = structs.replace(self._spec, attempt=self._attempt, fetchers=self._fetchers)
-        await self._hosts.start(members, spec)
-        if self._halted.is_set():  # hosts hear nothing of a run that is still being started there
-            await self._hosts.tell_all(CALL_STOP, how=self._how_halted)
-        self._growth.seek(self.plan, self._hosts.addresses())
 
 
 def _ranks_of(event: Event) -> set[int]:

@@ -18,8 +18,8 @@ from taas_magic.data import metrics
 from taas_magic.data.connection import FetcherLink
 from taas_magic.data.loader import Feed, RemoteLoader
 from taas_magic.data.service import FolderDirectory
-from taas_magic.host import fetcher
-from taas_magic.host.fetcher_spec import Fetched, FetcherSpec
+from taas_magic.host.fetcher import fetcher_main
+from taas_magic.host.spec import Fetched, FetcherSpec
 from taas_magic.leases import FetchLease
 from taas_magic.messages import FetcherStarted, of_fetcher
 from taas_magic.registry import Registered
@@ -133,8 +133,12 @@ class Service:
     def restart(self, number):
         """Start a fetcher, perhaps in the place of one that is gone."""
         with plain_main():  # a shell of another test may stand for the main module
-            started = fetcher.start(self.spec(number), CONTEXT)
-        assert isinstance(of_fetcher(started[1].recv_bytes()), FetcherStarted)
+            control, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=fetcher_main, args=(self.spec(number), theirs))
+            process.start()
+            theirs.close()
+        started = process, control
+        assert isinstance(of_fetcher(control.recv_bytes()), FetcherStarted)
         if number < len(self.processes):
             self.processes[number] = started
         return started

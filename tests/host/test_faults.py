@@ -113,7 +113,7 @@ grown = [bytearray(1 << 20) for _ in range(2000)]
 """
     outcome = notebook.run(source, gpus=1)
     assert first(outcome)["signal"] == "SIGKILL"
-    assert "killed by the memory limit" in outcome.shown
+    assert "killed by the memory limit of its cgroup" in outcome.shown
 
 
 KILL_AGENT = """

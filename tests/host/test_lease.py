@@ -8,7 +8,7 @@ import time
 import pytest
 
 from taas_magic.errors import RunLost
-from taas_magic.host.lease import EXPIRED, Lease
+from taas_magic.host.member import EXPIRED, Lease
 from taas_magic.leases import BEATS_PER_LEASE
 from tests.engines.test_multi_host import ALL_REDUCE
 from tests.harness import Notebook, left_of, processes
@@ -76,7 +76,7 @@ def test_beats_are_several_to_a_lease() -> None:
 def test_a_process_whose_event_loop_hangs_ends() -> None:
     code = """
 import asyncio, functools, time
-from taas_magic.host.lease import Lease, end_agent
+from taas_magic.host.member import Lease, end_agent
 async def hang():
     Lease(0.5, functools.partial(end_agent, 0.5)).start()
     time.sleep(600)

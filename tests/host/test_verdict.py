@@ -4,7 +4,7 @@ import pytest
 
 from taas_magic.host.watch import LEFT_GRACE_S
 from taas_magic.messages import Failure
-from taas_magic.pool.verdict import LATE_S, SETTLE_S, Outcome, Report, Standing, decide
+from taas_magic.pool.runs import LATE_S, SETTLE_S, Outcome, Report, Standing, decide
 
 
 def failure(rank: int, consequence: bool = False) -> Failure:

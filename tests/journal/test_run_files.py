@@ -7,11 +7,10 @@ import pytest
 
 from taas_magic.errors import ProtocolError
 from taas_magic.host import files as run_files
-from taas_magic.host.files import READ, WRITE, RunFiles
+from taas_magic.host.files import READ, WRITE, FileServer, RunFiles
 from taas_magic.host.spec import HostSpec, Origin
 from taas_magic.journal.folder import RunFolder
 from taas_magic.plan import Flags, HostCapacity, Plan, make_plan
-from taas_magic.pool.files import RunDesk
 
 
 @pytest.fixture
@@ -31,10 +30,11 @@ def home(plan: Plan) -> RunFolder:
 
 
 class Far:
-    """A host that asks the desk directly; it sees the run's folder at a path where nothing is."""
+    """A host that asks the server directly; it sees the run's folder at a path where nothing is."""
 
     def __init__(self, home: RunFolder, plan: Plan, cache: Path, host_rank: int = 0) -> None:
-        self.desk, self.host_rank = RunDesk(home), host_rank
+        self.server = FileServer(HostSpec(plan, 0, str(home.path), Origin("/", {}, ())))
+        self.host_rank = host_rank
         self.spec = HostSpec(plan, host_rank, f"/nowhere{home.path}", Origin("/", {}, ()))
         self.files = RunFiles(self.spec, self.ask, cache)
         self.here = Path(self.files.local(self.spec).run_dir)
@@ -42,7 +42,7 @@ class Far:
     def ask(self, what: str, **arguments: Any) -> Any:
         share = self.spec.share
         ranks = range(share.first_rank, share.first_rank + share.ranks)
-        return self.desk.answer(self.host_rank, what, arguments, ranks=ranks)
+        return self.server.answer_of_folder(self.host_rank, ranks, what, arguments)
 
 
 @pytest.fixture

@@ -9,10 +9,13 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec import structs
 
 from taas_magic import messages
 from taas_magic.errors import PoolError
-from taas_magic.messages import HostHello, PoolStatus, StorePort, unpack
+from taas_magic.host.spec import HostSpec, Origin, share_id
+from taas_magic.messages import HostHello, PoolStatus, Started, StorePort, pack, unpack
+from taas_magic.plan import DataPlan, Flags, HostCapacity, make_plan
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.hosts import Member, Members
@@ -54,6 +57,28 @@ def test_what_is_not_a_members_is_refused_and_counted(with_host: Callable[[Play]
         said = messages.encode(messages.Settled(state="SUCCEEDED", host="x"))
         handlers["taas_event"](worker=member.address, run_id="no-such-run", event=said)
         assert unpack(await controller.status(), PoolStatus).refused - before == 4
+
+    with_host(play)
+
+
+def test_fetchers_that_cannot_start_are_on_no_host(
+    with_host: Callable[[Play], None], tmp_path: Path
+) -> None:
+    """A host that was counted as busy would never be given back, nor would its pool end."""
+
+    async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
+        plan = make_plan(Flags(gpus=1), HostCapacity(gpus=1, cores=1), "a-run")
+        data = DataPlan("local", hosts=1, pool_hosts=1, fetchers=(), crosses=False, cores=1)
+        plan, origin = structs.replace(plan, data=data), Origin("/", {}, ())
+        spec = HostSpec(plan, 0, str(tmp_path), origin, requires=("nonesuch_module",))
+        controller.add_client(scheduler, "kernel")
+        said = unpack(await controller.fetch("kernel", pack(spec)), Started)
+        assert "nonesuch_module" in said.error
+        assert not member.runs
+        for _ in range(10):  # the loop's turns in which what is left of it ends
+            await asyncio.sleep(0)
+        assert await controller.halt(share_id("a-run"), "kill") == "ended"
+        controller.remove_client(scheduler, "kernel")
 
     with_host(play)
 
