@@ -180,7 +180,7 @@ def worst(states: Iterable[str]) -> str:
 
 
 @dataclass
-class Part:
+class HostPart:
     """One host's part in a share.
 
     Attributes:
@@ -213,7 +213,7 @@ class Share(ABC):
         self._members, self.publish = members, publish
         self.plan, self.run_id = spec.plan, spec.share_id
         self._files = FileServer(spec)
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, HostPart] = {}
         self._changed = asyncio.Event()
         self._halted, self._how_halted = asyncio.Event(), ""
         self._late: set[asyncio.Future[None]] = set()
@@ -231,19 +231,19 @@ class Share(ABC):
         """Return the run's last event, if it is this share's, when it has ended on all hosts."""
 
     @abstractmethod
-    def _numbers(self, part: Part) -> Collection[int]:
+    def _numbers(self, part: HostPart) -> Collection[int]:
         """The ranks, or fetchers, of a host."""
 
     @abstractmethod
-    def _may_say(self, part: Part, event: Event) -> bool:
+    def _may_say(self, part: HostPart, event: Event) -> bool:
         """Whether an event is a host's to send, and of its own ranks or fetchers."""
 
     @abstractmethod
-    def _heard(self, part: Part, event: Event) -> None:
+    def _heard(self, part: HostPart, event: Event) -> None:
         """Take what a host said."""
 
     @abstractmethod
-    def _lost(self, part: Part, why: str) -> None:
+    def _lost(self, part: HostPart, why: str) -> None:
         """Say that a host is gone."""
 
     @property
@@ -293,7 +293,7 @@ class Share(ABC):
         there = [part.member for part in self._parts.values() if not part.ended]
         return await stacks_of(self._members, there, self.run_id)
 
-    def _part(self, address: str) -> Part | None:
+    def _part(self, address: str) -> HostPart | None:
         """A host's part; None when the share is not on it (any more)."""
         part = self._parts.get(address)
         return None if part is None or part.ended else part
@@ -326,7 +326,7 @@ class Share(ABC):
             await require_fit(self._members, members, self._spec.requires)
         return members
 
-    async def _start_one(self, part: Part, spec: HostSpec, call: str = CALL_START) -> int:
+    async def _start_one(self, part: HostPart, spec: HostSpec, call: str = CALL_START) -> int:
         """Start the share on a host; returns the port of the ranks' store, if that is there.
 
         Raises:
@@ -353,7 +353,7 @@ class Share(ABC):
         )
         await asyncio.gather(*calls, return_exceptions=True)
 
-    def _leave(self, part: Part) -> None:
+    def _leave(self, part: HostPart) -> None:
         """The share is not on that host any more."""
         part.ended = True
         part.member.runs.discard(self.run_id)
@@ -372,7 +372,7 @@ class Share(ABC):
         """
         self._in_background(self._drop_late(list(self._parts.values()), limit_s))
 
-    async def _drop_late(self, parts: list[Part], limit_s: float) -> None:
+    async def _drop_late(self, parts: list[HostPart], limit_s: float) -> None:
         began = time.monotonic()
         while left := [part for part in parts if not part.ended]:
             late = [it for it in left if time.monotonic() - max(it.heard_at, began) >= limit_s]
@@ -392,7 +392,7 @@ class PoolFetchers(Share):
 
     async def start(self) -> list[str]:
         chosen = (await self._take(self._data.pool_hosts))[: self._data.hosts]
-        parts = [Part(member, number) for number, member in enumerate(chosen)]
+        parts = [HostPart(member, number) for number, member in enumerate(chosen)]
         self._parts = {part.member.address: part for part in parts}
         starting = (self._start_one(part, self._spec) for part in parts)
         for error in await asyncio.gather(*starting, return_exceptions=True):
@@ -423,21 +423,21 @@ class PoolFetchers(Share):
         assert self.plan.data is not None
         return self.plan.data
 
-    def _numbers(self, part: Part) -> list[int]:
+    def _numbers(self, part: HostPart) -> list[int]:
         return [fetcher.number for fetcher in self._data.on(part.host_rank)]
 
-    def _may_say(self, part: Part, event: Event) -> bool:
+    def _may_say(self, part: HostPart, event: Event) -> bool:
         if isinstance(event, FetcherStarted | FetcherReport | FetcherEnded):
             return event.number in self._numbers(part)
         return isinstance(event, Note | HostEnded)
 
-    def _heard(self, part: Part, event: Event) -> None:
+    def _heard(self, part: HostPart, event: Event) -> None:
         if isinstance(event, HostEnded):
             self._leave(part)
         else:
             self.publish(event)
 
-    def _lost(self, part: Part, why: str) -> None:
+    def _lost(self, part: HostPart, why: str) -> None:
         numbers, host = self._numbers(part), part.member.name
         fetchers = f"fetcher{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
         are_others = len(self._running()) > 1
@@ -509,14 +509,14 @@ class PoolRun(Share):
             else:
                 self.publish(said)
 
-    def _numbers(self, part: Part) -> range:
+    def _numbers(self, part: HostPart) -> range:
         mine = self.plan.hosts[part.host_rank]
         return range(mine.first_rank, mine.first_rank + mine.ranks)
 
-    def _may_say(self, part: Part, event: Event) -> bool:
+    def _may_say(self, part: HostPart, event: Event) -> bool:
         return not isinstance(event, POOLS_OWN) and _ranks_of(event) <= set(self._numbers(part))
 
-    def _heard(self, part: Part, event: Event) -> None:
+    def _heard(self, part: HostPart, event: Event) -> None:
         self.publish(event)
         if isinstance(event, Settled) and event.cause == "host":
             first = first_failure(event.failures)
@@ -528,13 +528,13 @@ class PoolRun(Share):
             self._report(part, event.state, "host", event.failures)
             self._leave(part)
 
-    def _lost(self, part: Part, why: str) -> None:
+    def _lost(self, part: HostPart, why: str) -> None:
         failure = host_failure(part.member.name, PoolError(why))
         self.publish(RankFailure(host=part.member.name, failure=failure))
         part.report = None
         self._report(part, "LOST", "lost", [failure])
 
-    def _report(self, part: Part, state: str, cause: str, failures: list[Failure]) -> None:
+    def _report(self, part: HostPart, state: str, cause: str, failures: list[Failure]) -> None:
         """Take down how a host's ranks ended: what it says first; of a federation's, only that."""
         if self.plan.federated and part.host_rank and state in ("FAILED", "LOST"):
             why = "; ".join(failure.message for failure in failures)
@@ -597,7 +597,7 @@ class PoolRun(Share):
             members: Its hosts, by their ranks.
         """
         running = set(self._running())
-        first, *others = parts = [Part(member, number) for number, member in enumerate(members)]
+        first, *others = parts = [HostPart(member, number) for number, member in enumerate(members)]
         self._parts = {part.member.address: part for part in parts}
         spec = structs.replace(
             self._spec,
@@ -614,7 +614,7 @@ class PoolRun(Share):
                 part.ended = part.member.address not in running
         self._growth.seek(self.plan, self._parts)
 
-    async def _start_ranks(self, part: Part, spec: HostSpec, running: set[str]) -> int:
+    async def _start_ranks(self, part: HostPart, spec: HostSpec, running: set[str]) -> int:
         """Start an attempt on a host; returns the port of the ranks' store, 0 if it failed."""
         call = CALL_AGAIN if part.member.address in running else CALL_START
         try:
