@@ -263,14 +263,15 @@ def _collect_numpy() -> dict[str, Any]:
     prints, errors = numpy.get_printoptions(), numpy.geterr()
     printing = {n: prints[n] for n, value in _NUMPY_PRINTS.items() if prints[n] != value}
     error = {n: errors[n] for n, value in _NUMPY_ERRORS.items() if errors[n] != value}
-    return {"print": printing, "error": error} if printing or error else {}
+    changed = {"print": printing, "error": error}
+    return {name: values for name, values in changed.items() if values}
 
 
 def _apply_numpy(found: Mapping[str, Any]) -> None:
     import numpy
 
-    numpy.set_printoptions(**found["print"])
-    numpy.seterr(**found["error"])
+    numpy.set_printoptions(**found.get("print", {}))
+    numpy.seterr(**found.get("error", {}))
 
 
 def _collect_matplotlib() -> bytes:
