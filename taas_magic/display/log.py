@@ -18,7 +18,7 @@ from typing import NamedTuple
 from taas_magic.host.output import LogBudget
 from taas_magic.messages import Lines, LinesDropped
 
-HOLD_S = 0.01
+HOLD_S = 0.005
 """Ranks that a collective has just let go print within a few milliseconds of one another."""
 
 FINISHED = re.compile(r"100%\|.*\| *\S+/\S+ \[[^\]]*\]\s*$")
