@@ -235,12 +235,10 @@ def reduce_tensor(tensor: "torch.Tensor") -> Any:
     """
     import torch
 
-    if tensor.dtype not in torch.storage._new_dtypes():
+    rebuild, args, *_ = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    if not args or not isinstance(args[0], torch.UntypedStorage):
         return NotImplemented
-    rebuild, args = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-    if rebuild is torch._utils._rebuild_tensor_v3:
-        args = (rebuild_typed(args[0], torch.uint8), *args[1:])
-    return rebuild, args
+    return rebuild, (rebuild_typed(args[0], torch.uint8), *args[1:])
 
 
 def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":

@@ -10,13 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LISTED = {
-    "capture/reducers.py": {
-        "_cdata",
-        "_untyped_storage",
-        "_new_dtypes",
-        "_utils",
-        "_rebuild_tensor_v3",
-    },
+    "capture/reducers.py": {"_cdata", "_untyped_storage"},
     "data/accelerated.py": {"_add_dataloader", "_dataloaders"},
     "data/epoch.py": {"torch.utils.data._utils.pin_memory"},
     "data/dataset.py": {"torch.utils.data._utils"},
@@ -37,8 +31,6 @@ GONE = {
     "threading._shutdown": "rank._end_program has to join what is no daemon thread by another way",
     "atexit._run_exitfuncs": "Python may do it itself for forks now: see python/cpython#83856",
     "weakref.finalize._registry": "host/forkserver.py: find what weakref.finalize keeps them in",
-    "torch._utils._rebuild_tensor_v3": "capture/reducers.py: see how torch pickles uint16 now",
-    "torch.storage._new_dtypes": "capture/reducers.py: see how torch pickles uint16 now",
     "torch.utils.data._utils.worker._worker_info": "find what get_worker_info() reads now",
     "torch.utils.data._utils.pin_memory.pin_memory": "data/epoch.py: find its new place",
     "torch.UntypedStorage._cdata": "capture/reducers.py needs another identity of a storage",
