@@ -104,8 +104,24 @@ def reduce_cached_property(prop: "functools.cached_property[Any]") -> Reduced:
 def _make_cached_property(cls: Any) -> Any:
     """Make a property that has nothing but its lock; the state brings the rest."""
     prop = cls.__new__(cls)
-    functools.cached_property.__init__(prop, None)  # type: ignore[arg-type]
+    functools.cached_property.__init__(prop, len)
     return prop
+
+
+_OF_DISPATCH_METHOD = frozenset(vars(functools.singledispatchmethod(len))) - {"dispatcher", "func"}
+"""What a method of single dispatch has besides: in Python 3.13 a cache of weak references."""
+
+
+def reduce_dispatch_method(method: "functools.singledispatchmethod[Any]") -> Reduced:
+    state = {name: value for name, value in vars(method).items() if name not in _OF_DISPATCH_METHOD}
+    return _make_dispatch_method, (type(method),), state
+
+
+def _make_dispatch_method(cls: Any) -> Any:
+    """Make a method that dispatches nothing yet; the state brings the rest."""
+    method = cls.__new__(cls)
+    functools.singledispatchmethod.__init__(method, len)
+    return method
 
 
 def is_single_dispatch(value: Any) -> bool:
