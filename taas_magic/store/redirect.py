@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import glob
 import importlib.util
 import inspect
 import itertools
@@ -355,10 +356,11 @@ def _replace_open(call: _Call) -> None:
 
 
 def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
-    """Replace a call that Python 3.10's pathlib took when it was imported; its `open` is io's."""
-    accessor = getattr(pathlib, "_NormalAccessor", None)
-    if getattr(accessor, name, None) is real:
-        setattr(accessor, name, staticmethod(call))
+    """Replace a call that pathlib of Python 3.10 (`open` is io's) or 3.13 took when imported."""
+    for module, holder in ((pathlib, "_NormalAccessor"), (glob, "_StringGlobber")):
+        held_by = getattr(module, holder, None)
+        if getattr(held_by, name, None) is real:
+            setattr(held_by, name, staticmethod(call))
 
 
 def _lead(
