@@ -17,15 +17,8 @@ from msgspec import Struct, structs
 
 from taas_magic.host.system import LOOPBACK, RUN_TOKEN, name_of
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import (
-    Event,
-    FetcherCounts,
-    FetcherEnded,
-    FetcherReport,
-    LoaderPlaces,
-    Prefilling,
-)
-from taas_magic.plan import HostPlan, Plan, Prefill
+from taas_magic.messages import LoaderPlaces
+from taas_magic.plan import HostPlan, Plan
 from taas_magic.store.rule import Identity, StoreRule
 
 if TYPE_CHECKING:
@@ -389,59 +382,6 @@ class FetcherSpec:
     stacks: Path | None = None
 
 
-class Filling:
-    """How far a run's fetchers have come, as the kernel sees it before the ranks start.
-
-    Args:
-        prefill: What is asked for.
-        fetchers: How many there are.
-        loaders: How many loaders they run.
-        units: The bound of `--units`, for each loader.
-    """
-
-    def __init__(self, prefill: Prefill, fetchers: int, loaders: int, units: int | None) -> None:
-        self._prefill, self._fetchers = prefill, fetchers
-        self.wanted = prefill.amount if prefill.unit != "all" else loaders * (units or 0)
-        self._stats: dict[int, list[FetcherCounts]] = {}
-        self._ended: set[int] = set()
-
-    def take(self, event: Event) -> bool:
-        """Take an event of a fetcher; returns whether it says how far it has come."""
-        if isinstance(event, FetcherReport):
-            self._stats[event.number] = list(event.loaders.values())
-        elif isinstance(event, FetcherEnded):
-            self._ended.add(event.number)
-        return isinstance(event, FetcherReport)
-
-    @property
-    def done(self) -> int:
-        """How much is ready, in memory and on disk."""
-        if self._prefill.unit == "bytes":
-            return self._sum("ready_bytes") + self._sum("spilled_bytes")
-        return self._sum("ready")
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether ranks may start.
-
-        They may, too, when no worker can prepare more: there is no more room, or no more data. And
-        when every fetcher has ended, since ranks can say what that means for them.
-        """
-        if self.done >= self.wanted or len(self._ended) >= self._fetchers:
-            return True
-        has_all = len(self._stats.keys() | self._ended) >= self._fetchers
-        return has_all and self._sum("idle") >= self._sum("workers")
-
-    def event(self, host: str) -> Prefilling:
-        """Return what is said of it, when a fetcher of that host has come further."""
-        unit = "bytes" if self._prefill.unit == "bytes" else "batches"
-        return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
-
-    def _sum(self, name: str) -> int:
-        every = [counts for loaders in list(self._stats.values()) for counts in loaders]
-        return sum(getattr(counts, name) for counts in every)
-
-
 def without_environ(spec: HostSpec) -> HostSpec:
     """A share without what another machine has no use for.
 
@@ -471,7 +411,7 @@ TORCHRUN_NAMES = (
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
 )
-"""All of them."""
+"""The variables that torchrun sets for a rank."""
 
 
 def torchrun_variables(

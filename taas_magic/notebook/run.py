@@ -28,20 +28,24 @@ from taas_magic.errors import (
     interrupted,
 )
 from taas_magic.host import results
-from taas_magic.host.spec import VALUE, Filling, HostSpec, share_id
+from taas_magic.host.spec import VALUE, HostSpec, share_id
 from taas_magic.host.watch import HALT_S
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     Event,
+    FetcherCounts,
+    FetcherEnded,
+    FetcherReport,
     Note,
+    Prefilling,
     RunEnded,
     StateChanged,
     StoreReceipt,
     encode,
     pack,
 )
-from taas_magic.plan import Plan
+from taas_magic.plan import Plan, Prefill
 from taas_magic.pool.client import Pool, Wait
 from taas_magic.store.receipt import Receipt
 
@@ -305,6 +309,59 @@ class Fetching:
                 pool.call("taas_relay", run_id=self._run_id, events=said)
             except PoolError:
                 return  # the run is lost, and says so itself
+
+
+class Filling:
+    """How far a run's fetchers have come, before its ranks start.
+
+    Args:
+        prefill: What is asked for.
+        fetchers: How many there are.
+        loaders: How many loaders they run.
+        units: The bound of `--units`, for each loader.
+    """
+
+    def __init__(self, prefill: Prefill, fetchers: int, loaders: int, units: int | None) -> None:
+        self._prefill, self._fetchers = prefill, fetchers
+        self.wanted = prefill.amount if prefill.unit != "all" else loaders * (units or 0)
+        self._stats: dict[int, list[FetcherCounts]] = {}
+        self._ended: set[int] = set()
+
+    def take(self, event: Event) -> bool:
+        """Take an event of a fetcher; returns whether it says how far it has come."""
+        if isinstance(event, FetcherReport):
+            self._stats[event.number] = list(event.loaders.values())
+        elif isinstance(event, FetcherEnded):
+            self._ended.add(event.number)
+        return isinstance(event, FetcherReport)
+
+    @property
+    def done(self) -> int:
+        """How much is ready, in memory and on disk."""
+        if self._prefill.unit == "bytes":
+            return self._sum("ready_bytes") + self._sum("spilled_bytes")
+        return self._sum("ready")
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether ranks may start.
+
+        They may, too, when no worker can prepare more: there is no more room, or no more data. And
+        when every fetcher has ended, since ranks can say what that means for them.
+        """
+        if self.done >= self.wanted or len(self._ended) >= self._fetchers:
+            return True
+        has_all = len(self._stats.keys() | self._ended) >= self._fetchers
+        return has_all and self._sum("idle") >= self._sum("workers")
+
+    def event(self, host: str) -> Prefilling:
+        """Return what is said of it, when a fetcher of that host has come further."""
+        unit = "bytes" if self._prefill.unit == "bytes" else "batches"
+        return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
+
+    def _sum(self, name: str) -> int:
+        every = [counts for loaders in list(self._stats.values()) for counts in loaders]
+        return sum(getattr(counts, name) for counts in every)
 
 
 def taken(events: "queue.SimpleQueue[Event | None]") -> list[Event]:

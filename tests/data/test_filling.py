@@ -3,7 +3,7 @@
 import pytest
 
 from taas_magic.host.fetchers import workers_fill
-from taas_magic.host.spec import Filling
+from taas_magic.notebook.run import Filling
 from taas_magic.plan import Prefill
 from tests.events import event
 
