@@ -17,7 +17,7 @@ from taas_magic.config import Config, load_config
 from taas_magic.engines import ssh as engine
 from taas_magic.errors import PoolError, RunLost
 from taas_magic.notebook import pools
-from tests.eventually import WITHIN_S
+from tests.eventually import WITHIN_S, eventually
 from tests.harness import Notebook, Outcome, words
 from tests.rig.hosts import Hosts, hosts_up, name_of
 
@@ -277,6 +277,8 @@ def test_35_an_interrupt_while_connecting_into_nothing(
         outcome = remote.run("1", name)
     finally:
         hosts.unhole(3)
+        # else the next test would take what goes on connecting for its own, and interrupt too early
+        eventually(lambda: not connects_to(hosts.address(3)))
     assert isinstance(outcome.error, KeyboardInterrupt), f"was interrupted: {sent.is_set()}"
     interrupting.join()
 
