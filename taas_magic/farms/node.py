@@ -111,6 +111,7 @@ async def _serve(setting: NodeSetting, folder: Path) -> None:
     use_steady_clock()
     means = guard.strongest().value
     forkserver.warm_up()
+    forkserver.import_rest()
     terms, slots = setting.terms, Slots(setting, folder, means)
     node = NodeWorker(
         setting.scheduler,

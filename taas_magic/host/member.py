@@ -73,6 +73,8 @@ Handler = Callable[..., Awaitable[object]]
 logger = logging.getLogger("taas_magic.agent")
 
 _LOOK_S = 0.5
+"""How often, while no run is here, the agent looks after its forkserver."""
+
 _started = time.time() - time.monotonic()
 
 
@@ -350,12 +352,21 @@ class AgentWorker(Worker):
                 self._leave()
 
     async def watch_forkserver(self) -> None:
-        """Leave the pool when no run can start here any more and none is here."""
+        """Leave the pool when no run can start here any more and none is here.
+
+        Before that, have the forkserver import the rest, when no run is here.
+        """
+        has_all = False
         while True:
             await asyncio.sleep(_LOOK_S)
-            if not (forkserver.is_alive() or self._shares):
+            if self._shares:
+                continue
+            if not forkserver.is_alive():
                 self._leave()
                 return
+            if not has_all:
+                forkserver.import_rest()
+                has_all = True
 
     def _leave(self) -> None:
         self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")
