@@ -38,12 +38,11 @@ from taas_magic.messages import (
     RanksStarted,
     RunEnded,
     Settled,
-    Started,
-    StorePort,
+    ask,
     encode,
     event_of,
-    pack,
-    unpack,
+    from_bytes,
+    to_bytes,
 )
 from taas_magic.plan import HostCapacity, Plan
 from taas_magic.pool.controller import Controller
@@ -172,21 +171,21 @@ class Agent:
     def _answer(self, call: dict[str, Any]) -> None:
         said: object = None
         match call["name"]:
-            case words.CALL_HELLO:
+            case "taas_Greet":
                 said = HostHello(host=self.name, address="10.1.0.1", means="mount", gpus=8)
-            case words.CALL_START:
-                spec = unpack(call["arguments"]["spec"], HostSpec)
+            case "taas_StartShare":
+                spec = from_bytes(call["request"], words.StartShare).spec
                 self._run_id, self._host_rank = spec.plan.run_id, spec.host_rank
                 first = spec.share.first_rank
                 self._ranks = range(first, first + spec.share.ranks)
-                said = StorePort(1000)
-        answer = {"op": words.ANSWER, "id": call["id"], "answer": pack(said), "error": ""}
+                said = 1000
+        answer = {"op": words.ANSWER, "id": call["id"], "answer": to_bytes(said), "error": ""}
         self._stream.send(answer)
         match call["name"]:
-            case words.CALL_START:
+            case "taas_StartShare":
                 pids = {rank: 1000 + rank for rank in self._ranks}
                 self.say([RanksStarted(host=self.name, pids=pids)])
-            case words.CALL_END:
+            case "taas_EndRun":
                 ended = HostEnded(host=self.name, host_rank=self._host_rank, state="SUCCEEDED")
                 self.say([ended])
 
@@ -261,9 +260,9 @@ async def _join(agents: Sequence[Agent], address: str, controller: Controller) -
 async def _launch(plan: Plan, folder: Path, client: Client, kernel: Kernel, hosts: int) -> None:
     run = RunFolder.create(plan.run_id, plan, "")
     origin = Origin(str(folder), dict(os.environ), ())
-    spec = pack(HostSpec(plan, 0, str(run.path), origin))
-    said = await client.scheduler.taas_launch(owner=client.id, spec=spec, said=[])
-    if error := unpack(said, Started).error:
+    spec = HostSpec(plan, 0, str(run.path), origin)
+    said = await ask(client.scheduler, words.Launch(client.id, spec))
+    if error := said.error:
         raise RuntimeError(error)
     await kernel.wait_for(RanksStarted, hosts)
 

@@ -1,19 +1,23 @@
-"""Every value that one process tells another, and the one codec.
+"""Every value that one process tells another, what one may ask another, and the codecs.
 
 Each has one definition, by which whoever reads it checks it. All is JSON: a line of a rank's pipe,
-a message, a line of the journal (docs/events.md). Readers leave out fields that they do not know,
-and a field that was added later has a default, so that journals of older versions are read, too.
+a message, a line of the journal (docs/events.md); but requests and their answers are msgpack, as
+they may hold bytes of files. Readers leave out fields that they do not know, and a field that was
+added later has a default, so that journals of older versions are read, too.
 """
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, get_args
 
+import msgpack
 import msgspec
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Struct, UnsetType, field, structs
+
+from taas_magic.errors import ProtocolError
 
 _T = TypeVar("_T")
 
@@ -337,13 +341,6 @@ class FetcherStarted(Event, tag="fetcher", kw_only=True):
     entry: LoaderPlaces | UnsetType = UNSET
 
 
-class FetcherPlace(Struct, kw_only=True):
-    """Where a fetcher listens, for the hosts of the run's ranks."""
-
-    number: int
-    entry: LoaderPlaces
-
-
 class FetcherReport(Event, tag="fetched", kw_only=True):
     """How a fetcher's workers stand, by loader."""
 
@@ -525,19 +522,76 @@ class HostHello(Struct, kw_only=True):
     gpus: int
 
 
-class FactsWanted(Struct, kw_only=True):
-    """Keyword arguments of `probe.main`."""
+class Facts(Struct, frozen=True):
+    """One host, as its own Python saw it.
 
-    packages: list[str] = []
-    modules: list[str] = []
-    mark: str = ""
-    names: bool = True
+    Attributes:
+        host: The host as the user calls it.
+        python: Version of the interpreter that the pool names; all below is what that one finds.
+        glibc: Version of the C library; "" where it is another one.
+        torch: Version; "" where it is not installed.
+        cuda: The CUDA version that torch was built for; "" for a CPU build.
+        versions: Versions of the packages that were asked for and are there.
+        ours: Digest of taas-magic's files; "" where it is not installed.
+        missing: Those of the modules asked for that are not there.
+        cache: Where taas-magic keeps things on the host.
+        cache_error: Why nothing can be written there; "" if it can.
+        free_bytes: What may still be written there.
+        sites: Names of the folders of packages that we have put there.
+        cores: Logical processors that a process may use.
+        gpu_names: What they are called, where that could be asked.
+        clock: The host's wall clock, in seconds since 1970.
+        ahead_s: How far that is ahead of this machine's clock.
+        hostname: What it calls itself.
+        own_addresses: What that name resolves to on the host itself.
+        interfaces: Network interfaces with their addresses.
+        python_path: What its PYTHONPATH is already.
+        reached_at: The address at which SSH reached it; "" where it did not come by SSH.
+        sees_store: Whether it shares the project store with the notebook.
+    """
 
+    host: str = ""
+    python: str = ""
+    implementation: str = ""
+    executable: str = ""
+    system: str = ""
+    machine: str = ""
+    glibc: str = ""
+    torch: str = ""
+    cuda: str = ""
+    versions: Mapping[str, str] = {}
+    ours: str = ""
+    missing: tuple[str, ...] = ()
+    cache: str = ""
+    cache_error: str = ""
+    free_bytes: int = 0
+    sites: tuple[str, ...] = ()
+    cores: int = 0
+    memory_bytes: int = 0
+    gpus: int = 0
+    gpu_names: tuple[str, ...] = ()
+    clock: float = 0.0
+    ahead_s: float = 0.0
+    hostname: str = ""
+    own_addresses: tuple[str, ...] = ()
+    interfaces: Mapping[str, tuple[str, ...]] = {}
+    python_path: tuple[str, ...] = ()
+    reached_at: str = ""
+    sees_store: bool = False
 
-class StorePort(Struct):
-    """Where the ranks of an attempt meet, on the run's first host; 0 on the others."""
+    def of(self, host: str, began: float) -> "Facts":
+        """Complete what the probe answered; what it does not say (an old Python) is empty.
 
-    port: int
+        Args:
+            host: Who answered just now.
+            began: When it was asked, by this machine's clock.
+        """
+        ahead_s = self.clock - (began + time.time()) / 2 if self.clock else 0.0
+        return structs.replace(self, host=host, ahead_s=ahead_s)
+
+    def interface_of(self, address: str) -> str:
+        """Return the interface that has an address; "" for none."""
+        return next((name for name, seen in self.interfaces.items() if address in seen), "")
 
 
 class Started(Struct, kw_only=True):
@@ -591,12 +645,150 @@ class PoolStatus(Struct, kw_only=True):
     used_gpu_hours: float = 0.0
 
 
-def _leaves(kind: type[Struct]) -> list[Any]:
+def leaves(kind: type[Struct]) -> list[Any]:
     """Return the structs below one that have none below them."""
-    return [leaf for below in kind.__subclasses__() for leaf in _leaves(below)] or [kind]
+    return [leaf for below in kind.__subclasses__() for leaf in leaves(below)] or [kind]
 
 
-AnyEvent = reduce(or_, _leaves(Event))
+if TYPE_CHECKING:
+    AnyEvent = Event
+else:
+    AnyEvent = reduce(or_, leaves(Event))
+
+
+class Request(Struct, Generic[_T]):
+    """What one process asks another; each kind says of which type its answer is.
+
+    Dask carries requests by the names of their kinds, and `pool/gate.py` says who may ask which.
+    What the pool is asked of all hosts, it may ask of each: `Halt`, `GetStacks`, `GetFacts`.
+    """
+
+    @classmethod
+    def op(cls) -> str:
+        """Return the name by which Dask carries it."""
+        return f"taas_{cls.__name__}"
+
+    def read_answer(self, packed: bytes) -> _T:
+        """Read the answer.
+
+        Raises:
+            ValueError: It is of another type.
+        """
+        answer: type[_T] = get_args(self.__orig_bases__[0])[0]  # type: ignore[attr-defined]
+        return from_bytes(packed, answer)
+
+
+class WaitForHosts(Request[Started]):
+    """Wait until so many hosts are there and can start ranks at once.
+
+    Attributes:
+        owner: The Dask client of the kernel; when it is gone, so is its wait.
+        wait: By what it gives up this wait.
+    """
+
+    owner: str
+    wait: str
+    hosts: int
+
+
+class GiveUp(Request[None]):
+    """Give up one of a kernel's waits."""
+
+    owner: str
+    wait: str
+
+
+class Relay(Request[None]):
+    """Take what the fetchers of a run said, perhaps those of another pool."""
+
+    run_id: str
+    said: list[AnyEvent]
+
+
+class Halt(Request[None]):
+    """Interrupt (`interrupt`) or end (`kill`) a run's ranks, or its fetchers; they may be over."""
+
+    run_id: str
+    how: str
+
+
+class GetStatus(Request[PoolStatus]):
+    """Tell the pool's hosts, what each does, and its kernels."""
+
+
+class GetStacks(Request[RunStacks]):
+    """Tell where a run's ranks, or its fetchers, stand."""
+
+    run_id: str
+
+
+class EndPool(Request[None]):
+    """End every run and then the pool's process."""
+
+
+class GetAgentKeys(Request[AgentKeys]):
+    """Make the name and the key of the agent that a vehicle is to bring."""
+
+    vehicle: str
+
+
+class Greet(Request[HostHello]):
+    """Tell who the host is."""
+
+
+class GetFacts(Request[list[Facts]]):
+    """Tell what hosts are like for their agents' Python: keyword arguments of `probe.main`."""
+
+    packages: list[str] = []
+    modules: list[str] = []
+    mark: str = ""
+    names: bool = True
+
+
+class EndRun(Request[None]):
+    """End a run that has settled on all hosts."""
+
+    run_id: str
+
+
+class PlaceFetcher(Request[None]):
+    """Tell a run's ranks on the host where a fetcher listens."""
+
+    run_id: str
+    number: int
+    entry: LoaderPlaces
+
+
+Answer = Callable[[Any], Awaitable[object]]
+"""Answers requests of one kind."""
+
+
+def handlers(answers: Mapping[type[Request[Any]], Answer]) -> dict[str, Callable[..., Any]]:
+    """Return what Dask calls, by name, to answer requests of these kinds."""
+    return {kind.op(): answering(kind, answer) for kind, answer in answers.items()}
+
+
+def answering(kind: type[Request[Any]], answer: Answer) -> Callable[[bytes], Awaitable[bytes]]:
+    """Return a handler of packed requests of a kind; it raises ProtocolError for what is none."""
+
+    async def handle(request: bytes) -> bytes:
+        try:
+            asked = from_bytes(request, kind)
+        except ValueError as error:
+            raise ProtocolError(f"{kind.op()}: {error}") from error
+        return to_bytes(await answer(asked))
+
+    return handle
+
+
+async def ask(scheduler: Any, request: Request[_T]) -> _T:
+    """Ask the pool's process by a connection of Dask's to its scheduler; return its answer.
+
+    Raises:
+        OSError: It cannot be reached.
+    """
+    return request.read_answer(await getattr(scheduler, request.op())(request=to_bytes(request)))
+
 
 _encoder = msgspec.json.Encoder(enc_hook=repr)
 
@@ -628,7 +820,7 @@ event_of: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
 """Reads an event; raises msgspec.DecodeError where it is none, as the next two do."""
 
 of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
-    reduce(or_, [*_leaves(RankMessage), *_leaves(StoreMessage)])
+    reduce(or_, [*leaves(RankMessage), *leaves(StoreMessage)])
     | (Display | ClearOutput | Note | RankReport)
 ).decode
 """Reads what a rank says."""
@@ -651,3 +843,35 @@ def unpack(packed: bytes, kind: type[_T]) -> _T:
         ValueError: It is no such value.
     """
     return msgspec.convert(json.loads(packed), kind, str_keys=True)
+
+
+def to_bytes(value: object) -> bytes:
+    """Return a request or an answer: any texts and numbers, as `pack` has, and bytes of files."""
+    try:
+        return msgspec.msgpack.encode(value)
+    except (UnicodeEncodeError, OverflowError):  # ten times slower, and rarely needed
+        plain = msgspec.to_builtins(value, builtin_types=(bytes,))
+        packed: bytes = msgpack.packb(plain, default=_digits, unicode_errors="surrogatepass")
+        return packed
+
+
+def _digits(number: int) -> msgpack.ExtType:
+    """A whole number of more than 64 bits."""
+    return msgpack.ExtType(0, str(number).encode())
+
+
+def from_bytes(packed: bytes, kind: type[_T]) -> _T:
+    """Read what `to_bytes` returned.
+
+    Raises:
+        ValueError: It is no such value.
+    """
+    try:
+        return msgspec.msgpack.decode(packed, type=kind)
+    except (ValueError, TypeError, RecursionError):
+        options = {"use_list": False, "strict_map_key": False, "unicode_errors": "surrogatepass"}
+    try:
+        plain = msgpack.unpackb(packed, ext_hook=lambda code, digits: int(digits), **options)
+    except (TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ValueError(f"it is no message: {error}") from error
+    return msgspec.convert(plain, kind)

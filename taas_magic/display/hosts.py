@@ -8,7 +8,8 @@ from html import escape
 
 from taas_magic.display.head import CODE, COLOURS, FRAME, columns
 from taas_magic.display.log import size_text
-from taas_magic.setup.facts import ERROR, REMARK, WARNING, Facts, Finding, Kernel, Row
+from taas_magic.messages import Facts
+from taas_magic.setup.facts import ERROR, REMARK, WARNING, Finding, Kernel, Row
 from taas_magic.setup.install import what_to_bring
 
 HEAD = ("pool", "host", "python", "torch", "taas", "GPUs", "disk", "clock", "interface", "store")

@@ -22,9 +22,8 @@ from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine, log_tail
 from taas_magic.errors import PoolError, UsageError
-from taas_magic.host.spec import ASK_HOST
 from taas_magic.host.vehicle import agent_name, vehicle_of
-from taas_magic.messages import AgentKeys, pack
+from taas_magic.messages import AgentKeys, GetAgentKeys, handlers
 from taas_magic.plan import HostCapacity
 
 if TYPE_CHECKING:
@@ -212,12 +211,11 @@ def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
     vehicle = Vehicle(interface, pool.lease_s, pool.preload)
     scheduler.worker_plugins[Vehicle.name] = dumps(vehicle)
 
-    def new_host(vehicle: str) -> bytes:
-        """Return `AgentKeys` of the agent that a vehicle is to bring, packed."""
-        name = agent_name(vehicle)
-        return pack(AgentKeys(name=name, security=keys.host(name)))
+    async def new_host(asked: GetAgentKeys) -> AgentKeys:
+        name = agent_name(asked.vehicle)
+        return AgentKeys(name=name, security=keys.host(name))
 
-    scheduler.handlers[ASK_HOST] = new_host
+    scheduler.handlers |= handlers({GetAgentKeys: new_host})
     return scheduler
 
 

@@ -10,10 +10,10 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -31,14 +31,24 @@ from taas_magic.messages import (
     WrittenFile,
 )
 from taas_magic.store.desk import Desk
-from taas_magic.store.manifest import CHUNK_BYTES, Ask, Manifest, Pace
+from taas_magic.store.manifest import (
+    CHUNK_BYTES,
+    Ask,
+    FileRequest,
+    ListRunFiles,
+    MakeToken,
+    Manifest,
+    Pace,
+    ReadRunFile,
+    WriteRunFile,
+)
 from taas_magic.store.mirror import News, bring_in, take
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.receipt import Ledger
 from taas_magic.store.rule import StoreRule, is_below, state_folder
 from taas_magic.store.tree import shown
 
-LIST, READ, WRITE = "run_list", "run_read", "run_write"
+_T = TypeVar("_T")
 
 LOG_BYTES = 64 << 20
 """Of a log, what goes back at most: its end."""
@@ -79,7 +89,7 @@ class RunFiles:
         """
         if self.is_shared:
             return True
-        sizes: dict[str, int] = self._ask(LIST)
+        sizes = self._ask(ListRunFiles())
         return all(self._bring(name, size, is_wanted) for name, size in sizes.items())
 
     def send_back(self) -> None:
@@ -108,8 +118,8 @@ class RunFiles:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             while (offset := file.tell()) < size and is_wanted():
-                part = {"name": name, "offset": offset, "size": self._pace.size}
-                file.write(self._pace.ask(self._ask, READ, **part))
+                part = ReadRunFile(name, offset, self._pace.size)
+                file.write(self._pace.ask(self._ask, part))
             return offset >= size
 
     def _send(self, path: Path, name: str) -> None:
@@ -124,8 +134,7 @@ class RunFiles:
             while True:
                 data += file.read(self._pace.size)
                 last = file.tell() >= size
-                part = {"name": name, "offset": sent, "data": data, "last": last}
-                self._pace.ask(self._ask, WRITE, **part)
+                self._pace.ask(self._ask, WriteRunFile(name, sent, data, last))
                 if last:
                     return
                 sent, data = sent + len(data), b""
@@ -292,7 +301,7 @@ class HostFiles:
         if not self._folder.bring_in(is_wanted):
             return None
         store = spec.origin.store if spec.plan.store is not None else None
-        if store is not None and not store.is_here(lambda: self._ask("token")):
+        if store is not None and not store.is_here(lambda: self._ask(MakeToken())):
             self._travelling = Travelling(spec, self._ask, self._note)
         here = self._local(spec)
         if (rule := here.plan.store) and not (spec.reads_only or spec.fetches):
@@ -371,29 +380,25 @@ class FileServer:
         self._desk: Desk | None = None
         self._is_closed = False
 
-    async def answer(
-        self, host_rank: int, numbers: Collection[int], what: str, arguments: Mapping[str, Any]
-    ) -> Any:
+    async def answer(self, host_rank: int, numbers: Collection[int], asked: FileRequest[_T]) -> _T:
         """Answer a host.
 
         Args:
             host_rank: The host.
             numbers: Its ranks, or fetchers, whose files it may bring.
-            what: Which question.
-            arguments: Its arguments.
+            asked: What it asks.
 
         Raises:
             ProtocolError: It cannot be asked, or not by this host.
             StoreError: The store is too much to travel.
         """
-        if what in (LIST, READ, WRITE):
-            asked = host_rank, numbers, what, arguments
-            return await asyncio.to_thread(self.answer_of_folder, *asked)
+        if isinstance(asked, ListRunFiles | ReadRunFile | WriteRunFile):
+            return await asyncio.to_thread(self.answer_of_folder, host_rank, numbers, asked)
         if self._is_closed or self._spec.plan.store is None:
             raise ProtocolError("the run has no project store (any more)")
         loop = asyncio.get_running_loop()
         answer = self._answer_of_store
-        return await loop.run_in_executor(self._thread, answer, host_rank, what, arguments)
+        return await loop.run_in_executor(self._thread, answer, host_rank, asked)
 
     async def close(self) -> None:
         """Return when nothing of what was on its way to the store is left."""
@@ -404,22 +409,24 @@ class FileServer:
         self._thread.shutdown(wait=False)
 
     def answer_of_folder(
-        self, host_rank: int, numbers: Collection[int], what: str, arguments: Mapping[str, Any]
+        self, host_rank: int, numbers: Collection[int], asked: FileRequest[Any]
     ) -> Any:
         """Answer what is asked of the run's folder; blocks, any thread may call it.
 
         Raises:
             ProtocolError: It may not be asked.
         """
-        if what == LIST:
-            return self._list()
-        if what == READ:
-            return self._read(**arguments)
-        name = arguments["name"]
-        found = (_OF_FETCHER if self._spec.fetches else _OF_RANK).fullmatch(name)
-        if found is None or int(next(filter(None, found.groups()))) not in numbers:
-            raise ProtocolError(f"host {host_rank} of the run brought {name!r} for its folder")
-        return self._write(host_rank, **arguments)
+        match asked:
+            case ListRunFiles():
+                return self._list()
+            case ReadRunFile():
+                return self._read(asked)
+            case WriteRunFile():
+                found = (_OF_FETCHER if self._spec.fetches else _OF_RANK).fullmatch(asked.name)
+                if found is None or int(next(filter(None, found.groups()))) not in numbers:
+                    what = f"brought {asked.name!r} for its folder"
+                    raise ProtocolError(f"host {host_rank} of the run {what}")
+                return self._write(host_rank, asked)
 
     def _list(self) -> dict[str, int]:
         """The bytes of each file that a host needs for its ranks and fetchers, by its name."""
@@ -430,27 +437,26 @@ class FileServer:
         sizes = {name: self._path / name for name in names}
         return {name: path.stat().st_size for name, path in sizes.items() if path.exists()}
 
-    def _read(self, name: str, offset: int, size: int) -> bytes:
-        if name not in self._list():
-            raise ProtocolError(f"a host asked for {name!r} of the run's folder")
-        with (self._path / name).open("rb") as file:
-            file.seek(offset)
-            return file.read(min(size, CHUNK_BYTES))
+    def _read(self, asked: ReadRunFile) -> bytes:
+        if asked.name not in self._list():
+            raise ProtocolError(f"a host asked for {asked.name!r} of the run's folder")
+        with (self._path / asked.name).open("rb") as file:
+            file.seek(asked.offset)
+            return file.read(min(asked.size, CHUNK_BYTES))
 
-    def _write(self, host_rank: int, name: str, offset: int, data: bytes, last: bool) -> None:
-        """Take a part of a result, a log or a ledger; with the last part the file is there."""
-        path = self._path / name
+    def _write(self, host_rank: int, asked: WriteRunFile) -> None:
+        path = self._path / asked.name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         beside = Path(f"{path}.part-{host_rank}")
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "wb") as file:
-            file.truncate(offset)
-            file.seek(offset)
-            file.write(data)
-        if last:
+            file.truncate(asked.offset)
+            file.seek(asked.offset)
+            file.write(asked.data)
+        if asked.last:
             beside.replace(path)
 
-    def _answer_of_store(self, host_rank: int, what: str, arguments: Mapping[str, Any]) -> Any:
+    def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
         if self._desk is None:
             rule = self._spec.plan.store
             assert rule is not None
@@ -461,4 +467,4 @@ class FileServer:
                 self._desk = Desk(rule, folder / "fetchers", writer=-1)
             else:
                 self._desk = Desk(rule, folder)
-        return self._desk.answer(host_rank, what, arguments)
+        return self._desk.answer(host_rank, asked)

@@ -9,6 +9,7 @@ host alive. Only monotonic clocks are read: those of hosts may be days apart.
 """
 
 import asyncio
+import concurrent.futures
 import functools
 import logging
 import os
@@ -16,13 +17,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import distributed.batched
 from distributed import Security, Worker
 from distributed.comm import get_address_host
-from msgspec import structs
+from msgspec import convert, structs
 from tornado.ioloop import IOLoop
 
 from taas_magic import probe
@@ -33,42 +34,41 @@ from taas_magic.host.host_run import HostRun, HostShare
 from taas_magic.host.spec import (
     AGENT,
     ANSWER,
-    ASK_STORE,
     BEAT,
     CALL,
-    CALL_AGAIN,
-    CALL_END,
-    CALL_FACTS,
-    CALL_HELLO,
-    CALL_PLACE,
-    CALL_STACKS,
-    CALL_START,
-    CALL_STOP,
     EVENT,
     HEARD,
-    HostSpec,
     Place,
+    StartShare,
 )
 from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import (
     AgentSettings,
+    Answer,
+    EndRun,
     Event,
-    FactsWanted,
-    FetcherPlace,
+    Facts,
+    GetFacts,
+    GetStacks,
+    Greet,
+    Halt,
     HostHello,
     Note,
+    PlaceFetcher,
+    Request,
     RunStacks,
-    StorePort,
+    ask,
     encode,
     escaped,
-    pack,
+    handlers,
     unpack,
 )
 from taas_magic.store import guard
+from taas_magic.store.manifest import FileRequest
 
 ASK_TIMEOUT_S = 60.0
 
-Handler = Callable[..., Awaitable[object]]
+_T = TypeVar("_T")
 
 logger = logging.getLogger("taas_magic.agent")
 
@@ -166,39 +166,34 @@ class Head:
     Args:
         worker: The agent's Dask worker, not started yet.
         lease: The agent's lease.
-        calls: What the controller may call, by name.
+        answers: What answers the controller, by kinds of requests.
     """
 
-    def __init__(self, worker: Worker, lease: Lease, calls: Mapping[str, Handler]) -> None:
-        self._worker, self._lease, self._calls = worker, lease, calls
+    def __init__(
+        self, worker: Worker, lease: Lease, answers: Mapping[type[Request[Any]], Answer]
+    ) -> None:
+        self._worker, self._lease, self._handlers = worker, lease, handlers(answers)
         self._tasks: set[asyncio.Task[None]] = set()
         worker.stream_handlers[CALL] = self._on_call
         worker.stream_handlers[HEARD] = lease.heard
 
-    async def call(self, name: str, **arguments: Any) -> Any:
-        """Call what the controller put into the scheduler's handlers; on the agent's event loop.
-
-        Raises:
-            PoolError: It could not be reached.
-        """
-        try:
-            return await getattr(self._worker.scheduler, name)(**arguments)
-        except OSError as error:
-            raise PoolError(f"the pool does not answer {name}: {error}") from error
-
-    def ask(self, name: str, **arguments: Any) -> Any:
-        """Do the same from any other thread; blocks.
+    def ask(self, request: Request[_T]) -> _T:
+        """Ask the controller; blocks, in any thread but the event loop's.
 
         Raises:
             PoolError: It could not be reached, or did not answer in time.
         """
         loop = self._worker.loop.asyncio_loop
-        answer = asyncio.run_coroutine_threadsafe(self.call(name, **arguments), loop)
+        asking = ask(self._worker.scheduler, request)
+        answer = asyncio.run_coroutine_threadsafe(asking, loop)
         try:
             return answer.result(ASK_TIMEOUT_S)
-        except TimeoutError:
+        except concurrent.futures.TimeoutError:
             answer.cancel()
-            raise PoolError(f"the pool did not answer {name} in {ASK_TIMEOUT_S:.0f} s") from None
+            late = f"the pool did not answer {request.op()} in {ASK_TIMEOUT_S:.0f} s"
+            raise PoolError(late) from None
+        except OSError as error:
+            raise PoolError(f"the pool does not answer {request.op()}: {error}") from error
 
     def emit(self, run_id: str, event: Event) -> None:
         """Send an event of a run; any thread may call it."""
@@ -211,14 +206,14 @@ class Head:
             self._worker.batched_send({"op": BEAT, "beat": self._lease.beat()})
             await asyncio.sleep(self._lease.beat_s)
 
-    def _on_call(self, id: int, name: str, arguments: Mapping[str, Any]) -> None:
-        task = asyncio.ensure_future(self._answer(id, name, arguments))
+    def _on_call(self, id: int, name: str, request: bytes) -> None:
+        task = asyncio.ensure_future(self._answer(id, name, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, number: int, name: str, arguments: Mapping[str, Any]) -> None:
+    async def _answer(self, number: int, name: str, request: bytes) -> None:
         try:
-            answer, error = pack(await self._calls[name](**arguments)), ""
+            answer, error = await self._handlers[name](request), ""
         except Exception as failed:  # the controller hears of it, and the pool's log has it all
             logger.exception("the call %s failed", name)
             answer, error = b"", escaped(f"{type(failed).__name__}: {failed}")
@@ -249,17 +244,16 @@ class AgentWorker(Worker):
         )
         self._place, self._problems = place, problems
         self._shares: dict[str, HostShare] = {}
-        calls: dict[str, Handler] = {
-            CALL_HELLO: self.hello,
-            CALL_FACTS: self.facts,
-            CALL_START: self.start_run,
-            CALL_AGAIN: self.start_again,
-            CALL_STOP: self.stop_run,
-            CALL_END: self.end_run,
-            CALL_PLACE: self.place_fetcher,
-            CALL_STACKS: self.stacks,
+        answers: dict[type[Request[Any]], Answer] = {
+            Greet: self.hello,
+            GetFacts: self.facts,
+            StartShare: self.start_run,
+            Halt: self.stop_run,
+            EndRun: self.end_run,
+            PlaceFetcher: self.place_fetcher,
+            GetStacks: self.stacks,
         }
-        self.head = Head(self, lease, calls)
+        self.head = Head(self, lease, answers)
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Open no port for Dask's web pages: they would ask nobody for a key."""
@@ -271,7 +265,7 @@ class AgentWorker(Worker):
             listener.stop()
         return self
 
-    async def hello(self) -> HostHello:
+    async def hello(self, asked: Greet) -> HostHello:
         """Return who this host is, what holds its ranks off the store, and its GPUs."""
         return HostHello(
             host=self._place.host,
@@ -280,60 +274,55 @@ class AgentWorker(Worker):
             gpus=system.count_gpus(),
         )
 
-    async def facts(self, asked: bytes) -> object:
-        """Return what this host is like for this agent's Python, as `FactsWanted` asks `probe`."""
-        wanted = unpack(asked, FactsWanted)
-        return await asyncio.to_thread(probe.main, **structs.asdict(wanted))
+    async def facts(self, asked: GetFacts) -> list[Facts]:
+        """Return what this host is like for this agent's Python."""
+        return [convert(await asyncio.to_thread(probe.main, **structs.asdict(asked)), Facts)]
 
-    async def start_run(self, run_id: str, spec: bytes) -> StorePort:
-        """Start this host's share of a run, a packed `HostSpec`, in a thread of its own."""
-        parsed = unpack(spec, HostSpec)
+    async def start_run(self, asked: StartShare) -> int:
+        """Start this host's share of a run in a thread of its own, or its next attempt.
+
+        Raises:
+            PoolError: The run has ended here.
+        """
+        spec, run_id = asked.spec, asked.spec.share_id
+        if asked.again:
+            if (run := self._run(run_id)) is None:
+                raise PoolError(f"run {run_id} has ended here")
+            return await asyncio.to_thread(run.again, spec)
         emit = functools.partial(self.head.emit, run_id)
 
-        def ask(what: str, **arguments: Any) -> Any:
-            return self.head.ask(ASK_STORE, run_id=run_id, what=what, arguments=arguments)
+        def ask_files(request: FileRequest[_T]) -> _T:
+            return self.head.ask(structs.replace(request, run_id=run_id))
 
-        kind = HostFetchers if parsed.fetches else HostRun
-        share = await asyncio.to_thread(kind, parsed, self._place, emit, self._is_alone, ask)
+        kind = HostFetchers if spec.fetches else HostRun
+        share = await asyncio.to_thread(kind, spec, self._place, emit, self._is_alone, ask_files)
         self._shares[run_id] = share
-        for problem in () if parsed.fetches else self._problems:
+        for problem in () if spec.fetches else self._problems:
             emit(Note(host=self._place.host, text=problem))
         carry_out = threading.Thread(
             target=self._carry_out, args=(run_id, share), name=f"run-{run_id}"
         )
         carry_out.start()
-        return StorePort(share.port)
+        return share.port
 
-    async def start_again(self, run_id: str, spec: bytes) -> StorePort:
-        """End this host's ranks of a run and start those of its next attempt.
-
-        Raises:
-            PoolError: The run has ended here.
-        """
-        run = self._run(run_id)
-        if run is None:
-            raise PoolError(f"run {run_id} has ended here")
-        return StorePort(await asyncio.to_thread(run.again, unpack(spec, HostSpec)))
-
-    async def stop_run(self, run_id: str, how: str) -> None:
+    async def stop_run(self, asked: Halt) -> None:
         """Interrupt or kill a share; one that is not here has ended already."""
-        if run_id in self._shares:
-            self._shares[run_id].stop(how)
+        if asked.run_id in self._shares:
+            self._shares[asked.run_id].stop(asked.how)
 
-    async def end_run(self, run_id: str) -> None:
+    async def end_run(self, asked: EndRun) -> None:
         """End a run that has settled on all hosts."""
-        if run := self._run(run_id):
+        if run := self._run(asked.run_id):
             run.end()
 
-    async def place_fetcher(self, run_id: str, place: bytes) -> None:
-        """Tell a run's ranks on this host where a fetcher listens, a packed `FetcherPlace`."""
-        if run := self._run(run_id):
-            told = unpack(place, FetcherPlace)
-            run.place_fetcher(told.number, told.entry)
+    async def place_fetcher(self, asked: PlaceFetcher) -> None:
+        """Tell a run's ranks on this host where a fetcher listens."""
+        if run := self._run(asked.run_id):
+            run.place_fetcher(asked.number, asked.entry)
 
-    async def stacks(self, run_id: str) -> RunStacks:
+    async def stacks(self, asked: GetStacks) -> RunStacks:
         """Return where a run's ranks, or fetchers, on this host stand; may take some seconds."""
-        share = self._shares.get(run_id)
+        share = self._shares.get(asked.run_id)
         return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
 
     def _run(self, run_id: str) -> HostRun | None:

@@ -17,7 +17,7 @@ from msgspec import Struct, structs
 
 from taas_magic.host.system import LOOPBACK, RUN_TOKEN, name_of
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import LoaderPlaces
+from taas_magic.messages import AnyEvent, LoaderPlaces, Request, Started
 from taas_magic.plan import HostPlan, Plan
 from taas_magic.store.rule import Identity, StoreRule
 
@@ -39,20 +39,6 @@ POOL_TOPIC = "taas-pool"
 
 POOL_BEAT = "taas-pool-beat"
 """The Dask topic by which the pool's process tells its kernels that it lives."""
-
-CALL_HELLO = "taas_hello"
-CALL_FACTS = "taas_facts"
-CALL_START = "taas_start"
-CALL_AGAIN = "taas_again"
-CALL_STOP = "taas_stop"
-CALL_END = "taas_end"
-CALL_PLACE = "taas_place"
-CALL_STACKS = "taas_stacks"
-
-ASK_STORE = "taas_store"
-
-ASK_HOST = "taas_host"
-"""What a vehicle asks for: the name and the key of the agent that it is to bring."""
 
 HOST = "TAAS_HOST"
 """The environment variable that has the name of a rank's host, as the user calls it."""
@@ -260,6 +246,33 @@ class HostSpec(Struct, frozen=True):
             store=None if self.reads_only else self.plan.store,
             means=means,
         )
+
+
+class Launch(Request[Started]):
+    """Start a run, or its fetchers, on as many hosts as its plan has.
+
+    Attributes:
+        owner: The Dask client of the kernel; when it is gone, so is the run.
+        spec: What its first host is told.
+        said: Events that the run's fetchers have sent before.
+    """
+
+    owner: str
+    spec: HostSpec
+    said: Sequence[AnyEvent] = ()
+
+
+class StartShare(Request[int]):
+    """Start the host's share of a run.
+
+    The answer is the port where the attempt's ranks meet, on the run's first host; 0 elsewhere.
+
+    Attributes:
+        again: End the host's ranks of the attempt before.
+    """
+
+    spec: HostSpec
+    again: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 
 from distributed import Worker, WorkerPlugin
 
-from taas_magic.host.spec import ASK_HOST
 from taas_magic.host.system import spawn_command, supervisor_arguments
 from taas_magic.leases import BEATS_PER_LEASE
-from taas_magic.messages import AgentKeys, AgentSettings, pack, unpack
+from taas_magic.messages import AgentSettings, GetAgentKeys, ask, pack
 
 _MARK = "@"
 
@@ -86,8 +85,7 @@ class Vehicle(WorkerPlugin):
         if not worker.nanny:
             for listener in worker.listeners:
                 listener.stop()  # all vehicles of a pool have one key
-        asked = getattr(worker.scheduler, ASK_HOST)(vehicle=str(worker.name))
-        agent = unpack(await asked, AgentKeys)
+        agent = await ask(worker.scheduler, GetAgentKeys(str(worker.name)))
         self._supervisor = await asyncio.create_subprocess_exec(
             *spawn_command("taas_magic.host.supervisor"),
             *supervisor_arguments(None, self._preload),

@@ -9,14 +9,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from taas_magic import messages
 from taas_magic.config import Config
 from taas_magic.engines.base import find_engine
 from taas_magic.errors import PoolError, StoreError, UsageError
 from taas_magic.host.spec import share_id
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import PoolStatus, RunStacks
+from taas_magic.messages import GetFacts, GetStacks, PoolStatus, RunStacks
 from taas_magic.notebook.run import Background, Interrupts
 from taas_magic.pool.client import Pool, Wait
 from taas_magic.setup.facts import this_kernel
@@ -93,11 +92,11 @@ def stacks(run_id: str | None, config: Config) -> RunStacks:
         UsageError: It is not running.
     """
     run, pool = _running(run_id, config)
-    found = messages.unpack(pool.call("taas_stacks", run_id=run), RunStacks)
+    found = pool.call(GetStacks(run))
     if data := RunFolder(journal.find(run).path).plan().data:
         data_pool = named(data.pool, config)
         data_pool.connect()
-        of_data = messages.unpack(data_pool.call("taas_stacks", run_id=share_id(run)), RunStacks)
+        of_data = data_pool.call(GetStacks(share_id(run)))
         found.fetchers, found.silent = of_data.fetchers, [*found.silent, *of_data.silent]
     return found
 
@@ -174,8 +173,12 @@ def check(config: Config, names: Sequence[str] = ()) -> CheckReport:
             if pool.name in known:
                 continue
             if up[pool.name]:  # its hosts are there only while they are taken: their agents say
-                agents = named(pool.name, config).facts(packages, mark)
-                found += [judged(pool, one.facts, here, packages, one.means) for one in agents]
+                asked_of = GetFacts(packages=list(packages), mark=mark)
+                agents = named(pool.name, config).call(asked_of)
+                found += [
+                    judged(pool, facts, here, packages, means.get((pool.name, facts.host), ""))
+                    for facts in agents
+                ]
             else:
                 todo = "They are checked when a run takes them; "
                 todo += f"%taas warm {pool.name} takes one now"

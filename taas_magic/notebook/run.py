@@ -39,11 +39,10 @@ from taas_magic.messages import (
     FetcherReport,
     Note,
     Prefilling,
+    Relay,
     RunEnded,
     StateChanged,
     StoreReceipt,
-    encode,
-    pack,
 )
 from taas_magic.plan import Plan, Prefill
 from taas_magic.pool.client import Pool, Wait
@@ -291,7 +290,7 @@ class Fetching:
         else:
             self._pool.connect()
         if not self._closing:
-            self._pool.start("taas_fetch", self._share_id, listen, spec=pack(self._spec))
+            self._pool.launch(structs.replace(self._spec, fetches=True), listen)
         if self._closing:
             self._end()
 
@@ -305,8 +304,7 @@ class Fetching:
     def _pass_on(self, pool: Pool) -> None:
         while not self._closed.is_set() and (event := self._events.get()) is not None:
             try:
-                said = [encode(each) for each in (event, *self.said())]
-                pool.call("taas_relay", run_id=self._run_id, events=said)
+                pool.call(Relay(self._run_id, [event, *self.said()]))
             except PoolError:
                 return  # the run is lost, and says so itself
 

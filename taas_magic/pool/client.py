@@ -16,9 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
@@ -28,24 +28,31 @@ from taas_magic.errors import PoolError, StoreError
 from taas_magic.host.system import spawn_command
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import (
+    EndPool,
     Event,
-    FactsWanted,
+    GetStatus,
+    GiveUp,
+    Halt,
     PoolStatus,
+    Request,
     Started,
-    encode,
+    WaitForHosts,
+    ask,
     event_of,
     pack,
     unpack,
 )
 from taas_magic.plan import HostCapacity
 from taas_magic.pool.process import PoolPlace, PoolWords, take_lock
-from taas_magic.setup.facts import HostFacts, this_kernel
+from taas_magic.setup.facts import this_kernel
 
 if TYPE_CHECKING:
     from distributed import Client
 
     from taas_magic.host.spec import HostSpec
 
+
+_T = TypeVar("_T")
 
 LINGER_S = 5.0
 """How long a pool's process waits for a kernel after the last one has gone."""
@@ -314,19 +321,18 @@ class Pool:
             return Started(is_ending=True)
         client = self._connected()
         if on_wait is not None:
-            client.subscribe_topic(POOL_TOPIC, lambda pair: on_wait(list(pair[1]["awaited"])))
+            client.subscribe_topic(POOL_TOPIC, lambda pair: on_wait(list(pair[1])))
         try:
-            said = self.call("taas_ready", owner=client.id, wait=wait.id, hosts=hosts)
+            return self.call(WaitForHosts(client.id, wait.id, hosts))
         finally:
             if on_wait is not None:
                 client.unsubscribe_topic(POOL_TOPIC)
-        return unpack(said, Started)
 
     def give_up(self, wait: Wait) -> None:
         """Give up a wait: its `open`, in another thread, raises PoolError."""
         wait.is_given_up = True
         if self._client is not None:
-            self.call("taas_give_up", owner=self._client.id, wait=wait.id)
+            self.call(GiveUp(self._client.id, wait.id))
 
     def connect(self, tell: Callable[[list[str]], None] = lambda lines: None) -> None:
         """Return when the pool's process answers; starts it if need be. It takes no host.
@@ -385,9 +391,9 @@ class Pool:
             listener(event_of(line))
 
     def launch(
-        self, spec: "HostSpec", on_event: Callable[[Event], None], said: list[Event]
+        self, spec: "HostSpec", on_event: Callable[[Event], None], said: Sequence[Event] = ()
     ) -> list[str]:
-        """Start a run; returns the names of its hosts.
+        """Start a run, or its fetchers, and listen to it; returns the names of its hosts.
 
         Args:
             spec: What the run's first host is told.
@@ -398,27 +404,17 @@ class Pool:
             PoolError: The hosts could not be had.
             StoreError: Another run writes to the project store.
         """
-        lines = [encode(event) for event in said]
-        answer = self.start("taas_launch", spec.plan.run_id, on_event, spec=pack(spec), said=lines)
+        from taas_magic.host.spec import Launch
+
+        request = Launch(self._connected().id, spec, said)
+        self._listeners[spec.share_id] = on_event
+        answer = self.call(request)
+        if not answer.hosts:
+            self.forget(spec.share_id)
+        self._require(answer)
         if answer.store_error:
             raise StoreError(answer.store_error)
         return answer.hosts
-
-    def start(
-        self, call: str, run_id: str, on_event: Callable[[Event], None], **arguments: object
-    ) -> Started:
-        """Have the controller start something for this kernel, and listen to it.
-
-        Raises:
-            PoolError: It could not be started.
-        """
-        client = self._connected()
-        self._listeners[run_id] = on_event
-        answer = unpack(self.call(call, owner=client.id, **arguments), Started)
-        if not answer.hosts:
-            self.forget(run_id)
-        self._require(answer)
-        return answer
 
     def _require(self, answer: Started) -> None:
         if answer.error:
@@ -432,21 +428,11 @@ class Pool:
 
     def halt(self, run_id: str, how: str) -> None:
         """Interrupt (`interrupt`) or end (`kill`) a run; does not wait for its end."""
-        self.call("taas_halt", run_id=run_id, how=how)
+        self.call(Halt(run_id, how))
 
     def status(self) -> PoolStatus:
         """Return the pool's hosts and what each does."""
-        return unpack(self.call("taas_status"), PoolStatus)
-
-    def facts(self, packages: Iterable[str], mark: str) -> list[HostFacts]:
-        """Return what the hosts that are up are like, and what holds their ranks off the store.
-
-        Args:
-            packages: Distributions whose versions are asked for.
-            mark: A file in the project store.
-        """
-        wanted = FactsWanted(packages=list(packages), mark=mark)
-        return unpack(self.call("taas_facts", asked=pack(wanted)), list[HostFacts])
+        return self.call(GetStatus())
 
     def down(self) -> None:
         """End the pool: its runs, its hosts, its process, also while that is coming up.
@@ -459,7 +445,7 @@ class Pool:
                     if not self.is_ready:
                         self.close()
                         self._join()
-                    self.call("taas_down")
+                    self.call(EndPool())
                 except (PoolError, OSError):
                     self._process.kill()
         self.close()
@@ -498,21 +484,20 @@ class Pool:
             raise PoolError(f'pool "{self.name}" is not open')
         return self._client
 
-    def call(self, name: str, **arguments: object) -> bytes:
-        """Call the controller; waits for its answer as long as the pool's process is heard.
+    def call(self, request: Request[_T]) -> _T:
+        """Ask the controller; waits for its answer as long as the pool's process is heard.
 
         Raises:
             PoolError: It does not answer.
         """
         client = self._connected()
 
-        async def ask() -> bytes:
+        async def answered() -> _T:
             if client.scheduler is None:
                 raise OSError("the connection to it broke")
-            said: bytes = await getattr(client.scheduler, name)(**arguments)
-            return said
+            return await ask(client.scheduler, request)
 
-        answer = asyncio.run_coroutine_threadsafe(ask(), client.loop.asyncio_loop)
+        answer = asyncio.run_coroutine_threadsafe(answered(), client.loop.asyncio_loop)
         until = time.monotonic() + _PATIENCE_S
         while not concurrent.futures.wait([answer], _LOOK_S).done:
             if self.silent_s > SILENT_S and time.monotonic() > until:

@@ -1,8 +1,8 @@
 """Owns a pool's runs: whose they are, which hosts they have, how they end; and their journals.
 
-A Dask scheduler plugin in the pool's own process, on its event loop. The kernel asks
-(`taas_launch`, `taas_halt`, ... are calls of the scheduler), agents report (events), and clients
-or hosts that are gone are seen here first.
+A Dask scheduler plugin in the pool's own process, on its event loop. The kernel asks (`Launch`,
+`Halt`, ... are calls of the scheduler), agents report (events), and clients or hosts that are gone
+are seen here first.
 """
 
 import asyncio
@@ -10,41 +10,51 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
-from msgspec import DecodeError, structs
+from msgspec import DecodeError
 
 from taas_magic.config import LOCAL, PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError, ProtocolError, StoreError
 from taas_magic.host.spec import (
-    ASK_STORE,
     EVENT,
     POOL_BEAT,
     HostSpec,
+    Launch,
     topic,
     without_environ,
 )
 from taas_magic.journal.folder import RunFolder, Writer
 from taas_magic.messages import (
+    EndPool,
     Event,
-    FactsWanted,
+    Facts,
+    GetFacts,
+    GetStacks,
+    GetStatus,
+    GiveUp,
+    Halt,
     HostStatus,
     Note,
     PoolStatus,
+    Relay,
     RunStacks,
     Started,
+    WaitForHosts,
+    answering,
     encode,
     event_of,
-    pack,
-    unpack,
+    handlers,
+    leaves,
 )
 from taas_magic.plan import Plan
 from taas_magic.pool.gate import GateComm
 from taas_magic.pool.hosts import Member, Members, ask_all
 from taas_magic.pool.runs import PoolFetchers, PoolRun, Share
-from taas_magic.setup.facts import HostFacts
+from taas_magic.store.manifest import FileRequest
 from taas_magic.store.rule import owned
 
 FIRST_S = 20.0
@@ -80,40 +90,33 @@ class Kernels:
         self.connected.discard(client)
         for owner, wait in list(self._waiting):
             if owner == client:
-                self.give_up(owner, wait)
+                self._waiting.pop((owner, wait)).cancel()
         if not self.connected:
             self._linger(self._linger_s)
 
-    async def ready(self, owner: str, wait: str, hosts: int) -> bytes:
+    async def ready(self, asked: WaitForHosts) -> Started:
         """Return when so many hosts are there and can start ranks at once.
 
         A kernel may wait several times at once: a cell does while its pool is being warmed.
-
-        Args:
-            owner: The Dask client of the kernel; when it is gone, so is its wait.
-            wait: By what it gives up this wait, and no other.
-
-        Returns:
-            `Started`, packed.
         """
         if self.over.is_set():
-            return pack(Started(error="its process is ending", is_ending=True))
-        waiting = asyncio.ensure_future(self._members.take(hosts))
-        self._waiting[owner, wait] = waiting
+            return Started(error="its process is ending", is_ending=True)
+        waiting = asyncio.ensure_future(self._members.take(asked.hosts))
+        self._waiting[asked.owner, asked.wait] = waiting
         try:
-            return pack(Started(hosts=[member.name for member in await waiting]))
+            return Started(hosts=[member.name for member in await waiting])
         except PoolError as error:
-            return pack(Started(error=str(error)))
+            return Started(error=str(error))
         except asyncio.CancelledError:
             if not waiting.cancelled():
                 raise
-            return pack(Started(error="nobody waits for its hosts any more"))
+            return Started(error="nobody waits for its hosts any more")
         finally:
-            self._waiting.pop((owner, wait), None)
+            self._waiting.pop((asked.owner, asked.wait), None)
 
-    def give_up(self, owner: str, wait: str) -> None:
+    async def give_up(self, asked: GiveUp) -> None:
         """Give up one of a kernel's waits: hosts that nobody uses are given back."""
-        if waiting := self._waiting.pop((owner, wait), None):
+        if waiting := self._waiting.pop((asked.owner, asked.wait), None):
             waiting.cancel()
 
     def _linger(self, wait_s: float) -> None:
@@ -255,20 +258,21 @@ class Controller(SchedulerPlugin):
         self._upkeep = Upkeep(self.members, pool.idle_timeout_s)
         scheduler.add_plugin(self)
         scheduler.stream_handlers[EVENT] = self._on_event
-        handlers = {
-            "taas_ready": self._kernels.ready,
-            "taas_give_up": self._kernels.give_up,
-            "taas_launch": self.launch,
-            "taas_fetch": self.fetch,
-            "taas_relay": self.relay,
-            "taas_halt": self.halt,
-            "taas_status": self.status,
-            "taas_stacks": self.stacks,
-            "taas_facts": self.facts,
-            "taas_down": self.down,
-            ASK_STORE: self.ask_store,
-        }
-        scheduler.handlers.update(handlers)
+        scheduler.handlers |= handlers(
+            {
+                WaitForHosts: self._kernels.ready,
+                GiveUp: self._kernels.give_up,
+                Launch: self.launch,
+                Relay: self.relay,
+                Halt: self.halt,
+                GetStatus: self.status,
+                GetStacks: self.stacks,
+                GetFacts: self.facts,
+                EndPool: self.down,
+            }
+        )
+        for kind in leaves(FileRequest):
+            scheduler.handlers[kind.op()] = self._of_hosts(kind)
         for work in (self._beat(), self.members.watch(), self._upkeep.watch()):
             self._in_background(work)
 
@@ -277,18 +281,11 @@ class Controller(SchedulerPlugin):
         """Set when the pool is to end."""
         return self._kernels.over
 
-    async def launch(self, owner: str, spec: bytes, said: list[bytes]) -> bytes:
-        """Start a run on as many hosts as its plan has.
-
-        Args:
-            owner: The Dask client of the kernel; when it is gone, so is the run.
-            spec: A `HostSpec`, packed, of the first host.
-            said: Events that the run's fetchers have sent before.
-
-        Returns:
-            `Started`, packed.
-        """
-        first = self._told(spec)
+    async def launch(self, asked: Launch) -> Started:
+        """Start a run, or its fetchers, on as many hosts as its plan has."""
+        owner, first = asked.owner, self._told(asked.spec)
+        if first.fetches:
+            return await self._fetch(owner, first)
         tell = self._teller(owner, first.plan.run_id)
         await self._interrupted_end(owner, tell)
         over = asyncio.Event()
@@ -306,13 +303,13 @@ class Controller(SchedulerPlugin):
                     tell(event)
 
                 run = PoolRun(first, owner, self.members, publish, over)
-                hosts = await self._start(run, said)
+                hosts = await self._start(run, asked.said)
             except StoreError as error:
-                return pack(Started(store_error=str(error)))
+                return Started(store_error=str(error))
             except (PoolError, OSError) as error:
-                return pack(Started(error=str(error)))
+                return Started(error=str(error))
             self._in_background(_carry_out(run, journal, tell, until_end.pop_all()))
-        return pack(Started(hosts=hosts))
+        return Started(hosts=hosts)
 
     async def _interrupted_end(self, owner: str, tell: Tell) -> None:
         """Return when runs that a kernel interrupted, and left to end by themselves, have ended.
@@ -324,9 +321,7 @@ class Controller(SchedulerPlugin):
                 tell(Note(text=f"waits for run {run.run_id} to end, which was interrupted"))
                 await run.over.wait()
 
-    async def fetch(self, owner: str, spec: bytes) -> bytes:
-        """Start a run's fetchers on hosts of this pool; as `launch`."""
-        first = structs.replace(self._told(spec), fetches=True)
+    async def _fetch(self, owner: str, first: HostSpec) -> Started:
         fetch = PoolFetchers(first, owner, self.members, self._teller(owner, first.share_id))
 
         async def carry_out() -> None:
@@ -337,12 +332,12 @@ class Controller(SchedulerPlugin):
             hosts = await self._start(fetch)
         except PoolError as error:
             await fetch.halt("kill")
-            return pack(Started(error=str(error)))
+            return Started(error=str(error))
         finally:
             self._in_background(carry_out())
-        return pack(Started(hosts=hosts))
+        return Started(hosts=hosts)
 
-    async def _start(self, share: Share, said: Sequence[bytes] = ()) -> list[str]:
+    async def _start(self, share: Share, said: Sequence[Event] = ()) -> list[str]:
         """Start a share of a run for a kernel that is there; returns the hosts' names.
 
         Raises:
@@ -351,67 +346,62 @@ class Controller(SchedulerPlugin):
         self._runs[share.run_id] = share
         if share.owner not in self._kernels.connected:
             raise PoolError("the notebook's kernel is gone")
-        await self.relay(share.run_id, said)
+        if isinstance(share, PoolRun):
+            await share.relay(said)
         return await share.start()
 
-    async def relay(self, run_id: str, events: Sequence[bytes]) -> None:
+    async def relay(self, asked: Relay) -> None:
         """Take what the fetchers of a run said, perhaps those of another pool."""
-        run = self._runs.get(run_id)
+        run = self._runs.get(asked.run_id)
         if isinstance(run, PoolRun):
-            await run.relay([event_of(line) for line in events])
+            await run.relay(asked.said)
 
-    async def halt(self, run_id: str, how: str) -> str:
-        """Interrupt or kill a run on all its hosts; says whether it is running."""
-        run = self._runs.get(run_id)
-        if run is None:
-            return "ended"
-        await run.halt(how)
-        return "stopping"
+    async def halt(self, asked: Halt) -> None:
+        """Interrupt or kill a run on all its hosts."""
+        if run := self._runs.get(asked.run_id):
+            await run.halt(asked.how)
 
-    async def stacks(self, run_id: str) -> bytes:
-        """Return where ranks, or fetchers, of a run stand: `RunStacks`, packed."""
-        run = self._runs.get(run_id)
-        return pack(await run.stacks() if run is not None else RunStacks())
+    async def stacks(self, asked: GetStacks) -> RunStacks:
+        """Return where ranks, or fetchers, of a run stand."""
+        run = self._runs.get(asked.run_id)
+        return await run.stacks() if run is not None else RunStacks()
 
-    async def status(self) -> bytes:
-        """Return the pool's hosts, what each does, and its kernels: `PoolStatus`, packed."""
+    async def status(self, asked: GetStatus) -> PoolStatus:
+        """Return the pool's hosts, what each does, and its kernels."""
         status = self._upkeep.pool()
         status.kernels = len(self._kernels.connected)
         status.refused = self.members.refused + self._scheduler.refused
-        return pack(status)
+        return status
 
-    async def ask_store(
-        self, comm: GateComm, run_id: str, what: str, arguments: dict[str, Any]
-    ) -> Any:
-        """Answer a host that does not share its run's folder or project store.
+    def _of_hosts(self, kind: type[FileRequest[Any]]) -> Callable[..., Awaitable[bytes]]:
+        """What answers a host that does not share its run's folder or project store.
 
         Which host asks, its connection says.
-
-        Raises:
-            ProtocolError: The host has nothing to do with the run (any more).
         """
-        run = self._runs.get(run_id)
-        try:
-            asks = self.members.named(comm.peer.name)
-            if run is None or asks is None:
-                raise ProtocolError(f"there is no run {run_id} (any more)")
-            return await run.ask_store(asks.address, what, arguments)
-        except ProtocolError:
-            self.members.refused += 1
-            raise
 
-    async def facts(self, asked: bytes) -> bytes:
-        """Return what hosts are like, and hold ranks off the store by, as `FactsWanted` asks."""
-        hosts = self.members.all()
-        found = await ask_all(self.members, hosts, unpack(asked, FactsWanted))
-        pairs = zip(found, hosts, strict=True)
-        return pack([HostFacts(facts, host.means) for facts, host in pairs])
+        async def handle(comm: GateComm, request: bytes) -> bytes:
+            try:
+                return await answering(kind, partial(self._answer_host, comm.peer.name))(request)
+            except ProtocolError:
+                self.members.refused += 1
+                raise
 
-    async def down(self) -> str:
+        return handle
+
+    async def _answer_host(self, agent: str, asked: FileRequest[Any]) -> object:
+        run, host = self._runs.get(asked.run_id), self.members.named(agent)
+        if run is None or host is None:
+            raise ProtocolError(f"there is no run {asked.run_id} (any more)")
+        return await run.answer(host.address, asked)
+
+    async def facts(self, asked: GetFacts) -> list[Facts]:
+        """Return what hosts are like."""
+        return await ask_all(self.members, self.members.all(), asked)
+
+    async def down(self, asked: EndPool) -> None:
         """End every run and then the pool's process."""
         await asyncio.gather(*(run.halt("kill") for run in list(self._runs.values())))
         asyncio.get_running_loop().call_later(0.1, self.over.set)
-        return "going"
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
         """Called by Dask when a kernel has connected."""
@@ -425,9 +415,8 @@ class Controller(SchedulerPlugin):
                 self._in_background(run.halt("interrupt"))
         self._kernels.go(client)
 
-    def _told(self, packed: bytes) -> HostSpec:
+    def _told(self, spec: HostSpec) -> HostSpec:
         """What hosts are told of a run: of the environment, another machine only what changed."""
-        spec = unpack(packed, HostSpec)
         return spec if self._is_local else without_environ(spec)
 
     async def _beat(self) -> None:

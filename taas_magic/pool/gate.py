@@ -33,7 +33,9 @@ from tornado.tcpserver import TCPServer
 
 from taas_magic.engines.keys import Peer, PeerRole
 from taas_magic.errors import ProtocolError
-from taas_magic.host.spec import AGENT, ANSWER, ASK_HOST, ASK_STORE, BEAT, EVENT
+from taas_magic.host.spec import AGENT, ANSWER, BEAT, EVENT
+from taas_magic.messages import GetAgentKeys, leaves
+from taas_magic.store.manifest import FileRequest
 
 PROVE_S = 10.0
 """How long a new connection may take to prove who it is, all in all."""
@@ -48,9 +50,10 @@ BACKLOG = 2048
 
 _JOINING = frozenset({"register-worker", "heartbeat_worker", "close"})
 _OF_DASK = frozenset({"keep-alive", "worker-status-change", "log-event", "close-stream"})
+_OF_FILES = {kind.op() for kind in leaves(FileRequest)}
 MAY: Mapping[PeerRole, frozenset[str]] = {
-    PeerRole.HOST: _JOINING | _OF_DASK | {ANSWER, EVENT, BEAT, ASK_STORE},
-    PeerRole.VEHICLE: _JOINING | _OF_DASK | {ASK_HOST, "register_nanny"},
+    PeerRole.HOST: _JOINING | _OF_DASK | {ANSWER, EVENT, BEAT} | _OF_FILES,
+    PeerRole.VEHICLE: _JOINING | _OF_DASK | {GetAgentKeys.op(), "register_nanny"},
 }
 """What each may ask for or say; a kernel is the user's own and may ask for all that there is."""
 

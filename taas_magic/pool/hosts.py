@@ -24,15 +24,20 @@ from taas_magic.host.spec import (
     ANSWER,
     BEAT,
     CALL,
-    CALL_FACTS,
-    CALL_HELLO,
-    CALL_STACKS,
     HEARD,
     POOL_TOPIC,
 )
 from taas_magic.leases import LOST_AFTER_S
-from taas_magic.messages import FactsWanted, HostHello, RunStacks, pack, unpack
-from taas_magic.setup.facts import Facts, refuse, this_kernel
+from taas_magic.messages import (
+    Facts,
+    GetFacts,
+    GetStacks,
+    Greet,
+    Request,
+    RunStacks,
+    to_bytes,
+)
+from taas_magic.setup.facts import refuse, this_kernel
 
 _numbers = itertools.count(1)
 _T = TypeVar("_T")
@@ -173,7 +178,7 @@ class Members(SchedulerPlugin):
         late = asyncio.get_running_loop().call_later(NAMED_AFTER_S, tell)
         try:
             with contextlib.suppress(PoolError):
-                await self.call(member.address, CALL_HELLO, HostHello)
+                await self.call(member.address, Greet())
         finally:
             late.cancel()
 
@@ -215,8 +220,8 @@ class Members(SchedulerPlugin):
                 member.leaves = member.leaves or not stays(member)
             await self._source.release({m.agent for m in self._members.values() if not m.leaves})
 
-    async def call(self, address: str, name: str, kind: type[_T], **arguments: str | bytes) -> _T:
-        """Call a host's agent; returns what it answers, checked to be of a kind.
+    async def call(self, address: str, request: Request[_T]) -> _T:
+        """Ask a host's agent; returns what it answers.
 
         Raises:
             PoolError: It is gone, the call failed there, or its answer is none.
@@ -224,11 +229,11 @@ class Members(SchedulerPlugin):
         member = self._members.get(address)
         if member is None:
             raise PoolError(f"the host at {address} is gone")
-        number, who = next(_numbers), f"host {member.name or address}"
+        number, name, who = next(_numbers), request.op(), f"host {member.name or address}"
         answer = member.pending[number] = asyncio.get_running_loop().create_future()
-        self._send(address, op=CALL, id=number, name=name, arguments=arguments)
+        self._send(address, op=CALL, id=number, name=name, request=to_bytes(request))
         try:
-            return unpack(await asyncio.wait_for(answer, CALL_S), kind)
+            return request.read_answer(await asyncio.wait_for(answer, CALL_S))
         except ValueError as error:
             raise PoolError(f"{who} answered {name}: {error}") from error
         except asyncio.TimeoutError:
@@ -286,7 +291,7 @@ class Members(SchedulerPlugin):
     async def _greet(self, member: Member) -> None:
         """Ask a new host who it is; only then is it one of the pool's."""
         try:
-            said = await self.call(member.address, CALL_HELLO, HostHello)
+            said = await self.call(member.address, Greet())
         except PoolError as error:
             logger.warning("a new host did not answer: %s", error)
             return
@@ -311,7 +316,7 @@ class Members(SchedulerPlugin):
         """Tell kernels what is known of the hosts that are awaited, when that has changed."""
         if lines != self._awaited:
             self._awaited = lines
-            self._scheduler.log_event(POOL_TOPIC, {"awaited": lines})
+            self._scheduler.log_event(POOL_TOPIC, lines)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -355,13 +360,13 @@ async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequen
     new = [host for host in hosts if host.has is None or not host.has.issuperset(modules)]
     if not new:
         return
-    facts = await ask_all(members, new, FactsWanted(modules=list(modules), names=False))
+    facts = await ask_all(members, new, GetFacts(modules=list(modules), names=False))
     refuse(facts, this_kernel())
     for host in new:
         host.has = (host.has or set()).union(modules)
 
 
-async def ask_all(members: Members, hosts: Iterable[Member], asked: FactsWanted) -> list[Facts]:
+async def ask_all(members: Members, hosts: Iterable[Member], asked: GetFacts) -> list[Facts]:
     """Return what hosts are like, all asked at the same time.
 
     Raises:
@@ -370,8 +375,8 @@ async def ask_all(members: Members, hosts: Iterable[Member], asked: FactsWanted)
 
     async def ask(host: Member) -> Facts:
         begin = time.time()
-        facts = await members.call(host.address, CALL_FACTS, Facts, asked=pack(asked))
-        return facts.of(host.name, begin)
+        said = await members.call(host.address, asked)
+        return (said or [Facts()])[0].of(host.name, begin)
 
     return list(await asyncio.gather(*map(ask, hosts)))
 
@@ -380,7 +385,7 @@ async def stacks_of(members: Members, hosts: Iterable[Member], run_id: str) -> R
     """Return where the ranks, or the fetchers, of a run stand."""
 
     async def ask(host: Member) -> RunStacks:
-        asking = members.call(host.address, CALL_STACKS, RunStacks, run_id=run_id)
+        asking = members.call(host.address, GetStacks(run_id))
         try:
             said = await asyncio.wait_for(asking, STACKS_S)
         except asyncio.TimeoutError:

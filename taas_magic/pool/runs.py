@@ -12,49 +12,42 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import Any
 
 from msgspec import UNSET, structs
 
 from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.host.files import FileServer
-from taas_magic.host.spec import (
-    CALL_AGAIN,
-    CALL_END,
-    CALL_PLACE,
-    CALL_START,
-    CALL_STOP,
-    HostSpec,
-    of_host,
-)
+from taas_magic.host.spec import HostSpec, StartShare, of_host
 from taas_magic.host.system import LOOPBACK
 from taas_magic.host.watch import HALT_S, LEFT_GRACE_S, first_failure, host_failure
 from taas_magic.messages import (
+    EndRun,
     Event,
     Failure,
     FetcherEnded,
-    FetcherPlace,
     FetcherReport,
     FetcherStarted,
+    Halt,
     Hang,
     HostEnded,
     LoaderPlaces,
     Note,
+    PlaceFetcher,
     RankEvent,
     RankFailure,
+    Request,
     Restart,
     RunEnded,
     RunStacks,
     Settled,
     StateChanged,
-    StorePort,
-    pack,
 )
 from taas_magic.plan import DataPlan, Plan, next_size
 from taas_magic.pool.hosts import Member, Members, require_fit, stacks_of
+from taas_magic.store.manifest import FileRequest
 
 SETTLE_S = 0.3
 """After a failure that is no consequence, how long other hosts may report theirs."""
@@ -262,7 +255,7 @@ class Share(ABC):
         self._heard(part, event)
         return True
 
-    async def ask_store(self, address: str, what: str, arguments: Mapping[str, Any]) -> Any:
+    async def answer(self, address: str, asked: FileRequest[Any]) -> object:
         """Answer what a host asks of the run's folder, or the store, if it does not share them.
 
         Raises:
@@ -272,7 +265,7 @@ class Share(ABC):
         if part is None:
             raise ProtocolError(f"run {self.run_id} is not on the host at {address} (any more)")
         part.heard_at = time.monotonic()
-        return await self._files.answer(part.host_rank, self._numbers(part), what, arguments)
+        return await self._files.answer(part.host_rank, self._numbers(part), asked)
 
     def lose(self, member: Member, why: str) -> None:
         """Take down that a host is gone; of no concern where the share is not on it."""
@@ -286,7 +279,7 @@ class Share(ABC):
         self._how_halted = how
         self._halted.set()
         self._end_late(HALT_S)
-        await self._tell_all(CALL_STOP, how=how)
+        await self._tell_all(Halt(self.run_id, how))
 
     async def stacks(self) -> RunStacks:
         """Return where its ranks, or fetchers, stand."""
@@ -326,31 +319,26 @@ class Share(ABC):
             await require_fit(self._members, members, self._spec.requires)
         return members
 
-    async def _start_one(self, part: HostPart, spec: HostSpec, call: str = CALL_START) -> int:
+    async def _start_one(self, part: HostPart, spec: HostSpec, again: bool = False) -> int:
         """Start the share on a host; returns the port of the ranks' store, if that is there.
 
         Raises:
             PoolError: It could not be started.
         """
         part.member.runs.add(self.run_id)
-        address, about = part.member.address, {"run_id": self.run_id}
-        told = pack(of_host(spec, part.host_rank))
+        address, told = part.member.address, of_host(spec, part.host_rank)
         try:
-            said = await self._members.call(address, call, StorePort, spec=told, **about)
+            port = await self._members.call(address, StartShare(told, again))
             if self.is_halted:  # a host hears nothing of a share that is still being started there
-                how = self._how_halted
-                await self._members.call(address, CALL_STOP, NoneType, how=how, **about)
+                await self._members.call(address, Halt(self.run_id, self._how_halted))
         except PoolError:
             self._leave(part)
             raise
-        return said.port
+        return port
 
-    async def _tell_all(self, name: str, **arguments: str | bytes) -> None:
-        """Call all hosts that the share is on; of those that fail the pool hears otherwise."""
-        calls = (
-            self._members.call(address, name, NoneType, run_id=self.run_id, **arguments)
-            for address in self._running()
-        )
+    async def _tell_all(self, request: Request[None]) -> None:
+        """Ask all hosts that the share is on; of those that fail the pool hears otherwise."""
+        calls = (self._members.call(address, request) for address in self._running())
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _leave(self, part: HostPart) -> None:
@@ -497,15 +485,14 @@ class PoolRun(Share):
             elapsed_s=time.monotonic() - self._started,
         )
 
-    async def relay(self, events: list[Event]) -> None:
+    async def relay(self, events: Sequence[Event]) -> None:
         """Take what the run's fetchers said; its hosts are told where they listen."""
         for said in events:
             if isinstance(said, FetcherStarted | FetcherEnded):
                 self.publish(structs.replace(said, entry=UNSET))
                 if said.entry:
                     self._fetchers[said.number] = said.entry
-                    place = FetcherPlace(number=said.number, entry=said.entry)
-                    await self._tell_all(CALL_PLACE, place=pack(place))
+                    await self._tell_all(PlaceFetcher(self.run_id, said.number, said.entry))
             else:
                 self.publish(said)
 
@@ -616,13 +603,12 @@ class PoolRun(Share):
 
     async def _start_ranks(self, part: HostPart, spec: HostSpec, running: set[str]) -> int:
         """Start an attempt on a host; returns the port of the ranks' store, 0 if it failed."""
-        call = CALL_AGAIN if part.member.address in running else CALL_START
         try:
             if spec.reach:
                 way = self._members.way(part.member, spec.reach)
                 reach = await self._ways.enter_async_context(way)
                 spec = structs.replace(spec, reach=reach)
-            return await self._start_one(part, spec, call)
+            return await self._start_one(part, spec, part.member.address in running)
         except PoolError as error:
             self._report(part, "FAILED", "host", [host_failure(part.member.name, error)])
             self._leave(part)
@@ -634,7 +620,7 @@ class PoolRun(Share):
         for part in there:
             part.report = None
         self._end_late(END_S)
-        await self._tell_all(CALL_END)
+        await self._tell_all(EndRun(self.run_id))
         await self._gone()
         await self._ways.aclose()
         reports = [part.report for part in there if part.report is not None]

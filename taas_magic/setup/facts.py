@@ -30,7 +30,7 @@ from packaging.version import InvalidVersion, Version
 from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError, TaasError
-from taas_magic.messages import unpack
+from taas_magic.messages import Facts, unpack
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
@@ -129,85 +129,6 @@ def _program(function: str, asked: Mapping[str, object]) -> bytes:
         f"sys.stdout.write({json.dumps(MARK)} + json.dumps(answer) + '\\n')",
     ]
     return "\n".join(lines).encode("ascii") + b"\n"
-
-
-class Facts(Struct, frozen=True):
-    """One host, as its own Python saw it.
-
-    Attributes:
-        host: The host as the user calls it.
-        python: Version of the interpreter that the pool names; all below is what that one finds.
-        glibc: Version of the C library; "" where it is another one.
-        torch: Version; "" where it is not installed.
-        cuda: The CUDA version that torch was built for; "" for a CPU build.
-        versions: Versions of the packages that were asked for and are there.
-        ours: Digest of taas-magic's files; "" where it is not installed.
-        missing: Those of the modules asked for that are not there.
-        cache: Where taas-magic keeps things on the host.
-        cache_error: Why nothing can be written there; "" if it can.
-        free_bytes: What may still be written there.
-        sites: Names of the folders of packages that we have put there.
-        cores: Logical processors that a process may use.
-        gpu_names: What they are called, where that could be asked.
-        clock: The host's wall clock, in seconds since 1970.
-        ahead_s: How far that is ahead of this machine's clock.
-        hostname: What it calls itself.
-        own_addresses: What that name resolves to on the host itself.
-        interfaces: Network interfaces with their addresses.
-        python_path: What its PYTHONPATH is already.
-        reached_at: The address at which SSH reached it; "" where it did not come by SSH.
-        sees_store: Whether it shares the project store with the notebook.
-    """
-
-    host: str = ""
-    python: str = ""
-    implementation: str = ""
-    executable: str = ""
-    system: str = ""
-    machine: str = ""
-    glibc: str = ""
-    torch: str = ""
-    cuda: str = ""
-    versions: Mapping[str, str] = {}
-    ours: str = ""
-    missing: tuple[str, ...] = ()
-    cache: str = ""
-    cache_error: str = ""
-    free_bytes: int = 0
-    sites: tuple[str, ...] = ()
-    cores: int = 0
-    memory_bytes: int = 0
-    gpus: int = 0
-    gpu_names: tuple[str, ...] = ()
-    clock: float = 0.0
-    ahead_s: float = 0.0
-    hostname: str = ""
-    own_addresses: tuple[str, ...] = ()
-    interfaces: Mapping[str, tuple[str, ...]] = {}
-    python_path: tuple[str, ...] = ()
-    reached_at: str = ""
-    sees_store: bool = False
-
-    def of(self, host: str, began: float) -> "Facts":
-        """Complete what the probe answered; what it does not say (an old Python) is empty.
-
-        Args:
-            host: Who answered just now.
-            began: When it was asked, by this machine's clock.
-        """
-        ahead_s = self.clock - (began + time.time()) / 2 if self.clock else 0.0
-        return structs.replace(self, host=host, ahead_s=ahead_s)
-
-    def interface_of(self, address: str) -> str:
-        """Return the interface that has an address; "" for none."""
-        return next((name for name, seen in self.interfaces.items() if address in seen), "")
-
-
-class HostFacts(Struct):
-    """A host of a pool that is up, and what holds its ranks off the project store."""
-
-    facts: Facts
-    means: str
 
 
 class Kernel(Struct, frozen=True):

@@ -28,9 +28,8 @@ from packaging.utils import canonicalize_name
 from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError
-from taas_magic.messages import unpack
+from taas_magic.messages import Facts, unpack
 from taas_magic.setup.facts import (
-    Facts,
     Kernel,
     Shell,
     Wanted,

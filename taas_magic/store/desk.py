@@ -10,27 +10,31 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from msgspec import convert
+from typing import Any, TypeVar
 
 from taas_magic.errors import ProtocolError
 from taas_magic.store.manifest import (
     CHUNK_BYTES,
     MAX_PARTS,
+    Bundle,
     Change,
     ChangeList,
     Entry,
+    FileRequest,
     Hashes,
     Ignore,
+    ListChanges,
+    ListStore,
+    MakeToken,
     Manifest,
-    Part,
+    PublishFiles,
+    PublishPart,
+    ReadStore,
     check_limit,
     describe,
     ignore_of,
     is_path_file,
     pack_parts,
-    plain,
     survey,
     unpack_parts,
 )
@@ -46,6 +50,8 @@ from taas_magic.store.tree import (
     shown,
     why_unsafe,
 )
+
+_T = TypeVar("_T")
 
 MAX_OPEN = 16
 """Large files that one host may be sending at a time."""
@@ -85,56 +91,24 @@ class Intake:
         self._flushers = ThreadPoolExecutor(FLUSHERS, "taas-store-flush")
         self.cases = Cases()
 
-    def publish(
-        self,
-        host_rank: int,
-        files: Sequence[object] = (),
-        contents: object = None,
-        removed: Sequence[str] = (),
-        folders: Sequence[str] = (),
-        removed_folders: Sequence[str] = (),
-    ) -> dict[str, str]:
-        """Take over what a host has changed; remove after all that is new is in its place.
-
-        Args:
-            host_rank: The host.
-            files: `Entry`s, plain.
-            contents: Theirs, packed.
-            removed: Files that are gone there.
-            folders: Folders that were made, outer ones first.
-            removed_folders: Folders that are gone there, inner ones first.
-
-        Returns:
-            Why, by path, of what was refused.
-        """
-        entries = convert(files, list[Entry])
-        pairs = [*zip(entries, unpack_parts(contents) if contents else [], strict=True)]
+    def publish(self, host_rank: int, asked: PublishFiles) -> dict[str, str]:
+        """Take over what a host has changed; return why, by path, of what was refused."""
+        pairs = [*zip(asked.files, unpack_parts(asked.contents), strict=True)]
         answers: dict[str, str] = {}
-        for path in folders:
+        for path in asked.folders:
             answers[path] = self._try(host_rank, path, self._make_folder, host_rank, path)
         for first in range(0, len(pairs), GROUP):
             answers |= self._take_small(host_rank, pairs[first : first + GROUP])
-        for path in removed:
+        for path in asked.removed:
             answers[path] = self._try(host_rank, path, self._remove, host_rank, path)
-        for path in removed_folders:
+        for path in asked.removed_folders:
             answers[path] = self._try(host_rank, path, self._remove_folder, host_rank, path)
         return {path: why for path, why in answers.items() if why}
 
-    def write(
-        self, host_rank: int, path: str, offset: int, contents: object, end: object = None
-    ) -> str:
-        """Take the next part of a large file; return why it is refused, or "".
-
-        Args:
-            host_rank: The host.
-            path: Of the file.
-            offset: Of the part; 0 begins the file anew.
-            contents: The part, packed.
-            end: With the last part, the file's `Entry`, plain.
-        """
-        (part,) = unpack_parts(contents)
-        entry = convert(end, Entry | None)
-        return self._try(host_rank, path, self._take, host_rank, path, offset, part or b"", entry)
+    def write(self, host_rank: int, asked: PublishPart) -> str:
+        """Take the next part of a large file; return why it is refused, or ""."""
+        (part,) = unpack_parts(asked.contents)
+        return self._try(host_rank, asked.path, self._take, host_rank, asked, part or b"")
 
     def close(self) -> None:
         """Drop what has not wholly arrived."""
@@ -198,7 +172,8 @@ class Intake:
             raise
         staged.append((entry, arrival))
 
-    def _take(self, host_rank: int, path: str, offset: int, part: bytes, end: Entry | None) -> None:
+    def _take(self, host_rank: int, asked: PublishPart, part: bytes) -> None:
+        path, offset, end = asked.path, asked.offset, asked.end
         key = (host_rank, path)
         if offset == 0:
             self._drop(key)
@@ -291,29 +266,30 @@ class Desk:
         self._number = 0
         self._token = ""
         self._is_closed = False
-        self._answers: Mapping[str, Callable[..., Any]] = {
-            "token": self._make_token,
-            "list": self._list,
-            "read": self._read,
-            "news": self._news,
-            "publish": self._intake.publish,
-            "write": self._intake.write,
+        self._answers: Mapping[type[FileRequest[Any]], Callable[[int, Any], Any]] = {
+            MakeToken: self._make_token,
+            ListStore: self._list,
+            ReadStore: self._read,
+            ListChanges: self._news,
+            PublishFiles: self._intake.publish,
+            PublishPart: self._intake.write,
         }
 
-    def answer(self, host_rank: int, what: str, arguments: Mapping[str, Any]) -> Any:
+    def answer(self, host_rank: int, asked: FileRequest[_T]) -> _T:
         """Carry out what a host asks; may take as long as a disk does.
 
         Raises:
-            ProtocolError: The protocol has no such question, or the run is over.
+            ProtocolError: It asks for what cannot be, or the run is over.
             StoreError: The store is too much to travel.
         """
         with self._lock:
             if self._is_closed:
                 raise ProtocolError("the run has ended: its project store takes nothing more")
             try:
-                return self._answers[what](host_rank, **arguments)
-            except (KeyError, TypeError, ValueError) as error:
-                raise ProtocolError(f"host {host_rank} asked for {what!r}: {error}") from error
+                answer: _T = self._answers[type(asked)](host_rank, asked)
+            except ValueError as error:
+                raise ProtocolError(f"host {host_rank}: {asked.op()}: {error}") from error
+            return answer
 
     def close(self) -> None:
         """End what is under way; what has not wholly arrived leaves no trace."""
@@ -328,28 +304,18 @@ class Desk:
             self._hashes.save()
             self._tree.close()
 
-    def _make_token(self, host_rank: int) -> str:
-        """Make a file that is in the store until the run ends: who sees it shares the store."""
+    def _make_token(self, host_rank: int, asked: MakeToken) -> str:
         self._token = self._token or self._intents.make_token()
         return self._token
 
-    def _list(self, host_rank: int, fresh: bool = False) -> object:
-        """Return what travels to every host, as the store was when the first one asked.
-
-        Args:
-            host_rank: Who asks.
-            fresh: Look again, since something was not as it said.
-
-        Returns:
-            `Manifest`, plain; None while the store is being looked through: a host must ask again.
-        """
-        if self._look is None or (fresh and self._look.done()):
+    def _list(self, host_rank: int, asked: ListStore) -> Manifest | None:
+        if self._look is None or (asked.fresh and self._look.done()):
             self._look = self._looker.submit(self._look_through)
         if not self._look.done():
             return None
         self._intake.cases, manifest = self._look.result()
         self._listed = {entry.path for entry in manifest.files}
-        return plain(manifest)
+        return manifest
 
     def _look_through(self) -> tuple[Cases, Manifest]:
         """Look the store through, in a thread; the hashes are nobody else's until it is over."""
@@ -357,8 +323,8 @@ class Desk:
         check_limit(found, self._rule.path, self._rule.limit_bytes)
         return found.cases, describe(self._tree, found, self._hashes)
 
-    def _read(self, host_rank: int, parts: Sequence[Part]) -> object:
-        """Return parts of files that are in the list or in the news; None if one is unreadable."""
+    def _read(self, host_rank: int, asked: ReadStore) -> Bundle:
+        parts = asked.parts
         if len(parts) > MAX_PARTS or sum(max(0, size) for _, _, size in parts) > CHUNK_BYTES:
             raise ValueError("too much at once")
         return pack_parts([self._part(path, offset, size) for path, offset, size in parts])
@@ -376,15 +342,14 @@ class Desk:
         finally:
             os.close(descriptor)
 
-    def _news(self, host_rank: int, since: int) -> object:
-        """Return what other hosts have changed after a change: `ChangeList`, plain."""
+    def _news(self, host_rank: int, asked: ListChanges) -> ChangeList:
         found = []
         for change in reversed(self._changes.values()):
-            if change.number <= since:
+            if change.number <= asked.since:
                 break
             if change.host_rank != host_rank:
                 found.append(change)
-        return plain(ChangeList(self._number, found[::-1]))
+        return ChangeList(self._number, found[::-1])
 
     def _note(self, host_rank: int, path: str, entry: Entry | None, is_folder: bool) -> None:
         self._number += 1

@@ -20,14 +20,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
-import msgspec
 from msgspec import Struct
 from pathspec import GitIgnoreSpec
 
 from taas_magic.errors import StoreError
-from taas_magic.messages import pack, unpack
+from taas_magic.messages import Request, pack, unpack
 from taas_magic.store.tree import ARRIVING, Cases, Seen, Tree, shown, why_unsafe
 
 FILE_NAME = ".taasignore"
@@ -451,14 +450,115 @@ _PAYS_BELOW = 0.7
 _FIRST_BYTES, _LEAST_BYTES = 1 << 18, 1 << 16
 _QUICK_S, _SLOW_S = 0.25, 1.0
 
+_T = TypeVar("_T")
+
 Part = tuple[str, int, int]
 """Path, offset, bytes."""
+
+
+class Bundle(Struct, frozen=True):
+    """Parts of files: the bytes of each, -1 for what could not be read; and all of them."""
+
+    sizes: list[int]
+    data: bytes
+    packed: bool
+
+
+class FileRequest(Request[_T], Generic[_T], kw_only=True):
+    """What a host asks of a run's folder, or of the project store, where it does not share them.
+
+    Attributes:
+        run_id: The run, or its fetchers; the agent says it.
+    """
+
+    run_id: str = ""
+
+
+class ListRunFiles(FileRequest[dict[str, int]]):
+    """Tell the bytes of each file that a host needs for its ranks and fetchers, by its name."""
+
+
+class ReadRunFile(FileRequest[bytes]):
+    """Give a part of such a file."""
+
+    name: str
+    offset: int
+    size: int
+
+
+class WriteRunFile(FileRequest[None]):
+    """Take a part of a result, a log or a ledger; with the last part the file is there."""
+
+    name: str
+    offset: int
+    data: bytes
+    last: bool
+
+
+class MakeToken(FileRequest[str]):
+    """Make a file that is in the store until the run ends: who sees it shares the store."""
+
+
+class ListStore(FileRequest[Manifest | None]):
+    """Tell what travels to every host, as the store was when the first one asked.
+
+    The answer is None while the store is being looked through: a host must ask again.
+
+    Attributes:
+        fresh: Look again, since something was not as it said.
+    """
+
+    fresh: bool = False
+
+
+class ReadStore(FileRequest[Bundle]):
+    """Give parts of files that are in the list or in the news."""
+
+    parts: list[Part]
+
+
+class ListChanges(FileRequest[ChangeList]):
+    """Tell what other hosts have changed after a change."""
+
+    since: int
+
+
+class PublishFiles(FileRequest[dict[str, str]]):
+    """Take over what a host has changed; answered by why, by path, of what is refused.
+
+    Attributes:
+        contents: Those of the files, in their order.
+        removed: Files that are gone there; they go after all that is new is in its place.
+        folders: Folders that were made, outer ones first.
+        removed_folders: Folders that are gone there, inner ones first.
+    """
+
+    files: Sequence[Entry] = ()
+    contents: Bundle = Bundle([], b"", False)
+    removed: Sequence[str] = ()
+    folders: Sequence[str] = ()
+    removed_folders: Sequence[str] = ()
+
+
+class PublishPart(FileRequest[str]):
+    """Take the next part of a large file; the answer says why it is refused, or "".
+
+    Attributes:
+        offset: Of the part; 0 begins the file anew.
+        contents: The part.
+        end: With the last part, what the file is.
+    """
+
+    path: str
+    offset: int
+    contents: Bundle
+    end: Entry | None = None
 
 
 class Ask(Protocol):
     """Blocks until the desk has answered; any thread may call it."""
 
-    def __call__(self, what: str, **arguments: Any) -> Any: ...
+    def __call__(self, request: FileRequest[_T]) -> _T: ...
 
 
 class Pace:
@@ -473,10 +573,10 @@ class Pace:
     def __init__(self) -> None:
         self.size = _FIRST_BYTES
 
-    def ask(self, ask: Ask, what: str, **arguments: Any) -> Any:
+    def ask(self, ask: Ask, request: FileRequest[_T]) -> _T:
         """Ask, and let the time that it takes decide how much is asked next."""
         began = time.monotonic()
-        answer = ask(what, **arguments)
+        answer = ask(request)
         self.took(time.monotonic() - began)
         return answer
 
@@ -507,34 +607,20 @@ def batches(entries: Iterable[Entry], pace: Pace) -> Iterator[list[Part]]:
         yield batch
 
 
-class Bundle(Struct):
-    """Parts of files: the bytes of each, -1 for what could not be read; and all of them."""
-
-    sizes: list[int]
-    data: bytes
-    packed: bool
-
-
-def plain(value: object) -> object:
-    """Return a struct as Dask sends it, in plain values and bytes; `msgspec.convert` reads it."""
-    return msgspec.to_builtins(value, builtin_types=(bytes,))
-
-
-def pack_parts(parts: Sequence[bytes | None]) -> object:
-    """Return parts as one message, a plain `Bundle`; None stands for what could not be read."""
+def pack_parts(parts: Sequence[bytes | None]) -> Bundle:
+    """Return parts as one message; None stands for what could not be read."""
     data = b"".join(part for part in parts if part is not None)
     sizes = [-1 if part is None else len(part) for part in parts]
     is_packed = _compresses(data)
-    return plain(Bundle(sizes, zlib.compress(data, 1) if is_packed else data, is_packed))
+    return Bundle(sizes, zlib.compress(data, 1) if is_packed else data, is_packed)
 
 
-def unpack_parts(message: object) -> list[bytes | None]:
+def unpack_parts(bundle: Bundle) -> list[bytes | None]:
     """Undo `pack_parts`; never make more of a message than a chunk.
 
     Raises:
         ValueError: It is no such message.
     """
-    bundle = msgspec.convert(message, Bundle)
     sizes, data = bundle.sizes, bundle.data
     total = sum(size for size in sizes if size > 0)
     if total > CHUNK_BYTES:

@@ -16,18 +16,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from msgspec import convert
-
 from taas_magic import probe
 from taas_magic.errors import StoreError, TaasError
 from taas_magic.store import tree as trees
 from taas_magic.store.manifest import (
     Ask,
-    ChangeList,
     Entry,
     Hashes,
+    ListChanges,
+    ListStore,
     Manifest,
     Pace,
+    ReadStore,
     batches,
     blocks,
     unpack_parts,
@@ -142,11 +142,11 @@ def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
     """
     damaged: list[str] = []
     for attempt in range(ATTEMPTS):
-        listed = ask("list", fresh=fresh or attempt > 0)
+        listed = ask(ListStore(fresh or attempt > 0))
         while listed is None:  # the store is being looked through
             time.sleep(_ASK_AGAIN_S)
-            listed = ask("list")
-        want = convert(listed, Manifest).safe()
+            listed = ask(ListStore())
+        want = listed.safe()
         try:
             damaged = _become(mirror, want, ask)
         except OSError as error:
@@ -255,7 +255,7 @@ def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> list[str]:
     pace = Pace()
     try:
         for batch in batches(entries, pace):
-            parts = unpack_parts(pace.ask(ask, "read", parts=batch))
+            parts = unpack_parts(pace.ask(ask, ReadStore(batch)))
             for (path, offset, size), part in zip(batch, parts, strict=True):
                 arrival = arrivals.get(path) or arrivals.setdefault(path, Arrival(mirror.staging))
                 arrival.write(part or b"")
@@ -317,7 +317,7 @@ class News:
 
     def catch_up(self) -> None:
         """Take over what is new by now; a file that changes again meanwhile is news once more."""
-        told = convert(self._ask("news", since=self._number), ChangeList)
+        told = self._ask(ListChanges(self._number))
         changes = [change for change in told.changes if not why_unsafe(change.path)]
         for change in changes:
             if change.is_folder:

@@ -31,9 +31,10 @@ from taas_magic.store.manifest import (
     Entry,
     Ignore,
     Pace,
+    PublishFiles,
+    PublishPart,
     ignore_of,
     pack_parts,
-    plain,
 )
 from taas_magic.store.mirror import Mirror
 from taas_magic.store.rule import is_below
@@ -262,8 +263,8 @@ class Sender:
                 sha256.update(part)
                 is_last = offset + len(part) == before.st_size
                 end = Entry.of(Seen(path, before), sha256.hexdigest()) if is_last else None
-                values = {"path": path, "offset": offset, "contents": pack_parts([part])}
-                refused = self._pace.ask(self._ask, "write", **values, end=plain(end))
+                asked = PublishPart(path, offset, pack_parts([part]), end)
+                refused = self._pace.ask(self._ask, asked)
                 offset += len(part)
                 between()
             self._take_answer(path, refused, before, sha256.hexdigest())
@@ -335,12 +336,13 @@ class Sender:
         if parcel == Parcel():
             return
         refused = self._ask(
-            "publish",
-            folders=parcel.folders,
-            files=plain([entry for entry, _, _ in parcel.files]),
-            contents=pack_parts([data for _, data, _ in parcel.files]),
-            removed=parcel.removed,
-            removed_folders=parcel.removed_folders,
+            PublishFiles(
+                files=[entry for entry, _, _ in parcel.files],
+                contents=pack_parts([data for _, data, _ in parcel.files]),
+                removed=parcel.removed,
+                folders=parcel.folders,
+                removed_folders=parcel.removed_folders,
+            )
         )
         for entry, _, status in parcel.files:
             self._take_answer(entry.path, refused.pop(entry.path, ""), status, entry.sha256)

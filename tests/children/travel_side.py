@@ -13,7 +13,7 @@ from typing import Any
 
 from taas_magic.errors import PoolError
 from taas_magic.store.desk import Desk
-from taas_magic.store.manifest import Ask
+from taas_magic.store.manifest import Ask, FileRequest
 from taas_magic.store.mirror import bring_in, take
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.rule import StoreRule
@@ -27,8 +27,7 @@ def serve(desk: Desk, listener: Listener) -> None:
     with listener.accept() as host:
         while True:
             try:
-                what, arguments = host.recv()
-                host.send(desk.answer(0, what, arguments))
+                host.send(desk.answer(0, host.recv()))
             except (EOFError, ConnectionError):
                 return
 
@@ -37,10 +36,10 @@ def asking(desk: Connection) -> Ask:
     """Asks over a connection."""
     lock = threading.Lock()
 
-    def ask(what: str, **arguments: Any) -> Any:
+    def ask(request: FileRequest[Any]) -> Any:
         with lock:
             try:
-                desk.send((what, arguments))
+                desk.send(request)
                 return desk.recv()
             except (EOFError, ConnectionError) as error:
                 raise PoolError("the desk is gone") from error

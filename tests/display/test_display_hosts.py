@@ -3,7 +3,8 @@
 from msgspec import structs
 
 from taas_magic.display.hosts import html, summary, text
-from taas_magic.setup.facts import ERROR, WARNING, Facts, Finding, Kernel, Row
+from taas_magic.messages import Facts
+from taas_magic.setup.facts import ERROR, WARNING, Finding, Kernel, Row
 from taas_magic.setup.install import what_to_bring
 from tests.setup.test_setup_judge import FIT, KERNEL
 

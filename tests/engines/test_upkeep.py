@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from taas_magic.config import PoolConfig
-from taas_magic.messages import Started, unpack
+from taas_magic.messages import WaitForHosts
 from taas_magic.pool.client import Pool as RealPool
 from taas_magic.pool.controller import Upkeep
 from taas_magic.pool.hosts import Member
@@ -90,7 +90,6 @@ def test_an_idle_host_of_a_real_pool_goes_and_comes_again(tmp_path: Path) -> Non
         while pool.status().hosts:
             assert time.monotonic() < deadline
             threading.Event().wait(0.1)
-        said = pool.call("taas_ready", owner="test", wait="", hosts=1)
-        assert unpack(said, Started).hosts
+        assert pool.call(WaitForHosts("test", "", hosts=1)).hosts
     finally:
         pool.down()

@@ -7,10 +7,11 @@ import pytest
 
 from taas_magic.errors import ProtocolError
 from taas_magic.host import files as run_files
-from taas_magic.host.files import READ, WRITE, FileServer, RunFiles
+from taas_magic.host.files import FileServer, RunFiles
 from taas_magic.host.spec import HostSpec, Origin
 from taas_magic.journal.folder import RunFolder
 from taas_magic.plan import Flags, HostCapacity, Plan, make_plan
+from taas_magic.store.manifest import FileRequest, ReadRunFile, WriteRunFile
 
 
 @pytest.fixture
@@ -39,10 +40,10 @@ class Far:
         self.files = RunFiles(self.spec, self.ask, cache)
         self.here = Path(self.files.local(self.spec).run_dir)
 
-    def ask(self, what: str, **arguments: Any) -> Any:
+    def ask(self, request: FileRequest[Any]) -> Any:
         share = self.spec.share
         ranks = range(share.first_rank, share.first_rank + share.ranks)
-        return self.server.answer_of_folder(self.host_rank, ranks, what, arguments)
+        return self.server.answer_of_folder(self.host_rank, ranks, request)
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def far(home: RunFolder, plan: Plan, tmp_path: Path) -> Far:
 
 def test_a_host_that_sees_the_folder_uses_it(home: RunFolder, plan: Plan, tmp_path: Path) -> None:
     spec = HostSpec(plan, 0, str(home.path), Origin("/", {}, ()))
-    files = RunFiles(spec, lambda what, **_: pytest.fail(f"asked {what}"), tmp_path / "cache")
+    files = RunFiles(spec, lambda request: pytest.fail(f"asked {request}"), tmp_path / "cache")
     assert files.is_shared and files.bring_in(lambda: True)
     assert files.local(spec).run_dir == str(home.path)
     files.send_back()
@@ -63,7 +64,7 @@ def test_a_host_that_sees_the_folder_uses_it(home: RunFolder, plan: Plan, tmp_pa
 def test_another_runs_folder_of_the_same_path_is_not_it(plan: Plan, tmp_path: Path) -> None:
     other = RunFolder.create("another-run", {"run_id": "another-run"}, "cell")
     spec = HostSpec(plan, 0, str(other.path), Origin("/", {}, ()))
-    assert not RunFiles(spec, lambda what, **_: None, tmp_path / "cache").is_shared
+    assert not RunFiles(spec, lambda request: None, tmp_path / "cache").is_shared
 
 
 def test_what_ranks_read_comes_whole_and_for_the_user_alone(far: Far, home: RunFolder) -> None:
@@ -101,9 +102,9 @@ def test_logs_ledgers_and_the_result_go_back(
 
 
 def test_a_result_that_did_not_come_whole_is_not_there(far: Far, home: RunFolder) -> None:
-    far.ask(WRITE, name="results/0-0-0", offset=0, data=b"half", last=False)
+    far.ask(WriteRunFile("results/0-0-0", 0, b"half", False))
     assert not (home.results / "0-0-0").exists()
-    far.ask(WRITE, name="results/0-0-0", offset=0, data=b"whole", last=True)  # sent again
+    far.ask(WriteRunFile("results/0-0-0", 0, b"whole", True))  # sent again
     assert (home.results / "0-0-0").read_bytes() == b"whole"
 
 
@@ -112,13 +113,13 @@ def test_a_result_that_did_not_come_whole_is_not_there(far: Far, home: RunFolder
 )
 def test_what_a_host_may_not_bring_is_refused(far: Far, name: str) -> None:
     with pytest.raises(ProtocolError):
-        far.ask(WRITE, name=name, offset=0, data=b"x", last=True)
+        far.ask(WriteRunFile(name, 0, b"x", True))
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "events.jsonl", "data/../plan.json"])
 def test_what_a_host_may_not_read_is_refused(far: Far, name: str) -> None:
     with pytest.raises(ProtocolError):
-        far.ask(READ, name=name, offset=0, size=10)
+        far.ask(ReadRunFile(name, 0, 10))
 
 
 def test_a_host_brings_what_is_of_its_own_ranks(
@@ -126,10 +127,10 @@ def test_a_host_brings_what_is_of_its_own_ranks(
 ) -> None:
     other = Far(home, plan, tmp_path / "cache", host_rank=1)
     for name in ("results/0-2-0", "logs/rank-3.log", "data/ledger/ledger-0-2"):
-        other.ask(WRITE, name=name, offset=0, data=b"x", last=True)
+        other.ask(WriteRunFile(name, 0, b"x", True))
     for name in ("results/0-0-0", "results/0-00-0", "logs/rank-1.log", "logs/fetcher-2.log"):
         with pytest.raises(ProtocolError):
-            other.ask(WRITE, name=name, offset=0, data=b"x", last=True)
+            other.ask(WriteRunFile(name, 0, b"x", True))
 
 
 def test_failures_name_the_log_where_the_user_finds_it(far: Far) -> None:

@@ -17,14 +17,44 @@ from distributed.protocol.serialize import Serialize, ToPickle
 
 from taas_magic.config import PoolConfig
 from taas_magic.engines.keys import Keys, Peer, PeerRole
-from taas_magic.errors import ProtocolError
-from taas_magic.host.spec import HostSpec, Origin
+from taas_magic.errors import PoolError, ProtocolError
+from taas_magic.host.spec import HostSpec, Launch, Origin, StartShare
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import HostHello, PoolStatus, StorePort, pack, unpack
+from taas_magic.messages import (
+    EndPool,
+    EndRun,
+    GetAgentKeys,
+    GetFacts,
+    GetStacks,
+    GetStatus,
+    GiveUp,
+    Greet,
+    Halt,
+    HostHello,
+    PlaceFetcher,
+    Relay,
+    Request,
+    WaitForHosts,
+    ask,
+    from_bytes,
+    leaves,
+    to_bytes,
+)
 from taas_magic.plan import Flags, HostCapacity, make_plan
-from taas_magic.pool import gate
+from taas_magic.pool import gate, hosts
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import HeadScheduler
+from taas_magic.store.manifest import (
+    ListChanges,
+    ListRunFiles,
+    ListStore,
+    MakeToken,
+    PublishFiles,
+    PublishPart,
+    ReadRunFile,
+    ReadStore,
+    WriteRunFile,
+)
 from tests.frontend import WAIT_S
 from tests.rig.pools import PoolHere, pool_here
 
@@ -108,7 +138,7 @@ def test_nothing_that_is_sent_is_unpickled(
     file = tmp_path / "made"
 
     async def play(pool: Pool) -> None:
-        for wrap, op in itertools.product((ToPickle, Serialize), ("identity", "taas_store")):
+        for wrap, op in itertools.product((ToPickle, Serialize), ("identity", "taas_ListStore")):
             told = pool.keys.host("bad"), pool.keys.cluster(talks=False)
             for comm in [await pool.connect(security) for security in told]:
                 with pytest.raises(CommClosedError):
@@ -126,15 +156,42 @@ def test_a_host_may_ask_for_nothing_else(with_pool: Callable[[Play], None]) -> N
         kernels = {name for name in pool.scheduler.handlers if name.startswith("taas_")}
         dasks = set(Scheduler.__dict__) | {"feed", "connection_stream", "register-client"}
         asked = (dasks | kernels) - gate.MAY[PeerRole.HOST]
-        before = unpack(await pool.controller.status(), PoolStatus).refused
+        before = (await pool.controller.status(GetStatus())).refused
         for op in asked:
             comm = await pool.bad_host()
             with pytest.raises(CommClosedError):
                 await comm.write({"op": op, "reply": True})
                 await comm.read()
         assert len(kernels) > 5 and not pool.controller.over.is_set()
-        status = unpack(await pool.controller.status(), PoolStatus)
+        status = await pool.controller.status(GetStatus())
         assert status.refused - before == len(asked)
+
+    with_pool(play)
+
+
+def test_who_may_ask_what_and_who_answers(
+    with_pool: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new request belongs into one of these sets; hosts and vehicles may ask no other."""
+    by_hosts = {ListRunFiles, ReadRunFile, WriteRunFile, MakeToken, ListStore, ReadStore}
+    by_hosts |= {ListChanges, PublishFiles, PublishPart}
+    by_kernels = {WaitForHosts, GiveUp, Launch, Relay, Halt, GetStatus, GetStacks}
+    by_kernels |= {GetFacts, EndPool}
+    of_hosts = {Greet, GetFacts, StartShare, Halt, EndRun, PlaceFetcher, GetStacks}
+    kinds = {it for it in leaves(Request) if it.__module__.startswith("taas_magic.")}
+    assert kinds == by_hosts | by_kernels | of_hosts | {GetAgentKeys}
+    ops = {kind.op() for kind in kinds}
+    assert len(ops) == len(kinds)
+    assert gate.MAY[PeerRole.HOST] & ops == {kind.op() for kind in by_hosts}
+    assert gate.MAY[PeerRole.VEHICLE] & ops == {GetAgentKeys.op()}
+
+    async def play(pool: Pool) -> None:
+        answered = {op for op in pool.scheduler.handlers if op.startswith("taas_")}
+        assert answered == {kind.op() for kind in by_hosts | by_kernels}
+        monkeypatch.setattr(hosts, "to_bytes", lambda request: b"none")
+        for kind in of_hosts:
+            with pytest.raises(PoolError, match=f"ProtocolError: {kind.op()}"):
+                await pool.controller.members.call(pool.member.address, kind)
 
     with_pool(play)
 
@@ -241,7 +298,7 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(
                 visitor.send(b"\x16\x03\x01"[: number % 4] or b"GET / HTTP/1.1\r\n\r\n"[:8])
             security = Security(**pool.keys.kernel())
             async with Client(pool.scheduler.address, security=security, asynchronous=True) as me:
-                assert unpack(await me.scheduler.taas_status(), PoolStatus).hosts
+                assert (await ask(me.scheduler, GetStatus())).hosts
             comm = await pool.bad_host()
             comm.abort()
             for visitor in crowd[: 2 * gate.MOST_UNPROVED]:
@@ -333,27 +390,28 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
         async with HeadScheduler(**options, security=Security(**keys.scheduler())) as scheduler:
             pool = PoolConfig("far", engine="ssh", lease_s=600)
             controller = Controller(scheduler, Nowhere(), pool, linger_s=600)  # type: ignore[arg-type]
-            hosts = [MadeUp(scheduler.address, keys, name) for name in ("good", "bad")]
-            for host in hosts:
+            made = [MadeUp(scheduler.address, keys, name) for name in ("good", "bad")]
+            for host in made:
                 await host.join()
             security = Security(**keys.kernel())
             async with Client(scheduler.address, security=security, asynchronous=True) as kernel:
-                launch = kernel.scheduler.taas_launch
-                await launch(owner=kernel.id, spec=pack(spec), said=[])
-                _, bad = hosts
-                told = unpack(bad.told, HostSpec)
+                await ask(kernel.scheduler, Launch(kernel.id, spec))
+                _, bad = made
+                assert bad.told is not None
+                told = bad.told.spec
                 assert told.origin.environ == {}
                 assert told.origin.changed == changed
                 for said in (*map(json.dumps, others), '{"kind": "new"}', "{"):
                     await bad.say(op="taas_event", run_id="a-run", event=said.encode())
                 await bad.say(op="taas_event", run_id="a-run", event={"kind": "note"})
                 for name, may in (("logs/rank-1.log", True), ("logs/rank-0.log", False)):
-                    written = {"name": name, "offset": 0, "data": b"x", "last": True}
-                    answer = await bad.ask(run_id="a-run", what="run_write", arguments=written)
-                    assert (answer is None) == may
-                await _refuses(controller, 8)
-                assert controller.members.refused == 8
-                for host in hosts:
+                    written = WriteRunFile(name, 0, b"x", True, run_id="a-run")
+                    assert (await bad.ask(written) == to_bytes(None)) == may
+                answer = await bad.ask(ReadStore([("a", "no number", 1)]))  # type: ignore[list-item]
+                assert "Expected `int`, got `str` - at `$.parts[0][1]`" in str(answer)
+                await _refuses(controller, 9)
+                assert controller.members.refused == 9
+                for host in made:
                     host.leave()
 
     asyncio.run(live())
@@ -379,7 +437,7 @@ class MadeUp:
     def __init__(self, address: str, keys: Keys, name: str) -> None:
         self.name, self._address = name, address
         self._arguments = Security(**keys.host(name)).get_connection_args("worker")
-        self.told = b""
+        self.told: StartShare | None = None
 
     async def join(self) -> None:
         self._comm = await connect(self._address, **self._arguments)
@@ -391,9 +449,9 @@ class MadeUp:
     async def say(self, **message: Any) -> None:
         await self._comm.write([message])
 
-    async def ask(self, **arguments: Any) -> Any:
+    async def ask(self, request: Request[Any]) -> Any:
         comm = await connect(self._address, **self._arguments)
-        await comm.write({"op": "taas_store", "reply": True, **arguments})
+        await comm.write({"op": request.op(), "reply": True, "request": to_bytes(request)})
         answer = await comm.read()
         comm.abort()
         return answer
@@ -409,7 +467,8 @@ class MadeUp:
                     await self.say(op="taas_answer", id=call["id"], answer=self._said(call))
 
     def _said(self, call: dict[str, Any]) -> bytes:
-        if call["name"] == "taas_hello":
-            return pack(HostHello(host=self.name, address="10.0.0.1", means="", gpus=1))
-        self.told = call["arguments"].get("spec", self.told)
-        return pack(StorePort(1))
+        if call["name"] == Greet.op():
+            return to_bytes(HostHello(host=self.name, address="10.0.0.1", means="", gpus=1))
+        if call["name"] == StartShare.op():
+            self.told = from_bytes(call["request"], StartShare)
+        return to_bytes(1 if call["name"] == StartShare.op() else None)

@@ -13,12 +13,13 @@ from msgspec import structs
 
 from taas_magic import messages
 from taas_magic.errors import PoolError
-from taas_magic.host.spec import HostSpec, Origin, share_id
-from taas_magic.messages import HostHello, PoolStatus, Started, StorePort, pack, unpack
+from taas_magic.host.spec import HostSpec, Launch, Origin, share_id
+from taas_magic.messages import FetcherEnded, GetStatus, Greet, Note, Request
 from taas_magic.plan import DataPlan, Flags, HostCapacity, make_plan
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.hosts import Member, Members
+from taas_magic.store.manifest import WriteRunFile
 from tests.harness import below, words
 from tests.rig.pools import pool_here
 
@@ -32,17 +33,51 @@ def with_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Pl
         yield lambda play: run(play(here.scheduler, here.controller, here.member))
 
 
+def named(name: str) -> Request[None]:
+    """A request of that name with nothing in it, which is to be answered with nothing."""
+
+    class Named(Request[None]):
+        @classmethod
+        def op(cls) -> str:
+            return name
+
+    return Named()
+
+
 def test_a_call_is_answered_and_opens_no_connection(with_host: Callable[[Play], None]) -> None:
     async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
-        said = await controller.members.call(member.address, "taas_hello", HostHello)
+        said = await controller.members.call(member.address, Greet())
         assert said.host == member.name
-        with pytest.raises(PoolError, match=f"{member.name}: KeyError: 'nonesuch'"):
-            await controller.members.call(member.address, "nonesuch", HostHello)
-        with pytest.raises(PoolError, match=f"{member.name} answered taas_hello: .*`port`"):
-            await controller.members.call(member.address, "taas_hello", StorePort)
+        with pytest.raises(PoolError, match=f"{member.name}: KeyError: 'taas_Nonesuch'"):
+            await controller.members.call(member.address, named("taas_Nonesuch"))
+        with pytest.raises(PoolError, match=f"{member.name} answered taas_Greet: .*`null`"):
+            await controller.members.call(member.address, named("taas_Greet"))
+        with pytest.raises(PoolError, match=f"{member.name}: ProtocolError: taas_Halt: .*`run_id`"):
+            await controller.members.call(member.address, named("taas_Halt"))
         assert scheduler.rpc.open == 0
 
     with_host(play)
+
+
+def test_requests_and_answers_are_read_as_they_were() -> None:
+    plan = make_plan(Flags(gpus=1, units=10**30), HostCapacity(gpus=1, cores=1), "a-run")
+    origin = Origin("/caf\udce9", {"A": "\udcff"}, (), changed={"B": None})
+    said = [Note(text="ü"), FetcherEnded(number=1)]
+    request = Launch("kernel", HostSpec(plan, 0, "/", origin), said)
+    assert messages.from_bytes(messages.to_bytes(request), Launch) == request
+    written = WriteRunFile("results/0-0-0", 0, bytes(range(256)), True)
+    assert messages.from_bytes(messages.to_bytes(written), WriteRunFile) == written
+    for packed in (
+        b"",
+        b"\xc1",
+        b"\x81\x90\x01",
+        b"\x81\x80\x01",
+        b"\x91" * 10_000,
+        b"\xd4\x00x",
+        5,
+    ):
+        with pytest.raises(ValueError):
+            messages.from_bytes(packed, WriteRunFile)  # type: ignore[arg-type]
 
 
 def test_what_is_not_a_members_is_refused_and_counted(with_host: Callable[[Play], None]) -> None:
@@ -50,13 +85,13 @@ def test_what_is_not_a_members_is_refused_and_counted(with_host: Callable[[Play]
 
     async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
         handlers = scheduler.stream_handlers
-        before = unpack(await controller.status(), PoolStatus).refused
+        before = (await controller.status(GetStatus())).refused
         handlers["taas_answer"](worker=member.address, id=12345, answer=b"late")
         handlers["taas_answer"](worker="tls://nobody:1", id=1, answer=b"forged")
         handlers["taas_beat"](worker="tls://nobody:1", beat=1)
         said = messages.encode(messages.Settled(state="SUCCEEDED", host="x"))
         handlers["taas_event"](worker=member.address, run_id="no-such-run", event=said)
-        assert unpack(await controller.status(), PoolStatus).refused - before == 4
+        assert (await controller.status(GetStatus())).refused - before == 4
 
     with_host(play)
 
@@ -72,12 +107,12 @@ def test_fetchers_that_cannot_start_are_on_no_host(
         plan, origin = structs.replace(plan, data=data), Origin("/", {}, ())
         spec = HostSpec(plan, 0, str(tmp_path), origin, requires=("nonesuch_module",))
         controller.add_client(scheduler, "kernel")
-        said = unpack(await controller.fetch("kernel", pack(spec)), Started)
+        said = await controller.launch(Launch("kernel", structs.replace(spec, fetches=True)))
         assert "nonesuch_module" in said.error
         assert not member.runs
         for _ in range(10):  # the loop's turns in which what is left of it ends
             await asyncio.sleep(0)
-        assert await controller.halt(share_id("a-run"), "kill") == "ended"
+        assert share_id("a-run") not in controller._runs
         controller.remove_client(scheduler, "kernel")
 
     with_host(play)
@@ -91,7 +126,7 @@ def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], Non
         with pytest.raises(PoolError, match=f"{member.name} is gone"):
             await waiting
         with pytest.raises(PoolError, match="is gone"):
-            await controller.members.call(member.address, "taas_hello", HostHello)
+            await controller.members.call(member.address, Greet())
 
     with_host(play)
 

@@ -16,7 +16,7 @@ import pytest
 
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import PoolError
-from taas_magic.messages import Event
+from taas_magic.messages import EndPool, Event
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import Run
 from taas_magic.pool import client as pool_process
@@ -213,7 +213,7 @@ def test_a_kernel_that_comes_while_its_pool_ends_gets_a_new_one(tmp_path: Path) 
     first.open()
     late.connect()
     ending = (first.folder / "lock").read_text()
-    first.call("taas_down")
+    first.call(EndPool())
     while (first.folder / "pool.json").exists():
         threading.Event().wait(0.001)
     late.open()
@@ -244,7 +244,7 @@ def test_a_pool_whose_settings_have_changed_is_left_after_its_runs(
     )
     pool = pools.named("brief", before)
     pool.open()
-    pool.start("taas_ready", "busy", print, wait="", hosts=1)
+    pool._listeners["busy"] = print
     assert pools.named("brief", after) is not pool
     assert pool.is_ready, "a run is on it"
     pool.forget("busy")

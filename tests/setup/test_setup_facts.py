@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from taas_magic.errors import PoolError
-from taas_magic.messages import unpack
-from taas_magic.setup.facts import Facts, ask_host, minor, of_this_machine, python_word, this_kernel
+from taas_magic.messages import Facts, unpack
+from taas_magic.setup.facts import ask_host, minor, of_this_machine, python_word, this_kernel
 from tests.rig.subshell import SubShell
 
 ROOT = Path(__file__).parents[2]

@@ -7,11 +7,11 @@ from msgspec.structs import replace
 from packaging.specifiers import SpecifierSet
 
 from taas_magic.errors import PoolError
+from taas_magic.messages import Facts
 from taas_magic.setup.facts import (
     ERROR,
     REMARK,
     WARNING,
-    Facts,
     Kernel,
     Wanted,
     judge,

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from taas_magic.setup.facts import Facts, Wanted, lacking
+from taas_magic.messages import Facts
+from taas_magic.setup.facts import Wanted, lacking
 from taas_magic.setup.install import DIRECT, Installed, packages_needed, wanted
 
 HERE = {

@@ -8,7 +8,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from taas_magic.errors import PoolError
-from taas_magic.setup.facts import Facts, Wanted, of_this_machine
+from taas_magic.messages import Facts
+from taas_magic.setup.facts import Wanted, of_this_machine
 from taas_magic.setup.install import (
     bundle_for,
     downloaded,

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from taas_magic.errors import StoreError
+from taas_magic.store.manifest import Bundle, Entry, FileRequest, ListStore, Manifest, ReadStore
 from taas_magic.store.mirror import bring_in, take
 from tests.store.travel_rig import Travel, descriptors, tree_of, wired
 
@@ -21,10 +23,10 @@ class Counted:
         self._ask = wired(travel.desk)
         self.read: list[str] = []
 
-    def __call__(self, what: str, **arguments: Any) -> Any:
-        if what == "read":
-            self.read += [path for path, _, _ in arguments["parts"]]
-        return self._ask(what, **arguments)
+    def __call__(self, request: FileRequest[Any]) -> Any:
+        if isinstance(request, ReadStore):
+            self.read += [path for path, _, _ in request.parts]
+        return self._ask(request)
 
 
 @pytest.fixture
@@ -101,12 +103,12 @@ def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
     fill(travel.store)
     ask, flips = wired(travel.desk), 1
 
-    def flipping(what: str, **arguments: Any) -> Any:
+    def flipping(request: FileRequest[Any]) -> Any:
         nonlocal flips
-        answer = ask(what, **arguments)
-        if what == "read" and flips and not answer["packed"] and len(answer["data"]) > 1000:
+        answer = ask(request)
+        if isinstance(answer, Bundle) and flips and not answer.packed and len(answer.data) > 1000:
             flips -= 1
-            answer["data"] = b"flip" + answer["data"][4:]
+            return structs.replace(answer, data=b"flip" + answer.data[4:])
         return answer
 
     mirror = travel.host()
@@ -154,17 +156,14 @@ def test_hostile_names_stay_behind_and_are_named(travel: Travel, tmp_path: Path)
 def test_a_hostile_list_writes_nothing_outside(travel: Travel, tmp_path: Path) -> None:
     """FAULTS 53, on the host's side."""
     bad = ["../out", "/tmp/out", "a/../../out", "", "a//b", "nul\0", "x" * 300, "ok"]
+    entries = [Entry(path, 1, "0" * 64) for path in bad]
     answers = {
-        "list": {
-            "files": [[path, 1, "0" * 64, False, 0] for path in bad],
-            "folders": ["../folder", "fine"],
-            "skipped": {},
-        },
-        "read": {"sizes": [1], "data": b"x", "packed": False},
+        ListStore: Manifest(entries, ["../folder", "fine"], {}),
+        ReadStore: Bundle([1], b"x", False),
     }
     mirror = travel.host()
     with pytest.raises(StoreError, match="ok did not arrive whole"):
-        bring_in(mirror, lambda what, **_: answers[what])
+        bring_in(mirror, lambda request: answers[type(request)])
     assert set(tree_of(Path(mirror.path))) == {"fine"}
     assert not (tmp_path / "out").exists() and not (tmp_path / "host-0" / "folder").exists()
 
@@ -204,8 +203,8 @@ def test_a_read_goes_no_further_than_the_list(travel: Travel, tmp_path: Path) ->
     ask = wired(travel.desk)
     travel.look_again()
     (travel.store / "later").write_text("not in the list")
-    answer = ask("read", parts=[["../secret", 0, 6], ["later", 0, 6], ["a", 0, 1], ["a", -1, 1]])
-    assert answer["sizes"] == [-1, -1, 1, -1] and answer["data"] == b"a"
+    answer = ask(ReadStore([("../secret", 0, 6), ("later", 0, 6), ("a", 0, 1), ("a", -1, 1)]))
+    assert answer.sizes == [-1, -1, 1, -1] and answer.data == b"a"
 
 
 def test_two_runs_at_once_have_mirrors_of_their_own(travel: Travel) -> None:
@@ -301,5 +300,5 @@ def test_a_secret_that_the_user_names_travels(travel: Travel) -> None:
 def test_secrets_cannot_be_read_by_a_host_that_asks_for_them(travel: Travel) -> None:
     make(travel.store, {".env": b"secret", "train.py": b"code"})
     travel.mirrored()
-    answer = wired(travel.desk)("read", parts=[[".env", 0, 6], ["train.py", 0, 4]])
-    assert answer["data"] == b"code"
+    answer = wired(travel.desk)(ReadStore([(".env", 0, 6), ("train.py", 0, 4)]))
+    assert answer.data == b"code"

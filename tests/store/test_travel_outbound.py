@@ -17,6 +17,7 @@ import torch
 
 from taas_magic.store import outbound as inotify
 from taas_magic.store.desk import Desk
+from taas_magic.store.manifest import Bundle, Entry, FileRequest, PublishFiles, PublishPart
 from taas_magic.store.mirror import News
 from tests.eventually import WITHIN_S, eventually
 from tests.store.travel_rig import Travel, descriptors, tree_of, wired
@@ -25,6 +26,10 @@ from tests.store.travel_rig import Travel, descriptors, tree_of, wired
 @pytest.fixture
 def travel(tmp_path: Path) -> Travel:
     return Travel(tmp_path)
+
+
+def published(request: FileRequest[Any]) -> list[str]:
+    return [entry.path for entry in request.files] if isinstance(request, PublishFiles) else []
 
 
 def reads(path: Path, content: bytes) -> Callable[[], bool]:
@@ -61,9 +66,9 @@ def test_a_temporary_file_that_is_renamed_is_never_seen(travel: Travel) -> None:
     asked: list[str] = []
     ask = wired(travel.desk)
 
-    def spy(what: str, **arguments: Any) -> Any:
-        asked.extend(entry[0] for entry in arguments.get("files", []))
-        return ask(what, **arguments)
+    def spy(request: FileRequest[Any]) -> Any:
+        asked.extend(published(request))
+        return ask(request)
 
     with travel.running() as mirror:
         travel.outbound._sender._ask = spy
@@ -131,11 +136,11 @@ def test_a_large_file_arrives_whole_and_small_ones_pass_it(travel: Travel) -> No
     on_the_way, go_on = threading.Event(), threading.Event()
     ask = wired(travel.desk)
 
-    def slow(what: str, **arguments: Any) -> Any:
-        if what == "write" and arguments["offset"]:
+    def slow(request: FileRequest[Any]) -> Any:
+        if isinstance(request, PublishPart) and request.offset:
             on_the_way.set()
             assert go_on.wait(WITHIN_S)
-        return ask(what, **arguments)
+        return ask(request)
 
     with travel.running() as mirror:
         travel.outbound._sender._ask = slow
@@ -153,11 +158,11 @@ def test_a_large_file_that_is_rewritten_on_its_way_arrives_as_it_was_last(travel
     ask, rewritten = wired(travel.desk), threading.Event()
     last = os.urandom(3_000_000)
 
-    def rewriting(what: str, **arguments: Any) -> Any:
-        if what == "write" and arguments["offset"] and not rewritten.is_set():
+    def rewriting(request: FileRequest[Any]) -> Any:
+        if isinstance(request, PublishPart) and request.offset and not rewritten.is_set():
             rewritten.set()
             (mirror / "big.pt").write_bytes(last)
-        return ask(what, **arguments)
+        return ask(request)
 
     with travel.running() as mirror:
         travel.outbound._sender._ask = rewriting
@@ -169,9 +174,9 @@ def test_a_file_rewritten_all_the_time_is_sent_now_and_then(travel: Travel) -> N
     sent: list[str] = []
     ask = wired(travel.desk)
 
-    def spy(what: str, **arguments: Any) -> Any:
-        sent.extend(entry[0] for entry in arguments.get("files", []))
-        return ask(what, **arguments)
+    def spy(request: FileRequest[Any]) -> Any:
+        sent.extend(published(request))
+        return ask(request)
 
     began = time.monotonic()
     with travel.running() as mirror:
@@ -232,14 +237,14 @@ def test_a_lying_host_writes_nothing_outside(travel: Travel, tmp_path: Path) -> 
         ".git/hooks/a",
     ]
     bad += ["", "nul\0", "x" * 300]
-    empty = {"sizes": [0] * len(bad), "data": b"", "packed": False}
+    empty = Bundle([0] * len(bad), b"", False)
     hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    files = [[path, 0, hash_of_nothing, False, 0] for path in bad]
-    assert set(ask("publish", files=files, contents=empty)) == set(bad)
-    assert set(ask("publish", folders=bad)) == set(bad)
-    assert {"../out", "way-out/x", "link.txt"} <= set(ask("publish", removed=bad))
+    files = [Entry(path, 0, hash_of_nothing) for path in bad]
+    assert set(ask(PublishFiles(files, empty))) == set(bad)
+    assert set(ask(PublishFiles(folders=bad))) == set(bad)
+    assert {"../out", "way-out/x", "link.txt"} <= set(ask(PublishFiles(removed=bad)))
     for path in bad:
-        assert ask("write", path=path, offset=0, contents={**empty, "sizes": [0]}, end=files[0])
+        assert ask(PublishPart(path, 0, Bundle([0], b"", False), files[0]))
     assert set(os.listdir(travel.store)) == {"way-out", "link.txt", "Known"}
     assert os.listdir(tmp_path / "outside") == [] and not (tmp_path / "out").exists()
 
@@ -248,8 +253,8 @@ def test_what_does_not_match_its_hash_is_refused(travel: Travel) -> None:
     """FAULTS 40, on the way back."""
     (travel.store / "m.pt").write_text("old")
     ask = wired(travel.desk)
-    contents = {"sizes": [3], "data": b"new", "packed": False}
-    refused = ask("publish", files=[["m.pt", 3, "0" * 64, False, 0]], contents=contents)
+    contents = Bundle([3], b"new", False)
+    refused = ask(PublishFiles([Entry("m.pt", 3, "0" * 64)], contents))
     assert "m.pt was damaged on its way" in refused["m.pt"]
     assert tree_of(travel.store) == {"m.pt": b"old"}
 
@@ -258,7 +263,9 @@ def test_another_host_sends_shared_folders_alone(tmp_path: Path) -> None:
     travel = Travel(tmp_path, shared=("shards",))
     (travel.store / "shards").mkdir()
     ask = wired(travel.desk, host_rank=1)
-    assert ask("publish", folders=["other"]) == {"other": "only rank 0 writes to the project store"}
+    assert ask(PublishFiles(folders=["other"])) == {
+        "other": "only rank 0 writes to the project store"
+    }
     with travel.running(1, shared=("shards",)) as mirror:
         (mirror / "shards" / "1.distcp").write_bytes(b"mine")
         (mirror / "private").write_bytes(b"x")
@@ -287,9 +294,9 @@ def test_news_are_not_sent_back(tmp_path: Path) -> None:
     sent: list[str] = []
     ask = wired(travel.desk)
 
-    def spy(what: str, **arguments: Any) -> Any:
-        sent.append(what)
-        return ask(what, **arguments)
+    def spy(request: FileRequest[Any]) -> Any:
+        sent.append(request.op())
+        return ask(request)
 
     mirror, _ = travel.mirrored()
     mirror.close()
@@ -309,9 +316,9 @@ def test_news_are_not_sent_back(tmp_path: Path) -> None:
 def publish(ask: Any, path: str, content: bytes) -> None:
     import hashlib
 
-    entry = [path, len(content), hashlib.sha256(content).hexdigest(), False, 0]
-    contents = {"sizes": [len(content)], "data": content, "packed": False}
-    assert ask("publish", files=[entry], contents=contents) == {}
+    entry = Entry(path, len(content), hashlib.sha256(content).hexdigest())
+    contents = Bundle([len(content)], content, False)
+    assert ask(PublishFiles([entry], contents)) == {}
 
 
 def test_without_inotify_a_look_now_and_then_does(
@@ -330,9 +337,9 @@ def test_a_flood_of_files_that_overflows_the_queue_arrives(travel: Travel) -> No
     code = "for i in range(6000): open(str(i), 'w').close(); i < 5900 and os.unlink(str(i))"
     ask, go_on = wired(travel.desk), threading.Event()
 
-    def waiting(what: str, **arguments: Any) -> Any:
+    def waiting(request: FileRequest[Any]) -> Any:
         assert go_on.wait(WITHIN_S)
-        return ask(what, **arguments)
+        return ask(request)
 
     with travel.running() as mirror:
         travel.outbound._sender._ask = waiting
@@ -395,14 +402,14 @@ def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
     desk = Desk(travel.rule, travel.folder / "other-state")
     ask = wired(desk)
     before = tree_of(travel.store)
-    empty = {"sizes": [0] * len(BELIEVED), "data": b"", "packed": False}
+    empty = Bundle([0] * len(BELIEVED), b"", False)
     hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    files = [[path, 0, hash_of_nothing, True, 0] for path in BELIEVED]
-    assert set(ask("publish", files=files, contents=empty)) == set(BELIEVED)
-    assert set(ask("publish", removed=BELIEVED)) == set(BELIEVED)
-    assert set(ask("publish", folders=BELIEVED)) == set(BELIEVED)
+    files = [Entry(path, 0, hash_of_nothing, True) for path in BELIEVED]
+    assert set(ask(PublishFiles(files, empty))) == set(BELIEVED)
+    assert set(ask(PublishFiles(removed=BELIEVED))) == set(BELIEVED)
+    assert set(ask(PublishFiles(folders=BELIEVED))) == set(BELIEVED)
     for entry in files:
-        assert ask("write", path=entry[0], offset=0, contents={**empty, "sizes": [0]}, end=entry)
+        assert ask(PublishPart(entry.path, 0, Bundle([0], b"", False), entry))
     assert tree_of(travel.store) == before
     desk.close()
 
@@ -415,10 +422,10 @@ def test_a_pth_file_comes_from_a_host_only_if_it_is_a_checkpoint(travel: Travel,
     """FAULTS 75: Python runs the lines of one that lies where it looks for packages."""
     ask = wired(travel.desk)
     for content, is_refused in ((b"import os\n", True), (b"", True), (checkpoint(), False)):
-        entry = [name, len(content), hashlib.sha256(content).hexdigest(), False, 0]
-        contents = {"sizes": [len(content)], "data": content, "packed": False}
-        assert bool(ask("publish", files=[entry], contents=contents)) == is_refused
-        assert bool(ask("write", path=name, offset=0, contents=contents, end=entry)) == is_refused
+        entry = Entry(name, len(content), hashlib.sha256(content).hexdigest())
+        contents = Bundle([len(content)], content, False)
+        assert bool(ask(PublishFiles([entry], contents))) == is_refused
+        assert bool(ask(PublishPart(name, 0, contents, entry))) == is_refused
         assert (travel.store / name).exists() != is_refused
 
 

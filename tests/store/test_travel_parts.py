@@ -15,10 +15,14 @@ from taas_magic.errors import ProtocolError
 from taas_magic.messages import KeptOutFile, StoreReceipt, UnsentFile, WrittenFile
 from taas_magic.store.manifest import (
     CHUNK_BYTES,
+    Bundle,
     Entry,
     Hashes,
     Ignore,
+    MakeToken,
     Pace,
+    PublishPart,
+    ReadStore,
     batches,
     pack_parts,
     unpack_parts,
@@ -63,9 +67,9 @@ def test_a_message_that_would_grow_beyond_all_bounds_is_refused() -> None:
     bomb = zlib.compress(bytes(50 << 20))
     for sizes, packed in (([10], True), ([CHUNK_BYTES + 1], True), ([10], False)):
         with pytest.raises(ValueError):
-            unpack_parts({"sizes": sizes, "data": bomb, "packed": packed})
+            unpack_parts(Bundle(sizes, bomb, packed))
     with pytest.raises(ValueError):
-        unpack_parts({"sizes": [10], "data": b"no zlib", "packed": True})
+        unpack_parts(Bundle([10], b"no zlib", True))
 
 
 @given(st.lists(st.integers(0, 3 << 20), max_size=20))
@@ -152,20 +156,21 @@ def test_another_machine_must_see_a_file_of_random_name(tmp_path: Path) -> None:
     ask = wired(travel.desk)
     here = Identity.of(str(travel.store))
     there = Identity(here.path, "another kernel", here.device, here.inode)
-    assert there.is_here(lambda: ask("token"))
+    assert there.is_here(lambda: ask(MakeToken()))
     assert not there.is_here(lambda: ".taas-arriving-of-another-store")
     assert len(os.listdir(travel.store)) == 1
     travel.desk.close()
     assert os.listdir(travel.store) == []
     with pytest.raises(ProtocolError, match="has ended"):
-        ask("token")
+        ask(MakeToken())
 
 
 def test_questions_that_the_desk_does_not_have(tmp_path: Path) -> None:
-    ask = wired(Travel(tmp_path).desk)
-    for what, arguments in (("format", {}), ("read", {}), ("read", {"parts": [["a", 0, 1 << 30]]})):
-        with pytest.raises(ProtocolError):
-            ask(what, **arguments)
+    desk = Travel(tmp_path).desk
+    with pytest.raises(ProtocolError, match="too much at once"):
+        wired(desk)(ReadStore([("a", 0, 1 << 30)]))
+    with pytest.raises(ProtocolError, match="message"):
+        wired(desk)(PublishPart("a", 0, Bundle([10], b"short", False)))
 
 
 def test_a_receipt_says_what_did_not_come_back() -> None:

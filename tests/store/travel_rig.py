@@ -1,4 +1,4 @@
-"""A store and its hosts' mirrors on one machine; questions go through msgpack, as in Dask."""
+"""A store and its hosts' mirrors on one machine; requests go as bytes, as by Dask."""
 
 import threading
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import psutil
 
+from taas_magic.messages import from_bytes, to_bytes
 from taas_magic.store.desk import Desk
-from taas_magic.store.manifest import Ask, Manifest
+from taas_magic.store.manifest import Ask, FileRequest, ListStore, Manifest
 from taas_magic.store.mirror import Mirror, bring_in, take
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.rule import StoreRule
@@ -22,9 +22,9 @@ STARTED_WITHIN_S = 240.0
 def wired(desk: Desk, host_rank: int = 0) -> Ask:
     """How a host asks a desk."""
 
-    def ask(what: str, **arguments: Any) -> Any:
-        answer = desk.answer(host_rank, what, msgpack.loads(msgpack.dumps(arguments)))
-        return msgpack.loads(msgpack.dumps(answer))
+    def ask(request: FileRequest[Any]) -> Any:
+        asked = from_bytes(to_bytes(request), type(request))
+        return request.read_answer(to_bytes(desk.answer(host_rank, asked)))
 
     return ask
 
@@ -43,10 +43,10 @@ class Travel:
 
     def look_again(self) -> None:
         """Has the desk take the store as it is now."""
-        listed = self.desk.answer(0, "list", {"fresh": True})
+        listed = self.desk.answer(0, ListStore(fresh=True))
         while listed is None:
             threading.Event().wait(0.01)
-            listed = self.desk.answer(0, "list", {})
+            listed = self.desk.answer(0, ListStore())
 
     def host(self, number: int = 0) -> Mirror:
         """A mirror on a host of its own."""
