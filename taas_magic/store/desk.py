@@ -174,6 +174,8 @@ class Intake:
 
     def _take(self, host_rank: int, asked: PublishPart, part: bytes) -> None:
         path, offset, end = asked.path, asked.offset, asked.end
+        if end is not None and end.path != path:
+            raise UnsafeError(path, f"it ends as {shown(end.path)}")
         key = (host_rank, path)
         if offset == 0:
             self._drop(key)

@@ -410,6 +410,7 @@ def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
     assert set(ask(PublishFiles(folders=BELIEVED))) == set(BELIEVED)
     for entry in files:
         assert ask(PublishPart(entry.path, 0, Bundle([0], b"", False), entry))
+        assert ask(PublishPart("fine", 0, Bundle([0], b"", False), entry))
     assert tree_of(travel.store) == before
     desk.close()
 
