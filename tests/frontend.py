@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
-from jupyter_client.provisioning import LocalProvisioner
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
 ROOT = Path(__file__).parent.parent
 WAIT_S = 100.0

@@ -53,8 +53,10 @@ gpus = 2
 max_hosts = 3
 """
 
-_KEPT = ("taas_magic.pool.process", "taas_magic.host.supervisor", "taas_magic.host.agent")
-_KEPT += ("multiprocessing.resource_tracker", FORKSERVER)
+_KEPT = (
+    *("taas_magic.pool.process", "taas_magic.host.supervisor", "taas_magic.host.agent"),
+    *("multiprocessing.resource_tracker", FORKSERVER),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

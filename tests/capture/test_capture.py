@@ -440,9 +440,10 @@ def test_refuses_a_database_handle_deep_in_an_attribute(notebook: Notebook) -> N
 
 
 def test_refuses_a_live_dataloader_iterator(notebook: Notebook) -> None:
-    from torch.utils.data import DataLoader
+    from torch import zeros
+    from torch.utils.data import DataLoader, TensorDataset
 
-    message = refused(notebook, Box(batches=iter(DataLoader(range(3)))))
+    message = refused(notebook, Box(batches=iter(DataLoader(TensorDataset(zeros(3))))))
     assert message.startswith("`thing.batches` is a torch.utils.data")
     assert "pass the loader and call iter() inside the cell" in message
 
@@ -470,7 +471,7 @@ def test_refuses_more_than_the_limit(notebook: Notebook) -> None:
 
 def test_survey_lists_all_that_would_fail(notebook: Notebook) -> None:
     notebook.namespace.update(
-        {"lock": threading.Lock(), "numbers": iter(()), "n": 5, "gen": (x for x in ())}
+        {"lock": threading.Lock(), "numbers": iter(()), "n": 5, "gen": (x for x in "")}
     )
     made, problems = notebook.survey("lock, gen, n", limit_bytes=1)
     assert list(why(made)) == ["n"]

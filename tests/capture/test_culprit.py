@@ -28,6 +28,8 @@ class Box:
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
+    def method(self) -> None: ...
+
 
 class Slots:
     __slots__ = ("held",)
@@ -106,7 +108,7 @@ def locally(function: Any) -> Any:
         (collections.OrderedDict(a=LOCK), "v['a']"),
         (collections.defaultdict(list, a=[LOCK]), "v['a'][0]"),
         (functools.partial(print, LOCK, end=LOCK), "v.args[0]"),
-        (Box(x=LOCK).__init__, "v.__self__.x"),
+        (Box(x=LOCK).method, "v.__self__.x"),
         (closing_over(LOCK), "v.<closure held>"),
         (closing_over(Box(db=LOCK)), "v.<closure held>.db"),
         (locally(with_default), "v.<default held>"),
@@ -131,7 +133,7 @@ def test_torch_modules_are_written_as_the_user_writes_them() -> None:
 
 def test_cycles_end() -> None:
     value = Box()
-    value.me, value.lock = value, LOCK
+    value.__dict__.update(me=value, lock=LOCK)
     assert culprit("v", value, probe) == ("v.lock", LOCK)
 
 

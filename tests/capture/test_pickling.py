@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.backends.cudnn as cudnn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from taas_magic.capture import pickling, reducers
 from taas_magic.errors import CaptureError
@@ -142,11 +144,15 @@ def test_a_rank_takes_its_own_gpu_and_the_kernel_none(monkeypatch: pytest.Monkey
 
 
 def test_a_loader_travels_without_its_running_iterator(path: Path) -> None:
-    loader = torch.utils.data.DataLoader(
-        list(range(4)), num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    loader = DataLoader(
+        TensorDataset(torch.zeros(4)),
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context="fork",
     )
     iterator = iter(loader)
     back = through_a_file(loader, path)
+    assert isinstance(iterator, _MultiProcessingDataLoaderIter)
     iterator._shutdown_workers()
     assert back._iterator is None
     assert len(back) == 4
@@ -155,7 +161,7 @@ def test_a_loader_travels_without_its_running_iterator(path: Path) -> None:
 def test_the_file_is_private_and_appears_whole(path: Path) -> None:
     pickling.write_archive(path, pickling.dump(1))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    broken = pickling.Pickled(b"", [pickle.PickleBuffer(np.ones((2, 2))[:, 0])])
+    broken = pickling.Pickled(b"", [pickle.PickleBuffer(memoryview(bytes(4))[::2])])
     with pytest.raises(BufferError):
         pickling.write_archive(path, broken)
     assert os.listdir(path.parent) == [path.name]

@@ -6,14 +6,17 @@ import itertools
 import random
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import torch
 from torch.utils.data import DataLoader
 
 from taas_magic.data import metrics
+from taas_magic.data.service import Directory, Tls
 from tests.data.data_proxy import Proxy
-from tests.data.data_rig import Noise, service
+from tests.data.data_rig import Noise, Service, service
 
 WORLD_SIZE = 2
 REST_EVERY = 40
@@ -29,33 +32,33 @@ class Chaos:
         pause_s: Mean time between two.
     """
 
-    def __init__(self, running, seed, faults, pause_s):
+    def __init__(self, running: Service, seed: int, faults: int, pause_s: float) -> None:
         self._running, self._random = running, random.Random(seed)
         self._faults, self._pause_s = faults, pause_s
-        self.done = []
+        self.done: list[str] = []
         self.proxy = Proxy(running.feed().directory, self._harm)
         self._cuts = threading.Event()
         self._steps, self._news = 0, threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self):
+    def __enter__(self) -> "Chaos":
         self._thread.start()
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         with self._news:
             self._faults = 0
             self._news.notify()
         self._thread.join()
         self.proxy.close()
 
-    def stepped(self):
+    def stepped(self) -> None:
         """The ranks have had a batch each."""
         with self._news:
             self._steps += 1
             self._news.notify()
 
-    def _run(self):
+    def _run(self) -> None:
         while len(self.done) < self._faults:
             time.sleep(self._random.expovariate(1 / self._pause_s))
             kind = self._random.choice(["kill worker", "stop worker", "cut", "kill fetcher"])
@@ -64,30 +67,30 @@ class Chaos:
                 self.done.append(kind)
             self._wait_for_a_step()
 
-    def _wait_for_a_step(self):
+    def _wait_for_a_step(self) -> None:
         """Ten faults while one batch is asked for would end the run; on a slow machine they do."""
         with self._news:
             before = self._steps
             self._news.wait_for(lambda: self._steps > before or not self._faults)
 
-    def _parent(self):
+    def _parent(self) -> psutil.Process:
         """The process whose children are a fetcher's workers."""
         number = self._random.randrange(len(self._running.processes))
         return psutil.Process(self._running.processes[number][0].pid).children()[0]
 
-    def _worker(self):
+    def _worker(self) -> psutil.Process:
         return self._random.choice(self._parent().children())
 
-    def _kill_worker(self):
+    def _kill_worker(self) -> None:
         self._worker().kill()
 
-    def _stop_worker(self):
+    def _stop_worker(self) -> None:
         worker = self._worker()
         worker.suspend()
         time.sleep(self._random.uniform(0.05, 0.3))
         worker.resume()
 
-    def _kill_fetcher(self):
+    def _kill_fetcher(self) -> None:
         number = self._random.randrange(len(self._running.processes))
         process, control = self._running.processes[number]
         process.kill()
@@ -95,17 +98,24 @@ class Chaos:
         control.close()
         self._running.restart(number)
 
-    def _cut(self):
+    def _cut(self) -> None:
         self._cuts.set()
 
-    def _harm(self, number, data):
+    def _harm(self, number: int, data: bytes) -> bytes | None:
         if self._cuts.is_set():
             self._cuts.clear()
             return None
         return data
 
 
-def train(running, epochs, directory, generation=0, rest_s=0.0, stepped=lambda: None):
+def train(
+    running: Service,
+    epochs: int,
+    directory: Directory | Proxy,
+    generation: int = 0,
+    rest_s: float = 0.0,
+    stepped: Callable[[], None] = lambda: None,
+) -> tuple[str, torch.Tensor]:
     """Train on all ranks' streams, with a rest now and then; returns their hash and weights."""
     torch.manual_seed(0)
     weights = torch.zeros(8)
@@ -132,7 +142,15 @@ def train(running, epochs, directory, generation=0, rest_s=0.0, stepped=lambda: 
     return digest.hexdigest(), weights
 
 
-def play(folder, seed, faults, pause_s=0.05, rows=200, tls=None, rest_s=0.0):
+def play(
+    folder: Path,
+    seed: int,
+    faults: int,
+    pause_s: float = 0.05,
+    rows: int = 200,
+    tls: Tls | None = None,
+    rest_s: float = 0.0,
+) -> list[str]:
     """Train undisturbed, then under harm until so much was done; returns what was done.
 
     Args:
@@ -148,7 +166,8 @@ def play(folder, seed, faults, pause_s=0.05, rows=200, tls=None, rest_s=0.0):
         AssertionError: A stream, the weights or the ledger differ.
     """
     loader = DataLoader(Noise(rows), 4, shuffle=True)
-    done, generation = [], 0
+    done: list[str] = []
+    generation = 0
     with service(folder, loader, fetchers=2, workers=2, tls=tls) as running:
         digest, weights = train(running, 2, running.feed().directory)
         while len(done) < faults:

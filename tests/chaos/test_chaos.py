@@ -1,6 +1,7 @@
 """Fifty faults at random: the stream, the weights and the ledger are the undisturbed ones."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -12,5 +13,5 @@ SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))
 
 
 @pytest.mark.timeout(600)
-def test_the_result_is_that_of_an_undisturbed_run(tmp_path):
+def test_the_result_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
     assert len(play(tmp_path, SEED, FAULTS)) >= FAULTS

@@ -9,11 +9,11 @@ import numpy
 import torch
 
 
-def saves(path: str, value: float) -> None:
+def saves(path: str | pathlib.Path, value: float) -> None:
     torch.save({"weight": torch.full((4,), value)}, path)
 
 
-def loads(path: str) -> float:
+def loads(path: str | pathlib.Path) -> float:
     return float(torch.load(path, weights_only=True)["weight"][0])
 
 

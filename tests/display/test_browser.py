@@ -8,8 +8,9 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-chromium = pytest.importorskip("tests.rig.browser.chromium", reason="websocket-client is missing")
-from tests.rig.browser.lab import (  # noqa: E402
+pytest.importorskip("websocket", reason="websocket-client is missing")
+from tests.rig.browser.chromium import Page, find, open_page
+from tests.rig.browser.lab import (
     Lab,
     command,
     open_lab,
@@ -18,11 +19,11 @@ from tests.rig.browser.lab import (  # noqa: E402
     wait_until,
 )
 
-BROWSER = chromium.find()
+BROWSER = find() or ""
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.skipif(BROWSER is None, reason="no chromium is installed"),
+    pytest.mark.skipif(not BROWSER, reason="no chromium is installed"),
     pytest.mark.skipif(find_spec("jupyterlab") is None, reason="jupyterlab is missing"),
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -81,9 +82,8 @@ def lab(project: Path) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="module")
-def page(lab: Lab, project: Path) -> Iterator["chromium.Page"]:
-    assert BROWSER is not None
-    with chromium.open_page(BROWSER, project.parent / "profile") as opened:
+def page(lab: Lab, project: Path) -> Iterator[Page]:
+    with open_page(BROWSER, project.parent / "profile") as opened:
         open_notebook(opened, lab, "seen.ipynb")
         yield opened
 
@@ -94,7 +94,7 @@ def output(number: int) -> str:
 
 
 def test_a_run_shows_its_head_its_log_and_its_result(
-    page: "chromium.Page", project: Path, tmp_path: Path
+    page: Page, project: Path, tmp_path: Path
 ) -> None:
     command(page, "notebook:run-all-cells")
     page.wait_for(f"/rank 0 waits/.test({output(1)}) && /rank 1 waits/.test({output(1)})")
@@ -112,7 +112,7 @@ def test_a_run_shows_its_head_its_log_and_its_result(
     page.wait_for(f"/is down/.test({output(3)})")
 
 
-def test_tab_completes_a_flag(page: "chromium.Page") -> None:
+def test_tab_completes_a_flag(page: Page) -> None:
     last = "[...document.querySelectorAll('.jp-CodeCell .cm-content')].at(-1)"
     page.wait_for(f"({last}.focus(), document.activeElement === {last})")
     page.type("%%taas --g")
@@ -125,13 +125,12 @@ def test_tab_completes_a_flag(page: "chromium.Page") -> None:
 
 
 @pytest.fixture
-def another_page(tmp_path: Path) -> Iterator["chromium.Page"]:
-    assert BROWSER is not None
-    with chromium.open_page(BROWSER, tmp_path / "profile") as opened:
+def another_page(tmp_path: Path) -> Iterator[Page]:
+    with open_page(BROWSER, tmp_path / "profile") as opened:
         yield opened
 
 
-def test_a_flood_leaves_the_page_able_to_answer(another_page: "chromium.Page", lab: Lab) -> None:
+def test_a_flood_leaves_the_page_able_to_answer(another_page: Page, lab: Lab) -> None:
     open_notebook(another_page, lab, "flood.ipynb")
     command(another_page, "notebook:run-all-cells")
     another_page.wait_for(f"/SUCCEEDED/.test({output(0)}) && /an answer/.test({output(1)})")
@@ -141,15 +140,14 @@ def test_a_flood_leaves_the_page_able_to_answer(another_page: "chromium.Page", l
 
 
 def test_a_head_that_nothing_reaches_any_more_does_not_say_running(
-    another_page: "chromium.Page", lab: Lab, project: Path, tmp_path: Path
+    another_page: Page, lab: Lab, project: Path, tmp_path: Path
 ) -> None:
     open_notebook(another_page, lab, "waits.ipynb")
     command(another_page, "notebook:run-cell")
     another_page.wait_for(f"/RUNNING/.test({output(0)})")
     command(another_page, "docmanager:save-all")
     wait_until(lambda: "RUNNING" in (project / "waits.ipynb").read_text(), "it is not saved")
-    assert BROWSER is not None
-    with chromium.open_page(BROWSER, tmp_path / "again") as again:
+    with open_page(BROWSER, tmp_path / "again") as again:
         show_notebook(again, lab, "waits.ipynb")
         again.wait_for(f"/RUNNING/.test({output(0)})")
         again.call("Animation.enable")

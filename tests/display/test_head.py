@@ -10,7 +10,7 @@ from msgspec import structs
 
 from taas_magic.display.head import RunState, duration, html, text
 from taas_magic.messages import Event
-from tests.events import event
+from tests.events import event, parsed
 
 BAR = " epoch 3:  62%|######2   | 31/50 [00:05<00:03, 5.91it/s]"
 SURVIVING_TAGS = {"div", "span", "b", "details", "summary", "progress"}
@@ -214,7 +214,9 @@ def test_the_last_progress_bar_of_rank_0(
     events: list[tuple[str, str | list[str]]], progress: str
 ) -> None:
     fields = {"progress": "text", "lines": "lines"}
-    state = run_state(*(event(kind, rank=0, **{fields[kind]: value}) for kind, value in events))
+    state = run_state(
+        *(parsed({"kind": kind, "rank": 0, fields[kind]: value}) for kind, value in events)
+    )
     assert state.progress == progress
 
 

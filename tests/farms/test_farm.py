@@ -116,7 +116,8 @@ def farm(planted: Notebook) -> Farm:
 
 @pytest.fixture
 def names(planted: Notebook) -> dict[str, object]:
-    return planted.shell.user_ns
+    found: dict[str, object] = planted.shell.user_ns
+    return found
 
 
 def test_results_come_back_as_they_are_ready_and_a_listener_hears_of_each(

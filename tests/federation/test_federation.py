@@ -9,9 +9,9 @@ import pytest
 
 from taas_magic.errors import RankFailed
 from taas_magic.federation.flower import RESULT, _keeping
-from taas_magic.journal.folder import Event
 from taas_magic.notebook import launch
 from taas_magic.notebook.run import Run
+from tests.events import Line
 from tests.harness import Notebook, on_event, without_pytests_filter
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, give_back, settings_in, ssh_pool
@@ -156,7 +156,7 @@ def test_a_host_without_a_word_in_per_host_is_named(sites: Notebook, hosts: Host
 def test_the_others_go_on_without_a_client_that_is_lost(
     sites: Notebook, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trains_on_another_host(event: Event) -> bool:
+    def trains_on_another_host(event: Line) -> bool:
         lines = event.get("lines", ()) if event["kind"] == "lines" and event["rank"] else ()
         return any("trains in round" in line for line in lines)
 

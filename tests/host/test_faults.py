@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.errors import RankFailed, RunLost, RunTimeout
+from tests.events import Line
 from tests.harness import Notebook, Outcome, left_of, on_event, processes
 
 ALL_REDUCE = """
@@ -18,9 +19,9 @@ dist.all_reduce(torch.ones(1))
 """
 
 
-def first(outcome: Outcome) -> dict[str, object]:
+def first(outcome: Outcome) -> Line:
     assert outcome.run is not None
-    failure: dict[str, object] = outcome.of_kind("ended")[0]["first"]
+    failure: Line = outcome.of_kind("ended")[0]["first"]
     return failure
 
 

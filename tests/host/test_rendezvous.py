@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from msgspec import structs
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from taas_magic.errors import PoolError
 from taas_magic.host import rendezvous
@@ -50,8 +50,8 @@ def test_ranks_meet_and_another_attempt_has_a_store_of_its_own(meeting: Rendezvo
 
 
 def test_it_listens_on_its_address_only_and_is_gone_with_its_attempt(meeting: Rendezvous) -> None:
-    listening = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert [place.ip for place in listening if place.port == meeting.port] == [ADDRESS]
+    bound = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [place.ip for place in bound if place and place.port == meeting.port] == [ADDRESS]
     meeting.close()
     deadline = time.monotonic() + WAIT_S
     while (answers := is_answered(meeting.port)) and time.monotonic() < deadline:

@@ -379,13 +379,13 @@ def test_stacks_of_a_rank_that_is_stopped(
     shown: list[str] = []
 
     def look(run: Run) -> None:
-        [pid] = (pid for it in started for pid in it["pids"].values())
+        [pid] = (pid for it in begun for pid in it["pids"].values())
         while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
             threading.Event().wait(0.05)
         shown.append(run_command("stacks", Config()))  # type: ignore[arg-type]
 
     with (
-        on_event(monkeypatch, lambda it: it["kind"] == "started", lambda run: None) as started,
+        on_event(monkeypatch, lambda it: it["kind"] == "started", lambda run: None) as begun,
         on_event(monkeypatch, lambda it: it["kind"] == "lines", look),
     ):
         notebook.run(source, gpus=1)

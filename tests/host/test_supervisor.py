@@ -77,10 +77,15 @@ def longest_pause(supervisor: subprocess.Popen[bytes], for_s: float) -> float:
 
 def test_silence_of_the_network_ends_all_and_bytes_prolong_it() -> None:
     command = supervisor_command(LEASE_S)
-    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
     pause_s = LEASE_S
     while pause_s >= LEASE_S / 2:  # a machine that halts for as long as the lease shows nothing
-        with subprocess.Popen(command, start_new_session=True, **pipes) as supervisor:
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        ) as supervisor:
             pause_s = longest_pause(supervisor, 2 * LEASE_S)
             lived = supervisor.poll() is None
             supervisor.wait(WITHIN_S)

@@ -128,7 +128,8 @@ def test_pruning_bounds_the_size() -> None:
 
 
 def test_a_full_disk_is_said_once_and_stops_nobody() -> None:
-    folder, said = RunFolder.create("r1", PLAN, ""), []
+    said: list[str] = []
+    folder = RunFolder.create("r1", PLAN, "")
     folder.events.symlink_to("/dev/full")
     writer = Writer(folder, said.append)
     for _ in range(3):
@@ -154,7 +155,8 @@ def test_a_disk_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_journal_is_bounded_and_still_says_how_the_run_ended() -> None:
-    folder, said = RunFolder.create("r1", PLAN, ""), []
+    said: list[str] = []
+    folder = RunFolder.create("r1", PLAN, "")
     writer = Writer(folder, said.append, limit_bytes=5 << 20)
     for _ in range(100):
         writer.append(event("lines", rank=0, lines=["x" * 100_000]))

@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -52,7 +53,7 @@ def test_it_is_a_figure_of_both() -> None:
     above, below = figure.axes
     assert above.get_title() == "digits"
     assert "waited" in above.get_ylabel()
-    assert len(above.lines[0].get_xdata()) == len(below.lines[0].get_xdata()) == 6
+    assert np.size(above.lines[0].get_xdata()) == np.size(below.lines[0].get_xdata()) == 6
 
 
 def test_without_loaders_or_matplotlib_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

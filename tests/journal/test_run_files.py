@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from taas_magic.errors import ProtocolError
 from taas_magic.host import files as run_files
@@ -62,7 +63,7 @@ def test_a_host_that_sees_the_folder_uses_it(home: RunFolder, plan: Plan, tmp_pa
 
 
 def test_another_runs_folder_of_the_same_path_is_not_it(plan: Plan, tmp_path: Path) -> None:
-    other = RunFolder.create("another-run", {"run_id": "another-run"}, "cell")
+    other = RunFolder.create("another-run", structs.replace(plan, run_id="another-run"), "cell")
     spec = HostSpec(plan, 0, str(other.path), Origin("/", {}, ()))
     assert not RunFiles(spec, lambda request: None, tmp_path / "cache").is_shared
 

@@ -100,7 +100,8 @@ def test_the_extension_is_on_without_load_ext(
     assert (status, text.count("\n")) == ("error", 0)
     assert "#pragma taas --gpus 2" in text
     assert output_of(client, "import sys; print(sys.executable)") == ("ok", sys.executable + "\n")
-    assert process_manager.kernel_spec.display_name == "Python (TaaS)"
+    spec = process_manager.kernel_spec
+    assert spec is not None and spec.display_name == "Python (TaaS)"
     assert output_of(client, "%load_ext taas_magic") == ("ok", ""), "as notebooks for any kernel"
     assert output_of(client, "%reload_ext taas_magic") == ("ok", "")
     assert output_of(client, "#!g2.8\nx = 1")[0] == "error"

@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from msgspec.structs import replace
 from traitlets.config import Config as ShellConfig
 
 import taas
@@ -42,11 +44,18 @@ class FakeLaunch(ModuleType):
         return run_id
 
     def rows(self, config: Config) -> list[PoolRow]:
-        had = {"address": "", "since": 0.0, "had_s": 7200.0, "gpu_hours": 4.0}
-        hosts = [
-            HostStatus(host="here", runs=["a"], means="Landlock", idle_s=None, **had),
-            HostStatus(host="there", runs=[], means="read-only mount", idle_s=61.0, **had),
-        ]
+        here = HostStatus(
+            host="here",
+            address="",
+            means="Landlock",
+            since=0.0,
+            runs=["a"],
+            had_s=7200.0,
+            idle_s=None,
+            gpu_hours=4.0,
+        )
+        there = replace(here, host="there", runs=[], means="read-only mount", idle_s=61.0)
+        hosts = [here, there]
         status = PoolStatus(hosts=hosts, gpu_hours=8.0, used_gpu_hours=2.0)
         return [PoolRow("local", "local", "ready", status)]
 
@@ -371,4 +380,4 @@ def test_the_public_names_tell_of_the_last_run(launch: FakeLaunch) -> None:
     launch.last_run = object()
     assert taas.last_run is taas_magic.last_run is launch.last_run
     with pytest.raises(AttributeError, match=r"no attribute 'nothing'; it has: .*runs"):
-        _ = taas.nothing
+        attrgetter("nothing")(taas)

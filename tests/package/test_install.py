@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import zipfile
 from pathlib import Path
+from typing import TypedDict
 
 import pytest
 
@@ -47,7 +48,7 @@ def python(tmp_path: Path) -> Path:
 
 
 def install(python: Path, *what: str) -> None:
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed"]
     subprocess.run([*pip, *offline, *what], check=True)
 
@@ -62,9 +63,16 @@ def said(python: Path, *words: str) -> str:
     return done.stdout.decode().strip()
 
 
-def kernels_of(python: Path) -> dict[str, dict[str, dict[str, str]]]:
+class Kernel(TypedDict):
+    """What Jupyter lists of a kernel."""
+
+    resource_dir: str
+    spec: dict[str, object]
+
+
+def kernels_of(python: Path) -> dict[str, Kernel]:
     listed = json.loads(said(python, "-m", "jupyter_client.kernelspecapp", "list", "--json"))
-    kernels: dict[str, dict[str, dict[str, str]]] = listed["kernelspecs"]
+    kernels: dict[str, Kernel] = listed["kernelspecs"]
     return kernels
 
 

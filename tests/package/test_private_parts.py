@@ -61,10 +61,13 @@ def test_a_private_name_is_still_there(name: str) -> None:
 
 def private_names(tree: ast.Module) -> Iterator[str]:
     """Private names that a module takes from elsewhere: attributes, and what it imports."""
-    own = {node.attr for node in ast.walk(tree) if _is_set(node)}
-    own |= OWN
+    own = set(OWN)
     own |= {node.name for node in ast.walk(tree) if hasattr(node, "name") and node.name}
-    own |= {node.target.id for node in ast.walk(tree) if _is_field(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("taas_magic"):
             yield from _imported(node)
@@ -83,14 +86,6 @@ def _imported(node: ast.ImportFrom) -> Iterator[str]:
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
-
-
-def _is_set(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-
-
-def _is_field(node: ast.AST) -> bool:
-    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
 
 
 def exists(name: str) -> bool:

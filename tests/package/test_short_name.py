@@ -48,9 +48,10 @@ def python(tmp_path: Path) -> Path:
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     # Behind what is installed in the environment itself.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "-q"]
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
     subprocess.run([*pip, *OFFLINE, "--ignore-installed", ROOT], check=True)
-    return folder / "bin" / "python"
+    return python
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_pip_install_taas_changes_nothing(front: Frontend, wheel: Path) -> None:
 
 
 def test_neither_package_owns_a_file_of_the_other(python: Path, wheel: Path) -> None:
-    def pip(*words: object) -> None:
+    def pip(*words: str | Path) -> None:
         subprocess.run([sys.executable, "-m", "pip", "-q", "--python", python, *words], check=True)
 
     site = Path(sysconfig.get_path("purelib", vars={"base": str(python.parent.parent)}))

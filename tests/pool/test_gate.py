@@ -55,6 +55,7 @@ from taas_magic.store.manifest import (
     ReadStore,
     WriteRunFile,
 )
+from tests.events import Line
 from tests.frontend import WAIT_S
 from tests.rig.pools import PoolHere, pool_here
 
@@ -375,7 +376,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
     changed = {"SET_IN_A_CELL": "1"}
     origin = Origin("/", {"SECRET": "of the kernel"}, (), changed=changed)
     spec = HostSpec(plan, 0, str(folder.path), origin, requires=None)
-    others = [
+    others: list[Line] = [
         {"kind": "lines", "host": "good", "rank": 0, "lines": ["forged"]},
         {"kind": "ended", "host": "", "state": "SUCCEEDED", "failures": [], "first": None},
         {"kind": "settled", "host": "good", "attempt": 0, "state": "FAILED", "cause": "failure",

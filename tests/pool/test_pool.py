@@ -92,7 +92,9 @@ def test_the_kernel_hears_a_run_from_its_first_event_on(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, put = the_pool(notebook)._client, Run.put
-    send, heard = client._send_to_scheduler, []
+    assert client is not None
+    send = client._send_to_scheduler
+    heard: list[str] = []
 
     def send_late(message: dict[str, object]) -> None:
         if message["op"] != "subscribe-topic":

@@ -35,7 +35,7 @@ def start(target: Any, *args: Any) -> Any:
 
 def end_forkserver() -> None:
     """Ends what starts the held processes; the next one starts it again."""
-    forkserver._forkserver._stop()
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # the stub has no private names
 
 
 @dataclass(frozen=True)

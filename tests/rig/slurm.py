@@ -200,9 +200,12 @@ def _spool_of(slurm: Slurm) -> Path:
 def _stop(folder: Path) -> None:
     for name in ("spool/slurmd.pid", "slurmctld.pid", "munged.pid"):
         with suppress(OSError, ValueError):
-            pid = int((folder / name).read_text())
-            os.kill(pid, signal.SIGTERM)
-            _wait(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"{name} did not end")
+            _end(int((folder / name).read_text()), name)
+
+
+def _end(pid: int, name: str) -> None:
+    os.kill(pid, signal.SIGTERM)
+    _wait(lambda: not Path(f"/proc/{pid}").exists(), f"{name} did not end")
 
 
 def _free_ports(count: int) -> list[int]:

@@ -29,8 +29,10 @@ ARGUMENTS = ("--epochs", "2", "--lr", "0.3", "--workers", "1")
 HANGS_AFTER_S = 200.0
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_IMPORTED = ("torch", "numpy", "accelerate", "datasets", "lightning", "scikit-learn")
-_IMPORTED += ("tensorboard", "torchdata", "transformers", "wandb")
+_IMPORTED = (
+    *("torch", "numpy", "accelerate", "datasets", "lightning", "scikit-learn"),
+    *("tensorboard", "torchdata", "transformers", "wandb"),
+)
 
 
 def results(text: str) -> list[str]:

@@ -107,8 +107,9 @@ def test_a_store_that_takes_nothing_is_found_before_the_run(options: str, says: 
 @contextmanager
 def another_owner(store: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", OWN, str(store)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as owner:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout is not None and owner.stdout.readline() == "owned\n"
         try:
             yield owner

@@ -49,8 +49,14 @@ def executed(folder: Path, name: str, *pools: str) -> NotebookNode:
     down = "\n".join(f"%taas down {pool}" for pool in (*pools, ""))
     notebook.cells.append(nbformat.v4.new_code_cell(down))
     resources = {"metadata": {"path": str(folder)}}
-    waits = {"timeout": 240, "startup_timeout": 100, "iopub_timeout": 100}
-    NotebookClient(notebook, kernel_name="taas", resources=resources, **waits).execute()
+    NotebookClient(
+        notebook,
+        kernel_name="taas",
+        resources=resources,
+        timeout=240,
+        startup_timeout=100,
+        iopub_timeout=100,
+    ).execute()
     return notebook
 
 
