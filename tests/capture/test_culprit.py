@@ -127,7 +127,7 @@ def test_torch_modules_are_written_as_the_user_writes_them() -> None:
     import torch
 
     net = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    net[0].lock = LOCK  # type: ignore[assignment]
+    vars(net[0])["lock"] = LOCK
     assert culprit("net", net, probe)[0] == "net.0.lock"
 
 

@@ -69,8 +69,8 @@ def test_qstat_is_read_with_its_broken_lines() -> None:
 
 
 @pytest.mark.parametrize("parse", [parse_squeue, parse_qstat])
-def test_what_is_no_answer_has_no_jobs(parse: object) -> None:
-    assert parse("slurm_load_jobs error: x\n|\n\nJob") == {}  # type: ignore[operator]
+def test_what_is_no_answer_has_no_jobs(parse: Callable[[str], dict[str, BatchJob]]) -> None:
+    assert parse("slurm_load_jobs error: x\n|\n\nJob") == {}
 
 
 @pytest.fixture(scope="module")

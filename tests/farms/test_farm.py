@@ -115,20 +115,19 @@ def farm(planted: Notebook) -> Farm:
 
 
 @pytest.fixture
-def names(planted: Notebook) -> dict[str, object]:
-    found: dict[str, object] = planted.shell.user_ns
+def names(planted: Notebook) -> dict[str, Any]:
+    found: dict[str, Any] = planted.shell.user_ns
     return found
 
 
 def test_results_come_back_as_they_are_ready_and_a_listener_hears_of_each(
-    planted: Notebook, farm: Farm, names: dict[str, object]
+    planted: Notebook, farm: Farm, names: dict[str, Any]
 ) -> None:
     planted.define("heard = []\nfarm.on_solution(lambda job: heard.append(job.name))")
     planted.define("jobs = farm.map(train, range(6), more=1)")
     planted.define("got = {job.args: job.result() for job in farm.as_completed(jobs)}")
     planted.define("right = all(type(it) is Solution for it in got.values())")
     got, jobs, heard = names["got"], names["jobs"], names["heard"]
-    assert isinstance(got, dict) and isinstance(jobs, list) and isinstance(heard, list)
     assert {args: it.value for args, it in got.items()} == {(x,): 3 * x + 1 for x in range(6)}
     assert names["right"]
     until(lambda: len(heard) == len(jobs))  # a result may be had before the listener is called
@@ -138,9 +137,9 @@ def test_results_come_back_as_they_are_ready_and_a_listener_hears_of_each(
 
 
 def test_a_job_that_raises_fails_with_its_traceback_in_the_notebooks_lines(
-    planted: Notebook, farm: Farm, names: dict[str, object]
+    planted: Notebook, farm: Farm, names: dict[str, Any]
 ) -> None:
-    error = farm.submit(names["divide"], 0).exception()  # type: ignore[arg-type]
+    error = farm.submit(names["divide"], 0).exception()
     assert isinstance(error, JobFailed)
     shown = "\n".join(error._render_traceback_())
     assert "Cell In[" in shown and "return 1 / x" in shown
@@ -149,20 +148,18 @@ def test_a_job_that_raises_fails_with_its_traceback_in_the_notebooks_lines(
 
 
 def test_a_job_is_called_again_as_often_as_it_may(
-    farm: Farm, names: dict[str, object], tmp_path: Path
+    farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
     once = names["once"]
-    assert callable(once)
     assert farm.submit(once, str(tmp_path / "a"), retries=1).result() == "the second time"
     with pytest.raises(JobFailed, match="ValueError: the first time"):
         farm.submit(once, str(tmp_path / "b")).result()
 
 
 def test_a_job_that_kills_its_process_fails_by_name_and_others_go_on(
-    farm: Farm, names: dict[str, object]
+    farm: Farm, names: dict[str, Any]
 ) -> None:
     die, train = names["die"], names["train"]
-    assert callable(die) and callable(train)
     job = farm.submit(die, retries=1)
     with pytest.raises(JobFailed, match=rf"{job.name} on host .*was killed by SIGKILL"):
         job.result()
@@ -170,11 +167,10 @@ def test_a_job_that_kills_its_process_fails_by_name_and_others_go_on(
 
 
 def test_a_job_reads_the_store_and_saves_to_its_own_folder(
-    planted: Notebook, farm: Farm, names: dict[str, object]
+    planted: Notebook, farm: Farm, names: dict[str, Any]
 ) -> None:
     (planted.project / "here.txt").write_text("read me")
     save = names["save"]
-    assert callable(save)
     job = farm.submit(save, [1, 2])
     assert job.result() is True
     assert torch.load(job.folder / "model.pt", weights_only=True) == [1, 2]
@@ -183,28 +179,26 @@ def test_a_job_reads_the_store_and_saves_to_its_own_folder(
 
 
 def test_a_large_array_goes_to_a_host_once_and_each_job_may_write_to_its_own(
-    planted: Notebook, farm: Farm, names: dict[str, object]
+    planted: Notebook, farm: Farm, names: dict[str, Any]
 ) -> None:
     planted.define("data = numpy.zeros(1 << 20)")
     planted.define("sums = [job.result() for job in farm.map(total, [data] * 3)]")
     assert names["sums"] == [1.0] * 3
-    assert names["data"][0] == 0.0  # type: ignore[index]
+    assert names["data"][0] == 0.0
 
 
 def test_what_cannot_travel_is_refused_before_anything_is_submitted(
-    farm: Farm, names: dict[str, object]
+    farm: Farm, names: dict[str, Any]
 ) -> None:
     train = names["train"]
-    assert callable(train)
     with pytest.raises(CaptureError, match=r"`more\['lock'\]` is a _thread.lock"):
         farm.submit(train, 1, more={"lock": threading.Lock()})
 
 
 def test_short_jobs_share_a_process_and_fresh_ones_have_their_own(
-    farm: Farm, names: dict[str, object]
+    farm: Farm, names: dict[str, Any]
 ) -> None:
     train = names["train"]
-    assert callable(train)
 
     def some_share() -> bool:  # on a machine that is busy now, no job may be a short one
         return len({job.result().pid for job in farm.map(train, range(12))}) < 12
@@ -215,10 +209,9 @@ def test_short_jobs_share_a_process_and_fresh_ones_have_their_own(
 
 
 def test_an_interrupt_of_the_wait_ends_the_jobs_that_are_waited_for(
-    farm: Farm, names: dict[str, object], tmp_path: Path
+    farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
     wait = names["wait"]
-    assert callable(wait)
     marks = [tmp_path / str(number) for number in range(2)]
     jobs = farm.map(wait, map(str, marks))
 
@@ -237,15 +230,13 @@ def test_an_interrupt_of_the_wait_ends_the_jobs_that_are_waited_for(
         list(farm.as_completed(jobs))
     assert [job.state for job in jobs] == ["cancelled"] * 2
     train = names["train"]
-    assert callable(train)
     assert farm.submit(train, 1).result().value == 3
 
 
 def test_a_job_whose_node_dies_is_done_elsewhere_and_another_node_comes(
-    farm: Farm, names: dict[str, object], tmp_path: Path
+    farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
     waits, train, mark = names["wait_unless"], names["train"], tmp_path / "mark"
-    assert callable(waits) and callable(train)
     done = farm.submit(train, 5)
     assert done.result().value == 15
     job = farm.submit(waits, str(mark))
@@ -296,10 +287,9 @@ def test_a_node_that_came_before_the_kernel_listens_is_known(
 
 
 def test_a_job_that_ends_while_it_is_submitted_is_heard(
-    farm: Farm, names: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    farm: Farm, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit, train = farm._client.submit, names["train"]
-    assert callable(train)
 
     def submit_and_wait(*args: Any, **kwargs: Any) -> Future:
         future = submit(*args, **kwargs)
@@ -338,12 +328,12 @@ def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
 
 
 def test_jobs_fail_when_no_node_comes(
-    several: Notebook, names: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    several: Notebook, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "NODE_START_S", 0.0)
     several.define("never = taas.farm('many')")
     never, train = names["never"], names["train"]
-    assert isinstance(never, Farm) and callable(train)
+    assert isinstance(never, Farm)
     error = never.submit(train, 1).exception(WAIT_S)
     assert isinstance(error, PoolError)
     assert "3 nodes did not start, no more are: it did not come within 0 s" in str(error)
@@ -377,14 +367,14 @@ def test_bounds_that_a_pool_cannot_keep_are_refused(several: Notebook) -> None:
 
 @pytest.mark.parametrize("first", ["its end", "its connection's end"])
 def test_a_farm_whose_process_dies_says_so_of_each_job(
-    several: Notebook, names: dict[str, object], monkeypatch: pytest.MonkeyPatch, first: str
+    several: Notebook, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     if first != "its end":
         monkeypatch.setattr(Farm, "_watch", lambda farm: None)
     known = programs("process")
     several.define("dying = taas.farm('many', nodes=1)")
     dying, wait = names["dying"], names["wait"]
-    assert isinstance(dying, Farm) and callable(wait)
+    assert isinstance(dying, Farm)
     job = dying.submit(wait, "never")
     [process] = programs("process") - known
     process.kill()

@@ -6,8 +6,8 @@ import subprocess
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from taas_magic.config import Config
 from taas_magic.display.head import RunState, html, text
 from taas_magic.display.view import TerminalScreen
+from taas_magic.host.output import Pump
 from taas_magic.host.stacks import Sight, Stand, last_seen, parse, waits_for
 from taas_magic.host.watch import Ranks, still_since
 from taas_magic.messages import Event, Hang, RanksStarted, RankStand, RunEnded, Settled, StackFrame
@@ -232,7 +233,7 @@ time.sleep(600)
     shown: list[str] = []
 
     def look(run: Run) -> None:
-        shown.append(run_command("stacks", Config()))  # type: ignore[arg-type]
+        shown.append(str(run_command("stacks", Config())))
         stop(run)
 
     with on_event(monkeypatch, lambda it: it["kind"] == "lines", look):
@@ -268,7 +269,7 @@ def test_stacks_shows_fetchers_and_their_workers(
     shown: list[str] = []
 
     def look(run: Run) -> None:
-        shown.append(run_command("stacks", Config()))  # type: ignore[arg-type]
+        shown.append(str(run_command("stacks", Config())))
         stop(run)
 
     with on_event(monkeypatch, lambda it: it["kind"] == "lines", look):
@@ -351,11 +352,12 @@ def test_what_the_frames_say_of_a_wait(files: list[str], words: str) -> None:
 def test_a_host_that_stood_still_blames_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks, said, pump = Ranks([0]), threading.Event(), SimpleNamespace(heard_at=lambda rank: 0.0)
+    ranks, said, pump = Ranks([0]), threading.Event(), mock.Mock(Pump)
     with subprocess.Popen(["sleep", "600"]) as sleeping:
         ranks.started({0: sleeping.pid})
+        pump.heard_at.return_value = 0.0
         monkeypatch.setattr(Stand, "_say", lambda stand, still_s: said.set())
-        stand = Stand(60.0, "gpu1", 0, ranks, pump, tmp_path, print)  # type: ignore[arg-type]
+        stand = Stand(60.0, "gpu1", 0, ranks, pump, tmp_path, print)
         woke = time.monotonic() + 300
         stand.look(woke)
         assert woke - still_since(ranks.states(), woke) < 10
@@ -382,7 +384,7 @@ def test_stacks_of_a_rank_that_is_stopped(
         [pid] = (pid for it in begun for pid in it["pids"].values())
         while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
             threading.Event().wait(0.05)
-        shown.append(run_command("stacks", Config()))  # type: ignore[arg-type]
+        shown.append(str(run_command("stacks", Config())))
 
     with (
         on_event(monkeypatch, lambda it: it["kind"] == "started", lambda run: None) as begun,

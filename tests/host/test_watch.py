@@ -1,5 +1,7 @@
 """The judgement of a host's ranks, situation by situation."""
 
+from typing import Any
+
 import pytest
 
 from taas_magic.host.watch import (
@@ -17,9 +19,9 @@ from taas_magic.leases import STOPPED_S
 from taas_magic.messages import Failure
 
 
-def ranks(**of_rank_1: object) -> list[RankState]:
+def ranks(**of_rank_1: Any) -> list[RankState]:
     """Two ranks; the second one as given."""
-    return [RankState(0, 10), RankState(1, 11, **of_rank_1)]  # type: ignore[arg-type]
+    return [RankState(0, 10), RankState(1, 11, **of_rank_1)]
 
 
 def test_running_ranks_give_no_verdict() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from taas_magic.config import PoolConfig
 from taas_magic.store.rule import user_name
@@ -358,10 +359,8 @@ shell.run_line_magic("taas", "down")
     assert "[0] next" in done.stdout
 
 
-def shell_with():  # type: ignore[no-untyped-def]
+def shell_with() -> InteractiveShell:
     """A shell with the extension, in a script."""
-    from IPython.core.interactiveshell import InteractiveShell
-
     shell = InteractiveShell.instance()
     shell.run_line_magic("load_ext", "taas_magic")
     return shell

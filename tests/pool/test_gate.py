@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from distributed.comm import CommClosedError, connect, listen
 from distributed.protocol.serialize import Serialize, ToPickle
 
 from taas_magic.config import PoolConfig
+from taas_magic.engines.base import Engine
 from taas_magic.engines.keys import Keys, Peer, PeerRole
 from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.host.spec import HostSpec, Launch, Origin, StartShare
@@ -352,17 +353,15 @@ def test_a_host_is_whom_its_certificate_names() -> None:
         Peer.of({})
 
 
-class Nowhere:
-    """Where no hosts come from: those of the test join by themselves."""
+class Nowhere(Engine):
+    """Where no hosts come from: those of the test join by themselves, and stay."""
 
-    async def ensure(self, count: int) -> list[str]:
+    capacity = open = mock.Mock()  # of the kernel, and of a cluster: not asked here
+
+    async def bring(self, count: int) -> list[str]:
         return []
 
-    async def release(self, keep: object) -> None:
-        """They stay."""
-
-    async def why_lost(self, agent: str) -> str:
-        return ""
+    async def give_back(self, keep: Collection[str]) -> None: ...
 
 
 def test_a_bad_host_of_a_run_says_only_what_is_its_own(
@@ -390,7 +389,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
         options = {"host": "127.0.0.1", "protocol": "tls://"}
         async with HeadScheduler(**options, security=Security(**keys.scheduler())) as scheduler:
             pool = PoolConfig("far", engine="ssh", lease_s=600)
-            controller = Controller(scheduler, Nowhere(), pool, linger_s=600)  # type: ignore[arg-type]
+            controller = Controller(scheduler, Nowhere(pool), pool, linger_s=600)
             made = [MadeUp(scheduler.address, keys, name) for name in ("good", "bad")]
             for host in made:
                 await host.join()

@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 from msgspec import structs
 
 from taas_magic import messages
+from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
 from taas_magic.host.spec import HostSpec, Launch, Origin, share_id
 from taas_magic.messages import FetcherEnded, GetStatus, Greet, Note, Request
@@ -181,14 +183,10 @@ def test_a_host_that_fails_keeps_no_other_out(tmp_path: Path) -> None:
 def test_hosts_to_keep_come_first_then_those_that_run_least() -> None:
     async def play() -> None:
         scheduler = HeadScheduler(dashboard=False)
-        members = Members(scheduler, _Nothing(), 1, 30)  # type: ignore[arg-type]
+        members = Members(scheduler, mock.Mock(Engine), 1, 30)
         for number, runs in enumerate([{"a", "b"}, {"a"}, set(), {"a"}]):
             members._members[str(number)] = Member(str(number), name=f"h{number}", runs=runs)
         assert [m.name for m in members.choose(3)] == ["h2", "h1", "h3"]
         assert [m.name for m in members.choose(2, keep=["0"])] == ["h0", "h2"]
 
     asyncio.run(play())
-
-
-class _Nothing:
-    """No hosts come from here."""
