@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from msgspec import structs
@@ -65,7 +66,7 @@ def test_a_host_that_sees_the_folder_uses_it(home: RunFolder, plan: Plan, tmp_pa
 def test_another_runs_folder_of_the_same_path_is_not_it(plan: Plan, tmp_path: Path) -> None:
     other = RunFolder.create("another-run", structs.replace(plan, run_id="another-run"), "cell")
     spec = HostSpec(plan, 0, str(other.path), Origin("/", {}, ()))
-    assert not RunFiles(spec, lambda request: None, tmp_path / "cache").is_shared
+    assert not RunFiles(spec, mock.Mock(), tmp_path / "cache").is_shared
 
 
 def test_what_ranks_read_comes_whole_and_for_the_user_alone(far: Far, home: RunFolder) -> None:

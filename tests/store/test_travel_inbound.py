@@ -157,13 +157,17 @@ def test_a_hostile_list_writes_nothing_outside(travel: Travel, tmp_path: Path) -
     """FAULTS 53, on the host's side."""
     bad = ["../out", "/tmp/out", "a/../../out", "", "a//b", "nul\0", "x" * 300, "ok"]
     entries = [Entry(path, 1, "0" * 64) for path in bad]
-    answers = {
+    answers: dict[type[object], object] = {
         ListStore: Manifest(entries, ["../folder", "fine"], {}),
         ReadStore: Bundle([1], b"x", False),
     }
     mirror = travel.host()
+
+    def ask(request: FileRequest[Any]) -> Any:
+        return answers[type(request)]
+
     with pytest.raises(StoreError, match="ok did not arrive whole"):
-        bring_in(mirror, lambda request: answers[type(request)])
+        bring_in(mirror, ask)
     assert set(tree_of(Path(mirror.path))) == {"fine"}
     assert not (tmp_path / "out").exists() and not (tmp_path / "host-0" / "folder").exists()
 

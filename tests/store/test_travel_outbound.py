@@ -240,9 +240,9 @@ def test_a_lying_host_writes_nothing_outside(travel: Travel, tmp_path: Path) -> 
     empty = Bundle([0] * len(bad), b"", False)
     hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     files = [Entry(path, 0, hash_of_nothing) for path in bad]
-    assert set(ask(PublishFiles(files, empty))) == set(bad)
-    assert set(ask(PublishFiles(folders=bad))) == set(bad)
-    assert {"../out", "way-out/x", "link.txt"} <= set(ask(PublishFiles(removed=bad)))
+    assert ask(PublishFiles(files, empty)).keys() == set(bad)
+    assert ask(PublishFiles(folders=bad)).keys() == set(bad)
+    assert {"../out", "way-out/x", "link.txt"} <= ask(PublishFiles(removed=bad)).keys()
     for path in bad:
         assert ask(PublishPart(path, 0, Bundle([0], b"", False), files[0]))
     assert set(os.listdir(travel.store)) == {"way-out", "link.txt", "Known"}
@@ -405,9 +405,9 @@ def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
     empty = Bundle([0] * len(BELIEVED), b"", False)
     hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     files = [Entry(path, 0, hash_of_nothing, True) for path in BELIEVED]
-    assert set(ask(PublishFiles(files, empty))) == set(BELIEVED)
-    assert set(ask(PublishFiles(removed=BELIEVED))) == set(BELIEVED)
-    assert set(ask(PublishFiles(folders=BELIEVED))) == set(BELIEVED)
+    assert ask(PublishFiles(files, empty)).keys() == set(BELIEVED)
+    assert ask(PublishFiles(removed=BELIEVED)).keys() == set(BELIEVED)
+    assert ask(PublishFiles(folders=BELIEVED)).keys() == set(BELIEVED)
     for entry in files:
         assert ask(PublishPart(entry.path, 0, Bundle([0], b"", False), entry))
         assert ask(PublishPart("fine", 0, Bundle([0], b"", False), entry))
