@@ -11,6 +11,7 @@ host's folder for what is temporary.
 """
 
 import os
+import signal
 import sys
 import tempfile
 
@@ -21,7 +22,7 @@ from taas_magic.host.system import die_with_parent
 
 def main() -> int:
     """Run until the pool closes the host or is lost; returns the process's exit code."""
-    die_with_parent(os.getppid())
+    die_with_parent(supervisor := os.getppid())
     _leave_the_notebooks_folder()
     tempfile.tempdir = sys.argv[2]
     forkserver.begin([name for name in sys.argv[1].split(",") if name])
@@ -33,6 +34,8 @@ def main() -> int:
         asyncio.run(serve(sys.stdin.buffer.readline()))
     except PoolError as error:
         sys.exit(str(error))
+    finally:
+        os.kill(supervisor, signal.SIGCONT)  # a stopped one would stay, and all that it is to end
     return 0
 
 

@@ -55,6 +55,7 @@ _SEEN_S = 1.0
 """How long it may take until a forkserver that closed its pipes is seen to have ended."""
 
 _WATCH_S = 0.5
+_STOPPED_LOOK_S = 0.05
 _GONE = ("", psutil.STATUS_ZOMBIE)
 
 _context = multiprocessing.get_context("forkserver")
@@ -139,6 +140,12 @@ def import_rest() -> None:
 def is_alive() -> bool:
     """Return whether the forkserver that was warmed up lives, and nobody has given it up."""
     return not _is_over and (_server is None or status_of(_server) not in _GONE)
+
+
+def wait_while_stopped() -> None:
+    """Block while the forkserver is stopped (SIGSTOP); for too long, and `_watch` ends it."""
+    while _server is not None and status_of(_server) == psutil.STATUS_STOPPED:
+        time.sleep(_STOPPED_LOOK_S)
 
 
 def took_along(codes: Collection[int]) -> bool:

@@ -266,7 +266,14 @@ class AgentWorker(Worker):
         return self
 
     async def hello(self, asked: Greet) -> HostHello:
-        """Return who this host is, what holds its ranks off the store, and its GPUs."""
+        """Return who this host is, what holds its ranks off the store, and its GPUs.
+
+        Raises:
+            PoolError: No run can start here any more: the pool takes another host.
+        """
+        await asyncio.to_thread(forkserver.wait_while_stopped)
+        if not forkserver.is_alive():
+            raise PoolError(forkserver.why_ended())
         return HostHello(
             host=self._place.host,
             address=self._place.address,

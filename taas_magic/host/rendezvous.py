@@ -20,9 +20,11 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+import psutil
+
 from taas_magic.errors import PoolError
 from taas_magic.host import forkserver
-from taas_magic.host.system import die_with_parent
+from taas_magic.host.system import die_with_parent, status_of
 
 STORE_TIMEOUT_S = 300.0
 REACH_TIMEOUT_S = 30.0
@@ -42,6 +44,13 @@ class _Server:
         with theirs:
             self._process: Any = forkserver.start(f"{__name__}.serve", theirs)
 
+    def is_fit(self) -> bool:
+        """Return whether it can serve: somebody may have killed or stopped it while it waited."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            status = status_of(psutil.Process(self._process.pid))
+            return status not in ("", psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
+        return False
+
     def serve(self, listener: socket.socket, address: str) -> None:
         socket.send_fds(self._ours, [address.encode()], [listener.fileno()])
 
@@ -60,6 +69,16 @@ def prepare() -> None:
         _spare.put(_Server())
 
 
+def _take() -> _Server:
+    """Return a process that can serve: the one that waits, or a new one, as runs begin together."""
+    with contextlib.suppress(queue.Empty):
+        spare = _spare.get_nowait()
+        if spare.is_fit():
+            return spare
+        spare.close()
+    return _Server()
+
+
 class Rendezvous:
     """The rendezvous of one attempt, on the run's first host; used in the agent.
 
@@ -75,10 +94,7 @@ class Rendezvous:
 
     def start(self) -> None:
         """Have a process serve it."""
-        try:
-            self._server = _spare.get_nowait()
-        except queue.Empty:  # several runs begin at a time
-            self._server = _Server()
+        self._server = _take()
         self._server.serve(self._listener, self._address)
         self._listener.close()
 

@@ -161,15 +161,21 @@ class Members(SchedulerPlugin):
                 return taken
 
     async def _hear(self, member: Member, say: Callable[[str], None] | None) -> None:
-        """Return when a host has answered, or is gone; say meanwhile that it is silent."""
+        """Return when a host has answered, or is gone; say meanwhile what is the matter.
+
+        One that answers that it can start no run is given up.
+        """
 
         def tell() -> None:
             silent_s = time.monotonic() - member.heard_at
             heard_at = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
-            line = (
-                f"waits for host {member.name}, last heard at {heard_at}, {silent_s:.0f} s ago; "
-                f"silent for {self._lease_s + LOST_AFTER_S:g} s, it is replaced"
-            )
+            why = "which says that it is not ready"
+            if silent_s >= NAMED_AFTER_S:
+                why = (
+                    f"last heard at {heard_at}, {silent_s:.0f} s ago; "
+                    f"silent for {self._lease_s + LOST_AFTER_S:g} s, it is replaced"
+                )
+            line = f"waits for host {member.name}, {why}"
             if say is None:
                 self._say([line])
             else:
@@ -177,8 +183,9 @@ class Members(SchedulerPlugin):
 
         late = asyncio.get_running_loop().call_later(NAMED_AFTER_S, tell)
         try:
-            with contextlib.suppress(PoolError):
-                await self.call(member.address, Greet())
+            await self.call(member.address, Greet())
+        except PoolError as error:
+            await self.drop(member.address, str(error))
         finally:
             late.cancel()
 

@@ -179,6 +179,8 @@ class Chaos:
         """Remembers what has left the tree, and finds what should have gone by now."""
         now = time.monotonic()
         tree = {frontend.process, *frontend.process.children(recursive=True)}
+        for pool in self._pools():  # a kernel that is started again goes on with the old one's
+            tree |= {pool, *pool.children(recursive=True)}
         for process in carriers(self._token):
             if process not in tree:
                 self._doomed.setdefault(process, (now, harm))
@@ -188,6 +190,12 @@ class Chaos:
             elif now - since > GONE_WITHIN_S:
                 self.result.left.append(f"{why}: process {describe(process)}")
                 end(process)
+
+    def _pools(self) -> Iterator[psutil.Process]:
+        """The processes of pools that live: each wrote its number into its lock."""
+        for lock in self._scene.state.glob("pools/*/lock"):
+            with suppress(ValueError, psutil.NoSuchProcess):
+                yield psutil.Process(int(lock.read_text()))
 
     def _all_left(self) -> list[str]:
         """What is there when nothing should be: with the processes go their ports and sockets."""

@@ -2,11 +2,10 @@
 
 import contextlib
 import os
-import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,8 +19,17 @@ from taas_magic.notebook import pools
 from taas_magic.notebook.run import Run
 from taas_magic.pool.client import Pool, PoolProcess
 from tests.conftest import carriers
+from tests.eventually import eventually
 from tests.frontend import WAIT_S, Frontend, before_start
-from tests.harness import AGENT, Notebook, forkservers, left_of, on_event, words
+from tests.harness import (
+    AGENT,
+    Notebook,
+    forkservers,
+    left_of,
+    on_event,
+    waiting_servers,
+    words,
+)
 
 pytestmark = [
     pytest.mark.timeout(280),
@@ -137,18 +145,29 @@ def test_a_pool_that_stops_while_it_starts_is_replaced(
     pool.down()
 
 
-def test_a_stopped_forkserver_is_replaced(notebook: Notebook) -> None:
+@pytest.mark.parametrize("harm", [psutil.Process.suspend, psutil.Process.kill])
+@pytest.mark.parametrize("find", [forkservers, waiting_servers])
+def test_what_a_host_has_ready_is_replaced_where_it_is_gone_or_stopped(
+    notebook: Notebook,
+    find: Callable[[list[psutil.Process]], set[psutil.Process]],
+    harm: Callable[[psutil.Process], None],
+) -> None:
     assert notebook.run("pass", gpus=1).error is None
     local = process_of(pools.named("local", Config()))
-    [server] = forkservers(local.children(recursive=True))
-    server.suspend()
-    outcome = notebook.run("print('on')", gpus=1)
-    if outcome.error is not None:
-        why = rf"forkserver \(process {server.pid}\) was stopped \(SIGSTOP\) for 5 s, and was ended"
-        assert re.search(why, outcome.shown)
-        assert "the host is replaced, run the cell again" in outcome.shown
-        outcome = notebook.run("print('on')", gpus=1)
-    assert outcome.lines == {0: ["on"]}
+    eventually(lambda: find(local.children(recursive=True)))
+    [process] = find(local.children(recursive=True))
+    harm(process)
+    assert notebook.run("print('on')", gpus=1).lines == {0: ["on"]}
+
+
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_stopped_supervisor_outlives_no_killed_pool(own_pool: Pool) -> None:
+    own_pool.open()
+    [supervisor] = process_of(own_pool).children()
+    tree = [supervisor, *supervisor.children(recursive=True)]
+    supervisor.suspend()
+    process_of(own_pool).kill()
+    assert not left_of(tree)
 
 
 def test_a_forkserver_that_stops_during_a_run_is_told(notebook: Notebook) -> None:
