@@ -12,21 +12,20 @@ same answers, prepared again.
 import itertools
 import mmap
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from taas_magic.data import sharding
-from taas_magic.data.dataset import Opened
-from taas_magic.data.protocol import KINDS, Kind
+from taas_magic.data.protocol import Opened, Reply, Request, RequestKind
 from taas_magic.data.sharding import VOID
-from taas_magic.data.worker import Key, Reply, WorkerHandle, spilled_file
+from taas_magic.data.worker import WorkerHandle, spilled_file
 
 _NEXT_EPOCH_BATCHES = 2
 _KEEP_EPOCHS = 2
 _KEEP_COUNTS = 1 << 14
 _ANSWER_BYTES = 1280
-"""What an answer in memory takes beside its data: of small batches, most."""
+"""What a prepared answer in memory takes beside its data: of small batches, most."""
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Disk:
         return not self.is_full and self.used_bytes < self.limit_bytes
 
 
-class Answer:
+class Prepared:
     """What a worker prepared: a batch, a value, a failure, or that there is nothing.
 
     Args:
@@ -60,7 +59,7 @@ class Answer:
         memory_bytes: What its body takes of memory.
     """
 
-    __slots__ = ("_disk", "_holders", "_text", "_worker", "kind", "memory_bytes", "reply", "units")
+    __slots__ = ("_disk", "_holders", "_text", "_worker", "memory_bytes", "reply")
 
     def __init__(
         self,
@@ -74,7 +73,6 @@ class Answer:
         if disk is not None:
             disk.used_bytes += reply.body_bytes
             self.memory_bytes = 0
-        self.kind, self.units = KINDS[reply.kind], reply.units
         self._holders = 1
 
     @property
@@ -156,9 +154,9 @@ class Ahead:
         self._opened: dict[int, Opened | None] = {}
         self._ends: dict[int, int] = {}
         self._epoch = self._slot = 0
-        self._keys: Iterator[Key | None] | None = None
+        self._keys: Iterator[Request | None] | None = None
 
-    def next(self) -> Key | None:
+    def next(self) -> Request | None:
         """Return what to prepare; None: nothing, for now."""
         if self._keys is None:
             self._keys = self._walk(self._epoch, self._slot)
@@ -181,13 +179,13 @@ class Ahead:
         """Take note that there is no batch in a slot: not worth going on behind it."""
         self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
 
-    def _walk(self, epoch: int, first_slot: int) -> Iterator[Key | None]:
+    def _walk(self, epoch: int, first_slot: int) -> Iterator[Request | None]:
         left = self._share.units
         for ahead in itertools.count():
             while ahead > 1 and self._is_enough():
                 yield None
             if epoch + ahead not in self._opened:
-                yield Key(Kind.OPEN, epoch + ahead, 0)
+                yield Request(RequestKind.OPEN, epoch + ahead, 0)
             while epoch + ahead not in self._opened:
                 yield None
             opened = self._opened[epoch + ahead]
@@ -199,7 +197,7 @@ class Ahead:
                     yield None
                 if left is not None and slot >= left:
                     return
-                yield Key(Kind.GET, epoch + ahead, slot)
+                yield Request(RequestKind.GET, epoch + ahead, slot)
                 done += 1
             if ahead and not done:
                 return
@@ -227,7 +225,7 @@ class Buffer:
 
     Args:
         budget_bytes: How much memory they may take.
-        home: The worker that has to prepare a key; None: any may.
+        home: The worker that has to prepare a request; None: any may.
 
     Attributes:
         ready_batches: How many of the answers are batches.
@@ -238,20 +236,20 @@ class Buffer:
         self,
         budget_bytes: int,
         ahead: Ahead,
-        home: Callable[[Key], int | None] = lambda key: None,
+        home: Callable[[Request], int | None] = lambda request: None,
     ) -> None:
         self._budget_bytes, self.ahead, self._home = budget_bytes, ahead, home
-        self._ready: dict[Key, Answer] = {}
-        self._unasked: dict[Key, None] = {}
-        self._counts: OrderedDict[Key, int] = OrderedDict()
-        self._waiting: dict[Key, set[Hashable]] = {}
+        self._ready: dict[Request, Prepared] = {}
+        self._unasked: dict[Request, None] = {}
+        self._counts: OrderedDict[Request, int] = OrderedDict()
+        self._waiting: dict[Request, set[Hashable]] = {}
         # By worker, so that one with nothing to do need not look through what others have.
-        self._open: dict[int | None, OrderedDict[Hashable, dict[Key, None]]] = {}
-        self._asker: dict[Key, tuple[int | None, Hashable]] = {}
-        self._due: dict[Hashable, Key] = {}
-        self._questions: dict[Key, None] = {}
-        self._doing: set[Key] = set()
-        self._again: deque[Key] = deque()
+        self._open: dict[int | None, OrderedDict[Hashable, dict[Request, None]]] = {}
+        self._asker: dict[Request, tuple[int | None, Hashable]] = {}
+        self._due: dict[Hashable, Request] = {}
+        self._questions: dict[Request, None] = {}
+        self._doing: set[Request] = set()
+        self._again: deque[Request] = deque()
         self._latest_epoch = self._batch_bytes = 0
         self.ready_batches = self.ready_bytes = self._memory_bytes = 0
 
@@ -271,65 +269,67 @@ class Buffer:
         """Whether anything that is wanted has not been given to a worker."""
         return bool(self._asker)
 
-    def want(self, who: Hashable, key: Key, only_count: bool = False) -> None:
-        """Take note that `who` waits for an answer, or only for what it counts."""
-        if only_count and self.units(key) is not None:
+    def want(self, who: Hashable, request: Request, only_count: bool = False) -> None:
+        """Take note that `who` waits for what is requested, or only for what it counts."""
+        if only_count and self.units(request) is not None:
             return
-        if key.epoch > self._latest_epoch:
-            self._latest_epoch = key.epoch
+        if request.epoch > self._latest_epoch:
+            self._latest_epoch = request.epoch
             oldest = self.oldest_epoch
             for old in [old for old in self._unasked if old.epoch < oldest]:
                 self._remove(old)
             for old in [old for old in self._counts if old.epoch < oldest]:
                 del self._counts[old]
-        waiting = self._waiting.get(key)
+        waiting = self._waiting.get(request)
         if waiting is not None:
             waiting.add(who)
             return
-        self._waiting[key] = {who}
-        if key in self._ready:
-            self._unasked.pop(key, None)
-        elif key not in self._doing:
-            self._reopen(who, key)
+        self._waiting[request] = {who}
+        if request in self._ready:
+            self._unasked.pop(request, None)
+        elif request not in self._doing:
+            self._reopen(who, request)
 
     def forget(self, who: Hashable) -> None:
         """Let `who` wait for nothing; what is prepared stays for whoever asks again."""
         self._due.pop(who, None)
-        for key in [key for key, waiting in self._waiting.items() if who in waiting]:
-            if self._leave(who, key) and key in self._ready:
-                self._unasked[key] = None
+        for request in [request for request, waiting in self._waiting.items() if who in waiting]:
+            if self._leave(who, request) and request in self._ready:
+                self._unasked[request] = None
 
-    def take(self, who: Hashable, key: Key) -> Answer | None:
-        """Return the answer that `who` sends next; it is held for the caller, who releases it.
+    def take(self, who: Hashable, request: Request) -> Prepared | None:
+        """Return what `who` sends next; it is held for the caller, who releases it.
 
         Returns:
             None as long as it is not ready.
         """
-        answer = self._ready.get(key)
-        if answer is None:
-            self._stand_by(who, key)
+        prepared = self._ready.get(request)
+        if prepared is None:
+            self._stand_by(who, request)
             return None
-        answer.hold()
-        if self._leave(who, key):
-            self._remove(key)
-        return answer
+        prepared.hold()
+        if self._leave(who, request):
+            self._remove(request)
+        return prepared
 
-    def count(self, who: Hashable, key: Key) -> int | None:
+    def count(self, who: Hashable, request: Request) -> int | None:
         """Return what the batch that `who` asks for next counts (VOID: none); None: not known."""
-        units = self.units(key)
+        units = self.units(request)
         if units is None:
-            self._stand_by(who, key)
+            self._stand_by(who, request)
             return None
-        if self._leave(who, key) and key in self._ready:
-            self._unasked[key] = None
+        if self._leave(who, request) and request in self._ready:
+            self._unasked[request] = None
         return units
 
-    def units(self, key: Key) -> int | None:
+    def units(self, request: Request) -> int | None:
         """Return what a batch counts, also of one that lies here no more; None: not known."""
-        answer = self._ready.get(key)
-        return self._counts.get(key) if answer is None else answer.units
+        prepared = self._ready.get(request)
+        return self._counts.get(request) if prepared is None else prepared.reply.units
 
-    def choose(self, worker: int, follows: Callable[[Key], bool] | None = None) -> Key | None:
+    def choose(
+        self, worker: int, follows: Callable[[Request], bool] | None = None
+    ) -> Request | None:
         """Return what a worker is to prepare now; it counts as being done from here on.
 
         Args:
@@ -340,151 +340,152 @@ class Buffer:
         if is_full := self.is_full:
             self.make_room()
             is_full = self.is_full
-        key = self._due_of(worker) if is_full else self._wanted_of(worker, follows)
-        if key is not None:
-            self._close_key(key)
-            if key.kind is Kind.GET:
-                self.ahead.reached(key.epoch, key.slot)
-            self._doing.add(key)
-        return key
+        request = self._due_of(worker) if is_full else self._wanted_of(worker, follows)
+        if request is not None:
+            self._close(request)
+            if request.kind is RequestKind.GET:
+                self.ahead.reached(request.epoch, request.slot)
+            self._doing.add(request)
+        return request
 
-    def choose_ahead(self) -> Key | None:
+    def choose_ahead(self) -> Request | None:
         """Return what to prepare when nobody waits; it counts as being done from here on."""
-        while (key := self._again.popleft() if self._again else self.ahead.next()) is not None:
-            if self.begin(key):
-                return key
+        while (request := self._again.popleft() if self._again else self.ahead.next()) is not None:
+            if self.begin(request):
+                return request
         return None
 
-    def begin(self, key: Key) -> bool:
-        """Have a worker prepare a key that nobody asked it for; return False if it need not."""
-        if key in self._ready or key in self._doing or key in self._counts or key in self._asker:
+    def begin(self, request: Request) -> bool:
+        """Have a worker prepare a request that nobody asked it for; return False if it need not."""
+        if (
+            request in self._ready
+            or request in self._doing
+            or request in self._counts
+            or request in self._asker
+        ):
             return False
-        self._doing.add(key)
+        self._doing.add(request)
         return True
 
-    def postpone(self, key: Key) -> None:
-        """Let a chosen key wait for its own worker, which has to `begin` it."""
-        self._doing.discard(key)
+    def postpone(self, request: Request) -> None:
+        """Let a chosen request wait for its own worker, which has to `begin` it."""
+        self._doing.discard(request)
 
-    def put(self, key: Key, answer: Answer) -> set[Hashable]:
-        """Lay an answer ready; return who waits for it."""
-        self._doing.discard(key)
-        if key.kind is Kind.GET and not key.detail:
-            self._counts[key] = answer.units
+    def put(self, request: Request, prepared: Prepared) -> set[Hashable]:
+        """Lay what was prepared ready; return who waits for it."""
+        self._doing.discard(request)
+        if request.kind is RequestKind.GET and not request.detail:
+            self._counts[request] = prepared.reply.units
             if len(self._counts) > _KEEP_COUNTS:
                 self._counts.popitem(last=False)
-            if answer.units == VOID:
-                self.ahead.ended(key.epoch, key.slot)
-        if key.kind is Kind.GET:
-            self._batch_bytes = answer.memory_bytes or self._batch_bytes
-        self._ready[key] = answer
-        self._tally(key, answer, 1)
-        waiting = self._waiting.get(key)
+            if prepared.reply.units == VOID:
+                self.ahead.ended(request.epoch, request.slot)
+        if request.kind is RequestKind.GET:
+            self._batch_bytes = prepared.memory_bytes or self._batch_bytes
+        self._ready[request] = prepared
+        self._tally(request, prepared, 1)
+        waiting = self._waiting.get(request)
         if waiting is None:
-            self._unasked[key] = None
+            self._unasked[request] = None
             return set()
         return waiting
 
-    def lost(self, key: Key) -> None:
-        """Take note that who was preparing a key is gone."""
-        self._doing.discard(key)
-        waiting = self._waiting.get(key)
+    def lost(self, request: Request) -> None:
+        """Take note that who was preparing a request is gone."""
+        self._doing.discard(request)
+        waiting = self._waiting.get(request)
         if waiting:
-            self._reopen(next(iter(waiting)), key, at_once=True)
-        elif key.kind is Kind.GET:
-            self._again.append(key)
+            self._reopen(next(iter(waiting)), request, at_once=True)
+        elif request.kind is RequestKind.GET:
+            self._again.append(request)
 
     def make_room(self) -> None:
         """Throw away what nobody has asked for, the latest first: it can be prepared again."""
-        for key in sorted(self._unasked, reverse=True):
+        for request in sorted(self._unasked, reverse=True):
             if not self.is_full:
                 return
-            if self._ready[key].memory_bytes:
-                self._counts.pop(key, None)
-                self._remove(key)
+            if self._ready[request].memory_bytes:
+                self._counts.pop(request, None)
+                self._remove(request)
 
-    def _stand_by(self, who: Hashable, key: Key) -> None:
-        """Note that `who` can send nothing before `key`, which may have been here and forgotten."""
-        self.want(who, key)
-        self._due[who] = key
+    def _stand_by(self, who: Hashable, request: Request) -> None:
+        """Note that `who` can send nothing before this, which may have been here and forgotten."""
+        self.want(who, request)
+        self._due[who] = request
 
-    def _wanted_of(self, worker: int, follows: Callable[[Key], bool] | None) -> Key | None:
+    def _wanted_of(self, worker: int, follows: Callable[[Request], bool] | None) -> Request | None:
         """Return what ranks want of a worker, the connections in turn."""
         queues = [self._open[home] for home in (worker, None) if home in self._open]
         if not queues:
             return None
         chosen = next(iter(next(iter(queues[0].values()))))
-        if follows is not None and chosen.kind is Kind.GET:
-            keys = (key for queue in queues for asked in queue.values() for key in asked)
-            chosen = next(filter(follows, keys), chosen)
+        if follows is not None and chosen.kind is RequestKind.GET:
+            requests = (
+                request for queue in queues for asked in queue.values() for request in asked
+            )
+            chosen = next(filter(follows, requests), chosen)
         home, who = self._asker[chosen]
         self._open[home].move_to_end(who)
         return chosen
 
-    def _due_of(self, worker: int) -> Key | None:
+    def _due_of(self, worker: int) -> Request | None:
         """Return what needs no room, or a connection waits for before all else."""
-        for key in itertools.chain(self._due.values(), self._questions):
-            if key in self._asker and self._asker[key][0] in (worker, None):
-                return key
+        for request in itertools.chain(self._due.values(), self._questions):
+            if request in self._asker and self._asker[request][0] in (worker, None):
+                return request
         return None
 
-    def _reopen(self, who: Hashable, key: Key, at_once: bool = False) -> None:
-        home = self._home(key)
+    def _reopen(self, who: Hashable, request: Request, at_once: bool = False) -> None:
+        home = self._home(request)
         queue = self._open.get(home)
         if queue is None:
             queue = self._open[home] = OrderedDict()
         asked = queue.get(who)
         if asked is None or at_once:
-            queue[who] = {key: None, **(asked or {})}
+            queue[who] = {request: None, **(asked or {})}
         else:
-            asked[key] = None
-        self._asker[key] = home, who
-        if key.kind is not Kind.GET:
-            self._questions[key] = None
+            asked[request] = None
+        self._asker[request] = home, who
+        if request.kind is not RequestKind.GET:
+            self._questions[request] = None
 
-    def _leave(self, who: Hashable, key: Key) -> bool:
-        """Let `who` wait for `key` no more; return whether nobody else does."""
-        waiting = self._waiting.get(key)
+    def _leave(self, who: Hashable, request: Request) -> bool:
+        """Let `who` wait for `request` no more; return whether nobody else does."""
+        waiting = self._waiting.get(request)
         if waiting is None:
             return True
         waiting.discard(who)
-        if self._due and self._due.get(who) == key:
+        if self._due and self._due.get(who) == request:
             del self._due[who]
         if waiting:
-            if key in self._asker and self._asker[key][1] == who:
-                self._close_key(key)
-                self._reopen(next(iter(waiting)), key)
+            if request in self._asker and self._asker[request][1] == who:
+                self._close(request)
+                self._reopen(next(iter(waiting)), request)
             return False
-        del self._waiting[key]
-        if key in self._asker:
-            self._close_key(key)
+        del self._waiting[request]
+        if request in self._asker:
+            self._close(request)
         return True
 
-    def _close_key(self, key: Key) -> None:
-        """Take a key out of what has to be prepared: nobody waits any more, or somebody does it."""
-        home, who = self._asker.pop(key)
-        self._questions.pop(key, None)
+    def _close(self, request: Request) -> None:
+        """Take a request out of those that nobody prepares yet."""
+        home, who = self._asker.pop(request)
+        self._questions.pop(request, None)
         queue = self._open[home]
-        del queue[who][key]
+        del queue[who][request]
         if not queue[who]:
             del queue[who]
         if not queue:
             del self._open[home]
 
-    def _remove(self, key: Key) -> None:
-        self._unasked.pop(key, None)
-        answer = self._ready.pop(key)
-        self._tally(key, answer, -1)
-        answer.release()
+    def _remove(self, request: Request) -> None:
+        self._unasked.pop(request, None)
+        prepared = self._ready.pop(request)
+        self._tally(request, prepared, -1)
+        prepared.release()
 
-    def _tally(self, key: Key, answer: Answer, sign: int) -> None:
-        size = answer.memory_bytes
+    def _tally(self, request: Request, prepared: Prepared, sign: int) -> None:
+        size = prepared.memory_bytes
         self.ready_bytes += sign * size
         self._memory_bytes += sign * (size + _ANSWER_BYTES if size else 0)
-        self.ready_batches += sign * (key.kind is Kind.GET)
-
-
-def keys_of(kind: Kind, epoch: int, slots: Iterable[int], detail: bytes = b"") -> list[Key]:
-    """Return the keys that a frame of a rank asks for."""
-    pure = Kind.GET if kind in (Kind.PEEK, Kind.GIVEN) else kind
-    return [Key(pure, epoch, slot, detail) for slot in slots]
+        self.ready_batches += sign * (request.kind is RequestKind.GET)

@@ -3,8 +3,7 @@
 from itertools import islice
 
 from taas_magic.data.buffer import Ahead, FetcherShare
-from taas_magic.data.dataset import Opened
-from taas_magic.data.protocol import Kind
+from taas_magic.data.protocol import Opened, RequestKind
 
 
 def ahead_of(enough=lambda: True, **share):
@@ -15,13 +14,13 @@ def keys(ahead, batches=4, streams=None, most=100):
     """What it says until it says nothing; every epoch that it wants to know is opened."""
     opened = Opened(None if streams else batches, streams, 0)
     for key in islice(iter(ahead.next, None), most):
-        if key.kind is Kind.OPEN:
+        if key.kind is RequestKind.OPEN:
             ahead.opened(key.epoch, opened)
         yield key
 
 
 def slots(keys):
-    return [(key.epoch, key.slot) for key in keys if key.kind is Kind.GET]
+    return [(key.epoch, key.slot) for key in keys if key.kind is RequestKind.GET]
 
 
 def test_one_epoch_and_two_batches_of_the_next():
@@ -31,11 +30,11 @@ def test_one_epoch_and_two_batches_of_the_next():
 def test_an_epoch_is_opened_before_its_batches_and_not_twice():
     ahead = ahead_of()
     first = ahead.next()
-    assert (first.kind, first.epoch) == (Kind.OPEN, 0)
+    assert (first.kind, first.epoch) == (RequestKind.OPEN, 0)
     assert ahead.next() is None
     ahead.opened(0, Opened(1, None, 0))
     assert slots([ahead.next()]) == [(0, 0)]
-    assert (ahead.next().kind, ahead.next()) == (Kind.OPEN, None)
+    assert (ahead.next().kind, ahead.next()) == (RequestKind.OPEN, None)
 
 
 def test_before_any_rank_asks_it_goes_on_until_there_is_enough():
@@ -103,13 +102,13 @@ def test_it_goes_on_behind_no_end_of_a_stream():
     ahead, prepared = ahead_of(), []
     for key in keys(ahead, streams=2):
         prepared += slots([key])
-        if key.kind is Kind.GET and not key.epoch and key.slot == 6:
+        if key.kind is RequestKind.GET and not key.epoch and key.slot == 6:
             ahead.ended(0, 5)
     assert prepared == [*((0, slot) for slot in range(7)), (1, 0), (1, 1)]
 
 
 def test_an_epoch_whose_sampler_raised_ends_it():
     ahead = ahead_of()
-    assert ahead.next().kind is Kind.OPEN
+    assert ahead.next().kind is RequestKind.OPEN
     ahead.opened(0, None)
     assert ahead.next() is None

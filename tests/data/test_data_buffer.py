@@ -7,18 +7,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from taas_magic.data.buffer import Ahead, Answer, Buffer, Disk, FetcherShare, keys_of
-from taas_magic.data.dataset import Opened
-from taas_magic.data.protocol import Kind
+from taas_magic.data.buffer import Ahead, Buffer, Disk, FetcherShare, Prepared
+from taas_magic.data.protocol import Opened, Reply, Request, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID
-from taas_magic.data.worker import Key, Reply
 
 BATCH_BYTES = 64 << 10
 PLENTY = 1 << 40
 
 
-def key(slot, epoch=0, kind=Kind.GET):
-    return Key(kind, epoch, slot)
+def key(slot, epoch=0, kind=RequestKind.GET):
+    return Request(kind, epoch, slot)
 
 
 class Arena:
@@ -28,10 +26,10 @@ class Arena:
         self.frees, self.pid = [], 77
 
 
-def answer(slot=0, units=1, kind=Kind.BATCH, size=BATCH_BYTES, arena=None, disk=None):
+def answer(slot=0, units=1, kind=ResponseKind.BATCH, size=BATCH_BYTES, arena=None, disk=None):
     """An answer whose place in its worker's memory is its slot."""
-    reply = Reply(slot, kind, 0, 0, units, 0, 0, size, slot, 0, 0.0, 0.0)
-    return Answer(reply, arena or Arena(), disk=disk)
+    reply = Reply(slot, kind, units, body_bytes=size, offset=slot)
+    return Prepared(reply, arena or Arena(), disk=disk)
 
 
 def buffer_of(budget_bytes=PLENTY, batches=0, **about):
@@ -237,7 +235,9 @@ def test_a_slow_rank_starves_no_other():
     assert buffer.ready_bytes == 2 * BATCH_BYTES
 
 
-@pytest.mark.parametrize("kind", [Kind.OPEN, Kind.SAMPLE, Kind.ORDER, Kind.STATE])
+@pytest.mark.parametrize(
+    "kind", [RequestKind.OPEN, RequestKind.SAMPLE, RequestKind.ORDER, RequestKind.STATE]
+)
 def test_questions_for_other_things_than_batches_need_no_room(kind):
     buffer = buffer_of(0)
     one = key(0, kind=kind)
@@ -276,7 +276,7 @@ def test_a_count_leaves_the_batch_for_whoever_gets_it():
     assert chosen(buffer) == [0]
     buffer.put(key(0), answer(0, units=7))
     assert buffer.count("peeks", key(0)) == 7
-    assert buffer.take("gets", key(0)).units == 7
+    assert buffer.take("gets", key(0)).reply.units == 7
     buffer.want("late", key(0), only_count=True)
     assert chosen(buffer) == [], "what it counts is known"
     assert buffer.count("late", key(0)) == 7
@@ -286,14 +286,14 @@ def test_that_there_is_no_batch_is_a_count_too():
     buffer = buffer_of(batches=4)
     buffer.want("rank", key(1), only_count=True)
     assert buffer.choose(0) == key(1)
-    buffer.put(key(1), answer(1, units=VOID, kind=Kind.VOID, size=0))
+    buffer.put(key(1), answer(1, units=VOID, kind=ResponseKind.VOID, size=0))
     assert buffer.count("rank", key(1)) == VOID
     assert buffer.choose_ahead() == key(0, epoch=1), "behind the end there is nothing to do"
 
 
 def test_counts_of_given_indices_are_not_those_of_the_batch():
     buffer = buffer_of()
-    (given,) = keys_of(Kind.GIVEN, 0, [0], b"indices")
+    given = Request(RequestKind.GET, 0, 0, b"indices")
     buffer.want("rank", given)
     assert buffer.choose(0) == given
     buffer.put(given, answer(0, units=9))
@@ -497,10 +497,11 @@ class BufferMachine(RuleBasedStateMachine):
     def reply(self, at):
         one = self.doing.pop(at % len(self.doing))
         # The place says which of all answers it is; the number, for which slot.
-        reply = Reply(one.slot, Kind.BATCH, 0, 0, 1, 0, 0, BATCH_BYTES, self.prepared, 0, 0, 0)
+        where = {"body_bytes": BATCH_BYTES, "offset": self.prepared}
+        reply = Reply(one.slot, ResponseKind.BATCH, 1, **where)
         self.prepared += 1
         waiting = {who for who, asked in self.asked.items() if one in asked}
-        assert self.buffer.put(one, Answer(reply, self.arena)) == waiting
+        assert self.buffer.put(one, Prepared(reply, self.arena)) == waiting
 
     @precondition(lambda self: self.doing)
     @rule(at=st.integers(0, 50))
