@@ -11,7 +11,7 @@ same answers, prepared again.
 
 import itertools
 import mmap
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,20 +131,27 @@ class FetcherShare:
     first: int = 0
     units: int | None = None
 
-    def has(self, slot: int, streams: int | None) -> bool:
-        """Return whether a slot is the fetcher's."""
-        ours = streams is not None or slot % self.stride == self.first
-        return ours and self.home(slot, streams)[0] == self.index
-
     def home(self, slot: int, streams: int | None) -> tuple[int, int]:
         """Return the fetcher, and its worker, that prepare a slot."""
         return sharding.home(slot, streams, self.fetchers, self.workers, self.stride)
 
+    def slots(self, worker: int, streams: int | None, first_slot: int) -> Iterator[int]:
+        """Yield the slots from `first_slot` on that a worker of the fetcher prepares, endlessly."""
+        if streams is None:
+            step = self.stride * self.fetchers * self.workers
+            begin = self.first + self.stride * (self.index * self.workers + worker)
+            return itertools.count(begin + step * max(0, -(-(first_slot - begin) // step)), step)
+        mine = [one for one in range(streams) if self.home(one, streams) == (self.index, worker)]
+        items = itertools.count(first_slot // streams) if mine else ()
+        slots = (item * streams + stream for item in items for stream in mine)
+        return (slot for slot in slots if slot >= first_slot)
+
 
 class Ahead:
-    """The order in which a fetcher works ahead.
+    """The order in which a fetcher's workers work ahead, each on what it has to prepare.
 
     Args:
+        share: The fetcher's.
         is_filled: Says whether there is as much as is to be ready before ranks ask.
     """
 
@@ -154,13 +161,17 @@ class Ahead:
         self._opened: dict[int, Opened | None] = {}
         self._ends: dict[int, int] = {}
         self._epoch = self._slot = 0
-        self._keys: Iterator[Request | None] | None = None
+        self._walks: dict[int, Iterator[Request | None]] = {}
 
-    def next(self) -> Request | None:
-        """Return what to prepare; None: nothing, for now."""
-        if self._keys is None:
-            self._keys = self._walk(self._epoch, self._slot)
-        return next(self._keys, None)
+    def next(self, worker: int = 0) -> Request | None:
+        """Return what a worker is to prepare; None: nothing, for now."""
+        if worker not in self._walks:
+            self._walks[worker] = self._walk(worker, self._epoch, self._slot)
+        return next(self._walks[worker], None)
+
+    def restart(self) -> None:
+        """Go through it again: something that was being prepared is lost."""
+        self._walks.clear()
 
     def reached(self, epoch: int, slot: int) -> None:
         """Take note that a rank had to ask for a batch: what is worth preparing lies behind it."""
@@ -169,7 +180,8 @@ class Ahead:
             self._ends = {at: end for at, end in self._ends.items() if at >= epoch}
             self._opened = {at: opened for at, opened in self._opened.items() if at >= epoch}
         if epoch > self._epoch or (epoch == self._epoch and slot >= self._slot):
-            self._epoch, self._slot, self._keys = epoch, slot + 1, None
+            self._epoch, self._slot = epoch, slot + 1
+            self.restart()
 
     def opened(self, epoch: int, opened: Opened | None) -> None:
         """Take note of an epoch's length; None: its sampler raised."""
@@ -179,12 +191,12 @@ class Ahead:
         """Take note that there is no batch in a slot: not worth going on behind it."""
         self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
 
-    def _walk(self, epoch: int, first_slot: int) -> Iterator[Request | None]:
+    def _walk(self, worker: int, epoch: int, first_slot: int) -> Iterator[Request | None]:
         left = self._share.units
         for ahead in itertools.count():
             while ahead > 1 and self._is_enough():
                 yield None
-            if epoch + ahead not in self._opened:
+            if epoch + ahead not in self._opened and not worker:
                 yield Request(RequestKind.OPEN, epoch + ahead, 0)
             while epoch + ahead not in self._opened:
                 yield None
@@ -192,7 +204,7 @@ class Ahead:
             if opened is None:
                 return
             done = 0
-            for slot in self._slots(epoch + ahead, opened, 0 if ahead else first_slot):
+            for slot in self._slots(worker, epoch + ahead, opened, 0 if ahead else first_slot):
                 while ahead and done >= _NEXT_EPOCH_BATCHES and self._is_enough():
                     yield None
                 if left is not None and slot >= left:
@@ -207,17 +219,13 @@ class Ahead:
     def _is_enough(self) -> bool:
         return self._is_asked or self._is_filled()
 
-    def _slots(self, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
-        """Yield the fetcher's slots of an epoch, as long as there are any."""
-        share, streams = self._share, opened.streams
-        if streams is not None and share.index >= streams:
-            return
-        for slot in itertools.count(first_slot):
+    def _slots(self, worker: int, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
+        """Yield a worker's slots of an epoch, as long as there are any."""
+        for slot in self._share.slots(worker, opened.streams, first_slot):
             at_end = self._ends.get(epoch, opened.batches)
             if at_end is not None and slot >= at_end:
                 return
-            if share.has(slot, streams):
-                yield slot
+            yield slot
 
 
 class Buffer:
@@ -249,7 +257,6 @@ class Buffer:
         self._due: dict[Hashable, Request] = {}
         self._questions: dict[Request, None] = {}
         self._doing: set[Request] = set()
-        self._again: deque[Request] = deque()
         self._latest_epoch = self._batch_bytes = 0
         self.ready_batches = self.ready_bytes = self._memory_bytes = 0
 
@@ -348,28 +355,14 @@ class Buffer:
             self._doing.add(request)
         return request
 
-    def choose_ahead(self) -> Request | None:
-        """Return what to prepare when nobody waits; it counts as being done from here on."""
-        while (request := self._again.popleft() if self._again else self.ahead.next()) is not None:
-            if self.begin(request):
+    def choose_ahead(self, worker: int) -> Request | None:
+        """Return what a worker prepares when nobody waits; it counts as being done from here on."""
+        known = self._ready, self._doing, self._counts, self._asker
+        while (request := self.ahead.next(worker)) is not None:
+            if not any([request in book for book in known]):
+                self._doing.add(request)
                 return request
         return None
-
-    def begin(self, request: Request) -> bool:
-        """Have a worker prepare a request that nobody asked it for; return False if it need not."""
-        if (
-            request in self._ready
-            or request in self._doing
-            or request in self._counts
-            or request in self._asker
-        ):
-            return False
-        self._doing.add(request)
-        return True
-
-    def postpone(self, request: Request) -> None:
-        """Let a chosen request wait for its own worker, which has to `begin` it."""
-        self._doing.discard(request)
 
     def put(self, request: Request, prepared: Prepared) -> set[Hashable]:
         """Lay what was prepared ready; return who waits for it."""
@@ -396,8 +389,8 @@ class Buffer:
         waiting = self._waiting.get(request)
         if waiting:
             self._reopen(next(iter(waiting)), request, at_once=True)
-        elif request.kind is RequestKind.GET:
-            self._again.append(request)
+        else:
+            self.ahead.restart()
 
     def make_room(self) -> None:
         """Throw away what nobody has asked for, the latest first: it can be prepared again."""

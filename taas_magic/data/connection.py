@@ -17,23 +17,7 @@ from collections.abc import Sequence
 from taas_magic.data import protocol
 from taas_magic.data.encode import SUM_MASK, checksum
 from taas_magic.data.memory import Blocks, Lent
-from taas_magic.data.protocol import (
-    Cancel,
-    Cancelled,
-    Challenge,
-    Free,
-    FromRank,
-    FromServer,
-    Heard,
-    Proof,
-    ProtocolState,
-    Refused,
-    Response,
-    Role,
-    Welcome,
-    prove,
-    proven,
-)
+from taas_magic.data.protocol import FromServer, ProtocolState, Response, Role
 from taas_magic.data.service import machine, peer_uid
 from taas_magic.errors import ProtocolError
 from taas_magic.leases import ALIVE_S
@@ -97,11 +81,11 @@ class FetcherLink:
             self.close()
             raise
 
-    def send(self, messages: Sequence[tuple[FromRank, bytes]]) -> None:
+    def send(self, messages: Sequence[tuple[protocol.FromRank, bytes]]) -> None:
         """Send messages and their bodies, and which shared memory is read no more."""
         parts = [protocol.pack(message, len(body)) + body for message, body in messages]
         if gone := self._lent.gone():
-            parts.insert(0, protocol.pack(Free(gone)))
+            parts.insert(0, protocol.pack(protocol.Free(gone)))
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.settimeout(None)
         self._socket.sendall(b"".join(parts))
@@ -109,7 +93,7 @@ class FetcherLink:
 
     def cancel(self) -> None:
         """Say that what was requested is not wanted; responses on their way are passed over."""
-        self.send([(Cancel(), b"")])
+        self.send([(protocol.Cancel(), b"")])
         self._cancelled += 1
 
     def receive(self, blocks: Blocks) -> tuple[FromServer, memoryview]:
@@ -141,7 +125,7 @@ class FetcherLink:
             body = self._lent.look(shared.place, shared.size)
         if not self._cancelled:
             return message, body
-        if isinstance(message, Cancelled):
+        if isinstance(message, protocol.Cancelled):
             self._cancelled -= 1
         return None
 
@@ -163,14 +147,14 @@ class FetcherLink:
         """Shake hands: each side shows that it knows the run's key."""
         place, nonce = self.address.unix, os.urandom(protocol.NONCE_BYTES)
         challenge = self._first()
-        assert isinstance(challenge, Challenge)
-        mac = prove(key, Role.RANK, challenge.nonce, place)
-        self.send([(Proof(nonce, mac, loader), b"")])
+        assert isinstance(challenge, protocol.Challenge)
+        mac = protocol.prove(key, Role.RANK, challenge.nonce, place)
+        self.send([(protocol.Proof(nonce, mac, loader), b"")])
         said = self._first()
-        if isinstance(said, Refused):
+        if isinstance(said, protocol.Refused):
             raise ProtocolError(f"{self.address} refused: {said.why}")
-        assert isinstance(said, Welcome)
-        if not proven(key, Role.SERVER, nonce, place, said.mac):
+        assert isinstance(said, protocol.Welcome)
+        if not protocol.proven(key, Role.SERVER, nonce, place, said.mac):
             raise ProtocolError(f"{self.address} does not know this run's key")
 
     def _first(self) -> FromServer:
@@ -199,7 +183,7 @@ class Inbox:
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._chunk = memoryview(b"")
         self._start = self._end = 0
-        self._now: Heard | None = None
+        self._now: protocol.Heard | None = None
         self._latest_bytes = 0
         self._heard = time.monotonic()
         self._descriptors: deque[int] = deque()
@@ -250,7 +234,7 @@ class Inbox:
             raise ProtocolError("shared memory was announced and did not come")
         return self._descriptors.popleft()
 
-    def _large(self, now: Heard, blocks: Blocks) -> tuple[FromServer, memoryview]:
+    def _large(self, now: protocol.Heard, blocks: Blocks) -> tuple[FromServer, memoryview]:
         """Receive a large body, of which the chunk has the beginning."""
         self._now = None
         message, _, size = now

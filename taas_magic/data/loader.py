@@ -258,7 +258,7 @@ class RemoteLoader(DataLoader[Any]):
         }
 
     def _identity(self) -> dict[str, Any]:
-        """What a state is of."""
+        """Return what a state is of."""
         shape = self.shape
         return {
             "seed": self._seed,
@@ -411,7 +411,7 @@ class RemoteLoader(DataLoader[Any]):
         share = FetcherShare(
             workers=count, stride=feed.world_size, first=feed.rank, units=feed.units
         )
-        served = ServedLoader(spec, count, share, count * _OWN_BUFFER_BYTES)
+        served = ServedLoader(spec, share, count * _OWN_BUFFER_BYTES)
         fetcher = OwnServer(ServerSpec(key, {name: served}), feed.rank_variables)
         self._end_fetcher = weakref.finalize(self, fetcher.close)
         address = Address(0, "", 0, fetcher.unix, machine())

@@ -28,7 +28,7 @@ import hmac
 import struct
 import zlib
 from collections.abc import Iterable
-from typing import Annotated, Any, NamedTuple, Union
+from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -264,18 +264,18 @@ class Role(enum.Enum):
 class _MayHear:
     """What may be said in a state: which messages, of what size, and the state it leads to."""
 
-    def __init__(self, then: State, most_bytes: int, *messages: type[Struct]) -> None:
+    def __init__(self, then: State, most_bytes: int, messages: Any) -> None:
         self.then, self.most_bytes = then, most_bytes
-        self.names = " or ".join(", ".join(one.__name__ for one in messages).rsplit(", ", 1))
-        self.read = msgspec.msgpack.Decoder[Any](Union[messages]).decode
+        self.names = " or ".join(one.__name__ for one in get_args(messages) or (messages,))
+        self.read = msgspec.msgpack.Decoder[Any](messages).decode
 
 
 _TABLE = {
     (Role.SERVER, State.PROVING): _MayHear(State.READY, 1 << 11, Proof),
-    (Role.SERVER, State.READY): _MayHear(State.READY, 1 << 20, Requests, Free, Cancel),
+    (Role.SERVER, State.READY): _MayHear(State.READY, 1 << 20, Requests | Free | Cancel),
     (Role.RANK, State.GREETING): _MayHear(State.PROVING, 1 << 11, Challenge),
-    (Role.RANK, State.PROVING): _MayHear(State.READY, 1 << 13, Welcome, Refused),
-    (Role.RANK, State.READY): _MayHear(State.READY, 1 << 13, Response, Alive, Cancelled),
+    (Role.RANK, State.PROVING): _MayHear(State.READY, 1 << 13, Welcome | Refused),
+    (Role.RANK, State.READY): _MayHear(State.READY, 1 << 13, Response | Alive | Cancelled),
 }
 
 

@@ -9,7 +9,6 @@ import selectors
 import shutil
 import signal
 import socket
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +49,6 @@ class ServedLoader:
     """
 
     spec: WorkerSpec
-    workers: int
     share: FetcherShare
     budget_bytes: int
     spill_bytes: int = 0
@@ -82,14 +80,13 @@ class Scheduler:
         self._served, self._spec, self._ready, self._note = served, served.spec, ready, note
         self._selector, self._arenas = selector, arenas
         # half: spans that ranks still read lie among those that are free again
-        fits_bytes = served.workers * (largest_file_bytes() // 2)
+        fits_bytes = served.share.workers * (largest_file_bytes() // 2)
         self._budget_bytes = min(served.budget_bytes, fits_bytes)
         self.buffer = Buffer(self._budget_bytes, Ahead(served.share, self._is_filled), self._home)
         folder = served.spec.spill
         self._disk = Disk(folder, served.spill_bytes) if folder is not None else None
         self._streams: int | None = None
         self._positions: dict[int, tuple[int, int]] = {}
-        self._held: dict[int, deque[Request]] = {}
         self._tries: dict[Request, int] = {}
         self._lost = self._commands = 0
         self._prepared = self.sent = self.sent_bytes = 0
@@ -104,7 +101,7 @@ class Scheduler:
         self._parent = context.Process(target=worker.parent_main, args=arguments)
         self._parent.start()
         theirs.close()
-        for number in range(served.workers):
+        for number in range(served.share.workers):
             self._start(number)
         selector.register(self._control, selectors.EVENT_READ, self._hear_parent)
 
@@ -123,7 +120,7 @@ class Scheduler:
             idle=sum(not one.told for one in self._workers.values()),
             spilled_bytes=disk.used_bytes if disk else 0,
             spill_refused=bool(disk and disk.is_full),
-            workers=self._served.workers,
+            workers=self._served.share.workers,
             budget_bytes=self._budget_bytes,
         )
 
@@ -168,24 +165,7 @@ class Scheduler:
         is_full = self.buffer.is_full
         if is_full and (self.buffer.has_open or not (self._disk and self._disk.has_room)):
             return None, False
-        return self._choose_ahead(one), is_full
-
-    def _choose_ahead(self, one: WorkerHandle) -> Request | None:
-        """Return the next of the share; what another worker has to prepare is kept for it."""
-        held = self._held.get(one.number)
-        while held:
-            request = held.popleft()
-            # A rank may have asked for it since.
-            if self.buffer.begin(request):
-                return request
-        for _ in range(4 * self._served.workers):
-            ahead = self.buffer.choose_ahead()
-            home = None if ahead is None else self._home(ahead)
-            if ahead is None or home is None or home == one.number:
-                return ahead
-            self.buffer.postpone(ahead)
-            self._held.setdefault(home, deque()).append(ahead)
-        return None
+        return self.buffer.choose_ahead(one.number), is_full
 
     def _home(self, request: Request) -> int | None:
         """Return the worker that has to prepare what is requested; None: any may."""

@@ -29,27 +29,16 @@ import torch
 from taas_magic.data import protocol
 from taas_magic.data.buffer import Prepared
 from taas_magic.data.protocol import (
-    Alive,
-    Assembler,
     Cancel,
-    Cancelled,
-    Challenge,
     Free,
-    FromServer,
     Place,
     Proof,
-    ProtocolState,
-    Refused,
     Request,
     RequestKind,
     Requests,
     Response,
     ResponseKind,
     Role,
-    SharedBody,
-    Welcome,
-    prove,
-    proven,
 )
 from taas_magic.data.scheduler import Scheduler, ServedLoader
 from taas_magic.data.service import Tls, peer_uid
@@ -102,7 +91,7 @@ class RankConnection:
 
     def __init__(self, sock: socket.socket | ssl.SSLSocket, tls: bool) -> None:
         self.socket, self.tls, self.is_greeting = sock, tls, tls
-        self.assembler = Assembler(ProtocolState(Role.SERVER))
+        self.assembler = protocol.Assembler(protocol.ProtocolState(Role.SERVER))
         self.nonce = os.urandom(protocol.NONCE_BYTES)
         self.began = self.said = time.monotonic()
         self.loader: Scheduler | None = None
@@ -128,7 +117,7 @@ class RankConnection:
         self.out.append((part, prepared, descriptor))
         self.out_bytes += len(part)
 
-    def say(self, message: FromServer) -> None:
+    def say(self, message: protocol.FromServer) -> None:
         """Lay a message ready that has no body."""
         self.add(protocol.pack(message))
 
@@ -227,7 +216,7 @@ class RankConnection:
             and not prepared.is_shared
         )
 
-    def _lend(self, prepared: Prepared) -> tuple[SharedBody, int]:
+    def _lend(self, prepared: Prepared) -> tuple[protocol.SharedBody, int]:
         """Return where a batch lies, and the descriptor that the rank needs to read it; else -1."""
         arena, size = prepared.arena, prepared.reply.body_bytes
         assert arena is not None
@@ -236,7 +225,7 @@ class RankConnection:
         self.lent_bytes += size
         is_new = arena.arena not in self.arenas
         self.arenas.add(arena.arena)
-        return SharedBody(place, size, is_new), arena.memory.descriptor if is_new else -1
+        return protocol.SharedBody(place, size, is_new), arena.memory.descriptor if is_new else -1
 
 
 class Server:
@@ -373,7 +362,7 @@ class Server:
             self._guarded(connection, self._challenge)
 
     def _challenge(self, connection: RankConnection) -> None:
-        connection.say(Challenge(connection.nonce))
+        connection.say(protocol.Challenge(connection.nonce))
         self._flush(connection)
 
     def _guarded(
@@ -441,7 +430,7 @@ class Server:
             # What is on its way goes on.
             connection.asked.clear()
             loader.buffer.forget(connection)
-            connection.say(Cancelled())
+            connection.say(protocol.Cancelled())
             return
         if not connection.asked:
             connection.said = time.monotonic()
@@ -461,17 +450,17 @@ class Server:
         """
         key, place = self._spec.key, self.addresses[2]
         why = ""
-        if not proven(key, Role.RANK, connection.nonce, place, proof.mac):
+        if not protocol.proven(key, Role.RANK, connection.nonce, place, proof.mac):
             why = "this peer does not know the run's key"
         elif proof.loader not in self._loaders:
             why = f'loader "{proof.loader}" is not served here'
         if why:
-            connection.say(Refused(why))
+            connection.say(protocol.Refused(why))
             connection.send()
             raise ProtocolError(why)
         connection.loader = self._loaders[proof.loader]
         del self._unproved[connection]
-        connection.say(Welcome(prove(key, Role.SERVER, proof.nonce, place)))
+        connection.say(protocol.Welcome(protocol.prove(key, Role.SERVER, proof.nonce, place)))
         self._flush(connection)
 
     def _pump(self, connection: RankConnection) -> None:
@@ -529,7 +518,7 @@ class Server:
         return True
 
     def _look(self, now: float) -> None:
-        """Say that the server lives, and drop who takes too long to prove itself."""
+        """Say that the server lives, and drop who takes too long to protocol.prove itself."""
         for connection in list(self._unproved):
             if now - connection.began < PROOF_S:
                 break
@@ -537,7 +526,7 @@ class Server:
         for connection in list(self._connections):
             waits = connection.asked and not connection.out
             if waits and now - connection.said >= ALIVE_S:
-                connection.say(Alive())
+                connection.say(protocol.Alive())
                 self._guarded(connection, self._flush)
                 connection.said = now
 

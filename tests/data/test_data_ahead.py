@@ -1,6 +1,8 @@
 """What is prepared when nobody waits: an epoch and a little, or as much as is to be ready."""
 
-from itertools import islice
+from itertools import islice, takewhile
+
+import pytest
 
 from taas_magic.data.buffer import Ahead, FetcherShare
 from taas_magic.data.protocol import Opened, RequestKind
@@ -90,6 +92,24 @@ def test_the_share_of_a_rank_that_prepares_its_own_batches():
         *((0, slot) for slot in (1, 4, 7)),
         *((1, slot) for slot in (1, 4)),
     ]
+
+
+@pytest.mark.parametrize("share", [{}, {"index": 1, "fetchers": 2}, {"stride": 3, "first": 1}])
+@pytest.mark.parametrize("streams", [None, 1, 5])
+@pytest.mark.parametrize("first", [0, 1, 17])
+def test_the_workers_have_all_of_a_fetchers_share_between_them(share, streams, first):
+    one = FetcherShare(workers=3, **share)
+    ours = [
+        *(slot for slot in range(first, 100) if one.home(slot, streams)[0] == one.index),
+    ]
+    if streams is None:
+        ours = [slot for slot in ours if slot % one.stride == one.first]
+    found = []
+    for worker in range(3):
+        slots = [*takewhile(lambda slot: slot < 100, one.slots(worker, streams, first))]
+        assert all(one.home(slot, streams) == (one.index, worker) for slot in slots)
+        found += slots
+    assert sorted(found) == ours
 
 
 def test_a_fetcher_without_a_part_of_the_data_ends():

@@ -32,9 +32,9 @@ def answer(slot=0, units=1, kind=ResponseKind.BATCH, size=BATCH_BYTES, arena=Non
     return Prepared(reply, arena or Arena(), disk=disk)
 
 
-def buffer_of(budget_bytes=PLENTY, batches=0, **about):
+def buffer_of(budget_bytes=PLENTY, batches=0, workers=1, **about):
     """A buffer that works ahead on so many batches an epoch."""
-    ahead = Ahead(FetcherShare())
+    ahead = Ahead(FetcherShare(workers=workers))
     for epoch in range(60):
         ahead.opened(epoch, Opened(batches, None, 0))
     return Buffer(budget_bytes, ahead, **about)
@@ -120,7 +120,7 @@ def test_a_stream_does_not_go_back_as_long_as_it_can_go_on():
 def test_what_is_wanted_comes_before_what_is_done_ahead():
     buffer = buffer_of(batches=4)
     assert buffer.choose(0) is None
-    assert buffer.choose_ahead() == key(0)
+    assert buffer.choose_ahead(0) == key(0)
     buffer.want("rank", key(5))
     assert buffer.choose(0) == key(5)
 
@@ -129,16 +129,16 @@ def test_ahead_is_what_lies_behind_what_ranks_ask_for():
     buffer = buffer_of(batches=8)
     buffer.want("rank", key(4))
     assert buffer.choose(0) == key(4)
-    assert [buffer.choose_ahead() for _ in range(3)] == [key(5), key(6), key(7)]
-    assert buffer.choose_ahead() == key(0, epoch=1)
+    assert [buffer.choose_ahead(0) for _ in range(3)] == [key(5), key(6), key(7)]
+    assert buffer.choose_ahead(0) == key(0, epoch=1)
 
 
 def test_what_is_known_is_not_done_ahead():
     buffer = buffer_of(batches=4)
-    assert buffer.choose_ahead() == key(0)
+    assert buffer.choose_ahead(0) == key(0)
     prepare(buffer, [2])
     buffer.want("rank", key(1))
-    assert buffer.choose_ahead() == key(3)
+    assert buffer.choose_ahead(0) == key(3)
 
 
 def test_what_somebody_waits_for_is_not_done_ahead_too():
@@ -147,26 +147,16 @@ def test_what_somebody_waits_for_is_not_done_ahead_too():
     for slot in (0, 1):
         buffer.want("rank", key(slot))
     assert buffer.choose(0) is None
-    assert buffer.choose_ahead() == key(2)
+    assert buffer.choose_ahead(0) == key(2)
     assert [buffer.choose(1) for _ in range(3)] == [key(0), key(1), None]
 
 
-def test_what_waits_for_its_worker_can_be_asked_for():
-    """Done ahead, it was another worker's: as long as that has not begun, ranks may want it."""
-    buffer = buffer_of(batches=3)
-    assert buffer.choose_ahead() == key(0)
-    buffer.postpone(key(0))
-    buffer.want("rank", key(0))
-    assert buffer.choose(0) == key(0)
-    assert not buffer.begin(key(0)), "it is being prepared"
-
-
-def test_what_waited_for_its_worker_is_begun_once():
-    buffer = buffer_of(batches=3)
-    assert buffer.choose_ahead() == key(0)
-    buffer.postpone(key(0))
-    assert buffer.begin(key(0))
-    assert not buffer.begin(key(0))
+def test_each_worker_works_ahead_on_what_it_has_to_prepare():
+    buffer = buffer_of(batches=5, home=by_parity, workers=2)
+    buffer.want("rank", key(1))
+    assert [buffer.choose_ahead(0) for _ in range(3)] == [key(0), key(2), key(4)]
+    assert buffer.choose_ahead(1) == key(3)
+    assert buffer.choose(1) == key(1)
 
 
 def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_room():
@@ -181,11 +171,11 @@ def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_r
 
 def test_what_is_being_prepared_needs_room_too():
     buffer = buffer_of(4 * BATCH_BYTES, batches=100)
-    assert buffer.choose_ahead() == key(0)
+    assert buffer.choose_ahead(0) == key(0)
     buffer.put(key(0), answer(0))
     begun = 0
     while not buffer.is_full:
-        assert buffer.choose_ahead() is not None
+        assert buffer.choose_ahead(0) is not None
         begun += 1
     assert begun == 3
 
@@ -288,7 +278,7 @@ def test_that_there_is_no_batch_is_a_count_too():
     assert buffer.choose(0) == key(1)
     buffer.put(key(1), answer(1, units=VOID, kind=ResponseKind.VOID, size=0))
     assert buffer.count("rank", key(1)) == VOID
-    assert buffer.choose_ahead() == key(0, epoch=1), "behind the end there is nothing to do"
+    assert buffer.choose_ahead(0) == key(0, epoch=1), "behind the end there is nothing to do"
 
 
 def test_counts_of_given_indices_are_not_those_of_the_batch():
@@ -331,19 +321,19 @@ def test_a_lost_key_is_prepared_again_before_all_else_that_its_asker_wants():
 
 def test_what_was_lost_and_nobody_wants_is_done_ahead_again():
     buffer = buffer_of(batches=2)
-    assert [buffer.choose_ahead() for _ in range(2)] == [key(0), key(1)]
+    assert [buffer.choose_ahead(0) for _ in range(2)] == [key(0), key(1)]
     for slot in (0, 1):
         buffer.lost(key(slot))
-    assert [buffer.choose_ahead() for _ in range(3)] == [key(0), key(1), key(0, epoch=1)]
+    assert [buffer.choose_ahead(0) for _ in range(3)] == [key(0), key(1), key(0, epoch=1)]
 
 
 def test_what_was_lost_while_nobody_waited_can_be_asked_for():
     buffer = buffer_of(batches=2)
-    assert buffer.choose_ahead() == key(0)
+    assert buffer.choose_ahead(0) == key(0)
     buffer.lost(key(0))
     buffer.want("rank", key(0))
     assert chosen(buffer) == [0]
-    assert buffer.choose_ahead() == key(1)
+    assert buffer.choose_ahead(0) == key(1)
 
 
 def test_what_all_ranks_are_past_is_forgotten():
@@ -385,7 +375,7 @@ def test_of_a_long_epoch_the_latest_counts_are_remembered():
 def test_many_small_batches_take_no_more_memory_than_there_is():
     buffer = buffer_of(1 << 20, batches=100_000)
     while not buffer.is_full:
-        one = buffer.choose_ahead()
+        one = buffer.choose_ahead(0)
         buffer.put(one, answer(one.slot, size=1))
     assert 100 < buffer.ready_batches < 2000
 
@@ -395,7 +385,7 @@ def test_what_lies_on_disk_takes_no_memory_and_its_file_goes_with_it(tmp_path):
     for slot in range(4):
         file = tmp_path / f"77-{slot}"
         file.write_bytes(bytes([slot]) * BATCH_BYTES)
-        assert buffer.choose_ahead() == key(slot)
+        assert buffer.choose_ahead(0) == key(slot)
         buffer.put(key(slot), answer(slot, disk=disk))
     assert (buffer.ready_batches, buffer.ready_bytes) == (4, 0)
     assert disk.used_bytes == 4 * BATCH_BYTES
@@ -440,9 +430,9 @@ class BufferMachine(RuleBasedStateMachine):
         super().__init__()
         # With what Python takes beside each of them.
         budget_bytes = BUDGET_BATCHES * (BATCH_BYTES + 1280)
-        self.buffer = buffer_of(budget_bytes, batches=12, home=by_parity)
+        self.buffer = buffer_of(budget_bytes, batches=12, home=by_parity, workers=2)
         self.arena = Arena()
-        self.asked, self.postponed = {}, {}
+        self.asked = {}
         self.doing, self.prepared, self.held = [], 0, []
 
     @rule(who=RANKS, slot=SLOTS)
@@ -475,22 +465,11 @@ class BufferMachine(RuleBasedStateMachine):
     def choose(self, ahead, worker):
         one = self.buffer.choose(worker)
         if one is None and ahead and not self.buffer.is_full:
-            one = self.choose_ahead(worker)
+            one = self.buffer.choose_ahead(worker)
         if one is not None:
             assert one not in self.doing, "it is being prepared already"
             assert all(one != ready for ready in self.buffer._ready)
             self.doing.append(one)
-
-    def choose_ahead(self, worker):
-        while self.postponed.get(worker):
-            if self.buffer.begin(one := self.postponed[worker].pop(0)):
-                return one
-        one = self.buffer.choose_ahead()
-        if one is None or by_parity(one) == worker:
-            return one
-        self.buffer.postpone(one)
-        self.postponed.setdefault(1 - worker, []).append(one)
-        return None
 
     @precondition(lambda self: self.doing)
     @rule(at=st.integers(0, 50))
