@@ -12,7 +12,7 @@ same answers, prepared again.
 import itertools
 import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, KeysView
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -228,11 +228,28 @@ class Ahead:
             yield slot
 
 
+class _Entry:
+    """How it stands with one request: queued, being prepared, or prepared; and who waits for it.
+
+    Attributes:
+        queued: The worker and the connection in whose queue it is, until a worker prepares it.
+    """
+
+    __slots__ = ("is_doing", "prepared", "queued", "waiting")
+
+    def __init__(self, is_doing: bool = False) -> None:
+        self.waiting: dict[Hashable, None] = {}
+        self.queued: tuple[int | None, Hashable] | None = None
+        self.is_doing = is_doing
+        self.prepared: Prepared | None = None
+
+
 class Buffer:
     """Answers that are ready or wanted.
 
     Args:
         budget_bytes: How much memory they may take.
+        ahead: What is prepared when nobody waits.
         home: The worker that has to prepare a request; None: any may.
 
     Attributes:
@@ -247,24 +264,20 @@ class Buffer:
         home: Callable[[Request], int | None] = lambda request: None,
     ) -> None:
         self._budget_bytes, self.ahead, self._home = budget_bytes, ahead, home
-        self._ready: dict[Request, Prepared] = {}
+        self._entries: dict[Request, _Entry] = {}
         self._unasked: dict[Request, None] = {}
         self._counts: OrderedDict[Request, int] = OrderedDict()
-        self._waiting: dict[Request, set[Hashable]] = {}
         # By worker, so that one with nothing to do need not look through what others have.
-        self._open: dict[int | None, OrderedDict[Hashable, dict[Request, None]]] = {}
-        self._asker: dict[Request, tuple[int | None, Hashable]] = {}
+        self._queues: dict[int | None, OrderedDict[Hashable, dict[Request, None]]] = {}
         self._due: dict[Hashable, Request] = {}
         self._questions: dict[Request, None] = {}
-        self._doing: set[Request] = set()
-        self._latest_epoch = self._batch_bytes = 0
+        self._doing = self._latest_epoch = self._batch_bytes = 0
         self.ready_batches = self.ready_bytes = self._memory_bytes = 0
 
     @property
     def is_full(self) -> bool:
         """Whether memory is used up, by what is being prepared, too: each like the latest batch."""
-        doing_bytes = len(self._doing) * self._batch_bytes
-        return self._memory_bytes + doing_bytes >= self._budget_bytes
+        return self._memory_bytes + self._doing * self._batch_bytes >= self._budget_bytes
 
     @property
     def oldest_epoch(self) -> int:
@@ -274,7 +287,7 @@ class Buffer:
     @property
     def has_open(self) -> bool:
         """Whether anything that is wanted has not been given to a worker."""
-        return bool(self._asker)
+        return bool(self._queues)
 
     def want(self, who: Hashable, request: Request, only_count: bool = False) -> None:
         """Take note that `who` waits for what is requested, or only for what it counts."""
@@ -287,22 +300,19 @@ class Buffer:
                 self._remove(old)
             for old in [old for old in self._counts if old.epoch < oldest]:
                 del self._counts[old]
-        waiting = self._waiting.get(request)
-        if waiting is not None:
-            waiting.add(who)
-            return
-        self._waiting[request] = {who}
-        if request in self._ready:
+        entry = self._entries.get(request)
+        if entry is None:
+            entry = self._entries[request] = _Entry()
+            self._queue(who, request, entry)
+        elif not entry.waiting:
             self._unasked.pop(request, None)
-        elif request not in self._doing:
-            self._reopen(who, request)
+        entry.waiting[who] = None
 
     def forget(self, who: Hashable) -> None:
         """Let `who` wait for nothing; what is prepared stays for whoever asks again."""
         self._due.pop(who, None)
-        for request in [request for request, waiting in self._waiting.items() if who in waiting]:
-            if self._leave(who, request) and request in self._ready:
-                self._unasked[request] = None
+        for request in [one for one, entry in self._entries.items() if who in entry.waiting]:
+            self._leave(who, request)
 
     def take(self, who: Hashable, request: Request) -> Prepared | None:
         """Return what `who` sends next; it is held for the caller, who releases it.
@@ -310,12 +320,14 @@ class Buffer:
         Returns:
             None as long as it is not ready.
         """
-        prepared = self._ready.get(request)
-        if prepared is None:
+        entry = self._entries.get(request)
+        if entry is None or entry.prepared is None:
             self._stand_by(who, request)
             return None
+        prepared = entry.prepared
         prepared.hold()
-        if self._leave(who, request):
+        self._leave(who, request)
+        if not entry.waiting:
             self._remove(request)
         return prepared
 
@@ -324,15 +336,16 @@ class Buffer:
         units = self.units(request)
         if units is None:
             self._stand_by(who, request)
-            return None
-        if self._leave(who, request) and request in self._ready:
-            self._unasked[request] = None
+        else:
+            self._leave(who, request)
         return units
 
     def units(self, request: Request) -> int | None:
         """Return what a batch counts, also of one that lies here no more; None: not known."""
-        prepared = self._ready.get(request)
-        return self._counts.get(request) if prepared is None else prepared.reply.units
+        entry = self._entries.get(request)
+        if entry is None or entry.prepared is None:
+            return self._counts.get(request)
+        return entry.prepared.reply.units
 
     def choose(
         self, worker: int, follows: Callable[[Request], bool] | None = None
@@ -340,56 +353,55 @@ class Buffer:
         """Return what a worker is to prepare now; it counts as being done from here on.
 
         Args:
+            worker: Its number.
             follows: Whether it can without going back in a stream; None: it always can.
         """
-        if not self._asker:
+        if not self._queues:
             return None
         if is_full := self.is_full:
             self.make_room()
             is_full = self.is_full
         request = self._due_of(worker) if is_full else self._wanted_of(worker, follows)
         if request is not None:
-            self._close(request)
+            entry = self._entries[request]
+            self._unqueue(request, entry)
             if request.kind is RequestKind.GET:
                 self.ahead.reached(request.epoch, request.slot)
-            self._doing.add(request)
+            entry.is_doing = True
+            self._doing += 1
         return request
 
     def choose_ahead(self, worker: int) -> Request | None:
         """Return what a worker prepares when nobody waits; it counts as being done from here on."""
-        known = self._ready, self._doing, self._counts, self._asker
         while (request := self.ahead.next(worker)) is not None:
-            if not any([request in book for book in known]):
-                self._doing.add(request)
+            if request not in self._entries and request not in self._counts:
+                self._entries[request] = _Entry(is_doing=True)
+                self._doing += 1
                 return request
         return None
 
-    def put(self, request: Request, prepared: Prepared) -> set[Hashable]:
+    def put(self, request: Request, prepared: Prepared) -> KeysView[Hashable]:
         """Lay what was prepared ready; return who waits for it."""
-        self._doing.discard(request)
-        if request.kind is RequestKind.GET and not request.detail:
-            self._counts[request] = prepared.reply.units
-            if len(self._counts) > _KEEP_COUNTS:
-                self._counts.popitem(last=False)
-            if prepared.reply.units == VOID:
-                self.ahead.ended(request.epoch, request.slot)
+        entry = self._entries[request]
+        self._end_doing(entry)
         if request.kind is RequestKind.GET:
+            if not request.detail:
+                self._take_count(request, prepared.reply.units)
             self._batch_bytes = prepared.memory_bytes or self._batch_bytes
-        self._ready[request] = prepared
+        entry.prepared = prepared
         self._tally(request, prepared, 1)
-        waiting = self._waiting.get(request)
-        if waiting is None:
+        if not entry.waiting:
             self._unasked[request] = None
-            return set()
-        return waiting
+        return entry.waiting.keys()
 
     def lost(self, request: Request) -> None:
         """Take note that who was preparing a request is gone."""
-        self._doing.discard(request)
-        waiting = self._waiting.get(request)
-        if waiting:
-            self._reopen(next(iter(waiting)), request, at_once=True)
+        entry = self._entries[request]
+        self._end_doing(entry)
+        if entry.waiting:
+            self._queue(next(iter(entry.waiting)), request, entry, at_once=True)
         else:
+            del self._entries[request]
             self.ahead.restart()
 
     def make_room(self) -> None:
@@ -397,9 +409,21 @@ class Buffer:
         for request in sorted(self._unasked, reverse=True):
             if not self.is_full:
                 return
-            if self._ready[request].memory_bytes:
+            prepared = self._entries[request].prepared
+            if prepared is not None and prepared.memory_bytes:
                 self._counts.pop(request, None)
                 self._remove(request)
+
+    def _end_doing(self, entry: _Entry) -> None:
+        self._doing -= entry.is_doing
+        entry.is_doing = False
+
+    def _take_count(self, request: Request, units: int) -> None:
+        self._counts[request] = units
+        if len(self._counts) > _KEEP_COUNTS:
+            self._counts.popitem(last=False)
+        if units == VOID:
+            self.ahead.ended(request.epoch, request.slot)
 
     def _stand_by(self, who: Hashable, request: Request) -> None:
         """Note that `who` can send nothing before this, which may have been here and forgotten."""
@@ -408,72 +432,74 @@ class Buffer:
 
     def _wanted_of(self, worker: int, follows: Callable[[Request], bool] | None) -> Request | None:
         """Return what ranks want of a worker, the connections in turn."""
-        queues = [self._open[home] for home in (worker, None) if home in self._open]
-        if not queues:
+        homes = [home for home in (worker, None) if home in self._queues]
+        if not homes:
             return None
-        chosen = next(iter(next(iter(queues[0].values()))))
+        chosen = next(iter(next(iter(self._queues[homes[0]].values()))))
         if follows is not None and chosen.kind is RequestKind.GET:
-            requests = (
-                request for queue in queues for asked in queue.values() for request in asked
-            )
-            chosen = next(filter(follows, requests), chosen)
-        home, who = self._asker[chosen]
-        self._open[home].move_to_end(who)
+            queues = (queue for home in homes for queue in self._queues[home].values())
+            chosen = next(filter(follows, itertools.chain.from_iterable(queues)), chosen)
+        queued = self._entries[chosen].queued
+        assert queued is not None
+        self._queues[queued[0]].move_to_end(queued[1])
         return chosen
 
     def _due_of(self, worker: int) -> Request | None:
         """Return what needs no room, or a connection waits for before all else."""
         for request in itertools.chain(self._due.values(), self._questions):
-            if request in self._asker and self._asker[request][0] in (worker, None):
+            entry = self._entries.get(request)
+            if entry is not None and entry.queued and entry.queued[0] in (worker, None):
                 return request
         return None
 
-    def _reopen(self, who: Hashable, request: Request, at_once: bool = False) -> None:
+    def _queue(self, who: Hashable, request: Request, entry: _Entry, at_once: bool = False) -> None:
+        """Have a worker prepare a request, when it is the turn of `who`."""
         home = self._home(request)
-        queue = self._open.get(home)
-        if queue is None:
-            queue = self._open[home] = OrderedDict()
-        asked = queue.get(who)
+        queues = self._queues.setdefault(home, OrderedDict())
+        asked = queues.get(who)
         if asked is None or at_once:
-            queue[who] = {request: None, **(asked or {})}
+            queues[who] = {request: None, **(asked or {})}
         else:
             asked[request] = None
-        self._asker[request] = home, who
+        entry.queued = home, who
         if request.kind is not RequestKind.GET:
             self._questions[request] = None
 
-    def _leave(self, who: Hashable, request: Request) -> bool:
-        """Let `who` wait for `request` no more; return whether nobody else does."""
-        waiting = self._waiting.get(request)
-        if waiting is None:
-            return True
-        waiting.discard(who)
+    def _unqueue(self, request: Request, entry: _Entry) -> None:
+        """Take a request out of its queue, if it is in one."""
+        if entry.queued is None:
+            return
+        home, who = entry.queued
+        entry.queued = None
+        self._questions.pop(request, None)
+        queues = self._queues[home]
+        del queues[who][request]
+        if not queues[who]:
+            del queues[who]
+        if not queues:
+            del self._queues[home]
+
+    def _leave(self, who: Hashable, request: Request) -> None:
+        """Let `who` wait for a request no more, and nobody prepare it where nobody else does."""
+        entry = self._entries.get(request)
+        if entry is None or who not in entry.waiting:
+            return
+        del entry.waiting[who]
         if self._due and self._due.get(who) == request:
             del self._due[who]
-        if waiting:
-            if request in self._asker and self._asker[request][1] == who:
-                self._close(request)
-                self._reopen(next(iter(waiting)), request)
-            return False
-        del self._waiting[request]
-        if request in self._asker:
-            self._close(request)
-        return True
-
-    def _close(self, request: Request) -> None:
-        """Take a request out of those that nobody prepares yet."""
-        home, who = self._asker.pop(request)
-        self._questions.pop(request, None)
-        queue = self._open[home]
-        del queue[who][request]
-        if not queue[who]:
-            del queue[who]
-        if not queue:
-            del self._open[home]
+        if entry.queued is not None and (not entry.waiting or entry.queued[1] == who):
+            self._unqueue(request, entry)
+            if entry.waiting:
+                self._queue(next(iter(entry.waiting)), request, entry)
+            else:
+                del self._entries[request]
+        elif entry.prepared is not None and not entry.waiting:
+            self._unasked[request] = None
 
     def _remove(self, request: Request) -> None:
         self._unasked.pop(request, None)
-        prepared = self._ready.pop(request)
+        prepared = self._entries.pop(request).prepared
+        assert prepared is not None
         self._tally(request, prepared, -1)
         prepared.release()
 

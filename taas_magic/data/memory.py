@@ -20,7 +20,6 @@ from typing import Any
 from taas_magic.data.protocol import Place, aligned
 
 _STEPS = 8
-_PARTS_AT_ONCE = 500
 _FIRST_BYTES = 1 << 30
 """Of an arena's file, which takes memory only where something was written. To map it anew, when it
 grows, costs every process a page fault for each page that it looks at: more than to copy it."""
@@ -105,19 +104,6 @@ class Arena:
     def free(self, offset: int) -> None:
         """Take the span at `offset` back: nobody reads it any more."""
         self._spans.give_back(offset)
-
-
-def write_parts(descriptor: int, parts: Sequence[bytes | memoryview], at: int) -> None:
-    """Write all parts one after the other; one call takes 2 GiB at most."""
-    for start in range(0, len(parts), _PARTS_AT_ONCE):
-        group = list(parts[start : start + _PARTS_AT_ONCE])
-        while group:
-            written = os.pwritev(descriptor, group, at)
-            at += written
-            while group and written >= len(group[0]):
-                written -= len(group.pop(0))
-            if group:
-                group[0] = memoryview(group[0])[written:]
 
 
 class Mapping:

@@ -6,7 +6,6 @@ wanted (`buffer`), it tells workers what to prepare (`worker`) and says whose an
 
 import multiprocessing
 import selectors
-import shutil
 import signal
 import socket
 from collections.abc import Callable, Hashable, Iterator
@@ -153,8 +152,6 @@ class Scheduler:
         for one in self._workers.values():
             self._hang_up(one)
         self._parent.join()
-        if self._spec.spill is not None:
-            shutil.rmtree(self._spec.spill, ignore_errors=True)
 
     def _choose(self, one: WorkerHandle) -> tuple[Request | None, bool]:
         """Return what a worker does next, and whether that goes to disk."""

@@ -30,7 +30,7 @@ import torch
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data import encode
 from taas_magic.data.dataset import Ended, Failed, Source, is_counted, units_of
-from taas_magic.data.memory import Arena, Mapping, write_parts
+from taas_magic.data.memory import Arena, Mapping
 from taas_magic.data.protocol import (
     Command,
     Orders,
@@ -132,14 +132,9 @@ class WorkerHandle:
         self._files: list[int] = []
 
     @property
-    def is_up(self) -> bool:
-        """Whether it can be told anything."""
-        return self.pid > 0 and not self.is_gone
-
-    @property
     def has_room(self) -> bool:
         """Whether it may be told more. As long as it has enough to do, it is not disturbed."""
-        return self.is_up and len(self.told) <= self._depth // 2
+        return self.pid > 0 and not self.is_gone and len(self.told) <= self._depth // 2
 
     @property
     def room(self) -> int:
@@ -152,7 +147,8 @@ class WorkerHandle:
         has_file = len(request.detail) > DETAIL_BYTES
         if has_file:
             file = os.memfd_create("taas-detail", os.MFD_CLOEXEC)
-            write_parts(file, [request.detail], 0)
+            with os.fdopen(file, "wb", closefd=False) as writer:
+                writer.write(request.detail)
             self._files.append(file)
             request = msgspec.structs.replace(request, detail=b"")
         self._commands.append(Command(number, request, to_disk, has_file))
@@ -304,11 +300,9 @@ class Worker:
         path = spilled_file(self._spec.spill, os.getpid(), number)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                write_parts(descriptor, body.parts(), 0)
-            finally:
-                os.close(descriptor)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+                file.writelines(body.parts())
         except OSError as error:
             _log.warning("a batch could not be written to %s: %s", path, error)
             path.unlink(missing_ok=True)

@@ -42,12 +42,16 @@ def buffer_of(budget_bytes=PLENTY, batches=0, workers=1, **about):
 
 def entries(buffer):
     """How many answers, counts and questions are remembered."""
-    return len(buffer._ready) + len(buffer._counts) + len(buffer._waiting)
+    return len(buffer._entries) + len(buffer._counts)
+
+
+def ready(buffer):
+    return [one for one, entry in buffer._entries.items() if entry.prepared is not None]
 
 
 def let_go(buffer):
     """Forget all that is ready."""
-    for one in list(buffer._ready):
+    for one in ready(buffer):
         buffer._remove(one)
 
 
@@ -468,7 +472,7 @@ class BufferMachine(RuleBasedStateMachine):
             one = self.buffer.choose_ahead(worker)
         if one is not None:
             assert one not in self.doing, "it is being prepared already"
-            assert all(one != ready for ready in self.buffer._ready)
+            assert one not in ready(self.buffer)
             self.doing.append(one)
 
     @precondition(lambda self: self.doing)
@@ -504,10 +508,10 @@ class BufferMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_not_ready_and_wanted_is_open_or_being_prepared(self):
         wanted = {one for asked in self.asked.values() for one in asked}
-        missing = wanted - set(self.buffer._ready) - set(self.doing)
-        queues = self.buffer._open.values()
+        missing = wanted - set(ready(self.buffer)) - set(self.doing)
+        queues = self.buffer._queues.values()
         is_open = {one for queue in queues for keys in queue.values() for one in keys}
-        assert is_open == set(self.buffer._asker)
+        assert is_open == {one for one, entry in self.buffer._entries.items() if entry.queued}
         assert missing <= is_open <= wanted
         assert not is_open & set(self.doing)
 

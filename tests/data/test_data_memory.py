@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from taas_magic.data.memory import Arena, Blocks, Lent, Mapping, Spans, write_parts
+from taas_magic.data.memory import Arena, Blocks, Lent, Mapping, Spans
 from taas_magic.data.protocol import ALIGN, Place, aligned
 
 MEGABYTE = 1 << 20
@@ -88,15 +88,6 @@ def test_an_arena_grows_under_what_is_looked_at():
     memory = Mapping(os.dup(arena.descriptor))
     assert bytes(memory.view(0, 100)) == bytes(first) == b"x" * 100
     assert bytes(memory.view(aligned(offset + (3 << 30)), 100)) == b"y" * 100
-
-
-@hypothesis.given(st.lists(st.binary(max_size=50), max_size=1200))
-@hypothesis.settings(max_examples=20, deadline=None)
-def test_all_parts_of_a_body_are_written(parts):
-    descriptor = os.memfd_create("parts")
-    write_parts(descriptor, parts, 5)
-    assert os.pread(descriptor, 1 << 20, 0) == (bytes(5) + b"".join(parts) if any(parts) else b"")
-    os.close(descriptor)
 
 
 class Writer:
