@@ -42,9 +42,9 @@ _PAUSE_PER_SILENCE = 10
 """So many times longer than it was waited for a fetcher in vain, others are asked instead of it."""
 
 _OTHER_ORDER = (
-    "epoch {epoch}: the loader's sampler gives another order each time it is asked, and the "
-    "fetcher that had drawn this epoch's is gone. A sampler that draws from the generator of "
-    "torch, numpy or random survives that"
+    "epoch {epoch}: the loader's sampler gives another order each time it is run, and the fetcher "
+    "that ran it for this epoch is gone, so the rest of the epoch is not known. Draw the order "
+    "from torch, numpy.random or random, which are seeded, and any fetcher can repeat it"
 )
 
 

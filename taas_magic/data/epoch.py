@@ -32,9 +32,9 @@ _READY_BATCHES = 2
 _STOP_S = 0.2
 
 _EVERY_EPOCH_ALIKE = (
-    'the dataset of loader "{}" counts its epochs in its attribute {!r}. Every epoch begins with '
-    "the dataset as it was registered, so that all are the first one to it: give it a method "
-    "set_epoch(epoch), which is called before each"
+    'the dataset of loader "{}" counts its epochs in its attribute {!r}, but every epoch starts '
+    "with a copy of the registered dataset, so the counter does not advance. Give the dataset a "
+    "method set_epoch(epoch), which is called before each epoch"
 )
 
 
@@ -197,7 +197,7 @@ class Walk:
             return None
         received = self._kept.pop(slot, None) or self._client.reply(SlotRequest(slot, True))
         if received.units < 0:
-            raise ProtocolError(f"batch {slot} does not exist after all")
+            raise ProtocolError(f"the fetchers announced batch {slot} and do not have it")
         if self._learns_late:
             self._course.learn(slot, received.units)
         if received.size > self._largest_bytes:

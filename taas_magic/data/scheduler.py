@@ -257,7 +257,9 @@ class Scheduler:
         )
         self._lost += 1
         if self._lost > _MAX_LOST:
-            raise RuntimeError(f"{_MAX_LOST} workers ended, at last: {said}")
+            raise RuntimeError(
+                f"{self._lost} workers have ended. The last time, {said}"
+            )
         self._note(said)
         self._positions.clear()
         for at, request in enumerate(one.told.values()):
@@ -271,8 +273,8 @@ class Scheduler:
 
 def _given_up(request: Request, said: str) -> Prepared:
     text = (
-        f"batch {request.slot} of epoch {request.epoch} was asked for {_TRIES} times, and every "
-        f"time the process that prepared it ended, at last: {said}. Its data may crash the "
+        f"batch {request.slot} of epoch {request.epoch} was asked for {_TRIES} times, and each "
+        f"time the worker that prepared it ended. The last time, {said}. Its data may crash the "
         "process that reads it, or need more memory than the fetcher's host has"
     ).encode()
     return Prepared(Reply(0, ResponseKind.LOST, 1, body_bytes=len(text)), text=text)
