@@ -495,5 +495,4 @@ class Reply(Struct, frozen=True, array_like=True, gc=False):
     disk_is_full: bool = False
 
 
-pack_opened = _encode
 read_opened = msgspec.msgpack.Decoder(Opened).decode

@@ -14,23 +14,14 @@ from typing import Any
 
 import msgspec
 
-from taas_magic.data import worker
+from taas_magic.data import protocol, worker
 from taas_magic.data.buffer import Ahead, Buffer, Disk, FetcherShare, Prepared
 from taas_magic.data.memory import largest_file_bytes
-from taas_magic.data.protocol import (
-    Reply,
-    Request,
-    RequestKind,
-    ResponseKind,
-    StartWorker,
-    WorkerEnded,
-    WorkerStarted,
-    read_opened,
-)
+from taas_magic.data.protocol import Reply, Request, RequestKind, ResponseKind
 from taas_magic.data.worker import WorkerHandle, WorkerSpec
 from taas_magic.messages import FetcherCounts
 
-_read_parent = msgspec.msgpack.Decoder(WorkerStarted | WorkerEnded).decode
+_read_parent = msgspec.msgpack.Decoder(protocol.WorkerStarted | protocol.WorkerEnded).decode
 
 _TRIES = 10
 _MAX_LOST = 100
@@ -188,7 +179,7 @@ class Scheduler:
         return buffer.ready_batches >= served.fill_batches and ready_bytes >= served.fill_bytes
 
     def _start(self, number: int) -> None:
-        self._control.send(msgspec.msgpack.encode(StartWorker(number)))
+        self._control.send(msgspec.msgpack.encode(protocol.StartWorker(number)))
 
     def _hear_parent(self) -> None:
         said, descriptors, _, _ = socket.recv_fds(self._control, 64, 1)
@@ -197,7 +188,7 @@ class Scheduler:
                 f'the process that starts the workers of loader "{self._spec.loader}" has ended'
             )
         message = _read_parent(said)
-        if isinstance(message, WorkerEnded):
+        if isinstance(message, protocol.WorkerEnded):
             self._lose(message.number, message.exitcode)
             return
         sock, number = socket.socket(fileno=descriptors[0]), message.number
@@ -227,7 +218,7 @@ class Scheduler:
         if request.kind is RequestKind.OPEN:
             opened = None
             if reply.kind is ResponseKind.OPENED:
-                opened = read_opened(prepared.body())
+                opened = protocol.read_opened(prepared.body())
                 self._streams = opened.streams
             self.buffer.ahead.opened(request.epoch, opened)
         self._put(request, prepared)
@@ -257,9 +248,7 @@ class Scheduler:
         )
         self._lost += 1
         if self._lost > _MAX_LOST:
-            raise RuntimeError(
-                f"{self._lost} workers have ended. The last time, {said}"
-            )
+            raise RuntimeError(f"{self._lost} workers have ended. The last time, {said}")
         self._note(said)
         self._positions.clear()
         for at, request in enumerate(one.told.values()):

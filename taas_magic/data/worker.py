@@ -28,22 +28,10 @@ import msgspec
 import torch
 
 from taas_magic.capture.modules import claim_taas
-from taas_magic.data import encode
+from taas_magic.data import encode, protocol
 from taas_magic.data.dataset import Ended, Failed, Source, is_counted, units_of
 from taas_magic.data.memory import Arena, Mapping
-from taas_magic.data.protocol import (
-    Command,
-    Orders,
-    Reply,
-    Request,
-    RequestKind,
-    ResponseKind,
-    StartWorker,
-    WorkerEnded,
-    WorkerReady,
-    WorkerStarted,
-    pack_opened,
-)
+from taas_magic.data.protocol import Command, Reply, Request, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID
 
 MESSAGE_BYTES = 128 << 10
@@ -71,7 +59,7 @@ _CONTROL_BYTES = 64
 """The longest message between a server and its workers' parent."""
 
 _pack = msgspec.msgpack.Encoder().encode
-_read_orders = msgspec.msgpack.Decoder(Orders).decode
+_read_orders = msgspec.msgpack.Decoder(protocol.Orders).decode
 _read_replies = msgspec.msgpack.Decoder(list[Reply]).decode
 
 _log = logging.getLogger(__name__)
@@ -164,7 +152,7 @@ class WorkerHandle:
         commands, self._commands = self._commands, []
         files, self._files = self._files, []
         frees, self.frees = self.frees[:_MOST_FREES], self.frees[_MOST_FREES:]
-        message = _pack(Orders(commands, frees, oldest_epoch))
+        message = _pack(protocol.Orders(commands, frees, oldest_epoch))
         try:
             if files:
                 socket.send_fds(self.socket, [message], files)
@@ -192,7 +180,7 @@ class WorkerHandle:
         if not message:
             raise EOFError
         if not self.pid:
-            self.pid = msgspec.msgpack.decode(message, type=WorkerReady).pid
+            self.pid = msgspec.msgpack.decode(message, type=protocol.WorkerReady).pid
             self.memory = Mapping(descriptors[0])
             return
         largest, slowest_s = 0, 1e-6
@@ -223,7 +211,7 @@ class Worker:
     ) -> None:
         self._spec, self._socket, self._arena = spec, sock, Arena()
         # The server hears of the worker before the dataset is unpickled, which may take minutes.
-        socket.send_fds(sock, [_pack(WorkerReady(os.getpid()))], [self._arena.descriptor])
+        socket.send_fds(sock, [_pack(protocol.WorkerReady(os.getpid()))], [self._arena.descriptor])
         self._source: Source | None = None
         self._broken: Failed | None = None
         try:
@@ -235,7 +223,6 @@ class Worker:
             self._broken = Failed(error, where)
         self._replies: list[Reply] = []
         self._replied, self._cpu = 0.0, time.thread_time()
-        self._oldest_epoch = 0
 
     def run(self) -> None:
         """Do what the server says until it is gone."""
@@ -249,12 +236,11 @@ class Worker:
             self._obey(_read_orders(message), files)
             self._say()
 
-    def _obey(self, orders: Orders, files: list[int]) -> None:
+    def _obey(self, orders: protocol.Orders, files: list[int]) -> None:
         for offset in orders.frees:
             self._arena.free(offset)
-        if self._source is not None and orders.oldest_epoch > self._oldest_epoch:
-            self._oldest_epoch = orders.oldest_epoch
-            self._source.forget_before(self._oldest_epoch)
+        if self._source is not None:
+            self._source.forget_before(orders.oldest_epoch)
         for command in orders.commands:
             request = command.request
             if command.has_file:
@@ -336,7 +322,7 @@ class Worker:
                 with suppress(Ended, Failed):
                     counted = is_counted(source.prepare(epoch, 0))
                     opened = msgspec.structs.replace(opened, counted=counted)
-            return ResponseKind.OPENED, encode.raw(pack_opened(opened)), 1, 0
+            return ResponseKind.OPENED, encode.raw(_pack(opened)), 1, 0
         value, order = None, 0
         if kind is RequestKind.SAMPLE:
             value = source.sample(encode.from_bytes(detail))
@@ -385,13 +371,13 @@ def parent_main(spec: WorkerSpec, control: socket.socket, servers: socket.socket
                     said = control.recv(_CONTROL_BYTES)
                     if not said:
                         return
-                    number = msgspec.msgpack.decode(said, type=StartWorker).number
+                    number = msgspec.msgpack.decode(said, type=protocol.StartWorker).number
                     processes[number] = _start(number, spec, context, loader, control)
                 else:
                     number = sentinels[ready]
                     process = processes.pop(number)
                     process.join()
-                    control.send(_pack(WorkerEnded(number, process.exitcode)))
+                    control.send(_pack(protocol.WorkerEnded(number, process.exitcode)))
     except (BrokenPipeError, ConnectionResetError):
         return  # the server is gone
     finally:
@@ -419,7 +405,7 @@ def _start(number: int, spec: WorkerSpec, context: Any, loader: Any, control: so
     process = context.Process(target=_worker_main, args=arguments, name="taas-worker")
     with ours, theirs:
         process.start()
-        socket.send_fds(control, [_pack(WorkerStarted(number))], [ours.fileno()])
+        socket.send_fds(control, [_pack(protocol.WorkerStarted(number))], [ours.fileno()])
     return process
 
 
