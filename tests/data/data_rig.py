@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import multiprocessing
 import os
 import time
@@ -38,6 +39,7 @@ CONTEXT.set_forkserver_preload(["taas_magic.host.fetcher", "tests.data.data_rig"
 def forkserver_for_this_module():
     """The fetchers' forkserver ends with the module: other tests count the processes they see."""
     yield
+    gc.collect()  # a rank's own server has the forkserver's pipe open, until its loader is gone
     forkserver._forkserver._stop()
 
 

@@ -280,9 +280,7 @@ def test_an_assignment_to_the_dataset_is_refused(defined: Notebook, flags: str) 
         "loader = taas.register(DataLoader(Subset(Numbers(4), [3, 1])))"
     )
     outcome = defined.run("loader.dataset.train = False", flags)
-    assert "set 'train' in the notebook, before the cell (loader.dataset.train = …)" in (
-        outcome.shown
-    )
+    assert "Set it in the notebook, before the cell (loader.dataset.train = …)" in (outcome.shown)
     outcome = defined.run("loader.dataset.dataset.train = False", flags)
     assert "(loader.dataset.dataset.train = …)" in outcome.shown
     outcome = defined.run("loader.collate_fn = list", flags)
