@@ -11,22 +11,21 @@ same answers, prepared again.
 
 import itertools
 import mmap
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, KeysView
 from dataclasses import dataclass
 from pathlib import Path
 
 from taas_magic.data import sharding
-from taas_magic.data.dataset import Opened
-from taas_magic.data.protocol import KINDS, Kind
+from taas_magic.data.protocol import Opened, Reply, Request, RequestKind
 from taas_magic.data.sharding import VOID
-from taas_magic.data.worker import Key, Reply, WorkerHandle, spilled_file
+from taas_magic.data.worker import WorkerHandle, spilled_file
 
 _NEXT_EPOCH_BATCHES = 2
 _KEEP_EPOCHS = 2
 _KEEP_COUNTS = 1 << 14
 _ANSWER_BYTES = 1280
-"""What an answer in memory takes beside its data: of small batches, most."""
+"""What a prepared answer in memory takes beside its data: of small batches, most."""
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Disk:
         return not self.is_full and self.used_bytes < self.limit_bytes
 
 
-class Answer:
+class Prepared:
     """What a worker prepared: a batch, a value, a failure, or that there is nothing.
 
     Args:
@@ -60,7 +59,7 @@ class Answer:
         memory_bytes: What its body takes of memory.
     """
 
-    __slots__ = ("_disk", "_holders", "_text", "_worker", "kind", "memory_bytes", "reply", "units")
+    __slots__ = ("_disk", "_holders", "_text", "_worker", "memory_bytes", "reply")
 
     def __init__(
         self,
@@ -74,7 +73,6 @@ class Answer:
         if disk is not None:
             disk.used_bytes += reply.body_bytes
             self.memory_bytes = 0
-        self.kind, self.units = KINDS[reply.kind], reply.units
         self._holders = 1
 
     @property
@@ -133,20 +131,27 @@ class FetcherShare:
     first: int = 0
     units: int | None = None
 
-    def has(self, slot: int, streams: int | None) -> bool:
-        """Return whether a slot is the fetcher's."""
-        ours = streams is not None or slot % self.stride == self.first
-        return ours and self.home(slot, streams)[0] == self.index
-
     def home(self, slot: int, streams: int | None) -> tuple[int, int]:
         """Return the fetcher, and its worker, that prepare a slot."""
         return sharding.home(slot, streams, self.fetchers, self.workers, self.stride)
 
+    def slots(self, worker: int, streams: int | None, first_slot: int) -> Iterator[int]:
+        """Yield the slots from `first_slot` on that a worker of the fetcher prepares, endlessly."""
+        if streams is None:
+            step = self.stride * self.fetchers * self.workers
+            begin = self.first + self.stride * (self.index * self.workers + worker)
+            return itertools.count(begin + step * max(0, -(-(first_slot - begin) // step)), step)
+        mine = [one for one in range(streams) if self.home(one, streams) == (self.index, worker)]
+        items = itertools.count(first_slot // streams) if mine else ()
+        slots = (item * streams + stream for item in items for stream in mine)
+        return (slot for slot in slots if slot >= first_slot)
+
 
 class Ahead:
-    """The order in which a fetcher works ahead.
+    """The order in which a fetcher's workers work ahead, each on what it has to prepare.
 
     Args:
+        share: The fetcher's.
         is_filled: Says whether there is as much as is to be ready before ranks ask.
     """
 
@@ -156,13 +161,17 @@ class Ahead:
         self._opened: dict[int, Opened | None] = {}
         self._ends: dict[int, int] = {}
         self._epoch = self._slot = 0
-        self._keys: Iterator[Key | None] | None = None
+        self._walks: dict[int, Iterator[Request | None]] = {}
 
-    def next(self) -> Key | None:
-        """Return what to prepare; None: nothing, for now."""
-        if self._keys is None:
-            self._keys = self._walk(self._epoch, self._slot)
-        return next(self._keys, None)
+    def next(self, worker: int = 0) -> Request | None:
+        """Return what a worker is to prepare; None: nothing, for now."""
+        if worker not in self._walks:
+            self._walks[worker] = self._walk(worker, self._epoch, self._slot)
+        return next(self._walks[worker], None)
+
+    def restart(self) -> None:
+        """Go through it again: something that was being prepared is lost."""
+        self._walks.clear()
 
     def reached(self, epoch: int, slot: int) -> None:
         """Take note that a rank had to ask for a batch: what is worth preparing lies behind it."""
@@ -171,7 +180,8 @@ class Ahead:
             self._ends = {at: end for at, end in self._ends.items() if at >= epoch}
             self._opened = {at: opened for at, opened in self._opened.items() if at >= epoch}
         if epoch > self._epoch or (epoch == self._epoch and slot >= self._slot):
-            self._epoch, self._slot, self._keys = epoch, slot + 1, None
+            self._epoch, self._slot = epoch, slot + 1
+            self.restart()
 
     def opened(self, epoch: int, opened: Opened | None) -> None:
         """Take note of an epoch's length; None: its sampler raised."""
@@ -181,25 +191,25 @@ class Ahead:
         """Take note that there is no batch in a slot: not worth going on behind it."""
         self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
 
-    def _walk(self, epoch: int, first_slot: int) -> Iterator[Key | None]:
+    def _walk(self, worker: int, epoch: int, first_slot: int) -> Iterator[Request | None]:
         left = self._share.units
         for ahead in itertools.count():
             while ahead > 1 and self._is_enough():
                 yield None
-            if epoch + ahead not in self._opened:
-                yield Key(Kind.OPEN, epoch + ahead, 0)
+            if epoch + ahead not in self._opened and not worker:
+                yield Request(RequestKind.OPEN, epoch + ahead, 0)
             while epoch + ahead not in self._opened:
                 yield None
             opened = self._opened[epoch + ahead]
             if opened is None:
                 return
             done = 0
-            for slot in self._slots(epoch + ahead, opened, 0 if ahead else first_slot):
+            for slot in self._slots(worker, epoch + ahead, opened, 0 if ahead else first_slot):
                 while ahead and done >= _NEXT_EPOCH_BATCHES and self._is_enough():
                     yield None
                 if left is not None and slot >= left:
                     return
-                yield Key(Kind.GET, epoch + ahead, slot)
+                yield Request(RequestKind.GET, epoch + ahead, slot)
                 done += 1
             if ahead and not done:
                 return
@@ -209,17 +219,29 @@ class Ahead:
     def _is_enough(self) -> bool:
         return self._is_asked or self._is_filled()
 
-    def _slots(self, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
-        """Yield the fetcher's slots of an epoch, as long as there are any."""
-        share, streams = self._share, opened.streams
-        if streams is not None and share.index >= streams:
-            return
-        for slot in itertools.count(first_slot):
+    def _slots(self, worker: int, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
+        """Yield a worker's slots of an epoch, as long as there are any."""
+        for slot in self._share.slots(worker, opened.streams, first_slot):
             at_end = self._ends.get(epoch, opened.batches)
             if at_end is not None and slot >= at_end:
                 return
-            if share.has(slot, streams):
-                yield slot
+            yield slot
+
+
+class _Entry:
+    """How it stands with one request: queued, being prepared, or prepared; and who waits for it.
+
+    Attributes:
+        queued: The worker and the connection in whose queue it is, until a worker prepares it.
+    """
+
+    __slots__ = ("is_doing", "prepared", "queued", "waiting")
+
+    def __init__(self, is_doing: bool = False) -> None:
+        self.waiting: dict[Hashable, None] = {}
+        self.queued: tuple[int | None, Hashable] | None = None
+        self.is_doing = is_doing
+        self.prepared: Prepared | None = None
 
 
 class Buffer:
@@ -227,7 +249,8 @@ class Buffer:
 
     Args:
         budget_bytes: How much memory they may take.
-        home: The worker that has to prepare a key; None: any may.
+        ahead: What is prepared when nobody waits.
+        home: The worker that has to prepare a request; None: any may.
 
     Attributes:
         ready_batches: How many of the answers are batches.
@@ -238,28 +261,23 @@ class Buffer:
         self,
         budget_bytes: int,
         ahead: Ahead,
-        home: Callable[[Key], int | None] = lambda key: None,
+        home: Callable[[Request], int | None] = lambda request: None,
     ) -> None:
         self._budget_bytes, self.ahead, self._home = budget_bytes, ahead, home
-        self._ready: dict[Key, Answer] = {}
-        self._unasked: dict[Key, None] = {}
-        self._counts: OrderedDict[Key, int] = OrderedDict()
-        self._waiting: dict[Key, set[Hashable]] = {}
+        self._entries: dict[Request, _Entry] = {}
+        self._unasked: dict[Request, None] = {}
+        self._counts: OrderedDict[Request, int] = OrderedDict()
         # By worker, so that one with nothing to do need not look through what others have.
-        self._open: dict[int | None, OrderedDict[Hashable, dict[Key, None]]] = {}
-        self._asker: dict[Key, tuple[int | None, Hashable]] = {}
-        self._due: dict[Hashable, Key] = {}
-        self._questions: dict[Key, None] = {}
-        self._doing: set[Key] = set()
-        self._again: deque[Key] = deque()
-        self._latest_epoch = self._batch_bytes = 0
+        self._queues: dict[int | None, OrderedDict[Hashable, dict[Request, None]]] = {}
+        self._due: dict[Hashable, Request] = {}
+        self._questions: dict[Request, None] = {}
+        self._doing = self._latest_epoch = self._batch_bytes = 0
         self.ready_batches = self.ready_bytes = self._memory_bytes = 0
 
     @property
     def is_full(self) -> bool:
         """Whether memory is used up, by what is being prepared, too: each like the latest batch."""
-        doing_bytes = len(self._doing) * self._batch_bytes
-        return self._memory_bytes + doing_bytes >= self._budget_bytes
+        return self._memory_bytes + self._doing * self._batch_bytes >= self._budget_bytes
 
     @property
     def oldest_epoch(self) -> int:
@@ -269,222 +287,224 @@ class Buffer:
     @property
     def has_open(self) -> bool:
         """Whether anything that is wanted has not been given to a worker."""
-        return bool(self._asker)
+        return bool(self._queues)
 
-    def want(self, who: Hashable, key: Key, only_count: bool = False) -> None:
-        """Take note that `who` waits for an answer, or only for what it counts."""
-        if only_count and self.units(key) is not None:
+    def want(self, who: Hashable, request: Request, only_count: bool = False) -> None:
+        """Take note that `who` waits for what is requested, or only for what it counts."""
+        if only_count and self.units(request) is not None:
             return
-        if key.epoch > self._latest_epoch:
-            self._latest_epoch = key.epoch
+        if request.epoch > self._latest_epoch:
+            self._latest_epoch = request.epoch
             oldest = self.oldest_epoch
             for old in [old for old in self._unasked if old.epoch < oldest]:
                 self._remove(old)
             for old in [old for old in self._counts if old.epoch < oldest]:
                 del self._counts[old]
-        waiting = self._waiting.get(key)
-        if waiting is not None:
-            waiting.add(who)
-            return
-        self._waiting[key] = {who}
-        if key in self._ready:
-            self._unasked.pop(key, None)
-        elif key not in self._doing:
-            self._reopen(who, key)
+        entry = self._entries.get(request)
+        if entry is None:
+            entry = self._entries[request] = _Entry()
+            self._queue(who, request, entry)
+        elif not entry.waiting:
+            self._unasked.pop(request, None)
+        entry.waiting[who] = None
 
     def forget(self, who: Hashable) -> None:
         """Let `who` wait for nothing; what is prepared stays for whoever asks again."""
         self._due.pop(who, None)
-        for key in [key for key, waiting in self._waiting.items() if who in waiting]:
-            if self._leave(who, key) and key in self._ready:
-                self._unasked[key] = None
+        for request in [one for one, entry in self._entries.items() if who in entry.waiting]:
+            self._leave(who, request)
 
-    def take(self, who: Hashable, key: Key) -> Answer | None:
-        """Return the answer that `who` sends next; it is held for the caller, who releases it.
+    def take(self, who: Hashable, request: Request) -> Prepared | None:
+        """Return what `who` sends next; it is held for the caller, who releases it.
 
         Returns:
             None as long as it is not ready.
         """
-        answer = self._ready.get(key)
-        if answer is None:
-            self._stand_by(who, key)
+        entry = self._entries.get(request)
+        if entry is None or entry.prepared is None:
+            self._stand_by(who, request)
             return None
-        answer.hold()
-        if self._leave(who, key):
-            self._remove(key)
-        return answer
+        prepared = entry.prepared
+        prepared.hold()
+        self._leave(who, request)
+        if not entry.waiting:
+            self._remove(request)
+        return prepared
 
-    def count(self, who: Hashable, key: Key) -> int | None:
+    def count(self, who: Hashable, request: Request) -> int | None:
         """Return what the batch that `who` asks for next counts (VOID: none); None: not known."""
-        units = self.units(key)
+        units = self.units(request)
         if units is None:
-            self._stand_by(who, key)
-            return None
-        if self._leave(who, key) and key in self._ready:
-            self._unasked[key] = None
+            self._stand_by(who, request)
+        else:
+            self._leave(who, request)
         return units
 
-    def units(self, key: Key) -> int | None:
+    def units(self, request: Request) -> int | None:
         """Return what a batch counts, also of one that lies here no more; None: not known."""
-        answer = self._ready.get(key)
-        return self._counts.get(key) if answer is None else answer.units
+        entry = self._entries.get(request)
+        if entry is None or entry.prepared is None:
+            return self._counts.get(request)
+        return entry.prepared.reply.units
 
-    def choose(self, worker: int, follows: Callable[[Key], bool] | None = None) -> Key | None:
+    def choose(
+        self, worker: int, follows: Callable[[Request], bool] | None = None
+    ) -> Request | None:
         """Return what a worker is to prepare now; it counts as being done from here on.
 
         Args:
+            worker: Its number.
             follows: Whether it can without going back in a stream; None: it always can.
         """
-        if not self._asker:
+        if not self._queues:
             return None
         if is_full := self.is_full:
             self.make_room()
             is_full = self.is_full
-        key = self._due_of(worker) if is_full else self._wanted_of(worker, follows)
-        if key is not None:
-            self._close_key(key)
-            if key.kind is Kind.GET:
-                self.ahead.reached(key.epoch, key.slot)
-            self._doing.add(key)
-        return key
+        request = self._due_of(worker) if is_full else self._wanted_of(worker, follows)
+        if request is not None:
+            entry = self._entries[request]
+            self._unqueue(request, entry)
+            if request.kind is RequestKind.GET:
+                self.ahead.reached(request.epoch, request.slot)
+            entry.is_doing = True
+            self._doing += 1
+        return request
 
-    def choose_ahead(self) -> Key | None:
-        """Return what to prepare when nobody waits; it counts as being done from here on."""
-        while (key := self._again.popleft() if self._again else self.ahead.next()) is not None:
-            if self.begin(key):
-                return key
+    def choose_ahead(self, worker: int) -> Request | None:
+        """Return what a worker prepares when nobody waits; it counts as being done from here on."""
+        while (request := self.ahead.next(worker)) is not None:
+            if request not in self._entries and request not in self._counts:
+                self._entries[request] = _Entry(is_doing=True)
+                self._doing += 1
+                return request
         return None
 
-    def begin(self, key: Key) -> bool:
-        """Have a worker prepare a key that nobody asked it for; return False if it need not."""
-        if key in self._ready or key in self._doing or key in self._counts or key in self._asker:
-            return False
-        self._doing.add(key)
-        return True
+    def put(self, request: Request, prepared: Prepared) -> KeysView[Hashable]:
+        """Lay what was prepared ready; return who waits for it."""
+        entry = self._entries[request]
+        self._end_doing(entry)
+        if request.kind is RequestKind.GET:
+            if not request.detail:
+                self._take_count(request, prepared.reply.units)
+            self._batch_bytes = prepared.memory_bytes or self._batch_bytes
+        entry.prepared = prepared
+        self._tally(request, prepared, 1)
+        if not entry.waiting:
+            self._unasked[request] = None
+        return entry.waiting.keys()
 
-    def postpone(self, key: Key) -> None:
-        """Let a chosen key wait for its own worker, which has to `begin` it."""
-        self._doing.discard(key)
-
-    def put(self, key: Key, answer: Answer) -> set[Hashable]:
-        """Lay an answer ready; return who waits for it."""
-        self._doing.discard(key)
-        if key.kind is Kind.GET and not key.detail:
-            self._counts[key] = answer.units
-            if len(self._counts) > _KEEP_COUNTS:
-                self._counts.popitem(last=False)
-            if answer.units == VOID:
-                self.ahead.ended(key.epoch, key.slot)
-        if key.kind is Kind.GET:
-            self._batch_bytes = answer.memory_bytes or self._batch_bytes
-        self._ready[key] = answer
-        self._tally(key, answer, 1)
-        waiting = self._waiting.get(key)
-        if waiting is None:
-            self._unasked[key] = None
-            return set()
-        return waiting
-
-    def lost(self, key: Key) -> None:
-        """Take note that who was preparing a key is gone."""
-        self._doing.discard(key)
-        waiting = self._waiting.get(key)
-        if waiting:
-            self._reopen(next(iter(waiting)), key, at_once=True)
-        elif key.kind is Kind.GET:
-            self._again.append(key)
+    def lost(self, request: Request) -> None:
+        """Take note that who was preparing a request is gone."""
+        entry = self._entries[request]
+        self._end_doing(entry)
+        if entry.waiting:
+            self._queue(next(iter(entry.waiting)), request, entry, at_once=True)
+        else:
+            del self._entries[request]
+            self.ahead.restart()
 
     def make_room(self) -> None:
         """Throw away what nobody has asked for, the latest first: it can be prepared again."""
-        for key in sorted(self._unasked, reverse=True):
+        for request in sorted(self._unasked, reverse=True):
             if not self.is_full:
                 return
-            if self._ready[key].memory_bytes:
-                self._counts.pop(key, None)
-                self._remove(key)
+            prepared = self._entries[request].prepared
+            if prepared is not None and prepared.memory_bytes:
+                self._counts.pop(request, None)
+                self._remove(request)
 
-    def _stand_by(self, who: Hashable, key: Key) -> None:
-        """Note that `who` can send nothing before `key`, which may have been here and forgotten."""
-        self.want(who, key)
-        self._due[who] = key
+    def _end_doing(self, entry: _Entry) -> None:
+        self._doing -= entry.is_doing
+        entry.is_doing = False
 
-    def _wanted_of(self, worker: int, follows: Callable[[Key], bool] | None) -> Key | None:
+    def _take_count(self, request: Request, units: int) -> None:
+        self._counts[request] = units
+        if len(self._counts) > _KEEP_COUNTS:
+            self._counts.popitem(last=False)
+        if units == VOID:
+            self.ahead.ended(request.epoch, request.slot)
+
+    def _stand_by(self, who: Hashable, request: Request) -> None:
+        """Note that `who` can send nothing before this, which may have been here and forgotten."""
+        self.want(who, request)
+        self._due[who] = request
+
+    def _wanted_of(self, worker: int, follows: Callable[[Request], bool] | None) -> Request | None:
         """Return what ranks want of a worker, the connections in turn."""
-        queues = [self._open[home] for home in (worker, None) if home in self._open]
-        if not queues:
+        homes = [home for home in (worker, None) if home in self._queues]
+        if not homes:
             return None
-        chosen = next(iter(next(iter(queues[0].values()))))
-        if follows is not None and chosen.kind is Kind.GET:
-            keys = (key for queue in queues for asked in queue.values() for key in asked)
-            chosen = next(filter(follows, keys), chosen)
-        home, who = self._asker[chosen]
-        self._open[home].move_to_end(who)
+        chosen = next(iter(next(iter(self._queues[homes[0]].values()))))
+        if follows is not None and chosen.kind is RequestKind.GET:
+            queues = (queue for home in homes for queue in self._queues[home].values())
+            chosen = next(filter(follows, itertools.chain.from_iterable(queues)), chosen)
+        queued = self._entries[chosen].queued
+        assert queued is not None
+        self._queues[queued[0]].move_to_end(queued[1])
         return chosen
 
-    def _due_of(self, worker: int) -> Key | None:
+    def _due_of(self, worker: int) -> Request | None:
         """Return what needs no room, or a connection waits for before all else."""
-        for key in itertools.chain(self._due.values(), self._questions):
-            if key in self._asker and self._asker[key][0] in (worker, None):
-                return key
+        for request in itertools.chain(self._due.values(), self._questions):
+            entry = self._entries.get(request)
+            if entry is not None and entry.queued and entry.queued[0] in (worker, None):
+                return request
         return None
 
-    def _reopen(self, who: Hashable, key: Key, at_once: bool = False) -> None:
-        home = self._home(key)
-        queue = self._open.get(home)
-        if queue is None:
-            queue = self._open[home] = OrderedDict()
-        asked = queue.get(who)
+    def _queue(self, who: Hashable, request: Request, entry: _Entry, at_once: bool = False) -> None:
+        """Have a worker prepare a request, when it is the turn of `who`."""
+        home = self._home(request)
+        queues = self._queues.setdefault(home, OrderedDict())
+        asked = queues.get(who)
         if asked is None or at_once:
-            queue[who] = {key: None, **(asked or {})}
+            queues[who] = {request: None, **(asked or {})}
         else:
-            asked[key] = None
-        self._asker[key] = home, who
-        if key.kind is not Kind.GET:
-            self._questions[key] = None
+            asked[request] = None
+        entry.queued = home, who
+        if request.kind is not RequestKind.GET:
+            self._questions[request] = None
 
-    def _leave(self, who: Hashable, key: Key) -> bool:
-        """Let `who` wait for `key` no more; return whether nobody else does."""
-        waiting = self._waiting.get(key)
-        if waiting is None:
-            return True
-        waiting.discard(who)
-        if self._due and self._due.get(who) == key:
+    def _unqueue(self, request: Request, entry: _Entry) -> None:
+        """Take a request out of its queue, if it is in one."""
+        if entry.queued is None:
+            return
+        home, who = entry.queued
+        entry.queued = None
+        self._questions.pop(request, None)
+        queues = self._queues[home]
+        del queues[who][request]
+        if not queues[who]:
+            del queues[who]
+        if not queues:
+            del self._queues[home]
+
+    def _leave(self, who: Hashable, request: Request) -> None:
+        """Let `who` wait for a request no more, and nobody prepare it where nobody else does."""
+        entry = self._entries.get(request)
+        if entry is None or who not in entry.waiting:
+            return
+        del entry.waiting[who]
+        if self._due and self._due.get(who) == request:
             del self._due[who]
-        if waiting:
-            if key in self._asker and self._asker[key][1] == who:
-                self._close_key(key)
-                self._reopen(next(iter(waiting)), key)
-            return False
-        del self._waiting[key]
-        if key in self._asker:
-            self._close_key(key)
-        return True
+        if entry.queued is not None and (not entry.waiting or entry.queued[1] == who):
+            self._unqueue(request, entry)
+            if entry.waiting:
+                self._queue(next(iter(entry.waiting)), request, entry)
+            else:
+                del self._entries[request]
+        elif entry.prepared is not None and not entry.waiting:
+            self._unasked[request] = None
 
-    def _close_key(self, key: Key) -> None:
-        """Take a key out of what has to be prepared: nobody waits any more, or somebody does it."""
-        home, who = self._asker.pop(key)
-        self._questions.pop(key, None)
-        queue = self._open[home]
-        del queue[who][key]
-        if not queue[who]:
-            del queue[who]
-        if not queue:
-            del self._open[home]
+    def _remove(self, request: Request) -> None:
+        self._unasked.pop(request, None)
+        prepared = self._entries.pop(request).prepared
+        assert prepared is not None
+        self._tally(request, prepared, -1)
+        prepared.release()
 
-    def _remove(self, key: Key) -> None:
-        self._unasked.pop(key, None)
-        answer = self._ready.pop(key)
-        self._tally(key, answer, -1)
-        answer.release()
-
-    def _tally(self, key: Key, answer: Answer, sign: int) -> None:
-        size = answer.memory_bytes
+    def _tally(self, request: Request, prepared: Prepared, sign: int) -> None:
+        size = prepared.memory_bytes
         self.ready_bytes += sign * size
         self._memory_bytes += sign * (size + _ANSWER_BYTES if size else 0)
-        self.ready_batches += sign * (key.kind is Kind.GET)
-
-
-def keys_of(kind: Kind, epoch: int, slots: Iterable[int], detail: bytes = b"") -> list[Key]:
-    """Return the keys that a frame of a rank asks for."""
-    pure = Kind.GET if kind in (Kind.PEEK, Kind.GIVEN) else kind
-    return [Key(pure, epoch, slot, detail) for slot in slots]
+        self.ready_batches += sign * (request.kind is RequestKind.GET)

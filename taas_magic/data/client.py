@@ -14,13 +14,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from taas_magic.data import encode, protocol
 from taas_magic.data.connection import FetcherLink, Silent
-from taas_magic.data.dataset import Opened, Raised, Response
+from taas_magic.data.dataset import Raised
 from taas_magic.data.memory import Blocks
-from taas_magic.data.protocol import Frame, Kind
+from taas_magic.data.protocol import (
+    FromServer,
+    Opened,
+    Request,
+    RequestKind,
+    Requests,
+    Response,
+    ResponseKind,
+    read_opened,
+)
 from taas_magic.data.service import Directory, Found
 from taas_magic.data.sharding import VOID, SlotRequest, home
 from taas_magic.errors import ProtocolError, RunLost
@@ -35,9 +42,9 @@ _PAUSE_PER_SILENCE = 10
 """So many times longer than it was waited for a fetcher in vain, others are asked instead of it."""
 
 _OTHER_ORDER = (
-    "epoch {epoch}: the loader's sampler gives another order each time it is asked, and the "
-    "fetcher that had drawn this epoch's is gone. A sampler that draws from the generator of "
-    "torch, numpy or random survives that"
+    "epoch {epoch}: the loader's sampler gives another order each time it is run, and the fetcher "
+    "that ran it for this epoch is gone, so the rest of the epoch is not known. Draw the order "
+    "from torch, numpy.random or random, which are seeded, and any fetcher can repeat it"
 )
 
 
@@ -195,16 +202,22 @@ def _why_useless(error: Exception) -> str:
     return f"{kind} ({error})"
 
 
-class Request(NamedTuple):
-    """What is asked of a fetcher."""
+class Received(NamedTuple):
+    """What a rank gets for a `SlotRequest`.
 
-    kind: Kind
-    epoch: int
-    slot: int
-    body: bytes = b""
+    Attributes:
+        units: What the batch counts; VOID: there is none.
+        size: Its bytes on the wire, 0 if it was on none.
+        failure: What the user's code raised instead; `reraise()` raises it here.
+    """
+
+    units: int
+    batch: Any = None
+    size: int = 0
+    failure: Raised | None = None
 
 
-_SHARED = operator.attrgetter("kind", "epoch", "body")
+_ALIKE = operator.attrgetter("kind", "epoch", "detail")
 
 
 class Asked:
@@ -224,19 +237,13 @@ class Asked:
         """Send what was laid ready, and with it what is read no more of the fetcher's memory."""
         requests, self.unsent = self.unsent, []
         self.asked += requests
-        self.link.send(list(_frames(requests)))
+        self.link.send(list(_messages(requests)))
 
 
-def _frames(requests: Iterable[Request]) -> Iterator[tuple[Frame, bytes]]:
-    """Yield frames that ask this; requests for batches that follow each other share one."""
-    for (kind, epoch, detail), group in itertools.groupby(requests, _SHARED):
-        first, *others = [request.slot for request in group]
-        if kind is Kind.GET or kind is Kind.PEEK:
-            body = protocol.pack_numbers(others)
-            yield Frame(kind, epoch, first, body_bytes=len(body)), body
-            continue
-        for slot in (first, *others):
-            yield Frame(kind, epoch, slot, body_bytes=len(detail)), detail
+def _messages(requests: Iterable[Request]) -> Iterator[tuple[Requests, bytes]]:
+    """Yield messages for these requests; those that are alike but for their slot share one."""
+    for (kind, epoch, detail), group in itertools.groupby(requests, _ALIKE):
+        yield Requests(kind, epoch, tuple([request.slot for request in group])), detail
 
 
 class Client:
@@ -244,7 +251,7 @@ class Client:
 
     A sampler that draws from something else than the seeded generators gives every worker another
     order. Then the one of the worker that opened the epoch holds: it is asked for a batch's indices
-    (ORDER), and any worker for the batch by those (GIVEN), in the place of the first request.
+    (ORDER), and any worker for the batch by those, in the place of the first request.
 
     Args:
         timeout_s: `DataLoader(timeout=…)`: how long a batch may take; 0: as long as it takes, while
@@ -255,8 +262,7 @@ class Client:
         self._route, self.blocks, self._timeout_s = route, blocks, timeout_s
         self._open: dict[int, Asked] = {}
         self._where: dict[Request, int] = {}
-        self._here: dict[Request, tuple[Frame, memoryview]] = {}
-        self._replies: dict[tuple[int, bool], Response] = {}
+        self._here: dict[Request, tuple[Response, memoryview]] = {}
         self._tries: dict[Request, int] = {}
         self._instead: dict[Request, Request] = {}
         self._epoch = 0
@@ -282,8 +288,9 @@ class Client:
             RunLost: No fetcher answers.
             Exception: What the loader's sampler raised.
         """
-        body = self._answer_to(Request(Kind.OPEN, epoch, 0), Kind.OPENED)
-        opened = msgspec.json.decode(body, type=Opened)
+        opened = read_opened(
+            self._answer_to(Request(RequestKind.OPEN, epoch, 0), ResponseKind.OPENED)
+        )
         self._epoch, self._streams, self._order = epoch, opened.streams, opened.order
         return opened
 
@@ -293,35 +300,27 @@ class Client:
             self._send_later(self._request(ask))
         self._flush()
 
-    def reply(self, ask: SlotRequest) -> Response:
+    def reply(self, ask: SlotRequest) -> Received:
         """Return the answer to a request.
 
         Raises:
             RunLost: No fetcher answers, or the batch cannot be had.
             RuntimeError: It took longer than the loader's `timeout`.
         """
-        reply = self._replies.pop(ask, None)
-        if reply is not None:
-            return reply
-        request = self._request(ask)
-        if request not in self._where:
-            self._send_later(request)
-            self._flush()
-        self._until(request)
-        return self._replies.pop(ask)
+        return received(*self._await(self._request(ask)))
 
     def sample(self, index: Any) -> Any:
         """Return `dataset[index]` from a fetcher's dataset."""
-        return self._value(Request(Kind.SAMPLE, 0, 0, encode.as_bytes(index)))
+        return self._value(Request(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def state(self, slot: int) -> tuple[int, Any] | None:
         """Return where the dataset of a slot's stream stood, and after how many items."""
-        found: tuple[int, Any] | None = self._value(Request(Kind.STATE, self._epoch, slot))
+        found: tuple[int, Any] | None = self._value(Request(RequestKind.STATE, self._epoch, slot))
         return found
 
     def restore(self, slot: int, state: Any) -> None:
         """Have the stream of a slot begin there, in a dataset that has loaded this state."""
-        self._value(Request(Kind.STATE, self._epoch, slot, encode.as_bytes(state)))
+        self._value(Request(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
     def close(self) -> None:
         """End the pass; what is under way is not wanted any more."""
@@ -333,15 +332,16 @@ class Client:
             except OSError:
                 open_.link.close()
         self._open.clear()
-        for book in (self._where, self._here, self._replies):
-            book.clear()
+        self._where.clear()
+        self._here.clear()
 
     def _request(self, ask: SlotRequest) -> Request:
-        return Request(Kind.GET if ask.mine else Kind.PEEK, self._epoch, ask.slot)
+        kind = RequestKind.GET if ask.mine else RequestKind.PEEK
+        return Request(kind, self._epoch, ask.slot)
 
     def _value(self, ask: Request) -> Any:
-        body = self._answer_to(ask, Kind.VALUE)
-        if ask.kind is Kind.STATE and len(body) > protocol.MAX_STATE_BYTES:
+        body = self._answer_to(ask, ResponseKind.VALUE)
+        if ask.kind is RequestKind.STATE and len(body) > protocol.MAX_STATE_BYTES:
             raise ValueError(
                 f"state_dict: the dataset's own state is {len(body) / 1e9:.1f} GB; at most "
                 f"{protocol.MAX_STATE_BYTES / 1e9:.1f} GB can be loaded again. Keep its large "
@@ -349,25 +349,30 @@ class Client:
             )
         return encode.from_bytes(bytes(body))
 
-    def _answer_to(self, ask: Request, expected: Kind) -> memoryview:
+    def _answer_to(self, ask: Request, expected: ResponseKind) -> memoryview:
         """Ask something besides batches, and wait for what is said; raise what is said instead."""
-        self._send_later(ask)
-        self._flush()
-        self._until(ask)
-        frame, body = self._here.pop(ask)
-        if frame.kind is expected:
+        response, body = self._await(ask)
+        if response.kind is expected:
             return body
-        if frame.kind is Kind.LOST:
+        if response.kind is ResponseKind.LOST:
             raise RunLost(bytes(body).decode())
-        if frame.kind is not Kind.ERROR:
-            raise ProtocolError(f"a request was answered with {frame.kind.name}")
+        if response.kind is not ResponseKind.ERROR:
+            raise ProtocolError(f"a request was answered with {response.kind.name}")
         raised: Raised = encode.from_bytes(bytes(body))
         raised.reraise()
+
+    def _await(self, ask: Request) -> tuple[Response, memoryview]:
+        """Return the response to a request, which is sent now where it was not sent ahead."""
+        if ask not in self._here and ask not in self._where:
+            self._send_later(ask)
+            self._flush()
+        self._until(ask)
+        return self._here.pop(ask)
 
     def _send_later(self, ask: Request) -> None:
         """Lay a request ready for the fetcher that has to answer it."""
         while True:
-            of_order = ask.kind in (Kind.OPEN, Kind.ORDER)
+            of_order = ask.kind in (RequestKind.OPEN, RequestKind.ORDER)
             number = self._route.pick(0 if of_order else ask.slot, self._streams)
             began = time.monotonic()
             try:
@@ -409,27 +414,28 @@ class Client:
     def _receive(self, number: int) -> None:
         """Take the next frame of a fetcher, and all that have come with it."""
         open_ = self._open[number]
-        whole: tuple[Frame, memoryview] | None = open_.link.receive(self.blocks)
+        whole: tuple[FromServer, memoryview] | None = open_.link.receive(self.blocks)
         self._route.answered(number)
         while whole is not None and self._open.get(number) is open_:
-            if whole[0].kind is not Kind.ALIVE:
-                self._take(open_, *whole)
+            message, body = whole
+            if isinstance(message, Response):
+                self._take(open_, message, body)
             whole = open_.link.here()
 
-    def _take(self, open_: Asked, frame: Frame, body: memoryview) -> None:
-        """Take the answer to the oldest request on a connection."""
+    def _take(self, open_: Asked, response: Response, body: memoryview) -> None:
+        """Take the response to the oldest request on a connection."""
         ask = open_.asked[0] if open_.asked else None
-        if ask is None or frame.batch != ask.slot or frame.epoch != ask.epoch:
+        if ask is None or response.slot != ask.slot or response.epoch != ask.epoch:
             raise ProtocolError(
-                f"{open_.link.address} was asked {ask} and answered with batch {frame.batch} of "
-                f"epoch {frame.epoch}"
+                f"{open_.link.address} was asked {ask} and answered with batch {response.slot} of "
+                f"epoch {response.epoch}"
             )
         open_.asked.popleft()
         del self._where[ask]
         if self._tries:
             self._tries.pop(ask, None)
         first = self._instead.pop(ask, ask) if self._instead else ask
-        instead = self._after(ask, first, frame, body)
+        instead = self._after(ask, first, response, body)
         if instead is not None:
             self._instead[instead] = first
             self._send_later(instead)
@@ -437,26 +443,24 @@ class Client:
             return
         if first is not ask:
             del self._where[first]
-        if first.kind is Kind.GET or first.kind is Kind.PEEK:
-            self._replies[first.slot, first.kind is Kind.GET] = reply_of(frame, body)
-        else:
-            self._here[first] = frame, body
+        self._here[first] = response, body
 
     def _after(
-        self, ask: Request, first: Request, frame: Frame, body: memoryview
+        self, ask: Request, first: Request, response: Response, body: memoryview
     ) -> Request | None:
         """Return what to ask after an answer; None when it is the answer to the first request.
 
         Raises:
             RunLost: The order that holds cannot be had any more.
         """
-        is_other = frame.order != self._order and frame.order != 0 and self._order is not None
+        order = response.order
+        is_other = order != self._order and order != 0 and self._order is not None
         if first is ask and is_other:
-            return Request(Kind.ORDER, ask.epoch, ask.slot)
-        if ask.kind is Kind.ORDER and frame.kind is Kind.VALUE:
+            return Request(RequestKind.ORDER, ask.epoch, ask.slot)
+        if ask.kind is RequestKind.ORDER and response.kind is ResponseKind.VALUE:
             if is_other:
                 raise RunLost(_OTHER_ORDER.format(epoch=ask.epoch))
-            return first._replace(kind=Kind.GIVEN, body=bytes(body))
+            return Request(RequestKind.GET, first.epoch, first.slot, bytes(body))
         return None
 
     def _lost(self, number: int, error: Exception, silent_s: float = 0.0) -> None:
@@ -479,21 +483,22 @@ class Client:
         self._flush()
 
 
-def reply_of(frame: Frame, body: memoryview) -> Response:
-    """Return the reply that a frame is to GET or PEEK.
+def received(response: Response, body: memoryview) -> Received:
+    """Return what a rank gets by the response to GET or PEEK.
 
     Raises:
         RunLost: The batch cannot be had.
-        ProtocolError: It is no such reply.
+        ProtocolError: It is no such response.
     """
-    if frame.kind is Kind.BATCH:
-        return Response(frame.units, encode.decode(body, frame.head_bytes), frame.body_bytes)
-    if frame.kind is Kind.ERROR:
-        return Response(1, failure=encode.from_bytes(bytes(body)))
-    if frame.kind is Kind.VOID:
-        return Response(VOID)
-    if frame.kind is Kind.PEEKED:
-        return Response(frame.units)
-    if frame.kind is Kind.LOST:
+    kind = response.kind
+    if kind is ResponseKind.BATCH:
+        return Received(response.units, encode.decode(body, response.head_bytes), len(body))
+    if kind is ResponseKind.ERROR:
+        return Received(1, failure=encode.from_bytes(bytes(body)))
+    if kind is ResponseKind.VOID:
+        return Received(VOID)
+    if kind is ResponseKind.PEEKED:
+        return Received(response.units)
+    if kind is ResponseKind.LOST:
         raise RunLost(bytes(body).decode())
-    raise ProtocolError(f"a request for a batch was answered with {frame.kind.name}")
+    raise ProtocolError(f"a request for a batch was answered with {kind.name}")

@@ -1,4 +1,4 @@
-"""A rank's connection to a fetcher: the handshake, questions out, whole answers in.
+"""A rank's connection to a fetcher: the handshake, requests out, whole responses in.
 
 On one host a fetcher is reached through a Unix socket in the abstract namespace (it leaves no file,
 whatever dies), and large batches lie in memory that both map; between hosts through TCP, with TLS
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from taas_magic.data import protocol
 from taas_magic.data.encode import SUM_MASK, checksum
 from taas_magic.data.memory import Blocks, Lent
-from taas_magic.data.protocol import Frame, FrameFlag, Kind, ProtocolState, Role, prove, proven
+from taas_magic.data.protocol import FromServer, ProtocolState, Response, Role
 from taas_magic.data.service import machine, peer_uid
 from taas_magic.errors import ProtocolError
 from taas_magic.leases import ALIVE_S
@@ -81,24 +81,23 @@ class FetcherLink:
             self.close()
             raise
 
-    def send(self, frames: Sequence[tuple[Frame, bytes]]) -> None:
-        """Send questions, and which shared memory is looked at no more."""
-        parts = [protocol.pack(frame) + body for frame, body in frames]
+    def send(self, messages: Sequence[tuple[protocol.FromRank, bytes]]) -> None:
+        """Send messages and their bodies, and which shared memory is read no more."""
+        parts = [protocol.pack(message, len(body)) + body for message, body in messages]
         if gone := self._lent.gone():
-            body = protocol.pack_numbers(gone)
-            parts.insert(0, protocol.pack(Frame(Kind.FREE, body_bytes=len(body))) + body)
+            parts.insert(0, protocol.pack(protocol.Free(gone)))
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.settimeout(None)
         self._socket.sendall(b"".join(parts))
         _tick(self._socket, only_tls=True)
 
     def cancel(self) -> None:
-        """Say that what was asked is not wanted; answers on their way are passed over."""
-        self.send([(Frame(Kind.CANCEL), b"")])
+        """Say that what was requested is not wanted; responses on their way are passed over."""
+        self.send([(protocol.Cancel(), b"")])
         self._cancelled += 1
 
-    def receive(self, blocks: Blocks) -> tuple[Frame, memoryview]:
-        """Return the next frame and its body, which lies in one of `blocks` or is shared.
+    def receive(self, blocks: Blocks) -> tuple[FromServer, memoryview]:
+        """Return the next message and its body, which lies in one of `blocks` or is shared.
 
         Raises:
             Silent: Nothing came for a tick; the connection is as good as before.
@@ -109,22 +108,24 @@ class FetcherLink:
             pass
         return whole
 
-    def here(self) -> tuple[Frame, memoryview] | None:
-        """Return what `receive` would return at once, if anything; raises the same."""
-        while (found := self._inbox.here()) is not None:
-            if (whole := self._wanted(*found)) is not None:
-                return whole
+    def here(self) -> tuple[FromServer, memoryview] | None:
+        """Return the next message if all of it has come already."""
+        while (whole := self._inbox.here()) is not None:
+            if (wanted := self._wanted(*whole)) is not None:
+                return wanted
         return None
 
-    def _wanted(self, frame: Frame, body: memoryview) -> tuple[Frame, memoryview] | None:
-        """Map a body that is shared; None for a frame that belongs to what was cancelled."""
-        if frame.flags & FrameFlag.SHARED:
-            if frame.flags & FrameFlag.NEW_ARENA:
-                self._lent.add(frame.arena, self._inbox.descriptor())
-            body = self._lent.look(frame.arena, frame.offset, frame.body_bytes)
+    def _wanted(
+        self, message: FromServer, body: memoryview
+    ) -> tuple[FromServer, memoryview] | None:
+        """Map a body that is shared; None for a message that belongs to what was cancelled."""
+        if isinstance(message, Response) and (shared := message.shared) is not None:
+            if shared.is_new:
+                self._lent.add(shared.place.arena, self._inbox.descriptor())
+            body = self._lent.look(shared.place, shared.size)
         if not self._cancelled:
-            return frame, body
-        if frame.kind is Kind.CANCELLED:
+            return message, body
+        if isinstance(message, protocol.Cancelled):
             self._cancelled -= 1
         return None
 
@@ -145,19 +146,22 @@ class FetcherLink:
     def _introduce(self, loader: str, key: bytes) -> None:
         """Shake hands: each side shows that it knows the run's key."""
         place, nonce = self.address.unix, os.urandom(protocol.NONCE_BYTES)
-        challenge = bytes(self._said()[1])
-        body = nonce + prove(key, Role.RANK, challenge, place) + loader.encode()
-        self.send([(Frame(Kind.PROOF, body_bytes=len(body)), body)])
-        frame, welcome = self._said()
-        if frame.kind is Kind.REFUSED:
-            raise ProtocolError(f"{self.address} refused: {bytes(welcome).decode()}")
-        if not proven(key, Role.SERVER, nonce, place, bytes(welcome)):
+        challenge = self._first()
+        assert isinstance(challenge, protocol.Challenge)
+        mac = protocol.prove(key, Role.RANK, challenge.nonce, place)
+        self.send([(protocol.Proof(nonce, mac, loader), b"")])
+        said = self._first()
+        if isinstance(said, protocol.Refused):
+            raise ProtocolError(f"{self.address} refused: {said.why}")
+        assert isinstance(said, protocol.Welcome)
+        if not protocol.proven(key, Role.SERVER, nonce, place, said.mac):
             raise ProtocolError(f"{self.address} does not know this run's key")
 
-    def _said(self) -> tuple[Frame, memoryview]:
+    def _first(self) -> FromServer:
+        """Return the next message of the handshake; the protocol's state says which that may be."""
         while True:
             try:
-                return self._inbox.receive(Blocks(0))
+                return self._inbox.receive(Blocks(0))[0]
             except Silent:
                 if time.monotonic() > self._connect_until:
                     raise TimeoutError("it does not answer") from None
@@ -173,19 +177,19 @@ class Inbox:
         patience_s: How long a frame may stand still in the middle.
     """
 
-    def __init__(self, sock: socket.socket, talk: ProtocolState, patience_s: float) -> None:
-        self._socket, self._talk, self._patience_s = sock, talk, patience_s
+    def __init__(self, sock: socket.socket, state: ProtocolState, patience_s: float) -> None:
+        self._socket, self._state, self._patience_s = sock, state, patience_s
         self._is_unix = sock.family == socket.AF_UNIX
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._chunk = memoryview(b"")
         self._start = self._end = 0
-        self._frame: Frame | None = None
-        self._body_bytes = self._latest_bytes = 0
+        self._now: protocol.Heard | None = None
+        self._latest_bytes = 0
         self._heard = time.monotonic()
         self._descriptors: deque[int] = deque()
 
-    def receive(self, blocks: Blocks) -> tuple[Frame, memoryview]:
-        """Return the next frame and its body; waits for them.
+    def receive(self, blocks: Blocks) -> tuple[FromServer, memoryview]:
+        """Return the next message and its body; waits for them.
 
         Raises:
             Silent: Nothing came for a tick.
@@ -194,32 +198,31 @@ class Inbox:
         """
         self._heard = time.monotonic()  # the rank may have done something else for an hour
         while (whole := self.here()) is None:
-            if self._frame is not None and self._body_bytes > _LARGE_BYTES:
-                return self._large(blocks)
+            if self._now is not None and self._now.body_bytes > _LARGE_BYTES:
+                return self._large(self._now, blocks)
             self._fill(blocks)
         return whole
 
-    def here(self) -> tuple[Frame, memoryview] | None:
-        """Return the next frame and its body if all of it has come."""
-        if self._frame is None:
-            after = self._start + protocol.HEADER_BYTES
-            if self._end < after:
+    def here(self) -> tuple[FromServer, memoryview] | None:
+        """Return the next message and its body if all of it has come."""
+        now = self._now
+        if now is None:
+            now = self._now = self._state.hear(self._chunk[self._start : self._end])
+            if now is None:
                 return None
-            frame = protocol.unpack(self._chunk[self._start : after])
-            self._talk.hear(frame.kind)
-            self._frame, self._start = frame, after
-            self._body_bytes = 0 if frame.flags & FrameFlag.SHARED else frame.body_bytes
-        at, size = self._start, self._body_bytes
+            self._start += now.header_bytes
+        message, header_bytes, size = now
+        at = self._start
         if self._end - at < size:
             return None
-        frame, self._frame = self._frame, None
-        self._start, self._latest_bytes = at + size, protocol.HEADER_BYTES + size
+        self._now = None
+        self._start, self._latest_bytes = at + size, header_bytes + size
         body = self._chunk[at : at + size]
-        if frame.flags & FrameFlag.SUMMED:
-            _check(frame, checksum(body))
+        if isinstance(message, Response) and message.body_sum is not None:
+            _check(message, checksum(body))
         if size <= _FEW_BYTES or at % protocol.ALIGN:
             body = memoryview(bytearray(body))
-        return frame, body
+        return message, body
 
     def descriptor(self) -> int:
         """Return the oldest descriptor that came along.
@@ -231,22 +234,22 @@ class Inbox:
             raise ProtocolError("shared memory was announced and did not come")
         return self._descriptors.popleft()
 
-    def _large(self, blocks: Blocks) -> tuple[Frame, memoryview]:
+    def _large(self, now: protocol.Heard, blocks: Blocks) -> tuple[FromServer, memoryview]:
         """Receive a large body, of which the chunk has the beginning."""
-        frame, self._frame = self._frame, None
-        assert frame is not None
-        body, begun = blocks.take(self._body_bytes), self._end - self._start
+        self._now = None
+        message, _, size = now
+        body, begun = blocks.take(size), self._end - self._start
         body[:begun] = self._chunk[self._start : self._end]
         self._start = self._end
-        total = 0
-        for at in range(0, self._body_bytes, _PIECE_BYTES):
+        is_summed, total = message.body_sum is not None, 0
+        for at in range(0, size, _PIECE_BYTES):
             # Summed piece by piece, while it is in the processor's cache.
             piece = body[at : at + _PIECE_BYTES]
             self._receive_all(piece[max(0, begun - at) :])
-            total += checksum(piece) if frame.flags & FrameFlag.SUMMED else 0
-        if frame.flags & FrameFlag.SUMMED:
-            _check(frame, total & SUM_MASK)
-        return frame, body
+            total += checksum(piece) if is_summed else 0
+        if is_summed:
+            _check(message, total & SUM_MASK)
+        return message, body
 
     def _receive_all(self, memory: memoryview) -> None:
         done, flags = 0, 0 if self._is_tls else socket.MSG_WAITALL
@@ -258,8 +261,8 @@ class Inbox:
 
     def _fill(self, blocks: Blocks) -> None:
         """Receive what has come: the rest of a body, or as many frames as there are."""
-        needed = self._body_bytes if self._frame else protocol.HEADER_BYTES
-        least = max(needed, _LEAST_ROOM_BYTES, 0 if self._frame else self._latest_bytes)
+        now = self._now
+        least = max(now.body_bytes if now else self._latest_bytes, _LEAST_ROOM_BYTES)
         if len(self._chunk) - self._start < least:
             # In another chunk; bodies in this one stay as long as someone looks at them.
             rest = bytes(self._chunk[self._start : self._end])
@@ -267,16 +270,16 @@ class Inbox:
             self._chunk = blocks.take(_CHUNK_BYTES)
             self._chunk[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
-        if self._is_tls and self._frame:
+        if self._is_tls and now:
             # Under TLS each call brings one record.
-            until = self._start + self._body_bytes
+            until = self._start + now.body_bytes
             self._receive_all(self._chunk[self._end : until])
             self._end = until
             return
         try:
             self._end += self._receive_into(self._chunk[self._end : self._until()])
         except Silent:
-            if self._frame is None and self._start == self._end:
+            if now is None and self._start == self._end:
                 raise
             self._check_patience()
 
@@ -285,7 +288,7 @@ class Inbox:
 
         What is received of another one would be copied into the next chunk.
         """
-        begin = self._start - (protocol.HEADER_BYTES if self._frame else 0)
+        begin = self._start - (self._now.header_bytes if self._now else 0)
         size = self._latest_bytes
         if not size or self._end >= (until := len(self._chunk) - (len(self._chunk) - begin) % size):
             return len(self._chunk)
@@ -330,9 +333,9 @@ def _tick(sock: socket.socket, only_tls: bool = False) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
 
-def _check(frame: Frame, total: int) -> None:
-    if total != frame.body_sum:
-        raise Corrupted(f"batch {frame.batch} of epoch {frame.epoch} was damaged on its way")
+def _check(response: Response, total: int) -> None:
+    if total != response.body_sum:
+        raise Corrupted(f"batch {response.slot} of epoch {response.epoch} was damaged on its way")
 
 
 def _connect_unix(name: str, connect_s: float) -> socket.socket:

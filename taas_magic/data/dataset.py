@@ -11,53 +11,20 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import cloudpickle
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from taas_magic.data.order import Epoch, Order, dump_beside, load_beside, seed_all, tell_epoch
+from taas_magic.data.protocol import Opened
 from taas_magic.data.sharding import seed_of
 
 _SNAPSHOT_EVERY = 64
 _MOST_SNAPSHOTS = 256
 _LOOKS_AT_INTS = 2
 _OURS = str(Path(__file__).parent)
-
-
-class Opened(NamedTuple):
-    """What is known of an epoch before its first batch.
-
-    Attributes:
-        batches: How many there are; None where only the end will show.
-        streams: How many streams the loader is cut into; None for a map-style loader.
-        order: Hash of the order; 0 where there is none to compare.
-        counted: Whether batches carry `hints["units"]`.
-        counter: Attribute in which an iterable-style dataset counts its epochs by itself, if an
-            earlier epoch has shown one; it finds every epoch as the first.
-    """
-
-    batches: int | None
-    streams: int | None
-    order: int
-    counted: bool = False
-    counter: str = ""
-
-
-class Response(NamedTuple):
-    """What a rank gets for a `SlotRequest`.
-
-    Attributes:
-        units: What the batch counts; VOID: there is none.
-        size: Its bytes on the wire, 0 if it was on none.
-        failure: What the user's code raised instead; `reraise()` raises it here.
-    """
-
-    units: int
-    batch: Any = None
-    size: int = 0
-    failure: "Raised | None" = None
 
 
 class Ended(Exception):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from taas_magic.data.client import Client
-from taas_magic.data.dataset import Opened, Response
+from taas_magic.data.client import Client, Received
 from taas_magic.data.metrics import EpochTimer, Handed, sampled
+from taas_magic.data.protocol import Opened
 from taas_magic.data.sharding import Course, EpochPlace, NoSlot, Part, ScoutedCourse, SlotRequest
 from taas_magic.errors import ProtocolError
 
@@ -32,16 +32,16 @@ _READY_BATCHES = 2
 _STOP_S = 0.2
 
 _EVERY_EPOCH_ALIKE = (
-    'the dataset of loader "{}" counts its epochs in its attribute {!r}. Every epoch begins with '
-    "the dataset as it was registered, so that all are the first one to it: give it a method "
-    "set_epoch(epoch), which is called before each"
+    'the dataset of loader "{}" counts its epochs in its attribute {!r}, but every epoch starts '
+    "with a copy of the registered dataset, so the counter does not advance. Give the dataset a "
+    "method set_epoch(epoch), which is called before each epoch"
 )
 
 
 class Step(NamedTuple):
     """What a rank is handed in one step, and where the epoch goes on after it."""
 
-    response: Response
+    received: Received
     row_units: int
     after: EpochPlace
 
@@ -120,33 +120,33 @@ class EpochIterator(Iterator[Any]):
         return Walk(self._client, opened, part, self.after, feed.window_bytes).steps()
 
     def _hand_out(self, step: Step) -> Any:
-        loader, (response, row_units, after) = self._loader, step
+        loader, (received, row_units, after) = self._loader, step
         counts, bound = loader.counts, loader.feed.units
         if bound is not None and counts.spent + row_units > bound:
             self.close()
             raise StopIteration
         if not isinstance(self._steps, ReceiveThread):
-            if response.size >= _THREAD_FROM_BYTES:
+            if received.size >= _THREAD_FROM_BYTES:
                 assert self._steps is not None
                 self._steps = ReceiveThread(self._steps, self._pinned)
-            response = self._pinned(response) if self._pins else response
+            received = self._pinned(received) if self._pins else received
         if self._line >= 0 and loader.feed.ledger is not None:
             loader.feed.ledger.hand(self._line)
         self.after = after
         counts.spent += row_units
         counts.batches += 1
-        counts.units += max(response.units, 0)
-        counts.bytes += response.size
+        counts.units += max(received.units, 0)
+        counts.bytes += received.size
         if counts.batches % _LOOK_EVERY == 1 and self._client is not None:
             counts.held_bytes = self._client.held_bytes
-        if response.failure is not None:
-            response.failure.reraise()
-        return response.batch
+        if received.failure is not None:
+            received.failure.reraise()
+        return received.batch
 
-    def _pinned(self, response: Response) -> Response:
+    def _pinned(self, received: Received) -> Received:
         if not self._pins:
-            return response
-        return response._replace(batch=pin_memory(response.batch))  # type: ignore[no-untyped-call]
+            return received
+        return received._replace(batch=pin_memory(received.batch))  # type: ignore[no-untyped-call]
 
 
 class Walk:
@@ -171,17 +171,17 @@ class Walk:
         self._least = 2 * -(-client.workers // part.world_size) + 1  # so that no worker idles
         self._learns_late = part.units is not None and not self._scouts
         self._unlearnt: deque[SlotRequest] = deque()
-        self._kept: dict[int, Response] = {}
+        self._kept: dict[int, Received] = {}
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps to the epoch's end."""
         for step in itertools.count(self._first):
-            response = self._take(step)
-            if response is None:
+            received = self._take(step)
+            if received is None:
                 return
-            yield Step(response, self._course.row_units(step), self._course.place(step + 1))
+            yield Step(received, self._course.row_units(step), self._course.place(step + 1))
 
-    def _take(self, step: int) -> Response | None:
+    def _take(self, step: int) -> Received | None:
         """Return the batch to hand out at a step; None at the end."""
         if step >= self._ask_again_at:
             self._ask_ahead(step)
@@ -195,14 +195,14 @@ class Walk:
                 self._kept[ask.slot] = learnt
         if isinstance(slot, NoSlot):
             return None
-        response = self._kept.pop(slot, None) or self._client.reply(SlotRequest(slot, True))
-        if response.units < 0:
-            raise ProtocolError(f"batch {slot} does not exist after all")
+        received = self._kept.pop(slot, None) or self._client.reply(SlotRequest(slot, True))
+        if received.units < 0:
+            raise ProtocolError(f"the fetchers announced batch {slot} and do not have it")
         if self._learns_late:
-            self._course.learn(slot, response.units)
-        if response.size > self._largest_bytes:
-            self._largest_bytes = response.size
-        return response
+            self._course.learn(slot, received.units)
+        if received.size > self._largest_bytes:
+            self._largest_bytes = received.size
+        return received
 
     def _ask_ahead(self, step: int) -> None:
         """Ask for a whole window; the next time when a quarter of it is used up."""
@@ -219,7 +219,7 @@ class Walk:
 class ReceiveThread(Iterator[Step]):
     """Takes steps in a thread of its own, so that large batches arrive while the rank computes."""
 
-    def __init__(self, source: Iterator[Step], work: Callable[[Response], Response]) -> None:
+    def __init__(self, source: Iterator[Step], work: Callable[[Received], Received]) -> None:
         self._source, self._work = source, work
         self._queue: queue.Queue[Step | BaseException] = queue.Queue(_READY_BATCHES)
         self._stopped = threading.Event()
@@ -247,7 +247,7 @@ class ReceiveThread(Iterator[Step]):
             for step in self._source:
                 if self._stopped.is_set():
                     return
-                self._queue.put(step._replace(response=self._work(step.response)))
+                self._queue.put(step._replace(received=self._work(step.received)))
             self._queue.put(StopIteration())
         except BaseException as error:
             # It belongs to whoever iterates; this thread only carries it there.

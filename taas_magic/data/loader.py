@@ -186,8 +186,8 @@ class RemoteLoader(DataLoader[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _NOT_SET and getattr(self, "_is_made", False):
             raise AttributeError(
-                f'{name} of loader "{self.name}" is with its fetchers, where this does not reach '
-                f"it: set it in the notebook, before the cell"
+                f'cannot set {name} of loader "{self.name}" in a rank: its fetchers run the loader '
+                "and would not see the change. Set it in the notebook, before the cell"
             )
         super().__setattr__(name, value)
 
@@ -258,7 +258,7 @@ class RemoteLoader(DataLoader[Any]):
         }
 
     def _identity(self) -> dict[str, Any]:
-        """What a state is of."""
+        """Return what a state is of."""
         shape = self.shape
         return {
             "seed": self._seed,
@@ -279,8 +279,9 @@ class RemoteLoader(DataLoader[Any]):
         position, slot, first_slots = state["place"]
         if position % self.feed.world_size:
             raise ValueError(
-                f"the state stands at batch {position} of epoch {state['epoch']}, which is in the "
-                f"middle of a step of {self.feed.world_size} ranks"
+                f'load_state_dict of loader "{self.name}": the state is of batch {position} of '
+                f"epoch {state['epoch']}, in the middle of a step of {self.feed.world_size} ranks. "
+                "Go on with the number of ranks that saved it"
             )
         self.next_epoch = state["epoch"]
         self.counts.resumed = self.counts.spent = state["units"]
@@ -291,7 +292,9 @@ class RemoteLoader(DataLoader[Any]):
     def _check(self, state: dict[str, Any]) -> None:
         about, mine = f'load_state_dict of loader "{self.name}"', self._identity()
         if missing := [name for name in ("place", "order", *mine) if name not in state]:
-            raise ValueError(f"{about}: this is no state of a registered loader; no {missing[0]!r}")
+            raise ValueError(
+                f"{about}: this is not the state of a registered loader: {missing[0]!r} is missing"
+            )
         if state["dataset"] != mine["dataset"]:
             theirs, ours = (_dataset_text(*one["dataset"]) for one in (state, mine))
             raise ValueError(f"{about}: the state is of a dataset {theirs}, the loader's is {ours}")
@@ -314,10 +317,10 @@ class RemoteLoader(DataLoader[Any]):
         """
         if expected and expected != order:
             raise ValueError(
-                f'loader "{self.name}": the loaded state stands in the middle of epoch {epoch} in '
-                "another order than the loader has now: its sampler, its generator or batch_size "
-                "is another one, or its dataset has changed. Register the loader as it was when "
-                "the state was saved, or begin an epoch (loader.set_epoch)"
+                f'loader "{self.name}": the loaded state is from the middle of epoch {epoch}, and '
+                "the epoch has another order now: the sampler, the generator, batch_size or the "
+                "dataset has changed. Register the loader as it was when the state was saved, or "
+                "start a new epoch (loader.set_epoch)"
             )
 
     def with_states(self, position: dict[str, Any]) -> dict[str, Any]:
@@ -411,7 +414,7 @@ class RemoteLoader(DataLoader[Any]):
         share = FetcherShare(
             workers=count, stride=feed.world_size, first=feed.rank, units=feed.units
         )
-        served = ServedLoader(spec, count, share, count * _OWN_BUFFER_BYTES)
+        served = ServedLoader(spec, share, count * _OWN_BUFFER_BYTES)
         fetcher = OwnServer(ServerSpec(key, {name: served}), feed.rank_variables)
         self._end_fetcher = weakref.finalize(self, fetcher.close)
         address = Address(0, "", 0, fetcher.unix, machine())
@@ -445,7 +448,9 @@ def arrive(shape: LoaderShape) -> RemoteLoader:
         RuntimeError: This process is no rank of a run.
     """
     if _feed is None:
-        raise RuntimeError(f'loader "{shape.name}" arrived in process {os.getpid()}, no rank')
+        raise RuntimeError(
+            f'loader "{shape.name}" was unpickled in process {os.getpid()}, which is not a rank'
+        )
     loader = RemoteLoader(shape, _feed)
     _feed.loaders.append(loader)
     return loader
@@ -466,7 +471,10 @@ class _Sampler:
         self._loader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError("a registered loader's order is with its fetchers; iterate the loader")
+        raise TypeError(
+            f'the sampler of loader "{self._loader.name}" is run by its fetchers: iterate the '
+            "loader instead"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_loader":
@@ -557,8 +565,9 @@ class RemoteDataset(Dataset[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _OURS:
             raise AttributeError(
-                f"{self._taas_path} is with the loader's fetchers, where this does not reach it: "
-                f"set {name!r} in the notebook, before the cell ({self._taas_path}.{name} = …)"
+                f"cannot set {name!r} of {self._taas_path} in a rank: the loader's fetchers have "
+                "the dataset and would not see the change. Set it in the notebook, before the "
+                f"cell ({self._taas_path}.{name} = …)"
             )
         super().__setattr__(name, value)
 
@@ -567,7 +576,10 @@ class RemoteStream(RemoteDataset, IterableDataset[Any]):
     """Stands for an iterable-style dataset."""
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError("an iterable-style dataset is with its fetchers; iterate the loader")
+        raise TypeError(
+            f"{self._taas_path} is iterable-style and is read by the loader's fetchers: iterate "
+            "the loader instead"
+        )
 
 
 def _warning_of_changes(path: str, dataset: Any, method: Any) -> Any:
@@ -580,8 +592,8 @@ def _warning_of_changes(path: str, dataset: Any, method: Any) -> Any:
         changed = [key for key, value in vars(dataset).items() if before.get(key, ...) is not value]
         if changed:
             warnings.warn(
-                f"{path}.{method.__name__}() changed {changed[0]!r} of this rank's copy; the "
-                "loader's fetchers do not see that: call it in the notebook, before the cell",
+                f"{path}.{method.__name__}() changed {changed[0]!r} of this rank's copy only; the "
+                "loader's fetchers do not see the change. Call it in the notebook, before the cell",
                 stacklevel=2,
             )
         return result

@@ -17,10 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from taas_magic.data.protocol import aligned
+from taas_magic.data.protocol import Place, aligned
 
 _STEPS = 8
-_PARTS_AT_ONCE = 500
 _FIRST_BYTES = 1 << 30
 """Of an arena's file, which takes memory only where something was written. To map it anew, when it
 grows, costs every process a page fault for each page that it looks at: more than to copy it."""
@@ -107,19 +106,6 @@ class Arena:
         self._spans.give_back(offset)
 
 
-def write_parts(descriptor: int, parts: Sequence[bytes | memoryview], at: int) -> None:
-    """Write all parts one after the other; one call takes 2 GiB at most."""
-    for start in range(0, len(parts), _PARTS_AT_ONCE):
-        group = list(parts[start : start + _PARTS_AT_ONCE])
-        while group:
-            written = os.pwritev(descriptor, group, at)
-            at += written
-            while group and written >= len(group[0]):
-                written -= len(group.pop(0))
-            if group:
-                group[0] = memoryview(group[0])[written:]
-
-
 class Mapping:
     """An arena, mapped.
 
@@ -158,29 +144,28 @@ class Lent:
     def __init__(self, on_unused: Callable[[], object]) -> None:
         self._on_unused = on_unused
         self._arenas: dict[int, Mapping] = {}
-        self._read: dict[tuple[int, int], weakref.ref[Any]] = {}
-        self._gone: deque[tuple[int, int]] = deque()
+        self._read: dict[Place, weakref.ref[Any]] = {}
+        self._gone: deque[Place] = deque()
         self._is_closed = False
 
     def add(self, arena: int, descriptor: int) -> None:
         """Take an arena's descriptor."""
         self._arenas[arena] = Mapping(descriptor)
 
-    def look(self, arena: int, offset: int, size: int) -> memoryview:
+    def look(self, place: Place, size: int) -> memoryview:
         """Return a span's memory; it is lent until the last view of it is gone."""
-        mapped = self._arenas[arena].mapped(offset + size)
-        owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, offset)
+        mapped = self._arenas[place.arena].mapped(place.offset + size)
+        owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, place.offset)
         owner.lent = self  # the connection stays open as long as this is read
-        place = arena, offset
         self._read[place] = weakref.ref(owner, lambda _: self._let_go(place))
         return memoryview(owner).cast("B")
 
-    def gone(self) -> list[int]:
-        """Return what is read no more since the last call: arena, offset, arena, offset, …"""
-        numbers: list[int] = []
+    def gone(self) -> list[Place]:
+        """Return what is read no more since the last call."""
+        places: list[Place] = []
         while self._gone:
-            numbers += self._gone.popleft()
-        return numbers
+            places.append(self._gone.popleft())
+        return places
 
     def close(self) -> None:
         """Lend no more: what is read stays as it is until it is read no more."""
@@ -193,7 +178,7 @@ class Lent:
         """How far all arenas have been looked at."""
         return sum(arena.used_bytes for arena in list(self._arenas.values()))
 
-    def _let_go(self, place: tuple[int, int]) -> None:
+    def _let_go(self, place: Place) -> None:
         del self._read[place]
         self._gone.append(place)
         if self._is_closed and not self._read:

@@ -1,23 +1,25 @@
-"""What a rank and a fetcher's server may say to each other: frames, who may send which, the proof.
+"""What ranks, a fetcher's server and its workers say to each other: messages, frames, the proof.
 
-Bytes in, `Frame` out, and the other way round: no socket, no pickle, no torch. Every frame is one
-fixed header, checked by a CRC of its own before any field is believed, and a body whose size is
-limited by the kind of the frame. A frame that the table does not list for a state is a
-`ProtocolError` (the idea is h11's).
+Every message is a typed struct, and reading one checks it. Bytes in, messages out, and the other
+way round: no socket, no pickle, no torch.
 
-    server                             rank
-    CHALLENGE nonce            ─────►
-                               ◄─────  PROOF nonce, MAC, loader  (the run's key; HMAC-SHA256)
-    WELCOME MAC                ─────►                            (now both know: same run)
-                               ◄─────  OPEN epoch                how long is it, in which order
-    OPENED                     ─────►
-                               ◄─────  GET epoch, batches        a pure question, may be repeated
-    ALIVE … BATCH | VOID | ERROR | LOST ─►
-                               ◄─────  PEEK epoch, batches       what do they count, are they there
-    PEEKED | VOID | ERROR | LOST ─────►
-                               ◄─────  FREE spans                of shared memory, not read any more
-                               ◄─────  CANCEL                    what was asked is not wanted
-    CANCELLED                  ─────►
+A rank's connection carries frames: a prefix of fixed size, the packed message, and a body of bytes
+where the message has one. Prefix and message have checksums, which are compared before anything in
+them is believed, and both sizes are limited by what may be said now. What may be said depends on
+how far the two have come (`ProtocolState`); everything else is a `ProtocolError` (the idea is
+h11's).
+
+    server                          rank
+    Challenge               ─────►
+                            ◄─────  Proof           (the run's key; HMAC-SHA256)
+    Welcome | Refused       ─────►                  (now both know: same run)
+                            ◄─────  Requests        pure, so they may be repeated
+    Alive … Response        ─────►                  one for each request, in their order
+                            ◄─────  Free            spans of shared memory that are read no more
+                            ◄─────  Cancel          what was requested is not wanted any more
+    Cancelled               ─────►
+
+A server and its worker exchange `Orders` and lists of `Reply`.
 """
 
 import enum
@@ -25,175 +27,209 @@ import hashlib
 import hmac
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Annotated, Any, NamedTuple, get_args
+
+import msgspec
+from msgspec import Meta, Struct
 
 from taas_magic.errors import ProtocolError
 
 MAGIC = b"TaaS"
-VERSION = 3
+VERSION = 4
 ALIGN = 64
 NONCE_BYTES = 32
-MAC_BYTES = 32
 MAX_BATCH_BYTES = 16 << 30
 MAX_STATE_BYTES = 1 << 30
 
-_LAYOUT = struct.Struct("<4sBBHIIIqqQQQ")
+_PREFIX = struct.Struct("<4sBxxxIQI")
 _CRC = struct.Struct("<I")
-HEADER_BYTES = _LAYOUT.size + _CRC.size
+_BEFORE_MESSAGE = _PREFIX.size + _CRC.size
 _CRC_OF_ALL = 0x2144DF1C
 """The CRC of whatever ends with its own CRC."""
 
-_NUMBER_BYTES = 8
-_64_BITS = (1 << 64) - 1
+HEADER_BYTES = 64
+"""Size of most headers, prefix and message: padded, so that a body lies aligned behind it."""
+
+_ZEROS = bytes(ALIGN)
+
+_Count = Annotated[int, Meta(ge=0)]
 
 
-class Kind(enum.IntEnum):
-    """What a frame is."""
+class RequestKind(enum.IntEnum):
+    """What a request asks for."""
 
-    CHALLENGE = 1
-    PROOF = 2
-    WELCOME = 3
-    REFUSED = 4
-    OPEN = 10
-    OPENED = 11
-    GET = 12
-    BATCH = 13
-    PEEK = 14
-    PEEKED = 15
-    VOID = 16
-    ERROR = 17
-    ALIVE = 18
-    SAMPLE = 19
-    ORDER = 20
-    VALUE = 21
-    STATE = 22
-    GIVEN = 23
-    FREE = 24
-    LOST = 25
-    CANCEL = 26
-    CANCELLED = 27
+    OPEN = 1
+    GET = 2
+    PEEK = 3
+    SAMPLE = 4
+    ORDER = 5
+    STATE = 6
 
 
-KINDS = {kind.value: kind for kind in Kind}
-"""A lookup costs less than a call of `Kind`, for every batch."""
+class ResponseKind(enum.IntEnum):
+    """What a response holds."""
+
+    BATCH = 11
+    PEEKED = 12
+    VOID = 13
+    OPENED = 14
+    VALUE = 15
+    ERROR = 16
+    LOST = 17
 
 
-class FrameFlag:
-    """How the body of a frame arrives; plain bits, tested for every batch."""
-
-    SUMMED = 1
-    """`body_sum` is the body's checksum."""
-    SHARED = 2
-    """The body is in shared memory, in `arena` from `offset` on; no byte of it follows."""
-    NEW_ARENA = 4
-    """The descriptor of that arena comes with the header."""
-
-
-_SHARED = FrameFlag.SHARED
-
-_MAX_BODY_BYTES: dict[Kind, int] = dict.fromkeys(Kind, 0) | {
-    Kind.CHALLENGE: NONCE_BYTES,
-    Kind.PROOF: NONCE_BYTES + MAC_BYTES + (1 << 10),
-    Kind.WELCOME: MAC_BYTES,
-    Kind.REFUSED: 1 << 12,
-    Kind.OPENED: 1 << 12,
-    Kind.GET: 1 << 16,
-    Kind.BATCH: MAX_BATCH_BYTES,
-    Kind.PEEK: 1 << 16,
-    Kind.ERROR: MAX_BATCH_BYTES,
-    Kind.SAMPLE: 1 << 24,
-    Kind.VALUE: MAX_BATCH_BYTES,
-    Kind.STATE: MAX_STATE_BYTES,
-    Kind.GIVEN: 1 << 24,
-    Kind.FREE: 1 << 20,
-    Kind.LOST: 1 << 16,
-}
-
-
-class Frame(NamedTuple):
-    """The header of one message.
+class Request(Struct, frozen=True, order=True, array_like=True, gc=False):
+    """A pure question about a loader: whoever answers it, the answer is the same.
 
     Attributes:
-        batch: The batch (its place in the epoch's order) it is about; of GET and PEEK the first,
-            the others are the body (`numbers`).
+        kind: OPEN (how long is an epoch), GET (a batch), PEEK (what does it count), SAMPLE (an item
+            of the dataset), ORDER (a batch's indices), STATE (the dataset's own state).
+        slot: The batch's place in the epoch's order.
+        detail: What else the request says: of GET the indices to use, of SAMPLE the index, of STATE
+            a state that the stream is to begin at.
+    """
+
+    kind: RequestKind
+    epoch: int
+    slot: int
+    detail: bytes = b""
+
+
+class Opened(Struct, frozen=True, array_like=True):
+    """What is known of an epoch before its first batch.
+
+    Attributes:
+        batches: How many there are; None where only the end will show.
+        streams: How many streams the loader is cut into; None for a map-style loader.
+        order: Hash of the order; 0 where there is none to compare.
+        counted: Whether batches carry `hints["units"]`.
+        counter: Attribute in which an iterable-style dataset counts its epochs by itself, if an
+            earlier epoch has shown one; it finds every epoch as the first.
+    """
+
+    batches: int | None
+    streams: int | None
+    order: int
+    counted: bool = False
+    counter: str = ""
+
+
+class Challenge(Struct, frozen=True, array_like=True, tag=1):
+    """The server's first message."""
+
+    nonce: bytes
+
+
+class Proof(Struct, frozen=True, array_like=True, tag=2):
+    """Shows that a rank knows the run's key, and says which loader it wants."""
+
+    nonce: bytes
+    mac: bytes
+    loader: str
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag=3):
+    """Shows that the server knows the run's key."""
+
+    mac: bytes
+
+
+class Refused(Struct, frozen=True, array_like=True, tag=4):
+    """Says why a rank is not let in."""
+
+    why: str
+
+
+class Requests(Struct, frozen=True, array_like=True, tag=5):
+    """One request for each of some slots; the body is their detail."""
+
+    kind: RequestKind
+    epoch: _Count
+    slots: tuple[_Count, ...]
+
+
+class Place(NamedTuple):
+    """Where a span of shared memory begins: in which of the server's arenas, at which byte."""
+
+    arena: int
+    offset: int
+
+
+class Free(Struct, frozen=True, array_like=True, tag=6):
+    """Spans of shared memory that the rank reads no more."""
+
+    places: list[Place]
+
+
+class Cancel(Struct, frozen=True, array_like=True, tag=7):
+    """What was requested is not wanted any more."""
+
+
+class Cancelled(Struct, frozen=True, array_like=True, tag=8):
+    """From here on come responses to what was requested after `Cancel`."""
+
+
+class Alive(Struct, frozen=True, array_like=True, tag=9):
+    """The server lives and has no response yet."""
+
+
+class SharedBody(Struct, frozen=True, array_like=True, gc=False):
+    """A body that lies in shared memory, and is lent to the rank.
+
+    Attributes:
+        is_new: Whether the descriptor of this arena comes with the message.
+    """
+
+    place: Place
+    size: _Count
+    is_new: bool
+
+
+class Response(Struct, frozen=True, array_like=True, tag=10):
+    """The response to one request; its body follows, unless it is `shared`.
+
+    Attributes:
         units: What the batch counts in `--units` (BATCH, PEEKED).
-        head_bytes: How many bytes at the body's start are its table of contents (BATCH).
-        body_sum: The body's checksum, when `flags` has SUMMED.
-        flags: How the body arrives.
-        arena: Which shared memory holds the body, when `flags` has SHARED.
         order: Hash of the epoch's order as the worker has it; 0 where it did not use its own.
+        head_bytes: How many bytes at the body's start are its table of contents (BATCH).
+        body_sum: The body's checksum; None where TLS or the kernel sees to it.
     """
 
-    kind: Kind
-    epoch: int = 0
-    batch: int = 0
-    units: int = 0
-    head_bytes: int = 0
-    body_bytes: int = 0
-    body_sum: int = 0
-    flags: int = 0
-    arena: int = 0
-    offset: int = 0
-    order: int = 0
+    kind: ResponseKind
+    epoch: _Count
+    slot: _Count
+    units: _Count = 1
+    order: _Count = 0
+    head_bytes: _Count = 0
+    body_sum: _Count | None = None
+    shared: SharedBody | None = None
 
 
-def pack(frame: Frame) -> bytes:
-    """Return the header's bytes."""
-    kind, epoch, batch, units, head, body, body_sum, flags, arena, offset, order = frame
-    extra = offset if flags & _SHARED else body_sum
-    about = epoch, batch, body, extra, units & _64_BITS
-    fields = _LAYOUT.pack(MAGIC, VERSION, kind, flags, head, arena, order, *about)
-    return fields + _CRC.pack(zlib.crc32(fields))
+FromRank = Proof | Requests | Free | Cancel
+FromServer = Challenge | Welcome | Refused | Response | Alive | Cancelled
+
+_MOST_BODY_BYTES: dict[RequestKind | ResponseKind | None, int] = {
+    RequestKind.GET: 1 << 24,
+    RequestKind.SAMPLE: 1 << 24,
+    RequestKind.STATE: MAX_STATE_BYTES,
+    ResponseKind.BATCH: MAX_BATCH_BYTES,
+    ResponseKind.OPENED: 1 << 12,
+    ResponseKind.VALUE: MAX_BATCH_BYTES,
+    ResponseKind.ERROR: MAX_BATCH_BYTES,
+    ResponseKind.LOST: 1 << 16,
+}
+"""How large the body of a request or a response may be; of all else: nothing."""
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
-def unpack(header: bytes | bytearray | memoryview) -> Frame:
-    """Return the frame that a header announces.
-
-    Args:
-        header: Exactly `HEADER_BYTES` bytes.
-
-    Raises:
-        ProtocolError: Not ours, another version, damaged, or a number out of its bounds.
-    """
-    fields = _LAYOUT.unpack_from(header)
-    magic, version, kind, flags, head, arena, order, epoch, batch, body, extra, units = fields
-    if magic != MAGIC:
-        raise ProtocolError(f"the peer does not speak this protocol (it began with {magic!r})")
-    if zlib.crc32(header) != _CRC_OF_ALL:
-        raise ProtocolError("a frame's header is damaged: its checksum does not match")
-    if version != VERSION:
-        raise ProtocolError(
-            f"the peer speaks version {version} of the data protocol, not {VERSION}"
-        )
-    known = KINDS.get(kind)
-    if known is None:
-        raise ProtocolError(f"there is no frame of kind {kind}")
-    if epoch < 0 or batch < 0:
-        raise ProtocolError(f"{known.name} asks for epoch {epoch}, batch {batch}")
-    if body > _MAX_BODY_BYTES[known] or head > body:
-        raise ProtocolError(
-            f"{known.name} announces {body} bytes; the limit is {_MAX_BODY_BYTES[known]}"
-        )
-    if flags & _SHARED:
-        return Frame(known, epoch, batch, units, head, body, 0, flags, arena, extra, order)
-    return Frame(known, epoch, batch, units, head, body, extra, flags, 0, 0, order)
-
-
-def pack_numbers(numbers: Sequence[int]) -> bytes:
-    """Return the body of a frame that is about several batches, or spans."""
-    return struct.pack(f"<{len(numbers)}q", *numbers)
-
-
-def numbers(body: bytes) -> tuple[int, ...]:
-    """Undo `pack_numbers`.
-
-    Raises:
-        ProtocolError: It is cut.
-    """
-    if len(body) % _NUMBER_BYTES:
-        raise ProtocolError(f"{len(body)} bytes are no list of numbers")
-    return struct.unpack(f"<{len(body) // _NUMBER_BYTES}q", body)
+def pack(message: FromRank | FromServer, body_bytes: int = 0) -> bytes:
+    """Return the header of a message whose body, of so many bytes, follows."""
+    packed = _encode(message)
+    prefix = _PREFIX.pack(MAGIC, VERSION, len(packed), body_bytes, zlib.crc32(packed))
+    padding = _ZEROS[: -(_BEFORE_MESSAGE + len(packed)) % ALIGN]
+    return b"".join((prefix, _CRC.pack(zlib.crc32(prefix)), packed, padding))
 
 
 def aligned(size: int) -> int:
@@ -225,83 +261,144 @@ class Role(enum.Enum):
     RANK = "rank"
 
 
-_ASKED = (
-    *(Kind.OPEN, Kind.GET, Kind.PEEK, Kind.SAMPLE, Kind.ORDER),
-    *(Kind.STATE, Kind.GIVEN, Kind.FREE, Kind.CANCEL),
-)
-_ANSWERED = (
-    *(Kind.OPENED, Kind.BATCH, Kind.PEEKED, Kind.VOID, Kind.ERROR),
-    *(Kind.ALIVE, Kind.VALUE, Kind.LOST, Kind.CANCELLED),
-)
-_MAY_HEAR: dict[tuple[Role, State], dict[Kind, State]] = {
-    (Role.SERVER, State.PROVING): {Kind.PROOF: State.READY},
-    (Role.SERVER, State.READY): dict.fromkeys(_ASKED, State.READY),
-    (Role.RANK, State.GREETING): {Kind.CHALLENGE: State.PROVING},
-    (Role.RANK, State.PROVING): {Kind.WELCOME: State.READY, Kind.REFUSED: State.GREETING},
-    (Role.RANK, State.READY): dict.fromkeys(_ANSWERED, State.READY),
+class _MayHear:
+    """What may be said in a state: which messages, of what size, and the state it leads to."""
+
+    def __init__(self, then: State, most_bytes: int, messages: Any) -> None:
+        self.then, self.most_bytes = then, most_bytes
+        self.names = " or ".join(one.__name__ for one in get_args(messages) or (messages,))
+        self.read = msgspec.msgpack.Decoder[Any](messages).decode
+
+
+_TABLE = {
+    (Role.SERVER, State.PROVING): _MayHear(State.READY, 1 << 11, Proof),
+    (Role.SERVER, State.READY): _MayHear(State.READY, 1 << 20, Requests | Free | Cancel),
+    (Role.RANK, State.GREETING): _MayHear(State.PROVING, 1 << 11, Challenge),
+    (Role.RANK, State.PROVING): _MayHear(State.READY, 1 << 13, Welcome | Refused),
+    (Role.RANK, State.READY): _MayHear(State.READY, 1 << 13, Response | Alive | Cancelled),
 }
 
 
+class Heard(NamedTuple):
+    """A message that has come, the size of its header, and of the body that follows."""
+
+    message: Any
+    header_bytes: int
+    body_bytes: int
+
+
 class ProtocolState:
-    """One side's view of a connection: raises when it hears what may not be said now."""
+    """One side's view of a connection: reads what it hears, and raises at what may not be said."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
         self._go_to(State.PROVING if role is Role.SERVER else State.GREETING)
 
-    def hear(self, kind: Kind) -> None:
-        """Take note of a frame that came in.
+    def hear(self, data: memoryview) -> Heard | None:
+        """Read the message whose header begins with `data`; None as long as it is not whole.
 
         Raises:
-            ProtocolError: The table does not allow it in this state.
+            ProtocolError: Not ours, another version, damaged, too large, or not to be said now; the
+                connection is of no use any more.
         """
-        state = self._may_hear.get(kind)
-        if state is None:
+        if len(data) < HEADER_BYTES:
+            return None
+        magic, version, size, body_bytes, crc = _PREFIX.unpack_from(data)
+        if magic != MAGIC:
+            raise ProtocolError(f"the peer does not speak this protocol (it began with {magic!r})")
+        if zlib.crc32(data[:_BEFORE_MESSAGE]) != _CRC_OF_ALL:
+            raise ProtocolError("a frame's header is damaged: its checksum does not match")
+        if version != VERSION:
             raise ProtocolError(
-                f"a {self._role.value} that is {self.state.value} may not hear {kind.name}"
+                f"the peer speaks version {version} of the data protocol, not {VERSION}"
             )
-        if state is not self.state:
-            self._go_to(state)
+        if size > self._now.most_bytes:
+            raise ProtocolError(
+                f"a message of {size} bytes is announced; the limit is {self._now.most_bytes}"
+            )
+        header_bytes = aligned(_BEFORE_MESSAGE + size)
+        if len(data) < header_bytes:
+            return None
+        packed = data[_BEFORE_MESSAGE : _BEFORE_MESSAGE + size]
+        if zlib.crc32(packed) != crc:
+            raise ProtocolError("a frame's message is damaged: its checksum does not match")
+        message = self._read(packed)
+        _check_size(message, body_bytes)
+        if self._now.then is not self.state:
+            self._go_to(self._now.then)
+        return Heard(message, header_bytes, body_bytes)
+
+    def _read(self, packed: memoryview) -> Any:
+        try:
+            return self._now.read(packed)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(
+                f"a {self._role.value} that is {self.state.value} may not hear this, only "
+                f"{self._now.names}: {error}"
+            ) from None
 
     def _go_to(self, state: State) -> None:
         # Every frame comes by here, so what may be heard now is at hand.
-        self.state, self._may_hear = state, _MAY_HEAR[self._role, state]
+        self.state, self._now = state, _TABLE[self._role, state]
+
+
+def _check_size(message: Any, body_bytes: int) -> None:
+    """Refuse a body that is larger than one of its kind may be."""
+    kind = message.kind if isinstance(message, (Requests, Response)) else None
+    is_shared = isinstance(message, Response) and message.shared is not None
+    most = 0 if is_shared else _MOST_BODY_BYTES.get(kind, 0)
+    if body_bytes > most:
+        name = type(message).__name__ if kind is None else kind.name
+        raise ProtocolError(f"{name} announces {body_bytes} bytes; the limit is {most}")
+    if isinstance(message, Response):
+        size = body_bytes if message.shared is None else message.shared.size
+        if message.head_bytes > size:
+            raise ProtocolError(
+                f"{message.kind.name} announces {message.head_bytes} bytes of contents in {size}"
+            )
 
 
 class Assembler:
-    """Turns a stream of bytes, cut anywhere, into whole frames; a server hears small ones."""
+    """Turns a stream of bytes, cut anywhere, into messages with bodies; a server hears small ones.
 
-    def __init__(self, talk: ProtocolState) -> None:
-        self._talk = talk
+    Args:
+        state: What may be said.
+    """
+
+    def __init__(self, state: ProtocolState) -> None:
+        self._state = state
         self._bytes = bytearray()
-        self._frame: Frame | None = None
+        self._heard: Heard | None = None
 
-    def feed(self, data: bytes) -> Iterable[tuple[Frame, bytes]]:
-        """Yield every frame that `data` completes, with its body.
+    def feed(self, data: bytes) -> Iterable[tuple[Any, bytes]]:
+        """Yield every message that `data` completes, with its body.
 
         Raises:
             ProtocolError: Something that may not be said; the connection is of no use any more.
         """
         self._bytes += data
         while True:
-            if self._frame is None:
-                if len(self._bytes) < HEADER_BYTES:
+            if self._heard is None:
+                with memoryview(self._bytes) as view:
+                    self._heard = self._state.hear(view)
+                if self._heard is None:
                     return
-                self._frame = unpack(self._bytes[:HEADER_BYTES])
-                self._talk.hear(self._frame.kind)
-                del self._bytes[:HEADER_BYTES]
-            if len(self._bytes) < self._frame.body_bytes:
+                del self._bytes[: self._heard.header_bytes]
+            if len(self._bytes) < self._heard.body_bytes:
                 return
-            frame, self._frame = self._frame, None
-            body = bytes(self._bytes[: frame.body_bytes])
-            del self._bytes[: frame.body_bytes]
-            yield frame, body
+            message, _, size = self._heard
+            self._heard = None
+            body = bytes(self._bytes[:size])
+            del self._bytes[:size]
+            yield message, body
 
 
 def prove(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
     """Return the MAC by which `role` shows that it knows the run's key.
 
     Args:
+        key: The run's.
+        role: Who proves it.
         nonce: The peer's.
         place: The server's name, as the prover knows it: what one server said proves no other.
     """
@@ -312,3 +409,90 @@ def prove(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
 def proven(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool:
     """Return whether `mac` is what `role` would have answered (compared in constant time)."""
     return hmac.compare_digest(prove(key, role, nonce, place), mac)
+
+
+class StartWorker(Struct, frozen=True, array_like=True):
+    """A server has its workers' parent start a worker."""
+
+    number: int
+
+
+class WorkerStarted(Struct, frozen=True, array_like=True, tag=1):
+    """A worker has been started; the server's end of its socket comes with the message."""
+
+    number: int
+
+
+class WorkerEnded(Struct, frozen=True, array_like=True, tag=2):
+    """A worker has ended."""
+
+    number: int
+    exitcode: int
+
+
+class WorkerReady(Struct, frozen=True, array_like=True):
+    """A worker's first message: its process; its arena's descriptor comes with it."""
+
+    pid: int
+
+
+class Command(Struct, frozen=True, array_like=True, gc=False):
+    """One thing for a worker to prepare.
+
+    Attributes:
+        number: The reply has the same.
+        to_disk: Whether it goes to disk, as memory has no room for it.
+        has_file: Whether the request's detail is in the next of the descriptors that come along.
+    """
+
+    number: int
+    request: Request
+    to_disk: bool = False
+    has_file: bool = False
+
+
+class Orders(Struct, frozen=True, array_like=True):
+    """What a server tells a worker.
+
+    Attributes:
+        commands: What to prepare, in this order.
+        frees: Offsets of spans of its arena that nobody reads any more.
+        oldest_epoch: Nobody asks for earlier ones.
+    """
+
+    commands: list[Command]
+    frees: list[int]
+    oldest_epoch: int
+
+
+class Reply(Struct, frozen=True, array_like=True, gc=False):
+    """What a worker says of a command.
+
+    Attributes:
+        kind: BATCH, VOID, ERROR, OPENED or VALUE.
+        units: What a batch counts.
+        order: Hash of the epoch's order.
+        head_bytes: Size of a batch's table of contents.
+        offset: Where the body lies in the arena.
+        body_sum: Its checksum, where the server wants one.
+        wall_s: How long it took to prepare.
+        cpu_s: Processor time of it.
+        on_disk: Whether the body lies on disk instead.
+        disk_is_full: Whether it was to go to disk, and found no room there.
+    """
+
+    number: int
+    kind: ResponseKind
+    units: int
+    order: int = 0
+    head_bytes: int = 0
+    body_bytes: int = 0
+    offset: int = 0
+    body_sum: int = 0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    on_disk: bool = False
+    disk_is_full: bool = False
+
+
+read_opened = msgspec.msgpack.Decoder(Opened).decode

@@ -6,23 +6,22 @@ wanted (`buffer`), it tells workers what to prepare (`worker`) and says whose an
 
 import multiprocessing
 import selectors
-import shutil
 import signal
 import socket
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from taas_magic.data import worker
-from taas_magic.data.buffer import Ahead, Answer, Buffer, Disk, FetcherShare
-from taas_magic.data.dataset import Opened
+from taas_magic.data import protocol, worker
+from taas_magic.data.buffer import Ahead, Buffer, Disk, FetcherShare, Prepared
 from taas_magic.data.memory import largest_file_bytes
-from taas_magic.data.protocol import Kind
-from taas_magic.data.worker import DISK_FULL, SPILLED, Key, Reply, WorkerHandle, WorkerSpec
+from taas_magic.data.protocol import Reply, Request, RequestKind, ResponseKind
+from taas_magic.data.worker import WorkerHandle, WorkerSpec
 from taas_magic.messages import FetcherCounts
+
+_read_parent = msgspec.msgpack.Decoder(protocol.WorkerStarted | protocol.WorkerEnded).decode
 
 _TRIES = 10
 _MAX_LOST = 100
@@ -40,7 +39,6 @@ class ServedLoader:
     """
 
     spec: WorkerSpec
-    workers: int
     share: FetcherShare
     budget_bytes: int
     spill_bytes: int = 0
@@ -72,16 +70,15 @@ class Scheduler:
         self._served, self._spec, self._ready, self._note = served, served.spec, ready, note
         self._selector, self._arenas = selector, arenas
         # half: spans that ranks still read lie among those that are free again
-        fits_bytes = served.workers * (largest_file_bytes() // 2)
+        fits_bytes = served.share.workers * (largest_file_bytes() // 2)
         self._budget_bytes = min(served.budget_bytes, fits_bytes)
         self.buffer = Buffer(self._budget_bytes, Ahead(served.share, self._is_filled), self._home)
         folder = served.spec.spill
         self._disk = Disk(folder, served.spill_bytes) if folder is not None else None
         self._streams: int | None = None
         self._positions: dict[int, tuple[int, int]] = {}
-        self._held: dict[int, deque[Key]] = {}
-        self._tries: dict[Key, int] = {}
-        self._oldest = self._lost = self._commands = 0
+        self._tries: dict[Request, int] = {}
+        self._lost = self._commands = 0
         self._prepared = self.sent = self.sent_bytes = 0
         self._wall_s: dict[int, float] = {}
         self._cpu_s = 0.0
@@ -94,7 +91,7 @@ class Scheduler:
         self._parent = context.Process(target=worker.parent_main, args=arguments)
         self._parent.start()
         theirs.close()
-        for number in range(served.workers):
+        for number in range(served.share.workers):
             self._start(number)
         selector.register(self._control, selectors.EVENT_READ, self._hear_parent)
 
@@ -113,7 +110,7 @@ class Scheduler:
             idle=sum(not one.told for one in self._workers.values()),
             spilled_bytes=disk.used_bytes if disk else 0,
             spill_refused=bool(disk and disk.is_full),
-            workers=self._served.workers,
+            workers=self._served.share.workers,
             budget_bytes=self._budget_bytes,
         )
 
@@ -123,25 +120,19 @@ class Scheduler:
         Raises:
             RuntimeError: Workers end again and again.
         """
-        oldest = self.buffer.oldest_epoch
-        if oldest > self._oldest:
-            self._oldest = oldest
-            for one in self._workers.values():
-                if one.is_up:
-                    one.forget_before(oldest)
         for one in self._workers.values():
             if not one.has_room:
                 continue
             for _ in range(one.room):
-                key, is_for_disk = self._choose(one)
-                if key is None:
+                request, to_disk = self._choose(one)
+                if request is None:
                     break
-                if self._streams is not None and key.kind is Kind.GET:
-                    item, stream = divmod(key.slot, self._streams)
-                    self._positions[stream] = key.epoch, item + 1
+                if self._streams is not None and request.kind is RequestKind.GET:
+                    item, stream = divmod(request.slot, self._streams)
+                    self._positions[stream] = request.epoch, item + 1
                 self._commands = (self._commands + 1) & 0xFFFFFFFF
-                one.tell(self._commands, key, SPILLED if is_for_disk else 0)
-            one.send()
+                one.tell(self._commands, request, to_disk)
+            one.send(self.buffer.oldest_epoch)
 
     def close(self) -> None:
         """End all workers."""
@@ -152,51 +143,34 @@ class Scheduler:
         for one in self._workers.values():
             self._hang_up(one)
         self._parent.join()
-        if self._spec.spill is not None:
-            shutil.rmtree(self._spec.spill, ignore_errors=True)
 
-    def _choose(self, one: WorkerHandle) -> tuple[Key | None, bool]:
+    def _choose(self, one: WorkerHandle) -> tuple[Request | None, bool]:
         """Return what a worker does next, and whether that goes to disk."""
         follows = None if self._streams is None else self._follows
-        key = self.buffer.choose(one.number, follows)
-        if key is not None:
-            return key, False
+        request = self.buffer.choose(one.number, follows)
+        if request is not None:
+            return request, False
         is_full = self.buffer.is_full
         if is_full and (self.buffer.has_open or not (self._disk and self._disk.has_room)):
             return None, False
-        return self._choose_ahead(one), is_full
+        return self.buffer.choose_ahead(one.number), is_full
 
-    def _choose_ahead(self, one: WorkerHandle) -> Key | None:
-        """Return the next key of the share; those of another worker's streams are kept for it."""
-        held = self._held.get(one.number)
-        while held:
-            key = held.popleft()
-            # A rank may have asked for it since.
-            if self.buffer.begin(key):
-                return key
-        for _ in range(4 * self._served.workers):
-            ahead = self.buffer.choose_ahead()
-            home = None if ahead is None else self._home(ahead)
-            if ahead is None or home is None or home == one.number:
-                return ahead
-            self.buffer.postpone(ahead)
-            self._held.setdefault(home, deque()).append(ahead)
-        return None
-
-    def _home(self, key: Key) -> int | None:
-        """Return the worker that has to prepare a key; None: any may."""
-        if key.kind in (Kind.OPEN, Kind.ORDER):
+    def _home(self, request: Request) -> int | None:
+        """Return the worker that has to prepare what is requested; None: any may."""
+        kind = request.kind
+        if kind in (RequestKind.OPEN, RequestKind.ORDER):
             # One alone enumerates: a sampler may give another order each time it is asked.
             return 0
-        if key.kind in (Kind.GET, Kind.STATE) and not (key.kind is Kind.GET and key.detail):
-            return self._served.share.home(key.slot, self._streams)[1]
-        return None
+        has_indices = kind is RequestKind.GET and request.detail
+        if kind is RequestKind.SAMPLE or has_indices:
+            return None
+        return self._served.share.home(request.slot, self._streams)[1]
 
-    def _follows(self, key: Key) -> bool:
+    def _follows(self, request: Request) -> bool:
         """Return whether a stream need not go back for a batch."""
         assert self._streams is not None
-        epoch, item = self._positions.get(key.slot % self._streams, (-1, 0))
-        return epoch != key.epoch or key.slot // self._streams >= item
+        epoch, item = self._positions.get(request.slot % self._streams, (-1, 0))
+        return epoch != request.epoch or request.slot // self._streams >= item
 
     def _is_filled(self) -> bool:
         """Return whether there is as much as was asked for before the ranks."""
@@ -205,7 +179,7 @@ class Scheduler:
         return buffer.ready_batches >= served.fill_batches and ready_bytes >= served.fill_bytes
 
     def _start(self, number: int) -> None:
-        self._control.send(f"{number}".encode())
+        self._control.send(msgspec.msgpack.encode(protocol.StartWorker(number)))
 
     def _hear_parent(self) -> None:
         said, descriptors, _, _ = socket.recv_fds(self._control, 64, 1)
@@ -213,13 +187,13 @@ class Scheduler:
             raise RuntimeError(
                 f'the process that starts the workers of loader "{self._spec.loader}" has ended'
             )
-        number, _, code = said.decode().partition(" ")
-        if not descriptors:
-            self._lose(int(number), int(code))
+        message = _read_parent(said)
+        if isinstance(message, protocol.WorkerEnded):
+            self._lose(message.number, message.exitcode)
             return
-        sock = socket.socket(fileno=descriptors[0])
-        one = WorkerHandle(int(number), next(self._arenas), sock, int(number) in self._suspects)
-        self._workers[one.number] = one
+        sock, number = socket.socket(fileno=descriptors[0]), message.number
+        one = WorkerHandle(number, next(self._arenas), sock, number in self._suspects)
+        self._workers[number] = one
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(one))
 
     def _hear(self, one: WorkerHandle) -> None:
@@ -232,25 +206,25 @@ class Scheduler:
             # Its parent says how it ended; until then nothing is to be heard here.
             self._hang_up(one)
 
-    def _take(self, one: WorkerHandle, key: Key, reply: Reply) -> None:
+    def _take(self, one: WorkerHandle, request: Request, reply: Reply) -> None:
         self._prepared += 1
         self._wall_s[one.number] = self._wall_s.get(one.number, 0.0) + reply.wall_s
         self._cpu_s += reply.cpu_s
-        if self._disk is not None and reply.flags & DISK_FULL:
+        if self._disk is not None and reply.disk_is_full:
             self._disk.is_full = True
-        answer = Answer(reply, one, disk=self._disk if reply.flags & SPILLED else None)
+        prepared = Prepared(reply, one, disk=self._disk if reply.on_disk else None)
         if self._tries:
-            self._tries.pop(key, None)
-        if key.kind is Kind.OPEN:
+            self._tries.pop(request, None)
+        if request.kind is RequestKind.OPEN:
             opened = None
-            if answer.kind is Kind.OPENED:
-                opened = msgspec.json.decode(answer.body(), type=Opened)
+            if reply.kind is ResponseKind.OPENED:
+                opened = protocol.read_opened(prepared.body())
                 self._streams = opened.streams
-            self.buffer.ahead.opened(key.epoch, opened)
-        self._put(key, answer)
+            self.buffer.ahead.opened(request.epoch, opened)
+        self._put(request, prepared)
 
-    def _put(self, key: Key, answer: Answer) -> None:
-        for connection in self.buffer.put(key, answer):
+    def _put(self, request: Request, prepared: Prepared) -> None:
+        for connection in self.buffer.put(request, prepared):
             self._ready(connection)
 
     def _hang_up(self, one: WorkerHandle) -> None:
@@ -259,7 +233,7 @@ class Scheduler:
             one.close()
 
     def _lose(self, number: int, exitcode: int) -> None:
-        """Start a worker that has ended again; the first of its keys may be what ended it."""
+        """Start a worker that has ended again; the first of its requests may be what ended it."""
         one = self._workers.pop(number)
         self._hear(one)  # what it said before it ended
         self._hang_up(one)
@@ -274,23 +248,22 @@ class Scheduler:
         )
         self._lost += 1
         if self._lost > _MAX_LOST:
-            raise RuntimeError(f"{_MAX_LOST} workers ended, at last: {said}")
+            raise RuntimeError(f"{self._lost} workers have ended. The last time, {said}")
         self._note(said)
         self._positions.clear()
-        for at, key in enumerate(one.told.values()):
+        for at, request in enumerate(one.told.values()):
             if not at:
-                self._tries[key] = self._tries.get(key, 0) + 1
-                if self._tries[key] >= _TRIES:
-                    self._put(key, _given_up(key, said))
+                self._tries[request] = self._tries.get(request, 0) + 1
+                if self._tries[request] >= _TRIES:
+                    self._put(request, _given_up(request, said))
                     continue
-            self.buffer.lost(key)
+            self.buffer.lost(request)
 
 
-def _given_up(key: Key, said: str) -> Answer:
+def _given_up(request: Request, said: str) -> Prepared:
     text = (
-        f"batch {key.slot} of epoch {key.epoch} was asked for {_TRIES} times, and every time the "
-        f"process that prepared it ended, at last: {said}. Its data may crash the process that "
-        "reads it, or need more memory than the fetcher's host has"
+        f"batch {request.slot} of epoch {request.epoch} was asked for {_TRIES} times, and each "
+        f"time the worker that prepared it ended. The last time, {said}. Its data may crash the "
+        "process that reads it, or need more memory than the fetcher's host has"
     ).encode()
-    reply = Reply(0, Kind.LOST, 0, 0, 1, 0, 0, len(text), 0, 0, 0.0, 0.0)
-    return Answer(reply, text=text)
+    return Prepared(Reply(0, ResponseKind.LOST, 1, body_bytes=len(text)), text=text)

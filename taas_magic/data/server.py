@@ -27,21 +27,23 @@ from typing import Any
 import torch
 
 from taas_magic.data import protocol
-from taas_magic.data.buffer import Answer, keys_of
+from taas_magic.data.buffer import Prepared
 from taas_magic.data.protocol import (
-    Assembler,
-    Frame,
-    FrameFlag,
-    Kind,
-    ProtocolState,
+    Cancel,
+    Free,
+    Place,
+    Proof,
+    Request,
+    RequestKind,
+    Requests,
+    Response,
+    ResponseKind,
     Role,
-    prove,
-    proven,
 )
 from taas_magic.data.scheduler import Scheduler, ServedLoader
 from taas_magic.data.service import Tls, peer_uid
 from taas_magic.data.sharding import VOID
-from taas_magic.data.worker import Key, begin_process
+from taas_magic.data.worker import begin_process
 from taas_magic.errors import ProtocolError
 from taas_magic.leases import ALIVE_S, PROOF_S
 from taas_magic.messages import FetcherCounts
@@ -89,35 +91,35 @@ class RankConnection:
 
     def __init__(self, sock: socket.socket | ssl.SSLSocket, tls: bool) -> None:
         self.socket, self.tls, self.is_greeting = sock, tls, tls
-        self.talk = ProtocolState(Role.SERVER)
-        self.assembler = Assembler(self.talk)
+        self.assembler = protocol.Assembler(protocol.ProtocolState(Role.SERVER))
         self.nonce = os.urandom(protocol.NONCE_BYTES)
         self.began = self.said = time.monotonic()
         self.loader: Scheduler | None = None
-        self.asked: deque[tuple[Kind, Key]] = deque()
-        self.out: deque[tuple[bytes | memoryview, Answer | None, int]] = deque()
+        self.asked: deque[tuple[Request, bool]] = deque()
+        self.out: deque[tuple[bytes | memoryview, Prepared | None, int]] = deque()
         self.out_bytes = 0
-        self.lent: dict[tuple[int, int], Answer] = {}
+        self.lent: dict[Place, Prepared] = {}
         self.lent_bytes = 0
         self.arenas: set[int] = set()
         self.waits_to_send = False
         self.is_unix = sock.family == socket.AF_UNIX
 
     def add(
-        self, part: bytes | memoryview, answer: Answer | None = None, descriptor: int = -1
+        self, part: bytes | memoryview, prepared: Prepared | None = None, descriptor: int = -1
     ) -> None:
         """Lay something ready to be sent.
 
         Args:
-            answer: Is released when it has gone.
+            part: The bytes.
+            prepared: Is released when it has gone.
             descriptor: Goes along.
         """
-        self.out.append((part, answer, descriptor))
+        self.out.append((part, prepared, descriptor))
         self.out_bytes += len(part)
 
-    def add_frame(self, kind: Kind, body: bytes = b"") -> None:
-        """Lay a frame ready that is about no batch."""
-        self.add(protocol.pack(Frame(kind, body_bytes=len(body))) + body)
+    def say(self, message: protocol.FromServer) -> None:
+        """Lay a message ready that has no body."""
+        self.add(protocol.pack(message))
 
     def send(self) -> bool:
         """Send what the kernel takes; return whether all has gone.
@@ -166,55 +168,64 @@ class RankConnection:
         self.out_bytes -= size
         out = self.out
         while out and size >= len(out[0][0]):
-            part, answer, _ = out.popleft()
+            part, prepared, _ = out.popleft()
             size -= len(part)
-            if answer is not None:
-                answer.release()
+            if prepared is not None:
+                prepared.release()
         if size:
-            part, answer, _ = out[0]
-            out[0] = memoryview(part)[size:], answer, -1
+            part, prepared, _ = out[0]
+            out[0] = memoryview(part)[size:], prepared, -1
 
-    def give_back(self, place: tuple[int, int]) -> None:
+    def give_back(self, place: Place) -> None:
         """Release a span of shared memory that the rank reads no more."""
-        answer = self.lent.pop(place, None)
-        if answer is not None:
-            self.lent_bytes -= answer.reply.body_bytes
-            answer.release()
+        prepared = self.lent.pop(place, None)
+        if prepared is not None:
+            self.lent_bytes -= prepared.reply.body_bytes
+            prepared.release()
 
-    def add_answer(self, key: Key, answer: Answer) -> None:
-        """Lay an answer ready; it is released when it has gone, or when the rank gives it back."""
-        reply, size, arena = answer.reply, answer.reply.body_bytes, answer.arena
-        is_batch = answer.kind is Kind.BATCH
-        flags, body_sum, number, offset, descriptor = 0, 0, 0, 0, -1
-        is_lent = (
-            is_batch
-            and arena is not None
+    def respond(self, request: Request, prepared: Prepared) -> None:
+        """Lay a response ready; what was prepared is released when the rank needs it no more."""
+        reply, size, descriptor, shared = prepared.reply, prepared.reply.body_bytes, -1, None
+        about = reply.kind, request.epoch, request.slot, max(reply.units, 0), reply.order
+        is_batch = reply.kind is ResponseKind.BATCH
+        if is_batch and self._may_lend(prepared):
+            shared, descriptor = self._lend(prepared)
+        is_plain = is_batch and not self.tls and not self.is_unix
+        body_sum = reply.body_sum if is_plain else None
+        head_bytes = reply.head_bytes if is_batch else 0
+        response = Response(*about, head_bytes, body_sum, shared)
+        if shared is not None:
+            self.add(protocol.pack(response), descriptor=descriptor)
+            return
+        header = protocol.pack(response, size)
+        if size <= _COPIED_BYTES:
+            self.add(header + prepared.body())
+            prepared.release()
+        else:
+            self.add(header)
+            self.add(prepared.body(), prepared)
+
+    def _may_lend(self, prepared: Prepared) -> bool:
+        """Return whether a batch may be read in place: by this rank alone, and not too much."""
+        size = prepared.reply.body_bytes
+        return (
+            prepared.arena is not None
             and self.is_unix
             and size >= _LENT_FROM_BYTES
             and self.lent_bytes + size <= _LENT_BYTES
-            and not answer.is_shared
+            and not prepared.is_shared
         )
-        if is_lent:
-            assert arena is not None
-            number, offset, flags = arena.arena, reply.offset, FrameFlag.SHARED
-            self.lent[number, offset] = answer
-            self.lent_bytes += size
-            if number not in self.arenas:
-                self.arenas.add(number)
-                flags, descriptor = flags | FrameFlag.NEW_ARENA, arena.memory.descriptor
-        elif is_batch and not self.tls and not self.is_unix:
-            flags, body_sum = FrameFlag.SUMMED, reply.body_sum
-        head_bytes = reply.head_bytes if is_batch else 0
-        about = answer.kind, key.epoch, key.slot, max(reply.units, 0), head_bytes, size
-        header = protocol.pack(Frame(*about, body_sum, flags, number, offset, reply.order))
-        if is_lent:
-            self.add(header, descriptor=descriptor)
-        elif size <= _COPIED_BYTES:
-            self.add(header + answer.body())
-            answer.release()
-        else:
-            self.add(header)
-            self.add(answer.body(), answer)
+
+    def _lend(self, prepared: Prepared) -> tuple[protocol.SharedBody, int]:
+        """Return where a batch lies, and the descriptor that the rank needs to read it; else -1."""
+        arena, size = prepared.arena, prepared.reply.body_bytes
+        assert arena is not None
+        place = Place(arena.arena, prepared.reply.offset)
+        self.lent[place] = prepared
+        self.lent_bytes += size
+        is_new = arena.arena not in self.arenas
+        self.arenas.add(arena.arena)
+        return protocol.SharedBody(place, size, is_new), arena.memory.descriptor if is_new else -1
 
 
 class Server:
@@ -351,7 +362,7 @@ class Server:
             self._guarded(connection, self._challenge)
 
     def _challenge(self, connection: RankConnection) -> None:
-        connection.add_frame(Kind.CHALLENGE, connection.nonce)
+        connection.say(protocol.Challenge(connection.nonce))
         self._flush(connection)
 
     def _guarded(
@@ -383,8 +394,8 @@ class Server:
             if not data:
                 self._drop(connection, is_gone=True)
                 return
-            for frame, body in connection.assembler.feed(data):
-                self._take(connection, frame, body)
+            for message, body in connection.assembler.feed(data):
+                self._take(connection, message, body)
             if not connection.tls and len(data) < _HEAR_BYTES:
                 break
         self._dirty[connection] = None
@@ -403,56 +414,53 @@ class Server:
         self._challenge(connection)
         return True
 
-    def _take(self, connection: RankConnection, frame: Frame, body: bytes) -> None:
-        kind, loader = frame.kind, connection.loader
-        if kind is Kind.PROOF:
-            self._welcome(connection, body)
+    def _take(
+        self, connection: RankConnection, message: Proof | Requests | Free | Cancel, detail: bytes
+    ) -> None:
+        if isinstance(message, Proof):
+            self._welcome(connection, message)
             return
+        loader = connection.loader
         assert loader is not None
-        if kind is Kind.FREE:
-            places = protocol.numbers(body)
-            for place in zip(places[::2], places[1::2], strict=False):
+        if isinstance(message, Free):
+            for place in message.places:
                 connection.give_back(place)
             return
-        if kind is Kind.CANCEL:
+        if isinstance(message, Cancel):
             # What is on its way goes on.
             connection.asked.clear()
             loader.buffer.forget(connection)
-            connection.add_frame(Kind.CANCELLED)
+            connection.say(protocol.Cancelled())
             return
-        if kind is Kind.GET or kind is Kind.PEEK:
-            keys = keys_of(kind, frame.epoch, (frame.batch, *protocol.numbers(body)))
-        else:
-            keys = keys_of(kind, frame.epoch, (frame.batch,), body)
         if not connection.asked:
             connection.said = time.monotonic()
-        want, only_count = loader.buffer.want, kind is Kind.PEEK
-        for key in keys:
-            connection.asked.append((kind, key))
-            want(connection, key, only_count)
+        want, kind = loader.buffer.want, message.kind
+        if only_count := kind is RequestKind.PEEK:
+            kind = RequestKind.GET
+        for slot in message.slots:
+            request = Request(kind, message.epoch, slot, detail)
+            connection.asked.append((request, only_count))
+            want(connection, request, only_count)
 
-    def _welcome(self, connection: RankConnection, body: bytes) -> None:
+    def _welcome(self, connection: RankConnection, proof: Proof) -> None:
         """Let a peer in that shows that it knows the run's key, and says which loader it wants.
 
         Raises:
             ProtocolError: It does not know the key, or wants what is not here.
         """
-        size = protocol.NONCE_BYTES
-        theirs, mac = body[:size], body[size : size + protocol.MAC_BYTES]
-        name = body[size + protocol.MAC_BYTES :].decode(errors="replace")
         key, place = self._spec.key, self.addresses[2]
         why = ""
-        if not proven(key, Role.RANK, connection.nonce, place, mac):
+        if not protocol.proven(key, Role.RANK, connection.nonce, place, proof.mac):
             why = "this peer does not know the run's key"
-        elif name not in self._loaders:
-            why = f'loader "{name}" is not served here'
+        elif proof.loader not in self._loaders:
+            why = f'loader "{proof.loader}" is not served here'
         if why:
-            connection.add_frame(Kind.REFUSED, why.encode())
+            connection.say(protocol.Refused(why))
             connection.send()
             raise ProtocolError(why)
-        connection.loader = self._loaders[name]
+        connection.loader = self._loaders[proof.loader]
         del self._unproved[connection]
-        connection.add_frame(Kind.WELCOME, prove(key, Role.SERVER, theirs, place))
+        connection.say(protocol.Welcome(protocol.prove(key, Role.SERVER, proof.nonce, place)))
         self._flush(connection)
 
     def _pump(self, connection: RankConnection) -> None:
@@ -488,29 +496,29 @@ class Server:
             self._selector.modify(connection.socket, events, connection)
 
     def _gather(self, connection: RankConnection) -> bool:
-        """Lay the next answer ready; return whether there was one."""
-        kind, key = connection.asked[0]
+        """Lay the next response ready; return whether there was one."""
+        request, only_count = connection.asked[0]
         loader = connection.loader
         assert loader is not None
-        if kind is Kind.PEEK:
-            units = loader.buffer.count(connection, key)
+        if only_count:
+            units = loader.buffer.count(connection, request)
             if units is None:
                 return False
-            said = Kind.VOID if units == VOID else Kind.PEEKED
-            connection.add(protocol.pack(Frame(said, key.epoch, key.slot, max(units, 0))))
+            kind = ResponseKind.VOID if units == VOID else ResponseKind.PEEKED
+            connection.say(Response(kind, request.epoch, request.slot, max(units, 0)))
         else:
-            answer = loader.buffer.take(connection, key)
-            if answer is None:
+            prepared = loader.buffer.take(connection, request)
+            if prepared is None:
                 return False
-            if answer.kind is Kind.BATCH:
+            if prepared.reply.kind is ResponseKind.BATCH:
                 loader.sent += 1
-                loader.sent_bytes += answer.reply.body_bytes
-            connection.add_answer(key, answer)
+                loader.sent_bytes += prepared.reply.body_bytes
+            connection.respond(request, prepared)
         connection.asked.popleft()
         return True
 
     def _look(self, now: float) -> None:
-        """Say that the server lives, and drop who takes too long to prove itself."""
+        """Say that the server lives, and drop who takes too long to protocol.prove itself."""
         for connection in list(self._unproved):
             if now - connection.began < PROOF_S:
                 break
@@ -518,7 +526,7 @@ class Server:
         for connection in list(self._connections):
             waits = connection.asked and not connection.out
             if waits and now - connection.said >= ALIVE_S:
-                connection.add_frame(Kind.ALIVE)
+                connection.say(protocol.Alive())
                 self._guarded(connection, self._flush)
                 connection.said = now
 
@@ -537,9 +545,9 @@ class Server:
             book.pop(connection, None)
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        for _, answer, _ in connection.out:
-            if answer is not None:
-                answer.release()
+        for _, prepared, _ in connection.out:
+            if prepared is not None:
+                prepared.release()
         connection.out.clear()
         if connection.loader is not None:
             connection.loader.buffer.forget(connection)

@@ -16,32 +16,31 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 
 from taas_magic.capture.modules import claim_taas
-from taas_magic.data import encode
+from taas_magic.data import encode, protocol
 from taas_magic.data.dataset import Ended, Failed, Source, is_counted, units_of
-from taas_magic.data.memory import Arena, Mapping, write_parts
-from taas_magic.data.protocol import KINDS, Kind
+from taas_magic.data.memory import Arena, Mapping
+from taas_magic.data.protocol import Command, Reply, Request, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID
 
 MESSAGE_BYTES = 128 << 10
 """The longest message between a server and a worker."""
 
 DETAIL_BYTES = 512
-"""What of a command travels in its message; more than that comes as a file.
+"""What of a request travels in its command; more than that comes as a file.
 
-All commands that lie with a worker have room in its socket, so that its server never waits."""
+All orders that lie with a worker have room in its socket, so that its server never waits."""
 
 _PRELOAD_FROM_BYTES = 8 << 20
 _HOLD_BACK_S = 0.0005
@@ -56,62 +55,14 @@ and of slow ones, which a rank waits for in their order, each worker should have
 _MOST_FREES = 64
 """With one message: this, too, has to have room in a worker's socket."""
 
-SPILLED = 1
-"""Flag of a command and its reply: what is prepared goes to disk."""
+_CONTROL_BYTES = 64
+"""The longest message between a server and its workers' parent."""
 
-DISK_FULL = 2
-"""Flag of a reply: what was to go to disk found no room there."""
-
-_IN_FILE = 4
-"""Flag of a command: its detail comes as a file's descriptor."""
-
-_COMMAND = struct.Struct("<IBBHqqI")
-_FREE, _FORGET = 200, 201
-"""Beside the kinds of questions: a span is read no more; earlier epochs are not asked for."""
-
-REPLY = struct.Struct("<IBBHqIIQQQdd")
+_pack = msgspec.msgpack.Encoder().encode
+_read_orders = msgspec.msgpack.Decoder(protocol.Orders).decode
+_read_replies = msgspec.msgpack.Decoder(list[Reply]).decode
 
 _log = logging.getLogger(__name__)
-
-
-class Key(NamedTuple):
-    """A pure question: GET (a batch by the worker's own order), or OPEN, SAMPLE, ORDER, STATE.
-
-    `detail` is what else the question says: given indices, the index of a sample, a state.
-    """
-
-    kind: Kind
-    epoch: int
-    slot: int
-    detail: bytes = b""
-
-
-class Reply(NamedTuple):
-    """What a worker says of a command.
-
-    Attributes:
-        kind: BATCH, VOID, ERROR, OPENED, VALUE.
-        flags: `SPILLED` where it lies on disk instead, `DISK_FULL` where it was to.
-        order: Hash of the epoch's order.
-        head_bytes: Size of a batch's table of contents.
-        offset: Where it lies in the arena.
-        body_sum: Its checksum, where the server wants one.
-        wall_s: How long it took to prepare.
-        cpu_s: Processor time of it.
-    """
-
-    number: int
-    kind: int
-    flags: int
-    pad: int
-    units: int
-    order: int
-    head_bytes: int
-    body_bytes: int
-    offset: int
-    body_sum: int
-    wall_s: float
-    cpu_s: float
 
 
 @dataclass(frozen=True)
@@ -152,7 +103,7 @@ class WorkerHandle:
     Attributes:
         memory: What it has written.
         frees: Spans of its arena that nobody reads any more; it is told with the next command.
-        told: Keys that it has not answered, by the number of the command.
+        told: Requests that it has not answered, by the number of the command.
         pid: Its process; 0 as long as that has not begun.
         is_gone: Whether it has closed its end.
     """
@@ -163,62 +114,54 @@ class WorkerHandle:
         self._depth = min(self._most, _LEAST_DEPTH)
         self.memory: Mapping
         self.frees: list[int] = []
-        self.told: dict[int, Key] = {}
+        self.told: dict[int, Request] = {}
         self.pid, self.is_gone = 0, False
-        self._unsent: list[tuple[bytes, int | None]] = []
-
-    @property
-    def is_up(self) -> bool:
-        """Whether it can be told anything."""
-        return self.pid > 0 and not self.is_gone
+        self._commands: list[Command] = []
+        self._files: list[int] = []
 
     @property
     def has_room(self) -> bool:
         """Whether it may be told more. As long as it has enough to do, it is not disturbed."""
-        return self.is_up and len(self.told) <= self._depth // 2
+        return self.pid > 0 and not self.is_gone and len(self.told) <= self._depth // 2
 
     @property
     def room(self) -> int:
         """How many commands more it may be told."""
         return self._depth - len(self.told)
 
-    def tell(self, number: int, key: Key, flags: int) -> None:
-        """Lay a command ready: prepare `key`; the reply has the same `number`."""
-        self.told[number] = key
-        detail, descriptor = key.detail, None
-        if len(detail) > DETAIL_BYTES:
-            descriptor = os.memfd_create("taas-detail", os.MFD_CLOEXEC)
-            write_parts(descriptor, [detail], 0)
-            detail, flags = b"", flags | _IN_FILE
-        head = _COMMAND.pack(number, key.kind, flags, 0, key.epoch, key.slot, len(detail))
-        self._unsent.append((head + detail, descriptor))
+    def tell(self, number: int, request: Request, to_disk: bool = False) -> None:
+        """Lay a command ready; the reply to it has the same `number`."""
+        self.told[number] = request
+        has_file = len(request.detail) > DETAIL_BYTES
+        if has_file:
+            file = os.memfd_create("taas-detail", os.MFD_CLOEXEC)
+            with os.fdopen(file, "wb", closefd=False) as writer:
+                writer.write(request.detail)
+            self._files.append(file)
+            request = msgspec.structs.replace(request, detail=b"")
+        self._commands.append(Command(number, request, to_disk, has_file))
 
-    def forget_before(self, epoch: int) -> None:
-        """Lay ready that nobody asks for earlier epochs."""
-        self._unsent.append((_COMMAND.pack(0, _FORGET, 0, 0, epoch, 0, 0), None))
+    def send(self, oldest_epoch: int) -> None:
+        """Send what is laid ready. A worker that is gone is noticed elsewhere.
 
-    def send(self) -> None:
-        """Send what is laid ready. A worker that is gone is noticed elsewhere."""
-        if not self._unsent:
+        Args:
+            oldest_epoch: Nobody asks for earlier ones.
+        """
+        if not self._commands:
             return
-        parts, self._unsent = self._unsent, []
+        commands, self._commands = self._commands, []
+        files, self._files = self._files, []
         frees, self.frees = self.frees[:_MOST_FREES], self.frees[_MOST_FREES:]
-        message = b"".join([_COMMAND.pack(0, _FREE, 0, 0, 0, offset, 0) for offset in frees])
+        message = _pack(protocol.Orders(commands, frees, oldest_epoch))
         try:
-            for text, descriptor in parts:
-                is_full = len(message) + len(text) > MESSAGE_BYTES
-                if message and (descriptor is not None or is_full):
-                    self.socket.send(message)
-                    message = b""
-                message += text
-                if descriptor is not None:
-                    socket.send_fds(self.socket, [message], [descriptor])
-                    os.close(descriptor)
-                    message = b""
-            if message:
+            if files:
+                socket.send_fds(self.socket, [message], files)
+            else:
                 self.socket.send(message)
         except (BrokenPipeError, ConnectionResetError) as error:
             _log.info("worker %d is gone: %s", self.number, error)
+        for file in files:
+            os.close(file)
 
     def hear(self) -> Iterator[Reply]:
         """Yield what it says, which has come; its first word is about itself.
@@ -237,13 +180,12 @@ class WorkerHandle:
         if not message:
             raise EOFError
         if not self.pid:
-            (self.pid,) = struct.unpack("<I", message)
+            self.pid = msgspec.msgpack.decode(message, type=protocol.WorkerReady).pid
             self.memory = Mapping(descriptors[0])
             return
         largest, slowest_s = 0, 1e-6
-        for fields in REPLY.iter_unpack(message):
-            reply = Reply._make(fields)
-            if reply.kind == Kind.BATCH:
+        for reply in _read_replies(message):
+            if reply.kind is ResponseKind.BATCH:
                 largest = max(largest, reply.body_bytes, 1)
                 slowest_s = max(slowest_s, reply.wall_s)
             yield reply
@@ -269,7 +211,7 @@ class Worker:
     ) -> None:
         self._spec, self._socket, self._arena = spec, sock, Arena()
         # The server hears of the worker before the dataset is unpickled, which may take minutes.
-        socket.send_fds(sock, [struct.pack("<I", os.getpid())], [self._arena.descriptor])
+        socket.send_fds(sock, [_pack(protocol.WorkerReady(os.getpid()))], [self._arena.descriptor])
         self._source: Source | None = None
         self._broken: Failed | None = None
         try:
@@ -279,7 +221,7 @@ class Worker:
         except (Exception, SystemExit) as error:
             where = f'in {spec.where} (loader "{spec.loader}", when it was unpickled)'
             self._broken = Failed(error, where)
-        self._replies: list[bytes] = []
+        self._replies: list[Reply] = []
         self._replied, self._cpu = 0.0, time.thread_time()
 
     def run(self) -> None:
@@ -288,59 +230,55 @@ class Worker:
         gc.freeze()
         torch.set_num_threads(1)
         while True:
-            message, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
+            message, files, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, _MOST_DEPTH)
             if not message:
                 return
-            self._obey(memoryview(message), descriptors)
+            self._obey(_read_orders(message), files)
             self._say()
 
-    def _obey(self, message: memoryview, descriptors: Sequence[int]) -> None:
-        at = 0
-        while at < len(message):
-            number, kind, flags, _, epoch, slot, size = _COMMAND.unpack_from(message, at)
-            at += _COMMAND.size
-            detail = bytes(message[at : at + size]) if size else b""
-            at += size
-            if kind == _FREE:
-                self._arena.free(slot)
-            elif kind == _FORGET:
-                if self._source is not None:
-                    self._source.forget_before(epoch)
-            else:
-                if flags & _IN_FILE:
-                    with os.fdopen(descriptors[0], "rb") as file:
-                        file.seek(0)
-                        detail = file.read()
-                self._reply(number, Key(KINDS[kind], epoch, slot, detail), flags)
+    def _obey(self, orders: protocol.Orders, files: list[int]) -> None:
+        for offset in orders.frees:
+            self._arena.free(offset)
+        if self._source is not None:
+            self._source.forget_before(orders.oldest_epoch)
+        for command in orders.commands:
+            request = command.request
+            if command.has_file:
+                with os.fdopen(files.pop(0), "rb") as file:
+                    file.seek(0)
+                    request = msgspec.structs.replace(request, detail=file.read())
+            self._reply(command.number, request, command.to_disk)
 
-    def _reply(self, number: int, key: Key, flags: int) -> None:
+    def _reply(self, number: int, request: Request, to_disk: bool) -> None:
         """Prepare an answer, lay it in shared memory or on disk, and say so."""
         began = time.perf_counter()
-        kind, body, units, order = self._prepare(key)
-        offset = body_sum = said = 0
-        if flags & SPILLED and kind is Kind.BATCH:
-            said = SPILLED if self._spill(number, body) else DISK_FULL
-        if said != SPILLED and body.body_bytes:
+        kind, body, units, order = self._prepare(request)
+        offset = body_sum = 0
+        to_disk = to_disk and kind is ResponseKind.BATCH
+        on_disk = to_disk and self._spill(number, body)
+        if body.body_bytes and not on_disk:
             try:
                 offset, room = self._arena.take(body.body_bytes)
             except OSError as error:
-                where = f'with batch {key.slot} of loader "{self._spec.loader}"'
-                kind, body, units, order = Kind.ERROR, _failed(Failed(error, where)), 1, 0
+                where = f'with batch {request.slot} of loader "{self._spec.loader}"'
+                kind, body, units, order = _failed(Failed(error, where))
                 offset, room = self._arena.take(body.body_bytes)
-            body_sum = body.copy_to(room, self._spec.sums and kind is Kind.BATCH)
+            is_summed = self._spec.sums and kind is ResponseKind.BATCH
+            body_sum = body.copy_to(room, is_summed)
         now, cpu = time.perf_counter(), time.thread_time()
         sizes = len(body.head), body.body_bytes, offset, body_sum
         times = now - began, cpu - self._cpu
         self._cpu = cpu
-        self._replies.append(REPLY.pack(number, kind, said, 0, units, order, *sizes, *times))
+        disk = on_disk, to_disk and not on_disk
+        self._replies.append(Reply(number, kind, units, order, *sizes, *times, *disk))
         if now - self._replied > _HOLD_BACK_S:
             self._say()
             self._replied = now
 
     def _say(self) -> None:
         if self._replies:
-            message, self._replies = b"".join(self._replies), []
-            self._socket.send(message)
+            replies, self._replies = self._replies, []
+            self._socket.send(_pack(replies))
 
     def _spill(self, number: int, body: encode.Encoded) -> bool:
         """Write a batch to disk; return whether there was room."""
@@ -348,70 +286,73 @@ class Worker:
         path = spilled_file(self._spec.spill, os.getpid(), number)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                write_parts(descriptor, body.parts(), 0)
-            finally:
-                os.close(descriptor)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+                file.writelines(body.parts())
         except OSError as error:
             _log.warning("a batch could not be written to %s: %s", path, error)
             path.unlink(missing_ok=True)
             return False
         return True
 
-    def _prepare(self, key: Key) -> tuple[Kind, encode.Encoded, int, int]:
-        """Return what to answer: its kind, its body, its units and the hash of its order."""
+    def _prepare(self, request: Request) -> "_Prepared":
         try:
             if self._broken is not None:
                 raise self._broken
             assert self._source is not None
-            return self._answer(self._source, key)
+            return self._answer(self._source, request)
         except Ended:
-            return Kind.VOID, encode.NOTHING, VOID, 0
+            return ResponseKind.VOID, encode.NOTHING, VOID, 0
         except Failed as failure:
-            return Kind.ERROR, _failed(failure), 1, 0
+            return _failed(failure)
         except Exception as error:
-            where = f'while batch {key.slot} of loader "{self._spec.loader}" was being pickled'
-            return Kind.ERROR, _failed(Failed(error, where)), 1, 0
+            where = f'while batch {request.slot} of loader "{self._spec.loader}" was being pickled'
+            return _failed(Failed(error, where))
 
-    def _answer(self, source: Source, key: Key) -> tuple[Kind, encode.Encoded, int, int]:
-        if key.kind is Kind.GET:
-            order = source.digest(key.epoch)
-            given = encode.from_bytes(key.detail) if key.detail else None
-            batch = source.prepare(key.epoch, key.slot, given)
-            return Kind.BATCH, encode.encode(batch), units_of(batch), order
-        if key.kind is Kind.OPEN:
-            opened = source.open(key.epoch)
+    def _answer(self, source: Source, request: Request) -> "_Prepared":
+        kind, epoch, slot, detail = request.kind, request.epoch, request.slot, request.detail
+        if kind is RequestKind.GET:
+            order = source.digest(epoch)
+            batch = source.prepare(epoch, slot, encode.from_bytes(detail) if detail else None)
+            return ResponseKind.BATCH, encode.encode(batch), units_of(batch), order
+        if kind is RequestKind.OPEN:
+            opened = source.open(epoch)
             if self._spec.counts:
                 # What is raised here is raised again when the batch itself is asked for.
                 with suppress(Ended, Failed):
-                    opened = opened._replace(counted=is_counted(source.prepare(key.epoch, 0)))
-            return Kind.OPENED, encode.raw(msgspec.json.encode(opened)), 1, 0
+                    counted = is_counted(source.prepare(epoch, 0))
+                    opened = msgspec.structs.replace(opened, counted=counted)
+            return ResponseKind.OPENED, encode.raw(_pack(opened)), 1, 0
         value, order = None, 0
-        if key.kind is Kind.SAMPLE:
-            value = source.sample(encode.from_bytes(key.detail))
-        elif key.kind is Kind.ORDER:
-            value, order = source.indices(key.epoch, key.slot), source.digest(key.epoch)
-        elif key.detail:
-            source.restore(key.epoch, key.slot, encode.from_bytes(key.detail))
+        if kind is RequestKind.SAMPLE:
+            value = source.sample(encode.from_bytes(detail))
+        elif kind is RequestKind.ORDER:
+            value, order = source.indices(epoch, slot), source.digest(epoch)
+        elif detail:
+            source.restore(epoch, slot, encode.from_bytes(detail))
         else:
-            value = source.state(key.epoch, key.slot)
-        return Kind.VALUE, encode.raw(encode.as_bytes(value)), 1, order
+            value = source.state(epoch, slot)
+        return ResponseKind.VALUE, encode.raw(encode.as_bytes(value)), 1, order
 
 
-def _failed(failure: Failed) -> encode.Encoded:
+_Prepared = tuple[ResponseKind, encode.Encoded, int, int]
+"""What to answer: its kind, its body, its units and the hash of its order."""
+
+
+def _failed(failure: Failed) -> _Prepared:
     """Return a body that raises again what the user's code raised."""
     try:
-        return encode.raw(encode.as_bytes(failure.raised))
+        body = encode.as_bytes(failure.raised)
     except Exception:
-        return encode.raw(encode.as_bytes(failure.raised.plain()))
+        body = encode.as_bytes(failure.raised.plain())
+    return ResponseKind.ERROR, encode.raw(body), 1, 0
 
 
 def parent_main(spec: WorkerSpec, control: socket.socket, servers: socket.socket) -> None:
     """Run the process whose children are the workers of one loader.
 
-    The server says a number: it starts that worker, and gives back its end of the worker's socket.
-    It says "number exit-code" of each that has ended. Without a server it ends, and they with it.
+    At each `StartWorker` it starts one, and answers `WorkerStarted` with the server's end of its
+    socket; `WorkerEnded` follows when it has ended. Without a server it ends, and they with it.
 
     Args:
         control: Its end of the socket to the server.
@@ -427,15 +368,16 @@ def parent_main(spec: WorkerSpec, control: socket.socket, servers: socket.socket
             sentinels = {process.sentinel: number for number, process in processes.items()}
             for ready in wait([control, *sentinels]):
                 if ready is control:
-                    said = control.recv(64)
+                    said = control.recv(_CONTROL_BYTES)
                     if not said:
                         return
-                    processes[int(said)] = _start(int(said), spec, context, loader, control)
+                    number = msgspec.msgpack.decode(said, type=protocol.StartWorker).number
+                    processes[number] = _start(number, spec, context, loader, control)
                 else:
                     number = sentinels[ready]
                     process = processes.pop(number)
                     process.join()
-                    control.send(f"{number} {process.exitcode}".encode())
+                    control.send(_pack(protocol.WorkerEnded(number, process.exitcode)))
     except (BrokenPipeError, ConnectionResetError):
         return  # the server is gone
     finally:
@@ -463,7 +405,7 @@ def _start(number: int, spec: WorkerSpec, context: Any, loader: Any, control: so
     process = context.Process(target=_worker_main, args=arguments, name="taas-worker")
     with ours, theirs:
         process.start()
-        socket.send_fds(control, [f"{number}".encode()], [ours.fileno()])
+        socket.send_fds(control, [_pack(protocol.WorkerStarted(number))], [ours.fileno()])
     return process
 
 

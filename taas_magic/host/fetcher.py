@@ -117,7 +117,6 @@ class Fetcher:
                 counts=spec.units is not None,
                 context=loader.context or "fork",
             ),
-            count,
             FetcherShare(spec.index, spec.fetchers, count, units=spec.units),
             spec.buffer_bytes * count // self._of_all,
             spill_bytes=spec.spill_bytes * count // self._of_all,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import multiprocessing
 import os
 import time
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from taas_magic.data import metrics
 from taas_magic.data.connection import FetcherLink
 from taas_magic.data.loader import Feed, RemoteLoader
+from taas_magic.data.protocol import Challenge, Proof, ProtocolState, Role, State, Welcome, pack
 from taas_magic.data.service import FolderDirectory
 from taas_magic.host.fetcher import fetcher_main
 from taas_magic.host.spec import Fetched, FetcherSpec
@@ -37,6 +39,7 @@ CONTEXT.set_forkserver_preload(["taas_magic.host.fetcher", "tests.data.data_rig"
 def forkserver_for_this_module():
     """The fetchers' forkserver ends with the module: other tests count the processes they see."""
     yield
+    gc.collect()  # a rank's own server has the forkserver's pipe open, until its loader is gone
     forkserver._forkserver._stop()
 
 
@@ -213,6 +216,19 @@ def linked(running, *arguments, key=None, address=None, **changes):
     patience = {"connect_s": WAIT_S, "patience_s": WAIT_S}
     whom = address or address_of(running), "train", key or running.key
     return FetcherLink(*whom, *arguments, **patience | changes)
+
+
+PROOF = Proof(bytes(32), bytes(32), "train")
+
+
+def ready(role):
+    """The protocol's state behind the handshake."""
+    state = ProtocolState(role)
+    before = [PROOF] if role is Role.SERVER else [Challenge(bytes(32)), Welcome(bytes(32))]
+    for message in before:
+        assert state.hear(memoryview(pack(message))).message == message
+    assert state.state is State.READY
+    return state
 
 
 def plain(batch):

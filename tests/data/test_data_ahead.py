@@ -1,10 +1,11 @@
 """What is prepared when nobody waits: an epoch and a little, or as much as is to be ready."""
 
-from itertools import islice
+from itertools import islice, takewhile
+
+import pytest
 
 from taas_magic.data.buffer import Ahead, FetcherShare
-from taas_magic.data.dataset import Opened
-from taas_magic.data.protocol import Kind
+from taas_magic.data.protocol import Opened, RequestKind
 
 
 def ahead_of(enough=lambda: True, **share):
@@ -15,13 +16,13 @@ def keys(ahead, batches=4, streams=None, most=100):
     """What it says until it says nothing; every epoch that it wants to know is opened."""
     opened = Opened(None if streams else batches, streams, 0)
     for key in islice(iter(ahead.next, None), most):
-        if key.kind is Kind.OPEN:
+        if key.kind is RequestKind.OPEN:
             ahead.opened(key.epoch, opened)
         yield key
 
 
 def slots(keys):
-    return [(key.epoch, key.slot) for key in keys if key.kind is Kind.GET]
+    return [(key.epoch, key.slot) for key in keys if key.kind is RequestKind.GET]
 
 
 def test_one_epoch_and_two_batches_of_the_next():
@@ -31,11 +32,11 @@ def test_one_epoch_and_two_batches_of_the_next():
 def test_an_epoch_is_opened_before_its_batches_and_not_twice():
     ahead = ahead_of()
     first = ahead.next()
-    assert (first.kind, first.epoch) == (Kind.OPEN, 0)
+    assert (first.kind, first.epoch) == (RequestKind.OPEN, 0)
     assert ahead.next() is None
     ahead.opened(0, Opened(1, None, 0))
     assert slots([ahead.next()]) == [(0, 0)]
-    assert (ahead.next().kind, ahead.next()) == (Kind.OPEN, None)
+    assert (ahead.next().kind, ahead.next()) == (RequestKind.OPEN, None)
 
 
 def test_before_any_rank_asks_it_goes_on_until_there_is_enough():
@@ -93,6 +94,24 @@ def test_the_share_of_a_rank_that_prepares_its_own_batches():
     ]
 
 
+@pytest.mark.parametrize("share", [{}, {"index": 1, "fetchers": 2}, {"stride": 3, "first": 1}])
+@pytest.mark.parametrize("streams", [None, 1, 5])
+@pytest.mark.parametrize("first", [0, 1, 17])
+def test_the_workers_have_all_of_a_fetchers_share_between_them(share, streams, first):
+    one = FetcherShare(workers=3, **share)
+    ours = [
+        *(slot for slot in range(first, 100) if one.home(slot, streams)[0] == one.index),
+    ]
+    if streams is None:
+        ours = [slot for slot in ours if slot % one.stride == one.first]
+    found = []
+    for worker in range(3):
+        slots = [*takewhile(lambda slot: slot < 100, one.slots(worker, streams, first))]
+        assert all(one.home(slot, streams) == (one.index, worker) for slot in slots)
+        found += slots
+    assert sorted(found) == ours
+
+
 def test_a_fetcher_without_a_part_of_the_data_ends():
     never = {"enough": lambda: False}
     assert slots(keys(ahead_of(**never, fetchers=3, index=2), streams=2)) == []
@@ -103,13 +122,13 @@ def test_it_goes_on_behind_no_end_of_a_stream():
     ahead, prepared = ahead_of(), []
     for key in keys(ahead, streams=2):
         prepared += slots([key])
-        if key.kind is Kind.GET and not key.epoch and key.slot == 6:
+        if key.kind is RequestKind.GET and not key.epoch and key.slot == 6:
             ahead.ended(0, 5)
     assert prepared == [*((0, slot) for slot in range(7)), (1, 0), (1, 1)]
 
 
 def test_an_epoch_whose_sampler_raised_ends_it():
     ahead = ahead_of()
-    assert ahead.next().kind is Kind.OPEN
+    assert ahead.next().kind is RequestKind.OPEN
     ahead.opened(0, None)
     assert ahead.next() is None

@@ -7,18 +7,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from taas_magic.data.buffer import Ahead, Answer, Buffer, Disk, FetcherShare, keys_of
-from taas_magic.data.dataset import Opened
-from taas_magic.data.protocol import Kind
+from taas_magic.data.buffer import Ahead, Buffer, Disk, FetcherShare, Prepared
+from taas_magic.data.protocol import Opened, Reply, Request, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID
-from taas_magic.data.worker import Key, Reply
 
 BATCH_BYTES = 64 << 10
 PLENTY = 1 << 40
 
 
-def key(slot, epoch=0, kind=Kind.GET):
-    return Key(kind, epoch, slot)
+def key(slot, epoch=0, kind=RequestKind.GET):
+    return Request(kind, epoch, slot)
 
 
 class Arena:
@@ -28,15 +26,15 @@ class Arena:
         self.frees, self.pid = [], 77
 
 
-def answer(slot=0, units=1, kind=Kind.BATCH, size=BATCH_BYTES, arena=None, disk=None):
+def answer(slot=0, units=1, kind=ResponseKind.BATCH, size=BATCH_BYTES, arena=None, disk=None):
     """An answer whose place in its worker's memory is its slot."""
-    reply = Reply(slot, kind, 0, 0, units, 0, 0, size, slot, 0, 0.0, 0.0)
-    return Answer(reply, arena or Arena(), disk=disk)
+    reply = Reply(slot, kind, units, body_bytes=size, offset=slot)
+    return Prepared(reply, arena or Arena(), disk=disk)
 
 
-def buffer_of(budget_bytes=PLENTY, batches=0, **about):
+def buffer_of(budget_bytes=PLENTY, batches=0, workers=1, **about):
     """A buffer that works ahead on so many batches an epoch."""
-    ahead = Ahead(FetcherShare())
+    ahead = Ahead(FetcherShare(workers=workers))
     for epoch in range(60):
         ahead.opened(epoch, Opened(batches, None, 0))
     return Buffer(budget_bytes, ahead, **about)
@@ -44,12 +42,16 @@ def buffer_of(budget_bytes=PLENTY, batches=0, **about):
 
 def entries(buffer):
     """How many answers, counts and questions are remembered."""
-    return len(buffer._ready) + len(buffer._counts) + len(buffer._waiting)
+    return len(buffer._entries) + len(buffer._counts)
+
+
+def ready(buffer):
+    return [one for one, entry in buffer._entries.items() if entry.prepared is not None]
 
 
 def let_go(buffer):
     """Forget all that is ready."""
-    for one in list(buffer._ready):
+    for one in ready(buffer):
         buffer._remove(one)
 
 
@@ -122,7 +124,7 @@ def test_a_stream_does_not_go_back_as_long_as_it_can_go_on():
 def test_what_is_wanted_comes_before_what_is_done_ahead():
     buffer = buffer_of(batches=4)
     assert buffer.choose(0) is None
-    assert buffer.choose_ahead() == key(0)
+    assert buffer.choose_ahead(0) == key(0)
     buffer.want("rank", key(5))
     assert buffer.choose(0) == key(5)
 
@@ -131,16 +133,16 @@ def test_ahead_is_what_lies_behind_what_ranks_ask_for():
     buffer = buffer_of(batches=8)
     buffer.want("rank", key(4))
     assert buffer.choose(0) == key(4)
-    assert [buffer.choose_ahead() for _ in range(3)] == [key(5), key(6), key(7)]
-    assert buffer.choose_ahead() == key(0, epoch=1)
+    assert [buffer.choose_ahead(0) for _ in range(3)] == [key(5), key(6), key(7)]
+    assert buffer.choose_ahead(0) == key(0, epoch=1)
 
 
 def test_what_is_known_is_not_done_ahead():
     buffer = buffer_of(batches=4)
-    assert buffer.choose_ahead() == key(0)
+    assert buffer.choose_ahead(0) == key(0)
     prepare(buffer, [2])
     buffer.want("rank", key(1))
-    assert buffer.choose_ahead() == key(3)
+    assert buffer.choose_ahead(0) == key(3)
 
 
 def test_what_somebody_waits_for_is_not_done_ahead_too():
@@ -149,26 +151,16 @@ def test_what_somebody_waits_for_is_not_done_ahead_too():
     for slot in (0, 1):
         buffer.want("rank", key(slot))
     assert buffer.choose(0) is None
-    assert buffer.choose_ahead() == key(2)
+    assert buffer.choose_ahead(0) == key(2)
     assert [buffer.choose(1) for _ in range(3)] == [key(0), key(1), None]
 
 
-def test_what_waits_for_its_worker_can_be_asked_for():
-    """Done ahead, it was another worker's: as long as that has not begun, ranks may want it."""
-    buffer = buffer_of(batches=3)
-    assert buffer.choose_ahead() == key(0)
-    buffer.postpone(key(0))
-    buffer.want("rank", key(0))
-    assert buffer.choose(0) == key(0)
-    assert not buffer.begin(key(0)), "it is being prepared"
-
-
-def test_what_waited_for_its_worker_is_begun_once():
-    buffer = buffer_of(batches=3)
-    assert buffer.choose_ahead() == key(0)
-    buffer.postpone(key(0))
-    assert buffer.begin(key(0))
-    assert not buffer.begin(key(0))
+def test_each_worker_works_ahead_on_what_it_has_to_prepare():
+    buffer = buffer_of(batches=5, home=by_parity, workers=2)
+    buffer.want("rank", key(1))
+    assert [buffer.choose_ahead(0) for _ in range(3)] == [key(0), key(2), key(4)]
+    assert buffer.choose_ahead(1) == key(3)
+    assert buffer.choose(1) == key(1)
 
 
 def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_room():
@@ -183,11 +175,11 @@ def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_r
 
 def test_what_is_being_prepared_needs_room_too():
     buffer = buffer_of(4 * BATCH_BYTES, batches=100)
-    assert buffer.choose_ahead() == key(0)
+    assert buffer.choose_ahead(0) == key(0)
     buffer.put(key(0), answer(0))
     begun = 0
     while not buffer.is_full:
-        assert buffer.choose_ahead() is not None
+        assert buffer.choose_ahead(0) is not None
         begun += 1
     assert begun == 3
 
@@ -237,7 +229,9 @@ def test_a_slow_rank_starves_no_other():
     assert buffer.ready_bytes == 2 * BATCH_BYTES
 
 
-@pytest.mark.parametrize("kind", [Kind.OPEN, Kind.SAMPLE, Kind.ORDER, Kind.STATE])
+@pytest.mark.parametrize(
+    "kind", [RequestKind.OPEN, RequestKind.SAMPLE, RequestKind.ORDER, RequestKind.STATE]
+)
 def test_questions_for_other_things_than_batches_need_no_room(kind):
     buffer = buffer_of(0)
     one = key(0, kind=kind)
@@ -276,7 +270,7 @@ def test_a_count_leaves_the_batch_for_whoever_gets_it():
     assert chosen(buffer) == [0]
     buffer.put(key(0), answer(0, units=7))
     assert buffer.count("peeks", key(0)) == 7
-    assert buffer.take("gets", key(0)).units == 7
+    assert buffer.take("gets", key(0)).reply.units == 7
     buffer.want("late", key(0), only_count=True)
     assert chosen(buffer) == [], "what it counts is known"
     assert buffer.count("late", key(0)) == 7
@@ -286,14 +280,14 @@ def test_that_there_is_no_batch_is_a_count_too():
     buffer = buffer_of(batches=4)
     buffer.want("rank", key(1), only_count=True)
     assert buffer.choose(0) == key(1)
-    buffer.put(key(1), answer(1, units=VOID, kind=Kind.VOID, size=0))
+    buffer.put(key(1), answer(1, units=VOID, kind=ResponseKind.VOID, size=0))
     assert buffer.count("rank", key(1)) == VOID
-    assert buffer.choose_ahead() == key(0, epoch=1), "behind the end there is nothing to do"
+    assert buffer.choose_ahead(0) == key(0, epoch=1), "behind the end there is nothing to do"
 
 
 def test_counts_of_given_indices_are_not_those_of_the_batch():
     buffer = buffer_of()
-    (given,) = keys_of(Kind.GIVEN, 0, [0], b"indices")
+    given = Request(RequestKind.GET, 0, 0, b"indices")
     buffer.want("rank", given)
     assert buffer.choose(0) == given
     buffer.put(given, answer(0, units=9))
@@ -331,19 +325,19 @@ def test_a_lost_key_is_prepared_again_before_all_else_that_its_asker_wants():
 
 def test_what_was_lost_and_nobody_wants_is_done_ahead_again():
     buffer = buffer_of(batches=2)
-    assert [buffer.choose_ahead() for _ in range(2)] == [key(0), key(1)]
+    assert [buffer.choose_ahead(0) for _ in range(2)] == [key(0), key(1)]
     for slot in (0, 1):
         buffer.lost(key(slot))
-    assert [buffer.choose_ahead() for _ in range(3)] == [key(0), key(1), key(0, epoch=1)]
+    assert [buffer.choose_ahead(0) for _ in range(3)] == [key(0), key(1), key(0, epoch=1)]
 
 
 def test_what_was_lost_while_nobody_waited_can_be_asked_for():
     buffer = buffer_of(batches=2)
-    assert buffer.choose_ahead() == key(0)
+    assert buffer.choose_ahead(0) == key(0)
     buffer.lost(key(0))
     buffer.want("rank", key(0))
     assert chosen(buffer) == [0]
-    assert buffer.choose_ahead() == key(1)
+    assert buffer.choose_ahead(0) == key(1)
 
 
 def test_what_all_ranks_are_past_is_forgotten():
@@ -385,7 +379,7 @@ def test_of_a_long_epoch_the_latest_counts_are_remembered():
 def test_many_small_batches_take_no_more_memory_than_there_is():
     buffer = buffer_of(1 << 20, batches=100_000)
     while not buffer.is_full:
-        one = buffer.choose_ahead()
+        one = buffer.choose_ahead(0)
         buffer.put(one, answer(one.slot, size=1))
     assert 100 < buffer.ready_batches < 2000
 
@@ -395,7 +389,7 @@ def test_what_lies_on_disk_takes_no_memory_and_its_file_goes_with_it(tmp_path):
     for slot in range(4):
         file = tmp_path / f"77-{slot}"
         file.write_bytes(bytes([slot]) * BATCH_BYTES)
-        assert buffer.choose_ahead() == key(slot)
+        assert buffer.choose_ahead(0) == key(slot)
         buffer.put(key(slot), answer(slot, disk=disk))
     assert (buffer.ready_batches, buffer.ready_bytes) == (4, 0)
     assert disk.used_bytes == 4 * BATCH_BYTES
@@ -440,9 +434,9 @@ class BufferMachine(RuleBasedStateMachine):
         super().__init__()
         # With what Python takes beside each of them.
         budget_bytes = BUDGET_BATCHES * (BATCH_BYTES + 1280)
-        self.buffer = buffer_of(budget_bytes, batches=12, home=by_parity)
+        self.buffer = buffer_of(budget_bytes, batches=12, home=by_parity, workers=2)
         self.arena = Arena()
-        self.asked, self.postponed = {}, {}
+        self.asked = {}
         self.doing, self.prepared, self.held = [], 0, []
 
     @rule(who=RANKS, slot=SLOTS)
@@ -475,32 +469,22 @@ class BufferMachine(RuleBasedStateMachine):
     def choose(self, ahead, worker):
         one = self.buffer.choose(worker)
         if one is None and ahead and not self.buffer.is_full:
-            one = self.choose_ahead(worker)
+            one = self.buffer.choose_ahead(worker)
         if one is not None:
             assert one not in self.doing, "it is being prepared already"
-            assert all(one != ready for ready in self.buffer._ready)
+            assert one not in ready(self.buffer)
             self.doing.append(one)
-
-    def choose_ahead(self, worker):
-        while self.postponed.get(worker):
-            if self.buffer.begin(one := self.postponed[worker].pop(0)):
-                return one
-        one = self.buffer.choose_ahead()
-        if one is None or by_parity(one) == worker:
-            return one
-        self.buffer.postpone(one)
-        self.postponed.setdefault(1 - worker, []).append(one)
-        return None
 
     @precondition(lambda self: self.doing)
     @rule(at=st.integers(0, 50))
     def reply(self, at):
         one = self.doing.pop(at % len(self.doing))
         # The place says which of all answers it is; the number, for which slot.
-        reply = Reply(one.slot, Kind.BATCH, 0, 0, 1, 0, 0, BATCH_BYTES, self.prepared, 0, 0, 0)
+        where = {"body_bytes": BATCH_BYTES, "offset": self.prepared}
+        reply = Reply(one.slot, ResponseKind.BATCH, 1, **where)
         self.prepared += 1
         waiting = {who for who, asked in self.asked.items() if one in asked}
-        assert self.buffer.put(one, Answer(reply, self.arena)) == waiting
+        assert self.buffer.put(one, Prepared(reply, self.arena)) == waiting
 
     @precondition(lambda self: self.doing)
     @rule(at=st.integers(0, 50))
@@ -524,10 +508,10 @@ class BufferMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_not_ready_and_wanted_is_open_or_being_prepared(self):
         wanted = {one for asked in self.asked.values() for one in asked}
-        missing = wanted - set(self.buffer._ready) - set(self.doing)
-        queues = self.buffer._open.values()
+        missing = wanted - set(ready(self.buffer)) - set(self.doing)
+        queues = self.buffer._queues.values()
         is_open = {one for queue in queues for keys in queue.values() for one in keys}
-        assert is_open == set(self.buffer._asker)
+        assert is_open == {one for one, entry in self.buffer._entries.items() if entry.queued}
         assert missing <= is_open <= wanted
         assert not is_open & set(self.doing)
 

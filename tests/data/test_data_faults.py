@@ -12,12 +12,21 @@ import torch
 from torch.utils.data import DataLoader
 
 from taas_magic.data import metrics, protocol
-from taas_magic.data.protocol import Frame, Kind
+from taas_magic.data.protocol import (
+    Challenge,
+    ProtocolState,
+    RequestKind,
+    Requests,
+    Response,
+    ResponseKind,
+    Role,
+)
 from taas_magic.data.server import ServerSpec
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
 from tests.data.data_proxy import Proxy
 from tests.data.data_rig import (
+    PROOF,
     WAIT_S,
     Noise,
     Rows,
@@ -25,6 +34,7 @@ from tests.data.data_rig import (
     forkserver_for_this_module,  # noqa: F401
     linked,
     plain,
+    ready,
     service,
     workers_of,
 )
@@ -209,9 +219,9 @@ def test_25_headers_that_are_cut_negative_or_huge(tmp_path):
         before = server.memory_info().rss
         for noise in (
             b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + bytes(64),
-            protocol.pack(Frame(Kind.PROOF))[:-1],
-            protocol.pack(Frame(Kind.GET)),
-            protocol.pack(Frame(Kind.PROOF, body_bytes=2**62)),
+            protocol.pack(PROOF)[:-1],
+            protocol.pack(Requests(RequestKind.GET, 0, (0,))),
+            protocol.pack(PROOF, 2**62),
             b"\xff" * 4096,
         ):
             with over_tcp(address) as sock:
@@ -226,8 +236,8 @@ def test_25_headers_that_are_cut_negative_or_huge(tmp_path):
 
 def test_25_a_rank_closes_on_a_header_that_is_huge(tmp_path):
     with service(tmp_path, DataLoader(Rows(20), 2), fetchers=2) as running:
-        huge = bytearray(protocol.pack(Frame(Kind.VOID)))
-        huge[-1] ^= 255
+        huge = bytearray(protocol.pack(Response(ResponseKind.VOID, 0, 0)))
+        huge[20] ^= 255
         sent, said = {}, []
 
         def harm(number, data):
@@ -261,9 +271,9 @@ def test_26_a_batch_of_2_gb(tmp_path, direct):
 
 
 def test_26_a_batch_beyond_the_limit_is_refused():
-    header = Frame(Kind.BATCH, body_bytes=protocol.MAX_BATCH_BYTES + 1)
+    header = protocol.pack(Response(ResponseKind.BATCH, 0, 0), protocol.MAX_BATCH_BYTES + 1)
     with pytest.raises(ProtocolError, match="the limit is"):
-        protocol.unpack(protocol.pack(header))
+        ready(Role.RANK).hear(memoryview(header))
 
 
 class Odd(Rows):
@@ -290,8 +300,9 @@ def test_47_a_peer_with_the_wrong_key_is_refused_and_refuses(tmp_path):
 def test_48_a_peer_that_says_nothing_is_dropped(tmp_path):
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
         with over_tcp(addresses_of(running)[0]) as sock:
-            greeting = sock.recv(protocol.HEADER_BYTES + protocol.NONCE_BYTES)
-            assert protocol.unpack(greeting[: protocol.HEADER_BYTES]).kind is Kind.CHALLENGE
+            greeting = sock.recv(2 * protocol.HEADER_BYTES)
+            heard = ProtocolState(Role.RANK).hear(memoryview(greeting))
+            assert isinstance(heard.message, Challenge)
             assert sock.recv(1) == b""
         assert len(stream(running)) == 2
 
@@ -300,7 +311,7 @@ def test_nothing_is_unpickled_before_the_proof(tmp_path):
     body = cloudpickle.dumps(os.system)
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
         with over_tcp(addresses_of(running)[0]) as sock:
-            sock.sendall(protocol.pack(Frame(Kind.SAMPLE, body_bytes=len(body))) + body)
+            sock.sendall(protocol.pack(Requests(RequestKind.SAMPLE, 0, (0,)), len(body)) + body)
             assert is_dropped(sock)
         assert len(stream(running)) == 2
 

@@ -11,15 +11,25 @@ import hypothesis.strategies as st
 import pytest
 
 from taas_magic.data import encode, protocol
-from taas_magic.data.client import Client, Request, Route
+from taas_magic.data.client import Client, Route
 from taas_magic.data.connection import Corrupted, Inbox, Silent
 from taas_magic.data.encode import checksum
 from taas_magic.data.memory import Blocks
-from taas_magic.data.protocol import Frame, FrameFlag, Kind, ProtocolState, Role
+from taas_magic.data.protocol import (
+    Place,
+    ProtocolState,
+    Request,
+    RequestKind,
+    Response,
+    ResponseKind,
+    Role,
+    SharedBody,
+)
 from taas_magic.data.service import Address, Found
 from taas_magic.data.sharding import SlotRequest
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
+from tests.data.data_rig import ready
 
 SIZES = st.sampled_from([0, 64, 4096, 32 << 10, 200 << 10, 448 << 10, 600 << 10, 3 << 20])
 
@@ -27,8 +37,8 @@ SIZES = st.sampled_from([0, 64, 4096, 32 << 10, 200 << 10, 448 << 10, 600 << 10,
 def batch(number, size):
     """A frame of a batch, all of whose bytes are its number."""
     body = bytes([number % 251 + 1]) * size
-    frame = Frame(Kind.BATCH, 1, number, body_bytes=size, flags=FrameFlag.SUMMED)
-    return protocol.pack(frame._replace(body_sum=checksum(body))) + body
+    response = Response(ResponseKind.BATCH, 1, number, body_sum=checksum(body))
+    return protocol.pack(response, size) + body
 
 
 def tick(sock, seconds):
@@ -47,10 +57,7 @@ def ends():
 
 
 def box_of(sock, patience_s=60.0):
-    talk = ProtocolState(Role.RANK)
-    talk.hear(Kind.CHALLENGE)
-    talk.hear(Kind.WELCOME)
-    return Inbox(sock, talk, patience_s)
+    return Inbox(sock, ready(Role.RANK), patience_s)
 
 
 def sent(sock, data, cuts=()):
@@ -88,16 +95,16 @@ def test_frames_come_whole_and_stay_what_they_are(connected, sizes, data):
         heard = [box.receive(blocks) for _ in sizes]
         sender.join()
         # All are looked at only now: none may have been written over by a later one.
-        for number, (frame, body) in enumerate(heard):
-            assert (frame.batch, len(body)) == (number, sizes[number])
+        for number, (response, body) in enumerate(heard):
+            assert (response.slot, len(body)) == (number, sizes[number])
             assert bytes(body) == bytes([number % 251 + 1]) * sizes[number]
 
 
 def test_one_call_brings_all_that_has_come(ends):
     server, box = ends
     server.sendall(b"".join(batch(number, 1024) for number in range(20)))
-    assert box.receive(Blocks(0))[0].batch == 0
-    assert [box.here()[0].batch for _ in range(19)] == list(range(1, 20))
+    assert box.receive(Blocks(0))[0].slot == 0
+    assert [box.here()[0].slot for _ in range(19)] == list(range(1, 20))
     assert box.here() is None
 
 
@@ -110,7 +117,7 @@ def test_a_small_body_that_is_kept_keeps_no_chunk(ends):
 
 def test_a_body_behind_an_odd_one_is_aligned(ends):
     server, box = ends
-    odd = protocol.pack(Frame(Kind.VALUE, body_bytes=3)) + b"abc"
+    odd = protocol.pack(Response(ResponseKind.VALUE, 0, 0), 3) + b"abc"
     server.sendall(odd + batch(0, 64 << 10))
     box.receive(Blocks(0))
     _, body = box.receive(Blocks(0))
@@ -157,12 +164,13 @@ def test_a_frame_that_stands_still_is_given_up(size):
 
 def test_descriptors_come_with_their_frames(ends):
     server, box = ends
-    shared = Frame(Kind.BATCH, body_bytes=64, flags=FrameFlag.SHARED | FrameFlag.NEW_ARENA)
+    body = SharedBody(Place(1, 0), 64, is_new=True)
+    shared = Response(ResponseKind.BATCH, 0, 0, shared=body)
     with open(os.devnull) as one:
         server.sendall(batch(0, 4096))
         socket.send_fds(server, [protocol.pack(shared)], [one.fileno()])
         server.sendall(batch(1, 4096))
-        assert [box.receive(Blocks(0))[0].flags & FrameFlag.SHARED for _ in range(3)] == [0, 2, 0]
+        assert [box.receive(Blocks(0))[0].shared for _ in range(3)] == [None, body, None]
         descriptor = box.descriptor()
         assert os.path.samestat(os.fstat(descriptor), os.fstat(one.fileno()))
         os.close(descriptor)
@@ -173,7 +181,8 @@ def test_descriptors_come_with_their_frames(ends):
 def test_what_may_not_be_said_is_refused_before_its_body():
     server, rank = socket.socketpair()
     with server, rank:
-        server.sendall(protocol.pack(Frame(Kind.BATCH, body_bytes=protocol.MAX_BATCH_BYTES)))
+        response = Response(ResponseKind.BATCH, 0, 0)
+        server.sendall(protocol.pack(response, protocol.MAX_BATCH_BYTES))
         with pytest.raises(ProtocolError, match="may not hear"):
             Inbox(rank, ProtocolState(Role.RANK), 1.0).receive(Blocks(0))
 
@@ -184,7 +193,7 @@ class Link:
     address = "a fetcher"
     breaks = False
 
-    def send(self, frames):
+    def send(self, messages):
         if self.breaks:
             raise ConnectionError("cut")
 
@@ -204,12 +213,11 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile():
     client.ask([SlotRequest(slot, True) for slot in range(4)])
     links[0].breaks = True
     body = encode.encode(7)
-    sizes = len(body.head), body.body_bytes
     # Of another order than the one that holds, so it is asked for once more: on a broken link.
-    frame = Frame(Kind.BATCH, 0, 0, 1, *sizes, order=9)
-    client._take(client._open[0], frame, memoryview(bytearray(body.body_bytes)))
-    again = [Request(Kind.GET, 0, slot) for slot in range(1, 4)]
-    assert sorted(client._open[1].asked) == sorted([Request(Kind.ORDER, 0, 0), *again])
+    response = Response(ResponseKind.BATCH, 0, 0, order=9, head_bytes=len(body.head))
+    client._take(client._open[0], response, memoryview(bytearray(body.body_bytes)))
+    again = [Request(RequestKind.GET, 0, slot) for slot in range(1, 4)]
+    assert sorted(client._open[1].asked) == sorted([Request(RequestKind.ORDER, 0, 0), *again])
     assert client.retried == 4
 
 

@@ -6,72 +6,116 @@ import zlib
 
 import hypothesis
 import hypothesis.strategies as st
+import msgspec
 import pytest
 
 from taas_magic.data import protocol
 from taas_magic.data.protocol import (
+    Alive,
     Assembler,
-    Frame,
-    FrameFlag,
-    Kind,
+    Cancel,
+    Cancelled,
+    Challenge,
+    Free,
+    Place,
     ProtocolState,
+    Refused,
+    RequestKind,
+    Requests,
+    Response,
+    ResponseKind,
     Role,
+    SharedBody,
     State,
+    Welcome,
     prove,
     proven,
 )
 from taas_magic.errors import ProtocolError
+from tests.data.data_rig import PROOF, ready
 
-LIMITS = protocol._MAX_BODY_BYTES
-ASKED = {Kind.OPEN, Kind.GET, Kind.PEEK, Kind.SAMPLE, Kind.ORDER, Kind.STATE, Kind.GIVEN}
-ASKED |= {Kind.FREE, Kind.CANCEL}
-ANSWERED = {Kind.OPENED, Kind.BATCH, Kind.PEEKED, Kind.VOID, Kind.ERROR, Kind.ALIVE, Kind.VALUE}
-ANSWERED |= {Kind.LOST, Kind.CANCELLED}
+COUNT, NONCE = st.integers(0, 2**63 - 1), st.binary(max_size=40)
+LIMITS = protocol._MOST_BODY_BYTES
+RANK, SERVER = lambda: ready(Role.RANK), lambda: ready(Role.SERVER)
+NEW_RANK, NEW_SERVER = lambda: ProtocolState(Role.RANK), lambda: ProtocolState(Role.SERVER)
 
-WORD, LONG, COUNT = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1)
+
+def greeted():
+    """A rank's state when it has heard the challenge."""
+    state = ProtocolState(Role.RANK)
+    heard(state, Challenge(bytes(32)))
+    return state
+
+
+MAY_HEAR = {
+    NEW_SERVER: [PROOF],
+    SERVER: [Requests(RequestKind.GET, 0, (0,)), Free([Place(1, 0)]), Cancel()],
+    NEW_RANK: [Challenge(bytes(32))],
+    greeted: [Welcome(bytes(32)), Refused("no")],
+    RANK: [Response(ResponseKind.VOID, 0, 0), Alive(), Cancelled()],
+}
+MESSAGES = [message for messages in MAY_HEAR.values() for message in messages]
+
+
+def heard(state, message, body_bytes=0):
+    return state.hear(memoryview(protocol.pack(message, body_bytes)))
 
 
 @st.composite
-def frames(draw, kinds=tuple(Kind)):
-    kind, flags = draw(st.sampled_from(kinds)), draw(st.integers(0, 7))
-    body_bytes = draw(st.integers(0, LIMITS[kind]))
-    head_bytes = draw(st.integers(0, min(body_bytes, 2**32 - 1)))
-    counts = draw(COUNT), draw(COUNT), draw(LONG)
-    frame = Frame(kind, *counts, head_bytes, body_bytes, flags=flags, order=draw(WORD))
-    if flags & FrameFlag.SHARED:
-        return frame._replace(arena=draw(WORD), offset=draw(LONG))
-    return frame._replace(body_sum=draw(LONG))
+def responses(draw):
+    shared = SharedBody(Place(draw(COUNT), draw(COUNT)), draw(COUNT), draw(st.booleans()))
+    size = draw(st.integers(0, 1 << 62))
+    about = draw(COUNT), draw(COUNT), draw(COUNT), draw(st.integers(0, 2**32 - 1))
+    head_bytes = draw(st.integers(0, min(size, shared.size)))
+    body_sum = draw(st.none() | st.integers(0, 2**64 - 1))
+    return Response(draw(st.sampled_from(ResponseKind)), *about, head_bytes, body_sum, shared)
 
 
-def forged(**changes):
-    """A header whose own checksum is right and whose fields are not."""
-    fields = {"magic": protocol.MAGIC, "version": protocol.VERSION, "kind": int(Kind.GET)}
-    fields |= {"head": 0, "epoch": 0, "batch": 0, "body": 0, **changes}
-    raw = struct.pack(
-        "<4sBBHIIIqqQQQ",
-        *(fields["magic"], fields["version"], fields["kind"], 0, fields["head"], 0, 0),
-        *(fields["epoch"], fields["batch"], fields["body"], 0, 0),
-    )
-    return raw + struct.pack("<I", zlib.crc32(raw))
+REQUESTS = st.builds(
+    Requests,
+    st.sampled_from(RequestKind),
+    COUNT,
+    st.lists(COUNT, max_size=300).map(tuple),
+)
 
 
-@pytest.mark.parametrize("kind", Kind)
-@hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=20)
-def test_a_header_of_every_kind_comes_back(kind, data):
-    frame = data.draw(frames([kind]))
-    packed = protocol.pack(frame)
-    assert len(packed) == protocol.HEADER_BYTES
-    assert protocol.unpack(packed) == frame
-    assert protocol.unpack(memoryview(packed)) == frame
+def forged(packed=None, **changes):
+    """A header whose checksums are right and whose fields are not."""
+    packed = msgspec.msgpack.encode(Cancel()) if packed is None else packed
+    fields = {"magic": protocol.MAGIC, "version": protocol.VERSION}
+    fields |= {"size": len(packed), "body": 0, **changes}
+    raw = struct.pack("<4sBxxxIQI", *fields.values(), zlib.crc32(packed))
+    whole = raw + struct.pack("<I", zlib.crc32(raw)) + packed
+    return memoryview(whole + bytes(-len(whole) % 64))
 
 
-@hypothesis.given(frames(), st.integers(0, protocol.HEADER_BYTES * 8 - 1))
-def test_a_flipped_bit_is_seen(frame, bit):
-    damaged = bytearray(protocol.pack(frame))
+@hypothesis.given(responses())
+def test_every_response_comes_back(response):
+    found = heard(ready(Role.RANK), response)
+    assert found.message == response
+    assert found.message.kind is response.kind
+    assert found.header_bytes % protocol.ALIGN == 0
+
+
+@hypothesis.given(REQUESTS)
+def test_every_request_comes_back(requests):
+    assert heard(ready(Role.SERVER), requests).message == requests
+
+
+def test_a_header_has_the_size_that_most_have():
+    response = Response(ResponseKind.BATCH, 100, 2**31, 1, 2**32 - 1, 2**12, 2**64 - 1)
+    assert len(protocol.pack(response, 2**32)) == protocol.HEADER_BYTES
+
+
+@hypothesis.given(responses(), st.integers(0))
+def test_a_flipped_bit_is_seen(response, bit):
+    damaged = bytearray(protocol.pack(response))
+    # What fills the header up says nothing.
+    size = 28 + len(msgspec.msgpack.encode(response))
+    bit %= 8 * size
     damaged[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError):
-        protocol.unpack(damaged)
+        ready(Role.RANK).hear(memoryview(damaged))
 
 
 @pytest.mark.parametrize(
@@ -79,38 +123,58 @@ def test_a_flipped_bit_is_seen(frame, bit):
     [
         ({"magic": b"GET "}, "does not speak"),
         ({"version": 9}, "version 9"),
-        ({"kind": 99}, "no frame of kind 99"),
-        ({"kind": 0}, "no frame of kind 0"),
-        ({"epoch": -1}, "epoch -1"),
-        ({"batch": -(2**63)}, "batch -9223372036854775808"),
-        ({"body": 2**63}, "9223372036854775808 bytes"),
-        ({"body": 2**64 - 1}, "the limit is"),
-        ({"kind": int(Kind.BATCH), "body": 64, "head": 65}, "BATCH announces 64 bytes"),
+        ({"size": 2**20 + 1}, "a message of 1048577 bytes"),
+        ({"size": 2**32 - 1}, "the limit is"),
+        ({"body": 1}, "Cancel announces 1 bytes; the limit is 0"),
+        ({"body": 2**64 - 1}, "18446744073709551615 bytes"),
+        (
+            {"packed": b"\x91\x63"},
+            "only Requests or Free or Cancel: Invalid value 99",
+        ),
+        ({"packed": b"\xc0"}, "only Requests or Free or Cancel: Expected `array`"),
+        (
+            {"packed": b""},
+            "only Requests or Free or Cancel: Input data was truncated",
+        ),
+        ({"packed": b"\x94\x05\x02\xff\x90"}, "Expected `int` >= 0"),
+        ({"packed": b"\x94\x05\x02\x00\x91\xff"}, "Expected `int` >= 0"),
+        ({"packed": b"\x94\x05\x63\x00\x90"}, "Invalid enum value 99"),
     ],
 )
-def test_numbers_out_of_bounds_are_refused(changes, says):
+def test_what_is_out_of_bounds_is_refused(changes, says):
     with pytest.raises(ProtocolError, match=says):
-        protocol.unpack(forged(**changes))
+        ready(Role.SERVER).hear(forged(**changes))
 
 
-@pytest.mark.parametrize("kind", Kind)
+def test_a_table_of_contents_is_no_larger_than_its_body():
+    response = Response(ResponseKind.BATCH, 0, 0, head_bytes=65)
+    with pytest.raises(ProtocolError, match="BATCH announces 65 bytes of contents in 64"):
+        heard(ready(Role.RANK), response, 64)
+
+
+@pytest.mark.parametrize("kind", [*RequestKind, *ResponseKind])
 def test_the_body_of_every_kind_has_a_limit(kind):
-    limit = LIMITS[kind]
-    assert protocol.unpack(forged(kind=int(kind), body=limit)).body_bytes == limit
+    role, message = Role.RANK, Response(kind, 0, 0)
+    if isinstance(kind, RequestKind):
+        role, message = Role.SERVER, Requests(kind, 0, (0,))
+    limit = LIMITS.get(kind, 0)
+    assert heard(ready(role), message, limit).body_bytes == limit
     with pytest.raises(ProtocolError, match=f"{kind.name} announces {limit + 1} bytes"):
-        protocol.unpack(forged(kind=int(kind), body=limit + 1))
+        heard(ready(role), message, limit + 1)
+
+
+def test_a_body_that_is_shared_does_not_follow():
+    shared = SharedBody(Place(1, 0), 64, is_new=False)
+    with pytest.raises(ProtocolError, match="the limit is 0"):
+        heard(ready(Role.RANK), Response(ResponseKind.BATCH, 0, 0, shared=shared), 1)
 
 
 def test_a_stranger_can_announce_little():
-    assert LIMITS[Kind.PROOF] < 4096
-
-
-@hypothesis.given(st.lists(COUNT, max_size=300), st.integers(1, 7))
-def test_numbers_come_back_and_cut_ones_are_refused(numbers, cut):
-    body = protocol.pack_numbers(numbers)
-    assert protocol.numbers(body) == tuple(numbers)
-    with pytest.raises(ProtocolError, match="no list of numbers"):
-        protocol.numbers(body + bytes(cut))
+    for size, body in ((1 << 12, 0), (0, 1)):
+        with pytest.raises(ProtocolError, match="the limit is"):
+            ProtocolState(Role.SERVER).hear(
+                forged(msgspec.msgpack.encode(PROOF), body=body, **({"size": size} if size else {}))
+            )
 
 
 @hypothesis.given(st.integers(0, 1 << 20), st.lists(st.integers(0, 1 << 20), max_size=20))
@@ -123,61 +187,37 @@ def test_buffers_of_a_body_are_aligned_and_do_not_overlap(head_bytes, sizes):
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=True))
 
 
-def ready(role):
-    talk = ProtocolState(role)
-    before = [Kind.PROOF] if role is Role.SERVER else [Kind.CHALLENGE, Kind.WELCOME]
-    for kind in before:
-        talk.hear(kind)
-    assert talk.state is State.READY
-    return talk
-
-
-def heard_rank_challenge():
-    talk = ProtocolState(Role.RANK)
-    talk.hear(Kind.CHALLENGE)
-    return talk
-
-
-@pytest.mark.parametrize(
-    ("talk", "may"),
-    [
-        (lambda: ProtocolState(Role.SERVER), {Kind.PROOF}),
-        (lambda: ready(Role.SERVER), ASKED),
-        (lambda: ProtocolState(Role.RANK), {Kind.CHALLENGE}),
-        (heard_rank_challenge, {Kind.WELCOME, Kind.REFUSED}),
-        (lambda: ready(Role.RANK), ANSWERED),
-    ],
-)
-@pytest.mark.parametrize("kind", Kind)
-def test_what_the_table_does_not_list_is_refused_and_changes_nothing(talk, may, kind):
-    one = talk()
-    before = one.state
-    if kind in may:
-        one.hear(kind)
+@pytest.mark.parametrize("state_of", MAY_HEAR)
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
+def test_what_the_table_does_not_list_is_refused_and_changes_nothing(state_of, message):
+    state = state_of()
+    before = state.state
+    if message in MAY_HEAR[state_of]:
+        assert heard(state, message).message == message
         return
-    with pytest.raises(ProtocolError, match=f"may not hear {kind.name}"):
-        one.hear(kind)
-    assert one.state is before
+    with pytest.raises(ProtocolError, match="may not hear this"):
+        heard(state, message)
+    assert state.state is before
 
 
-@pytest.mark.parametrize("role", Role)
-def test_a_connection_that_is_ready_stays_so(role):
-    talk = ready(role)
-    for kind in ASKED if role is Role.SERVER else ANSWERED:
-        talk.hear(kind)
-        assert talk.state is State.READY
+@pytest.mark.parametrize("state_of", [SERVER, RANK])
+def test_a_connection_that_is_ready_stays_so(state_of):
+    state = state_of()
+    for message in MAY_HEAR[state_of]:
+        heard(state, message)
+        assert state.state is State.READY
 
 
 @hypothesis.settings(deadline=None)
-@hypothesis.given(st.lists(st.binary(max_size=300), max_size=5), st.data())
-def test_a_stream_cut_anywhere_gives_the_same_frames(bodies, data):
-    sent = [(Frame(Kind.GET, batch=n, body_bytes=len(body)), body) for n, body in enumerate(bodies)]
-    stream = b"".join(protocol.pack(frame) + body for frame, body in sent)
+@hypothesis.given(st.lists(st.tuples(REQUESTS, st.binary(max_size=300)), max_size=5), st.data())
+def test_a_stream_cut_anywhere_gives_the_same_messages(requests, data):
+    sent = [(Requests(RequestKind.GET, one.epoch, one.slots), body) for one, body in requests]
+    stream = b"".join(protocol.pack(message, len(body)) + body for message, body in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    assembler, heard = Assembler(ready(Role.SERVER)), []
+    assembler, found = Assembler(ready(Role.SERVER)), []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        heard += assembler.feed(stream[start:end])
-    assert heard == sent
+        found += assembler.feed(stream[start:end])
+    assert found == sent
 
 
 @hypothesis.given(st.binary(min_size=protocol.HEADER_BYTES, max_size=200))
@@ -187,16 +227,22 @@ def test_noise_is_refused(noise):
 
 
 def test_a_cut_header_waits_for_the_rest():
-    whole = protocol.pack(Frame(Kind.OPEN))
+    message = Requests(RequestKind.GET, 0, tuple(range(200)))
+    whole = protocol.pack(message)
     assembler = Assembler(ready(Role.SERVER))
+    for at in (10, protocol.HEADER_BYTES, len(whole) - 1):
+        assert list(assembler.feed(whole[:at])) == []
+        assembler = Assembler(ready(Role.SERVER))
     assert list(assembler.feed(whole[:-1])) == []
-    assert list(assembler.feed(whole[-1:])) == [(Frame(Kind.OPEN), b"")]
+    assert list(assembler.feed(whole[-1:])) == [(message, b"")]
 
 
 def test_what_may_not_be_said_is_refused_before_its_body():
-    with pytest.raises(ProtocolError, match="may not hear GET"):
+    with pytest.raises(ProtocolError, match="may not hear this"):
         list(
-            Assembler(ProtocolState(Role.SERVER)).feed(protocol.pack(Frame(Kind.GET, body_bytes=8)))
+            Assembler(ProtocolState(Role.SERVER)).feed(
+                protocol.pack(Requests(RequestKind.GET, 0, (0,)), 8)
+            )
         )
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -20,12 +21,23 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from taas_magic.data import encode, protocol, service, worker
 from taas_magic.data.connection import Silent
 from taas_magic.data.memory import Blocks
-from taas_magic.data.protocol import Frame, FrameFlag, Kind
-from taas_magic.data.worker import Key, WorkerHandle
+from taas_magic.data.protocol import (
+    Alive,
+    Reply,
+    Request,
+    RequestKind,
+    Requests,
+    Response,
+    ResponseKind,
+    Role,
+    WorkerReady,
+)
+from taas_magic.data.worker import WorkerHandle
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
 from taas_magic.messages import FetcherReport, of_fetcher
 from tests.data.data_rig import (
+    PROOF,
     WAIT_S,
     Noise,
     Rows,
@@ -34,6 +46,7 @@ from tests.data.data_rig import (
     forkserver_for_this_module,  # noqa: F401
     linked,
     plain,
+    ready,
     workers_of,
 )
 from tests.data.data_rig import service as data_service
@@ -164,7 +177,7 @@ def strangers(running, count):
 
 def drip(crowd, over):
     """Say the beginning of a proof, one byte at a time."""
-    said = protocol.pack(Frame(Kind.PROOF, body_bytes=64))
+    said = protocol.pack(PROOF)
     for byte in said * 1000:
         for sock in crowd:
             if over.wait(0.0001):
@@ -311,8 +324,8 @@ def heard(link):
 
 
 def received(link):
-    """The next frame but for ALIVE."""
-    while (whole := heard(link))[0].kind is Kind.ALIVE:
+    """The next message but for `Alive`."""
+    while isinstance((whole := heard(link))[0], Alive):
         pass
     return whole
 
@@ -322,9 +335,9 @@ def is_lent(link):
     while True:
         select.select([link._socket], [], [])
         header = link._socket.recv(protocol.HEADER_BYTES, socket.MSG_PEEK)
-        frame = protocol.unpack(header)
-        if frame.kind is Kind.BATCH:
-            return bool(frame.flags & FrameFlag.SHARED)
+        message = ready(Role.RANK).hear(memoryview(header)).message
+        if isinstance(message, Response):
+            return message.shared is not None
         link._socket.recv(protocol.HEADER_BYTES)
 
 
@@ -333,14 +346,14 @@ def test_a_batch_that_is_still_being_sent_to_a_rank_is_not_lent_to_another(tmp_p
     with data_service(tmp_path / "run", DataLoader(Gated(1, 8 << 20, gate), 1)) as running:
         links = [linked(running) for _ in range(2)]
         for link in links:
-            link.send([(Frame(Kind.GET, 0, 0), b"")])
+            link.send([(Requests(RequestKind.GET, 0, (0,)), b"")])
         for link in links:  # both wait, which the server says a second later
-            assert heard(link)[0].kind is Kind.ALIVE
+            assert isinstance(heard(link)[0], Alive)
         gate.touch()
         # Who was lent it reads first, and changes it; the other has not taken it off its socket.
         for link in sorted(links, key=is_lent, reverse=True):
-            frame, body = received(link)
-            batch = encode.decode(body, frame.head_bytes)
+            response, body = received(link)
+            batch = encode.decode(body, response.head_bytes)
             assert value_of(batch) == 1
             batch.zero_()
         for link in links:
@@ -350,10 +363,9 @@ def test_a_batch_that_is_still_being_sent_to_a_rank_is_not_lent_to_another(tmp_p
 def test_a_peer_that_is_cut_off_costs_nobody_else_anything(tmp_path):
     with data_service(tmp_path, DataLoader(Noise(200, width=20_000), 1)) as running:
         link = linked(running, direct=False)
-        body = protocol.pack_numbers(range(1, 200))
-        link.send([(Frame(Kind.GET, 0, 0, body_bytes=len(body)), body)])
-        frame, _ = received(link)
-        assert frame.batch == 0
+        link.send([(Requests(RequestKind.GET, 0, tuple(range(200))), b"")])
+        response, _ = received(link)
+        assert response.slot == 0
         link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         link.close()
         assert stream(running) == stream(running, local=True)
@@ -445,15 +457,15 @@ def test_a_server_does_not_wait_for_a_worker_that_takes_its_time():
     ours.setblocking(False)  # so that it fails instead of waiting
     one = WorkerHandle(0, 1, ours, is_suspect=False)
     with ours, theirs, open(os.devnull) as arena:
-        socket.send_fds(theirs, [(1).to_bytes(4, "little")], [arena.fileno()])
+        socket.send_fds(theirs, [msgspec.msgpack.encode(WorkerReady(1))], [arena.fileno()])
         assert list(one.hear()) == []
-        small = worker.Reply(0, Kind.BATCH, 0, 0, 1, 0, 0, 1, 0, 0, 0.0, 0.0)
-        theirs.send(worker.REPLY.pack(*small))
+        small = Reply(0, ResponseKind.BATCH, 1, body_bytes=1)
+        theirs.send(msgspec.msgpack.encode([small]))
         assert len(list(one.hear())) == 1
         while one.has_room:
             for _ in range(1 if len(one.told) < one.room else one.room):
                 number = len(one.told)
-                one.tell(number, Key(Kind.GET, 0, number, bytes(worker.DETAIL_BYTES)), 0)
+                one.tell(number, Request(RequestKind.GET, 0, number, bytes(worker.DETAIL_BYTES)))
             one.frees += range(10_000)
-            one.send()
+            one.send(0)
         assert len(one.told) == 64

@@ -3,17 +3,25 @@
 import dataclasses
 import os
 import socket
-import struct
 import time
 
+import msgspec
 import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from taas_magic.data.memory import Blocks
-from taas_magic.data.protocol import Frame, FrameFlag, Kind
-from taas_magic.data.worker import REPLY, Key, WorkerHandle
+from taas_magic.data.protocol import (
+    Alive,
+    Reply,
+    Request,
+    RequestKind,
+    Requests,
+    ResponseKind,
+    WorkerReady,
+)
+from taas_magic.data.worker import WorkerHandle
 from taas_magic.messages import FetcherReport, of_fetcher
 from tests.data.data_rig import (
     Rows,
@@ -33,11 +41,12 @@ def test_a_worker_is_told_as_much_as_is_worth_a_message(body_bytes, wall_s, comm
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, open(os.devnull) as arena:
         worker = WorkerHandle(0, 1, ours, is_suspect=False)
-        socket.send_fds(theirs, [struct.pack("<I", 1)], [arena.fileno()])
+        socket.send_fds(theirs, [msgspec.msgpack.encode(WorkerReady(1))], [arena.fileno()])
         assert list(worker.hear()) == []
         assert worker.room == 2
-        worker.tell(7, Key(Kind.GET, 0, 0), 0)
-        theirs.send(REPLY.pack(7, Kind.BATCH, 0, 0, 1, 0, 0, body_bytes, 0, 0, wall_s, 0.0))
+        worker.tell(7, Request(RequestKind.GET, 0, 0))
+        reply = Reply(7, ResponseKind.BATCH, 1, body_bytes=body_bytes, wall_s=wall_s)
+        theirs.send(msgspec.msgpack.encode([reply]))
         worker.told.clear()
         assert len(list(worker.hear())) == 1
         assert worker.room == commands
@@ -97,12 +106,13 @@ def test_memory_that_is_being_sent_is_not_lent(tmp_path):
     with service(tmp_path, DataLoader(Gated(tmp_path / "gate"), batch_size=None)) as running:
         links = [linked(running) for _ in range(2)]
         for link in links:
-            link.send([(Frame(Kind.GET), b"")])
+            link.send([(Requests(RequestKind.GET, 0, (0,)), b"")])
         (tmp_path / "gate").touch()
         while sent(running) < 2:  # neither has read: what is sent to one is more than a pipe holds
             pass
         for link in links:
-            while (frame := link.receive(Blocks(0))[0]).kind is not Kind.BATCH:
-                assert frame.kind is Kind.ALIVE
-            assert not frame.flags & FrameFlag.SHARED
+            while isinstance(message := link.receive(Blocks(0))[0], Alive):
+                pass
+            assert message.kind is ResponseKind.BATCH
+            assert message.shared is None
             link.close()
