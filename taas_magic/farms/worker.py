@@ -4,14 +4,24 @@ The worker unpickles nothing of the user's: what it is given and what it returns
 """
 
 import asyncio
-import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from distributed import Worker, WorkerPlugin, get_worker
 from distributed.protocol import to_serialize
+from msgspec import structs
 
-from taas_magic.farms.terms import ASK, DROP, RESULT, TOPIC, Blob, JobCall, JobNews, Part, PartName
+from taas_magic.farms.terms import (
+    ASK,
+    DROP,
+    INLINE_BYTES,
+    TOPIC,
+    Blob,
+    JobCall,
+    JobNews,
+    Part,
+    PartName,
+)
 
 if TYPE_CHECKING:
     from taas_magic.farms.node import Slots
@@ -23,8 +33,7 @@ class NodeWorker(Worker):
     def __init__(self, *args: Any, slots: "Slots", **kwargs: Any) -> None:
         super().__init__(*args, plugins=[_Cancels(slots)], **kwargs)
         self.slots = slots
-        self._parts: dict[str, Any] = {}
-        self._parts_lock = threading.Lock()
+        self._parts: dict[str, asyncio.Future[Blob]] = {}
         self.stream_handlers[DROP] = self._drop
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
@@ -37,17 +46,13 @@ class NodeWorker(Worker):
             listener.stop()
         return self
 
-    def part(self, part: Part) -> Part:
-        """Return a part as this node has it; blocks while it is on its way, in a job's thread."""
+    async def part(self, part: Part) -> Part:
+        """Return a part as this node has it, when it has come."""
         if not isinstance(part, PartName):
             return part
-        name = part.text
-        with self._parts_lock:
-            if name not in self._parts:
-                loop = self.loop.asyncio_loop
-                self._parts[name] = asyncio.run_coroutine_threadsafe(self._bring(name), loop)
-            coming = self._parts[name]
-        return coming.result()
+        if (name := part.text) not in self._parts:
+            self._parts[name] = asyncio.ensure_future(self._bring(name))
+        return await self._parts[name]
 
     async def _bring(self, name: str) -> Blob:
         try:
@@ -74,8 +79,11 @@ class _Cancels(WorkerPlugin):
             self._slots.cancel(str(key))
 
 
-def run_job(call: JobCall, payload: Part, arguments: list[Part]) -> None:
+async def run_job(call: JobCall, parts: list[Part]) -> None:
     """Run a job in a process of this node, and send its result; the Dask task.
+
+    Args:
+        parts: The payload, then those of the arguments.
 
     Raises:
         JobEnded: It did not return.
@@ -86,8 +94,15 @@ def run_job(call: JobCall, payload: Part, arguments: list[Part]) -> None:
     def say(news: JobNews) -> None:
         worker.log_event(TOPIC, msgspec.to_builtins(news))
 
-    brought = [worker.part(part) for part in (payload, *arguments)]
-    result = worker.slots.run(call, brought[0], brought[1:], say)
+    payload, *arguments = [await worker.part(part) for part in parts]
+    result = await worker.slots.run(call, payload, arguments, say)
+    parts = [_carried(part) for part in result.parts]
+    files = {name: _carried(data) for name, data in result.files.items()}
+    said = structs.asdict(structs.replace(result, parts=parts, files=files))
     # it is with the farm's process before Dask says that the job is done
-    said = {"op": RESULT, "key": call.name, "result": to_serialize(result)}
-    worker.loop.add_callback(worker.batched_send, said)
+    worker.log_event(TOPIC, {"type": "result", **said})
+
+
+def _carried(data: bytes) -> Any:
+    """Return bytes for a message; Dask sends large ones in pieces, beside it."""
+    return data if len(data) <= INLINE_BYTES else to_serialize(data)

@@ -289,14 +289,14 @@ def test_a_node_that_came_before_the_kernel_listens_is_known(
 def test_a_job_that_ends_while_it_is_submitted_is_heard(
     farm: Farm, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, train = farm._client.submit, names["train"]
+    submit, train = farm._client.map, names["train"]
 
-    def submit_and_wait(*args: Any, **kwargs: Any) -> Future:
-        future = submit(*args, **kwargs)
-        until(future.done)
-        return future
+    def submit_and_wait(*args: Any, **kwargs: Any) -> list[Future]:
+        futures: list[Future] = submit(*args, **kwargs)
+        until(lambda: all(future.done() for future in futures))
+        return futures
 
-    monkeypatch.setattr(farm._client, "submit", submit_and_wait)
+    monkeypatch.setattr(farm._client, "map", submit_and_wait)
     job = farm.submit(train, 3)
     assert job.result().value == 9 and job.seen.took_s
     assert (job.folder / "output.log").read_text() == "training 3\n"
@@ -346,7 +346,7 @@ def test_a_node_reaches_no_file_outside_of_its_jobs_folders(farm: Farm, tmp_path
     def delivered(*names: str) -> Job:
         job = Job(farm, "forged", (), {}, tmp_path / "jobs" / "forged")
         files = dict.fromkeys(names, b"x")
-        farm._deliver(job, JobResult("node-0", [bytes(packed.data)], files))
+        farm._deliver(job, JobResult(job.name, "node-0", 1.0, [packed.data], files))
         return job
 
     for name in ("../outside", f"{tmp_path}/outside", "a/../../outside", "", "."):
@@ -370,7 +370,7 @@ def test_a_farm_whose_process_dies_says_so_of_each_job(
     several: Notebook, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     if first != "its end":
-        monkeypatch.setattr(Farm, "_watch", lambda farm: None)
+        monkeypatch.setattr(Farm, "_has_died", lambda farm: False)
     known = programs("process")
     several.define("dying = taas.farm('many', nodes=1)")
     dying, wait = names["dying"], names["wait"]
