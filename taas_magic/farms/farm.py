@@ -6,6 +6,7 @@ each job as soon as it has ended, so that what was delivered stays, whatever bec
 
 import asyncio
 import concurrent.futures
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -35,7 +36,6 @@ from taas_magic.farms import table
 from taas_magic.farms.table import FarmState, JobState
 from taas_magic.farms.terms import (
     DROP,
-    ERRED,
     INLINE_BYTES,
     LOST_NODES,
     PUT,
@@ -70,7 +70,7 @@ SEEN_S = 10.0
 """How long it may take until a farm's process that closed its connection is seen to have ended."""
 
 WATCH_S = 0.5
-"""How often it is looked whether the farm's process lives, and has not forgotten a job."""
+"""How often the table is shown anew, and it is looked whether the farm's process lives."""
 
 CALLED = "taas_job"
 """The name that a function travels by which is no variable of the notebook under its own."""
@@ -153,6 +153,7 @@ class Job:
             if self.seen.is_over:
                 return
             self.seen.end(state)
+        self._farm.state.changes += 1
         if error is None:
             self._outcome.set_result(result)
         else:
@@ -175,17 +176,16 @@ class Farm:
         self._client = _connect(place)
         self._shelf = _Shelf(self._client)
         self._jobs: dict[str, tuple[Job, Future, list[Part]]] = {}
-        self._spent: list[Future | None] = []
         self._on_solution: list[Callable[[Job], None]] = []
         self._lock = threading.RLock()
-        self._count = 0
+        self._numbers = itertools.count(1)
         self._closed = threading.Event()
         self._why_over = ""
         self._ended: queue.SimpleQueue[JobResult | JobNews | None] = queue.SimpleQueue()
         self._client.subscribe_topic(TOPIC, self._hear)
+        self._view = table.LiveTable(self.state, shell)
         threading.Thread(target=self._collect, name="taas-farm", daemon=True).start()
         threading.Thread(target=self._watch, name="taas-farm-watch", daemon=True).start()
-        self._view = table.LiveTable(self.state, shell)
 
     def __enter__(self) -> "Farm":
         return self
@@ -293,7 +293,7 @@ class Farm:
             self._process.kill()
             self._process.wait()
         self.state.close()
-        self._view.close()
+        self._view.refresh()
 
     def _unfinished(self) -> list[Job]:
         with self._lock:
@@ -306,9 +306,13 @@ class Farm:
         retries: int,
         fresh: bool,
     ) -> list[Job]:
+        from taas_magic.farms.worker import run_job
+
         if self._closed.is_set() or self._why_over:
             why = self._why_over or "it is closed"
             raise PoolError(f"{self.name} takes no jobs: {why}; make another farm")
+        if not calls:
+            return []
         packed = [_pack_arguments(*call, self._shell.user_ns) for call in calls]
         functions: dict[Any, tuple[str, bytes]] = {}
         for call in packed:
@@ -316,8 +320,23 @@ class Farm:
             if key not in functions:
                 functions[key] = self._pack(function, call)
         title = getattr(function, "__name__", "job").strip("<>")
-        payloads = [functions[call.needs, call.modules] for call in packed]
-        return self._send(title, packed, payloads, retries, fresh)
+        jobs, told, parts = [], [], []
+        for call in packed:
+            called, captured = functions[call.needs, call.modules]
+            name = f"{title}-{next(self._numbers)}"
+            jobs.append(Job(self, name, call.args, call.kwargs, self.folder / "jobs" / name))
+            told.append(JobCall(name, called, len(call.args), tuple(call.kwargs), fresh))
+            shared = self._shelf.part(captured, is_shared=len(packed) > 1)
+            parts.append([shared, *map(self._shelf.part, call.parts)])
+        names = [job.name for job in jobs]
+        for job in jobs:
+            self.state.add(job.seen)
+        with self._lock, warnings.catch_warnings():  # Dask advises to scatter: the shelf does
+            warnings.filterwarnings("ignore", message="Sending large graph")
+            # in one message: to submit a job costs Dask as much as to run it
+            futures = self._client.map(run_job, told, parts, key=names, retries=retries, pure=False)
+            self._jobs.update(zip(names, zip(jobs, futures, parts, strict=True), strict=True))
+        return jobs
 
     def _pack(self, function: Callable[..., Any], call: "_Call") -> tuple[str, bytes]:
         """Capture a function with all that it, and arguments of it, use of the notebook.
@@ -342,53 +361,17 @@ class Farm:
         finally:
             path.unlink(missing_ok=True)
 
-    def _send(
-        self,
-        title: str,
-        calls: Sequence["_Call"],
-        functions: Sequence[tuple[str, bytes]],
-        retries: int,
-        fresh: bool,
-    ) -> list[Job]:
-        """Submit jobs, all in one message."""
-        from taas_magic.farms.worker import run_job
-
-        told, parts = [], []
-        for call, (called, function) in zip(calls, functions, strict=True):
-            with self._lock:
-                self._count += 1
-                name = f"{title}-{self._count}"
-            told.append(JobCall(name, called, len(call.args), tuple(call.kwargs), fresh))
-            payload = self._shelf.part(function, is_shared=len(calls) > 1)
-            parts.append([payload, *map(self._shelf.part, call.parts)])
-        names, folder = [call.name for call in told], self.folder / "jobs"
-        jobs = [
-            Job(self, name, call.args, call.kwargs, folder / name)
-            for name, call in zip(names, calls, strict=True)
-        ]
-        for job in jobs:
-            self.state.add(job.seen)
-        with self._lock, warnings.catch_warnings():  # Dask advises to scatter: the shelf does
-            warnings.filterwarnings("ignore", message="Sending large graph")
-            futures = self._client.map(run_job, told, parts, key=names, retries=retries, pure=False)
-            self._jobs.update(zip(names, zip(jobs, futures, parts, strict=True), strict=True))
-        return jobs
-
     def _watch(self) -> None:
-        """End jobs of which nothing more will be heard, each by what Dask's client knows of it."""
+        """Show how the farm stands, and end jobs of which nothing more will be heard."""
         while not self._closed.wait(WATCH_S):
-            self._spent.clear()  # many at once: Dask tells all of its processes that they are
-            if self._has_died():
+            if not self._why_over and self._process.poll() is not None:
                 self._lose()
-                return
             with self._lock:
-                known = list(self._jobs.items())
-            for name, (_, future, _) in known:
-                if future.status in ("error", "cancelled", "lost"):
-                    self._ended.put(JobNews(name, "", ERRED))
-
-    def _has_died(self) -> bool:
-        return self._process.poll() is not None
+                over = ("error", "cancelled")
+                names = [name for name, it in self._jobs.items() if it[1].status in over]
+            for name in names:
+                self._ended.put(JobNews(name, "", "erred"))
+            self._view.refresh()
 
     def _lose(self) -> None:
         """End all jobs: the farm's process has ended, or is not connected any more."""
@@ -402,24 +385,22 @@ class Farm:
 
     def _give_up(self, why: str) -> None:
         self._why_over = why
-        unfinished = self._unfinished()
-        with self._lock:
-            self._jobs.clear()
-        for job in unfinished:
+        for job in self._unfinished():
             job.end("failed", error=PoolError(f"job {job.name} of {self.name}: {why}"))
+            self._forget(job.name)
 
     def _collect(self) -> None:
         """End jobs by what is heard of them, until the farm is closed."""
         while (said := self._ended.get()) is not None:
             with self._lock:
-                known = self._jobs.get(said.job)
-            if known is None:
-                continue
-            if isinstance(said, JobResult):
-                self._deliver(known[0], said)
-            else:
-                self._fail(*known[:2])
-            self._spent.append(self._forget(said.job))
+                job, future, _ = self._jobs.get(said.job, (None, None, ()))
+            if isinstance(said, JobResult) and job is not None:
+                self._deliver(job, said)
+            elif job is not None and future is not None:
+                self._fail(job, future)
+            # the last that knows its future: Dask would run it again if its node were lost now
+            del future
+            self._forget(said.job)
 
     def _forget(self, name: str) -> "Future | None":
         """Know a job no more that has ended; returns its future."""
@@ -432,11 +413,9 @@ class Farm:
         """End a job by what its future says; one that was cancelled by nobody is lost."""
         from distributed.client import FutureCancelledError
 
-        try:
+        with contextlib.suppress(FutureCancelledError, OSError):
             if (error := future.exception()) is not None:
                 job.end("failed", error=self._failure(job, error))
-        except (FutureCancelledError, OSError):
-            pass
         if not job.seen.is_over:
             self._lose()
 
@@ -477,7 +456,7 @@ class Farm:
     def _hear(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Take what nodes, and the farm's process, say; in the thread of the Dask client."""
         said: News = msgspec.convert(pair[1], News)
-        if isinstance(said, JobResult) or (isinstance(said, JobNews) and said.state == ERRED):
+        if isinstance(said, JobResult) or (isinstance(said, JobNews) and said.state == "erred"):
             self._ended.put(said)
             return
         if isinstance(said, JobNews) and said.job not in self.state.jobs:
@@ -502,11 +481,7 @@ class _Shelf:
         self._users: Counter[str] = Counter()
 
     def part(self, part: Any, is_shared: bool = False) -> Part:
-        """Return a part as a job is told it: itself, or its name in the farm's process.
-
-        Args:
-            is_shared: Whether other jobs have it too, so that it is put there if it is small.
-        """
+        """Return a part as a job is told it: itself; of what is large or shared, its name there."""
         from distributed.protocol import to_serialize
 
         data = memoryview(part).cast("B")

@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from msgspec import structs
 
 from taas_magic.capture import payload, pickling
 from taas_magic.capture.modules import claim_taas, install
@@ -58,18 +57,18 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
             told: PlacedCall = pickle.loads(control.recv_bytes())
             began = time.monotonic()
             outcome, parts = _run(told)
-            took_s = time.monotonic() - began
+            outcome.took_s = time.monotonic() - began
             sys.stdout.flush()
             sys.stderr.flush()
             may_go_on = outcome.state == "done" and not told.call.fresh
-            again = may_go_on and took_s < SHORT_S and _state() == before
-            ended = structs.replace(outcome, again=again, took_s=took_s)
-            is_small = sum(part.nbytes for part in parts) <= INLINE_BYTES
-            here, apart = ([bytes(part) for part in parts], []) if is_small else ([], parts)
-            control.send_bytes(pickle.dumps(structs.replace(ended, parts=here, sends=len(apart))))
-            for part in apart:
+            outcome.again = may_go_on and outcome.took_s < SHORT_S and _state() == before
+            if sum(part.nbytes for part in parts) <= INLINE_BYTES:
+                outcome.parts, parts = [bytes(part) for part in parts], []
+            outcome.sends = len(parts)
+            control.send_bytes(pickle.dumps(outcome))
+            for part in parts:
                 control.send_bytes(part)
-            if not again:
+            if not outcome.again:
                 return
 
 

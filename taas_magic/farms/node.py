@@ -51,6 +51,7 @@ GRACE_S = 5.0
 DASK_SETTINGS = {
     "distributed.admin.low-level-log-length": 0,
     "distributed.admin.tick.interval": "1s",
+    "distributed.comm.offload": False,  # what is large are bytes, which are sent as they are
     "distributed.worker.profile.enabled": False,
 }
 
@@ -112,6 +113,8 @@ def main() -> int:
 
 async def _serve(setting: NodeSetting, folder: Path) -> None:
     import dask
+
+    dask.config.set(DASK_SETTINGS)  # some are read when Dask's modules are imported
     from distributed import Security
 
     from taas_magic.farms.worker import NodeWorker
@@ -119,7 +122,6 @@ async def _serve(setting: NodeSetting, folder: Path) -> None:
     from taas_magic.store import guard
 
     use_steady_clock()
-    dask.config.set(DASK_SETTINGS)
     means = guard.strongest().value
     forkserver.warm_up()
     forkserver.import_rest()
@@ -185,7 +187,7 @@ class Slots:
         first, *others = [it.path if isinstance(it, Blob) else it for it in (payload, *arguments)]
         slot = self._running[name] = self._free.pop()
         try:
-            outcome, parts = await slot.run(
+            outcome = await slot.run(
                 PlacedCall(call, str(files), first, others),
                 lambda state, text: say(JobNews(name, node, state, text)),
             )
@@ -196,7 +198,7 @@ class Slots:
         if outcome.state != "done":
             raise JobEnded(node, outcome)
         saved = await asyncio.to_thread(_taken, files) if files.exists() else {}
-        return JobResult(name, node, outcome.took_s, parts, saved)
+        return JobResult(name, node, outcome.took_s, outcome.parts, saved)
 
     def close(self) -> None:
         """End all processes."""
@@ -229,12 +231,12 @@ class Slot:
         self._again = False
         self._starts = 0
 
-    async def run(self, placed: PlacedCall, say: Say) -> tuple[JobOutcome, list[bytes]]:
-        """Run a job; returns how it ended, and the parts of its result."""
+    async def run(self, placed: PlacedCall, say: Say) -> JobOutcome:
+        """Run a job; returns how it ended."""
+        if placed.call.fresh or self._process is None or self._events.select(0):
+            await asyncio.to_thread(self._renew)  # a process that is idle says nothing
         lines = _Lines(say)
         try:
-            if placed.call.fresh or self._process is None or self._events.select(0):
-                await asyncio.to_thread(self._renew)  # a process that is idle says nothing
             if self._cancelled_at is not None:  # before it had a process
                 raise EOFError
             if sum(map(len, (placed.payload, *placed.arguments))) > INLINE_BYTES:
@@ -242,15 +244,14 @@ class Slot:
             else:
                 self._control.send_bytes(pickle.dumps(placed))
             outcome = await self._wait(lines, say)
-            parts = outcome.parts
-            if outcome.sends:
-                parts = await asyncio.to_thread(self._received, outcome.sends)
+            for _ in range(outcome.sends):
+                outcome.parts.append(await asyncio.to_thread(self._control.recv_bytes))
         except (EOFError, OSError):
-            outcome, parts = await asyncio.to_thread(self._died), []
+            outcome = await asyncio.to_thread(self._died)
         lines.take(self._printed())
         lines.flush(whole=False)
         self._again = outcome.again
-        return outcome, parts
+        return outcome
 
     async def rest(self) -> None:
         """Be ready for another job; the last one is not cancelled any more."""
@@ -302,8 +303,8 @@ class Slot:
         while True:
             ready = await self._stirs()
             if self._output in ready:
-                lines.take(self._printed())
-                if not lines.has_more:  # its end: the process is going
+                lines.take(printed := self._printed())
+                if not printed:  # its end: the process is going
                     self._events.unregister(self._output)
             if self._control in ready:
                 outcome: JobOutcome = pickle.loads(self._control.recv_bytes())
@@ -312,7 +313,7 @@ class Slot:
                 raise EOFError
             if not is_said:
                 say("running", "")
-            is_said = True
+                is_said = True
             lines.flush()
 
     async def _stirs(self) -> set[Any]:
@@ -326,9 +327,6 @@ class Slot:
             loop.remove_reader(self._events)
             timer.cancel()
         return {key.fileobj for key, _ in self._events.select(0)}
-
-    def _received(self, count: int) -> list[bytes]:
-        return [self._control.recv_bytes() for _ in range(count)]
 
     def _printed(self) -> bytes:
         try:
@@ -362,11 +360,9 @@ class _Lines:
     def __init__(self, say: Say) -> None:
         self._say, self._waiting = say, b""
         self._left_out, self._flushed_at = 0, time.monotonic()
-        self.has_more = True
 
     def take(self, data: bytes) -> None:
-        """Take what was read; nothing means the end of it, for now."""
-        self.has_more = bool(data)
+        """Take what was read."""
         room = LINES_BYTES - len(self._waiting)
         self._left_out += max(0, len(data) - room)
         self._waiting += data[:room]

@@ -35,7 +35,6 @@ from taas_magic.errors import TaasError
 from taas_magic.farms.terms import (
     ASK,
     DROP,
-    ERRED,
     LOST_NODES,
     PUT,
     TOPIC,
@@ -424,8 +423,8 @@ class Fleet(SchedulerPlugin):
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Called by Dask with each change of a job."""
         if finish == "erred":
-            news = JobNews(key, "", ERRED)
-            self.cluster.scheduler.log_event(TOPIC, msgspec.to_builtins(news))
+            said = msgspec.to_builtins(JobNews(key, "", "erred"))
+            self.cluster.scheduler.log_event(TOPIC, said)
 
     def leaves(self, names: Iterable[object]) -> None:
         """Know that nodes are going to be ended because nobody needs them."""

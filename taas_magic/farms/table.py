@@ -12,7 +12,6 @@ from taas_magic.farms.terms import NODE_STATES, JobNews, NodeNews
 
 SHOWN_JOBS = 12
 LINE_CHARS = 100
-REFRESH_S = 0.5
 ENDED = ("done", "failed", "cancelled")
 
 
@@ -126,7 +125,7 @@ class FarmState:
                     job.go_on("queued")
 
     def __repr__(self) -> str:
-        return text(self)
+        return bundle(self)["text/plain"]
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
         return bundle(self)
@@ -167,38 +166,19 @@ def bundle(state: FarmState) -> dict[str, str]:
     }
 
 
-def text(state: FarmState) -> str:
-    """Return the table as plain text."""
-    return bundle(state)["text/plain"]
-
-
-def html(state: FarmState) -> str:
-    """Return the table as HTML."""
-    return bundle(state)["text/html"]
-
-
 class LiveTable:
-    """Shows the table under the cell that made the farm, and again when it has changed."""
+    """Shows the table under the cell that made the farm."""
 
     def __init__(self, state: FarmState, shell: Any) -> None:
         self._state, self._shell = state, shell
-        self._over = threading.Event()
+        self._shown = state.changes
         self._publish(update=False)
-        self._thread = threading.Thread(target=self._follow, name="taas-farm-table", daemon=True)
-        self._thread.start()
 
-    def close(self) -> None:
-        """Show it a last time."""
-        self._over.set()
-        self._thread.join()
-        self._publish(update=True)
-
-    def _follow(self) -> None:
-        shown = self._state.changes
-        while not self._over.wait(REFRESH_S):
-            if shown != self._state.changes:
-                shown = self._state.changes
-                self._publish(update=True)
+    def refresh(self) -> None:
+        """Show it again if it has changed."""
+        if self._shown != self._state.changes:
+            self._shown = self._state.changes
+            self._publish(update=True)
 
     def _publish(self, update: bool) -> None:
         transient = {"display_id": self._state.name}

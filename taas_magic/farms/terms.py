@@ -11,9 +11,6 @@ from taas_magic.store.rule import StoreRule
 TOPIC = "taas-farm"
 """What nodes and the farm's process say, to the kernel."""
 
-ERRED = "erred"
-"""What the farm's process says of a job that is not called again; Dask's future has its error."""
-
 INLINE_BYTES = 64 << 10
 """Parts of arguments that are larger travel by themselves: to each host once, jobs map them."""
 
@@ -237,7 +234,7 @@ class NodeNews(Struct, tag="node"):
 
 
 class JobNews(Struct, tag="job"):
-    """A job runs (`state`), which is not said of short ones, or has printed something (`lines`)."""
+    """A job runs, is "erred" (its Dask future says how), or has printed something."""
 
     job: str
     node: str

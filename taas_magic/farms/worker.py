@@ -31,8 +31,9 @@ class NodeWorker(Worker):
     """A node's Dask worker; it is given large parts by the farm's process, and gives it results."""
 
     def __init__(self, *args: Any, slots: "Slots", **kwargs: Any) -> None:
-        super().__init__(*args, plugins=[_Cancels(slots)], **kwargs)
+        super().__init__(*args, plugins=[_Changes(self)], **kwargs)
         self.slots = slots
+        self.results: dict[str, dict[str, Any]] = {}
         self._parts: dict[str, asyncio.Future[Blob]] = {}
         self.stream_handlers[DROP] = self._drop
 
@@ -65,22 +66,25 @@ class NodeWorker(Worker):
         self._parts.pop(name, None)
 
 
-class _Cancels(WorkerPlugin):
-    """Interrupts jobs that nobody wants any more."""
+class _Changes(WorkerPlugin):
+    """Sends results, and interrupts jobs that nobody wants any more."""
 
-    name = "taas-cancels"
+    name = "taas-changes"
 
-    def __init__(self, slots: "Slots") -> None:
-        self._slots = slots
+    def __init__(self, worker: NodeWorker) -> None:
+        self._worker = worker
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        """Called by Dask with each change of a task."""
+        """Called by Dask with each change of a task, before it tells of that."""
+        result = self._worker.results.pop(key, None)
+        if finish == "memory" and result is not None:  # so it is in one message with its end
+            self._worker.log_event(TOPIC, result)
         if finish in ("cancelled", "released"):
-            self._slots.cancel(str(key))
+            self._worker.slots.cancel(str(key))
 
 
 async def run_job(call: JobCall, parts: list[Part]) -> None:
-    """Run a job in a process of this node, and send its result; the Dask task.
+    """Run a job in a process of this node, and keep its result to be sent; the Dask task.
 
     Args:
         parts: The payload, then those of the arguments.
@@ -96,11 +100,9 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
 
     payload, *arguments = [await worker.part(part) for part in parts]
     result = await worker.slots.run(call, payload, arguments, say)
-    parts = [_carried(part) for part in result.parts]
-    files = {name: _carried(data) for name, data in result.files.items()}
-    said = structs.asdict(structs.replace(result, parts=parts, files=files))
-    # it is with the farm's process before Dask says that the job is done
-    worker.log_event(TOPIC, {"type": "result", **said})
+    result.parts = [_carried(part) for part in result.parts]
+    result.files = {name: _carried(data) for name, data in result.files.items()}
+    worker.results[call.name] = {"type": "result", **structs.asdict(result)}
 
 
 def _carried(data: bytes) -> Any:
