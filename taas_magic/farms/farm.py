@@ -6,6 +6,7 @@ each job as soon as it has ended, so that what was delivered stays, whatever bec
 
 import asyncio
 import concurrent.futures
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -35,6 +36,7 @@ from taas_magic.farms import table
 from taas_magic.farms.table import FarmState, JobState
 from taas_magic.farms.terms import (
     DROP,
+    INLINE_BYTES,
     LOST_NODES,
     PUT,
     TOPIC,
@@ -67,8 +69,8 @@ END_S = 30.0
 SEEN_S = 10.0
 """How long it may take until a farm's process that closed its connection is seen to have ended."""
 
-INLINE_BYTES = 64 << 10
-"""Parts of arguments that are larger travel by themselves: to each host once, jobs map them."""
+WATCH_S = 0.5
+"""How often the table is shown anew, and it is looked whether the farm's process lives."""
 
 CALLED = "taas_job"
 """The name that a function travels by which is no variable of the notebook under its own."""
@@ -151,6 +153,7 @@ class Job:
             if self.seen.is_over:
                 return
             self.seen.end(state)
+        self._farm.state.changes += 1
         if error is None:
             self._outcome.set_result(result)
         else:
@@ -170,22 +173,19 @@ class Farm:
         self.state = FarmState(self.name, ", ".join(terms.pools), terms.least, terms.most)
         self._process, place = _start(terms, self.folder)
         self.state.slots = place.slots
-        from distributed import as_completed
-
         self._client = _connect(place)
-        self._client.subscribe_topic(TOPIC, self._hear)
         self._shelf = _Shelf(self._client)
         self._jobs: dict[str, tuple[Job, Future, list[Part]]] = {}
         self._on_solution: list[Callable[[Job], None]] = []
         self._lock = threading.RLock()
-        self._count = 0
-        self._is_closed = False
+        self._numbers = itertools.count(1)
+        self._closed = threading.Event()
         self._why_over = ""
-        self._completed = as_completed([], loop=self._client.loop)
-        self._submitted = threading.Semaphore(0)
+        self._ended: queue.SimpleQueue[JobResult | JobNews | None] = queue.SimpleQueue()
+        self._client.subscribe_topic(TOPIC, self._hear)
+        self._view = table.LiveTable(self.state, shell)
         threading.Thread(target=self._collect, name="taas-farm", daemon=True).start()
         threading.Thread(target=self._watch, name="taas-farm-watch", daemon=True).start()
-        self._view = table.LiveTable(self.state, shell)
 
     def __enter__(self) -> "Farm":
         return self
@@ -258,11 +258,10 @@ class Farm:
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """End jobs; those that run are interrupted, and ended if they do not end by that."""
-        with self._lock:
-            left = [self._jobs[job.name] for job in jobs if job.name in self._jobs]
-        for job, future, _ in left:
+        for job in jobs:
             job.end("cancelled", error=JobFailed(f"job {job.name} was cancelled", name=job.name))
-            future.cancel()
+            if (future := self._forget(job.name)) is not None:
+                future.cancel()
 
     @contextmanager
     def cancelling(self, jobs: Sequence[Job]) -> Iterator[None]:
@@ -280,11 +279,11 @@ class Farm:
 
     def close(self) -> None:
         """Cancel what has not ended, give the hosts back, end the farm's process."""
-        if self._is_closed:
+        if self._closed.is_set():
             return
-        self._is_closed = True
+        self._closed.set()
         self.cancel(self._unfinished())
-        self._submitted.release()
+        self._ended.put(None)
         self._client.close(timeout=2)
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -294,7 +293,7 @@ class Farm:
             self._process.kill()
             self._process.wait()
         self.state.close()
-        self._view.close()
+        self._view.refresh()
 
     def _unfinished(self) -> list[Job]:
         with self._lock:
@@ -307,9 +306,13 @@ class Farm:
         retries: int,
         fresh: bool,
     ) -> list[Job]:
-        if self._is_closed or self._why_over:
+        from taas_magic.farms.worker import run_job
+
+        if self._closed.is_set() or self._why_over:
             why = self._why_over or "it is closed"
             raise PoolError(f"{self.name} takes no jobs: {why}; make another farm")
+        if not calls:
+            return []
         packed = [_pack_arguments(*call, self._shell.user_ns) for call in calls]
         functions: dict[Any, tuple[str, bytes]] = {}
         for call in packed:
@@ -317,10 +320,23 @@ class Farm:
             if key not in functions:
                 functions[key] = self._pack(function, call)
         title = getattr(function, "__name__", "job").strip("<>")
-        return [
-            self._send(title, call, *functions[call.needs, call.modules], retries, fresh)
-            for call in packed
-        ]
+        jobs, told, parts = [], [], []
+        for call in packed:
+            called, captured = functions[call.needs, call.modules]
+            name = f"{title}-{next(self._numbers)}"
+            jobs.append(Job(self, name, call.args, call.kwargs, self.folder / "jobs" / name))
+            told.append(JobCall(name, called, len(call.args), tuple(call.kwargs), fresh))
+            shared = self._shelf.part(captured, is_shared=len(packed) > 1)
+            parts.append([shared, *map(self._shelf.part, call.parts)])
+        names = [job.name for job in jobs]
+        for job in jobs:
+            self.state.add(job.seen)
+        with self._lock, warnings.catch_warnings():  # Dask advises to scatter: the shelf does
+            warnings.filterwarnings("ignore", message="Sending large graph")
+            # in one message: to submit a job costs Dask as much as to run it
+            futures = self._client.map(run_job, told, parts, key=names, retries=retries, pure=False)
+            self._jobs.update(zip(names, zip(jobs, futures, parts, strict=True), strict=True))
+        return jobs
 
     def _pack(self, function: Callable[..., Any], call: "_Call") -> tuple[str, bytes]:
         """Capture a function with all that it, and arguments of it, use of the notebook.
@@ -345,37 +361,21 @@ class Farm:
         finally:
             path.unlink(missing_ok=True)
 
-    def _send(
-        self, title: str, call: "_Call", called: str, function: bytes, retries: int, fresh: bool
-    ) -> Job:
-        from taas_magic.farms.worker import run_job
-
-        with self._lock:
-            self._count += 1
-            name = f"{title}-{self._count}"
-        job = Job(self, name, call.args, call.kwargs, self.folder / "jobs" / name)
-        self.state.add(job.seen)
-        told = JobCall(name, called, len(call.args), tuple(call.kwargs), fresh)
-        parts = [self._shelf.part(part) for part in (function, *call.parts)]
-        with warnings.catch_warnings():  # Dask advises to scatter what is large: the shelf does
-            warnings.filterwarnings("ignore", message="Sending large graph")
-            future = self._client.submit(
-                run_job, told, parts[0], parts[1:], key=name, retries=retries, pure=False
-            )
-        with self._lock:
-            self._jobs[name] = job, future, parts
-        self._completed.add(future)
-        self._submitted.release()
-        return job
-
     def _watch(self) -> None:
-        """End all jobs if the farm's process ends by itself."""
-        self._process.wait()
-        self._lose()
+        """Show how the farm stands, and end jobs of which nothing more will be heard."""
+        while not self._closed.wait(WATCH_S):
+            if not self._why_over and self._process.poll() is not None:
+                self._lose()
+            with self._lock:
+                over = ("error", "cancelled")
+                names = [name for name, it in self._jobs.items() if it[1].status in over]
+            for name in names:
+                self._ended.put(JobNews(name, "", "erred"))
+            self._view.refresh()
 
     def _lose(self) -> None:
         """End all jobs: the farm's process has ended, or is not connected any more."""
-        if self._is_closed:
+        if self._closed.is_set():
             return
         try:
             why = f"its process ended with code {self._process.wait(SEEN_S)}"
@@ -387,48 +387,40 @@ class Farm:
         self._why_over = why
         for job in self._unfinished():
             job.end("failed", error=PoolError(f"job {job.name} of {self.name}: {why}"))
+            self._forget(job.name)
 
     def _collect(self) -> None:
-        """Bring results home until the farm is closed."""
-        while not self._is_closed:
-            self._submitted.acquire()
-            try:
-                batch = self._completed.next_batch(block=True)
-            except StopIteration:
-                continue
-            done = [future for future in batch if future.status == "finished"]
-            try:
-                results = dict(zip(done, self._client.gather(done), strict=True)) if done else {}
-            except Exception:  # of one of them: each by itself then
-                results = {}
-            for future in batch:
-                with self._lock:
-                    known = self._jobs.get(future.key)
-                if known is not None:
-                    self._take(known[0], future, results.get(future))
-                    with self._lock:
-                        del self._jobs[future.key]
-                    future.release()
-                    self._shelf.drop(known[2])
+        """End jobs by what is heard of them, until the farm is closed."""
+        while (said := self._ended.get()) is not None:
+            with self._lock:
+                job, future, _ = self._jobs.get(said.job, (None, None, ()))
+            if isinstance(said, JobResult) and job is not None:
+                self._deliver(job, said)
+            elif job is not None and future is not None:
+                self._fail(job, future)
+            # the last that knows its future: Dask would run it again if its node were lost now
+            del future
+            self._forget(said.job)
 
-    def _take(self, job: Job, future: "Future", said: JobResult | None) -> None:
+    def _forget(self, name: str) -> "Future | None":
+        """Know a job no more that has ended; returns its future."""
+        with self._lock:
+            _, future, parts = self._jobs.pop(name, (None, None, ()))
+        self._shelf.drop(parts)
+        return future
+
+    def _fail(self, job: Job, future: "Future") -> None:
         """End a job by what its future says; one that was cancelled by nobody is lost."""
         from distributed.client import FutureCancelledError
 
-        try:
-            if future.status == "error":
-                error = future.exception()
+        with contextlib.suppress(FutureCancelledError, OSError):
+            if (error := future.exception()) is not None:
                 job.end("failed", error=self._failure(job, error))
-            elif future.status != "cancelled":
-                found: JobResult = future.result() if said is None else said
-                job.seen.host = self.state.host_of(found.node)
-                self._deliver(job, found)
-        except (FutureCancelledError, OSError):
-            pass
         if not job.seen.is_over:
             self._lose()
 
     def _deliver(self, job: Job, said: JobResult) -> None:
+        job.seen.host, job.seen.took_s = self.state.host_of(said.node), said.took_s
         try:
             for path, data in [(_below(job.folder, name), it) for name, it in said.files.items()]:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -461,9 +453,12 @@ class Farm:
         details = [*ended.traceback, *([f"full log: {log}"] if log.exists() else [])]
         return JobFailed(head, details, name=job.name, etype=ended.etype)
 
-    def _hear(self, pair: tuple[float, dict[str, str]]) -> None:
+    def _hear(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Take what nodes, and the farm's process, say; in the thread of the Dask client."""
         said: News = msgspec.convert(pair[1], News)
+        if isinstance(said, JobResult) or (isinstance(said, JobNews) and said.state == "erred"):
+            self._ended.put(said)
+            return
         if isinstance(said, JobNews) and said.job not in self.state.jobs:
             return  # no name of a job, and no folder of one
         if isinstance(said, JobNews) and said.lines:
@@ -485,12 +480,12 @@ class _Shelf:
         self._known: dict[str, PartName] = {}
         self._users: Counter[str] = Counter()
 
-    def part(self, part: Any) -> Part:
-        """Return a part as a job is told it: itself, or its name in the farm's process."""
+    def part(self, part: Any, is_shared: bool = False) -> Part:
+        """Return a part as a job is told it: itself; of what is large or shared, its name there."""
         from distributed.protocol import to_serialize
 
         data = memoryview(part).cast("B")
-        if data.nbytes <= INLINE_BYTES:
+        if data.nbytes <= INLINE_BYTES and not is_shared:
             return bytes(data)
         mark = hashlib.blake2b(data, digest_size=16).hexdigest()
         with self._lock:

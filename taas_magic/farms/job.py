@@ -1,13 +1,14 @@
 """A job process: forked by its node's forkserver, it runs a job, and may then run another.
 
 It serves on only while nothing of a job stays: the next job finds a process as clean as a new one
-(`_is_clean`). What a job takes long for is thereby always in a process of its own.
+(`_state`). What a job takes long for is thereby always in a process of its own.
 """
 
 import contextlib
 import io
 import mmap
 import os
+import pickle
 import random
 import signal
 import sys
@@ -20,11 +21,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from msgspec import structs
 
 from taas_magic.capture import payload, pickling
 from taas_magic.capture.modules import claim_taas, install
-from taas_magic.farms.terms import Blob, JobOutcome, JobSetting, PlacedCall
+from taas_magic.farms.terms import INLINE_BYTES, Blob, JobOutcome, JobSetting, PlacedCall
 from taas_magic.host import tracebacks
 from taas_magic.host.system import die_with_parent
 from taas_magic.store.guard import Means, hold
@@ -38,7 +38,7 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
     """Run jobs until the node closes `control`, or until one has left something behind.
 
     Args:
-        control: Gives each a `PlacedCall`; takes a `JobOutcome`, then the parts of its result.
+        control: Gives each a `PlacedCall`; takes a `JobOutcome`, then what it `sends`.
         output: What jobs print goes there.
     """
     os.setsid()
@@ -54,17 +54,21 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
     before = _state()
     with contextlib.suppress(EOFError, KeyboardInterrupt):  # the node wants no more of it
         while True:
-            told: PlacedCall = control.recv()
+            told: PlacedCall = pickle.loads(control.recv_bytes())
             began = time.monotonic()
             outcome, parts = _run(told)
+            outcome.took_s = time.monotonic() - began
             sys.stdout.flush()
             sys.stderr.flush()
             may_go_on = outcome.state == "done" and not told.call.fresh
-            again = may_go_on and _is_clean(began, before)
-            control.send(structs.replace(outcome, again=again, sends=len(parts)))
+            outcome.again = may_go_on and outcome.took_s < SHORT_S and _state() == before
+            if sum(part.nbytes for part in parts) <= INLINE_BYTES:
+                outcome.parts, parts = [bytes(part) for part in parts], []
+            outcome.sends = len(parts)
+            control.send_bytes(pickle.dumps(outcome))
             for part in parts:
                 control.send_bytes(part)
-            if not again:
+            if not outcome.again:
                 return
 
 
@@ -91,17 +95,20 @@ def _settle(setting: JobSetting) -> None:
 
 def _state() -> tuple[Any, ...]:
     """Return what of this process a job may have changed."""
-    threads = os.listdir("/proc/self/task")
-    children = [Path(f"/proc/self/task/{thread}/children").read_text() for thread in threads]
+    threads = len(os.listdir("/proc/self/task"))
     environ = {name: value for name, value in os.environ.items() if name != SAVES}
-    return len(threads), children, environ, os.getcwd(), bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return threads, _has_children(), environ, os.getcwd(), bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _is_clean(began: float, before: tuple[Any, ...]) -> bool:
-    return time.monotonic() - began < SHORT_S and _state() == before
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
-def _run(told: PlacedCall) -> tuple[JobOutcome, list[Any]]:
+def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
     """Run a job; returns how it ended, and the parts of its result."""
     os.environ[SAVES] = told.saves
     try:
@@ -110,7 +117,8 @@ def _run(told: PlacedCall) -> tuple[JobOutcome, list[Any]]:
         return _failed("cancelled", error), []
     except BaseException as error:  # SystemExit, too, ends this job and not its process
         return _failed("failed", error), []
-    return JobOutcome("done"), [result.data, *(buffer.raw() for buffer in result.buffers)]
+    parts = [memoryview(result.data), *(buffer.raw() for buffer in result.buffers)]
+    return JobOutcome("done"), parts
 
 
 def _called(told: PlacedCall) -> Any:

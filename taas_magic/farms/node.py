@@ -8,13 +8,15 @@ forkserver before it imports Dask, and joins when that is warm.
 import asyncio
 import logging
 import os
-import queue
+import pickle
+import selectors
+import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from msgspec import structs
 
 from taas_magic import messages
 from taas_magic.farms.terms import (
+    INLINE_BYTES,
     Blob,
     JobCall,
     JobEnded,
@@ -44,6 +47,13 @@ from taas_magic.leases import NODE_START_S
 
 GRACE_S = 5.0
 """How long a job that was cancelled may take to end, after SIGINT."""
+
+DASK_SETTINGS = {
+    "distributed.admin.low-level-log-length": 0,
+    "distributed.admin.tick.interval": "1s",
+    "distributed.comm.offload": False,  # what is large are bytes, which are sent as they are
+    "distributed.worker.profile.enabled": False,
+}
 
 LINES_BYTES = 256 << 10
 """Of what a job prints in `_FLUSH_S`, what is passed on at most; the rest is counted."""
@@ -102,6 +112,9 @@ def main() -> int:
 
 
 async def _serve(setting: NodeSetting, folder: Path) -> None:
+    import dask
+
+    dask.config.set(DASK_SETTINGS)  # some are read when Dask's modules are imported
     from distributed import Security
 
     from taas_magic.farms.worker import NodeWorker
@@ -113,6 +126,8 @@ async def _serve(setting: NodeSetting, folder: Path) -> None:
     forkserver.warm_up()
     forkserver.import_rest()
     terms, slots = setting.terms, Slots(setting, folder, means)
+    threads = ThreadPoolExecutor(terms.slots + 2)  # processes are started and ended there
+    asyncio.get_running_loop().set_default_executor(threads)
     node = NodeWorker(
         setting.scheduler,
         slots=slots,
@@ -131,13 +146,13 @@ async def _serve(setting: NodeSetting, folder: Path) -> None:
 
 
 class Slots:
-    """The job processes of a node, one a slot."""
+    """The job processes of a node, one a slot; used on its loop, where nothing may wait."""
 
     def __init__(self, setting: NodeSetting, folder: Path, means: str) -> None:
         self._terms, self._jobs = setting.terms, folder / "jobs"
-        self._free: queue.LifoQueue[Slot] = queue.LifoQueue()
+        self._jobs.mkdir()
+        self._free: list[Slot] = []
         self._running: dict[str, Slot] = {}
-        self._lock = threading.Lock()
         named, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), self._terms.gpus
         devices = named.split(",") if named else [str(number) for number in range(count_gpus())]
         for number in reversed(range(self._terms.slots)):
@@ -149,57 +164,58 @@ class Slots:
                 files=str(self._jobs),
                 scratch=str(folder / f"scratch-{number}"),
             )
-            self._free.put(Slot(job))
+            self._free.append(Slot(job))
 
     def cancel(self, name: str) -> None:
         """Interrupt a job, if it runs here."""
-        with self._lock:  # what comes late is not for the next job of the slot
-            if (slot := self._running.get(name)) is not None:
-                slot.cancel()
+        if (slot := self._running.get(name)) is not None:
+            slot.cancel()
 
-    def run(
+    async def run(
         self, call: JobCall, payload: Part, arguments: list[Part], say: Callable[[JobNews], None]
     ) -> JobResult:
-        """Run a job in a slot that is free; blocks.
+        """Run a job in a slot that is free: Dask runs no more jobs at a time than there are.
 
         Args:
-            say: Called when it begins, and with what it prints.
+            say: Called when it goes on for longer than a short one, and with what it prints.
 
         Raises:
             JobEnded: It did not return.
         """
         name, node = call.name, self._terms.name
         files = self._jobs / name
-        files.mkdir(parents=True, exist_ok=True)
-        placed_parts = [it.path if isinstance(it, Blob) else it for it in (payload, *arguments)]
-        placed = PlacedCall(call, str(files), placed_parts[0], placed_parts[1:])
-        slot = self._free.get()
-        self._running[name] = slot
-        say(JobNews(name, node, state="running"))
+        first, *others = [it.path if isinstance(it, Blob) else it for it in (payload, *arguments)]
+        slot = self._running[name] = self._free.pop()
         try:
-            outcome, parts = slot.run(placed, lambda text: say(JobNews(name, node, lines=text)))
+            outcome = await slot.run(
+                PlacedCall(call, str(files), first, others),
+                lambda state, text: say(JobNews(name, node, state, text)),
+            )
         finally:
-            with self._lock:
-                del self._running[name]
-            slot.rest()
-            self._free.put(slot)
+            del self._running[name]  # what comes late is not for the next job of the slot
+            await slot.rest()
+            self._free.append(slot)
         if outcome.state != "done":
             raise JobEnded(node, outcome)
-        return JobResult(node, parts, _taken(files))
+        saved = await asyncio.to_thread(_taken, files) if files.exists() else {}
+        return JobResult(name, node, outcome.took_s, outcome.parts, saved)
 
     def close(self) -> None:
         """End all processes."""
-        while not self._free.empty():
-            self._free.get().close()
+        for slot in self._free:
+            slot.close()
 
 
 def _taken(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder by their names in it; the folder is removed."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {str(path.relative_to(folder)): path.read_bytes() for path in found}
-    for path in found:
-        path.unlink()
+    shutil.rmtree(folder)
     return files
+
+
+Say = Callable[[str, str], None]
+"""Takes a job's state, or lines that it has printed."""
 
 
 class Slot:
@@ -210,51 +226,54 @@ class Slot:
         self._process: Any = None
         self._control: Any = None
         self._output: Any = None
+        self._events: Any = None
         self._cancelled_at: float | None = None
         self._again = False
         self._starts = 0
 
-    def run(self, placed: PlacedCall, say: Callable[[str], None]) -> tuple[JobOutcome, list[bytes]]:
-        """Run a job; returns how it ended, and the parts of its result.
-
-        Args:
-            say: Called with lines that the job has printed.
-        """
-        if placed.call.fresh or not self._is_alive():
-            self.close()
-            self._start()
+    async def run(self, placed: PlacedCall, say: Say) -> JobOutcome:
+        """Run a job; returns how it ended."""
+        if placed.call.fresh or self._process is None or self._events.select(0):
+            await asyncio.to_thread(self._renew)  # a process that is idle says nothing
         lines = _Lines(say)
         try:
             if self._cancelled_at is not None:  # before it had a process
                 raise EOFError
-            self._control.send(placed)
-            outcome, parts = self._wait(lines)
+            if sum(map(len, (placed.payload, *placed.arguments))) > INLINE_BYTES:
+                await asyncio.to_thread(self._control.send_bytes, pickle.dumps(placed))
+            else:
+                self._control.send_bytes(pickle.dumps(placed))
+            outcome = await self._wait(lines, say)
+            for _ in range(outcome.sends):
+                outcome.parts.append(await asyncio.to_thread(self._control.recv_bytes))
         except (EOFError, OSError):
-            outcome, parts = self._died(), []
+            outcome = await asyncio.to_thread(self._died)
         lines.take(self._printed())
         lines.flush(whole=False)
         self._again = outcome.again
-        return outcome, parts
+        return outcome
 
-    def rest(self) -> None:
+    async def rest(self) -> None:
         """Be ready for another job; the last one is not cancelled any more."""
         if self._cancelled_at is not None or not self._again:
-            self.close()
+            await asyncio.to_thread(self.close)
         self._cancelled_at, self._again = None, False
 
     def cancel(self) -> None:
-        """Interrupt the job; any thread may call it."""
+        """Interrupt the job."""
         if self._cancelled_at is None:
-            self._cancelled_at = time.monotonic()
+            self._cancelled_at = began = time.monotonic()
             if (process := self._process) is not None:
                 _signal(process.pid, 2)
-                threading.Thread(target=self._end_late, args=(process,), daemon=True).start()
+                loop = asyncio.get_running_loop()
+                loop.call_later(GRACE_S, self._end_late, process, began)
 
     def close(self) -> None:
-        """End the process, and what it has started."""
+        """End the process, and what it has started; blocks."""
         process, self._process = self._process, None
         if process is None:
             return
+        self._events.close()
         self._control.close()
         if not connection.wait([process.sentinel], _END_S):
             _signal(process.pid, 9)
@@ -263,34 +282,51 @@ class Slot:
         self._output.close()
         forkserver.forget(process)
 
-    def _is_alive(self) -> bool:
-        return self._process is not None and forkserver.exitcode(self._process) is None
-
-    def _start(self) -> None:
+    def _renew(self) -> None:
+        self.close()
         self._starts += 1
         scratch = f"{self._setting.scratch}-{self._starts}"
         setting = structs.replace(self._setting, scratch=scratch)
         self._control, theirs = forkserver.pipe()
         self._output, written = get_context("forkserver").Pipe(duplex=False)
-        self._process = forkserver.start("taas_magic.farms.job.job_main", setting, theirs, written)
+        process = forkserver.start("taas_magic.farms.job.job_main", setting, theirs, written)
         theirs.close()
         written.close()
         os.set_blocking(self._output.fileno(), False)
+        self._events = selectors.EpollSelector()
+        for source in (self._control, self._output, process.sentinel):
+            self._events.register(source, selectors.EVENT_READ)
+        self._process = process
 
-    def _wait(self, lines: "_Lines") -> tuple[JobOutcome, list[bytes]]:
-        sentinel = self._process.sentinel  # its children may keep the pipes open
+    async def _wait(self, lines: "_Lines", say: Say) -> JobOutcome:
+        is_said = False
         while True:
-            ready = connection.wait([self._control, self._output, sentinel], _FLUSH_S)
+            ready = await self._stirs()
             if self._output in ready:
-                lines.take(self._printed())
+                lines.take(printed := self._printed())
+                if not printed:  # its end: the process is going
+                    self._events.unregister(self._output)
             if self._control in ready:
-                outcome: JobOutcome = self._control.recv()
-                return outcome, [self._control.recv_bytes() for _ in range(outcome.sends)]
-            if sentinel in ready:
+                outcome: JobOutcome = pickle.loads(self._control.recv_bytes())
+                return outcome
+            if self._process.sentinel in ready:  # its children may keep the pipes open
                 raise EOFError
-            if self._output in ready and not lines.has_more:
-                connection.wait([self._control], _FLUSH_S)  # its end: the process is going
+            if not is_said:
+                say("running", "")
+                is_said = True
             lines.flush()
+
+    async def _stirs(self) -> set[Any]:
+        """Wait until the process has said something or has ended, or for `_FLUSH_S`."""
+        loop, stirred = asyncio.get_running_loop(), asyncio.Event()
+        timer = loop.call_later(_FLUSH_S, stirred.set)
+        loop.add_reader(self._events, stirred.set)
+        try:
+            await stirred.wait()
+        finally:
+            loop.remove_reader(self._events)
+            timer.cancel()
+        return {key.fileobj for key, _ in self._events.select(0)}
 
     def _printed(self) -> bytes:
         try:
@@ -306,9 +342,7 @@ class Slot:
         how = f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}"
         return JobOutcome("failed", "JobDied", f"its process {self._process.pid} {how}")
 
-    def _end_late(self, process: Any) -> None:
-        began = self._cancelled_at
-        time.sleep(GRACE_S)
+    def _end_late(self, process: Any, began: float) -> None:
         if self._process is process and self._cancelled_at == began:
             _signal(process.pid, 9)
 
@@ -323,14 +357,12 @@ def _signal(group: int, number: int) -> None:
 class _Lines:
     """What a job prints, passed on at intervals and within bounds."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Say) -> None:
         self._say, self._waiting = say, b""
         self._left_out, self._flushed_at = 0, time.monotonic()
-        self.has_more = True
 
     def take(self, data: bytes) -> None:
-        """Take what was read; nothing means the end of it, for now."""
-        self.has_more = bool(data)
+        """Take what was read."""
         room = LINES_BYTES - len(self._waiting)
         self._left_out += max(0, len(data) - room)
         self._waiting += data[:room]
@@ -348,4 +380,4 @@ class _Lines:
             text += f"\n… {self._left_out:,} bytes left out …\n"
             self._left_out = 0
         if text:
-            self._say(text)
+            self._say("", text)

@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +37,10 @@ from taas_magic.farms.terms import (
     DROP,
     LOST_NODES,
     PUT,
-    RESULT,
     TOPIC,
     FarmPlace,
     FarmTerms,
+    JobNews,
     NodeNews,
     NodeTerms,
 )
@@ -52,8 +52,9 @@ from taas_magic.plan import Flags, make_plan, new_run_id
 from taas_magic.pool.client import Pool, Wait
 
 DASK_SETTINGS = {
-    "distributed.admin.low-level-log-length": 1,
+    "distributed.admin.low-level-log-length": 0,  # results are among what is logged
     "distributed.admin.max-error-length": 1 << 20,
+    "distributed.admin.tick.interval": "1s",
     "distributed.deploy.lost-worker-timeout": "100ms",
     "distributed.scheduler.allowed-failures": LOST_NODES,
     "distributed.scheduler.worker-saturation": 1.0,  # what waits, waits where any node can take it
@@ -130,18 +131,13 @@ class _Keys:
 
 
 class FarmScheduler(Scheduler):
-    """The farm's Dask scheduler.
-
-    It keeps large parts that jobs need, and results until the kernel has them.
-    """
+    """The farm's Dask scheduler; it keeps large parts that jobs need."""
 
     def __init__(self, *args: Any, fleet: "Fleet", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fleet = fleet
         self._parts: dict[str, Any] = {}
-        self._results: dict[str, Any] = {}
         self.handlers |= {PUT: self._put, ASK: self._ask, DROP: self._drop}
-        self.stream_handlers[RESULT] = self._take
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Open no port for Dask's web pages: they would ask nobody for a key."""
@@ -151,21 +147,6 @@ class FarmScheduler(Scheduler):
         super().subscribe_topic(topic, client)
         for news in list(self._fleet.told) if topic == TOPIC else ():
             self.log_event(TOPIC, msgspec.to_builtins(news))
-
-    async def gather(self, keys: Collection[Any], serializers: Any = None) -> dict[str, Any]:
-        """Called by a Dask client for results; Dask's own connects to workers for them."""
-        missing = [key for key in keys if key not in self._results]
-        if missing:
-            return {"status": "error", "keys": missing}
-        return {"status": "OK", "data": {key: self._results[key] for key in keys}}
-
-    def forget(self, key: str) -> None:
-        """Drop the result of a job that nobody wants any more."""
-        self._results.pop(key, None)
-
-    def _take(self, key: str, result: Any, worker: str) -> None:
-        if key in self.tasks:
-            self._results[key] = result
 
     def _put(self, name: str, data: Any) -> None:
         self._parts[name] = data
@@ -441,8 +422,9 @@ class Fleet(SchedulerPlugin):
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Called by Dask with each change of a job."""
-        if finish == "forgotten":
-            self.cluster.scheduler.forget(key)
+        if finish == "erred":
+            said = msgspec.to_builtins(JobNews(key, "", "erred"))
+            self.cluster.scheduler.log_event(TOPIC, said)
 
     def leaves(self, names: Iterable[object]) -> None:
         """Know that nodes are going to be ended because nobody needs them."""

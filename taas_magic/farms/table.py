@@ -1,7 +1,6 @@
 """How a farm stands: the reducer of what it hears, and the table of it as text and HTML."""
 
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from html import escape
@@ -9,11 +8,10 @@ from typing import Any
 
 from taas_magic.display.head import CODE, FRAME
 from taas_magic.display.log import harmless
-from taas_magic.farms.terms import NODE_STATES, News, NodeNews
+from taas_magic.farms.terms import NODE_STATES, JobNews, NodeNews
 
 SHOWN_JOBS = 12
 LINE_CHARS = 100
-REFRESH_S = 0.5
 ENDED = ("done", "failed", "cancelled")
 
 
@@ -26,7 +24,6 @@ class JobState:
     host: str = ""
     node: str = ""
     last_line: str = ""
-    began: float = 0.0
     took_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -40,13 +37,11 @@ class JobState:
         with self.lock:
             if not self.is_over:
                 self.state = state
-                self.began = time.monotonic() if state == "running" else 0.0
 
     def end(self, state: str) -> None:
         """Let it have ended."""
         with self.lock:
             self.state = state
-            self.took_s = time.monotonic() - self.began if self.began else 0.0
 
 
 @dataclass
@@ -78,7 +73,7 @@ class FarmState:
         self.jobs[job.name] = job
         self.changes += 1
 
-    def take(self, said: News) -> None:
+    def take(self, said: NodeNews | JobNews) -> None:
         """Take what a node, or the farm's process, said."""
         self.changes += 1
         if isinstance(said, NodeNews):
@@ -130,15 +125,10 @@ class FarmState:
                     job.go_on("queued")
 
     def __repr__(self) -> str:
-        return text(self)
+        return bundle(self)["text/plain"]
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
         return bundle(self)
-
-
-def bundle(state: FarmState) -> dict[str, str]:
-    """Return the table for a notebook's output."""
-    return {"text/plain": text(state), "text/html": html(state)}
 
 
 def head(state: FarmState) -> str:
@@ -161,45 +151,34 @@ def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     return [(name, kind, host, harmless(line)[:LINE_CHARS]) for name, kind, host, line in found]
 
 
-def text(state: FarmState) -> str:
-    """Return the table as plain text."""
-    cells = rows(state)
+def bundle(state: FarmState) -> dict[str, str]:
+    """Return the table for a notebook's output; in HTML all that comes from hosts is escaped."""
+    first, cells = head(state), rows(state)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
-    return "\n".join([head(state), *(f"  {line}" for line in lines)])
-
-
-def html(state: FarmState) -> str:
-    """Return the table as HTML; all that comes from hosts is escaped."""
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
     begin = "<td style='text-align:left;padding:1px 10px 1px 0px'>"
-    cells = ["".join(f"{begin}{escape(cell)}</td>" for cell in row) for row in rows(state)]
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    filled = ["".join(f"{begin}{escape(cell)}</td>" for cell in row) for row in cells]
+    body = "".join(f"<tr>{row}</tr>" for row in filled)
     table = f"<table style='border-collapse:collapse;{CODE};font-size:12px'>{body}</table>"
-    return f"<div style='{FRAME}'><div>{escape(head(state))}</div>{table}</div>"
+    return {
+        "text/plain": "\n".join([first, *(f"  {line}" for line in lines)]),
+        "text/html": f"<div style='{FRAME}'><div>{escape(first)}</div>{table}</div>",
+    }
 
 
 class LiveTable:
-    """Shows the table under the cell that made the farm, and again when it has changed."""
+    """Shows the table under the cell that made the farm."""
 
     def __init__(self, state: FarmState, shell: Any) -> None:
         self._state, self._shell = state, shell
-        self._over = threading.Event()
+        self._shown = state.changes
         self._publish(update=False)
-        self._thread = threading.Thread(target=self._follow, name="taas-farm-table", daemon=True)
-        self._thread.start()
 
-    def close(self) -> None:
-        """Show it a last time."""
-        self._over.set()
-        self._thread.join()
-        self._publish(update=True)
-
-    def _follow(self) -> None:
-        shown = self._state.changes
-        while not self._over.wait(REFRESH_S):
-            if shown != self._state.changes:
-                shown = self._state.changes
-                self._publish(update=True)
+    def refresh(self) -> None:
+        """Show it again if it has changed."""
+        if self._shown != self._state.changes:
+            self._shown = self._state.changes
+            self._publish(update=True)
 
     def _publish(self, update: bool) -> None:
         transient = {"display_id": self._state.name}

@@ -11,8 +11,11 @@ from taas_magic.store.rule import StoreRule
 TOPIC = "taas-farm"
 """What nodes and the farm's process say, to the kernel."""
 
-PUT, ASK, DROP, RESULT = "taas_put_part", "taas_ask_part", "taas_drop_part", "taas-result"
-"""How large parts of jobs and results travel: by the kernel and nodes, through the farm's process.
+INLINE_BYTES = 64 << 10
+"""Parts of arguments that are larger travel by themselves: to each host once, jobs map them."""
+
+PUT, ASK, DROP = "taas_put_part", "taas_ask_part", "taas_drop_part"
+"""How large parts of arguments travel: by the kernel and nodes, through the farm's process.
 
 Nobody connects to a node, which may lie behind an SSH server or in a batch system's network: nodes
 connect to the farm's process. A large part is there once while a job needs it, and each node asks
@@ -186,7 +189,9 @@ class JobOutcome(Struct):
         state: "done", "failed" or "cancelled".
         etype: The type of what it raised; "JobDied" where its process ended.
         again: Whether the process may serve another job.
-        sends: How many parts of the result follow on the same pipe.
+        took_s: Seconds that its call took.
+        parts: Of the result, if they are small.
+        sends: How many parts follow on the same pipe.
     """
 
     state: str
@@ -194,20 +199,25 @@ class JobOutcome(Struct):
     message: str = ""
     traceback: list[str] = []
     again: bool = False
+    took_s: float = 0.0
+    parts: list[bytes] = []
     sends: int = 0
 
 
-class JobResult(Struct):
+class JobResult(Struct, tag="result"):
     """What a job returned and saved.
 
     Attributes:
+        took_s: Seconds that its call took.
         parts: A pickle, and the memory that it refers to.
         files: By their paths in the job's folder.
     """
 
+    job: str
     node: str
-    parts: list[bytes]
-    files: dict[str, bytes]
+    took_s: float
+    parts: list[Any]
+    files: dict[str, Any]
 
 
 NODE_STATES = ("", "asked for", "starting", "here", "left", "lost", "given up")
@@ -224,7 +234,7 @@ class NodeNews(Struct, tag="node"):
 
 
 class JobNews(Struct, tag="job"):
-    """A job has begun (`state`), or has printed something (`lines`)."""
+    """A job runs, is "erred" (its Dask future says how), or has printed something."""
 
     job: str
     node: str
@@ -232,7 +242,7 @@ class JobNews(Struct, tag="job"):
     lines: str = ""
 
 
-News = NodeNews | JobNews
+News = NodeNews | JobNews | JobResult
 
 
 class JobEnded(Exception):

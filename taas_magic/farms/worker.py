@@ -4,14 +4,24 @@ The worker unpickles nothing of the user's: what it is given and what it returns
 """
 
 import asyncio
-import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from distributed import Worker, WorkerPlugin, get_worker
 from distributed.protocol import to_serialize
+from msgspec import structs
 
-from taas_magic.farms.terms import ASK, DROP, RESULT, TOPIC, Blob, JobCall, JobNews, Part, PartName
+from taas_magic.farms.terms import (
+    ASK,
+    DROP,
+    INLINE_BYTES,
+    TOPIC,
+    Blob,
+    JobCall,
+    JobNews,
+    Part,
+    PartName,
+)
 
 if TYPE_CHECKING:
     from taas_magic.farms.node import Slots
@@ -21,10 +31,10 @@ class NodeWorker(Worker):
     """A node's Dask worker; it is given large parts by the farm's process, and gives it results."""
 
     def __init__(self, *args: Any, slots: "Slots", **kwargs: Any) -> None:
-        super().__init__(*args, plugins=[_Cancels(slots)], **kwargs)
+        super().__init__(*args, plugins=[_Changes(self)], **kwargs)
         self.slots = slots
-        self._parts: dict[str, Any] = {}
-        self._parts_lock = threading.Lock()
+        self.results: dict[str, dict[str, Any]] = {}
+        self._parts: dict[str, asyncio.Future[Blob]] = {}
         self.stream_handlers[DROP] = self._drop
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
@@ -37,17 +47,13 @@ class NodeWorker(Worker):
             listener.stop()
         return self
 
-    def part(self, part: Part) -> Part:
-        """Return a part as this node has it; blocks while it is on its way, in a job's thread."""
+    async def part(self, part: Part) -> Part:
+        """Return a part as this node has it, when it has come."""
         if not isinstance(part, PartName):
             return part
-        name = part.text
-        with self._parts_lock:
-            if name not in self._parts:
-                loop = self.loop.asyncio_loop
-                self._parts[name] = asyncio.run_coroutine_threadsafe(self._bring(name), loop)
-            coming = self._parts[name]
-        return coming.result()
+        if (name := part.text) not in self._parts:
+            self._parts[name] = asyncio.ensure_future(self._bring(name))
+        return await self._parts[name]
 
     async def _bring(self, name: str) -> Blob:
         try:
@@ -60,22 +66,28 @@ class NodeWorker(Worker):
         self._parts.pop(name, None)
 
 
-class _Cancels(WorkerPlugin):
-    """Interrupts jobs that nobody wants any more."""
+class _Changes(WorkerPlugin):
+    """Sends results, and interrupts jobs that nobody wants any more."""
 
-    name = "taas-cancels"
+    name = "taas-changes"
 
-    def __init__(self, slots: "Slots") -> None:
-        self._slots = slots
+    def __init__(self, worker: NodeWorker) -> None:
+        self._worker = worker
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        """Called by Dask with each change of a task."""
+        """Called by Dask with each change of a task, before it tells of that."""
+        result = self._worker.results.pop(key, None)
+        if finish == "memory" and result is not None:  # so it is in one message with its end
+            self._worker.log_event(TOPIC, result)
         if finish in ("cancelled", "released"):
-            self._slots.cancel(str(key))
+            self._worker.slots.cancel(str(key))
 
 
-def run_job(call: JobCall, payload: Part, arguments: list[Part]) -> None:
-    """Run a job in a process of this node, and send its result; the Dask task.
+async def run_job(call: JobCall, parts: list[Part]) -> None:
+    """Run a job in a process of this node, and keep its result to be sent; the Dask task.
+
+    Args:
+        parts: The payload, then those of the arguments.
 
     Raises:
         JobEnded: It did not return.
@@ -86,8 +98,13 @@ def run_job(call: JobCall, payload: Part, arguments: list[Part]) -> None:
     def say(news: JobNews) -> None:
         worker.log_event(TOPIC, msgspec.to_builtins(news))
 
-    brought = [worker.part(part) for part in (payload, *arguments)]
-    result = worker.slots.run(call, brought[0], brought[1:], say)
-    # it is with the farm's process before Dask says that the job is done
-    said = {"op": RESULT, "key": call.name, "result": to_serialize(result)}
-    worker.loop.add_callback(worker.batched_send, said)
+    payload, *arguments = [await worker.part(part) for part in parts]
+    result = await worker.slots.run(call, payload, arguments, say)
+    result.parts = [_carried(part) for part in result.parts]
+    result.files = {name: _carried(data) for name, data in result.files.items()}
+    worker.results[call.name] = {"type": "result", **structs.asdict(result)}
+
+
+def _carried(data: bytes) -> Any:
+    """Return bytes for a message; Dask sends large ones in pieces, beside it."""
+    return data if len(data) <= INLINE_BYTES else to_serialize(data)

@@ -20,7 +20,7 @@ from taas_magic.capture import pickling
 from taas_magic.errors import CaptureError, JobFailed, PoolError, ProtocolError, UsageError
 from taas_magic.farms import farm as farm_module
 from taas_magic.farms.farm import Farm, Job
-from taas_magic.farms.table import FarmState, JobState, NodeState, html, text
+from taas_magic.farms.table import FarmState, JobState, NodeState, bundle
 from taas_magic.farms.terms import FarmPlace, JobNews, JobResult, NodeNews
 from tests.conftest import carriers
 from tests.eventually import eventually
@@ -139,6 +139,7 @@ def test_results_come_back_as_they_are_ready_and_a_listener_hears_of_each(
 def test_a_job_that_raises_fails_with_its_traceback_in_the_notebooks_lines(
     planted: Notebook, farm: Farm, names: dict[str, Any]
 ) -> None:
+    assert farm.map(names["divide"], []) == []
     error = farm.submit(names["divide"], 0).exception()
     assert isinstance(error, JobFailed)
     shown = "\n".join(error._render_traceback_())
@@ -185,6 +186,15 @@ def test_a_large_array_goes_to_a_host_once_and_each_job_may_write_to_its_own(
     planted.define("sums = [job.result() for job in farm.map(total, [data] * 3)]")
     assert names["sums"] == [1.0] * 3
     assert names["data"][0] == 0.0
+
+
+def test_a_large_result_and_a_large_file_come_back_whole(
+    planted: Notebook, farm: Farm, names: dict[str, Any]
+) -> None:
+    planted.define("def grow(x): taas.save(data := numpy.full(1 << 17, x), 'data.pt'); return data")
+    for number, job in enumerate(farm.map(names["grow"], range(3))):
+        assert job.result().shape == (1 << 17,) and (job.result() == number).all()
+        assert (torch.load(job.folder / "data.pt", weights_only=False) == number).all()
 
 
 def test_what_cannot_travel_is_refused_before_anything_is_submitted(
@@ -289,14 +299,14 @@ def test_a_node_that_came_before_the_kernel_listens_is_known(
 def test_a_job_that_ends_while_it_is_submitted_is_heard(
     farm: Farm, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, train = farm._client.submit, names["train"]
+    submit, train = farm._client.map, names["train"]
 
-    def submit_and_wait(*args: Any, **kwargs: Any) -> Future:
-        future = submit(*args, **kwargs)
-        until(future.done)
-        return future
+    def submit_and_wait(*args: Any, **kwargs: Any) -> list[Future]:
+        futures: list[Future] = submit(*args, **kwargs)
+        until(lambda: all(future.done() for future in futures))
+        return futures
 
-    monkeypatch.setattr(farm._client, "submit", submit_and_wait)
+    monkeypatch.setattr(farm._client, "map", submit_and_wait)
     job = farm.submit(train, 3)
     assert job.result().value == 9 and job.seen.took_s
     assert (job.folder / "output.log").read_text() == "training 3\n"
@@ -346,7 +356,7 @@ def test_a_node_reaches_no_file_outside_of_its_jobs_folders(farm: Farm, tmp_path
     def delivered(*names: str) -> Job:
         job = Job(farm, "forged", (), {}, tmp_path / "jobs" / "forged")
         files = dict.fromkeys(names, b"x")
-        farm._deliver(job, JobResult("node-0", [bytes(packed.data)], files))
+        farm._deliver(job, JobResult(job.name, "node-0", 1.0, [packed.data], files))
         return job
 
     for name in ("../outside", f"{tmp_path}/outside", "a/../../outside", "", "."):
@@ -369,13 +379,13 @@ def test_bounds_that_a_pool_cannot_keep_are_refused(several: Notebook) -> None:
 def test_a_farm_whose_process_dies_says_so_of_each_job(
     several: Notebook, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    if first != "its end":
-        monkeypatch.setattr(Farm, "_watch", lambda farm: None)
     known = programs("process")
     several.define("dying = taas.farm('many', nodes=1)")
     dying, wait = names["dying"], names["wait"]
     assert isinstance(dying, Farm)
     job = dying.submit(wait, "never")
+    if first != "its end":
+        monkeypatch.setattr(dying._process, "poll", lambda: None)
     [process] = programs("process") - known
     process.kill()
     with pytest.raises(PoolError, match=rf"{job.name} of {dying.name}: its process ended"):
@@ -396,17 +406,17 @@ def farm_state() -> FarmState:
 
 
 def test_the_table_has_nodes_jobs_their_hosts_and_last_lines() -> None:
-    shown = text(farm_state())
-    assert "1 nodes of 1 slots (0 to 2) · 1 queued, 1 running" in shown
-    assert "train-1  running  h<1>  epoch 2" in shown
-    assert "h&lt;1&gt;" in html(farm_state())
+    shown = bundle(farm_state())
+    assert "1 nodes of 1 slots (0 to 2) · 1 queued, 1 running" in shown["text/plain"]
+    assert "train-1  running  h<1>  epoch 2" in shown["text/plain"]
+    assert "h&lt;1&gt;" in shown["text/html"]
 
 
 def test_jobs_of_a_node_that_is_lost_wait_again() -> None:
     state = farm_state()
     state.take(NodeNews("node-0", "lost", "killed"))
     assert state.counts()["queued"] == 2
-    assert "killed" in text(state)
+    assert "killed" in bundle(state)["text/plain"]
 
 
 def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:
