@@ -49,12 +49,12 @@ def get_worker_info() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`last_run`, the newest run that this kernel started (None before the first); `device_type`,
-    "cuda" or "cpu" (`host.system.device_type`); `farm`; `federation`; and `save`.
+    """Return `last_run`, `device_type`, `farm`, `federation` or `save`.
 
-    What the last three need is imported when they are asked for: the kernel imports this module
-    while the notebook's folder, which may hold a `random.py`, still comes before the standard
-    library.
+    `last_run` is the newest run that this kernel started (None before the first), `device_type` is
+    "cuda" or "cpu". What the last three need is imported when they are asked for: the kernel
+    imports this module while the notebook's folder, which may hold a `random.py`, still comes
+    before the standard library.
     """
     if name == "last_run":
         return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)

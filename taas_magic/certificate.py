@@ -36,11 +36,7 @@ def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
 
 
 class Authority:
-    """Signs certificates of clients; its own key leaves this process by no method.
-
-    Args:
-        name: Its subject.
-    """
+    """Signs certificates of clients; its own key leaves this process by no method."""
 
     def __init__(self, name: str) -> None:
         self._name, self._key = name, ec.generate_private_key(ec.SECP256R1())
@@ -50,7 +46,6 @@ class Authority:
         """Make a key pair and a certificate by which its holder connects to others, as PEM.
 
         Args:
-            name: Of the subject.
             identity: A URI that says who the holder is.
             serves: Whether others may connect to it as well.
         """

@@ -158,10 +158,6 @@ class Config(Struct, frozen=True):
     """All settings: a table each.
 
     Attributes:
-        store: The project store.
-        capture: What travels with a cell.
-        runs: The folders of runs.
-        data: The data service.
         pools: By name; `local` is always there.
         source: The file that was read; None where there is none.
     """
@@ -199,7 +195,7 @@ class Config(Struct, frozen=True):
 
 
 def closest(word: str, possible: Iterable[str]) -> str:
-    """` (did you mean "x"?)`, or nothing where no word is near."""
+    """Return ` (did you mean "x"?)`, or nothing where no word is near."""
     near = difflib.get_close_matches(word, list(possible), n=1)
     return f' (did you mean "{near[0]}"?)' if near else ""
 
@@ -328,7 +324,7 @@ def parse(values: Mapping[str, Any], source: Path) -> Config:
 
 
 def parse_size(text: str) -> int:
-    """ "4GiB", "500MB", "1.5G" or "4096" as bytes.
+    """Read "4GiB", "500MB", "1.5G" or "4096" in bytes.
 
     Raises:
         ValueError: It is none of these.

@@ -806,7 +806,7 @@ def encode(message: Struct) -> bytes:
 
 
 def escaped(value: Any) -> Any:
-    """Return a value whose texts can be encoded as UTF-8: a lone surrogate becomes `\\udce9`."""
+    r"""Return a value whose texts can be encoded as UTF-8: a lone surrogate becomes `\udce9`."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -856,7 +856,7 @@ def to_bytes(value: object) -> bytes:
 
 
 def _digits(number: int) -> msgpack.ExtType:
-    """A whole number of more than 64 bits."""
+    """Encode a whole number of more than 64 bits."""
     return msgpack.ExtType(0, str(number).encode())
 
 

@@ -63,7 +63,7 @@ class DataPlan(Struct, frozen=True):
 
     @property
     def loaders(self) -> frozenset[str]:
-        """Return names of the loaders that they run."""
+        """Names of the loaders that they run."""
         return frozenset(name for fetcher in self.fetchers for name in fetcher.loaders)
 
 
@@ -319,8 +319,6 @@ def make_plan(
     """Decide how the ranks lie on hosts like `host`.
 
     Args:
-        flags: What the cell asks for.
-        host: What each host of the pool offers.
         run_id: From `new_run_id`.
         max_hosts: Hosts that the pool may have.
         store: None holds no rank to anything.

@@ -44,7 +44,6 @@ class Registered:
 
     Attributes:
         name: Its name in runs; "" as long as it has none.
-        loader: The loader itself.
         seed: The seed of its randomness; None: the run's.
         uneven: What happens when its batches do not divide by the ranks: `pad`, `drop`, `keep`.
         is_named: Whether the user named it; else it goes by its variable, once it has one.
@@ -77,7 +76,6 @@ class PackedLoader(NamedTuple):
     """A registered loader on its way to a run.
 
     Attributes:
-        entry: The loader.
         shape: What goes to the ranks in its place; none of its data.
         payload: Its parts, pickled for the fetchers.
     """
@@ -194,10 +192,8 @@ def serve(
 
     Args:
         loaders: Those loaders, by name.
-        run_dir: The run's folder.
         fetchers: How many fetchers run them; 0: the ranks do it themselves.
         units: The bound of `--units`.
-        settings: The [data] table of taas.toml.
         tls: Whether batches go from host to host over a network that is not the user's alone.
     """
     if not loaders:

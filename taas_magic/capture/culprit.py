@@ -71,8 +71,6 @@ def refusal(
     """Say what in the value of a variable cannot travel, and what to do about it.
 
     Args:
-        name: The variable.
-        value: Its value, which could not be pickled.
         probe: Pickles a value and raises where it cannot.
         error: What pickling `value` raised.
         note: Why the variable travels at all; shown in brackets.
@@ -228,6 +226,7 @@ def _attributes(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def type_name(value: Any) -> str:
+    """Return the name of a value's class, with its module where users would have to import it."""
     kind = type(value)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     return f"{module}{kind.__qualname__}"

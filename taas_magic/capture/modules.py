@@ -43,7 +43,6 @@ class ModuleSource:
         name: Its dotted name.
         path: Its file on the notebook's machine; tracebacks show it.
         source: The file's text; "" for a folder without `__init__.py`.
-        is_package: Whether it has submodules.
     """
 
     name: str

@@ -46,6 +46,7 @@ class CodeUse:
 
     @property
     def names(self) -> frozenset[str]:
+        """Global names that the code reads, sooner or later."""
         return self.now | self.later
 
 
@@ -164,6 +165,7 @@ def used_names(source: str, filename: str = "<cell>") -> UsedNames:
 
 
 def why_used_by(owner: str) -> str:
+    """Return the reason why a name travels that `owner` reads, for messages."""
     return f"`{owner}` uses it"
 
 

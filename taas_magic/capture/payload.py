@@ -54,11 +54,10 @@ class Captured:
     type_name: str
 
 
-class Gathering:
+class _Gathering:
     """Pickles names one after the other, each after the names that its functions need.
 
     Args:
-        namespace: The notebook's.
         problems: Takes refusals; None has them raised.
     """
 
@@ -179,7 +178,6 @@ class Contents(Struct, frozen=True, kw_only=True):
     """What is known of a payload without unpickling anything.
 
     Attributes:
-        cell: The cell.
         captured: The names that travel, each after what it needs.
         modules: The project's own modules, by name.
         sources: Texts of this cell and of the cells that defined captured functions, by filename.
@@ -209,6 +207,7 @@ class Payload(Contents, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
+        """What counts against the limit: the values and the project's modules."""
         return self.data.size_bytes + sum(len(m.source) for m in self.modules.values())
 
 
@@ -266,11 +265,9 @@ def capture(
     """Find and pickle what a cell uses (kernel). Nothing else of the notebook is touched.
 
     Args:
-        cell: The cell.
         namespace: The notebook's own dict, not a copy: functions are recognised by it.
         transform: IPython syntax to Python (`InteractiveShell.transform_cell`).
         project: The notebook's folder.
-        limit_bytes: How large a payload may be.
         source_of: The text of the cell that the kernel compiled under a filename, if it was one.
         problems: Takes what would be refused, for --dry-run, which goes on after it.
 
@@ -279,7 +276,7 @@ def capture(
             module cannot be read; of these only the last where there is `problems`.
         SyntaxError: The cell is not Python.
     """
-    gathering = Gathering(namespace, problems)
+    gathering = _Gathering(namespace, problems)
     python = transform(cell.source)
     used = used_names(python, cell.filename)
     gathering.pickler.add(process_state.collect())
@@ -311,7 +308,7 @@ def _assemble(
     cell: Cell,
     python: str,
     used: UsedNames,
-    gathering: Gathering,
+    gathering: _Gathering,
     project: Path,
     source_of: Callable[[str], CellSource | None],
 ) -> Payload:

@@ -60,6 +60,7 @@ class Pickled:
 
     @property
     def size_bytes(self) -> int:
+        """The pickle and the memory that it refers to."""
         return len(self.data) + sum(buffer.raw().nbytes for buffer in self.buffers)
 
 
@@ -154,15 +155,17 @@ Each is given the value, and its pickler's `replaced`, in which it notes what th
 class Stream(Protocol):
     """What unpickling reads from; a mapped file and `io.BytesIO` both do."""
 
-    def read(self, size: int, /) -> bytes: ...
-    def readline(self) -> bytes: ...
+    def read(self, size: int, /) -> bytes:
+        """Return so many bytes, fewer only at the end."""
+
+    def readline(self) -> bytes:
+        """Return the bytes up to the next newline, with it."""
 
 
 def dump(obj: Any, *, globals_dict: dict[str, Any] | None = None, name: str = "value") -> Pickled:
     """Pickle one value; the memory of its arrays and tensors is referred to, not copied.
 
     Args:
-        obj: Any value.
         globals_dict: The notebook's namespace. Functions defined in it travel without the
             globals that they use and have the loading side's namespace in its place. Left out
             (results on their way back), functions bring copies of what they use.
@@ -278,6 +281,7 @@ class ValuePickler(cloudpickle.Pickler):
             raise
 
     def pickled(self) -> Pickled:
+        """Return all that was added; the memory of its arrays and tensors is not copied."""
         return Pickled(self._file.getvalue(), tuple(self.buffers))
 
     def probe(self, value: Any) -> None:
@@ -287,6 +291,7 @@ class ValuePickler(cloudpickle.Pickler):
         pickler.dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
+        """Reduce what travels otherwise than pickle would have it; called by pickle."""
         kind = type(obj)
         try:
             handler = self._handlers[kind]

@@ -97,6 +97,7 @@ def _make_lru_cache(function: Any, maxsize: int | None, typed: bool) -> Any:
 
 
 def reduce_cached_property(prop: "functools.cached_property[Any]") -> Reduced:
+    """Reduce a `cached_property`, whose lock (Python 3.10, 3.11) cannot be pickled."""
     state = {name: value for name, value in vars(prop).items() if name != "lock"}
     return _make_cached_property, (type(prop),), state
 
@@ -113,6 +114,7 @@ _OF_DISPATCH_METHOD = frozenset(vars(functools.singledispatchmethod(len))) - {"d
 
 
 def reduce_dispatch_method(method: "functools.singledispatchmethod[Any]") -> Reduced:
+    """Reduce a `singledispatchmethod` without what its constructor makes."""
     state = {name: value for name, value in vars(method).items() if name not in _OF_DISPATCH_METHOD}
     return _make_dispatch_method, (type(method),), state
 
@@ -177,6 +179,7 @@ class NotebookNamespace(dict[str, Any]):
 
 @contextmanager
 def loading_into(namespace: dict[str, Any]) -> Iterator[None]:
+    """Have what a `NotebookNamespace` stands for be `namespace`, in this context, for the block."""
     token = _target.set(namespace)
     try:
         yield
@@ -203,6 +206,7 @@ def stream_name(file: Any) -> str | None:
 
 
 def reduce_file(file: Any) -> Any:
+    """Reduce stdout and stderr to those of the loading side; raises TypeError for other files."""
     stream = stream_name(file)
     if stream is not None:
         return getattr, (sys, stream)
@@ -210,6 +214,7 @@ def reduce_file(file: Any) -> Any:
 
 
 def this_shell() -> Any:
+    """Return the IPython shell of the process that loads; None where there is none."""
     from IPython import get_ipython
 
     return get_ipython()
@@ -223,7 +228,7 @@ def this_shell() -> Any:
 Storages = MutableMapping[int, "torch.UntypedStorage"]
 
 
-def reduce_untyped(storage: "torch.UntypedStorage", seen: Storages) -> Reduced:
+def _reduce_untyped(storage: "torch.UntypedStorage", seen: Storages) -> Reduced:
     """Reduce a storage to a buffer over its bytes.
 
     Args:
@@ -238,13 +243,13 @@ def reduce_untyped(storage: "torch.UntypedStorage", seen: Storages) -> Reduced:
     return rebuild_untyped, (PickleBuffer(_bytes_of(held)), device)
 
 
-def reduce_typed(storage: "torch.TypedStorage", seen: Storages) -> Reduced:
+def _reduce_typed(storage: "torch.TypedStorage", seen: Storages) -> Reduced:
     """Reduce a typed storage to its one untyped storage and a dtype."""
     untyped = storage._untyped_storage
     return rebuild_typed, (seen.setdefault(untyped._cdata, untyped), storage.dtype)
 
 
-def reduce_tensor(tensor: "torch.Tensor") -> Any:
+def _reduce_tensor(tensor: "torch.Tensor") -> Any:
     """Reduce a tensor of one of torch's newer dtypes (uint16 …), all others as torch does it.
 
     Torch rebuilds these only from a typed storage, but pickles an untyped one.
@@ -270,6 +275,7 @@ def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":
 
 
 def rebuild_typed(untyped: "torch.UntypedStorage", dtype: "torch.dtype") -> "torch.TypedStorage":
+    """Give a storage that was rebuilt its dtype back; nothing is copied."""
     import torch
 
     return torch.TypedStorage(  # type: ignore[no-untyped-call]
@@ -287,11 +293,11 @@ def target_device(device: str) -> str:
     return f"cuda:{int(local_rank) % torch.cuda.device_count()}"
 
 
-def reduce_generator(generator: "torch.Generator") -> Reduced:
-    return rebuild_generator, (generator.device.type, generator.get_state())
+def _reduce_generator(generator: "torch.Generator") -> Reduced:
+    return _rebuild_generator, (generator.device.type, generator.get_state())
 
 
-def rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
+def _rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
     """Make a generator, afresh on another kind of device: the state means nothing there."""
     import torch
 
@@ -318,7 +324,7 @@ def _reduce_torch_name(value: Any) -> Reduced:
     return getattr, (torch, str(value).removeprefix("torch."))
 
 
-def reduce_script(script: Any) -> Reduced:
+def _reduce_script(script: Any) -> Reduced:
     """Reduce what `torch.jit` compiled to what `torch.jit.save` writes."""
     import torch
 
@@ -328,10 +334,10 @@ def reduce_script(script: Any) -> Reduced:
         torch.jit.save(script, file)
     values = [*script.parameters(), *script.buffers()] if hasattr(script, "parameters") else []
     device = values[0].device.type if values else "cpu"
-    return rebuild_script, (file.getvalue(), device)
+    return _rebuild_script, (file.getvalue(), device)
 
 
-def rebuild_script(data: bytes, device: str) -> Any:
+def _rebuild_script(data: bytes, device: str) -> Any:
     """Load what was compiled; a function comes back as a module that is called alike."""
     import torch
 
@@ -346,15 +352,15 @@ def torch_reducers(seen: Storages) -> dict[type, Callable[[Any], Any] | None]:
     import torch.utils.data
 
     return {
-        torch.Tensor: reduce_tensor,
-        torch.UntypedStorage: lambda storage: reduce_untyped(storage, seen),
-        torch.TypedStorage: lambda storage: reduce_typed(storage, seen),
-        torch.Generator: reduce_generator,
+        torch.Tensor: _reduce_tensor,
+        torch.UntypedStorage: lambda storage: _reduce_untyped(storage, seen),
+        torch.TypedStorage: lambda storage: _reduce_typed(storage, seen),
+        torch.Generator: _reduce_generator,
         torch.utils.data.DataLoader: reduce_loader,
         torch.memory_format: _reduce_torch_name,
         torch.qscheme: _reduce_torch_name,
-        torch.jit.ScriptModule: reduce_script,
-        torch.jit.ScriptFunction: reduce_script,
+        torch.jit.ScriptModule: _reduce_script,
+        torch.jit.ScriptFunction: _reduce_script,
     }
 
 
@@ -387,6 +393,7 @@ def project_home() -> str:
 
 
 def reduce_path(path: PurePath) -> tuple[Any, ...]:
+    """Reduce a path; one in the project becomes that of the loading host's copy."""
     return _path, (type(path), _moved(str(path), _COPY, _HOME))
 
 

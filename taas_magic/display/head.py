@@ -157,6 +157,7 @@ class RunState:
 
     @property
     def has_ended(self) -> bool:
+        """Whether the last event of the run has come."""
         return self.state in ENDED_STATES
 
     @property

@@ -43,6 +43,7 @@ class NotebookScreen:
         self._clears_first = False
 
     def open(self, state: RunState, now: float) -> None:
+        """Show the head for the first time."""
         self._head = head.both(state, now)
         self._publish_head(update=False)
 
@@ -53,6 +54,7 @@ class NotebookScreen:
             self._publish_head(update=True)
 
     def write(self, text: str) -> None:
+        """Write lines below the head, at once."""
         self._clear_now()
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -78,6 +80,7 @@ class NotebookScreen:
             self._clear_now()
 
     def close(self, state: RunState, now: float) -> None:
+        """Bring the head up to date for the last time."""
         self.show(state, now)
 
     def _clear_now(self) -> None:
@@ -104,6 +107,7 @@ class ConsoleScreen(NotebookScreen):
         self._rest = f"{text}\n"
 
     def close(self, state: RunState, now: float) -> None:
+        """Write the lines that were kept, and the head."""
         self.write(f"{self._rest}{head.text(state, now)}\n")
 
 
@@ -117,9 +121,11 @@ class TerminalScreen:
         self._hangs = False
 
     def open(self, state: RunState, now: float) -> None:
+        """Write the head."""
         self.write(head.text(state, now) + "\n")
 
     def show(self, state: RunState, now: float) -> None:
+        """Redraw the progress bar in place; say once that the run hangs."""
         progress = head.plain(state.progress).partition("\n")[0]
         if progress != self._progress and sys.stdout.isatty():
             self._progress = progress
@@ -129,6 +135,7 @@ class TerminalScreen:
         self._hangs = bool(state.hang)
 
     def write(self, text: str) -> None:
+        """Write lines above the progress bar."""
         if self._progress:
             width = shutil.get_terminal_size().columns - 1
             text = f"\r\x1b[K{text}{self._progress[:width]}"
@@ -139,12 +146,14 @@ class TerminalScreen:
         """Do nothing: a terminal takes all lines."""
 
     def display(self, event: Display) -> None:
+        """Write the text form of what a rank displayed."""
         self.write(f"{event.data.get('text/plain', '')}\n")
 
     def clear(self, wait: bool) -> None:
         """Do nothing: a terminal keeps what it has shown."""
 
     def close(self, state: RunState, now: float) -> None:
+        """Remove the progress bar, and write the head once more."""
         if self._progress:
             self._progress = ""
             self.write("\r\x1b[K")

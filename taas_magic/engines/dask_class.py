@@ -56,6 +56,7 @@ class DaskClassEngine(Engine):
         return HostCapacity(self.pool.gpus or 0, int(cores))
 
     def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
+        """See `Engine.open`; raises UsageError where the class cannot be used."""
         from distributed import Security
 
         pool, cluster_class = self.pool, _find_class(self.pool)
@@ -83,6 +84,7 @@ class DaskClassEngine(Engine):
         return cluster
 
     async def bring(self, count: int) -> list[str]:
+        """See `Engine.bring`; the batch system is asked about jobs whose hosts have not joined."""
         from distributed import Status
 
         cluster = self.cluster
@@ -102,11 +104,13 @@ class DaskClassEngine(Engine):
         return lines
 
     async def give_back(self, keep: Collection[str]) -> None:
+        """See `Engine.give_back`; a host is given back with the vehicle that brought its agent."""
         kept = {vehicle_of(name) for name in keep}
         await super().give_back(kept)
         self._vehicles.forget(kept)
 
     async def why_lost(self, agent: str) -> str:
+        """See `Engine.why_lost`; the batch system is asked about the job of the host."""
         return await self._vehicles.why_lost(vehicle_of(agent))
 
 

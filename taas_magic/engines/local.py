@@ -39,6 +39,7 @@ class LocalEngine(Engine):
         self._started: list[subprocess.Popen[bytes]] = []
 
     def capacity(self) -> HostCapacity:
+        """Return what taas.toml says, and where it says nothing, what this machine has."""
         gpus = self.pool.gpus if self.pool.gpus is not None else count_gpus()
         return HostCapacity(gpus, self.pool.cores or probe.cores())
 
@@ -55,11 +56,13 @@ class LocalEngine(Engine):
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
+        """See `Engine.open`."""
         self.keys, self.folder = keys, folder
-        self.cluster = make_cluster(self, scheduler, keys, LocalHost)
+        self.cluster = make_cluster(self, scheduler, keys, _LocalHost)
         return self.cluster
 
     async def bring(self, count: int) -> list[str]:
+        """See `Engine.bring`; a host that ends or stops before it has joined is given back."""
         said = await super().bring(count)
         for name, host in list(self.cluster.workers.items()):
             if name not in self.cluster.observed:
@@ -71,14 +74,14 @@ class LocalEngine(Engine):
         return said
 
     async def why_lost(self, agent: str) -> str:
-        """End what is left of the host, so that no rank of it writes beside a new one."""
+        """See `Engine.why_lost`; what is left of the host is ended, lest two ranks 0 write."""
         host = self.cluster.workers.get(agent)
         if host is not None:
             await host.end()
         return ""
 
 
-class LocalHost(DaskHost):
+class _LocalHost(DaskHost):
     """A supervisor and its agent on this machine."""
 
     def __init__(self, scheduler: str, engine: LocalEngine, name: str) -> None:

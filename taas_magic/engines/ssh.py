@@ -68,7 +68,7 @@ class SshEngine(Engine):
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
         self.refusals: list[str] = []
-        self._hosts: weakref.WeakSet[SshHost] = weakref.WeakSet()
+        self._hosts: weakref.WeakSet[_SshHost] = weakref.WeakSet()
         self._coming: asyncio.Future[Any] | None = None
         self._free: list[Target] = []
         self._leaving = 0
@@ -90,12 +90,14 @@ class SshEngine(Engine):
         return HostCapacity(gpus, self.pool.cores or found.cores)
 
     def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
+        """See `Engine.ways`: each is an SSH connection."""
         return {target.label: _way(target, stop) for target in _targets(self.pool)}
 
     def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
+        """See `Engine.open`; raises UsageError where ssh's configuration cannot be understood."""
         self.keys, self._free = keys, _targets(self.pool)
         self._executor = ThreadPoolExecutor(2 * len(self._free), "taas-ssh")
-        self.cluster = make_cluster(self, scheduler, keys, SshHost)
+        self.cluster = make_cluster(self, scheduler, keys, _SshHost)
         return self.cluster
 
     async def bring(self, count: int) -> list[str]:
@@ -154,11 +156,12 @@ class SshEngine(Engine):
             await self.in_thread(close_tunnel, connection, port)
 
     async def why_lost(self, agent: str) -> str:
+        """See `Engine.why_lost`: what the host's SSH connection tells of its end."""
         hosts = [host for host in self._hosts if host.name == agent]
         said = [await self.in_thread(host.why_lost) for host in hosts]
         return next(filter(None, said), "")
 
-    def note(self, host: "SshHost") -> None:
+    def note(self, host: "_SshHost") -> None:
         """Know a host from the first on: Dask knows it once it is up."""
         self._hosts.add(host)
 
@@ -247,7 +250,7 @@ def _ask_capacity(pool: PoolConfig) -> HostCapacity:
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-class SshHost(DaskHost):
+class _SshHost(DaskHost):
     """A supervisor and its agent on a free host of the pool."""
 
     def __init__(self, scheduler: str, engine: SshEngine, name: str) -> None:

@@ -83,8 +83,6 @@ class Job:
         name: Its name: the function's, and a number.
         args: What the function is called with.
         kwargs: The same, by name.
-        state: "queued", "running", "done", "failed" or "cancelled".
-        host: The host that runs it, or ran it last; "" before.
         folder: Its folder: what it printed (`output.log`), and what it saved by `taas.save`.
     """
 
@@ -103,10 +101,12 @@ class Job:
 
     @property
     def state(self) -> str:
+        """How it stands: "queued", "running", "done", "failed" or "cancelled"."""
         return self.seen.state
 
     @property
     def host(self) -> str:
+        """The host that runs it, or ran it last; "" before."""
         return self.seen.host
 
     def done(self) -> bool:
@@ -586,7 +586,6 @@ def farm(
     """Start a farm of jobs on the hosts of a pool, or of several; returns at once.
 
     Args:
-        pool: A pool's name, or several.
         gpus: CUDA devices that a job has for itself.
         cpus: Processors for each job: a host runs as many jobs at a time as it has room for.
         nodes: Hosts: at least and at most, or how many; left out, as many as jobs need.

@@ -143,7 +143,7 @@ class FarmScheduler(Scheduler):
         """Open no port for Dask's web pages: they would ask nobody for a key."""
 
     def subscribe_topic(self, topic: str, client: str) -> None:
-        """Called by Dask; nodes may have come before a kernel that is slow listens."""
+        """Tell a kernel of the nodes that came before it listened; called by Dask."""
         super().subscribe_topic(topic, client)
         for news in list(self._fleet.told) if topic == TOPIC else ():
             self.log_event(TOPIC, msgspec.to_builtins(news))
@@ -210,10 +210,12 @@ class Node(ProcessInterface):
         self._coming: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        """Have the node's run launched in a task; called by Dask."""
         self._coming = asyncio.create_task(self._fleet.run(self._name, self._joins))
         await super().start()
 
     async def close(self) -> None:
+        """End the node; returns when its pool was told. Called by Dask."""
         if self._coming is not None:
             self._coming.cancel()
         await asyncio.to_thread(self._fleet.end, self._name)
@@ -402,7 +404,7 @@ class Fleet(SchedulerPlugin):
         self._drop(name)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Called by Dask when a node takes jobs."""
+        """Take down that a node takes jobs; called by Dask."""
         name = self._names[worker] = str(scheduler.workers[worker].name)
         node = self._nodes[name]
         node.has_joined, self._failed = True, 0
@@ -411,7 +413,7 @@ class Fleet(SchedulerPlugin):
         self._said(name, "here")
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Called by Dask when a node is gone, before its jobs are done elsewhere.
+        """Take down that a node is gone; called by Dask before its jobs are done elsewhere.
 
         Why may be heard later.
         """
@@ -421,7 +423,7 @@ class Fleet(SchedulerPlugin):
             self._said(name, "lost", "its process ended, or its connection broke")
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Called by Dask with each change of a job."""
+        """Say when a job is not called again; called by Dask with each change of one."""
         if finish == "erred":
             said = msgspec.to_builtins(JobNews(key, "", "erred"))
             self.cluster.scheduler.log_event(TOPIC, said)

@@ -45,6 +45,7 @@ class PartName(Struct, frozen=True):
 
     @property
     def text(self) -> str:
+        """Its name in the farm's process."""
         return f"{self.mark}-{self.number}"
 
 

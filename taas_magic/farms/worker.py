@@ -75,7 +75,7 @@ class _Changes(WorkerPlugin):
         self._worker = worker
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        """Called by Dask with each change of a task, before it tells of that."""
+        """Send the result of a job with its end; interrupt one nobody wants; called by Dask."""
         result = self._worker.results.pop(key, None)
         if finish == "memory" and result is not None:  # so it is in one message with its end
             self._worker.log_event(TOPIC, result)

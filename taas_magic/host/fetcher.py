@@ -199,7 +199,7 @@ def _serve(fetcher: Fetcher, control: Connection) -> None:
 
 
 def _has_room(control: Connection) -> bool:
-    """Whether the agent hears: no rank is to wait because it does not."""
+    """Return whether the agent hears: no rank is to wait because it does not."""
     return bool(select.select([], [control], [], 0)[1])
 
 

@@ -58,7 +58,6 @@ def specs_of(spec: HostSpec, place: Place, scratch: Path) -> Iterator[FetcherSpe
 
     Args:
         spec: The run's share, with this host's paths.
-        place: This host.
         scratch: A folder of the run for what no one else reads.
     """
     run_dir, data, served = spec.folder.path, spec.plan.data, service.read(spec.folder.path)
@@ -129,6 +128,7 @@ class HostFetchers(HostShare):
         self._running: dict[Connection, _Running] = {}
 
     def stacks(self) -> RunStacks:
+        """See `HostShare.stacks`: those of each fetcher and of its workers."""
         found = []
         for one in list(self._running.values()):
             assert one.spec.stacks is not None

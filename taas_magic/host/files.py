@@ -141,7 +141,7 @@ class RunFiles:
 
 
 def _is_same(spec: HostSpec) -> bool:
-    """Whether the run's folder here is the notebook's: the plan in it has this run's random id."""
+    """Return whether the run's folder here is the notebook's: its plan has this run's random id."""
     try:
         return spec.folder.plan().run_id == spec.plan.run_id
     except (OSError, ValueError):
@@ -153,7 +153,6 @@ class Travelling:
 
     Args:
         spec: A share of the run on this host, as the notebook's machine has it.
-        ask: Asks the pool's process.
         note: Tells the user something, once.
 
     Raises:
@@ -243,7 +242,7 @@ class Travelling:
         return any(is_below(place, folder) for folder in self._rule.shared)
 
     def _place(self, path: str) -> str:
-        """Where a path of the notebook's machine is on this one, if it is in the store."""
+        """Return where a path of the notebook's machine is on this one, if it is in the store."""
         if not is_below(path, self._rule.path):
             return path
         below = os.path.relpath(path, self._rule.path)
@@ -259,7 +258,7 @@ def _say_what_stays(manifest: Manifest, note: Callable[[str], None]) -> None:
 
 
 def _sends(spec: HostSpec) -> Sequence[str] | None:
-    """What may be written here: all of the store (None), or its shared folders, relative to it."""
+    """Return what may be written here: all (None), or folders, relative to the store."""
     rule = spec.plan.store
     if spec.reads_only or spec.fetches:
         return []
@@ -273,7 +272,6 @@ class HostFiles:
 
     Args:
         spec: The share, as the notebook's machine has it.
-        place: This host.
         ask: Asks the pool's process for what is not on this host.
         emit: Sends an event to the pool's process.
     """
@@ -384,9 +382,7 @@ class FileServer:
         """Answer a host.
 
         Args:
-            host_rank: The host.
             numbers: Its ranks, or fetchers, whose files it may bring.
-            asked: What it asks.
 
         Raises:
             ProtocolError: It cannot be asked, or not by this host.
@@ -429,7 +425,7 @@ class FileServer:
                 return self._write(host_rank, asked)
 
     def _list(self) -> dict[str, int]:
-        """The bytes of each file that a host needs for its ranks and fetchers, by its name."""
+        """Return the bytes of each file that a host needs for its ranks and fetchers, by name."""
         names = ["payload"]
         data = service.folder_of(self._path)
         if data.exists():

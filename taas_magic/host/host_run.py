@@ -79,7 +79,7 @@ class Wakeup:
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        """The descriptor, for `multiprocessing.connection.wait`."""
+        """Return the descriptor, for `multiprocessing.connection.wait`."""
         return self._descriptor
 
     def set(self) -> None:
@@ -107,7 +107,6 @@ class HostShare(ABC):
 
     Args:
         spec: What is to run here.
-        place: This host.
         emit: Sends an event to the pool's process; any thread may call it.
         alone: Says whether nothing else is on this host.
         ask: Asks the pool's process for files that this host does not share.
@@ -180,7 +179,7 @@ class HostShare(ABC):
 
     @abstractmethod
     def stacks(self) -> RunStacks:
-        """Where the processes stand; blocks for some seconds; called by another thread."""
+        """Return where the processes stand; blocks for some seconds; called by another thread."""
 
     @abstractmethod
     def _work(self) -> None:
@@ -192,7 +191,7 @@ class HostShare(ABC):
 
     @abstractmethod
     def _ending(self) -> tuple[Callable[[], None], ...]:
-        """The steps that end all processes; one that fails is told, and the next ones follow."""
+        """Return the steps that end all processes; when one fails, the next ones follow."""
 
     @abstractmethod
     def _keep(self, error: Exception) -> None:
@@ -205,7 +204,7 @@ class HostShare(ABC):
         return "SUCCEEDED", []
 
     def _held(self) -> Path:
-        """How the paths begin of files that show whose a process is that has them open."""
+        """Return how the paths begin of files that show whose a process is that has them open."""
         return self.folder
 
     def _sweep(self) -> None:
@@ -226,7 +225,6 @@ class Attempt:
 
     Args:
         spec: What is to run here, with this host's paths.
-        host: This host's name.
         pump: Brings what the ranks say.
         pipes: The folder in which they say it.
         emit: Sends an event to the pool's process.
@@ -333,7 +331,7 @@ class Attempt:
             self._end_ranks(FAILED_GRACE_S if verdict.state == "FAILED" else 0.0)
 
     def _report(self, verdict: Verdict) -> list[Failure]:
-        """The failures of this host; of ranks that succeeded, those that left by themselves."""
+        """Return the host's failures; of ranks that succeeded, those that left by themselves."""
         if verdict.cause == "host":
             return [host_failure(self._host, PoolError(forkserver.why_ended()))]
         return [
@@ -394,10 +392,11 @@ class HostRun(HostShare):
         return meeting.port if meeting else 0
 
     def end(self) -> None:
-        """All hosts have settled, and this was the last attempt; called by another thread."""
+        """Let this have been the last attempt: all hosts have settled; called by another thread."""
         self._command(_Order())
 
     def stacks(self) -> RunStacks:
+        """See `HostShare.stacks`; none before the ranks have started."""
         stand = self._attempt.stand if self._attempt is not None else None
         return RunStacks(stand.rows(stand.collect()) if stand is not None else [])
 
@@ -418,6 +417,7 @@ class HostRun(HostShare):
         return self.stopped_at is None and (order is None or order.spec is not None)
 
     def stop(self, how: str) -> None:
+        """See `HostShare.stop`; ranks hear the first one as SIGINT at once."""
         is_first = self.stopped_at is None
         super().stop(how)
         if is_first and self._attempt is not None:
@@ -513,7 +513,7 @@ class HostRun(HostShare):
 
 
 def _rendezvous_of(spec: HostSpec) -> Rendezvous | None:
-    """Where an attempt's ranks meet, if this is the run's first host."""
+    """Return where an attempt's ranks meet, if this is the run's first host."""
     return None if spec.host_rank else Rendezvous(spec.master_addr)
 
 
@@ -537,7 +537,7 @@ class Places:
                 service.write_entry(self._folder, number, entry)
 
     def open(self, run_dir: Path) -> None:
-        """The run's folder is on this host: write all that is known there."""
+        """Write all that is known into the run's folder, which is on this host from now on."""
         with self._lock:
             self._folder = service.folder_of(run_dir) / "fetchers"
             for number, entry in self._entries.items():

@@ -37,27 +37,27 @@ _PIPE_BYTES = 1 << 20
 
 
 def log_pipe(folder: Path, attempt: int, local_rank: int) -> Path:
-    """The file that names a rank's log pipe; a restarted rank has new ones."""
+    """Return the file that names a rank's log pipe; a restarted rank has new ones."""
     return folder / f"{attempt}-{local_rank}.log"
 
 
 def message_pipe(folder: Path, attempt: int, local_rank: int) -> Path:
-    """The file that names a rank's message pipe."""
+    """Return the file that names a rank's message pipe."""
     return folder / f"{attempt}-{local_rank}.messages"
 
 
 def stack_file(folder: Path, attempt: int, local_rank: int) -> Path:
-    """Where a rank that dies of a signal leaves its Python stack (faulthandler)."""
+    """Return where a rank that dies of a signal leaves its Python stack (faulthandler)."""
     return folder / f"{attempt}-{local_rank}.stack"
 
 
 def stacks_file(folder: Path, attempt: int, local_rank: int) -> Path:
-    """Where a rank, and what it forks, write their stacks when they are sent a signal."""
+    """Return where a rank, and what it forks, write their stacks on a signal."""
     return folder / f"{attempt}-{local_rank}.stacks"
 
 
 def ask_pipe(folder: Path, attempt: int, local_rank: int) -> Path:
-    """The file that names the pipe by which a rank is asked where it stands."""
+    """Return the file that names the pipe by which a rank is asked where it stands."""
     return folder / f"{attempt}-{local_rank}.ask"
 
 
@@ -78,7 +78,7 @@ def ask(folder: Path, attempt: int, local_rank: int) -> None:
 
 
 def error_file(folder: Path, attempt: int, local_rank: int) -> Path:
-    """Where torch's `record` writes what a rank raised."""
+    """Return where torch's `record` writes what a rank raised."""
     return folder / f"{attempt}-{local_rank}.error.json"
 
 

@@ -104,7 +104,6 @@ class Lease:
     lost, the host has ended itself.
 
     Args:
-        lease_s: How long it lasts.
         expire: Called in the watching thread when it has run out; does not return.
     """
 
@@ -165,7 +164,6 @@ class Head:
 
     Args:
         worker: The agent's Dask worker, not started yet.
-        lease: The agent's lease.
         answers: What answers the controller, by kinds of requests.
     """
 
@@ -225,8 +223,6 @@ class AgentWorker(Worker):
     """The agent; one a host. It takes no Dask tasks.
 
     Args:
-        place: This host.
-        lease: Its lease.
         problems: What every run is told of this host.
     """
 
@@ -333,7 +329,7 @@ class AgentWorker(Worker):
         return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
 
     def _run(self, run_id: str) -> HostRun | None:
-        """The ranks of a run on this host; None once they have ended."""
+        """Return the ranks of a run on this host; None once they have ended."""
         run = self._shares.get(run_id)
         return run if isinstance(run, HostRun) else None
 

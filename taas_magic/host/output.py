@@ -75,7 +75,7 @@ class _Row:
         """The cursor went up from here to a row that is a line already: a bar of unknown form."""
 
     def draw(self, part: bytes, limit_bytes: int) -> None:
-        """Add bytes without a `\\n`."""
+        """Add bytes without a newline."""
         visible = part.rstrip(b"\r")
         if visible:
             _, overwritten, segment = visible.rpartition(b"\r")
@@ -104,9 +104,9 @@ class _Row:
 class LineAssembler:
     """Turns the bytes of one rank's stdout and stderr into whole lines.
 
-    The result does not depend on how the bytes were cut into chunks. Lines end at `\\n` only. A
-    carriage return overwrites what stood before it in its line, as in a terminal and for tqdm;
-    one before `\\n` is part of the line's end. Nested bars are drawn by moving the cursor up: an
+    The result does not depend on how the bytes were cut into chunks. Lines end at newlines only. A
+    carriage return overwrites what stood before it in its line, as in a terminal and for tqdm; one
+    before a newline is part of the line's end. Nested bars are drawn by moving the cursor up: an
     unfinished bar is no line as long as only bars stand below it. ANSI sequences pass, bytes that
     are no UTF-8 become U+FFFD. Memory is bounded by `limit_bytes`, however long a line gets.
 
@@ -159,7 +159,7 @@ class LineAssembler:
         return lines
 
     def _draw(self, part: bytes) -> None:
-        """Add bytes without a `\\n`; each CURSOR_UP in them leads to the row above."""
+        """Add bytes without a newline; each CURSOR_UP in them leads to the row above."""
         first, *others = part.split(CURSOR_UP) if CURSOR_UP in part else [part]
         self._rows[self._at].draw(first, self._limit_bytes)
         for above in others:

@@ -309,7 +309,7 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-class NoKeyboard(io.TextIOBase):
+class _NoKeyboard(io.TextIOBase):
     """A standard input whose every read says why it cannot be one."""
 
     def readline(self, *args: Any) -> NoReturn:  # what `input()` calls
@@ -360,7 +360,7 @@ def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-class CellCompiler(CachingCompiler):
+class _CellCompiler(CachingCompiler):
     """Compiles the cell under the name that the notebook's kernel gave it."""
 
     cell: Cell | None = None
@@ -382,7 +382,7 @@ class CellCompiler(CachingCompiler):
         return found
 
 
-class LinkDisplayHook(DisplayHook):
+class _LinkDisplayHook(DisplayHook):
     """Sends the value of the cell's last expression."""
 
     def quiet(self) -> bool:
@@ -403,7 +403,7 @@ class LinkDisplayHook(DisplayHook):
         self.update_user_ns(result)
 
 
-class LinkDisplayPublisher(DisplayPublisher):
+class _LinkDisplayPublisher(DisplayPublisher):
     """Sends what `display(...)` shows."""
 
     def publish(self, data: Any, metadata: Any = None, **kwargs: Any) -> None:
@@ -419,7 +419,7 @@ class LinkDisplayPublisher(DisplayPublisher):
             shell.link.send(ClearOutput(wait=wait))
 
 
-class LineShift(ast.NodeTransformer):
+class _LineShift(ast.NodeTransformer):
     """Moves a cell down by the lines of its head, so that line numbers are the notebook's."""
 
     def __init__(self, lines: int) -> None:
@@ -441,9 +441,9 @@ class RankShell(InteractiveShell):
     shows = False
     last_value: Any = None
     _at_start: Mapping[str, Any] = {}
-    display_pub_class = AnyTrait(LinkDisplayPublisher)
-    displayhook_class = AnyTrait(LinkDisplayHook)
-    compiler_class = AnyTrait(CellCompiler)
+    display_pub_class = AnyTrait(_LinkDisplayPublisher)
+    displayhook_class = AnyTrait(_LinkDisplayHook)
+    compiler_class = AnyTrait(_CellCompiler)
 
     def bind(self, link: Link, shows: bool, colors: str) -> dict[str, Any]:
         """Give this rank its link and a clean `__main__`; returns the namespace.
@@ -466,21 +466,21 @@ class RankShell(InteractiveShell):
         # Lightning takes a set ps1 for an interactive session, in which it refuses to use DDP
         for name in ("ps1", "ps2", "ps3"):
             sys.__dict__.pop(name, None)
-        sys.stdin, sys.breakpointhook = NoKeyboard(), _refuse_breakpoint
+        sys.stdin, sys.breakpointhook = _NoKeyboard(), _refuse_breakpoint
         when_imported("tqdm.notebook", _draw_bars_as_text)
         return main.__dict__
 
     def run(self, cell: Cell, sources: Mapping[str, CellSource]) -> ExecutionResult:
         """Run the cell; its failure, if any, has been sent when this returns."""
         compiler = self.compile
-        assert isinstance(compiler, CellCompiler)
+        assert isinstance(compiler, _CellCompiler)
         compiler.cell = cell
         compiler.labels = tracebacks.know(sources)
         threading.excepthook = tracebacks.print_of_thread
         sys.unraisablehook = tracebacks.print_unraisable
         # what IPython says of every SystemExit; a cell may end by one as a script may
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
-        self.ast_transformers.append(LineShift(cell.lines_above))
+        self.ast_transformers.append(_LineShift(cell.lines_above))
         return self.run_cell(cell.source, store_history=False)
 
     def users_names(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _load(path: Path, received: Received, expected: Collection[str]) -> None:
         received.missing |= {name: why for name in names if name != VALUE}
 
 
-class ResultPickler(ValuePickler):
+class _ResultPickler(ValuePickler):
     """Pickles values on their way home.
 
     Attributes:
@@ -110,7 +110,7 @@ class ResultPickler(ValuePickler):
         self._sharded = _sharded_types()
 
     def probe(self, value: Any) -> None:
-        ResultPickler().dump(value)
+        _ResultPickler().dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -204,9 +204,9 @@ class ResultSender:
 
     def _put(self, values: Mapping[str, Any]) -> None:
         """Pickle and write values; what cannot be is missed."""
-        picklers: dict[str, ResultPickler] = {}
+        picklers: dict[str, _ResultPickler] = {}
         for name, value in values.items():
-            pickler = ResultPickler()
+            pickler = _ResultPickler()
             try:
                 pickler.add({name: value})
             except Exception as error:  # pickling runs the user's code: anything may be raised
@@ -216,10 +216,10 @@ class ResultSender:
         for names in _groups(picklers):
             self._put_group({name: values[name] for name in names}, picklers[names[0]])
 
-    def _put_group(self, values: Mapping[str, Any], pickler: ResultPickler) -> None:
+    def _put_group(self, values: Mapping[str, Any], pickler: _ResultPickler) -> None:
         try:
             if len(values) > 1:
-                pickler = ResultPickler()
+                pickler = _ResultPickler()
                 pickler.add(dict(values))
             self._write(pickler.pickled(), Brought(names=list(values)))
         except Exception as error:  # the disk is full, or pickling it again runs other code
@@ -328,7 +328,7 @@ def _is_mutable(value: Any) -> bool:
     return bool(type(value).__dictoffset__)
 
 
-def _groups(picklers: Mapping[str, ResultPickler]) -> list[list[str]]:
+def _groups(picklers: Mapping[str, _ResultPickler]) -> list[list[str]]:
     """Return the names, those together whose values share something."""
     groups: list[tuple[set[int], list[str]]] = []
     for name, pickler in picklers.items():
@@ -340,7 +340,7 @@ def _groups(picklers: Mapping[str, ResultPickler]) -> list[list[str]]:
     return [names for _, names in groups]
 
 
-def _unpicklable(name: str, value: Any, pickler: ResultPickler, error: Exception) -> str:
+def _unpicklable(name: str, value: Any, pickler: _ResultPickler, error: Exception) -> str:
     """Return why a value cannot come, and what to send instead."""
     path, offender = culprit(name, value, pickler.probe)
     if isinstance(offender, _sharded_types()):

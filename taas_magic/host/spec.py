@@ -105,12 +105,7 @@ class Origin(Struct, frozen=True):
     store: Identity | None = None
 
     def on_another_machine(self, environ: Mapping[str, str], sys_path: Sequence[str]) -> "Origin":
-        """The same for a host that has programs, packages and devices of its own.
-
-        Args:
-            environ: The host's own environment.
-            sys_path: Its own import path.
-        """
+        """Return the same for a host with an environment and an import path of its own."""
         users = [path for path in users_path(self.sys_path) if path not in sys_path]
         merged = {**environ, **self.changed}
         kept = {name: value for name, value in merged.items() if value is not None}
@@ -152,15 +147,12 @@ class HostSpec(Struct, frozen=True):
     Attributes:
         plan: The run's; of its hosts, as it is sent to one (`of_host`), only that one.
         host_rank: This host's place among the run's hosts, or among those of its fetchers.
-        run_dir: The run's folder.
-        origin: What the ranks take over from the notebook.
         master_addr: Where the first host has the ranks' store.
         master_port: Its port; 0 on the first host, which makes it.
         attempt: Which start of the ranks this is, from 0.
         fetchers: Where the fetchers that have started listen, by number.
         home_dir: The run's folder on the notebook's machine, where `run_dir` is another.
         requires: Modules that must be installed on the hosts; None asks hosts nothing.
-        n_hosts: Hosts of the run.
         reach: A port of the notebook's machine that ranks connect to, as "tls://host:port"; as it
             is sent to a host, where that finds it. "": none.
         reads_only: Whether the project store is only read: the run does not own it, and what is
@@ -190,6 +182,7 @@ class HostSpec(Struct, frozen=True):
 
     @property
     def has_rank_0(self) -> bool:
+        """Whether rank 0, which writes to the project store, runs here."""
         return not self.fetches and self.share.first_rank == 0
 
     @property
@@ -199,14 +192,15 @@ class HostSpec(Struct, frozen=True):
 
     @property
     def folder(self) -> RunFolder:
+        """The run's folder on this host."""
         return RunFolder(Path(self.run_dir))
 
     def told_log(self, rank: int) -> str:
-        """Where the user finds a rank's log."""
+        """Return where the user finds a rank's log."""
         return str(RunFolder(Path(self.home_dir or self.run_dir)).log(rank))
 
     def _defaults(self, interface: str) -> dict[str, str]:
-        """Environment variables that the notebook's own ones override."""
+        """Return environment variables that the notebook's own ones override."""
         defaults = {
             "OMP_NUM_THREADS": str(self.share.threads_per_rank),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # torchrun's default
@@ -226,7 +220,6 @@ class HostSpec(Struct, frozen=True):
         Args:
             pipes: The host's folder of named pipes.
             means: What this host has to hold ranks to the rule of the store.
-            place: This host.
         """
         return RankSpec(
             run_dir=Path(self.run_dir),
@@ -280,15 +273,11 @@ class RankSpec:
     """What all ranks of a host share; pickled, as it goes to a fork of the same program.
 
     Attributes:
-        run_dir: The run's folder.
         pipes: The host's folder of named pipes.
         cwd: A rank's working directory.
         environ: Environment variables; torchrun's override them.
         env: Those of `--env`, which override torchrun's.
-        sys_path: The import path.
         colors: IPython's colour scheme.
-        out: As `--out` has them.
-        store: The rule of the project store.
         means: What this host has to hold ranks to it.
     """
 
@@ -336,7 +325,6 @@ class Fetched:
     """A registered loader, as a fetcher is told of it.
 
     Attributes:
-        name: Its name.
         payload: File with the pickled loader.
         num_workers: Workers; 0 is one for each of the fetcher's cores.
         context: multiprocessing's start method of the workers, "" for the default.
@@ -358,7 +346,6 @@ class FetcherSpec:
         number: Its number in the run, from 0.
         index: Its place among the fetchers of its loaders, from 0.
         fetchers: How many of these there are.
-        loaders: What it runs.
         key: The run's key.
         folder: Where it writes its addresses (`service.FolderDirectory`).
         cores: Processors that it may use.
@@ -396,7 +383,7 @@ class FetcherSpec:
 
 
 def without_environ(spec: HostSpec) -> HostSpec:
-    """A share without what another machine has no use for.
+    """Return a share without what another machine has no use for.
 
     A kernel's environment may hold keys of all kinds. Those that the notebook set are `changed`.
     """
@@ -430,11 +417,9 @@ TORCHRUN_NAMES = (
 def torchrun_variables(
     spec: HostSpec, local_rank: int, port: int, error_file: Path
 ) -> dict[str, str]:
-    """What torchrun would set for a rank of this host.
+    """Return what torchrun would set for a rank of this host.
 
     Args:
-        spec: The host's share of the run.
-        local_rank: The rank's place on the host.
         port: Of the attempt's store, on the run's first host.
         error_file: Where `torch.distributed.elastic.multiprocessing.errors.record` writes.
     """

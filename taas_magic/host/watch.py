@@ -159,7 +159,7 @@ def decide(
 
 
 def still_since(ranks: Collection[RankState], now: float) -> float:
-    """Since when none of the ranks that are left has come forward; `now` where none is left."""
+    """Return since when no rank that is left has come forward; `now` where none is left."""
     return max((rank.forward_at for rank in ranks if not rank.ended), default=now)
 
 
@@ -169,7 +169,7 @@ def _since(ranks: Collection[RankState], what: str, now: float) -> float:
 
 
 def is_consequence(etype: str, message: str) -> bool:
-    """Whether an error reads like what a rank sees when another one is gone."""
+    """Return whether an error reads like what a rank sees when another one is gone."""
     return etype in _DISTRIBUTED_TYPES and _CONSEQUENCES.search(message) is not None
 
 
@@ -196,7 +196,7 @@ def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
-    """The failure to show, of those of all hosts in the order they were reported."""
+    """Return the failure to show, of those of all hosts in the order they were reported."""
     own = [failure for failure in failures if not failure.consequence]
     return next(iter(own or failures), None)
 
@@ -274,7 +274,7 @@ def failure_of(
     signal_name: str,
     timeout_s: float | None = None,
 ) -> Failure:
-    """Why a rank failed; see docs/events.md."""
+    """Return why a rank failed; docs/events.md says what each field means."""
     kind = _kind(state, verdict)
     said = state.message or state.hint
     return Failure(
@@ -323,7 +323,7 @@ def _kind(state: RankState, verdict: Verdict) -> str:
 
 
 def host_failure(host: str, error: BaseException) -> Failure:
-    """The failure of a host where something other than a rank went wrong.
+    """Return the failure of a host where something other than a rank went wrong.
 
     An error of ours says by itself what the user can do; of another the traceback may tell.
     """

@@ -122,18 +122,22 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
+        """The run's id, which the folder is named by."""
         return self.path.name
 
     @property
     def payload(self) -> Path:
+        """What the ranks load; removed when the run has ended."""
         return self.path / "payload"
 
     @property
     def results(self) -> Path:
+        """The folder of what ranks sent back."""
         return self.path / "results"
 
     @property
     def events(self) -> Path:
+        """The journal, an event a line."""
         return self.path / "events.jsonl"
 
     def log(self, rank: int) -> Path:

@@ -213,7 +213,7 @@ class Flag:
 
     @property
     def field(self) -> str:
-        """Return the name in the parser's answer."""
+        """The name in the parser's answer."""
         return self.name.removeprefix("--").replace("-", "_")
 
     def decorator(self) -> Callable[..., Any]:

@@ -212,6 +212,7 @@ def out_problem(flags: Flags, captured: Payload, shell: "InteractiveShell") -> s
 
 
 def capture_settings(cell: Cell, shell: "InteractiveShell", config: Config) -> dict[str, Any]:
+    """Return the keyword arguments of `capture` for a cell, or a job, of a notebook."""
     return {
         "transform": shell.transform_cell,
         "project": Path.cwd(),
@@ -271,7 +272,7 @@ def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) ->
 
 
 def _count(number: int, what: str) -> str:
-    """`1 host`, `2 hosts`."""
+    """Return `1 host`, `2 hosts`."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 

@@ -79,7 +79,6 @@ class TaasMagics(Magics):
     """The two magics.
 
     Args:
-        shell: The kernel's shell.
         folder: The notebook's folder; taas.toml is looked for from here.
     """
 
@@ -121,6 +120,7 @@ class TaasMagics(Magics):
 
     @cell_magic("taas")
     def run_cell(self, line: str, body: str) -> None:
+        """Run a cell on ranks; raises as `launch.execute`. Its help is the flags'."""
         settings = self.settings()
         if not body.strip():
             raise UsageError(nothing_below(self._raw_cell))
@@ -131,6 +131,7 @@ class TaasMagics(Magics):
 
     @line_magic("taas")
     def run_line(self, line: str) -> None:
+        """Carry out `%taas LINE` and show what it says; raises as `run_command`."""
         with _one_line("Stopped by you."):
             shown = run_command(line, self.settings())
         if isinstance(shown, str):

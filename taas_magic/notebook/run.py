@@ -126,16 +126,16 @@ class Interrupts:
         if background.outcome is None:
             background.thread.join(LEAVE_S)
         if background.outcome is None:
-            raise_interrupted()
+            _raise_interrupted()
         return background.outcome()
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if the user has interrupted."""
         if self.count:
-            raise_interrupted()
+            _raise_interrupted()
 
 
-def raise_interrupted() -> NoReturn:
+def _raise_interrupted() -> NoReturn:
     raise interrupted("Stopped by you before the ranks started; nothing was returned.")
 
 
@@ -375,7 +375,6 @@ class Run:
     """One execution of a cell on N ranks; `taas.last_run` is the newest one.
 
     Attributes:
-        run_id: Its id.
         plan: What was decided before it started.
         path: Its folder; see `taas_magic.journal.folder`.
         state: STARTING, RUNNING, SUCCEEDED, FAILED, INTERRUPTED or LOST.
@@ -384,7 +383,6 @@ class Run:
         result: The value of the cell's last expression on rank 0, if it could travel.
         out: The variables that `--out` brought back, also from a run that failed.
         missing: Names of `--out` that did not come, each with the reason.
-        elapsed_s: Seconds that it took.
         receipt: What rank 0 wrote to the project store, and what was kept out of it.
     """
 
@@ -416,12 +414,12 @@ class Run:
 
     @property
     def advice(self) -> str:
-        """Return what to change when ranks waited for data; "" where there is nothing to say."""
+        """What to change when ranks waited for data; "" where there is nothing to say."""
         return journal.record(self._folder).advice
 
     @property
     def waited(self) -> dict[str, float]:
-        """Return the share of their time with each loader that ranks waited for it, from 0 to 1."""
+        """The share of their time with each loader that ranks waited for it, from 0 to 1."""
         return journal.record(self._folder).waited
 
     def plot(self) -> "Figure":

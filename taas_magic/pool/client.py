@@ -243,6 +243,7 @@ class Pool:
 
     @property
     def name(self) -> str:
+        """What `--pool` calls it."""
         return self.config.name
 
     @property

@@ -65,7 +65,6 @@ class Kernels:
     """The kernels of a pool.
 
     Args:
-        members: The pool's hosts.
         linger_s: How long the pool goes on without a kernel, once it has had one.
         is_busy: Says whether the pool has runs.
     """
@@ -154,7 +153,6 @@ class Upkeep:
     """Counts the hosts of a pool, and gives idle ones back.
 
     Args:
-        members: The pool's hosts.
         idle_timeout_s: After how long an idle host is given back; None keeps it.
         clock: Seconds that never go back.
     """
@@ -219,7 +217,7 @@ class Upkeep:
         )
 
     def _is_in_use(self, member: Member) -> bool:
-        """Whether a host stays: it runs something, or has not been idle for long enough."""
+        """Return whether a host stays: it runs something, or has not been idle for long enough."""
         use = self._uses.get(member.address)
         if member.runs or use is None or use.idle_since is None or self._idle_timeout_s is None:
             return True
@@ -239,9 +237,7 @@ class Controller(SchedulerPlugin):
     """The pool's controller.
 
     Args:
-        scheduler: The pool's.
         source: Where hosts come from.
-        pool: The pool's settings.
         linger_s: How long the pool goes on without a kernel.
     """
 
@@ -374,7 +370,7 @@ class Controller(SchedulerPlugin):
         return status
 
     def _of_hosts(self, kind: type[FileRequest[Any]]) -> Callable[..., Awaitable[bytes]]:
-        """What answers a host that does not share its run's folder or project store.
+        """Return what answers a host that does not share its run's folder or project store.
 
         Which host asks, its connection says.
         """
@@ -404,11 +400,11 @@ class Controller(SchedulerPlugin):
         asyncio.get_running_loop().call_later(0.1, self.over.set)
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
-        """Called by Dask when a kernel has connected."""
+        """Take down that a kernel has connected; called by Dask."""
         self._kernels.come(client)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """Called by Dask when a kernel has left or died: its runs end."""
+        """End the runs of a kernel that has left or died; called by Dask."""
         for run in self._runs.values():
             if run.owner == client:
                 run.publish(Note(text="the notebook's kernel is gone: the run is ended"))
@@ -416,23 +412,23 @@ class Controller(SchedulerPlugin):
         self._kernels.go(client)
 
     def _told(self, spec: HostSpec) -> HostSpec:
-        """What hosts are told of a run: of the environment, another machine only what changed."""
+        """Return what hosts are told: of the environment, another machine only what changed."""
         return spec if self._is_local else without_environ(spec)
 
     async def _beat(self) -> None:
-        """Tells the kernels that this process lives and its loop runs, until it is cancelled."""
+        """Tell the kernels that this process lives and its loop runs, until it is cancelled."""
         while True:
             self._scheduler.log_event(POOL_BEAT, {})
             await asyncio.sleep(BEAT_S)
 
     def _teller(self, owner: str, run_id: str) -> Tell:
-        """What tells a kernel an event of a run of its own."""
+        """Return what tells a kernel an event of a run of its own."""
         # the kernel's own word for it goes another way than its call, and may come later
         self._scheduler.subscribe_topic(topic(owner), owner)
         return lambda event: self._scheduler.log_event(topic(owner), (run_id, encode(event)))
 
     def _on_event(self, worker: str, run_id: str, event: bytes) -> None:
-        """Takes an event from a host; what is none, or not (any more) a member's, is refused."""
+        """Take an event from a host; what is none, or not (any more) a member's, is refused."""
         run = self._runs.get(run_id)
         try:
             is_taken = run is not None and run.take(worker, event_of(event))
@@ -452,7 +448,7 @@ class Controller(SchedulerPlugin):
 
 
 def _journal(folder: RunFolder, tell: Tell) -> Writer:
-    """A run's journal; where it is incomplete, the kernel is told so, once."""
+    """Return a run's journal; where it is incomplete, the kernel is told so, once."""
     loop = asyncio.get_running_loop()
 
     def say(why: str) -> None:
@@ -466,7 +462,7 @@ def _journal(folder: RunFolder, tell: Tell) -> Writer:
 async def _carry_out(
     run: PoolRun, journal: Writer, tell: Tell, until_end: contextlib.AsyncExitStack
 ) -> None:
-    """Tells a run's end when it is in the journal and the store is free for the next run."""
+    """Tell a run's end when it is in the journal and the store is free for the next run."""
     try:
         ended = await run.carry_out()
         journal.append(ended)
@@ -478,7 +474,7 @@ async def _carry_out(
 
 
 async def _own_store(until_end: contextlib.AsyncExitStack, plan: Plan) -> None:
-    """Makes the project store the run's until `until_end` is closed."""
+    """Make the project store the run's until `until_end` is closed."""
     if plan.store is not None:
         owning = owned(plan.store.path, plan.run_id, plan.name)
         await asyncio.to_thread(owning.__enter__)

@@ -184,21 +184,25 @@ class Gate(Listener):
         """Connections that did not prove who they are, or whose messages broke a rule."""
 
     async def start(self) -> None:
+        """Listen; the system chooses the port where the address has 0. Called by Dask."""
         sockets = bind_sockets(self._port, address=self._host, backlog=BACKLOG)
         self._host, self._port = sockets[0].getsockname()[:2]
         self._server.add_sockets(sockets)
 
     def stop(self) -> None:
+        """Listen no more, and end the connections that have not proved who they are."""
         self._server.stop()
         for stream in list(self._unproved):
             stream.close()
 
     @property
     def listen_address(self) -> str:
+        """Where it listens, as "tls://host:port"."""
         return self.prefix + str(unparse_host_port(self._host, self._port))
 
     @property
     def contact_address(self) -> str:
+        """The same: others reach it where it listens."""
         return self.listen_address
 
     async def _come(self, stream: IOStream, address: Any) -> None:
@@ -330,7 +334,7 @@ class HeadScheduler(Scheduler):
         extra: Mapping[str, Any],
         **said: Any,
     ) -> None:
-        """Called when an agent or a vehicle joins; `check` has seen to the agent's name.
+        """Let an agent or a vehicle join; `check` has seen to the agent's name.
 
         What it says of itself besides is replaced: Dask reckons with it when others join.
 

@@ -273,14 +273,14 @@ class Members(SchedulerPlugin):
             await self._scheduler.remove_worker(address, stimulus_id="taas-lease")
 
     async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Called by Dask when a host has joined; its stream opens when this has returned."""
+        """Greet a host that has joined; called by Dask, which opens its stream after that."""
         joined = scheduler.workers[worker]
         if AGENT in joined.extra:
             member = self._members[worker] = Member(worker, str(joined.name))
             self._in_background(self._greet(member))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Called by Dask when a host is gone, in whatever way."""
+        """Take a host off that is gone, in whatever way; called by Dask."""
         member = self._members.pop(worker, None)
         why = self._silent.pop(worker, "its agent ended, or its connection broke")
         if member is None:

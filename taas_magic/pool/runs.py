@@ -195,7 +195,6 @@ class Share(ABC):
     Args:
         spec: What its first host is told.
         owner: The Dask client of the run's kernel.
-        members: The pool's hosts.
         publish: Takes the share's events, in their order.
     """
 
@@ -225,11 +224,11 @@ class Share(ABC):
 
     @abstractmethod
     def _numbers(self, part: HostPart) -> Collection[int]:
-        """The ranks, or fetchers, of a host."""
+        """Return the ranks, or fetchers, of a host."""
 
     @abstractmethod
     def _may_say(self, part: HostPart, event: Event) -> bool:
-        """Whether an event is a host's to send, and of its own ranks or fetchers."""
+        """Return whether an event is a host's to send, and of its own ranks or fetchers."""
 
     @abstractmethod
     def _heard(self, part: HostPart, event: Event) -> None:
@@ -287,19 +286,18 @@ class Share(ABC):
         return await stacks_of(self._members, there, self.run_id)
 
     def _part(self, address: str) -> HostPart | None:
-        """A host's part; None when the share is not on it (any more)."""
+        """Return a host's part; None when the share is not on it (any more)."""
         part = self._parts.get(address)
         return None if part is None or part.ended else part
 
     def _running(self) -> list[str]:
-        """The addresses of the hosts that the share is (still) on."""
+        """Return the addresses of the hosts that the share is (still) on."""
         return [address for address, part in self._parts.items() if not part.ended]
 
     async def _take(self, count: int, keep: Collection[str] = ()) -> list[Member]:
         """Return so many hosts that are fit; the run says for which one it waits.
 
         Args:
-            count: How many.
             keep: Addresses of hosts that must be among them.
 
         Raises:
@@ -342,7 +340,7 @@ class Share(ABC):
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _leave(self, part: HostPart) -> None:
-        """The share is not on that host any more."""
+        """Take down that the share is not on that host any more."""
         part.ended = True
         part.member.runs.discard(self.run_id)
         self._changed.set()
@@ -354,7 +352,7 @@ class Share(ABC):
             await self._changed.wait()
 
     def _end_late(self, limit_s: float) -> None:
-        """From now on hosts have so long to end the share; one that does not is ended itself.
+        """Give hosts so long to end the share; one that does not is ended itself.
 
         A host that sends files home asks and says things meanwhile: it has as long from each.
         """
@@ -379,6 +377,7 @@ class PoolFetchers(Share):
     """The fetchers of a run."""
 
     async def start(self) -> list[str]:
+        """See `Share.start`; when one host fails, those that have started are not ended here."""
         chosen = (await self._take(self._data.pool_hosts))[: self._data.hosts]
         parts = [HostPart(member, number) for number, member in enumerate(chosen)]
         self._parts = {part.member.address: part for part in parts}
@@ -389,6 +388,7 @@ class PoolFetchers(Share):
         return [member.name for member in chosen]
 
     async def carry_out(self) -> None:
+        """See `Share.carry_out`: the run's last event is that of its ranks."""
         await self._gone()
         await self._files.close()
 
@@ -459,12 +459,14 @@ class PoolRun(Share):
         self._started = time.monotonic()
 
     async def start(self) -> list[str]:
+        """See `Share.start`: the first attempt."""
         members = await self._take(len(self.plan.hosts))
         self.publish(StateChanged(state="RUNNING"))
         await self._start_attempt(members)
         return [member.name for member in members]
 
     async def carry_out(self) -> RunEnded:
+        """See `Share.carry_out`; ranks start again as often as the plan and their ends allow."""
         outcome = await self._outcome()
         most = self.plan.max_restarts
         while outcome.curable and self._restarts < most and not self.is_halted:
@@ -571,7 +573,7 @@ class PoolRun(Share):
         await self._start_attempt(self._seated(members))
 
     def _seated(self, members: list[Member]) -> list[Member]:
-        """Hosts in the order of an attempt: each that was in the last one keeps its place."""
+        """Return hosts in an attempt's order: each that was in the last one keeps its place."""
         old = {part.host_rank: part.member for part in self._parts.values()}
         stay = {rank: member for rank, member in old.items() if member in members}
         new = (member for member in members if member not in stay.values())
@@ -631,7 +633,6 @@ class Growth:
     """What one run may grow to.
 
     Args:
-        members: The pool's hosts.
         on_found: Called when hosts for a larger attempt are there.
     """
 
@@ -648,7 +649,7 @@ class Growth:
             self._search.add_done_callback(lambda _: self._on_found())
 
     def found(self) -> tuple[Plan, list[Member]] | None:
-        """The larger plan and its hosts, once they are there."""
+        """Return the larger plan and its hosts, once they are there."""
         search = self._search
         return search.result() if search and search.done() and not search.cancelled() else None
 
@@ -670,7 +671,7 @@ class Growth:
 
 
 def _ranks_of(event: Event) -> set[int]:
-    """The ranks that an event speaks of."""
+    """Return the ranks that an event speaks of."""
     match event:
         case RankEvent():
             return {event.rank}

@@ -88,11 +88,8 @@ def ask(
     """Call a function of `probe` with the host's own Python; returns what it returns, as JSON.
 
     Args:
-        shell: The way to the host.
         python: The interpreter there; None is `python3`.
-        function: The function's name.
         asked: Its keyword arguments, plain JSON values.
-        timeout_s: How long it may take.
 
     Raises:
         PoolError: There is no such interpreter, or the program failed.
@@ -113,7 +110,7 @@ def ask(
 
 
 def _program(function: str, asked: Mapping[str, object]) -> bytes:
-    """A program that every Python since 2.6 can read, so that an old one can say that it is."""
+    """Return a program that every Python since 2.6 can read, so that an old one can say so."""
     source = Path(probe.__file__).read_text(encoding="utf-8")
     lines = [
         "import sys",
@@ -177,7 +174,6 @@ def ask_host(
     """Ask a host, which needs a Python and nothing else.
 
     Args:
-        shell: The way to it.
         python: The interpreter there; None is `python3`.
         packages: Distributions whose versions are wanted.
         modules: Top-level modules that must be there.
@@ -256,8 +252,6 @@ def judge(
     """Return all findings on a host, errors first.
 
     Args:
-        facts: The host.
-        here: What it must agree with.
         gpus: CUDA devices that the pool promises; None promises nothing.
         interface: The interface that ranks are to use; None finds one.
         packages: What the host side of taas-magic needs.
@@ -302,7 +296,7 @@ def _other_python(facts: Facts, here: Kernel) -> Finding:
 
 
 def _python(facts: Facts, here: Kernel) -> Iterator[Finding]:
-    """What its system and Python are, and which modules it lacks."""
+    """Find a system or a Python that will not do, and modules that are missing."""
     if facts.system != "Linux" or facts.implementation != "cpython":
         what = f"it runs {facts.implementation} on {facts.system}"
         yield Finding(ERROR, what, "Hosts need CPython on Linux")
@@ -362,7 +356,7 @@ def _clock(facts: Facts) -> Iterator[Finding]:
 
 
 def _replaced(facts: Facts, packages: Mapping[str, Wanted]) -> Iterator[Finding]:
-    """Packages of the host's environment that ours will come before on `sys.path`."""
+    """Find packages of the host's environment that ours will come before on `sys.path`."""
     other = [
         f"{each.name} {facts.versions[each.name]} (here {each.version})"
         for each in lacking(packages, facts)
@@ -409,8 +403,6 @@ def check(
     Args:
         ways: From a pool to the ways to its hosts, which are opened here and given up when the
             event is set; none for hosts that are not there until a run takes them.
-        here: What hosts must agree with.
-        packages: What hosts need.
 
     Returns:
         A row for each host, in the order of the pools and their hosts.
@@ -437,7 +429,7 @@ def _ask(
     host: str,
     way: AbstractContextManager[Shell] | None = None,
 ) -> Row:
-    """The row of a host; of this machine without a way."""
+    """Return the row of a host; of this machine without a way."""
     try:
         if way is None:
             facts = of_this_machine(host, packages, here.mark)

@@ -113,7 +113,6 @@ def wanted(
     """Return packages with all that they require in turn, by name, but for what extras require.
 
     Args:
-        direct: The packages.
         environment: What differs there of the environment that requirements' markers speak of.
         never: What is left out, with all that it alone requires.
         find: What is here of a package, by its canonical name.
@@ -143,10 +142,6 @@ def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
     """Make a host ready for an agent; the first time this puts packages into its user's cache.
 
     Blocks, for a fraction of a second where nothing is to be done.
-
-    Args:
-        shell: The way to the host.
-        pool: The pool whose host it is.
 
     Returns:
         What the agent's PYTHONPATH must be; nothing where it is right as it is.

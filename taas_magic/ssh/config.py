@@ -97,7 +97,7 @@ def read_config(path: str | None) -> SSHConfig:
 
 
 def _unfolded(file: Path, depth: int = 0) -> Iterator[str]:
-    """The lines of a file, with those of the files that it includes in their place.
+    """Yield the lines of a file, with those of the files that it includes in their place.
 
     The block that an `Include` stands in goes on after it.
     """
@@ -125,7 +125,6 @@ def find_target(host: str, config: SSHConfig, through: tuple[str, ...] = ()) -> 
     """Return how to reach `host`: `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
 
     Args:
-        host: The host as the user wrote it.
         config: From `read_config`.
         through: The hosts that are reached through this one.
 
@@ -158,7 +157,7 @@ def find_target(host: str, config: SSHConfig, through: tuple[str, ...] = ()) -> 
 
 
 def _jump(value: str | None, config: SSHConfig, through: tuple[str, ...]) -> Target | None:
-    """The last of `a,b,c`, reached through the ones before it."""
+    """Return the last of `a,b,c`, reached through the ones before it."""
     way: Target | None = None
     for host in filter(None, map(str.strip, (_not_none(value) or "").split(","))):
         here = find_target(host, config, through)
@@ -179,7 +178,7 @@ def _known_hosts(user: str | None, system: str | None) -> tuple[str, ...]:
 
 
 def _not_none(value: str | None) -> str | None:
-    """The value of a setting; None where it says "none"."""
+    """Return the value of a setting; None where it says "none"."""
     return None if value is None or value.lower() == "none" else value
 
 
@@ -250,7 +249,7 @@ class KnownHosts(MissingHostKeyPolicy):
 
 
 def _how_to_accept(target: Target, key: PKey, *commands: str) -> str:
-    """How to see whether a key is the host's own, and the commands that make it known then."""
+    """Say how to see whether a key is the host's own, and what makes it known then."""
     name = key.get_name()
     kind = next((kind for kind in ("ed25519", "ecdsa", "rsa") if kind in name), name)
     if target.jump or target.proxy_command or target.known_as.strip("[]").startswith("["):
@@ -340,7 +339,7 @@ def _load(path: str) -> PKey:
 
 
 def _public_blob(path: str) -> bytes:
-    """The public half of a private key's file; empty where it is not beside it."""
+    """Return the public half of a private key's file; empty where it is not beside it."""
     try:
         return base64.b64decode(Path(f"{path}.pub").read_text().split()[1])
     except (OSError, ValueError, IndexError):

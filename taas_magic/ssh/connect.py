@@ -49,8 +49,6 @@ class Connection:
     """A host that let us in. Every method may be called from any thread.
 
     Args:
-        target: The host.
-        client: The open connection to it.
         undo: What closes it.
 
     Attributes:
@@ -67,6 +65,7 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
+        """Whether the connection is up, as far as this side knows."""
         return self.transport.is_active()
 
     def start(self, command: str) -> Channel:
@@ -105,7 +104,6 @@ class Connection:
         """Write a small file there, for the user alone; it is there whole or not at all.
 
         Args:
-            data: What it holds.
             path: Where; its folder is there. Relative to the home folder unless absolute.
 
         Raises:
@@ -359,7 +357,6 @@ class KeptCommand:
     """Starts a command, and writes an empty line to it now and then.
 
     Args:
-        connection: The host.
         command: For the host's shell.
         first_line: What the command is told at once; not in its arguments, where `ps` shows it.
         beat_s: Seconds from one line to the next.

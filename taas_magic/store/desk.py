@@ -66,8 +66,7 @@ class Intake:
     """Takes what the hosts of a run send; one thread at a time.
 
     Args:
-        rule: The run's store.
-        tree: The same, open.
+        tree: The store, open.
         intents: Where unfinished files may be.
         writer: The host that runs rank 0, by its number: it may write anywhere, the others only
             below the rule's shared folders.
@@ -242,7 +241,6 @@ class Desk:
     """Answers the hosts of a run; any thread may call `answer`.
 
     Args:
-        rule: The run's store.
         folder: Where hashes and intents of that store are kept between runs.
         writer: The host that runs rank 0, by its number.
         is_alone: Whether no other desk uses `folder` now: it removes what a killed one has left.

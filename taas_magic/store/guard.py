@@ -128,7 +128,6 @@ def hold(
     """Make `rule` true in this process; called once, freshly forked, before any of the user's code.
 
     Args:
-        rule: The run's.
         who: What the process is called in messages.
         means: What this host offers, as `strongest` gave it.
         scratch: A folder to make for this process alone, on this host, outside the store; whoever
@@ -215,7 +214,6 @@ def protect(store: str, holes: Sequence[str], means: Means) -> Means:
     Descriptors that are open already are opened anew where they would get around it.
 
     Args:
-        store: A folder.
         holes: Folders inside it that stay writable, from `holes`.
         means: The strongest to try, as `strongest` gave it.
 
@@ -342,7 +340,7 @@ def _mount_read_only(folder: str, holes: Sequence[str]) -> None:
 
 
 def _unescape(field: bytes) -> str:
-    """Undo mountinfo's octal escapes (a space is `\\040`)."""
+    r"""Undo mountinfo's octal escapes (a space is `\040`)."""
     return os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), field))
 
 

@@ -206,6 +206,7 @@ class Hashes:
         return path in self._known
 
     def paths(self) -> list[str]:
+        """Return the paths of which a hash is known."""
         return list(self._known)
 
     def of(self, tree: Tree, seen: Seen) -> str:
@@ -232,12 +233,15 @@ class Hashes:
         return sha256
 
     def remember(self, path: str, status: os.stat_result, sha256: str) -> None:
+        """Take down the hash of a file that is as `status` says."""
         self._known[path] = (_key(status), sha256)
 
     def forget(self, path: str) -> None:
+        """Hash the file anew when it is asked for next."""
         self._known.pop(path, None)
 
     def keep_only(self, paths: set[str]) -> None:
+        """Forget all other paths."""
         self._known = {path: known for path, known in self._known.items() if path in paths}
 
     def is_content(self, path: str, sha256: str) -> bool:
@@ -285,6 +289,7 @@ class Entry(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, seen: Seen, sha256: str) -> "Entry":
+        """Return the entry of a regular file with that hash."""
         status = seen.status
         executable = bool(status.st_mode & 0o100)
         return cls(seen.path, status.st_size, sha256, executable, status.st_mtime_ns)
@@ -556,9 +561,10 @@ class PublishPart(FileRequest[str]):
 
 
 class Ask(Protocol):
-    """Blocks until the desk has answered; any thread may call it."""
+    """Asks the desk."""
 
-    def __call__(self, request: FileRequest[_T]) -> _T: ...
+    def __call__(self, request: FileRequest[_T]) -> _T:
+        """Block until the desk has answered; any thread may call it."""
 
 
 class Pace:

@@ -130,8 +130,6 @@ def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
     """Make the mirror what the store is; only what is not in it travels.
 
     Args:
-        mirror: This host's.
-        ask: Asks the desk.
         fresh: The store as it is now; else as it was when the first host of the run asked.
 
     Returns:
@@ -297,8 +295,6 @@ class News:
     """Follows the other hosts, in a thread of its own.
 
     Args:
-        mirror: This host's.
-        ask: How to ask the desk.
         note: Tells the user why it cannot go on.
     """
 
@@ -309,9 +305,11 @@ class News:
         self._thread = threading.Thread(target=self._follow, name="taas-store-news", daemon=True)
 
     def start(self) -> None:
+        """Follow the other hosts from now on."""
         self._thread.start()
 
     def finish(self) -> None:
+        """End the thread; returns when it has taken over what it was at."""
         self._over.set()
         self._thread.join()
 

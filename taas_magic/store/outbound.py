@@ -1,6 +1,6 @@
 """Send what is written in a mirror back into the project store, as soon as it is closed.
 
-An event only makes a path worth a look; `Sender` goes by what is there then. So a file that is
+An event only makes a path worth a look; `_Sender` goes by what is there then. So a file that is
 rewritten a thousand times is sent when there is time for it, as it is by then; a temporary file
 that was renamed is not sent; what somebody is still writing waits until it is closed; and where
 events were lost, or there is no inotify(7), a look at everything does.
@@ -54,7 +54,7 @@ _FLAGS = _WANTED | _ONLYDIR | _DONT_FOLLOW | _EXCL_UNLINK
 _EVENT = struct.Struct("iIII")
 
 
-class Watch:
+class _Watch:
     """Watches a folder and all folders in it, also those that come.
 
     Args:
@@ -190,7 +190,7 @@ _FRESH_NS = 100_000_000
 
 
 @dataclass
-class Parcel:
+class _Parcel:
     """What goes in one message."""
 
     folders: list[str] = field(default_factory=list)
@@ -204,12 +204,10 @@ class Parcel:
         return len(changes) >= MAX_PARTS or size + SMALL_BYTES > CHUNK_BYTES
 
 
-class Sender:
+class _Sender:
     """Sends what one host has written.
 
     Args:
-        mirror: The host's.
-        ask: How to ask the desk.
         note: Tells the user, at once, what could not be sent.
 
     Attributes:
@@ -228,7 +226,7 @@ class Sender:
     def send_small(self, paths: Iterable[str]) -> list[str]:
         """Send what there is to be said of some paths; return which are large files."""
         large: list[str] = []
-        parcel = Parcel()
+        parcel = _Parcel()
         for path in sorted(paths):
             try:
                 self._look(path, parcel, large)
@@ -236,7 +234,7 @@ class Sender:
                 self._refuse(path, error.why)
             if parcel.is_full():
                 self._send(parcel)
-                parcel = Parcel()
+                parcel = _Parcel()
         self._send(parcel)
         return large
 
@@ -276,7 +274,7 @@ class Sender:
         settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
         return settled and self._mirror.hashes.is_same(path, status)
 
-    def _look(self, path: str, parcel: Parcel, large: list[str]) -> None:
+    def _look(self, path: str, parcel: _Parcel, large: list[str]) -> None:
         """Put into the parcel what there is to be said of a path; a large file into `large`."""
         mirror = self._mirror
         if why := why_unsafe(path) or self._ignore.why_not_back(path):
@@ -286,14 +284,14 @@ class Sender:
             self._add_gone(path, parcel)
         elif stat.S_ISDIR(status.st_mode):
             if path in mirror.hashes:  # it was a file
-                self._send(Parcel(removed=[path]))
+                self._send(_Parcel(removed=[path]))
             if path not in mirror.folders:
                 parcel.folders.append(path)
         elif what := oddity(status):
             raise UnsafeError(path, what)
         else:
             if path in mirror.folders:  # it was a folder
-                gone = Parcel()
+                gone = _Parcel()
                 self._add_gone(path, gone)
                 self._send(gone)
             if status.st_size > SMALL_BYTES:
@@ -301,7 +299,7 @@ class Sender:
             else:
                 self._add_file(path, parcel)
 
-    def _add_gone(self, path: str, parcel: Parcel) -> None:
+    def _add_gone(self, path: str, parcel: _Parcel) -> None:
         """Have what is known to be in the store at a path, and below it, removed there, too."""
         mirror = self._mirror
         self.refused.pop(path, None)
@@ -312,7 +310,7 @@ class Sender:
             parcel.removed_folders += sorted(below, reverse=True)
             parcel.removed += [file for file in mirror.hashes.paths() if is_below(file, path)]
 
-    def _add_file(self, path: str, parcel: Parcel) -> None:
+    def _add_file(self, path: str, parcel: _Parcel) -> None:
         """Read a small file, if nobody writes it and it is not the one that the store has."""
         try:
             descriptor = self._mirror.tree.open_file(path)
@@ -332,8 +330,8 @@ class Sender:
         else:
             parcel.files.append((entry, data, before))
 
-    def _send(self, parcel: Parcel) -> None:
-        if parcel == Parcel():
+    def _send(self, parcel: _Parcel) -> None:
+        if parcel == _Parcel():
             return
         refused = self._ask(
             PublishFiles(
@@ -383,8 +381,6 @@ class Outbound:
     """One host's way back, in a thread of its own.
 
     Args:
-        mirror: The host's.
-        ask: Asks the desk.
         note: Tells the user what could not be sent.
         shared: Folders, relative, that alone are sent; None sends all, as rank 0's host does.
     """
@@ -397,9 +393,9 @@ class Outbound:
         shared: Sequence[str] | None = None,
     ) -> None:
         self._mirror, self._shared, self._note = mirror, shared, note
-        self._sender = Sender(mirror, ask, note)
+        self._sender = _Sender(mirror, ask, note)
         self._ignore = Ignore()
-        self._watch = Watch(mirror.path, lambda path: self._ignore.leaves_out(path, folder=True))
+        self._watch = _Watch(mirror.path, lambda path: self._ignore.leaves_out(path, folder=True))
         self._due: dict[str, float] = {}
         self._quiet_until: dict[str, float] = {}
         self._finishing = threading.Event()
@@ -416,6 +412,7 @@ class Outbound:
         return self._sender.refused
 
     def start(self) -> None:
+        """Watch the mirror, and send from now on."""
         self._thread.start()
 
     def finish(self) -> None:

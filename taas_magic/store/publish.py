@@ -34,9 +34,7 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
     project store. The file is byte for byte the one that `torch.save` makes.
 
     Args:
-        obj: What to save.
         f: The file's path; an open file is written as `torch.save` does, by any rank.
-        *args: As for `torch.save`, like `**kwargs`.
 
     Raises:
         StoreError: It could not be written; what was there before is still there.

@@ -136,7 +136,6 @@ def changed(
     Also clears away saves that a kill left unfinished.
 
     Args:
-        store: The folder.
         shared: Folders in it that are left out: what is there may be any rank's.
         since_ns: On the file system's clock.
         limit_s: When to give up.

@@ -152,12 +152,15 @@ class Refused(Watched):
     writes = False
 
     def target(self, place: str, *, keep: bool = False) -> str | None:
+        """Raise PermissionError: the rank may write nothing there."""
         self._refuse(place)
 
     def subject(self, place: str, *, folder: bool = False) -> str | None:
+        """Raise PermissionError: the rank may change nothing there."""
         self._refuse(place)
 
     def source(self, place: str) -> str | None:
+        """Raise PermissionError: the rank may move nothing from there."""
         self._refuse(place)
 
     def _refuse(self, place: str) -> NoReturn:
@@ -174,7 +177,6 @@ class Discarded(Watched):
     remove one file. Whether it was right is seen where it counts, on rank 0.
 
     Args:
-        args: As for `Watched`.
         scratch: An empty folder outside the store; whoever made it removes it.
     """
 
@@ -190,10 +192,12 @@ class Discarded(Watched):
         self._numbers = itertools.count()
 
     def own(self, place: str) -> str | None:
+        """See `Watched.own`: what lies at that place in the scratch folder."""
         path = self._counterpart(place)
         return path if os.path.lexists(path) else None
 
     def target(self, place: str, *, keep: bool = False) -> str | None:
+        """See `Watched.target`: the place in the scratch folder; a shard of a checkpoint raises."""
         if place.endswith(_SHARDS):
             folder = os.path.relpath(os.path.dirname(place), self.store)
             text = (
@@ -212,10 +216,12 @@ class Discarded(Watched):
         return path
 
     def subject(self, place: str, *, folder: bool = False) -> str | None:
+        """See `Watched.subject`: the rank's own, or what stands in for rank 0's."""
         self.note(place)
         return self.own(place) or self._stand_in(folder or os.path.isdir(place))
 
     def source(self, place: str) -> str | None:
+        """See `Watched.source`: the rank's own, or a copy of the store's file."""
         self.note(place)
         if own := self.own(place):
             return own
@@ -374,9 +380,7 @@ def _lead(
     """Return the path, and the descriptor that it starts at, to call with.
 
     Args:
-        view: The rank's view.
         decide: What the view says of a path in the store: another path, or None for that itself.
-        path: As the call was given it.
         folder: The call's `dir_fd`.
         follow: Whether the call follows a symbolic link at the path's end.
     """

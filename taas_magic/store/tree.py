@@ -134,6 +134,7 @@ class Seen:
 
     @property
     def is_folder(self) -> bool:
+        """Whether it is a folder, and no link to one."""
         return stat.S_ISDIR(self.status.st_mode)
 
     @property
@@ -168,6 +169,7 @@ class Tree:
         self._descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
+        """Free the descriptor; nothing can be reached by it any more."""
         os.close(self._descriptor)
 
     def __enter__(self) -> "Tree":
@@ -358,6 +360,7 @@ class Arrival:
         return os.fstat(self._file)
 
     def date(self, mtime_ns: int) -> None:
+        """Set the time of its last change, in nanoseconds since 1970."""
         os.utime(self._file, ns=(mtime_ns, mtime_ns))
 
     def flush(self) -> None:
@@ -368,9 +371,7 @@ class Arrival:
         """Move it to its place, in the stead of the file that is there; an old file's mode stays.
 
         Args:
-            tree: Where.
             path: Relative; its folder is there.
-            executable: Whether it may be run.
 
         Raises:
             UnsafeError: The path is unsafe, or something that is no file is there.

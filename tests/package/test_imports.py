@@ -34,7 +34,7 @@ HEAVY = {"torch", "distributed", "dask", "numpy", "paramiko"}
 
 
 def modules() -> list[str]:
-    """Names of all modules below the package: `plan`, `capture.names`, …"""
+    """Names of all modules below the package: `plan`, `capture.names`, ... ."""
     files = PACKAGE.rglob("*.py")
     parts = [file.relative_to(PACKAGE).with_suffix("").parts for file in files]
     return sorted(".".join(part) for part in parts if part[-1] != "__init__" or len(part) == 1)
