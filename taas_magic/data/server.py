@@ -616,8 +616,11 @@ def _own_server(
     control.send(server.addresses[2].encode())
     over: list[bool] = []
     server.watch(control, lambda: over.append(True))
-    while not over:
-        server.step(ALIVE_S)
-        for sentence in server.warnings():
-            sys.stderr.write(f"{sentence}\n")
-    server.close()
+    try:
+        while not over:
+            server.step(ALIVE_S)
+            for sentence in server.warnings():
+                sys.stderr.write(f"{sentence}\n")
+    finally:
+        # Python would wait for the workers' parent before it says what was raised here.
+        server.close()
