@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taas_magic.data import sharding
-from taas_magic.data.protocol import Opened, Reply, Request, RequestKind
+from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind
 from taas_magic.data.sharding import VOID
 from taas_magic.data.worker import WorkerHandle, spilled_file
 
@@ -161,9 +161,9 @@ class Ahead:
         self._opened: dict[int, Opened | None] = {}
         self._ends: dict[int, int] = {}
         self._epoch = self._slot = 0
-        self._walks: dict[int, Iterator[Request | None]] = {}
+        self._walks: dict[int, Iterator[LoaderRequest | None]] = {}
 
-    def next(self, worker: int = 0) -> Request | None:
+    def next(self, worker: int = 0) -> LoaderRequest | None:
         """Return what a worker is to prepare; None: nothing, for now."""
         if worker not in self._walks:
             self._walks[worker] = self._walk(worker, self._epoch, self._slot)
@@ -191,13 +191,13 @@ class Ahead:
         """Take note that there is no batch in a slot: not worth going on behind it."""
         self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
 
-    def _walk(self, worker: int, epoch: int, first_slot: int) -> Iterator[Request | None]:
+    def _walk(self, worker: int, epoch: int, first_slot: int) -> Iterator[LoaderRequest | None]:
         left = self._share.units
         for ahead in itertools.count():
             while ahead > 1 and self._is_enough():
                 yield None
             if epoch + ahead not in self._opened and not worker:
-                yield Request(RequestKind.OPEN, epoch + ahead, 0)
+                yield LoaderRequest(RequestKind.OPEN, epoch + ahead, 0)
             while epoch + ahead not in self._opened:
                 yield None
             opened = self._opened[epoch + ahead]
@@ -209,7 +209,7 @@ class Ahead:
                     yield None
                 if left is not None and slot >= left:
                     return
-                yield Request(RequestKind.GET, epoch + ahead, slot)
+                yield LoaderRequest(RequestKind.GET, epoch + ahead, slot)
                 done += 1
             if ahead and not done:
                 return
@@ -261,16 +261,16 @@ class Buffer:
         self,
         budget_bytes: int,
         ahead: Ahead,
-        home: Callable[[Request], int | None] = lambda request: None,
+        home: Callable[[LoaderRequest], int | None] = lambda request: None,
     ) -> None:
         self._budget_bytes, self.ahead, self._home = budget_bytes, ahead, home
-        self._entries: dict[Request, _Entry] = {}
-        self._unasked: dict[Request, None] = {}
-        self._counts: OrderedDict[Request, int] = OrderedDict()
+        self._entries: dict[LoaderRequest, _Entry] = {}
+        self._unasked: dict[LoaderRequest, None] = {}
+        self._counts: OrderedDict[LoaderRequest, int] = OrderedDict()
         # By worker, so that one with nothing to do need not look through what others have.
-        self._queues: dict[int | None, OrderedDict[Hashable, dict[Request, None]]] = {}
-        self._due: dict[Hashable, Request] = {}
-        self._questions: dict[Request, None] = {}
+        self._queues: dict[int | None, OrderedDict[Hashable, dict[LoaderRequest, None]]] = {}
+        self._due: dict[Hashable, LoaderRequest] = {}
+        self._questions: dict[LoaderRequest, None] = {}
         self._doing = self._latest_epoch = self._batch_bytes = 0
         self.ready_batches = self.ready_bytes = self._memory_bytes = 0
 
@@ -289,7 +289,7 @@ class Buffer:
         """Whether anything that is wanted has not been given to a worker."""
         return bool(self._queues)
 
-    def want(self, who: Hashable, request: Request, only_count: bool = False) -> None:
+    def want(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
         """Take note that `who` waits for what is requested, or only for what it counts."""
         if only_count and self.units(request) is not None:
             return
@@ -314,7 +314,7 @@ class Buffer:
         for request in [one for one, entry in self._entries.items() if who in entry.waiting]:
             self._leave(who, request)
 
-    def take(self, who: Hashable, request: Request) -> Prepared | None:
+    def take(self, who: Hashable, request: LoaderRequest) -> Prepared | None:
         """Return what `who` sends next; it is held for the caller, who releases it.
 
         Returns:
@@ -331,7 +331,7 @@ class Buffer:
             self._remove(request)
         return prepared
 
-    def count(self, who: Hashable, request: Request) -> int | None:
+    def count(self, who: Hashable, request: LoaderRequest) -> int | None:
         """Return what the batch that `who` asks for next counts (VOID: none); None: not known."""
         units = self.units(request)
         if units is None:
@@ -340,7 +340,7 @@ class Buffer:
             self._leave(who, request)
         return units
 
-    def units(self, request: Request) -> int | None:
+    def units(self, request: LoaderRequest) -> int | None:
         """Return what a batch counts, also of one that lies here no more; None: not known."""
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:
@@ -348,8 +348,8 @@ class Buffer:
         return entry.prepared.reply.units
 
     def choose(
-        self, worker: int, follows: Callable[[Request], bool] | None = None
-    ) -> Request | None:
+        self, worker: int, follows: Callable[[LoaderRequest], bool] | None = None
+    ) -> LoaderRequest | None:
         """Return what a worker is to prepare now; it counts as being done from here on.
 
         Args:
@@ -371,7 +371,7 @@ class Buffer:
             self._doing += 1
         return request
 
-    def choose_ahead(self, worker: int) -> Request | None:
+    def choose_ahead(self, worker: int) -> LoaderRequest | None:
         """Return what a worker prepares when nobody waits; it counts as being done from here on."""
         while (request := self.ahead.next(worker)) is not None:
             if request not in self._entries and request not in self._counts:
@@ -380,7 +380,7 @@ class Buffer:
                 return request
         return None
 
-    def put(self, request: Request, prepared: Prepared) -> KeysView[Hashable]:
+    def put(self, request: LoaderRequest, prepared: Prepared) -> KeysView[Hashable]:
         """Lay what was prepared ready; return who waits for it."""
         entry = self._entries[request]
         self._end_doing(entry)
@@ -394,7 +394,7 @@ class Buffer:
             self._unasked[request] = None
         return entry.waiting.keys()
 
-    def lost(self, request: Request) -> None:
+    def lost(self, request: LoaderRequest) -> None:
         """Take note that who was preparing a request is gone."""
         entry = self._entries[request]
         self._end_doing(entry)
@@ -418,19 +418,21 @@ class Buffer:
         self._doing -= entry.is_doing
         entry.is_doing = False
 
-    def _take_count(self, request: Request, units: int) -> None:
+    def _take_count(self, request: LoaderRequest, units: int) -> None:
         self._counts[request] = units
         if len(self._counts) > _KEEP_COUNTS:
             self._counts.popitem(last=False)
         if units == VOID:
             self.ahead.ended(request.epoch, request.slot)
 
-    def _stand_by(self, who: Hashable, request: Request) -> None:
+    def _stand_by(self, who: Hashable, request: LoaderRequest) -> None:
         """Note that `who` can send nothing before this, which may have been here and forgotten."""
         self.want(who, request)
         self._due[who] = request
 
-    def _wanted_of(self, worker: int, follows: Callable[[Request], bool] | None) -> Request | None:
+    def _wanted_of(
+        self, worker: int, follows: Callable[[LoaderRequest], bool] | None
+    ) -> LoaderRequest | None:
         """Return what ranks want of a worker, the connections in turn."""
         homes = [home for home in (worker, None) if home in self._queues]
         if not homes:
@@ -444,7 +446,7 @@ class Buffer:
         self._queues[queued[0]].move_to_end(queued[1])
         return chosen
 
-    def _due_of(self, worker: int) -> Request | None:
+    def _due_of(self, worker: int) -> LoaderRequest | None:
         """Return what needs no room, or a connection waits for before all else."""
         for request in itertools.chain(self._due.values(), self._questions):
             entry = self._entries.get(request)
@@ -452,7 +454,9 @@ class Buffer:
                 return request
         return None
 
-    def _queue(self, who: Hashable, request: Request, entry: _Entry, at_once: bool = False) -> None:
+    def _queue(
+        self, who: Hashable, request: LoaderRequest, entry: _Entry, at_once: bool = False
+    ) -> None:
         """Have a worker prepare a request, when it is the turn of `who`."""
         home = self._home(request)
         queues = self._queues.setdefault(home, OrderedDict())
@@ -465,7 +469,7 @@ class Buffer:
         if request.kind is not RequestKind.GET:
             self._questions[request] = None
 
-    def _unqueue(self, request: Request, entry: _Entry) -> None:
+    def _unqueue(self, request: LoaderRequest, entry: _Entry) -> None:
         """Take a request out of its queue, if it is in one."""
         if entry.queued is None:
             return
@@ -479,7 +483,7 @@ class Buffer:
         if not queues:
             del self._queues[home]
 
-    def _leave(self, who: Hashable, request: Request) -> None:
+    def _leave(self, who: Hashable, request: LoaderRequest) -> None:
         """Let `who` wait for a request no more, and nobody prepare it where nobody else does."""
         entry = self._entries.get(request)
         if entry is None or who not in entry.waiting:
@@ -496,14 +500,14 @@ class Buffer:
         elif entry.prepared is not None and not entry.waiting:
             self._unasked[request] = None
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, request: LoaderRequest) -> None:
         self._unasked.pop(request, None)
         prepared = self._entries.pop(request).prepared
         assert prepared is not None
         self._tally(request, prepared, -1)
         prepared.release()
 
-    def _tally(self, request: Request, prepared: Prepared, sign: int) -> None:
+    def _tally(self, request: LoaderRequest, prepared: Prepared, sign: int) -> None:
         size = prepared.memory_bytes
         self.ready_bytes += sign * size
         self._memory_bytes += sign * (size + _ANSWER_BYTES if size else 0)

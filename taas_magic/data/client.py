@@ -20,8 +20,8 @@ from taas_magic.data.dataset import Raised
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import (
     FromServer,
+    LoaderRequest,
     Opened,
-    Request,
     RequestKind,
     Requests,
     Response,
@@ -202,7 +202,7 @@ def _why_useless(error: Exception) -> str:
     return f"{kind} ({error})"
 
 
-class Received(NamedTuple):
+class Delivered(NamedTuple):
     """What a rank gets for a `SlotRequest`.
 
     Attributes:
@@ -230,8 +230,8 @@ class Asked:
 
     def __init__(self, link: FetcherLink) -> None:
         self.link = link
-        self.asked: deque[Request] = deque()
-        self.unsent: list[Request] = []
+        self.asked: deque[LoaderRequest] = deque()
+        self.unsent: list[LoaderRequest] = []
 
     def send(self) -> None:
         """Send what was laid ready, and with it what is read no more of the fetcher's memory."""
@@ -240,7 +240,7 @@ class Asked:
         self.link.send(list(_messages(requests)))
 
 
-def _messages(requests: Iterable[Request]) -> Iterator[tuple[Requests, bytes]]:
+def _messages(requests: Iterable[LoaderRequest]) -> Iterator[tuple[Requests, bytes]]:
     """Yield messages for these requests; those that are alike but for their slot share one."""
     for (kind, epoch, detail), group in itertools.groupby(requests, _ALIKE):
         yield Requests(kind, epoch, tuple([request.slot for request in group])), detail
@@ -261,10 +261,10 @@ class Client:
     def __init__(self, route: Route, blocks: Blocks, timeout_s: float = 0.0) -> None:
         self._route, self.blocks, self._timeout_s = route, blocks, timeout_s
         self._open: dict[int, Asked] = {}
-        self._where: dict[Request, int] = {}
-        self._here: dict[Request, tuple[Response, memoryview]] = {}
-        self._tries: dict[Request, int] = {}
-        self._instead: dict[Request, Request] = {}
+        self._where: dict[LoaderRequest, int] = {}
+        self._here: dict[LoaderRequest, tuple[Response, memoryview]] = {}
+        self._tries: dict[LoaderRequest, int] = {}
+        self._instead: dict[LoaderRequest, LoaderRequest] = {}
         self._epoch = 0
         self._order: int | None = None
         self._streams: int | None = None
@@ -289,7 +289,7 @@ class Client:
             Exception: What the loader's sampler raised.
         """
         opened = read_opened(
-            self._answer_to(Request(RequestKind.OPEN, epoch, 0), ResponseKind.OPENED)
+            self._answer_to(LoaderRequest(RequestKind.OPEN, epoch, 0), ResponseKind.OPENED)
         )
         self._epoch, self._streams, self._order = epoch, opened.streams, opened.order
         return opened
@@ -300,7 +300,7 @@ class Client:
             self._send_later(self._request(ask))
         self._flush()
 
-    def reply(self, ask: SlotRequest) -> Received:
+    def reply(self, ask: SlotRequest) -> Delivered:
         """Return the answer to a request.
 
         Raises:
@@ -311,16 +311,18 @@ class Client:
 
     def sample(self, index: Any) -> Any:
         """Return `dataset[index]` from a fetcher's dataset."""
-        return self._value(Request(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
+        return self._value(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def state(self, slot: int) -> tuple[int, Any] | None:
         """Return where the dataset of a slot's stream stood, and after how many items."""
-        found: tuple[int, Any] | None = self._value(Request(RequestKind.STATE, self._epoch, slot))
+        found: tuple[int, Any] | None = self._value(
+            LoaderRequest(RequestKind.STATE, self._epoch, slot)
+        )
         return found
 
     def restore(self, slot: int, state: Any) -> None:
         """Have the stream of a slot begin there, in a dataset that has loaded this state."""
-        self._value(Request(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
+        self._value(LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
     def close(self) -> None:
         """End the pass; what is under way is not wanted any more."""
@@ -335,11 +337,11 @@ class Client:
         self._where.clear()
         self._here.clear()
 
-    def _request(self, ask: SlotRequest) -> Request:
+    def _request(self, ask: SlotRequest) -> LoaderRequest:
         kind = RequestKind.GET if ask.mine else RequestKind.PEEK
-        return Request(kind, self._epoch, ask.slot)
+        return LoaderRequest(kind, self._epoch, ask.slot)
 
-    def _value(self, ask: Request) -> Any:
+    def _value(self, ask: LoaderRequest) -> Any:
         body = self._answer_to(ask, ResponseKind.VALUE)
         if ask.kind is RequestKind.STATE and len(body) > protocol.MAX_STATE_BYTES:
             raise ValueError(
@@ -349,7 +351,7 @@ class Client:
             )
         return encode.from_bytes(bytes(body))
 
-    def _answer_to(self, ask: Request, expected: ResponseKind) -> memoryview:
+    def _answer_to(self, ask: LoaderRequest, expected: ResponseKind) -> memoryview:
         """Ask something besides batches, and wait for what is said; raise what is said instead."""
         response, body = self._await(ask)
         if response.kind is expected:
@@ -361,7 +363,7 @@ class Client:
         raised: Raised = encode.from_bytes(bytes(body))
         raised.reraise()
 
-    def _await(self, ask: Request) -> tuple[Response, memoryview]:
+    def _await(self, ask: LoaderRequest) -> tuple[Response, memoryview]:
         """Return the response to a request, which is sent now where it was not sent ahead."""
         if ask not in self._here and ask not in self._where:
             self._send_later(ask)
@@ -369,7 +371,7 @@ class Client:
         self._until(ask)
         return self._here.pop(ask)
 
-    def _send_later(self, ask: Request) -> None:
+    def _send_later(self, ask: LoaderRequest) -> None:
         """Lay a request ready for the fetcher that has to answer it."""
         while True:
             of_order = ask.kind in (RequestKind.OPEN, RequestKind.ORDER)
@@ -395,7 +397,7 @@ class Client:
             except OSError as error:
                 self._lost(number, error)
 
-    def _until(self, ask: Request) -> None:
+    def _until(self, ask: LoaderRequest) -> None:
         """Receive until `ask` is answered."""
         began = heard = time.monotonic()
         while ask in self._where:
@@ -446,8 +448,8 @@ class Client:
         self._here[first] = response, body
 
     def _after(
-        self, ask: Request, first: Request, response: Response, body: memoryview
-    ) -> Request | None:
+        self, ask: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
+    ) -> LoaderRequest | None:
         """Return what to ask after an answer; None when it is the answer to the first request.
 
         Raises:
@@ -456,11 +458,11 @@ class Client:
         order = response.order
         is_other = order != self._order and order != 0 and self._order is not None
         if first is ask and is_other:
-            return Request(RequestKind.ORDER, ask.epoch, ask.slot)
+            return LoaderRequest(RequestKind.ORDER, ask.epoch, ask.slot)
         if ask.kind is RequestKind.ORDER and response.kind is ResponseKind.VALUE:
             if is_other:
                 raise RunLost(_OTHER_ORDER.format(epoch=ask.epoch))
-            return Request(RequestKind.GET, first.epoch, first.slot, bytes(body))
+            return LoaderRequest(RequestKind.GET, first.epoch, first.slot, bytes(body))
         return None
 
     def _lost(self, number: int, error: Exception, silent_s: float = 0.0) -> None:
@@ -483,7 +485,7 @@ class Client:
         self._flush()
 
 
-def received(response: Response, body: memoryview) -> Received:
+def received(response: Response, body: memoryview) -> Delivered:
     """Return what a rank gets by the response to GET or PEEK.
 
     Raises:
@@ -492,13 +494,13 @@ def received(response: Response, body: memoryview) -> Received:
     """
     kind = response.kind
     if kind is ResponseKind.BATCH:
-        return Received(response.units, encode.decode(body, response.head_bytes), len(body))
+        return Delivered(response.units, encode.decode(body, response.head_bytes), len(body))
     if kind is ResponseKind.ERROR:
-        return Received(1, failure=encode.from_bytes(bytes(body)))
+        return Delivered(1, failure=encode.from_bytes(bytes(body)))
     if kind is ResponseKind.VOID:
-        return Received(VOID)
+        return Delivered(VOID)
     if kind is ResponseKind.PEEKED:
-        return Received(response.units)
+        return Delivered(response.units)
     if kind is ResponseKind.LOST:
         raise RunLost(bytes(body).decode())
     raise ProtocolError(f"a request for a batch was answered with {kind.name}")

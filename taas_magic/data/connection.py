@@ -151,7 +151,7 @@ class FetcherLink:
         mac = protocol.prove(key, Role.RANK, challenge.nonce, place)
         self.send([(protocol.Proof(nonce, mac, loader), b"")])
         said = self._first()
-        if isinstance(said, protocol.Refused):
+        if isinstance(said, protocol.Rejected):
             raise ProtocolError(f"{self.address} refused: {said.why}")
         assert isinstance(said, protocol.Welcome)
         if not protocol.proven(key, Role.SERVER, nonce, place, said.mac):

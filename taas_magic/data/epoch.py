@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from taas_magic.data.client import Client, Received
+from taas_magic.data.client import Client, Delivered
 from taas_magic.data.metrics import EpochTimer, Handed, sampled
 from taas_magic.data.protocol import Opened
 from taas_magic.data.sharding import Course, EpochPlace, NoSlot, Part, ScoutedCourse, SlotRequest
@@ -41,7 +41,7 @@ _EVERY_EPOCH_ALIKE = (
 class Step(NamedTuple):
     """What a rank is handed in one step, and where the epoch goes on after it."""
 
-    received: Received
+    received: Delivered
     row_units: int
     after: EpochPlace
 
@@ -143,7 +143,7 @@ class EpochIterator(Iterator[Any]):
             received.failure.reraise()
         return received.batch
 
-    def _pinned(self, received: Received) -> Received:
+    def _pinned(self, received: Delivered) -> Delivered:
         if not self._pins:
             return received
         return received._replace(batch=pin_memory(received.batch))  # type: ignore[no-untyped-call]
@@ -171,7 +171,7 @@ class Walk:
         self._least = 2 * -(-client.workers // part.world_size) + 1  # so that no worker idles
         self._learns_late = part.units is not None and not self._scouts
         self._unlearnt: deque[SlotRequest] = deque()
-        self._kept: dict[int, Received] = {}
+        self._kept: dict[int, Delivered] = {}
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps to the epoch's end."""
@@ -181,7 +181,7 @@ class Walk:
                 return
             yield Step(received, self._course.row_units(step), self._course.place(step + 1))
 
-    def _take(self, step: int) -> Received | None:
+    def _take(self, step: int) -> Delivered | None:
         """Return the batch to hand out at a step; None at the end."""
         if step >= self._ask_again_at:
             self._ask_ahead(step)
@@ -219,7 +219,7 @@ class Walk:
 class ReceiveThread(Iterator[Step]):
     """Takes steps in a thread of its own, so that large batches arrive while the rank computes."""
 
-    def __init__(self, source: Iterator[Step], work: Callable[[Received], Received]) -> None:
+    def __init__(self, source: Iterator[Step], work: Callable[[Delivered], Delivered]) -> None:
         self._source, self._work = source, work
         self._queue: queue.Queue[Step | BaseException] = queue.Queue(_READY_BATCHES)
         self._stopped = threading.Event()

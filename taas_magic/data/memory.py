@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from taas_magic.data.protocol import Place, aligned
+from taas_magic.data.protocol import SharedPlace, aligned
 
 _STEPS = 8
 _FIRST_BYTES = 1 << 30
@@ -144,15 +144,15 @@ class Lent:
     def __init__(self, on_unused: Callable[[], object]) -> None:
         self._on_unused = on_unused
         self._arenas: dict[int, Mapping] = {}
-        self._read: dict[Place, weakref.ref[Any]] = {}
-        self._gone: deque[Place] = deque()
+        self._read: dict[SharedPlace, weakref.ref[Any]] = {}
+        self._gone: deque[SharedPlace] = deque()
         self._is_closed = False
 
     def add(self, arena: int, descriptor: int) -> None:
         """Take an arena's descriptor."""
         self._arenas[arena] = Mapping(descriptor)
 
-    def look(self, place: Place, size: int) -> memoryview:
+    def look(self, place: SharedPlace, size: int) -> memoryview:
         """Return a span's memory; it is lent until the last view of it is gone."""
         mapped = self._arenas[place.arena].mapped(place.offset + size)
         owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, place.offset)
@@ -160,9 +160,9 @@ class Lent:
         self._read[place] = weakref.ref(owner, lambda _: self._let_go(place))
         return memoryview(owner).cast("B")
 
-    def gone(self) -> list[Place]:
+    def gone(self) -> list[SharedPlace]:
         """Return what is read no more since the last call."""
-        places: list[Place] = []
+        places: list[SharedPlace] = []
         while self._gone:
             places.append(self._gone.popleft())
         return places
@@ -178,7 +178,7 @@ class Lent:
         """How far all arenas have been looked at."""
         return sum(arena.used_bytes for arena in list(self._arenas.values()))
 
-    def _let_go(self, place: Place) -> None:
+    def _let_go(self, place: SharedPlace) -> None:
         del self._read[place]
         self._gone.append(place)
         if self._is_closed and not self._read:

@@ -12,7 +12,7 @@ h11's).
     server                          rank
     Challenge               ─────►
                             ◄─────  Proof           (the run's key; HMAC-SHA256)
-    Welcome | Refused       ─────►                  (now both know: same run)
+    Welcome | Rejected      ─────►                  (now both know: same run)
                             ◄─────  Requests        pure, so they may be repeated
     Alive … Response        ─────►                  one for each request, in their order
                             ◄─────  Free            spans of shared memory that are read no more
@@ -79,7 +79,7 @@ class ResponseKind(enum.IntEnum):
     LOST = 17
 
 
-class Request(Struct, frozen=True, order=True, array_like=True, gc=False):
+class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
     """A pure question about a loader: whoever answers it, the answer is the same.
 
     Attributes:
@@ -135,7 +135,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=3):
     mac: bytes
 
 
-class Refused(Struct, frozen=True, array_like=True, tag=4):
+class Rejected(Struct, frozen=True, array_like=True, tag=4):
     """Says why a rank is not let in."""
 
     why: str
@@ -149,7 +149,7 @@ class Requests(Struct, frozen=True, array_like=True, tag=5):
     slots: tuple[_Count, ...]
 
 
-class Place(NamedTuple):
+class SharedPlace(NamedTuple):
     """Where a span of shared memory begins: in which of the server's arenas, at which byte."""
 
     arena: int
@@ -159,7 +159,7 @@ class Place(NamedTuple):
 class Free(Struct, frozen=True, array_like=True, tag=6):
     """Spans of shared memory that the rank reads no more."""
 
-    places: list[Place]
+    places: list[SharedPlace]
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=7):
@@ -181,7 +181,7 @@ class SharedBody(Struct, frozen=True, array_like=True, gc=False):
         is_new: Whether the descriptor of this arena comes with the message.
     """
 
-    place: Place
+    place: SharedPlace
     size: _Count
     is_new: bool
 
@@ -207,7 +207,7 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
 
 
 FromRank = Proof | Requests | Free | Cancel
-FromServer = Challenge | Welcome | Refused | Response | Alive | Cancelled
+FromServer = Challenge | Welcome | Rejected | Response | Alive | Cancelled
 
 _MOST_BODY_BYTES: dict[RequestKind | ResponseKind | None, int] = {
     RequestKind.GET: 1 << 24,
@@ -274,7 +274,7 @@ _TABLE = {
     (Role.SERVER, State.PROVING): _MayHear(State.READY, 1 << 11, Proof),
     (Role.SERVER, State.READY): _MayHear(State.READY, 1 << 20, Requests | Free | Cancel),
     (Role.RANK, State.GREETING): _MayHear(State.PROVING, 1 << 11, Challenge),
-    (Role.RANK, State.PROVING): _MayHear(State.READY, 1 << 13, Welcome | Refused),
+    (Role.RANK, State.PROVING): _MayHear(State.READY, 1 << 13, Welcome | Rejected),
     (Role.RANK, State.READY): _MayHear(State.READY, 1 << 13, Response | Alive | Cancelled),
 }
 
@@ -446,7 +446,7 @@ class Command(Struct, frozen=True, array_like=True, gc=False):
     """
 
     number: int
-    request: Request
+    request: LoaderRequest
     to_disk: bool = False
     has_file: bool = False
 

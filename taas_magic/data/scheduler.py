@@ -17,7 +17,7 @@ import msgspec
 from taas_magic.data import protocol, worker
 from taas_magic.data.buffer import Ahead, Buffer, Disk, FetcherShare, Prepared
 from taas_magic.data.memory import largest_file_bytes
-from taas_magic.data.protocol import Reply, Request, RequestKind, ResponseKind
+from taas_magic.data.protocol import LoaderRequest, Reply, RequestKind, ResponseKind
 from taas_magic.data.worker import WorkerHandle, WorkerSpec
 from taas_magic.messages import FetcherCounts
 
@@ -77,7 +77,7 @@ class Scheduler:
         self._disk = Disk(folder, served.spill_bytes) if folder is not None else None
         self._streams: int | None = None
         self._positions: dict[int, tuple[int, int]] = {}
-        self._tries: dict[Request, int] = {}
+        self._tries: dict[LoaderRequest, int] = {}
         self._lost = self._commands = 0
         self._prepared = self.sent = self.sent_bytes = 0
         self._wall_s: dict[int, float] = {}
@@ -144,7 +144,7 @@ class Scheduler:
             self._hang_up(one)
         self._parent.join()
 
-    def _choose(self, one: WorkerHandle) -> tuple[Request | None, bool]:
+    def _choose(self, one: WorkerHandle) -> tuple[LoaderRequest | None, bool]:
         """Return what a worker does next, and whether that goes to disk."""
         follows = None if self._streams is None else self._follows
         request = self.buffer.choose(one.number, follows)
@@ -155,7 +155,7 @@ class Scheduler:
             return None, False
         return self.buffer.choose_ahead(one.number), is_full
 
-    def _home(self, request: Request) -> int | None:
+    def _home(self, request: LoaderRequest) -> int | None:
         """Return the worker that has to prepare what is requested; None: any may."""
         kind = request.kind
         if kind in (RequestKind.OPEN, RequestKind.ORDER):
@@ -166,7 +166,7 @@ class Scheduler:
             return None
         return self._served.share.home(request.slot, self._streams)[1]
 
-    def _follows(self, request: Request) -> bool:
+    def _follows(self, request: LoaderRequest) -> bool:
         """Return whether a stream need not go back for a batch."""
         assert self._streams is not None
         epoch, item = self._positions.get(request.slot % self._streams, (-1, 0))
@@ -206,7 +206,7 @@ class Scheduler:
             # Its parent says how it ended; until then nothing is to be heard here.
             self._hang_up(one)
 
-    def _take(self, one: WorkerHandle, request: Request, reply: Reply) -> None:
+    def _take(self, one: WorkerHandle, request: LoaderRequest, reply: Reply) -> None:
         self._prepared += 1
         self._wall_s[one.number] = self._wall_s.get(one.number, 0.0) + reply.wall_s
         self._cpu_s += reply.cpu_s
@@ -223,7 +223,7 @@ class Scheduler:
             self.buffer.ahead.opened(request.epoch, opened)
         self._put(request, prepared)
 
-    def _put(self, request: Request, prepared: Prepared) -> None:
+    def _put(self, request: LoaderRequest, prepared: Prepared) -> None:
         for connection in self.buffer.put(request, prepared):
             self._ready(connection)
 
@@ -260,7 +260,7 @@ class Scheduler:
             self.buffer.lost(request)
 
 
-def _given_up(request: Request, said: str) -> Prepared:
+def _given_up(request: LoaderRequest, said: str) -> Prepared:
     text = (
         f"batch {request.slot} of epoch {request.epoch} was asked for {_TRIES} times, and each "
         f"time the worker that prepared it ended. The last time, {said}. Its data may crash the "

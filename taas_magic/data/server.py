@@ -31,14 +31,14 @@ from taas_magic.data.buffer import Prepared
 from taas_magic.data.protocol import (
     Cancel,
     Free,
-    Place,
+    LoaderRequest,
     Proof,
-    Request,
     RequestKind,
     Requests,
     Response,
     ResponseKind,
     Role,
+    SharedPlace,
 )
 from taas_magic.data.scheduler import Scheduler, ServedLoader
 from taas_magic.data.service import Tls, peer_uid
@@ -95,10 +95,10 @@ class RankConnection:
         self.nonce = os.urandom(protocol.NONCE_BYTES)
         self.began = self.said = time.monotonic()
         self.loader: Scheduler | None = None
-        self.asked: deque[tuple[Request, bool]] = deque()
+        self.asked: deque[tuple[LoaderRequest, bool]] = deque()
         self.out: deque[tuple[bytes | memoryview, Prepared | None, int]] = deque()
         self.out_bytes = 0
-        self.lent: dict[Place, Prepared] = {}
+        self.lent: dict[SharedPlace, Prepared] = {}
         self.lent_bytes = 0
         self.arenas: set[int] = set()
         self.waits_to_send = False
@@ -176,14 +176,14 @@ class RankConnection:
             part, prepared, _ = out[0]
             out[0] = memoryview(part)[size:], prepared, -1
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: SharedPlace) -> None:
         """Release a span of shared memory that the rank reads no more."""
         prepared = self.lent.pop(place, None)
         if prepared is not None:
             self.lent_bytes -= prepared.reply.body_bytes
             prepared.release()
 
-    def respond(self, request: Request, prepared: Prepared) -> None:
+    def respond(self, request: LoaderRequest, prepared: Prepared) -> None:
         """Lay a response ready; what was prepared is released when the rank needs it no more."""
         reply, size, descriptor, shared = prepared.reply, prepared.reply.body_bytes, -1, None
         about = reply.kind, request.epoch, request.slot, max(reply.units, 0), reply.order
@@ -220,7 +220,7 @@ class RankConnection:
         """Return where a batch lies, and the descriptor that the rank needs to read it; else -1."""
         arena, size = prepared.arena, prepared.reply.body_bytes
         assert arena is not None
-        place = Place(arena.arena, prepared.reply.offset)
+        place = SharedPlace(arena.arena, prepared.reply.offset)
         self.lent[place] = prepared
         self.lent_bytes += size
         is_new = arena.arena not in self.arenas
@@ -438,7 +438,7 @@ class Server:
         if only_count := kind is RequestKind.PEEK:
             kind = RequestKind.GET
         for slot in message.slots:
-            request = Request(kind, message.epoch, slot, detail)
+            request = LoaderRequest(kind, message.epoch, slot, detail)
             connection.asked.append((request, only_count))
             want(connection, request, only_count)
 
@@ -455,7 +455,7 @@ class Server:
         elif proof.loader not in self._loaders:
             why = f'loader "{proof.loader}" is not served here'
         if why:
-            connection.say(protocol.Refused(why))
+            connection.say(protocol.Rejected(why))
             connection.send()
             raise ProtocolError(why)
         connection.loader = self._loaders[proof.loader]

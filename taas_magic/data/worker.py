@@ -31,7 +31,7 @@ from taas_magic.capture.modules import claim_taas
 from taas_magic.data import encode, protocol
 from taas_magic.data.dataset import Ended, Failed, Source, is_counted, units_of
 from taas_magic.data.memory import Arena, Mapping
-from taas_magic.data.protocol import Command, Reply, Request, RequestKind, ResponseKind
+from taas_magic.data.protocol import Command, LoaderRequest, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID
 
 MESSAGE_BYTES = 128 << 10
@@ -114,7 +114,7 @@ class WorkerHandle:
         self._depth = min(self._most, _LEAST_DEPTH)
         self.memory: Mapping
         self.frees: list[int] = []
-        self.told: dict[int, Request] = {}
+        self.told: dict[int, LoaderRequest] = {}
         self.pid, self.is_gone = 0, False
         self._commands: list[Command] = []
         self._files: list[int] = []
@@ -129,7 +129,7 @@ class WorkerHandle:
         """How many commands more it may be told."""
         return self._depth - len(self.told)
 
-    def tell(self, number: int, request: Request, to_disk: bool = False) -> None:
+    def tell(self, number: int, request: LoaderRequest, to_disk: bool = False) -> None:
         """Lay a command ready; the reply to it has the same `number`."""
         self.told[number] = request
         has_file = len(request.detail) > DETAIL_BYTES
@@ -249,7 +249,7 @@ class Worker:
                     request = msgspec.structs.replace(request, detail=file.read())
             self._reply(command.number, request, command.to_disk)
 
-    def _reply(self, number: int, request: Request, to_disk: bool) -> None:
+    def _reply(self, number: int, request: LoaderRequest, to_disk: bool) -> None:
         """Prepare an answer, lay it in shared memory or on disk, and say so."""
         began = time.perf_counter()
         kind, body, units, order = self._prepare(request)
@@ -295,7 +295,7 @@ class Worker:
             return False
         return True
 
-    def _prepare(self, request: Request) -> "_Prepared":
+    def _prepare(self, request: LoaderRequest) -> "_Prepared":
         try:
             if self._broken is not None:
                 raise self._broken
@@ -309,7 +309,7 @@ class Worker:
             where = f'while batch {request.slot} of loader "{self._spec.loader}" was being pickled'
             return _failed(Failed(error, where))
 
-    def _answer(self, source: Source, request: Request) -> "_Prepared":
+    def _answer(self, source: Source, request: LoaderRequest) -> "_Prepared":
         kind, epoch, slot, detail = request.kind, request.epoch, request.slot, request.detail
         if kind is RequestKind.GET:
             order = source.digest(epoch)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from taas_magic.data.buffer import Ahead, Buffer, Disk, FetcherShare, Prepared
-from taas_magic.data.protocol import Opened, Reply, Request, RequestKind, ResponseKind
+from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID
 
 BATCH_BYTES = 64 << 10
@@ -16,7 +16,7 @@ PLENTY = 1 << 40
 
 
 def key(slot, epoch=0, kind=RequestKind.GET):
-    return Request(kind, epoch, slot)
+    return LoaderRequest(kind, epoch, slot)
 
 
 class Arena:
@@ -287,7 +287,7 @@ def test_that_there_is_no_batch_is_a_count_too():
 
 def test_counts_of_given_indices_are_not_those_of_the_batch():
     buffer = buffer_of()
-    given = Request(RequestKind.GET, 0, 0, b"indices")
+    given = LoaderRequest(RequestKind.GET, 0, 0, b"indices")
     buffer.want("rank", given)
     assert buffer.choose(0) == given
     buffer.put(given, answer(0, units=9))

@@ -16,14 +16,14 @@ from taas_magic.data.connection import Corrupted, Inbox, Silent
 from taas_magic.data.encode import checksum
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import (
-    Place,
+    LoaderRequest,
     ProtocolState,
-    Request,
     RequestKind,
     Response,
     ResponseKind,
     Role,
     SharedBody,
+    SharedPlace,
 )
 from taas_magic.data.service import Address, Found
 from taas_magic.data.sharding import SlotRequest
@@ -164,7 +164,7 @@ def test_a_frame_that_stands_still_is_given_up(size):
 
 def test_descriptors_come_with_their_frames(ends):
     server, box = ends
-    body = SharedBody(Place(1, 0), 64, is_new=True)
+    body = SharedBody(SharedPlace(1, 0), 64, is_new=True)
     shared = Response(ResponseKind.BATCH, 0, 0, shared=body)
     with open(os.devnull) as one:
         server.sendall(batch(0, 4096))
@@ -216,8 +216,8 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile():
     # Of another order than the one that holds, so it is asked for once more: on a broken link.
     response = Response(ResponseKind.BATCH, 0, 0, order=9, head_bytes=len(body.head))
     client._take(client._open[0], response, memoryview(bytearray(body.body_bytes)))
-    again = [Request(RequestKind.GET, 0, slot) for slot in range(1, 4)]
-    assert sorted(client._open[1].asked) == sorted([Request(RequestKind.ORDER, 0, 0), *again])
+    again = [LoaderRequest(RequestKind.GET, 0, slot) for slot in range(1, 4)]
+    assert sorted(client._open[1].asked) == sorted([LoaderRequest(RequestKind.ORDER, 0, 0), *again])
     assert client.retried == 4
 
 

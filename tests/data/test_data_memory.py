@@ -11,7 +11,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from taas_magic.data.memory import Arena, Blocks, Lent, Mapping, Spans
-from taas_magic.data.protocol import ALIGN, Place, aligned
+from taas_magic.data.protocol import ALIGN, SharedPlace, aligned
 
 MEGABYTE = 1 << 20
 
@@ -185,7 +185,7 @@ def lent(writer):
 
 def test_a_lent_span_is_given_back_once_when_the_last_view_is_gone(writer, lent):
     first, second = writer.write("a", 5000), writer.write("b", 5000)
-    one, other = lent.look(Place(3, first), 5000), lent.look(Place(3, second), 5000)
+    one, other = lent.look(SharedPlace(3, first), 5000), lent.look(SharedPlace(3, second), 5000)
     part = one[100:200]
     del one
     assert lent.gone() == []
@@ -200,12 +200,12 @@ def test_a_lent_span_is_given_back_once_when_the_last_view_is_gone(writer, lent)
 def test_a_span_that_is_lent_again_is_given_back_again(writer, lent):
     offset = writer.write("a", 5000)
     for _ in range(3):
-        assert bytes(lent.look(Place(3, offset), 5000)[:1]) == b"a"
+        assert bytes(lent.look(SharedPlace(3, offset), 5000)[:1]) == b"a"
         assert lent.gone() == [(3, offset)]
 
 
 def test_what_is_read_stays_when_the_connection_is_closed(writer, lent):
-    view = lent.look(Place(3, writer.write("a", 5000)), 5000)
+    view = lent.look(SharedPlace(3, writer.write("a", 5000)), 5000)
     lent.close()
     assert lent.closed == []
     assert bytes(view) == b"a" * 5000
@@ -214,7 +214,7 @@ def test_what_is_read_stays_when_the_connection_is_closed(writer, lent):
 
 
 def test_a_connection_whose_memory_nobody_reads_is_closed_at_once(writer, lent):
-    view = lent.look(Place(3, writer.write("a", 100)), 100)
+    view = lent.look(SharedPlace(3, writer.write("a", 100)), 100)
     del view
     assert lent.closed == []
     lent.close()
@@ -223,7 +223,7 @@ def test_a_connection_whose_memory_nobody_reads_is_closed_at_once(writer, lent):
 
 def test_what_a_child_reads_no_more_is_not_given_back(writer, lent):
     offset = writer.write("a", 5000)
-    view = lent.look(Place(3, offset), 5000)
+    view = lent.look(SharedPlace(3, offset), 5000)
     pid = os.fork()
     if not pid:
         del view
@@ -238,7 +238,7 @@ def test_what_a_child_reads_no_more_is_not_given_back(writer, lent):
 
 def test_held_bytes_are_what_has_been_looked_at_of_the_arenas(writer, lent):
     assert lent.held_bytes == 0
-    view = lent.look(Place(3, writer.write("a", 2 * MEGABYTE)), 2 * MEGABYTE)
+    view = lent.look(SharedPlace(3, writer.write("a", 2 * MEGABYTE)), 2 * MEGABYTE)
     assert 2 * MEGABYTE <= lent.held_bytes <= 4 * MEGABYTE
     assert len(view) == 2 * MEGABYTE
 

@@ -17,15 +17,15 @@ from taas_magic.data.protocol import (
     Cancelled,
     Challenge,
     Free,
-    Place,
     ProtocolState,
-    Refused,
+    Rejected,
     RequestKind,
     Requests,
     Response,
     ResponseKind,
     Role,
     SharedBody,
+    SharedPlace,
     State,
     Welcome,
     prove,
@@ -49,9 +49,9 @@ def greeted():
 
 MAY_HEAR = {
     NEW_SERVER: [PROOF],
-    SERVER: [Requests(RequestKind.GET, 0, (0,)), Free([Place(1, 0)]), Cancel()],
+    SERVER: [Requests(RequestKind.GET, 0, (0,)), Free([SharedPlace(1, 0)]), Cancel()],
     NEW_RANK: [Challenge(bytes(32))],
-    greeted: [Welcome(bytes(32)), Refused("no")],
+    greeted: [Welcome(bytes(32)), Rejected("no")],
     RANK: [Response(ResponseKind.VOID, 0, 0), Alive(), Cancelled()],
 }
 MESSAGES = [message for messages in MAY_HEAR.values() for message in messages]
@@ -63,7 +63,7 @@ def heard(state, message, body_bytes=0):
 
 @st.composite
 def responses(draw):
-    shared = SharedBody(Place(draw(COUNT), draw(COUNT)), draw(COUNT), draw(st.booleans()))
+    shared = SharedBody(SharedPlace(draw(COUNT), draw(COUNT)), draw(COUNT), draw(st.booleans()))
     size = draw(st.integers(0, 1 << 62))
     about = draw(COUNT), draw(COUNT), draw(COUNT), draw(st.integers(0, 2**32 - 1))
     head_bytes = draw(st.integers(0, min(size, shared.size)))
@@ -164,7 +164,7 @@ def test_the_body_of_every_kind_has_a_limit(kind):
 
 
 def test_a_body_that_is_shared_does_not_follow():
-    shared = SharedBody(Place(1, 0), 64, is_new=False)
+    shared = SharedBody(SharedPlace(1, 0), 64, is_new=False)
     with pytest.raises(ProtocolError, match="the limit is 0"):
         heard(ready(Role.RANK), Response(ResponseKind.BATCH, 0, 0, shared=shared), 1)
 

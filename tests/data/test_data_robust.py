@@ -23,8 +23,8 @@ from taas_magic.data.connection import Silent
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import (
     Alive,
+    LoaderRequest,
     Reply,
-    Request,
     RequestKind,
     Requests,
     Response,
@@ -465,7 +465,9 @@ def test_a_server_does_not_wait_for_a_worker_that_takes_its_time():
         while one.has_room:
             for _ in range(1 if len(one.told) < one.room else one.room):
                 number = len(one.told)
-                one.tell(number, Request(RequestKind.GET, 0, number, bytes(worker.DETAIL_BYTES)))
+                one.tell(
+                    number, LoaderRequest(RequestKind.GET, 0, number, bytes(worker.DETAIL_BYTES))
+                )
             one.frees += range(10_000)
             one.send(0)
         assert len(one.told) == 64

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import (
     Alive,
+    LoaderRequest,
     Reply,
-    Request,
     RequestKind,
     Requests,
     ResponseKind,
@@ -44,7 +44,7 @@ def test_a_worker_is_told_as_much_as_is_worth_a_message(body_bytes, wall_s, comm
         socket.send_fds(theirs, [msgspec.msgpack.encode(WorkerReady(1))], [arena.fileno()])
         assert list(worker.hear()) == []
         assert worker.room == 2
-        worker.tell(7, Request(RequestKind.GET, 0, 0))
+        worker.tell(7, LoaderRequest(RequestKind.GET, 0, 0))
         reply = Reply(7, ResponseKind.BATCH, 1, body_bytes=body_bytes, wall_s=wall_s)
         theirs.send(msgspec.msgpack.encode([reply]))
         worker.told.clear()
