@@ -20,6 +20,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from taas_magic.config import PoolConfig
+from taas_magic.journal.folder import ENDED_STATES, RunFolder, record
 from taas_magic.store.rule import user_name
 from tests.frontend import Frontend, Scene, environment
 from tests.harness import forkservers, left_of, processes, remove_cgroup, words
@@ -324,7 +325,7 @@ def test_a_kernel_that_dies_while_its_run_is_launched_leaves_no_run(scene: Scene
         newest = max(runs.iterdir())
         wait_until(lambda: "kernel is gone" in (newest / "events.jsonl").read_text())
         forkserver.resume()
-        wait_until(lambda: '"ended"' in (newest / "events.jsonl").read_text())
+        wait_until(lambda: record(RunFolder(newest)).state in ENDED_STATES)
         assert not left_of(kept)
 
 
