@@ -15,10 +15,10 @@ faults again.
 
 import argparse
 import collections
+import contextlib
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from taas_magic.data.service import new_certificate
@@ -60,7 +60,10 @@ def harm_the_data_service(faults: int, seed: int, is_tls: bool, rest_s: float) -
 def harm_processes(rounds: int, seed: int, harms: tuple[str, ...]) -> None:
     started = time.perf_counter()
     with _scene() as scene:
-        result = Chaos(scene, seed, harms, END_S).play(rounds, say=_say)
+        chaos = Chaos(scene, seed, harms, END_S)
+        with contextlib.suppress(KeyboardInterrupt):  # then what there is so far is told
+            chaos.play(rounds, say=_say)
+    result = chaos.result
     counts = ", ".join(f"{count} x {harm}" for harm, count in sorted(result.harms.items()))
     print(f"{counts}\n{result} ({time.perf_counter() - started:.0f} s)")
     for line in result.late + result.broken + result.left:
@@ -92,7 +95,7 @@ def _run(frontend: Frontend, runs: int) -> None:
         frontend.replies.clear()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _scene() -> Iterator[Scene]:
     with tempfile.TemporaryDirectory() as folder:
         scene = Scene(Path(folder))
