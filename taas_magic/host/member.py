@@ -73,8 +73,6 @@ _T = TypeVar("_T")
 logger = logging.getLogger("taas_magic.agent")
 
 _LOOK_S = 0.5
-"""How often, while no run is here, the agent looks after its forkserver."""
-
 _started = time.time() - time.monotonic()
 
 
@@ -344,21 +342,12 @@ class AgentWorker(Worker):
                 self._leave()
 
     async def watch_forkserver(self) -> None:
-        """Leave the pool when no run can start here any more and none is here.
-
-        Before that, have the forkserver import the rest, when no run is here.
-        """
-        has_all = False
+        """Leave the pool when no run can start here any more and none is here."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self._shares:
-                continue
-            if not forkserver.is_alive():
+            if not (forkserver.is_alive() or self._shares):
                 self._leave()
                 return
-            if not has_all:
-                forkserver.import_rest()
-                has_all = True
 
     def _leave(self) -> None:
         self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")
