@@ -119,7 +119,6 @@ class Chaos:
         with suppress(AssertionError):  # the moment has come, or the cell has ended
             frontend.wait(lambda: request in frontend.replies, delay_s)
         victims = list(self._find(frontend, harm.split()[1]))
-        before = set(frontend.process.children(recursive=True))
         if victims:
             self.result.harms[harm] += 1
             which = self._random.choice(victims)
@@ -131,7 +130,7 @@ class Chaos:
             say(f"{self.result.harms.total()}: {harm} after {delay_s:.1f} s, took {took_s:.1f} s")
         else:
             self._finish(frontend, request, harm)
-        self._look_for_old(before, frontend, harm)
+        self._look_for_old(frontend, harm)
 
     @contextmanager
     def _harmed(self, harm: str, which: psutil.Process) -> Iterator[None]:
@@ -171,16 +170,14 @@ class Chaos:
         if place == "kernel":
             yield frontend.process
             return
-        for process in frontend.process.children(recursive=True):
+        for process in sorted(self._tree(frontend), key=lambda process: process.pid):
             if _place_of(process) == place:
                 yield process
 
-    def _look_for_old(self, before: set[psutil.Process], frontend: Frontend, harm: str) -> None:
+    def _look_for_old(self, frontend: Frontend, harm: str) -> None:
         """Remembers what has left the tree, and finds what should have gone by now."""
         now = time.monotonic()
-        tree = {frontend.process, *frontend.process.children(recursive=True)}
-        for pool in self._pools():  # a kernel that is started again goes on with the old one's
-            tree |= {pool, *pool.children(recursive=True)}
+        tree = self._tree(frontend)
         for process in carriers(self._token):
             if process not in tree:
                 self._doomed.setdefault(process, (now, harm))
@@ -191,11 +188,17 @@ class Chaos:
                 self.result.left.append(f"{why}: process {describe(process)}")
                 end(process)
 
-    def _pools(self) -> Iterator[psutil.Process]:
-        """The processes of pools that live: each wrote its number into its lock."""
-        for lock in self._scene.state.glob("pools/*/lock"):
+    def _tree(self, frontend: Frontend) -> set[psutil.Process]:
+        """The kernel and its pool, which may be the one of a kernel that was killed."""
+        roots = [frontend.process]
+        for lock in self._scene.state.glob("pools/*/lock"):  # the pool wrote its number into it
             with suppress(ValueError, psutil.NoSuchProcess):
-                yield psutil.Process(int(lock.read_text()))
+                roots.append(psutil.Process(int(lock.read_text())))
+        tree = set(roots)
+        for root in roots:
+            with suppress(psutil.NoSuchProcess):
+                tree.update(root.children(recursive=True))
+        return tree
 
     def _all_left(self) -> list[str]:
         """What is there when nothing should be: with the processes go their ports and sockets."""

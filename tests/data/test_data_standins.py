@@ -22,5 +22,5 @@ def test_private_attributes_of_a_dataset_are_the_datasets_own(tmp_path, is_wrapp
         shown = shown.dataset if is_wrapped else shown
         found = [getattr(shown, name) for name in ("_path", "_copy", "_remote", "_about")]
         assert found == ["a", "b", "c", "d"]
-        with pytest.raises(AttributeError, match="cannot set '_path' of .* in the notebook"):
+        with pytest.raises(AttributeError, match=r"cannot set '_path' of .* in the notebook"):
             shown._path = "e"
