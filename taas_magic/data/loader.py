@@ -11,7 +11,6 @@ import pickle
 import socket
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,8 +25,8 @@ from taas_magic.data.epoch import EpochIterator
 from taas_magic.data.memory import Blocks
 from taas_magic.data.metrics import BatchLedger, counted
 from taas_magic.data.order import load_beside
+from taas_magic.data.own_servers import OwnServers
 from taas_magic.data.scheduler import ServedLoader
-from taas_magic.data.server import OwnServer, ServerSpec
 from taas_magic.data.service import Directory, Found, machine
 from taas_magic.data.sharding import EpochPlace, Part, Uneven
 from taas_magic.data.sharding import steps as steps_of
@@ -108,13 +107,13 @@ class Feed:
 
     Attributes:
         payload: Returns the pickled loader of a name.
-        directory: Where the fetchers are; None: this rank has one of its own.
+        directory: Where the fetchers are; None: this rank has servers of its own.
         tls: What makes a client context, for fetchers on other hosts.
         ledger: Where it is written what was handed out.
         generation: Which attempt of the run.
         window_bytes: How much a rank asks for ahead.
         direct: Whether shared memory may be used on one host.
-        rank_variables: Environment variables that only ranks have.
+        own: What starts this rank's own servers.
     """
 
     rank: int
@@ -130,7 +129,7 @@ class Feed:
     window_bytes: int = 128 << 20
     lease: FetchLease = FetchLease()  # noqa: RUF009
     direct: bool = True
-    rank_variables: tuple[str, ...] = ()
+    own: OwnServers | None = None
     loaders: "list[RemoteLoader]" = field(default_factory=list)
 
     def counts(self) -> dict[str, RankCounts]:
@@ -158,7 +157,6 @@ class RemoteLoader(DataLoader[Any]):
         self._route: Route | None = None
         self._blocks: list[Blocks] = []
         self.counts = RankCounts(workers=shape.num_workers)
-        self._end_fetcher: Callable[[], object] | None = None
         self._shown: tuple[Any, ...] | None = None
         self._original: Any = None
         self._is_made = False
@@ -386,25 +384,17 @@ class RemoteLoader(DataLoader[Any]):
         """Keep the memory of a pass that is over for the next one."""
         self._blocks.append(blocks)
 
-    def end(self) -> None:
-        """End the processes that this rank started for the loader; at the cell's end.
-
-        Python would wait for them before it calls finalizers, if it imported multiprocessing later.
-        """
-        if self._end_fetcher is not None:
-            self._end_fetcher()
-
     def _new_route(self) -> Route:
         feed, name = self.feed, self.shape.name
         if feed.directory is not None:
             tls = feed.tls() if feed.tls else None
             return Route(name, feed.directory, feed.key, tls, feed.direct, feed.lease)
-        # A fetcher of this rank's own, with as many workers as the loader has: one at least, so
-        # that the dataset sees what it would see in a fetcher: no rank, no random numbers of the
-        # cell.
-        key, count = os.urandom(32), max(1, self.shape.num_workers)
+        # With as many workers as the loader has: one at least, so that the dataset sees what it
+        # would see in a fetcher: no rank, no random numbers of the cell.
+        assert feed.own is not None
+        count = max(1, self.shape.num_workers)
         spec = WorkerSpec(
-            feed.payload(name),
+            b"",
             name,
             self._seed,
             f"the fetcher of rank {feed.rank} on host {socket.gethostname()}",
@@ -415,11 +405,9 @@ class RemoteLoader(DataLoader[Any]):
             workers=count, stride=feed.world_size, first=feed.rank, units=feed.units
         )
         served = ServedLoader(spec, share, count * _OWN_BUFFER_BYTES)
-        fetcher = OwnServer(ServerSpec(key, {name: served}), feed.rank_variables)
-        self._end_fetcher = weakref.finalize(self, fetcher.close)
-        address = Address(0, "", 0, fetcher.unix, machine())
-        found = Found(1, count, feed.world_size, {0: address})
-        return Route(name, lambda loader: found, key, lease=feed.lease)
+        unix = feed.own.start(served, feed.lease.start_s)
+        found = Found(1, count, feed.world_size, {0: Address(0, "", 0, unix, machine())})
+        return Route(name, lambda loader: found, feed.key, lease=feed.lease)
 
 
 def _dataset_text(name: str, samples: int | None) -> str:

@@ -9,22 +9,18 @@ item cost the others nothing.
 import errno
 import itertools
 import logging
-import multiprocessing
 import os
 import resource
 import secrets
 import selectors
 import socket
 import ssl
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-
-import torch
 
 from taas_magic.data import protocol
 from taas_magic.data.buffer import Prepared
@@ -43,7 +39,6 @@ from taas_magic.data.protocol import (
 from taas_magic.data.scheduler import Scheduler, ServedLoader
 from taas_magic.data.service import Tls, peer_uid
 from taas_magic.data.sharding import VOID
-from taas_magic.data.worker import begin_process
 from taas_magic.errors import ProtocolError
 from taas_magic.leases import ALIVE_S, PROOF_S
 from taas_magic.messages import FetcherCounts
@@ -572,55 +567,3 @@ def _listen(host: str) -> list[socket.socket]:
 def _addresses(listeners: Sequence[socket.socket]) -> tuple[str, int, str]:
     host, port = listeners[1].getsockname()[:2] if len(listeners) > 1 else ("", 0)
     return host, port, listeners[0].getsockname()[1:].decode()
-
-
-class OwnServer:
-    """A server in a child of this process: a rank prepares its own batches.
-
-    Args:
-        rank_variables: Environment variables that only ranks have: a worker is no rank.
-    """
-
-    def __init__(self, spec: ServerSpec, rank_variables: Sequence[str] = ()) -> None:
-        context: Any = multiprocessing.get_context("fork")
-        self._pid = os.getpid()
-        self._control, theirs = socket.socketpair()
-        arguments = (spec, rank_variables, theirs, self._control)
-        self._process = context.Process(target=_own_server, args=arguments, name="taas-fetcher")
-        self._process.start()
-        theirs.close()
-        self.unix = self._control.recv(64).decode()
-
-    def close(self) -> None:
-        """End it and its workers; nothing in a child of the process that started it."""
-        if os.getpid() != self._pid:
-            return
-        # Closing it would say nothing: children of this process have it, too.
-        self._control.shutdown(socket.SHUT_RDWR)
-        self._control.close()
-        self._process.join()
-
-
-def _own_server(
-    spec: ServerSpec, variables: Sequence[str], control: socket.socket, ranks: socket.socket
-) -> None:
-    ranks.close()
-    # A dataset that deals by rank would deal a second time.
-    for name in variables:
-        os.environ.pop(name, None)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # In this fork only; the group itself is the rank's and is left as it is.
-        torch.distributed.GroupMember.WORLD = None
-    begin_process()
-    server = Server(spec)
-    control.send(server.addresses[2].encode())
-    over: list[bool] = []
-    server.watch(control, lambda: over.append(True))
-    try:
-        while not over:
-            server.step(ALIVE_S)
-            for sentence in server.warnings():
-                sys.stderr.write(f"{sentence}\n")
-    finally:
-        # Python would wait for the workers' parent before it says what was raised here.
-        server.close()

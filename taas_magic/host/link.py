@@ -23,6 +23,7 @@ from taas_magic.data import service
 from taas_magic.data.accelerated import when_imported
 from taas_magic.data.service import Service
 from taas_magic.host.spec import TORCHRUN_NAMES
+from taas_magic.journal.folder import RunFolder
 from taas_magic.leases import FetchLease
 from taas_magic.messages import Event, RankMessage, RankReport, StoreMessage
 
@@ -136,14 +137,18 @@ class Link:
 
 
 @contextmanager
-def feed(run_dir: Path, rank: int, attempt: int, link: Link) -> Iterator[None]:
+def feed(run_dir: Path, rank: int, attempt: int) -> Iterator["Feed | None"]:
     """Have registered loaders that this rank unpickles inside the block fed by the run's fetchers.
 
-    What the rank was handed is said by `link`.
+    Without fetchers the rank has servers of its own, whose first process is forked here: to be
+    entered before the rank has another thread, or runs any of the user's code.
+
+    Yields:
+        What the rank knows of the run's data service; None where the cell uses no loader.
     """
     served = service.read(run_dir)
     if served is None:
-        yield
+        yield None
         return
     from taas_magic.data.loader import use_feed
 
@@ -151,22 +156,29 @@ def feed(run_dir: Path, rank: int, attempt: int, link: Link) -> Iterator[None]:
     use_feed(here)
     when_imported("accelerate.accelerator", _teach_accelerate)
     try:
-        with _reporting(here, link):
-            yield
+        yield here
     finally:
-        for loader in here.loaders:
-            loader.end()
+        if here.own is not None:
+            here.own.close()
 
 
 def _feed_of(served: Service, run_dir: Path, rank: int, attempt: int) -> "Feed":
     from taas_magic.data.loader import Feed
     from taas_magic.data.metrics import BatchLedger
+    from taas_magic.data.own_servers import OwnServers
 
     folder = service.folder_of(run_dir)
+
+    def payload_of(name: str) -> bytes:
+        return service.payload_file(run_dir, name).read_bytes()
+
+    own = None
+    if not served.fetchers:
+        own = OwnServers(served.key, payload_of, lambda: _become_a_fetcher(run_dir))
     return Feed(
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
-        payload=lambda name: service.payload_file(run_dir, name).read_bytes(),
+        payload=payload_of,
         directory=service.FolderDirectory(folder / "fetchers") if served.fetchers else None,
         key=served.key,
         tls=served.tls.client if served.tls else None,
@@ -176,8 +188,17 @@ def _feed_of(served: Service, run_dir: Path, rank: int, attempt: int) -> "Feed":
         generation=attempt,
         window_bytes=served.settings.rank_buffer_bytes // 2,
         lease=FetchLease(served.settings.fetch_s),
-        rank_variables=TORCHRUN_NAMES,
+        own=own,
     )
+
+
+def _become_a_fetcher(run_dir: Path) -> None:
+    """Make this fork of a rank what a fetcher is: a dataset that deals by rank would deal twice."""
+    from taas_magic.capture import payload
+
+    for name in TORCHRUN_NAMES:
+        os.environ.pop(name, None)
+    payload.read(RunFolder(run_dir).payload).set_state()
 
 
 def _teach_accelerate() -> None:
@@ -187,12 +208,15 @@ def _teach_accelerate() -> None:
 
 
 @contextmanager
-def _reporting(feed: "Feed", link: Link) -> Iterator[None]:
+def reporting(fed: "Feed | None", link: Link) -> Iterator[None]:
     """Say now and then what was handed out, and once more at the end of the block."""
+    if fed is None:
+        yield
+        return
     ended = threading.Event()
 
     def report() -> None:
-        if counts := feed.counts():
+        if counts := fed.counts():
             link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))
 
     def report_again() -> None:

@@ -43,7 +43,7 @@ from taas_magic.capture.payload import Cell, CellSource
 from taas_magic.data.accelerated import when_imported
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, rendezvous, results, stacks, tracebacks
-from taas_magic.host.link import Link, feed, stack_file, stacks_file
+from taas_magic.host.link import Link, feed, reporting, stack_file, stacks_file
 from taas_magic.host.spec import RankSpec
 from taas_magic.host.system import die_with_parent
 from taas_magic.journal.folder import RunFolder
@@ -117,11 +117,12 @@ def rank_main(spec: RankSpec, environ: Mapping[str, str]) -> None:
     except Exception as error:  # what is not held runs nothing of the user's
         tracebacks.send(link, error, traceback.format_exc())
         os._exit(1)
-    # it starts them; of the numbers of nested levels the first is that of a rank
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
-    _use_gloo_without_cuda(link)
-    with _heartbeat(link), feed(spec.run_dir, rank, attempt, link):
-        succeeded = _run(RankShell.instance(), spec, link, rank)
+    with feed(spec.run_dir, rank, attempt) as fed:
+        # it starts them; of the numbers of nested levels the first is that of a rank
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+        _use_gloo_without_cuda(link)
+        with _heartbeat(link), reporting(fed, link):
+            succeeded = _run(RankShell.instance(), spec, link, rank)
     if not link.is_own:  # a child that the cell forked, and that ran on to the cell's end
         _flush()
         os._exit(0 if succeeded else 1)

@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import time
-import weakref
 from multiprocessing import forkserver
 
 import cloudpickle
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from taas_magic.data import metrics
 from taas_magic.data.connection import FetcherLink
 from taas_magic.data.loader import Feed, RemoteLoader
+from taas_magic.data.own_servers import OwnServers
 from taas_magic.data.protocol import Challenge, Proof, ProtocolState, Role, State, Welcome, pack
 from taas_magic.data.service import FolderDirectory
 from taas_magic.host.fetcher import fetcher_main
@@ -106,7 +106,7 @@ class Service:
 
     def __init__(self, folder, loaders, fetchers=1, workers=1, **changes):
         self.folder, self.loaders, self.key = folder, loaders, os.urandom(32)
-        self.processes, self.remotes = [], weakref.WeakSet()
+        self.processes, self.own = [], []
         folder.mkdir(parents=True, exist_ok=True)
         self.payloads = {name: cloudpickle.dumps(loader) for name, loader in loaders.items()}
         for name, payload in self.payloads.items():
@@ -147,7 +147,11 @@ class Service:
         return started
 
     def feed(self, rank=0, world_size=1, local=False, **changes):
+        own = OwnServers(self.key, self.payloads.__getitem__, int) if local else None
+        if own is not None:
+            self.own.append(own)
         arguments = {
+            "own": own,
             "payload": self.payloads.__getitem__,
             "directory": None if local else FolderDirectory(self.folder / "fetchers"),
             "key": self.key,
@@ -158,9 +162,7 @@ class Service:
 
     def loader(self, name="train", rank=0, world_size=1, shape=None, **changes):
         shape = shape_of(self.loaders[name], name, **(shape or {}))
-        remote = RemoteLoader(shape, self.feed(rank, world_size, **changes))
-        self.remotes.add(remote)
-        return remote
+        return RemoteLoader(shape, self.feed(rank, world_size, **changes))
 
     def ledger(self, rank=0, generation=0):
         return metrics.BatchLedger(self.folder / "ledger", generation, rank)
@@ -169,8 +171,8 @@ class Service:
         return metrics.read_ledgers(self.folder / "ledger")
 
     def close(self):
-        for remote in self.remotes:
-            remote.end()
+        for own in self.own:
+            own.close()
         for process, control in self.processes:
             with contextlib.suppress(OSError):
                 control.send("end")  # workers of this process's ranks have the pipe open, too

@@ -1,7 +1,6 @@
 """A remote loader against a local one: real fetcher processes, real sockets."""
 
 import contextlib
-import gc
 import time
 
 import accelerate.data_loader
@@ -94,8 +93,9 @@ def test_the_stream_is_the_same_for_every_number_of_fetchers_and_none(tmp_path):
         with service(tmp_path / f"{fetchers}-{workers}", loader, **arguments) as running:
             streams.append(seen(running, 2))
     before = torch.random.get_rng_state()
-    streams.append(seen(running, 2, local=True))
-    streams.append(seen(running, 2, local=True, shape={"settings": {"num_workers": 2}}))
+    with service(tmp_path / "none", loader, fetchers=0) as running:
+        streams.append(seen(running, 2, local=True))
+        streams.append(seen(running, 2, local=True, shape={"settings": {"num_workers": 2}}))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(stream == streams[0] for stream in streams)
 
@@ -118,14 +118,13 @@ def test_a_rank_prepares_its_own_share_in_workers_of_its_own(tmp_path):
             rank=1, world_size=2, local=True, shape={"settings": {"num_workers": 2}}
         )
         assert [plain(batch) for batch in remote] == dealt(local(running.loaders["train"]), 2)[1]
-        [server] = [child for child in psutil.Process().children() if child not in children]
+        [starter] = [child for child in psutil.Process().children() if child not in children]
+        [server] = starter.children()
         [parent] = server.children()
         while len(workers := parent.children()) < 2:
             time.sleep(0.01)
         assert len(workers) == 2
-        del remote
-        gc.collect()
-        assert psutil.wait_procs([server, parent, *workers], WAIT_S)[1] == []
+    assert psutil.wait_procs([starter, server, parent, *workers], WAIT_S)[1] == []
 
 
 def test_units_bound_all_ranks_over_epochs(tmp_path):

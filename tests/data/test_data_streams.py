@@ -572,6 +572,35 @@ def test_loaders_in_threads_leave_each_other_and_the_main_thread_alone(
     assert found == {name: whole[name][0] for name in whole}
 
 
+BESIDE_A_DRAW = """
+import threading
+import torch
+
+def draw():
+    while not over.is_set():
+        torch.randn(1_000_000)  # without the interpreter's lock, with that of torch's generator
+
+over = threading.Event()
+thread = threading.Thread(target=draw)
+thread.start()
+for name, loader in loaders.items():
+    for batch in loader:
+        print(json.dumps([name, 0, show(batch)]))
+over.set()
+thread.join()
+"""
+
+
+def test_a_lock_that_a_thread_of_the_cell_holds_stops_no_loader(notebook: Notebook) -> None:
+    register(notebook, THREADS)
+    notebook.define("import json")
+    whole = remote(notebook, 0, 1)
+    outcome = notebook.run(BESIDE_A_DRAW, "--cpus 0", gpus=1)
+    assert outcome.error is None, outcome.shown
+    found = {name: by_rank[0] for (name, _), by_rank in handed(outcome).items()}
+    assert found == {name: whole[name][0] for name in whole}
+
+
 OWN_RANDOMNESS = """
 import random
 import numpy as np

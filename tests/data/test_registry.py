@@ -9,6 +9,7 @@ import taas
 from taas_magic import registry
 from taas_magic.capture import pickling
 from taas_magic.data.loader import Feed, RemoteLoader, use_feed
+from taas_magic.data.own_servers import OwnServers
 from taas_magic.registry import Registered
 from tests.data.data_rig import Lines, Rows
 
@@ -102,7 +103,8 @@ def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are():
     pickler.add({"loaders": [loader, loader], "other": other})
     used = pickler.replaced
     assert list(used) == ["train"]
-    use_feed(Feed(1, 2, lambda name: used[name].payload))
+    own = OwnServers(b"", lambda name: used[name].payload, int)
+    use_feed(Feed(1, 2, lambda name: used[name].payload, own=own))
     try:
         data = pickler.pickled()
         arrived = pickling.loads(bytes(data.data), data.buffers)
@@ -115,18 +117,18 @@ def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are():
     try:
         assert [batch[1].tolist() for batch in remote] == [[2, 3], [6, 7], [0, 1]]
     finally:
-        remote.end()
+        own.close()
 
 
 def test_any_iterable_is_a_loader():
     batches = [[1, 2], [3]]
     travelling = Registered("plain", batches).packed()
-    feed = Feed(0, 1, lambda name: travelling.payload)
-    remote = RemoteLoader(travelling.shape, feed)
+    own = OwnServers(b"", lambda name: travelling.payload, int)
+    remote = RemoteLoader(travelling.shape, Feed(0, 1, lambda name: travelling.payload, own=own))
     try:
         assert list(remote) == batches
     finally:
-        remote.end()
+        own.close()
 
 
 def test_no_torch_before_it_is_needed():
