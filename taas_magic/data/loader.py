@@ -380,6 +380,10 @@ class RemoteLoader(DataLoader[Any]):
         blocks = self._blocks.pop() if self._blocks else Blocks(2 * self.feed.window_bytes)
         return Client(self._route, blocks, self.timeout)
 
+    def forget_route(self) -> None:
+        """Leave this process's connections to the process that it was forked from."""
+        self._route, self._blocks = None, []
+
     def keep(self, blocks: Blocks) -> None:
         """Keep the memory of a pass that is over for the next one."""
         self._blocks.append(blocks)
@@ -421,6 +425,17 @@ def _streams_text(streams: Sequence[Any] | None) -> str:
 
 
 _feed: Feed | None = None
+
+
+def _part_from_rank() -> None:
+    """Give a fork of the rank connections and a lock of its own."""
+    global _one_route
+    _one_route = threading.Lock()
+    for loader in _feed.loaders if _feed is not None else ():
+        loader.forget_route()
+
+
+os.register_at_fork(after_in_child=_part_from_rank)
 
 
 def use_feed(feed: Feed | None) -> None:

@@ -8,11 +8,12 @@ thread holds at that moment, that of torch's random generator for one, and wait 
 import dataclasses
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 from taas_magic.data.scheduler import ServedLoader
@@ -20,6 +21,10 @@ from taas_magic.data.server import Server, ServerSpec
 from taas_magic.data.worker import begin_process
 from taas_magic.errors import RunLost
 from taas_magic.leases import ALIVE_S
+
+_NAME_BYTES = 64
+_LOADER_BYTES = 1 << 16
+_END_S = 5.0
 
 _context: Any = multiprocessing.get_context("fork")
 
@@ -39,7 +44,7 @@ class OwnServers:
         self, key: bytes, payload: Callable[[str], bytes], prepare: Callable[[], object]
     ) -> None:
         self._pid = os.getpid()
-        self._control, control = _context.Pipe()
+        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._life, life = socket.socketpair()
         starter = _Starter(key, payload, prepare, control, life)
         arguments = (starter, self._control, self._life)
@@ -49,7 +54,7 @@ class OwnServers:
         life.close()
 
     def start(self, served: ServedLoader, timeout_s: float) -> str:
-        """Start a server, and return the name of its Unix socket.
+        """Start a server, and return the name of its Unix socket; forks of this process may, too.
 
         Args:
             served: The loader, without its payload.
@@ -58,25 +63,27 @@ class OwnServers:
         Raises:
             RunLost: It does not.
         """
-        name = None
-        try:
-            self._control.send(served)
-            if self._control.poll(timeout_s):
-                name = self._control.recv()
-        except (EOFError, ConnectionError):
-            pass  # whoever starts servers is gone, and no name has come
-        if name is None:
+        answer, theirs = socket.socketpair()
+        with answer:
+            try:
+                with theirs:
+                    socket.send_fds(self._control, [pickle.dumps(served)], [theirs.fileno()])
+                answer.settimeout(timeout_s)
+                name = answer.recv(_NAME_BYTES)
+            except (TimeoutError, ConnectionError):
+                name = b""
+        if not name:
             raise RunLost(
                 f'loader "{served.spec.loader}": {served.spec.where} did not start within '
                 f"{timeout_s:g} s; the rank's log says why"
             )
-        return str(name)
+        return name.decode()
 
     def close(self) -> None:
-        """End all servers and their workers; nothing in a child of the process that made this."""
+        """End all servers and their workers; nothing in a fork of the process that made this."""
         if os.getpid() != self._pid:
             return
-        # Closing it would say nothing: children of this process have it, too.
+        # Closing it would say nothing: forks of this process have it, too.
         self._life.shutdown(socket.SHUT_RDWR)
         self._life.close()
         self._process.join()
@@ -88,65 +95,46 @@ class _Starter:
     """What the process that starts servers works with.
 
     Attributes:
-        control: Loaders come, and names of sockets go; None for a server that has ended at once.
-        life: Has an end when the rank has none of its servers any more.
+        control: A loader comes, and the socket on which its server says its name.
+        life: Has an end when the rank has no servers any more.
     """
 
     key: bytes
     payload: Callable[[str], bytes]
     prepare: Callable[[], object]
-    control: Connection
+    control: socket.socket
     life: socket.socket
 
 
-def _starter_main(starter: _Starter, control: Connection, life: socket.socket) -> None:
+def _starter_main(starter: _Starter, control: socket.socket, life: socket.socket) -> None:
     """Start what the rank asks for; `control` and `life` are the rank's ends."""
     control.close()
     life.close()
     begin_process()
     servers = []
-    while (served := _asked_for(starter)) is not None:
-        answer, theirs = _context.Pipe(duplex=False)
-        arguments = (starter, served, theirs)
-        server = _context.Process(target=_server_main, args=arguments, name="taas-fetcher")
-        server.start()
-        theirs.close()
-        if starter.life in wait([answer, starter.life]):
-            server.kill()  # it may still import what the user's loader needs
-        else:
-            starter.control.send(_received(answer))
-        answer.close()
+    while starter.life not in wait([starter.control, starter.life]):
+        loader, descriptors, _, _ = socket.recv_fds(starter.control, _LOADER_BYTES, 1)
+        if not loader:
+            break
+        with socket.socket(fileno=descriptors[0]) as answer:
+            arguments = (starter, pickle.loads(loader), answer)
+            server = _context.Process(target=_server_main, args=arguments, name="taas-fetcher")
+            server.start()
         servers.append(server)
     for server in servers:
+        server.join(_END_S)
+        server.kill()  # one that has not ended still imports what the user's loader needs
         server.join()
 
 
-def _asked_for(starter: _Starter) -> ServedLoader | None:
-    """Wait for the next loader; None when the rank has no servers any more, or is gone."""
-    if starter.life in wait([starter.control, starter.life]):
-        return None
-    try:
-        served: ServedLoader = starter.control.recv()
-    except EOFError:
-        return None
-    return served
-
-
-def _received(answer: Connection) -> str | None:
-    try:
-        return str(answer.recv())
-    except EOFError:
-        return None
-
-
-def _server_main(starter: _Starter, served: ServedLoader, answer: Connection) -> None:
+def _server_main(starter: _Starter, served: ServedLoader, answer: socket.socket) -> None:
     """Serve one loader until the rank is gone."""
     starter.prepare()
     name = served.spec.loader
     spec = dataclasses.replace(served.spec, payload=starter.payload(name))
     served = dataclasses.replace(served, spec=spec)
     server = Server(ServerSpec(starter.key, {name: served}))
-    answer.send(server.addresses[2])
+    answer.send(server.addresses[2].encode())
     answer.close()
     over: list[bool] = []
     server.watch(starter.life, lambda: over.append(True))

@@ -124,6 +124,7 @@ async def _serve(setting: NodeSetting, folder: Path) -> None:
     use_steady_clock()
     means = guard.strongest().value
     forkserver.warm_up()
+    forkserver.import_rest()
     terms, slots = setting.terms, Slots(setting, folder, means)
     threads = ThreadPoolExecutor(terms.slots + 2)  # processes are started and ended there
     asyncio.get_running_loop().set_default_executor(threads)

@@ -3,19 +3,22 @@
 Two processes import this module. The agent, which imports neither torch nor IPython, starts the
 forkserver and has it start processes, in tens of milliseconds and as clean as ones that imported
 the same modules themselves; what they run is a function that the agent only names. The forkserver
-imports it for its effect (`_preload`).
+imports it for its effect (`_preload`), and imports the rest when nobody waits (`import_rest`).
 """
 
 import gc
 import importlib
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import weakref
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -23,15 +26,11 @@ import psutil
 from taas_magic.errors import PoolError
 from taas_magic.host.system import die_with_parent, status_of
 
-MODULES = (
-    "torch",
-    # the first step of an optimizer imports it: 1 to 2 s in every rank
-    "torch._dynamo",
-    "taas_magic.api",
-    "taas_magic.host.rank",
-    "taas_magic.host.fetcher",
-)
-"""What the forkserver imports, besides the modules that the pool's settings name."""
+MODULES = ("torch", "taas_magic.api", "taas_magic.host.rank", "taas_magic.host.fetcher")
+"""What the forkserver imports first, besides the modules that the pool's settings name."""
+
+LATER = ("torch._dynamo",)
+"""What it imports when nobody waits; else each rank does, at its first optimizer step: 1 s."""
 
 STOPPED_S = 5.0
 """How long the forkserver may be stopped (SIGSTOP) before it is ended, and with it the host."""
@@ -130,6 +129,13 @@ def warm_up() -> list[str]:
     return list(problems)
 
 
+def import_rest() -> None:
+    """Have the warm forkserver import LATER; what is started meanwhile starts after that."""
+    assert _server is not None
+    with suppress(psutil.NoSuchProcess):  # who starts something next is told
+        _server.send_signal(signal.SIGUSR1)
+
+
 def is_alive() -> bool:
     """Return whether the forkserver that was warmed up lives, and nobody has given it up."""
     return not _is_over and (_server is None or status_of(_server) not in _GONE)
@@ -190,6 +196,7 @@ def why_ended() -> str:
 
 def call(function: str, *arguments: Any) -> None:
     """Call a function by its dotted name; in a process of the forkserver."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     module, _, name = function.rpartition(".")
     getattr(importlib.import_module(module), name)(*arguments)
 
@@ -236,6 +243,21 @@ def _preload() -> None:
         except Exception as error:  # whatever a module raises is only reported
             _problems.append(f"preload: {name!r} was not imported: {type(error).__name__}: {error}")
     importlib.import_module("taas_magic.host.rank").prepare()
+    _settle()
+    signal.signal(signal.SIGUSR1, _import_rest)
+
+
+def _import_rest(number: int, frame: FrameType | None) -> None:
+    """Handle `import_rest`'s signal, in the forkserver's only thread, between two forks."""
+    gc.disable()
+    with suppress(Exception):  # whoever needs it meets the same error where the user sees it
+        for name in LATER:
+            importlib.import_module(name)
+    _settle()
+
+
+def _settle() -> None:
+    """Have forks find what was imported as if it had always been there."""
     # What is to happen at the end of this process, no rank calls at its own: torch alone has
     # hundreds of finalizers, and a temporary folder would go with the first rank.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]

@@ -94,13 +94,17 @@ class Link:
 
     def __init__(self, folder: Path, attempt: int, local_rank: int) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)  # another thread may hold it then
         self._messages = os.open(message_pipe(folder, attempt, local_rank), os.O_WRONLY)
         self._log = os.open(log_pipe(folder, attempt, local_rank), os.O_WRONLY)
         with suppress(OSError):  # the user's share of pipe memory is used up: 64 KiB work too
             fcntl.fcntl(self._log, _F_SETPIPE_SZ, _PIPE_BYTES)
         # for writing, too: so it never has an end, and may be opened before the agent does
         self._asked = os.open(ask_pipe(folder, attempt, local_rank), os.O_RDWR | os.O_NONBLOCK)
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.Lock()
 
     @property
     def is_own(self) -> bool:

@@ -73,6 +73,9 @@ _T = TypeVar("_T")
 logger = logging.getLogger("taas_magic.agent")
 
 _LOOK_S = 0.5
+_FIRST_RUN_S = 0.2
+"""Within this time after the host has joined comes the run that a cell has waited to start."""
+
 _started = time.time() - time.monotonic()
 
 
@@ -238,6 +241,7 @@ class AgentWorker(Worker):
         )
         self._place, self._problems = place, problems
         self._shares: dict[str, HostShare] = {}
+        self._has_all = False
         answers: dict[type[Request[Any]], Answer] = {
             Greet: self.hello,
             GetFacts: self.facts,
@@ -338,16 +342,26 @@ class AgentWorker(Worker):
             del self._shares[run_id]
             if forkserver.is_alive():
                 rendezvous.prepare()
+                self._import_rest()
             elif not self._shares:
                 self._leave()
 
     async def watch_forkserver(self) -> None:
         """Leave the pool when no run can start here any more and none is here."""
+        await asyncio.sleep(_FIRST_RUN_S)
+        if not self._shares:
+            self._import_rest()
         while True:
             await asyncio.sleep(_LOOK_S)
             if not (forkserver.is_alive() or self._shares):
                 self._leave()
                 return
+
+    def _import_rest(self) -> None:
+        """Complete the forkserver, once: before the first run, or after one that could not wait."""
+        if not self._has_all:
+            self._has_all = True
+            forkserver.import_rest()
 
     def _leave(self) -> None:
         self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")

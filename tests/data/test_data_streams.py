@@ -601,6 +601,42 @@ def test_a_lock_that_a_thread_of_the_cell_holds_stops_no_loader(notebook: Notebo
     assert found == {name: whole[name][0] for name in whole}
 
 
+BESIDE_A_FORK = """
+import os
+import tempfile
+
+for name, loader in loaders.items():
+    for batch in loader:  # connections are open when the cell forks
+        pass
+file = tempfile.mktemp()
+child = os.fork()
+who = "the rank's" if child else "the fork's"
+lines = [
+    json.dumps([f"{who} {name}", 1, show(batch)])
+    for name, loader in loaders.items()
+    for batch in loader
+]
+if not child:
+    with open(file, "w") as said:
+        print(*lines, sep="\\n", file=said)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(*lines, open(file).read(), sep="\\n", end="")
+"""
+
+
+@pytest.mark.parametrize("cpus", [0, 1])
+def test_a_fork_of_the_rank_has_connections_of_its_own(notebook: Notebook, cpus: int) -> None:
+    register(notebook, THREADS)
+    notebook.define("import json")
+    whole = remote(notebook, cpus, 1, epochs=2)
+    outcome = notebook.run(BESIDE_A_FORK, f"--cpus {cpus}", gpus=1)
+    assert outcome.error is None, outcome.shown
+    found = {name: by_rank[0] for (name, _), by_rank in handed(outcome).items()}
+    both = ("the rank's", "the fork's")
+    assert found == {f"{who} {name}": whole[name][1] for name in whole for who in both}
+
+
 OWN_RANDOMNESS = """
 import random
 import numpy as np

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.errors import RankFailed
+from tests.eventually import eventually
 from tests.harness import Notebook
 from tests.rig.pools import enter, given_back, settings_in
 
@@ -214,3 +215,11 @@ def test_a_pool_imports_more_before_the_fork_and_says_what_it_cannot(
     assert outcome.lines[0] == ["True"]
     notes = [event["text"] for event in outcome.of_kind("note")]
     assert [note for note in notes if "preload: 'no_such_module' was not imported" in note]
+
+
+def test_what_only_an_optimizer_needs_is_there_after_the_first_run(notebook: Notebook) -> None:
+    source = """
+import signal, sys
+print("torch._dynamo" in sys.modules, signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL)
+"""
+    eventually(lambda: notebook.run(source, gpus=1).lines == {0: ["True True"]})
