@@ -149,7 +149,9 @@ small = taas.register(DataLoader([torch.ones(1 << 18)] * 40))  # 1 MiB a batch
 large = taas.register(DataLoader([torch.ones(20 << 20)]))
 """
 LIMITED = """
-resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, resource.RLIM_INFINITY))
+import psutil
+[starter] = psutil.Process().children()  # its own servers, not yet started, come from it
+resource.prlimit(starter.pid, resource.RLIMIT_FSIZE, (64 << 20, resource.RLIM_INFINITY))
 print(sum(batch.shape[1] for batch in small) >> 18)
 next(iter(large))
 """
