@@ -74,10 +74,13 @@ class _Gathering:
             if name in self._met or not self._travels(name):
                 continue
             self._met.add(name)
+            self.pickler.coming[name] = self._namespace[name]
             try:
                 self._add(name, why)
             except CaptureError as error:
                 self.refuse(error)
+            finally:
+                del self.pickler.coming[name]
 
     def refuse(self, error: CaptureError) -> None:
         """Raise what prevents the cell from running, or note it."""
