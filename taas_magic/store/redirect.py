@@ -65,7 +65,7 @@ class Watched:
     ) -> None:
         self.store = store
         self._who, self._open_folders, self._note = who, open_folders, note
-        self._noted: set[str] = set()
+        self._noted = {store}  # that it is there is nobody's doing
         self._pid = os.getpid()
         self._busy = threading.local()
 
@@ -112,10 +112,10 @@ class Watched:
         name = os.fsdecode(path)
         if folder is not None:
             name = os.path.join(_path_of(folder), name)
-        if follow:
+        parent, last = os.path.split(name.rstrip("/"))
+        if follow or last in (".", ".."):
             place = os.path.realpath(name)
         else:
-            parent, last = os.path.split(name.rstrip("/"))
             place = os.path.join(os.path.realpath(parent), last)
         if not is_below(place, self.store):
             return None
@@ -263,11 +263,10 @@ def install(view: Watched) -> None:
     and numpy, which a rank has in memory.
     """
     for name, wrap in _writing_calls(view).items():
-        # What a notebook imported by `from os import mkdir` arrives here as posix.mkdir.
-        _replace(name, wrap, os, sys.modules["posix"])
+        _replace(name, wrap)
     if view.diverts:
         for name, wrap in _reading_calls(view).items():
-            _replace(name, wrap, os)
+            _replace(name, wrap)
     _replace_open(_open(view, open))
     _lead_torch_writer(view)
     _lead_temporary_files()
@@ -325,14 +324,17 @@ def _reading_calls(view: Watched) -> dict[str, Callable[[_Call], _Call]]:
     }
 
 
-def _replace(name: str, wrap: Callable[[_Call], _Call], *modules: Any) -> None:
-    """Replace a call of `os`, where this system has it."""
+def _replace(name: str, wrap: Callable[[_Call], _Call]) -> None:
+    """Replace a call of `os`, where this system has it.
+
+    What a notebook imported by `from os import listdir` arrives here as posix.listdir.
+    """
     real = getattr(os, name, None)
     if real is None:
         return
     call = wrap(real)
     call.__module__ = "os"
-    for module in modules:
+    for module in (os, sys.modules["posix"]):
         setattr(module, name, call)
     for supporting in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
         if real in supporting:
@@ -359,6 +361,9 @@ def _replace_open(call: _Call) -> None:
     for module, name in _OPENS:
         if module in sys.modules:
             setattr(sys.modules[module], name, call)
+    # what numpy.loadtxt and savetxt open by; a class holds the table
+    numpys = getattr(sys.modules.get("numpy.lib._datasource"), "_file_openers", None)
+    getattr(numpys, "_file_openers", {})[None] = call
 
 
 def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:

@@ -72,7 +72,10 @@ if os.environ["RANK"] == "1":
 
 
 def test_a_rank_sees_its_own_writes_beside_the_stores_files(notebook: Notebook) -> None:
-    """It saves, lists, walks, loads, moves and removes; an error names the path it asked for."""
+    """It saves, lists, walks, loads, moves and removes; an error names the path it asked for.
+
+    Making the store's own folder, as of a file that is not in another, is nothing to be kept out.
+    """
     Path("folder").mkdir()
     Path("folder/inner.txt").write_text("rank 0's")
     for name in ("data.bin", "numbers.bin"):
@@ -87,6 +90,22 @@ def test_a_rank_sees_its_own_writes_beside_the_stores_files(notebook: Notebook) 
     assert no_file_at_all.startswith("IsADirectoryError")
     assert sorted(os.listdir()) == ["data.bin", "folder", "numbers.bin"]
     assert os.listdir("folder") == ["inner.txt"]
+    assert outcome.run is not None
+    assert "m.pt" in outcome.run.receipt.kept_out and "." not in outcome.run.receipt.kept_out
+
+
+def test_what_an_earlier_cell_took_from_os_shows_a_ranks_own_files(notebook: Notebook) -> None:
+    notebook.define("from os import access, chdir, listdir, mkdir, scandir, stat")
+    source = """
+import os
+if os.environ["RANK"] == "1":
+    mkdir("mine")
+    open("mine/file", "w").close()
+    assert listdir("mine") == ["file"] == [entry.name for entry in scandir("mine")]
+    assert access("mine/file", os.R_OK) and stat("mine/file").st_size == 0
+    chdir("mine")
+"""
+    assert notebook.run(source).error is None
 
 
 def test_rank_0_saves_and_all_load(notebook: Notebook) -> None:
