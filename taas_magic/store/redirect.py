@@ -99,6 +99,10 @@ class Watched:
         """Return the rank's own file or folder of that place, if it has one."""
         return None
 
+    def asked(self, path: Path) -> Path:
+        """Return the path in the store where one leads into what the rank has of its own."""
+        return path
+
     def locate(self, path: Path, folder: int | None = None, *, follow: bool = True) -> str | None:
         """Return where a path leads in the store; None if it is outside or open to all.
 
@@ -112,6 +116,7 @@ class Watched:
         name = os.fsdecode(path)
         if folder is not None:
             name = os.path.join(_path_of(folder), name)
+        name = self.asked(name)
         parent, last = os.path.split(name.rstrip("/"))
         if follow or last in (".", ".."):
             place = os.path.realpath(name)
@@ -185,11 +190,21 @@ class Discarded(Watched):
 
     def __init__(self, *args: Any, scratch: str) -> None:
         super().__init__(*args)
-        self._tree = os.path.join(scratch, "store")
+        self._tree = os.path.join(os.path.realpath(scratch), "store")
         self._stand_ins = os.path.join(scratch, "stand-ins")
         os.mkdir(self._tree)
         os.mkdir(self._stand_ins)
         self._numbers = itertools.count()
+
+    def asked(self, path: Path) -> Path:
+        """See `Watched.asked`: its working directory may be one that rank 0 had not made yet."""
+        if isinstance(path, int) or not self.used:
+            return path
+        name = os.path.abspath(os.fsdecode(path))
+        if not is_below(name, self._tree):
+            return path
+        place = self.store + name[len(self._tree) :]
+        return os.fsencode(place) if isinstance(path, bytes) else place
 
     def own(self, place: str) -> str | None:
         """See `Watched.own`: what lies at that place in the scratch folder."""
@@ -275,7 +290,8 @@ def install(view: Watched) -> None:
     if view.diverts:
         _map_privately(view)
         # Entry by entry, it would stumble over what rank 0 removes at the same time.
-        rmtree = _write_call(view, partial(view.subject, folder=True), shutil.rmtree)
+        removes = _plainly(view, shutil.rmtree)
+        rmtree = _write_call(view, partial(view.subject, folder=True), removes)
         setattr(shutil, "rmtree", rmtree)  # noqa: B010
 
 
@@ -426,8 +442,9 @@ def _look(
     view: Watched, real: _Call, path: Path, folder: int | None, *args: Any, follow: bool, **kw: Any
 ) -> Any:
     """Call with the store's file where there is one, else with the rank's own."""
+    first = path if view.busy or folder is not None else view.asked(path)
     try:
-        return _call_led(real, path, path, folder, *args, **kw)
+        return _call_led(real, path, first, folder, *args, **kw)
     except FileNotFoundError:
         own = _own_file(view, path, folder, follow=follow)
         if own is None:
@@ -488,6 +505,17 @@ def _write_call(
         to_end = follow and kw.get("follow_symlinks", True)
         led = _lead(view, decide, path, dir_fd, follow=to_end)
         return _call_led(real, path, *led, *args, **kw)
+
+    return call
+
+
+def _plainly(view: Watched, real: _Call) -> _Call:
+    """Wrap a call that is led as a whole, and not in what it calls itself."""
+
+    @functools.wraps(real)
+    def call(*args: Any, **kw: Any) -> Any:
+        with view.plain():
+            return real(*args, **kw)
 
     return call
 
@@ -563,7 +591,8 @@ def _listdir(view: Watched, real: _Call) -> _Call:
         own = _own_file(view, path)
         if own is None:
             return list(real(path))
-        names = real(path) if _is_folder(view, path) else []
+        store = view.asked(path)
+        names = real(store) if _is_folder(view, store) else []
         mine = real(os.fsencode(own) if isinstance(path, bytes) else own)
         return [*names, *(name for name in mine if name not in names)]
 
@@ -579,10 +608,11 @@ def _scandir(view: Watched, real: _Call) -> _Call:
         own = _own_file(view, path)
         if own is None:
             return real(path)
-        entries = list(real(path)) if _is_folder(view, path) else []
+        store = view.asked(path)
+        entries = list(real(store)) if _is_folder(view, store) else []
         names = {entry.name for entry in entries}
-        mine = (_Entry(entry, os.path.join(path, entry.name)) for entry in real(own))
-        return _Entries(iter([*entries, *(entry for entry in mine if entry.name not in names)]))
+        found = [*entries, *(entry for entry in real(own) if entry.name not in names)]
+        return _Entries(_Entry(entry, os.path.join(path, entry.name)) for entry in found)
 
     return call
 

@@ -120,6 +120,37 @@ assert torch.load("m.pt", weights_only=True)[0] == 0
     assert outcome.run.receipt.kept_out == {}
 
 
+def test_rank_0s_file_is_read_in_a_folder_that_another_rank_made_first(
+    notebook: Notebook,
+) -> None:
+    source = """
+if rank == 0:
+    dist.barrier()
+os.makedirs("out/deep", exist_ok=True)
+os.chdir("out")
+if rank == 1:
+    assert os.listdir() == ["deep"] and os.path.isdir("deep")
+    dist.barrier()
+torch.save(model, "m.pt")
+torch.save(model, os.path.abspath("deep/m.pt"))
+if rank == 1:
+    open("mine.txt", "w").close()
+dist.barrier()
+for path in ("m.pt", "deep/m.pt", os.path.abspath("m.pt"), "../out/m.pt"):
+    assert torch.load(path, weights_only=True)[0] == 0, path
+assert set(os.listdir()) - {"mine.txt"} == {"deep", "m.pt"}
+assert {entry.name for entry in os.scandir(".")} == set(os.listdir("."))
+dist.barrier()
+shutil.rmtree("deep")
+os.chdir("..")
+assert os.listdir() == ["out"]
+"""
+    outcome = notebook.run("import shutil\n" + SAVE + source)
+    assert outcome.error is None and outcome.run is not None
+    assert outcome.run.receipt.kept_out["out/m.pt"] == (1,)
+    assert outcome.run.receipt.written == {"out/m.pt": os.path.getsize("out/m.pt")}
+
+
 def test_what_only_another_rank_wrote_is_named(notebook: Notebook) -> None:
     outcome = notebook.run(SAVE + 'open(f"log-{rank}.txt", "w").write("x")', gpus=2)
     assert outcome.run is not None
