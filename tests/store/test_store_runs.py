@@ -94,7 +94,9 @@ def test_a_rank_sees_its_own_writes_beside_the_stores_files(notebook: Notebook) 
     assert "m.pt" in outcome.run.receipt.kept_out and "." not in outcome.run.receipt.kept_out
 
 
-def test_what_an_earlier_cell_took_from_os_shows_a_ranks_own_files(notebook: Notebook) -> None:
+def test_what_an_earlier_cell_took_from_os_and_imports_show_a_ranks_own_files(
+    notebook: Notebook,
+) -> None:
     notebook.define("from os import access, chdir, listdir, mkdir, scandir, stat")
     source = """
 import os
@@ -104,8 +106,14 @@ if os.environ["RANK"] == "1":
     assert listdir("mine") == ["file"] == [entry.name for entry in scandir("mine")]
     assert access("mine/file", os.R_OK) and stat("mine/file").st_size == 0
     chdir("mine")
+    with open("made_there.py", "w") as module:
+        module.write("value = 3")
+    importlib.invalidate_caches()
+    sys.path.insert(0, "")
+    import made_there
+    assert made_there.value == 3
 """
-    assert notebook.run(source).error is None
+    assert notebook.run("import importlib, sys\n" + source).error is None
 
 
 def test_rank_0_saves_and_all_load(notebook: Notebook) -> None:
