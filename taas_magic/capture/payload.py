@@ -155,6 +155,7 @@ class Cell:
         raw: The whole cell as the user sees it.
         line_offset: Lines of the head that were removed above `source`.
         execution_count: Its number in the notebook, once it has one.
+        compiler_flags: What `from __future__ import annotations` of an earlier cell has set.
     """
 
     source: str
@@ -162,6 +163,7 @@ class Cell:
     raw: str
     line_offset: int = 0
     execution_count: int | None = None
+    compiler_flags: int = 0
 
     @property
     def lines_above(self) -> int:

@@ -306,6 +306,21 @@ class Large(metaclass=Meta): pass
         frontend.run(used)
 
 
+def test_annotations_are_not_evaluated_where_an_earlier_cell_says_so(frontend: Frontend) -> None:
+    frontend.run("from __future__ import annotations")
+    frontend.run("""%%taas --gpus 1
+import multiprocessing
+class Node:
+    def following(self) -> Node: return self
+process = multiprocessing.get_context("spawn").Process(target=Node().following)
+process.start()
+process.join()
+assert process.exitcode == 0
+""")
+    frontend.run("get_ipython().compile.reset_compiler_flags()")
+    assert "NameError" in frontend.fail("%%taas --gpus 1\ndef f() -> Nowhere: pass")["evalue"]
+
+
 PROCESS_BOUND = """
 import torch, torch.distributed as dist
 from accelerate import Accelerator
