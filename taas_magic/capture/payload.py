@@ -74,10 +74,13 @@ class _Gathering:
             if name in self._met or not self._travels(name):
                 continue
             self._met.add(name)
+            self.pickler.coming[name] = self._namespace[name]
             try:
                 self._add(name, why)
             except CaptureError as error:
                 self.refuse(error)
+            finally:
+                del self.pickler.coming[name]
 
     def refuse(self, error: CaptureError) -> None:
         """Raise what prevents the cell from running, or note it."""
@@ -152,6 +155,7 @@ class Cell:
         raw: The whole cell as the user sees it.
         line_offset: Lines of the head that were removed above `source`.
         execution_count: Its number in the notebook, once it has one.
+        compiler_flags: What `from __future__ import annotations` of an earlier cell has set.
     """
 
     source: str
@@ -159,6 +163,7 @@ class Cell:
     raw: str
     line_offset: int = 0
     execution_count: int | None = None
+    compiler_flags: int = 0
 
     @property
     def lines_above(self) -> int:

@@ -219,6 +219,8 @@ class ValuePickler(cloudpickle.Pickler):
         modules: Modules that what was added refers to or imports.
         filenames: Files of the functions that travel by value.
         replaced: Registered loaders that were met, packed, by name.
+        coming: Values by name that are being added. They may hold what runs when it is loaded, as a
+            class runs its base's `__init_subclass__`; so functions bring those that they look up.
     """
 
     memo: Any
@@ -235,6 +237,7 @@ class ValuePickler(cloudpickle.Pickler):
         self.modules: set[str] = set()
         self.filenames: set[str] = set()
         self.replaced: dict[str, Any] = {}
+        self.coming: dict[str, Any] = {}
         self._namespace = namespace
         if namespace is not None:
             self.globals_ref[id(namespace)] = NotebookNamespace()
@@ -288,6 +291,7 @@ class ValuePickler(cloudpickle.Pickler):
         """Pickle a value by the same rules and keep nothing; raises what prevents it."""
         pickler = ValuePickler(self._namespace, self._to)
         pickler.replaced = self.replaced  # a loader may hold much: it is packed once
+        pickler.coming = self.coming
         pickler.dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -355,7 +359,8 @@ class ValuePickler(cloudpickle.Pickler):
         self.modules |= use.imports
         if function.__globals__ is self._namespace:
             self.needs.update(dict.fromkeys(sorted(use.names)))
-            reduced[2][1]["__globals__"] = {}
+            coming = {name: self.coming[name] for name in sorted(use.names & self.coming.keys())}
+            reduced[2][1]["__globals__"] = coming
         return reduced
 
     def _unless_importable(self, handler: Handler) -> Handler:

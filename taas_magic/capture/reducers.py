@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from pathlib import PurePath
 from pickle import PickleBuffer
 from types import FunctionType
@@ -49,6 +50,9 @@ def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
     class_id = _ids.setdefault(cls, uuid.uuid4().hex)
     _classes[class_id] = cls
     make, args, state, _, _, fill = reduced
+    if "__slots__" in vars(cls) and not issubclass(cls, tuple | Enum):
+        # cloudpickle sets it later, when the class is made and has no slots
+        args[3]["__slots__"] = vars(cls)["__slots__"]
     return _make_class, (class_id, make, args), (class_id, fill, state), None, None, _fill_class
 
 

@@ -68,7 +68,7 @@ def load(path: Path, namespace: dict[str, Any]) -> None:
     cell = loaded.cell
     tree = definitions(ast.parse(_as_python(cell.source)))
     ast.increment_lineno(tree, cell.lines_above)
-    exec(compile(tree, cell.filename, "exec"), namespace)
+    exec(compile(tree, cell.filename, "exec", cell.compiler_flags), namespace)
 
 
 def _as_python(source: str) -> str:

@@ -13,6 +13,7 @@ import os
 import select
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -94,8 +95,8 @@ class Link:
 
     def __init__(self, folder: Path, attempt: int, local_rank: int) -> None:
         self._pid = os.getpid()
-        self._renew_lock()
-        os.register_at_fork(after_in_child=self._renew_lock)  # another thread may hold it then
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)  # another thread may be sending then
         self._messages = os.open(message_pipe(folder, attempt, local_rank), os.O_WRONLY)
         self._log = os.open(log_pipe(folder, attempt, local_rank), os.O_WRONLY)
         with suppress(OSError):  # the user's share of pipe memory is used up: 64 KiB work too
@@ -103,8 +104,10 @@ class Link:
         # for writing, too: so it never has an end, and may be opened before the agent does
         self._asked = os.open(ask_pipe(folder, attempt, local_rank), os.O_RDWR | os.O_NONBLOCK)
 
-    def _renew_lock(self) -> None:
-        self._lock = threading.Lock()
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+        self._waiting = deque[bytes]()
+        self._is_sending = False
 
     @property
     def is_own(self) -> bool:
@@ -133,11 +136,26 @@ class Link:
         return True
 
     def send(self, message: Event | RankMessage | StoreMessage) -> None:
-        """Write one message; blocks while the agent does not read."""
-        view = memoryview(messages.encode(message) + b"\n")
+        """Write one message; blocks while the agent does not read.
+
+        What a signal's handler or a finalizer sends while its thread is at it, is written after.
+        """
+        line = messages.encode(message) + b"\n"
         with self._lock:
-            while view:
-                view = view[os.write(self._messages, view) :]
+            self._waiting.append(line)
+            if self._is_sending:
+                return
+            self._is_sending = True
+            try:
+                while self._waiting:
+                    self._write(self._waiting.popleft())
+            finally:
+                self._is_sending = False
+
+    def _write(self, line: bytes) -> None:
+        view = memoryview(line)
+        while view:
+            view = view[os.write(self._messages, view) :]
 
 
 @contextmanager

@@ -476,6 +476,7 @@ class RankShell(InteractiveShell):
         compiler = self.compile
         assert isinstance(compiler, _CellCompiler)
         compiler.cell = cell
+        compiler.flags |= cell.compiler_flags
         compiler.labels = tracebacks.know(sources)
         threading.excepthook = tracebacks.print_of_thread
         sys.unraisablehook = tracebacks.print_unraisable

@@ -3,6 +3,8 @@
 Runs in the notebook's kernel. Nothing that imports torch or Dask is imported before it is needed.
 """
 
+import __future__
+
 import contextlib
 import contextvars
 import importlib
@@ -164,6 +166,7 @@ class TaasMagics(Magics):
             raw=raw,
             line_offset=offset,
             execution_count=cell_number(self.shell, filename),
+            compiler_flags=self.shell.compile.flags & __future__.annotations.compiler_flag,
         )
 
     def _compile_name(self, raw: str) -> str:

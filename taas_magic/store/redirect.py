@@ -65,7 +65,7 @@ class Watched:
     ) -> None:
         self.store = store
         self._who, self._open_folders, self._note = who, open_folders, note
-        self._noted: set[str] = set()
+        self._noted = {store}  # that it is there is nobody's doing
         self._pid = os.getpid()
         self._busy = threading.local()
 
@@ -99,6 +99,10 @@ class Watched:
         """Return the rank's own file or folder of that place, if it has one."""
         return None
 
+    def asked(self, path: Path) -> Path:
+        """Return the path in the store where one leads into what the rank has of its own."""
+        return path
+
     def locate(self, path: Path, folder: int | None = None, *, follow: bool = True) -> str | None:
         """Return where a path leads in the store; None if it is outside or open to all.
 
@@ -112,10 +116,11 @@ class Watched:
         name = os.fsdecode(path)
         if folder is not None:
             name = os.path.join(_path_of(folder), name)
-        if follow:
+        name = self.asked(name)
+        parent, last = os.path.split(name.rstrip("/"))
+        if follow or last in (".", ".."):
             place = os.path.realpath(name)
         else:
-            parent, last = os.path.split(name.rstrip("/"))
             place = os.path.join(os.path.realpath(parent), last)
         if not is_below(place, self.store):
             return None
@@ -185,11 +190,21 @@ class Discarded(Watched):
 
     def __init__(self, *args: Any, scratch: str) -> None:
         super().__init__(*args)
-        self._tree = os.path.join(scratch, "store")
+        self._tree = os.path.join(os.path.realpath(scratch), "store")
         self._stand_ins = os.path.join(scratch, "stand-ins")
         os.mkdir(self._tree)
         os.mkdir(self._stand_ins)
         self._numbers = itertools.count()
+
+    def asked(self, path: Path) -> Path:
+        """See `Watched.asked`: its working directory may be one that rank 0 had not made yet."""
+        if isinstance(path, int) or not self.used:
+            return path
+        name = os.path.abspath(os.fsdecode(path))
+        if not is_below(name, self._tree):
+            return path
+        place = self.store + name[len(self._tree) :]
+        return os.fsencode(place) if isinstance(path, bytes) else place
 
     def own(self, place: str) -> str | None:
         """See `Watched.own`: what lies at that place in the scratch folder."""
@@ -263,11 +278,10 @@ def install(view: Watched) -> None:
     and numpy, which a rank has in memory.
     """
     for name, wrap in _writing_calls(view).items():
-        # What a notebook imported by `from os import mkdir` arrives here as posix.mkdir.
-        _replace(name, wrap, os, sys.modules["posix"])
+        _replace(name, wrap)
     if view.diverts:
         for name, wrap in _reading_calls(view).items():
-            _replace(name, wrap, os)
+            _replace(name, wrap)
     _replace_open(_open(view, open))
     _lead_torch_writer(view)
     _lead_temporary_files()
@@ -276,7 +290,8 @@ def install(view: Watched) -> None:
     if view.diverts:
         _map_privately(view)
         # Entry by entry, it would stumble over what rank 0 removes at the same time.
-        rmtree = _write_call(view, partial(view.subject, folder=True), shutil.rmtree)
+        removes = _plainly(view, shutil.rmtree)
+        rmtree = _write_call(view, partial(view.subject, folder=True), removes)
         setattr(shutil, "rmtree", rmtree)  # noqa: B010
 
 
@@ -325,14 +340,17 @@ def _reading_calls(view: Watched) -> dict[str, Callable[[_Call], _Call]]:
     }
 
 
-def _replace(name: str, wrap: Callable[[_Call], _Call], *modules: Any) -> None:
-    """Replace a call of `os`, where this system has it."""
+def _replace(name: str, wrap: Callable[[_Call], _Call]) -> None:
+    """Replace a call of `os`, where this system has it.
+
+    What a notebook imported by `from os import listdir` arrives here as posix.listdir.
+    """
     real = getattr(os, name, None)
     if real is None:
         return
     call = wrap(real)
     call.__module__ = "os"
-    for module in modules:
+    for module in (os, sys.modules["posix"]):
         setattr(module, name, call)
     for supporting in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
         if real in supporting:
@@ -359,6 +377,9 @@ def _replace_open(call: _Call) -> None:
     for module, name in _OPENS:
         if module in sys.modules:
             setattr(sys.modules[module], name, call)
+    # what numpy.loadtxt and savetxt open by; a class holds the table
+    numpys = getattr(sys.modules.get("numpy.lib._datasource"), "_file_openers", None)
+    getattr(numpys, "_file_openers", {})[None] = call
 
 
 def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
@@ -421,8 +442,9 @@ def _look(
     view: Watched, real: _Call, path: Path, folder: int | None, *args: Any, follow: bool, **kw: Any
 ) -> Any:
     """Call with the store's file where there is one, else with the rank's own."""
+    first = path if view.busy or folder is not None else view.asked(path)
     try:
-        return _call_led(real, path, path, folder, *args, **kw)
+        return _call_led(real, path, first, folder, *args, **kw)
     except FileNotFoundError:
         own = _own_file(view, path, folder, follow=follow)
         if own is None:
@@ -483,6 +505,17 @@ def _write_call(
         to_end = follow and kw.get("follow_symlinks", True)
         led = _lead(view, decide, path, dir_fd, follow=to_end)
         return _call_led(real, path, *led, *args, **kw)
+
+    return call
+
+
+def _plainly(view: Watched, real: _Call) -> _Call:
+    """Wrap a call that is led as a whole, and not in what it calls itself."""
+
+    @functools.wraps(real)
+    def call(*args: Any, **kw: Any) -> Any:
+        with view.plain():
+            return real(*args, **kw)
 
     return call
 
@@ -558,7 +591,8 @@ def _listdir(view: Watched, real: _Call) -> _Call:
         own = _own_file(view, path)
         if own is None:
             return list(real(path))
-        names = real(path) if _is_folder(view, path) else []
+        store = view.asked(path)
+        names = real(store) if _is_folder(view, store) else []
         mine = real(os.fsencode(own) if isinstance(path, bytes) else own)
         return [*names, *(name for name in mine if name not in names)]
 
@@ -574,10 +608,11 @@ def _scandir(view: Watched, real: _Call) -> _Call:
         own = _own_file(view, path)
         if own is None:
             return real(path)
-        entries = list(real(path)) if _is_folder(view, path) else []
+        store = view.asked(path)
+        entries = list(real(store)) if _is_folder(view, store) else []
         names = {entry.name for entry in entries}
-        mine = (_Entry(entry, os.path.join(path, entry.name)) for entry in real(own))
-        return _Entries(iter([*entries, *(entry for entry in mine if entry.name not in names)]))
+        found = [*entries, *(entry for entry in real(own) if entry.name not in names)]
+        return _Entries(_Entry(entry, os.path.join(path, entry.name)) for entry in found)
 
     return call
 

@@ -247,6 +247,80 @@ def test_their_siblings(frontend: Frontend) -> None:
     frontend.run("%%taas --gpus 2" + SIBLINGS_IN_RANKS)
 
 
+SLOTS = """
+import abc, dataclasses
+@dataclasses.dataclass(slots=True)
+class Point:
+    x: int
+    label: str = "here"
+class Base(abc.ABC):
+    __slots__ = {"first": "documented", "__weakref__": ""}
+class Sub(Base):
+    __slots__ = "only"
+class Private(Sub):
+    __slots__ = ("__hidden",)
+    def set(self, value): self.__hidden = value
+    def get(self): return self.__hidden
+class Empty(Private):
+    __slots__ = ()
+class Open(Empty): pass
+given = Point(1)
+"""
+SLOTS_IN_RANKS = """
+given.x, point, empty, opened = 2, Point(3), Empty(), Open()
+empty.first, empty.only, opened.any = 4, 5, 7
+empty.set(6)
+for each in (point, given, empty):
+    try:
+        each.nothing = 1
+    except AttributeError:
+        continue
+    assert False, f"{each} has a __dict__"
+"""
+SLOTS_AT_HOME = """
+assert (given, point) == (Point(2), Point(3)) and type(empty) is Empty and type(opened) is Open
+assert (empty.first, empty.only, empty.get(), opened.any) == (4, 5, 6, 7)
+"""
+
+
+def test_classes_with_slots_keep_them_and_their_instances_come_home(frontend: Frontend) -> None:
+    frontend.run(SLOTS)
+    frontend.run("%%taas --gpus 1 --out given,point,empty,opened" + SLOTS_IN_RANKS)
+    frontend.run(SLOTS_AT_HOME)
+
+
+def test_classes_enter_themselves_into_a_register_of_the_notebook(frontend: Frontend) -> None:
+    """Making them again in a rank needs the register, and that has them in it."""
+    frontend.run("""
+models = {}
+class Model:
+    def __init_subclass__(cls): models[cls.__name__] = cls
+class Small(Model): pass
+class Meta(type):
+    def __init__(cls, *args): models[cls.__name__] = cls
+class Large(metaclass=Meta): pass
+""")
+    for first in ("models", "Model", "Small", "Meta", "Large"):
+        used = "assert models == {'Small': Small, 'Large': Large}, models"
+        frontend.run(f"%%taas --gpus 1 --out models\n{first}\n{used}")
+        frontend.run(used)
+
+
+def test_annotations_are_not_evaluated_where_an_earlier_cell_says_so(frontend: Frontend) -> None:
+    frontend.run("from __future__ import annotations")
+    frontend.run("""%%taas --gpus 1
+import multiprocessing
+class Node:
+    def following(self) -> Node: return self
+process = multiprocessing.get_context("spawn").Process(target=Node().following)
+process.start()
+process.join()
+assert process.exitcode == 0
+""")
+    frontend.run("get_ipython().compile.reset_compiler_flags()")
+    assert "NameError" in frontend.fail("%%taas --gpus 1\ndef f() -> Nowhere: pass")["evalue"]
+
+
 PROCESS_BOUND = """
 import torch, torch.distributed as dist
 from accelerate import Accelerator

@@ -36,6 +36,9 @@ def saves_and_finds() -> None:
     numpy.save("out/array.npy", numpy.arange(3))
     assert numpy.load("out/array.npy").tolist() == [0, 1, 2]
     assert numpy.load("out/array.npy", mmap_mode="r")[1] == 1
+    numpy.savetxt("out/rows.txt", [7])
+    assert numpy.loadtxt("out/rows.txt") == 7
+    os.remove("out/rows.txt")
     assert sorted(os.listdir("out")) == ["array.npy", "deep", "n.pt"]
     assert sorted(glob.glob("**/*.pt", recursive=True)) == ["m.pt", "out/deep/m.pt", "out/n.pt"]
     found = sorted(map(str, pathlib.Path(".").rglob("*.pt")))

@@ -182,6 +182,30 @@ def test_atexit_handlers_of_the_cell_run(notebook: Notebook) -> None:
     assert notebook.run(source, gpus=1).lines[0] == ["cell", "at exit"]
 
 
+def test_a_signals_handler_may_save_whatever_its_rank_is_at(notebook: Notebook) -> None:
+    """Also while the rank tells its agent what it shows: the handler's file is told after that."""
+    source = """
+import os, signal, threading
+def save(*_):
+    open(f"saved-{len(seen)}", "w").close()
+    seen.append(1)
+seen, write = [], os.write
+def interrupted(descriptor, data):
+    if threading.current_thread() is threading.main_thread() and not seen:
+        signal.raise_signal(signal.SIGUSR1)
+    return write(descriptor, data)
+signal.signal(signal.SIGUSR1, save)
+os.write = interrupted
+display("shown")
+assert seen == [1]
+"""
+    outcome = notebook.run(source, "--timeout 30s", gpus=1)
+    assert outcome.error is None and outcome.run is not None
+    assert outcome.run.receipt.written == {"saved-0": 0}
+    [shown] = outcome.of_kind("display")
+    assert shown["data"] == {"text/plain": "'shown'"}
+
+
 def test_threads_of_the_cell_are_waited_for(notebook: Notebook) -> None:
     source = """
 import threading, time

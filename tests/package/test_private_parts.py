@@ -38,6 +38,7 @@ GONE = {
     "torch.Tensor._values": "data/encode.py: see how torch pickles sparse tensors",
     "torch._C.PyTorchFileWriter": "store/redirect.py: find what torch.save writes with",
     "torch._C._distributed_c10d._dump_fr_trace_json": "rank._collectives: find the new recorder",
+    "numpy.lib._datasource._file_openers": "store/redirect.py: see how numpy.savetxt opens now",
     "tempfile._TemporaryFileCloser": "store/redirect.py: see how tempfile unlinks now",
     "IPython.core.interactiveshell.InteractiveShell._showtraceback": "host/rank.py: see IPython",
     "distributed.batched.time": "host/member.py: see by what clock BatchedSend waits",

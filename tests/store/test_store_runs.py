@@ -72,7 +72,10 @@ if os.environ["RANK"] == "1":
 
 
 def test_a_rank_sees_its_own_writes_beside_the_stores_files(notebook: Notebook) -> None:
-    """It saves, lists, walks, loads, moves and removes; an error names the path it asked for."""
+    """It saves, lists, walks, loads, moves and removes; an error names the path it asked for.
+
+    Making the store's own folder, as of a file that is not in another, is nothing to be kept out.
+    """
     Path("folder").mkdir()
     Path("folder/inner.txt").write_text("rank 0's")
     for name in ("data.bin", "numbers.bin"):
@@ -87,6 +90,30 @@ def test_a_rank_sees_its_own_writes_beside_the_stores_files(notebook: Notebook) 
     assert no_file_at_all.startswith("IsADirectoryError")
     assert sorted(os.listdir()) == ["data.bin", "folder", "numbers.bin"]
     assert os.listdir("folder") == ["inner.txt"]
+    assert outcome.run is not None
+    assert "m.pt" in outcome.run.receipt.kept_out and "." not in outcome.run.receipt.kept_out
+
+
+def test_what_an_earlier_cell_took_from_os_and_imports_show_a_ranks_own_files(
+    notebook: Notebook,
+) -> None:
+    notebook.define("from os import access, chdir, listdir, mkdir, scandir, stat")
+    source = """
+import os
+if os.environ["RANK"] == "1":
+    mkdir("mine")
+    open("mine/file", "w").close()
+    assert listdir("mine") == ["file"] == [entry.name for entry in scandir("mine")]
+    assert access("mine/file", os.R_OK) and stat("mine/file").st_size == 0
+    chdir("mine")
+    with open("made_there.py", "w") as module:
+        module.write("value = 3")
+    importlib.invalidate_caches()
+    sys.path.insert(0, "")
+    import made_there
+    assert made_there.value == 3
+"""
+    assert notebook.run("import importlib, sys\n" + source).error is None
 
 
 def test_rank_0_saves_and_all_load(notebook: Notebook) -> None:
@@ -99,6 +126,37 @@ assert torch.load("m.pt", weights_only=True)[0] == 0
     outcome = notebook.run(SAVE + source, gpus=3)
     assert outcome.error is None and outcome.run is not None
     assert outcome.run.receipt.kept_out == {}
+
+
+def test_rank_0s_file_is_read_in_a_folder_that_another_rank_made_first(
+    notebook: Notebook,
+) -> None:
+    source = """
+if rank == 0:
+    dist.barrier()
+os.makedirs("out/deep", exist_ok=True)
+os.chdir("out")
+if rank == 1:
+    assert os.listdir() == ["deep"] and os.path.isdir("deep")
+    dist.barrier()
+torch.save(model, "m.pt")
+torch.save(model, os.path.abspath("deep/m.pt"))
+if rank == 1:
+    open("mine.txt", "w").close()
+dist.barrier()
+for path in ("m.pt", "deep/m.pt", os.path.abspath("m.pt"), "../out/m.pt"):
+    assert torch.load(path, weights_only=True)[0] == 0, path
+assert set(os.listdir()) - {"mine.txt"} == {"deep", "m.pt"}
+assert {entry.name for entry in os.scandir(".")} == set(os.listdir("."))
+dist.barrier()
+shutil.rmtree("deep")
+os.chdir("..")
+assert os.listdir() == ["out"]
+"""
+    outcome = notebook.run("import shutil\n" + SAVE + source)
+    assert outcome.error is None and outcome.run is not None
+    assert outcome.run.receipt.kept_out["out/m.pt"] == (1,)
+    assert outcome.run.receipt.written == {"out/m.pt": os.path.getsize("out/m.pt")}
 
 
 def test_what_only_another_rank_wrote_is_named(notebook: Notebook) -> None:
