@@ -70,6 +70,9 @@ MARKUP_LIMIT_BYTES = 5_000_000
 
 PLAIN_LIMIT_CHARS = 100_000
 _SHOWN_COLLECTIVES = 3
+_WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that the cell uses"
+"""What pickle shows of it when a file needs another one: a class whose objects were saved whole."""
+
 _ADVICE = "a rank has no keyboard: set a variable in an earlier cell and use it here"
 
 
@@ -454,7 +457,7 @@ class RankShell(InteractiveShell):
         started by `python -m`, so that spawned children find what the cell defines (`cell_main`).
         """
         main = types.ModuleType("__main__")
-        main.__spec__ = ModuleSpec(cell_main.__name__, None)
+        main.__spec__ = ModuleSpec(cell_main.__name__, None, origin=_WHAT_MAIN_HAS)
         # multiprocessing's second name of it, by which children send objects back
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         self.user_module, self.user_ns = main, main.__dict__
