@@ -287,6 +287,8 @@ def install(view: Watched) -> None:
     _lead_temporary_files()
     if view.writes:
         _save_atomically(view)
+    else:
+        _lead_torch_maps(view)
     if view.diverts:
         _map_privately(view)
         # Entry by entry, it would stumble over what rank 0 removes at the same time.
@@ -697,6 +699,40 @@ def _save_atomically(view: Watched) -> None:
     torch.save = torch.serialization.save = save
 
 
+def _is_the_stores(view: Watched, file: Any) -> bool:
+    """Return whether a file to map is one of the store, of which the rank has none of its own."""
+    if not isinstance(file, (str, os.PathLike)):
+        return False
+    with view.plain():
+        place = view.locate(file)
+        return place is not None and os.path.exists(place) and not view.own(place)
+
+
+def _lead_torch_maps(view: Watched) -> None:
+    """Lead `torch.from_file`, by which tensordict maps all that it reads to change it.
+
+    As `_map_privately` does, it maps a file of the store privately.
+    """
+    import torch
+
+    real = torch.from_file
+
+    @functools.wraps(real)
+    def from_file(filename: Any, shared: bool | None = None, *args: Any, **kw: Any) -> Any:
+        led: Any = filename
+        if not shared:
+            with view.plain():
+                is_there = os.path.exists(filename)
+            led = filename if is_there else _own_file(view, filename) or filename
+        elif view.diverts and _is_the_stores(view, filename):
+            shared = False
+        else:
+            led, _ = _lead(view, partial(_writable, view, keep=True), filename, follow=True)
+        return real(led, shared, *args, **kw)
+
+    torch.from_file = from_file
+
+
 def _map_privately(view: Watched) -> None:
     """Map a file of the store that a rank maps to change it (numpy's default) privately.
 
@@ -709,19 +745,13 @@ def _map_privately(view: Watched) -> None:
     real: Any = numpy.memmap.__new__
     signature = inspect.signature(real)
 
-    def is_the_stores(file: Any) -> bool:
-        if not isinstance(file, (str, os.PathLike)):
-            return False
-        with view.plain():
-            place = view.locate(file)
-            return place is not None and os.path.exists(place) and not view.own(place)
-
     @functools.wraps(real)
     def new(*args: Any, **kw: Any) -> Any:
         asked = signature.bind(*args, **kw)
         asked.apply_defaults()
         if asked.arguments["mode"] in ("r+", "readwrite"):
-            asked.arguments["mode"] = "c" if is_the_stores(asked.arguments["filename"]) else "r+"
+            is_the_stores = _is_the_stores(view, asked.arguments["filename"])
+            asked.arguments["mode"] = "c" if is_the_stores else "r+"
         return real(*asked.args, **asked.kwargs)
 
     setattr(numpy.memmap, "__new__", staticmethod(new))  # noqa: B010

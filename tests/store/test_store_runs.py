@@ -63,6 +63,7 @@ if os.environ["RANK"] == "1":
     walks_both()
     saves_and_finds()
     rotates_checkpoints()
+    maps_tensors()
     for name in ("missing/m.pt", "missing.bin", "folder"):
         try:
             saves(name, 1.0) if name.endswith("pt") else changes(name)
