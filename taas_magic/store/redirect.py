@@ -22,6 +22,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -34,6 +35,11 @@ COPY_LIMIT_BYTES = 1 << 30
 
 _SHARDS = (".distcp",)
 """Files of which every rank's is needed: to discard one would leave a broken checkpoint."""
+
+_OWN_LOCK = (
+    "the lock on {} keeps no other rank out: only rank 0 writes to the project store, and this "
+    "rank locks a file of its own. Lock a file outside the store, or of a folder of --shared-writes"
+)
 
 Path = Any
 """What a file call takes: str, bytes, PathLike or a descriptor."""
@@ -102,6 +108,10 @@ class Watched:
     def asked(self, path: Path) -> Path:
         """Return the path in the store where one leads into what the rank has of its own."""
         return path
+
+    def is_own(self, path: str) -> bool:
+        """Return whether a path is that of a rank's own file, where its calls were led to."""
+        return False
 
     def locate(self, path: Path, folder: int | None = None, *, follow: bool = True) -> str | None:
         """Return where a path leads in the store; None if it is outside or open to all.
@@ -211,6 +221,10 @@ class Discarded(Watched):
         path = self._counterpart(place)
         return path if os.path.lexists(path) else None
 
+    def is_own(self, path: str) -> bool:
+        """See `Watched.is_own`: it lies in the scratch folder."""
+        return is_below(path, self._tree)
+
     def target(self, place: str, *, keep: bool = False) -> str | None:
         """See `Watched.target`: the place in the scratch folder; a shard of a checkpoint raises."""
         if place.endswith(_SHARDS):
@@ -291,6 +305,7 @@ def install(view: Watched) -> None:
         _lead_torch_maps(view)
     if view.diverts:
         _map_privately(view)
+        _tell_of_locks(view)
         # Entry by entry, it would stumble over what rank 0 removes at the same time.
         removes = _plainly(view, shutil.rmtree)
         rmtree = _write_call(view, partial(view.subject, folder=True), removes)
@@ -697,6 +712,25 @@ def _save_atomically(view: Watched) -> None:
         write(obj, f, *args, **kw)
 
     torch.save = torch.serialization.save = save
+
+
+def _tell_of_locks(view: Watched) -> None:
+    """Have `fcntl`'s locks say that a lock on a file of the rank's own keeps no other rank out."""
+
+    def wrap(real: _Call) -> _Call:
+        @functools.wraps(real)
+        def call(file: Any, operation: int, *args: Any) -> Any:
+            path = _path_of(file if isinstance(file, int) else file.fileno())
+            if view.is_own(path) and not operation & fcntl.LOCK_UN:
+                warnings.warn(
+                    _OWN_LOCK.format(os.path.basename(path)), RuntimeWarning, stacklevel=2
+                )
+            return real(file, operation, *args)
+
+        return call
+
+    for name in ("flock", "lockf"):
+        setattr(fcntl, name, wrap(getattr(fcntl, name)))
 
 
 def _is_the_stores(view: Watched, file: Any) -> bool:
