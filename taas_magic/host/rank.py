@@ -300,11 +300,12 @@ def _end_program() -> None:
     shell.last_value = None
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
-    for name, value in list(shell.user_ns.items()):
-        # the others a __del__ may need
-        if not isinstance(value, types.ModuleType | types.FunctionType | type):
-            del shell.user_ns[name]
-    gc.collect()
+    # go last: a __del__ of the others may use them
+    used = types.ModuleType | types.FunctionType | type
+    for last in (False, True):
+        names = [name for name, value in shell.user_ns.items() if isinstance(value, used) is last]
+        shell.user_ns.update(dict.fromkeys(names))
+        gc.collect()
     _flush()
 
 
@@ -492,6 +493,9 @@ class RankShell(InteractiveShell):
         """Return the namespace without what IPython put there."""
         start = self._at_start
         return {n: v for n, v in self.user_ns.items() if n not in start or start[n] is not v}
+
+    def atexit_operations(self) -> None:
+        """Do nothing: IPython's deletes the cell's names, which a `__del__` may need."""
 
     def enable_gui(self, gui: Any = None) -> None:
         """Do nothing: what `%matplotlib inline` asks for is there already."""
