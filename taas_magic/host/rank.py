@@ -70,6 +70,9 @@ MARKUP_LIMIT_BYTES = 5_000_000
 
 PLAIN_LIMIT_CHARS = 100_000
 _SHOWN_COLLECTIVES = 3
+_WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that the cell uses"
+"""What pickle shows of it when a file needs another one: a class whose objects were saved whole."""
+
 _ADVICE = "a rank has no keyboard: set a variable in an earlier cell and use it here"
 
 
@@ -297,11 +300,12 @@ def _end_program() -> None:
     shell.last_value = None
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
-    for name, value in list(shell.user_ns.items()):
-        # the others a __del__ may need
-        if not isinstance(value, types.ModuleType | types.FunctionType | type):
-            del shell.user_ns[name]
-    gc.collect()
+    # go last: a __del__ of the others may use them
+    used = types.ModuleType | types.FunctionType | type
+    for last in (False, True):
+        names = [name for name, value in shell.user_ns.items() if isinstance(value, used) is last]
+        shell.user_ns.update(dict.fromkeys(names))
+        gc.collect()
     _flush()
 
 
@@ -454,7 +458,7 @@ class RankShell(InteractiveShell):
         started by `python -m`, so that spawned children find what the cell defines (`cell_main`).
         """
         main = types.ModuleType("__main__")
-        main.__spec__ = ModuleSpec(cell_main.__name__, None)
+        main.__spec__ = ModuleSpec(cell_main.__name__, None, origin=_WHAT_MAIN_HAS)
         # multiprocessing's second name of it, by which children send objects back
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         self.user_module, self.user_ns = main, main.__dict__
@@ -489,6 +493,9 @@ class RankShell(InteractiveShell):
         """Return the namespace without what IPython put there."""
         start = self._at_start
         return {n: v for n, v in self.user_ns.items() if n not in start or start[n] is not v}
+
+    def atexit_operations(self) -> None:
+        """Do nothing: IPython's deletes the cell's names, which a `__del__` may need."""
 
     def enable_gui(self, gui: Any = None) -> None:
         """Do nothing: what `%matplotlib inline` asks for is there already."""

@@ -22,6 +22,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -34,6 +35,11 @@ COPY_LIMIT_BYTES = 1 << 30
 
 _SHARDS = (".distcp",)
 """Files of which every rank's is needed: to discard one would leave a broken checkpoint."""
+
+_OWN_LOCK = (
+    "the lock on {} keeps no other rank out: only rank 0 writes to the project store, and this "
+    "rank locks a file of its own. Lock a file outside the store, or of a folder of --shared-writes"
+)
 
 Path = Any
 """What a file call takes: str, bytes, PathLike or a descriptor."""
@@ -102,6 +108,10 @@ class Watched:
     def asked(self, path: Path) -> Path:
         """Return the path in the store where one leads into what the rank has of its own."""
         return path
+
+    def is_own(self, path: str) -> bool:
+        """Return whether a path is that of a rank's own file, where its calls were led to."""
+        return False
 
     def locate(self, path: Path, folder: int | None = None, *, follow: bool = True) -> str | None:
         """Return where a path leads in the store; None if it is outside or open to all.
@@ -211,6 +221,10 @@ class Discarded(Watched):
         path = self._counterpart(place)
         return path if os.path.lexists(path) else None
 
+    def is_own(self, path: str) -> bool:
+        """See `Watched.is_own`: it lies in the scratch folder."""
+        return is_below(path, self._tree)
+
     def target(self, place: str, *, keep: bool = False) -> str | None:
         """See `Watched.target`: the place in the scratch folder; a shard of a checkpoint raises."""
         if place.endswith(_SHARDS):
@@ -287,8 +301,11 @@ def install(view: Watched) -> None:
     _lead_temporary_files()
     if view.writes:
         _save_atomically(view)
+    else:
+        _lead_torch_maps(view)
     if view.diverts:
         _map_privately(view)
+        _tell_of_locks(view)
         # Entry by entry, it would stumble over what rank 0 removes at the same time.
         removes = _plainly(view, shutil.rmtree)
         rmtree = _write_call(view, partial(view.subject, folder=True), removes)
@@ -697,6 +714,59 @@ def _save_atomically(view: Watched) -> None:
     torch.save = torch.serialization.save = save
 
 
+def _tell_of_locks(view: Watched) -> None:
+    """Have `fcntl`'s locks say that a lock on a file of the rank's own keeps no other rank out."""
+
+    def wrap(real: _Call) -> _Call:
+        @functools.wraps(real)
+        def call(file: Any, operation: int, *args: Any) -> Any:
+            path = _path_of(file if isinstance(file, int) else file.fileno())
+            if view.is_own(path) and not operation & fcntl.LOCK_UN:
+                warnings.warn(
+                    _OWN_LOCK.format(os.path.basename(path)), RuntimeWarning, stacklevel=2
+                )
+            return real(file, operation, *args)
+
+        return call
+
+    for name in ("flock", "lockf"):
+        setattr(fcntl, name, wrap(getattr(fcntl, name)))
+
+
+def _is_the_stores(view: Watched, file: Any) -> bool:
+    """Return whether a file to map is one of the store, of which the rank has none of its own."""
+    if not isinstance(file, (str, os.PathLike)):
+        return False
+    with view.plain():
+        place = view.locate(file)
+        return place is not None and os.path.exists(place) and not view.own(place)
+
+
+def _lead_torch_maps(view: Watched) -> None:
+    """Lead `torch.from_file`, by which tensordict maps all that it reads to change it.
+
+    As `_map_privately` does, it maps a file of the store privately.
+    """
+    import torch
+
+    real = torch.from_file
+
+    @functools.wraps(real)
+    def from_file(filename: Any, shared: bool | None = None, *args: Any, **kw: Any) -> Any:
+        led: Any = filename
+        if not shared:
+            with view.plain():
+                is_there = os.path.exists(filename)
+            led = filename if is_there else _own_file(view, filename) or filename
+        elif view.diverts and _is_the_stores(view, filename):
+            shared = False
+        else:
+            led, _ = _lead(view, partial(_writable, view, keep=True), filename, follow=True)
+        return real(led, shared, *args, **kw)
+
+    torch.from_file = from_file
+
+
 def _map_privately(view: Watched) -> None:
     """Map a file of the store that a rank maps to change it (numpy's default) privately.
 
@@ -709,19 +779,13 @@ def _map_privately(view: Watched) -> None:
     real: Any = numpy.memmap.__new__
     signature = inspect.signature(real)
 
-    def is_the_stores(file: Any) -> bool:
-        if not isinstance(file, (str, os.PathLike)):
-            return False
-        with view.plain():
-            place = view.locate(file)
-            return place is not None and os.path.exists(place) and not view.own(place)
-
     @functools.wraps(real)
     def new(*args: Any, **kw: Any) -> Any:
         asked = signature.bind(*args, **kw)
         asked.apply_defaults()
         if asked.arguments["mode"] in ("r+", "readwrite"):
-            asked.arguments["mode"] = "c" if is_the_stores(asked.arguments["filename"]) else "r+"
+            is_the_stores = _is_the_stores(view, asked.arguments["filename"])
+            asked.arguments["mode"] = "c" if is_the_stores else "r+"
         return real(*asked.args, **asked.kwargs)
 
     setattr(numpy.memmap, "__new__", staticmethod(new))  # noqa: B010

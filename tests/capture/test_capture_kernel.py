@@ -508,3 +508,11 @@ def test_refused_results_are_not_told_to_be_made_in_the_cell(frontend: Frontend)
     assert "`model.lock` is a _thread.lock and cannot travel to the notebook" in reply["evalue"]
     assert "bring back plain data instead" in reply["evalue"]
     assert "inside the cell" not in reply["evalue"]
+
+
+def test_a_class_that_only_a_file_names_is_told_from_a_missing_one(frontend: Frontend) -> None:
+    frontend.run("import pickle\nclass Net: pass\npickle.dump(Net(), open('net.pickle', 'wb'))")
+    load = "with open('net.pickle', 'rb') as file: net = pickle.load(file)"
+    reply = frontend.fail(f"%%taas --gpus 1\n{load}")
+    assert "of the notebook it has the names that the cell uses" in reply["evalue"]
+    frontend.run(f"%%taas --gpus 1\nNet\n{load}")

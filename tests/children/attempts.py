@@ -169,6 +169,10 @@ def by_folder_descriptor() -> None:
     os.close(os.open("new", os.O_CREAT | os.O_WRONLY, dir_fd=INHERITED["folder"]))
 
 
+def torch_from_file() -> None:
+    torch.from_file("data.bin", shared=True, size=8, dtype=torch.uint8).fill_(7)
+
+
 PYTHON = [
     open_w,
     open_a,
@@ -203,6 +207,7 @@ PYTHON = [
     temporary_file,
     through_symlink,
     by_folder_descriptor,
+    torch_from_file,
 ]
 """Ordinary Python: diverted or refused by Python, and by the system if that should fail."""
 
@@ -231,10 +236,6 @@ def _libc_open(path: str) -> None:
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), "open")
     os.close(descriptor)
-
-
-def torch_from_file() -> None:
-    torch.from_file("data.bin", shared=True, size=8, dtype=torch.uint8).fill_(7)
 
 
 def sqlite() -> None:
@@ -271,7 +272,6 @@ SYSTEM = [
     by_reopened_descriptor,
     by_raw_folder_descriptor,
     by_libc,
-    torch_from_file,
     sqlite,
     subprocess_write,
     subprocess_remove,

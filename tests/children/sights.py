@@ -74,3 +74,13 @@ def rotates_checkpoints() -> None:
             shutil.rmtree(f"step-{step - 1}")
     assert loads("step-2/m.pt") == 2.0
     assert not os.path.exists("step-1") and not os.path.exists("tmp")
+
+
+def maps_tensors() -> None:
+    numbers = torch.from_file("data.bin", shared=True, size=4, dtype=torch.uint8)
+    before = numbers.tolist()
+    numbers.fill_(7)
+    assert torch.from_file("data.bin", shared=True, size=4, dtype=torch.uint8).tolist() == before
+    torch.from_file("mine.bin", shared=True, size=4, dtype=torch.uint8).fill_(7)
+    assert torch.from_file("mine.bin", shared=True, size=4, dtype=torch.uint8).tolist() == [7] * 4
+    assert torch.from_file("mine.bin", size=4, dtype=torch.uint8).tolist() == [7] * 4

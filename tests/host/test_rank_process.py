@@ -133,6 +133,25 @@ threading.Thread(target=late).start()
             assert file.read() == "written"
 
 
+def test_what_ends_with_the_program_finds_what_it_uses(notebook: Notebook) -> None:
+    """Modules, functions and classes; also the last variable of all, and one of a cycle."""
+    notebook.define("""
+import json
+def told(name): return json.dumps([name, Writer.__name__])
+class Writer:
+    def __init__(self, name): self.name = name
+    def __del__(self): print(told(self.name))
+""")
+    outcome = notebook.run("first = Writer(1)\ncycle = [Writer(2)]\ncycle.append(cycle)")
+    assert [sorted(lines) for lines in outcome.lines.values()] == [
+        ['[1, "Writer"]', '[2, "Writer"]']
+    ] * 2
+    outcome = notebook.run("last = Writer(3)")
+    assert list(outcome.lines.values()) == [['[3, "Writer"]']] * 2
+    notebook.run("class Log:\n    file = open('log.txt', 'w')\nLog.file.write('written')")
+    assert (notebook.project / "log.txt").read_text() == "written"
+
+
 def test_forked_children_are_not_the_rank(notebook: Notebook) -> None:
     source = """
 import os, sys

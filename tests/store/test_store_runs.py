@@ -63,6 +63,7 @@ if os.environ["RANK"] == "1":
     walks_both()
     saves_and_finds()
     rotates_checkpoints()
+    maps_tensors()
     for name in ("missing/m.pt", "missing.bin", "folder"):
         try:
             saves(name, 1.0) if name.endswith("pt") else changes(name)
@@ -114,6 +115,26 @@ if os.environ["RANK"] == "1":
     assert made_there.value == 3
 """
     assert notebook.run("import importlib, sys\n" + source).error is None
+
+
+LOCKS = """
+import fcntl
+for path in ("data.lock", "shared/data.lock"):
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_UN)
+"""
+
+
+def test_a_lock_that_keeps_no_rank_out_says_so(notebook: Notebook) -> None:
+    """Of rank 0 it holds the store's file; in a shared folder it is the same file for all."""
+    outcome = notebook.run(LOCKS, gpus=2, flags="--shared-writes shared")
+    assert outcome.error is None
+    warned = {
+        rank: [it for it in lines if "Warning" in it] for rank, lines in outcome.lines.items()
+    }
+    [text] = warned.get(1, [])
+    assert "the lock on data.lock keeps no other rank out" in text and not warned.get(0)
 
 
 def test_rank_0_saves_and_all_load(notebook: Notebook) -> None:
