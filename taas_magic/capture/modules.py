@@ -12,10 +12,12 @@ import importlib
 import importlib.abc
 import importlib.util
 import linecache
+import re
+import reprlib
 import sys
 import sysconfig
 import tokenize
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from taas_magic.errors import CaptureError
 
 _OURS = {"taas_magic", "taas"}
 _INSTALLED = {"site-packages", "dist-packages"}
+_MOST_DIFFERENCES = 3
 _SYSTEM = tuple(
     Path(p).resolve()
     for p in {sys.prefix, sys.base_prefix, sys.exec_prefix, sysconfig.get_path("stdlib")}
@@ -110,6 +113,33 @@ def install(modules: Mapping[str, ModuleSource]) -> None:
     for module in modules.values():
         lines = module.source.splitlines(keepends=True)
         linecache.cache[module.path] = (len(module.source), None, lines, module.path)
+
+
+def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ...]:
+    """Return notes on constants of the project's modules that the notebook has set otherwise.
+
+    Ranks import the files. So it is, too, where a file was edited and not imported again.
+
+    Args:
+        modules: What travels.
+        cell: The cell's text, which may set them for itself.
+    """
+    found = [
+        f"{name}.{constant} is {reprlib.repr(vars(sys.modules[name])[constant])} in the notebook, "
+        f"{reprlib.repr(value)} in the file, which the ranks import: set it in the %%taas cell, too"
+        for name, module in modules.items()
+        if name in sys.modules
+        for constant, value in _constants(module).items()
+        if _differs(vars(sys.modules[name]).get(constant, value), value)
+        and not re.search(rf"\b{constant}\s*=(?!=)", cell)
+    ]
+    more = len(found) - _MOST_DIFFERENCES
+    rest = [f"so are {more} more constants of the project's modules"] if more > 0 else []
+    return (*found[:_MOST_DIFFERENCES], *rest)
+
+
+def _differs(live: object, value: object) -> bool:
+    return type(live) is not type(value) or live != value
 
 
 def claim_taas() -> bool:
@@ -224,6 +254,38 @@ def _read(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
             return ModuleSource(name, str(Path(spec.origin).resolve()), file.read(), is_package)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise CaptureError(f"module `{name}` ({spec.origin}) cannot be read: {error}") from error
+
+
+@lru_cache(maxsize=256)
+def _constants(module: ModuleSource) -> dict[str, Any]:
+    """Return what a module's text sets once, and to a plain value, at its top level."""
+    try:
+        tree = ast.parse(module.source)
+    except SyntaxError:
+        return {}
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    times = Counter(node.id for node in names if not isinstance(node.ctx, ast.Load))
+    found = {}
+    for node in tree.body:
+        match node:
+            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value):
+                with suppress(ValueError, TypeError):
+                    if times[name] == 1:
+                        found[name] = _plain(value)
+    return found
+
+
+def _plain(value: ast.expr | None) -> Any:
+    """Return what an expression of constants is worth.
+
+    Raises:
+        ValueError: It is another, or one that can be changed in place.
+    """
+    if value is None:
+        raise ValueError("there is none")
+    found = ast.literal_eval(value)
+    hash(found)
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ from IPython.core.inputtransformer2 import leading_empty_lines
 from msgspec import structs
 
 from taas_magic import registry
-from taas_magic.capture import payload
+from taas_magic.capture import modules, payload
 from taas_magic.capture.names import unknown_result
 from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.config import Config
@@ -77,7 +77,8 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     if problem := out_problem(flags, captured, shell):
         raise UsageError(problem)
     plan = with_fetchers(plan, flags, tuple(captured.loaders), config)
-    plan = structs.replace(plan, notes=_news(plan.notes))
+    differences = modules.differences(captured.modules, cell.source)
+    plan = structs.replace(plan, notes=(*_news(plan.notes), *differences))
     folder = _written(plan, captured, config)
     requires = None if pool.config.engine == "local" else captured.requires
     spec = HostSpec(plan, 0, str(folder.path), origin(shell, rule.path), requires=requires)

@@ -516,3 +516,18 @@ def test_a_class_that_only_a_file_names_is_told_from_a_missing_one(frontend: Fro
     reply = frontend.fail(f"%%taas --gpus 1\n{load}")
     assert "of the notebook it has the names that the cell uses" in reply["evalue"]
     frontend.run(f"%%taas --gpus 1\nNet\n{load}")
+
+
+def test_a_constant_that_the_notebook_has_set_in_a_module_is_told(frontend: Frontend) -> None:
+    frontend.run(
+        "%%writefile settings_of_it.py\nLR = 0.1\n"
+        "DEPTH: int = 2\nNAME = 'a'\nseen = None\ndef look():\n  global seen\n  seen = 1\n"
+    )
+    frontend.run("import settings_of_it as its\nits.DEPTH = 3\nits.NAME = 'b'\nits.seen = 1")
+    cell = frontend.run("%%taas --gpus 1\nits.NAME = 'c'\nprint(its.DEPTH, its.NAME, its.seen)")
+    assert "2 c None" in frontend.text(cell)
+    shown = str(frontend.outputs[cell])
+    assert "settings_of_it.DEPTH is 3 in the notebook, 2 in the file, which the ranks" in shown
+    assert "NAME is" not in shown and "seen is" not in shown
+    frontend.run("its.DEPTH, its.NAME = 2, 'a'")
+    assert "in the file" not in str(frontend.outputs[frontend.run("%%taas --gpus 1\nits.DEPTH")])
