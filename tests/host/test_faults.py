@@ -168,6 +168,14 @@ print(subprocess.Popen(["setsid", "sleep", "600"], start_new_session=True).pid)
     assert not left_of(processes([int(outcome.lines[0][0])]))
 
 
+@pytest.mark.timeout(60)
+def test_a_program_that_writes_on_and_on_keeps_no_run_from_its_end(notebook: Notebook) -> None:
+    source = "import subprocess\npid = subprocess.Popen(['yes']).pid"
+    outcome = notebook.run(source, "--out pid", gpus=1)
+    assert outcome.error is None
+    assert not left_of(processes([notebook.shell.user_ns["pid"]]))
+
+
 def test_a_timeout_says_where_the_ranks_stood(notebook: Notebook) -> None:
     source = "import time\ndef long_wait():\n    time.sleep(600)\nlong_wait()\n"
     outcome = notebook.run(source, gpus=1, flags="--timeout 10")

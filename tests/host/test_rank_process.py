@@ -171,6 +171,28 @@ else:
     assert outcome.lines[0].count("ValueError: of a child") == 1
 
 
+@pytest.mark.timeout(60)
+def test_displays_of_forked_children_arrive_whole(notebook: Notebook) -> None:
+    source = """
+import multiprocessing
+from IPython.display import HTML, display
+
+def show(letter):
+    for _ in range(20):
+        display(HTML(letter * 200_000))
+
+children = [multiprocessing.get_context("fork").Process(target=show, args=it) for it in "abc"]
+for child in children:
+    child.start()
+for child in children:
+    child.join()
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.error is None
+    shown = [display["data"]["text/html"] for display in outcome.of_kind("display")]
+    assert sorted(shown) == sorted(20 * [letter * 200_000 for letter in "abc"])
+
+
 def test_what_ends_a_rank_after_its_last_line_is_a_failure(notebook: Notebook) -> None:
     outcome = notebook.run("import atexit, os\natexit.register(os._exit, 4)\nprint('x')", gpus=1)
     assert isinstance(outcome.error, RankFailed)
