@@ -193,6 +193,12 @@ for child in children:
     assert sorted(shown) == sorted(20 * [letter * 200_000 for letter in "abc"])
 
 
+def test_a_program_that_reads_its_input_finds_its_end(notebook: Notebook) -> None:
+    source = "import subprocess\nprint(subprocess.run(['wc', '-c'], timeout=30, check=True))"
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.lines[0][0] == "0"
+
+
 def test_what_ends_a_rank_after_its_last_line_is_a_failure(notebook: Notebook) -> None:
     outcome = notebook.run("import atexit, os\natexit.register(os._exit, 4)\nprint('x')", gpus=1)
     assert isinstance(outcome.error, RankFailed)
