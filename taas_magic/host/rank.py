@@ -310,8 +310,10 @@ def _end_program() -> None:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """Flush what is left of the output, as Python does: a cell may have closed it."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
 
 
 class _NoKeyboard(io.TextIOBase):

@@ -199,6 +199,14 @@ def test_a_program_that_reads_its_input_finds_its_end(notebook: Notebook) -> Non
     assert outcome.lines[0][0] == "0"
 
 
+@pytest.mark.parametrize("end", ["sys.stdout = None", "sys.stdout.close()"])
+def test_an_output_that_the_cell_has_closed_is_no_failure(notebook: Notebook, end: str) -> None:
+    source = f"import sys\nprint('written')\n{end}"
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.error is None
+    assert outcome.lines[0] == ["written"]
+
+
 def test_what_ends_a_rank_after_its_last_line_is_a_failure(notebook: Notebook) -> None:
     outcome = notebook.run("import atexit, os\natexit.register(os._exit, 4)\nprint('x')", gpus=1)
     assert isinstance(outcome.error, RankFailed)
