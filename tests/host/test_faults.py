@@ -228,6 +228,22 @@ finally:
     assert outcome.lines == {0: ["saved"], 1: ["saved"]}
 
 
+def test_an_interrupt_before_the_cell_shows_none_of_our_frames(notebook: Notebook) -> None:
+    notebook.define(f"""
+import os, time
+def arrive():
+    os.kill({os.getpid()}, 2)
+    time.sleep(600)
+class Slow:
+    def __reduce__(self):
+        return arrive, ()
+slow = Slow()
+""")
+    outcome = notebook.run("print(slow)")
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert outcome.lines == {}
+
+
 def test_three_interrupts_leave_nothing(notebook: Notebook) -> None:
     source = """
 import os, signal, time

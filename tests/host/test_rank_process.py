@@ -241,6 +241,19 @@ def test_the_notebooks_variables_win_over_the_pools(
     assert notebook.run(source, gpus=1).lines[0] == ["/of/the/notebook mine 0"]
 
 
+def test_torch_says_what_the_environment_asks_for(notebook: Notebook) -> None:
+    source = """
+import torch, torch.distributed as dist
+print(dist.get_debug_level().name)
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+"""
+    env = "--env TORCH_DISTRIBUTED_DEBUG=DETAIL --env TORCH_LOGS=graph_code"
+    outcome = notebook.run(source, env, gpus=1)
+    assert outcome.error is None
+    assert outcome.lines[0][0] == "DETAIL"
+    assert any("TRACED GRAPH" in line for line in outcome.lines[0])
+
+
 def test_threads_and_exit_handlers_fail_in_the_notebooks_lines(notebook: Notebook) -> None:
     source = """
 import atexit, threading
