@@ -234,6 +234,7 @@ def _preload() -> None:
     """
     # Ranks hold the pipe on whose end a forkserver waits, so it would outlive a killed agent.
     die_with_parent(int(os.environ[_AGENT_PID]))
+    _close_input()
     gc.disable()  # what is imported stays; to look through it again and again takes 0.2 s
     for name in MODULES:
         importlib.import_module(name)
@@ -245,6 +246,16 @@ def _preload() -> None:
     importlib.import_module("taas_magic.host.rank").prepare()
     _settle()
     signal.signal(signal.SIGUSR1, _import_rest)
+
+
+def _close_input() -> None:
+    """Have descriptor 0 end at once, here and in forks; else it is the agent's, which never does.
+
+    What a cell starts may read it: ssh, ffmpeg.
+    """
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 def _import_rest(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,8 @@
 """What a rank is connected to: its agent, by two pipes, and the run's fetchers, by its feed.
 
 The log pipe carries what the rank and its children write to descriptors 1 and 2, bytes as they
-are. The message pipe carries one JSON object a line: failures, displays, notes, heartbeats. Files
+are. The message pipe carries JSON objects: failures, displays, notes, heartbeats, each in pieces
+(`pieces`), since threads and forks of a rank write to it at the same time, and may be ended. Files
 in a private folder of the host name them, so that nothing of a rank's start depends on descriptors
 that a forkserver can pass on (it passes 256 at most). The feed gives registered loaders their
 batches, and says what it handed out. Imported by the agent, too: it imports no torch.
@@ -9,11 +10,11 @@ batches, and says what it handed out. Imported by the agent, too: it imports no 
 
 import errno
 import fcntl
+import itertools
 import os
 import select
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -90,24 +91,36 @@ def make_pipe(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
+MORE, LAST = b"+", b"."
+"""What a piece of a message begins with: another one follows, or none."""
+
+_PIECE_BYTES = 4000
+"""With its head less than PIPE_BUF (4096): the system never mixes such a write with another."""
+
+
+def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
+    """Yield what is written of a message: lines, each of which a pipe keeps whole.
+
+    Args:
+        sender: What no other message of the pipe has, without a space.
+    """
+    for at in range(0, len(message), _PIECE_BYTES):
+        end = at + _PIECE_BYTES
+        yield b"%b%b %b\n" % (MORE if end < len(message) else LAST, sender, message[at:end])
+
+
 class Link:
-    """A rank's end of its pipes. Any thread may send."""
+    """A rank's end of its pipes. Any thread may send, and any fork of the rank."""
 
     def __init__(self, folder: Path, attempt: int, local_rank: int) -> None:
         self._pid = os.getpid()
-        self._renew()
-        os.register_at_fork(after_in_child=self._renew)  # another thread may be sending then
+        self._numbers = itertools.count()
         self._messages = os.open(message_pipe(folder, attempt, local_rank), os.O_WRONLY)
         self._log = os.open(log_pipe(folder, attempt, local_rank), os.O_WRONLY)
         with suppress(OSError):  # the user's share of pipe memory is used up: 64 KiB work too
             fcntl.fcntl(self._log, _F_SETPIPE_SZ, _PIPE_BYTES)
         # for writing, too: so it never has an end, and may be opened before the agent does
         self._asked = os.open(ask_pipe(folder, attempt, local_rank), os.O_RDWR | os.O_NONBLOCK)
-
-    def _renew(self) -> None:
-        self._lock = threading.RLock()
-        self._waiting = deque[bytes]()
-        self._is_sending = False
 
     @property
     def is_own(self) -> bool:
@@ -136,26 +149,10 @@ class Link:
         return True
 
     def send(self, message: Event | RankMessage | StoreMessage) -> None:
-        """Write one message; blocks while the agent does not read.
-
-        What a signal's handler or a finalizer sends while its thread is at it, is written after.
-        """
-        line = messages.encode(message) + b"\n"
-        with self._lock:
-            self._waiting.append(line)
-            if self._is_sending:
-                return
-            self._is_sending = True
-            try:
-                while self._waiting:
-                    self._write(self._waiting.popleft())
-            finally:
-                self._is_sending = False
-
-    def _write(self, line: bytes) -> None:
-        view = memoryview(line)
-        while view:
-            view = view[os.write(self._messages, view) :]
+        """Write one message; blocks while the agent does not read."""
+        sender = b"%d.%d" % (os.getpid(), next(self._numbers))
+        for piece in pieces(messages.encode(message), sender):
+            os.write(self._messages, piece)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_right
 from codecs import getincrementaldecoder
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import IO
@@ -362,35 +362,50 @@ class _LogStream:
 
 
 class _MessageStream:
-    """The message pipe of one rank."""
+    """The message pipe of one rank, to which forks of the rank write, too."""
 
     def __init__(self, rank: int, fd: int) -> None:
         self.rank, self.fd = rank, fd
-        self._parts: list[bytes] = []
-        self._size_bytes = 0
+        self._rest = b""
+        self._begun: dict[bytes, _Parts] = {}
 
     def take(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
         """Return the messages that bytes complete; one that is too large becomes a note."""
-        *whole, rest = data.split(b"\n")
-        found: list[Event | RankMessage | StoreMessage] = []
-        for part in whole:
-            self._add(part)
-            if self._size_bytes > MESSAGE_LIMIT_BYTES:
-                size = f"{self._size_bytes / 1e6:,.0f} MB"
-                found.append(Note(text=f"rank {self.rank} sent {size} at once: not shown"))
-            else:
-                found.append(messages.of_rank(b"".join(self._parts)))
-            self._parts, self._size_bytes = [], 0
-        self._add(rest)
-        return found
+        *pieces, self._rest = (self._rest + data).split(b"\n")
+        return [self._read(whole) for whole in map(self._put, pieces) if whole is not None]
 
-    def _add(self, part: bytes) -> None:
-        self._size_bytes += len(part)
-        if self._size_bytes <= MESSAGE_LIMIT_BYTES:
-            self._parts.append(part)
+    def _put(self, piece: bytes) -> "_Parts | None":
+        """Take a piece of a message; returns the message when it is whole."""
+        head, _, part = piece.partition(b" ")
+        is_last, sender = head.startswith(link.LAST), head[1:]
+        message = self._begun.pop(sender, None) or _Parts()
+        message.add(part)
+        if is_last:
+            return message
+        self._begun[sender] = message
+        return None
+
+    def _read(self, message: "_Parts") -> Event | RankMessage | StoreMessage:
+        if message.size_bytes > MESSAGE_LIMIT_BYTES:
+            size = f"{message.size_bytes / 1e6:,.0f} MB"
+            return Note(text=f"rank {self.rank} sent {size} at once: not shown")
+        return messages.of_rank(b"".join(message.parts))
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+class _Parts:
+    """What has come of a message, as far as it is not too large."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.size_bytes = 0
+
+    def add(self, part: bytes) -> None:
+        self.size_bytes += len(part)
+        if self.size_bytes <= MESSAGE_LIMIT_BYTES:
+            self.parts.append(part)
 
 
 class Pump:
@@ -476,13 +491,10 @@ class Pump:
             with self._lock:
                 asked, self._to_drain = self._to_drain, []
             for rank, done in asked:
-                for stream in self._streams():
-                    while stream.rank == rank and self._read(stream):
-                        pass
+                self._read_all([stream for stream in self._streams() if stream.rank == rank])
                 done.set()
             self._flush(time.monotonic())
-        while self._read_ready(0):
-            pass
+        self._read_all(self._streams())
         for stream in self._streams():
             self._end(stream)
         self._flush(float("inf"))
@@ -491,15 +503,20 @@ class Pump:
         """Return the pipes that are still open."""
         return [key.data for key in list(self._selector.get_map().values()) if key.data is not None]
 
-    def _read_ready(self, timeout: float | None) -> bool:
-        """Read every readable pipe once; returns whether any rank's pipe was."""
-        ready = False
+    def _read_ready(self, timeout: float | None) -> None:
+        """Read every readable pipe once."""
         for key, _ in self._selector.select(timeout):
             if key.data is None:
                 os.read(key.fd, 4096)
-                continue
-            ready = self._read(key.data) or ready
-        return ready
+            else:
+                self._read(key.data)
+
+    def _read_all(self, streams: Iterable[_LogStream | _MessageStream]) -> None:
+        """Read what is in pipes now; what ranks have started may go on to write."""
+        for stream in streams:
+            for _ in range(_PIPE_CHUNKS):
+                if not self._read(stream):
+                    break
 
     def _read(self, stream: _LogStream | _MessageStream) -> bool:
         try:

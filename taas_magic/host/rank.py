@@ -103,8 +103,8 @@ def rank_main(spec: RankSpec, environ: Mapping[str, str]) -> None:
         os._exit(1)  # it, and so the forkserver, ended before this process asked to end with it
     rank, local_rank = int(environ["RANK"]), int(environ["LOCAL_RANK"])
     attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])
-    # the supervisor ignores interrupts, and what is ignored stays so in all that it starts
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # until the cell can have it (`_run`), an interrupt ends the rank without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     link = Link(spec.pipes, attempt, local_rank)
     link.send(RankUp(os.getpid()))
     link.redirect_output()
@@ -147,10 +147,18 @@ def _become_a_program(spec: RankSpec, environ: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update({**spec.environ, **environ, **spec.env})
     os.environ[cell_main.PAYLOAD] = str(RunFolder(spec.run_dir).payload)
+    _read_environ_again()
     tempfile.tempdir = None  # found anew: TMPDIR may be another
     os.chdir(spec.cwd)
     sys.path[:] = spec.sys_path
     sys.argv[:] = ["taas"]
+
+
+def _read_environ_again() -> None:
+    """Have torch do what the environment asks for, which it looked for when it was imported."""
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+    if any(name in os.environ for name in ("TORCH_LOGS", "TORCH_TRACE")):
+        torch._logging._init_logs()  # type: ignore[attr-defined]
 
 
 def _hold_to_store_rule(spec: RankSpec, link: Link, rank: int, scratch: str) -> None:
@@ -268,6 +276,7 @@ def _run(shell: "RankShell", spec: RankSpec, link: Link, rank: int) -> bool:
     sender = results.ResultSender(
         folder.results, os.environ, lambda text: link.send(Note(text=text))
     )
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     result = shell.run(loaded.cell, loaded.sources)
     raised = result.error_before_exec or result.error_in_exec
     if isinstance(raised, SystemExit) and not raised.code:
@@ -310,8 +319,10 @@ def _end_program() -> None:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """Flush what is left of the output, as Python does: a cell may have closed it."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
 
 
 class _NoKeyboard(io.TextIOBase):

@@ -308,12 +308,14 @@ class Controller(SchedulerPlugin):
         return Started(hosts=hosts)
 
     async def _interrupted_end(self, owner: str, tell: Tell) -> None:
-        """Return when runs that a kernel interrupted, and left to end by themselves, have ended.
+        """Return when interrupted runs of a kernel, or of kernels that are gone, have ended.
 
-        Each ends: who does not end its part in HALT_S, or is not heard, is ended.
+        They may still own the project store. Each ends: who does not end its part in HALT_S, or is
+        not heard, is ended.
         """
+        others = self._kernels.connected - {owner}
         for run in list(self._runs.values()):
-            if isinstance(run, PoolRun) and run.owner == owner and run.is_halted:
+            if isinstance(run, PoolRun) and run.is_halted and run.owner not in others:
                 tell(Note(text=f"waits for run {run.run_id} to end, which was interrupted"))
                 await run.over.wait()
 

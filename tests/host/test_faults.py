@@ -168,6 +168,14 @@ print(subprocess.Popen(["setsid", "sleep", "600"], start_new_session=True).pid)
     assert not left_of(processes([int(outcome.lines[0][0])]))
 
 
+@pytest.mark.timeout(60)
+def test_a_program_that_writes_on_and_on_keeps_no_run_from_its_end(notebook: Notebook) -> None:
+    source = "import subprocess\npid = subprocess.Popen(['yes']).pid"
+    outcome = notebook.run(source, "--out pid", gpus=1)
+    assert outcome.error is None
+    assert not left_of(processes([notebook.shell.user_ns["pid"]]))
+
+
 def test_a_timeout_says_where_the_ranks_stood(notebook: Notebook) -> None:
     source = "import time\ndef long_wait():\n    time.sleep(600)\nlong_wait()\n"
     outcome = notebook.run(source, gpus=1, flags="--timeout 10")
@@ -218,6 +226,22 @@ finally:
     outcome = notebook.run(ALL_REDUCE + source % os.getpid())
     assert isinstance(outcome.error, KeyboardInterrupt)
     assert outcome.lines == {0: ["saved"], 1: ["saved"]}
+
+
+def test_an_interrupt_before_the_cell_shows_none_of_our_frames(notebook: Notebook) -> None:
+    notebook.define(f"""
+import os, time
+def arrive():
+    os.kill({os.getpid()}, 2)
+    time.sleep(600)
+class Slow:
+    def __reduce__(self):
+        return arrive, ()
+slow = Slow()
+""")
+    outcome = notebook.run("print(slow)")
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert outcome.lines == {}
 
 
 def test_three_interrupts_leave_nothing(notebook: Notebook) -> None:

@@ -1,5 +1,6 @@
 """What ranks write to their pipes becomes events, messages and log files."""
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ class Rank:
         self.events: list[Event] = []
         self.messages: list[Event | RankMessage | StoreMessage] = []
         self.heard = threading.Event()
+        self._numbers = itertools.count()
         self.pump = Pump(folder, run, "h", self.events.append, self._take, lambda: None)
         self.pump.open(0, [(0, 0)])
         self.output = os.open(link.log_pipe(folder, 0, 0), os.O_WRONLY)
@@ -49,12 +51,10 @@ class Rank:
         self.messages.append(message)
         self.heard.set()
 
-    def say(self, message: Event | RankMessage | bytes) -> None:
-        """Writes a message, or bytes, as a rank does; returns when one has been taken."""
-        data = message if isinstance(message, bytes) else encode(message) + b"\n"
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self.message_pipe, view) :]
+    def say(self, message: Event | RankMessage) -> None:
+        """Writes a message as a rank does."""
+        for piece in link.pieces(encode(message), b"%d" % next(self._numbers)):
+            os.write(self.message_pipe, piece)
 
     def close(self) -> None:
         os.close(self.output)
@@ -93,9 +93,7 @@ def test_a_traceback_comes_into_the_log_of_a_rank_that_has_closed_it(rank: Rank)
 
 
 def test_a_message_that_is_too_large_is_a_note_and_the_next_one_arrives(rank: Rank) -> None:
-    for _ in range(2 * MESSAGE_LIMIT_BYTES >> 20):
-        rank.say(b"x" * (1 << 20))
-    rank.say(b"\n")
+    rank.say(Display(data={"text/plain": "x" * 2 * MESSAGE_LIMIT_BYTES}))
     rank.say(Display(data={"text/plain": "y" * 1_000_000}))
     while len(rank.messages) < 2:
         assert rank.heard.wait(100)

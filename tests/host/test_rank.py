@@ -183,15 +183,16 @@ def test_atexit_handlers_of_the_cell_run(notebook: Notebook) -> None:
 
 
 def test_a_signals_handler_may_save_whatever_its_rank_is_at(notebook: Notebook) -> None:
-    """Also while the rank tells its agent what it shows: the handler's file is told after that."""
+    """Also while the rank tells its agent what it shows."""
     source = """
 import os, signal, threading
 def save(*_):
     open(f"saved-{len(seen)}", "w").close()
     seen.append(1)
-seen, write = [], os.write
+seen, raised, write = [], [], os.write
 def interrupted(descriptor, data):
-    if threading.current_thread() is threading.main_thread() and not seen:
+    if threading.current_thread() is threading.main_thread() and not raised:
+        raised.append(1)
         signal.raise_signal(signal.SIGUSR1)
     return write(descriptor, data)
 signal.signal(signal.SIGUSR1, save)

@@ -171,6 +171,42 @@ else:
     assert outcome.lines[0].count("ValueError: of a child") == 1
 
 
+@pytest.mark.timeout(60)
+def test_displays_of_forked_children_arrive_whole(notebook: Notebook) -> None:
+    source = """
+import multiprocessing
+from IPython.display import HTML, display
+
+def show(letter):
+    for _ in range(20):
+        display(HTML(letter * 200_000))
+
+children = [multiprocessing.get_context("fork").Process(target=show, args=it) for it in "abc"]
+for child in children:
+    child.start()
+for child in children:
+    child.join()
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.error is None
+    shown = [display["data"]["text/html"] for display in outcome.of_kind("display")]
+    assert sorted(shown) == sorted(20 * [letter * 200_000 for letter in "abc"])
+
+
+def test_a_program_that_reads_its_input_finds_its_end(notebook: Notebook) -> None:
+    source = "import subprocess\nprint(subprocess.run(['wc', '-c'], timeout=30, check=True))"
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.lines[0][0] == "0"
+
+
+@pytest.mark.parametrize("end", ["sys.stdout = None", "sys.stdout.close()"])
+def test_an_output_that_the_cell_has_closed_is_no_failure(notebook: Notebook, end: str) -> None:
+    source = f"import sys\nprint('written')\n{end}"
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.error is None
+    assert outcome.lines[0] == ["written"]
+
+
 def test_what_ends_a_rank_after_its_last_line_is_a_failure(notebook: Notebook) -> None:
     outcome = notebook.run("import atexit, os\natexit.register(os._exit, 4)\nprint('x')", gpus=1)
     assert isinstance(outcome.error, RankFailed)
@@ -203,6 +239,19 @@ def test_the_notebooks_variables_win_over_the_pools(
     monkeypatch.setenv("RANK", "77")
     source = "import os\nprint(*(os.environ[n] for n in ('TORCH_HOME', 'LOCAL_SETTING', 'RANK')))"
     assert notebook.run(source, gpus=1).lines[0] == ["/of/the/notebook mine 0"]
+
+
+def test_torch_says_what_the_environment_asks_for(notebook: Notebook) -> None:
+    source = """
+import torch, torch.distributed as dist
+print(dist.get_debug_level().name)
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+"""
+    env = "--env TORCH_DISTRIBUTED_DEBUG=DETAIL --env TORCH_LOGS=graph_code"
+    outcome = notebook.run(source, env, gpus=1)
+    assert outcome.error is None
+    assert outcome.lines[0][0] == "DETAIL"
+    assert any("TRACED GRAPH" in line for line in outcome.lines[0])
 
 
 def test_threads_and_exit_handlers_fail_in_the_notebooks_lines(notebook: Notebook) -> None:

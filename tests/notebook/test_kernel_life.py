@@ -71,6 +71,15 @@ def test_a_killed_kernel_leaves_no_process(kernel_of_its_own: Frontend, no_lefto
     assert [run.state for run in journal.runs()] == ["INTERRUPTED"]
 
 
+def test_a_restarted_kernel_waits_for_its_old_run(kernel_of_its_own: Frontend) -> None:
+    frontend = kernel_of_its_own
+    ignoring = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"
+    rank_processes(frontend, frontend.send(ENDLESS.replace("import time", ignoring)))
+    frontend.manager.restart_kernel(now=True)
+    frontend.client.wait_for_ready(timeout=WAIT_S)
+    frontend.run("%%taas --gpus 2\nprint('again')")
+
+
 def test_an_interrupt_ends_the_run_and_the_kernel_goes_on(frontend: Frontend) -> None:
     frontend.be_patient()
     request = frontend.send(ENDLESS)

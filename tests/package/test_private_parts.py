@@ -18,7 +18,10 @@ LISTED = {
     "store/redirect.py": {"_C"},
     "host/forkserver.py": {"_registry"},
     "federation/flower.py": {"_main"},
-    "host/rank.py": {"_shutdown", "_run_exitfuncs", "_C", "_distributed_c10d"},
+    "host/rank.py": {
+        *("_shutdown", "_run_exitfuncs", "_C", "_distributed_c10d"),
+        *("_logging", "_init_logs"),
+    },
 }
 
 OWN = {"_storages"}
@@ -39,6 +42,7 @@ GONE = {
     "torch._C.PyTorchFileWriter": "store/redirect.py: find what torch.save writes with",
     "torch._C._distributed_c10d._dump_fr_trace_json": "rank._collectives: find the new recorder",
     "numpy.lib._datasource._file_openers": "store/redirect.py: see how numpy.savetxt opens now",
+    "torch._logging._init_logs": "rank._read_environ_again: see how torch reads TORCH_LOGS now",
     "tempfile._TemporaryFileCloser": "store/redirect.py: see how tempfile unlinks now",
     "IPython.core.interactiveshell.InteractiveShell._showtraceback": "host/rank.py: see IPython",
     "distributed.batched.time": "host/member.py: see by what clock BatchedSend waits",
