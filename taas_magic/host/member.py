@@ -342,7 +342,8 @@ class AgentWorker(Worker):
             del self._shares[run_id]
             if forkserver.is_alive():
                 rendezvous.prepare()
-                self._import_rest()
+                if not self._shares:
+                    self._import_rest()
             elif not self._shares:
                 self._leave()
 
