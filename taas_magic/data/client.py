@@ -10,8 +10,10 @@ import itertools
 import operator
 import ssl
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from taas_magic.data import encode, protocol
@@ -34,6 +36,7 @@ from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import ALIVE_S, FetchLease
 
 _TRIES = 10
+_LOOK_AGAIN_S = 0.25
 _FIRST_LOOK_S = 0.001
 _LONGEST_LOOK_S = 0.02
 _FIRST_PAUSE_S = 0.05
@@ -49,7 +52,9 @@ _OTHER_ORDER = (
 
 
 class Route:
-    """A rank's ways to the fetchers of one loader; its connections are used again.
+    """A rank's ways to the fetchers of one loader; its connections and memory are used again.
+
+    Several threads may use it, each with a client of its own.
 
     Args:
         direct: Whether shared memory may be used on one host.
@@ -69,7 +74,10 @@ class Route:
         self._loader, self._directory, self._key = loader, directory, key
         self._tls, self._direct, self._lease, self._clock = tls, direct, lease, clock
         self._found = Found(0, 0, 1, {})
+        self._look_again_at = 0.0
+        self._links: weakref.WeakSet[FetcherLink] = weakref.WeakSet()
         self._idle: dict[int, list[FetcherLink]] = {}
+        self._blocks: list[Blocks] = []
         self._paused: dict[int, tuple[float, float]] = {}
         self._silent_s = 0.0
         self._reasons: dict[int, str] = {}
@@ -110,17 +118,38 @@ class Route:
         Raises:
             OSError, ProtocolError: It does not answer; it is aside now.
         """
-        if self._idle.get(number):
+        with suppress(KeyError, IndexError):
             return self._idle[number].pop()
         address = self._found.addresses.get(number)
         if address is None:
             raise ConnectionError(f"fetcher {number} has not started yet")
         patience = self.patience_s, self._lease.silent_s
-        return FetcherLink(address, self._loader, self._key, self._tls, self._direct, *patience)
+        link = FetcherLink(address, self._loader, self._key, self._tls, self._direct, *patience)
+        self._links.add(link)
+        return link
 
     def give_back(self, number: int, link: FetcherLink) -> None:
         """Keep a connection."""
         self._idle.setdefault(number, []).append(link)
+
+    def blocks(self, keep_bytes: int) -> Blocks:
+        """Return memory to receive into: that of a pass that is over, if there is some."""
+        with suppress(IndexError):
+            return self._blocks.pop()
+        return Blocks(keep_bytes)
+
+    def keep(self, blocks: Blocks) -> None:
+        """Keep the memory of a pass that is over for the next one."""
+        self._blocks.append(blocks)
+
+    def leave(self) -> None:
+        """Leave all connections to the process that this one was forked from.
+
+        A pass of that process that ends in this one would call off what that process waits for.
+        """
+        for link in list(self._links):
+            link.leave()
+        self._idle.clear()
 
     def answered(self, number: int) -> None:
         """Take note that a fetcher has answered."""
@@ -177,6 +206,7 @@ class Route:
 
     def _await_fetchers(self) -> None:
         if self._found.addresses:
+            self._look_for_more()
             return
         deadline, pause_s = self._clock() + self._lease.start_s, _FIRST_LOOK_S
         while True:
@@ -192,6 +222,16 @@ class Route:
                 )
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, _LONGEST_LOOK_S)
+
+    def _look_for_more(self) -> None:
+        """Look now and then for fetchers that had not started yet."""
+        found, now = self._found, self._clock()
+        if len(found.addresses) >= found.fetchers or now < self._look_again_at:
+            return
+        self._look_again_at = now + _LOOK_AGAIN_S
+        found = self._directory(self._loader)
+        if found.addresses:
+            self._found = found
 
 
 def _why_useless(error: Exception) -> str:
@@ -215,6 +255,10 @@ class Delivered(NamedTuple):
     batch: Any = None
     size: int = 0
     failure: Raised | None = None
+
+
+class Left(Exception):
+    """Nobody waits for this client's answers any more."""
 
 
 _ALIKE = operator.attrgetter("kind", "epoch", "detail")
@@ -254,12 +298,14 @@ class Client:
     (ORDER), and any worker for the batch by those, in the place of the first request.
 
     Args:
+        blocks: Memory to receive into, which the route keeps behind the pass.
         timeout_s: `DataLoader(timeout=…)`: how long a batch may take; 0: as long as it takes, while
             its fetcher says that it is alive.
     """
 
     def __init__(self, route: Route, blocks: Blocks, timeout_s: float = 0.0) -> None:
-        self._route, self.blocks, self._timeout_s = route, blocks, timeout_s
+        self._route, self._blocks, self._timeout_s = route, blocks, timeout_s
+        self._is_left = False
         self._open: dict[int, Asked] = {}
         self._where: dict[LoaderRequest, int] = {}
         self._here: dict[LoaderRequest, tuple[Response, memoryview]] = {}
@@ -279,7 +325,7 @@ class Client:
     def held_bytes(self) -> int:
         """Memory that batches lie in, in use or kept for the next ones."""
         links = list(self._open.values())
-        return self.blocks.held_bytes + sum(open_.link.shared_bytes for open_ in links)
+        return self._blocks.held_bytes + sum(open_.link.shared_bytes for open_ in links)
 
     def open(self, epoch: int) -> Opened:
         """Begin an epoch, and say how long it is; the first fetcher says it for all.
@@ -324,6 +370,10 @@ class Client:
         """Have the stream of a slot begin there, in a dataset that has loaded this state."""
         self._value(LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
+    def leave(self) -> None:
+        """Have what waits in another thread for an answer raise `Left`, within a tick."""
+        self._is_left = True
+
     def close(self) -> None:
         """End the pass; what is under way is not wanted any more."""
         for number, open_ in self._open.items():
@@ -336,6 +386,7 @@ class Client:
         self._open.clear()
         self._where.clear()
         self._here.clear()
+        self._route.keep(self._blocks)
 
     def _request(self, ask: SlotRequest) -> LoaderRequest:
         kind = RequestKind.GET if ask.mine else RequestKind.PEEK
@@ -401,12 +452,16 @@ class Client:
         """Receive until `ask` is answered."""
         began = heard = time.monotonic()
         while ask in self._where:
+            if self._is_left:
+                raise Left
             if self._timeout_s and time.monotonic() - began > self._timeout_s:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout_s:g} seconds")
             number = self._where[ask]
             try:
                 self._receive(number)
             except (OSError, ProtocolError) as error:
+                if isinstance(error, TimeoutError) and error.errno is None:
+                    raise  # what a signal handler of the cell raised: the system's has a number
                 silent_s = time.monotonic() - heard
                 if isinstance(error, Silent) and silent_s < self._route.patience_s:
                     continue
@@ -416,7 +471,7 @@ class Client:
     def _receive(self, number: int) -> None:
         """Take the next frame of a fetcher, and all that have come with it."""
         open_ = self._open[number]
-        whole: tuple[FromServer, memoryview] | None = open_.link.receive(self.blocks)
+        whole: tuple[FromServer, memoryview] | None = open_.link.receive(self._blocks)
         self._route.answered(number)
         while whole is not None and self._open.get(number) is open_:
             message, body = whole

@@ -96,6 +96,10 @@ class FetcherLink:
         self.send([(protocol.Cancel(), b"")])
         self._cancelled += 1
 
+    def leave(self) -> None:
+        """Close it in a fork; the process that made it goes on with it."""
+        self._socket.close()
+
     def receive(self, blocks: Blocks) -> tuple[FromServer, memoryview]:
         """Return the next message and its body, which lies in one of `blocks` or is shared.
 
@@ -309,7 +313,11 @@ class Inbox:
                     self._descriptors += struct.unpack("i", data[: struct.calcsize("i")])
             else:
                 got = self._socket.recv_into(room, flags=flags)
-        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
+        except (BlockingIOError, ssl.SSLWantReadError):
+            raise Silent("nothing came") from None
+        except TimeoutError:
+            if not self._is_tls:
+                raise  # a signal handler of the cell did
             raise Silent("nothing came") from None
         if not got:
             raise ConnectionError("the peer closed the connection")

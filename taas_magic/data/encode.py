@@ -425,7 +425,7 @@ def _rebuild(places: Iterable[_Place], body: memoryview) -> list[torch.Tensor]:
     tensors = []
     for at, values, storage, dtype, shape, stride in places:
         if not values:
-            tensors.append(torch.empty(shape, dtype=dtype))
+            tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
         elif storage is None:
             tensor = torch.frombuffer(body, dtype=dtype, offset=at, count=values)
             tensors.append(tensor if len(shape) == 1 else tensor.as_strided_(shape, stride))
@@ -434,7 +434,8 @@ def _rebuild(places: Iterable[_Place], body: memoryview) -> list[torch.Tensor]:
             if storage not in storages:
                 flat = torch.frombuffer(body, dtype=torch.uint8, offset=start, count=size)
                 storages[storage] = flat.untyped_storage()
-            tensor, offset = torch.empty(0, dtype=dtype), (at - start) // dtype.itemsize
+            tensor = torch.empty(0, dtype=dtype, device="cpu")
+            offset = (at - start) // dtype.itemsize
             tensors.append(tensor.set_(storages[storage], offset, shape, stride))
     return tensors
 

@@ -8,7 +8,8 @@ import queue
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,7 +30,6 @@ _THREAD_FROM_BYTES = 1 << 20
 _LOOK_EVERY = 16
 _MOST_STEPS = 256
 _READY_BATCHES = 2
-_STOP_S = 0.2
 
 _EVERY_EPOCH_ALIKE = (
     'the dataset of loader "{}" counts its epochs in its attribute {!r}, but every epoch starts '
@@ -86,17 +86,18 @@ class EpochIterator(Iterator[Any]):
         return len(self._loader)
 
     def close(self) -> None:
-        """End the pass; its connections are closed or kept for the next one."""
+        """End the pass, without waiting; its connections are closed or kept for the next one."""
         if self.ended:
             return
         self.ended = True
         self.timer.end()
+        if self._client is None:
+            return
+        self._loader.counts.retried += self._client.retried
         if isinstance(self._steps, ReceiveThread):
-            self._steps.close()
-        if self._client is not None:
+            self._steps.stop()
+        else:
             self._client.close()
-            self._loader.counts.retried += self._client.retried
-            self._loader.keep(self._client.blocks)
 
     def __del__(self) -> None:
         self.close()
@@ -127,9 +128,9 @@ class EpochIterator(Iterator[Any]):
             raise StopIteration
         if not isinstance(self._steps, ReceiveThread):
             if received.size >= _THREAD_FROM_BYTES:
-                assert self._steps is not None
-                self._steps = ReceiveThread(self._steps, self._pinned)
-            received = self._pinned(received) if self._pins else received
+                assert self._steps is not None and self._client is not None
+                self._steps = ReceiveThread(self._steps, self._client, self._pins)
+            received = _pinned(received) if self._pins else received
         if self._line >= 0 and loader.feed.ledger is not None:
             loader.feed.ledger.hand(self._line)
         self.after = after
@@ -143,10 +144,9 @@ class EpochIterator(Iterator[Any]):
             received.failure.reraise()
         return received.batch
 
-    def _pinned(self, received: Delivered) -> Delivered:
-        if not self._pins:
-            return received
-        return received._replace(batch=pin_memory(received.batch))  # type: ignore[no-untyped-call]
+
+def _pinned(received: Delivered) -> Delivered:
+    return received._replace(batch=pin_memory(received.batch))  # type: ignore[no-untyped-call]
 
 
 class Walk:
@@ -217,14 +217,17 @@ class Walk:
 
 
 class ReceiveThread(Iterator[Step]):
-    """Takes steps in a thread of its own, so that large batches arrive while the rank computes."""
+    """Takes steps in a thread of its own, so that large batches arrive while the rank computes.
 
-    def __init__(self, source: Iterator[Step], work: Callable[[Delivered], Delivered]) -> None:
-        self._source, self._work = source, work
+    The thread knows nothing of the iterator, which ends when the cell has left it, and ends the
+    client's pass itself: an interrupt or a `break` does not wait for the batch that is under way.
+    """
+
+    def __init__(self, source: Iterator[Step], client: Client, pins: bool) -> None:
+        self._source, self._client, self._pins = source, client, pins
         self._queue: queue.Queue[Step | BaseException] = queue.Queue(_READY_BATCHES)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="taas-receive", daemon=True)
-        self._thread.start()
+        self._is_stopped = False
+        threading.Thread(target=self._run, name="taas-receive", daemon=True).start()
 
     def __next__(self) -> Step:
         item = self._queue.get()
@@ -233,22 +236,23 @@ class ReceiveThread(Iterator[Step]):
             raise item
         return item
 
-    def close(self) -> None:
-        """Stop after the batch that is under way; blocks until then."""
-        self._stopped.set()
-        while self._thread.is_alive():
-            try:
-                self._queue.get(timeout=_STOP_S / 10)
-            except queue.Empty:
-                self._thread.join(_STOP_S)
+    def stop(self) -> None:
+        """Have the thread end; what it waits for does not come any more."""
+        self._is_stopped = True
+        self._client.leave()
+        with suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
 
     def _run(self) -> None:
+        end: BaseException = StopIteration()
         try:
             for step in self._source:
-                if self._stopped.is_set():
-                    return
-                self._queue.put(step._replace(received=self._work(step.received)))
-            self._queue.put(StopIteration())
+                if self._is_stopped:
+                    break
+                received = _pinned(step.received) if self._pins else step.received
+                self._queue.put(step._replace(received=received))
         except BaseException as error:
-            # It belongs to whoever iterates; this thread only carries it there.
-            self._queue.put(error)
+            end = error  # it belongs to whoever iterates; this thread only carries it there
+        self._client.close()
+        self._queue.put(end)

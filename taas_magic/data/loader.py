@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from taas_magic.data.buffer import FetcherShare
 from taas_magic.data.client import Client, Route
 from taas_magic.data.epoch import EpochIterator
-from taas_magic.data.memory import Blocks
 from taas_magic.data.metrics import BatchLedger, counted
 from taas_magic.data.order import load_beside
 from taas_magic.data.own_servers import OwnServers
@@ -155,7 +154,6 @@ class RemoteLoader(DataLoader[Any]):
         self._states: dict[int, tuple[int, Any]] = {}
         self._current: EpochIterator | None = None
         self._route: Route | None = None
-        self._blocks: list[Blocks] = []
         self.counts = RankCounts(workers=shape.num_workers)
         self._shown: tuple[Any, ...] | None = None
         self._original: Any = None
@@ -358,7 +356,6 @@ class RemoteLoader(DataLoader[Any]):
             yield client
         finally:
             client.close()
-            self.keep(client.blocks)
 
     def original(self) -> Any:
         """Return the dataset itself, unpickled in this rank."""
@@ -377,16 +374,14 @@ class RemoteLoader(DataLoader[Any]):
         with _one_route:
             if self._route is None:
                 self._route = self._new_route()
-        blocks = self._blocks.pop() if self._blocks else Blocks(2 * self.feed.window_bytes)
-        return Client(self._route, blocks, self.timeout)
+            route = self._route
+        return Client(route, route.blocks(2 * self.feed.window_bytes), self.timeout)
 
     def forget_route(self) -> None:
         """Leave this process's connections to the process that it was forked from."""
-        self._route, self._blocks = None, []
-
-    def keep(self, blocks: Blocks) -> None:
-        """Keep the memory of a pass that is over for the next one."""
-        self._blocks.append(blocks)
+        if self._route is not None:
+            self._route.leave()
+        self._route = None
 
     def _new_route(self) -> Route:
         feed, name = self.feed, self.shape.name

@@ -11,7 +11,9 @@ import os
 import pickle
 import socket
 import sys
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -47,9 +49,17 @@ class OwnServers:
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._life, life = socket.socketpair()
         starter = _Starter(key, payload, prepare, control, life)
-        arguments = (starter, self._control, self._life)
-        self._process = _context.Process(target=_starter_main, args=arguments, name="taas-starter")
-        self._process.start()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not by multiprocessing: a cell may end all children that it has of that, or wait for them.
+        self._starter_pid = os.fork()
+        if not self._starter_pid:
+            try:
+                _starter_main(starter, self._control, self._life)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
         control.close()
         life.close()
 
@@ -86,7 +96,8 @@ class OwnServers:
         # Closing it would say nothing: forks of this process have it, too.
         self._life.shutdown(socket.SHUT_RDWR)
         self._life.close()
-        self._process.join()
+        with suppress(ChildProcessError):  # the cell has waited for all children that it found
+            os.waitpid(self._starter_pid, 0)
         self._control.close()
 
 

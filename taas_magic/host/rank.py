@@ -126,11 +126,12 @@ def rank_main(spec: RankSpec, environ: Mapping[str, str]) -> None:
         _use_gloo_without_cuda(link)
         with _heartbeat(link), reporting(fed, link):
             succeeded = _run(RankShell.instance(), spec, link, rank)
-    if not link.is_own:  # a child that the cell forked, and that ran on to the cell's end
-        _flush()
-        os._exit(0 if succeeded else 1)
-    if succeeded:
-        link.send(RankFinished())
+            if not link.is_own:  # a child that the cell forked, and that ran on to the cell's end
+                _flush()
+                os._exit(0 if succeeded else 1)
+            if succeeded:
+                link.send(RankFinished())
+            threading._shutdown()  # type: ignore[attr-defined]  # threads may go on with a loader
     _end_program()
     if not succeeded:
         sys.exit(1)
@@ -296,14 +297,13 @@ def _run(shell: "RankShell", spec: RankSpec, link: Link, rank: int) -> bool:
 def _end_program() -> None:
     """End as Python ends a program; a fork of the forkserver leaves by `os._exit` instead.
 
-    Threads are waited for, what atexit and `weakref.finalize` were given is called, the program's
+    Threads were waited for. What atexit and `weakref.finalize` were given is called, the program's
     own objects go, so that files which it left open are written, and output is flushed. What the
     program imported stays: to take that down takes Python 0.4 s. multiprocessing ends its own
     children when the process's function returns.
 
     A process group that the cell left open is closed with the process.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     shell = RankShell.instance()
     shell.last_value = None

@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from taas_magic.data import encode, protocol, service, worker
 from taas_magic.data.connection import Silent
@@ -41,6 +41,7 @@ from tests.data.data_rig import (
     WAIT_S,
     Noise,
     Rows,
+    Service,
     address_of,
     everybody_of,
     forkserver_for_this_module,  # noqa: F401
@@ -471,3 +472,25 @@ def test_a_server_does_not_wait_for_a_worker_that_takes_its_time():
             one.frees += range(10_000)
             one.send(0)
         assert len(one.told) == 64
+
+
+class Which(Dataset):
+    """Each sample is the process that prepares it."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+def test_a_fetcher_that_starts_after_the_first_batch_is_asked_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(Service, "start", lambda *_: None)
+    with data_service(tmp_path, DataLoader(Which(), 1), fetchers=2) as running:
+        monkeypatch.undo()
+        running.start(0)
+        remote = running.loader()
+        assert len({int(batch) for batch in remote}) == 1
+        running.start(1)
+        while len({int(batch) for batch in remote}) == 1:
+            pass  # it is looked for now and then

@@ -1,0 +1,225 @@
+"""Programs that leave a loader, fork, interrupt or wait for threads, as they do under torchrun."""
+
+import pytest
+
+from taas_magic import registry
+from taas_magic.capture import pickling
+from tests.harness import Notebook
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered():
+    yield
+    registry._registered.clear()
+    pickling.STAND_INS.clear()
+
+
+def run(notebook: Notebook, cell: str, cpus: int) -> list[str]:
+    outcome = notebook.run(cell, f"--cpus {cpus}", gpus=1)
+    assert outcome.error is None, outcome.shown
+    return outcome.lines[0]
+
+
+LARGE = """
+import taas, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Large(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((1 << 18,), float(index))
+
+loader = taas.register(DataLoader(Large(), batch_size=1))
+"""
+LEFT = """
+import threading
+for epoch in range(4):
+    for batch in loader:
+        if batch[0, 0] == 3:
+            break
+iter(loader)  # the last one of before is left now, too
+receiving = [thread for thread in threading.enumerate() if thread.name == "taas-receive"]
+for thread in receiving:
+    thread.join(20)
+print("receive", sum(thread.is_alive() for thread in receiving))
+"""
+
+
+@pytest.mark.parametrize("cpus", [0, 1])
+def test_an_epoch_of_large_batches_that_is_left_leaves_no_thread(
+    notebook: Notebook, cpus: int
+) -> None:
+    notebook.define(LARGE)
+    assert run(notebook, LEFT, cpus) == ["receive 0"]
+
+
+STUCK = """
+import os, taas, time, torch
+from pathlib import Path
+from torch.utils.data import DataLoader, Dataset
+
+class Stuck(Dataset):
+    # its second sample sends the rank a signal, and never comes, nor do those behind it
+    def __init__(self, values, signal):
+        self.values, self.signal = values, signal
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        while index and not Path("rank").exists():
+            time.sleep(0.01)
+        if index == 1:
+            os.kill(int(Path("rank").read_text()), self.signal)
+        while index:
+            time.sleep(1)
+        return torch.zeros(self.values)
+
+Path("rank").unlink(missing_ok=True)
+loader = taas.register(DataLoader(Stuck({values}, {signal}), batch_size=1))
+"""
+INTERRUPTED = """
+import os, signal
+from pathlib import Path
+
+def ring(*_):
+    raise TimeoutError("took too long")
+
+signal.signal(signal.SIGALRM, ring)
+batches = iter(loader)
+next(batches)
+Path("draft").write_text(str(os.getpid()))
+os.rename("draft", "rank")
+try:
+    next(batches)
+except (KeyboardInterrupt, TimeoutError) as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("values", [1, 1 << 18], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("signal", "raised"), [(2, "KeyboardInterrupt"), (14, "TimeoutError")], ids=["int", "alarm"]
+)
+def test_what_a_signal_raises_does_not_wait_for_the_batch(
+    notebook: Notebook, values: int, signal: int, raised: str
+) -> None:
+    stuck = STUCK.replace("{values}", str(values)).replace("{signal}", str(signal))
+    notebook.define(stuck)
+    assert run(notebook, INTERRUPTED, 1) == [raised]
+
+
+GATED = """
+import os, taas, time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Gated(Dataset):
+    # an epoch's third batch comes when there is a file of the epoch's number
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        time.sleep(0.001)  # a worker says with the next one what it had at once
+        while index > 1 and not os.path.exists(str(self.epoch)):
+            time.sleep(0.01)
+        return torch.tensor(index)
+
+loader = taas.register(DataLoader(Gated(), batch_size=1))
+"""
+FORKED = """
+import multiprocessing
+from pathlib import Path
+
+next(iter(loader))
+context = multiprocessing.get_context("fork")
+go, goes = context.Pipe()
+
+def child():
+    goes.recv()
+    iter(loader)  # the pass that the parent has begun is left, here too
+
+process = context.Process(target=child)
+process.start()
+Path("0").touch()
+batches = iter(loader)
+seen = [int(next(batches))]
+go.send("go")
+process.join()
+Path("1").touch()
+print(seen + [int(batch) for batch in batches] == list(range(20)), process.exitcode)
+print("retried", loader.counts.retried)
+"""
+
+
+def test_a_fork_that_leaves_a_pass_calls_nothing_off_for_the_rank(notebook: Notebook) -> None:
+    notebook.define(GATED)
+    assert run(notebook, FORKED, 1) == ["True 0", "retried 0"]
+
+
+NUMBERS = """
+import taas, torch
+from torch.utils.data import DataLoader
+
+loader = taas.register(DataLoader(torch.arange(20), batch_size=2))
+"""
+THREAD = """
+import threading
+
+def work():
+    threading.main_thread().join()
+    print("thread has", sum(len(batch) for batch in loader))
+
+threading.Thread(target=work).start()
+"""
+
+
+@pytest.mark.parametrize("cpus", [0, 1])
+def test_a_thread_goes_on_behind_the_cells_last_line(notebook: Notebook, cpus: int) -> None:
+    notebook.define(NUMBERS)
+    outcome = notebook.run(THREAD, f"--cpus {cpus}", gpus=1)
+    assert outcome.error is None, outcome.shown
+    assert outcome.lines[0] == ["thread has 20"]
+    assert outcome.of_kind("data")[-1]["loaders"]["loader"]["batches"] == 10
+
+
+CHILDREN = """
+import multiprocessing
+for child in multiprocessing.active_children():
+    child.terminate()
+    child.join()
+print(sum(len(batch) for batch in loader))
+"""
+
+
+def test_a_cell_may_end_all_children_that_multiprocessing_knows(notebook: Notebook) -> None:
+    notebook.define(NUMBERS)
+    assert run(notebook, CHILDREN, 0) == ["20"]
+
+
+VIEWS = """
+import taas, torch
+from torch.utils.data import DataLoader
+
+def collate(samples):
+    batch = torch.arange(16.0)
+    return {"all": batch, "some": batch[:4], "none": torch.empty(0, 4)}
+
+loader = taas.register(DataLoader([0], collate_fn=collate))
+"""
+DEVICE = """
+torch.set_default_device("meta")
+for batch in loader:
+    print(*(part.device for part in batch.values()))
+"""
+
+
+def test_a_cells_default_device_is_not_that_of_its_batches(notebook: Notebook) -> None:
+    notebook.define(VIEWS)
+    assert run(notebook, DEVICE, 1) == ["cpu cpu cpu"]
