@@ -684,11 +684,13 @@ class WaitForHosts(Request[Started]):
     Attributes:
         owner: The Dask client of the kernel; when it is gone, so is its wait.
         wait: By what it gives up this wait.
+        has_run: Whether a cell waits with it, and not the warming alone.
     """
 
     owner: str
     wait: str
     hosts: int
+    has_run: bool = True
 
 
 class GiveUp(Request[None]):
@@ -733,7 +735,13 @@ class GetAgentKeys(Request[AgentKeys]):
 
 
 class Greet(Request[HostHello]):
-    """Tell who the host is."""
+    """Tell who the host is.
+
+    Attributes:
+        has_run: Whether a run waits for it; else it imports first what a run could do without.
+    """
+
+    has_run: bool = True
 
 
 class GetFacts(Request[list[Facts]]):

@@ -3,7 +3,7 @@
 Two processes import this module. The agent, which imports neither torch nor IPython, starts the
 forkserver and has it start processes, in tens of milliseconds and as clean as ones that imported
 the same modules themselves; what they run is a function that the agent only names. The forkserver
-imports it for its effect (`_preload`), and imports the rest when nobody waits (`import_rest`).
+imports it for its effect (`_preload`), and imports the rest when no cell waits (`import_rest`).
 """
 
 import gc
@@ -30,7 +30,7 @@ MODULES = ("torch", "taas_magic.api", "taas_magic.host.rank", "taas_magic.host.f
 """What the forkserver imports first, besides the modules that the pool's settings name."""
 
 LATER = ("torch._dynamo",)
-"""What it imports when nobody waits; else each rank does, at its first optimizer step: 1 s."""
+"""What it imports when no cell waits; else each rank does, at its first optimizer step: 1 s."""
 
 STOPPED_S = 5.0
 """How long the forkserver may be stopped (SIGSTOP) before it is ended, and with it the host."""
@@ -116,24 +116,38 @@ def warm_up() -> list[str]:
         PoolError: The forkserver has ended.
     """
     global _server, _is_warm
-    ours, theirs = pipe()
     try:
-        process = start(f"{__name__}.report", theirs)
-        theirs.close()
-        pid, problems = ours.recv()
+        pid, problems = _reported()
         server = psutil.Process(pid)
     except (EOFError, OSError, psutil.NoSuchProcess) as error:
         raise PoolError("the forkserver could not import torch and what ranks need") from error
-    process.join()
     _server, _is_warm = server, True
-    return list(problems)
+    return problems
 
 
 def import_rest() -> None:
-    """Have the warm forkserver import LATER; what is started meanwhile starts after that."""
+    """Block until the warm forkserver has imported LATER; what is started now waits for that, too.
+
+    Raises:
+        PoolError: The forkserver has ended.
+    """
     assert _server is not None
-    with suppress(psutil.NoSuchProcess):  # who starts something next is told
+    try:
         _server.send_signal(signal.SIGUSR1)
+        _reported()
+    except (EOFError, psutil.NoSuchProcess) as error:
+        raise PoolError(why_ended()) from error
+
+
+def _reported() -> tuple[int, list[str]]:
+    """Return what `report` says in a fork, once the forkserver has done all before it."""
+    ours, theirs = pipe()
+    with ours:
+        process = start(f"{__name__}.report", theirs)
+        theirs.close()
+        pid, problems = ours.recv()
+    process.join()
+    return pid, list(problems)
 
 
 def is_alive() -> bool:

@@ -73,9 +73,6 @@ _T = TypeVar("_T")
 logger = logging.getLogger("taas_magic.agent")
 
 _LOOK_S = 0.5
-_FIRST_RUN_S = 0.2
-"""Within this time after the host has joined comes the run that a cell has waited to start."""
-
 _started = time.time() - time.monotonic()
 
 
@@ -241,7 +238,7 @@ class AgentWorker(Worker):
         )
         self._place, self._problems = place, problems
         self._shares: dict[str, HostShare] = {}
-        self._has_all = False
+        self._has_all, self._completing = False, threading.Lock()
         answers: dict[type[Request[Any]], Answer] = {
             Greet: self.hello,
             GetFacts: self.facts,
@@ -272,6 +269,8 @@ class AgentWorker(Worker):
         await asyncio.to_thread(forkserver.wait_while_stopped)
         if not forkserver.is_alive():
             raise PoolError(forkserver.why_ended())
+        if not asked.has_run:
+            await asyncio.to_thread(self._complete)
         return HostHello(
             host=self._place.host,
             address=self._place.address,
@@ -343,26 +342,24 @@ class AgentWorker(Worker):
             if forkserver.is_alive():
                 rendezvous.prepare()
                 if not self._shares:
-                    self._import_rest()
+                    self._complete()
             elif not self._shares:
                 self._leave()
 
     async def watch_forkserver(self) -> None:
         """Leave the pool when no run can start here any more and none is here."""
-        await asyncio.sleep(_FIRST_RUN_S)
-        if not self._shares:
-            self._import_rest()
         while True:
             await asyncio.sleep(_LOOK_S)
             if not (forkserver.is_alive() or self._shares):
                 self._leave()
                 return
 
-    def _import_rest(self) -> None:
-        """Complete the forkserver, once: before the first run, or after one that could not wait."""
-        if not self._has_all:
-            self._has_all = True
-            forkserver.import_rest()
+    def _complete(self) -> None:
+        """Have the forkserver import all, once: before the first run, or after it."""
+        with self._completing:
+            if not self._has_all:
+                forkserver.import_rest()
+                self._has_all = True
 
     def _leave(self) -> None:
         self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")

@@ -71,7 +71,7 @@ def say(line: str) -> None:
 def warm(config: Config, name: str = "local") -> threading.Thread:
     """Open a pool in a thread; a failure shows when a cell needs the pool."""
     pool = named(name, config)
-    return Background(lambda tell: pool.open(1)).thread
+    return Background(lambda tell: pool.open(1, has_run=False)).thread
 
 
 def stop(run_id: str | None, config: Config) -> str:

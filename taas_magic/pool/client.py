@@ -290,6 +290,7 @@ class Pool:
         hosts: int = 1,
         on_wait: Callable[[list[str]], None] | None = None,
         wait: Wait | None = None,
+        has_run: bool = True,
     ) -> None:
         """Return when so many hosts are there and can start ranks at once; starts the pool first.
 
@@ -297,20 +298,21 @@ class Pool:
             on_wait: Called with what is known of hosts that are awaited, a line each, when that
                 changes; in the thread of the Dask client.
             wait: By what another thread may give it up.
+            has_run: Whether a run waits for them.
 
         Raises:
             PoolError: It could not be started, or hosts could not be had.
         """
         wait = wait or Wait()
-        said = self._ready(hosts, on_wait, wait)
+        said = self._ready(hosts, on_wait, wait, has_run)
         if said.is_ending:  # nobody had used it for a while before this kernel came
             self.close()
             self._process.wait_for_end(END_S)
-            said = self._ready(hosts, on_wait, wait)
+            said = self._ready(hosts, on_wait, wait, has_run)
         self._require(said)
 
     def _ready(
-        self, hosts: int, on_wait: Callable[[list[str]], None] | None, wait: Wait
+        self, hosts: int, on_wait: Callable[[list[str]], None] | None, wait: Wait, has_run: bool
     ) -> Started:
         """Wait for hosts, as `open` does."""
         from taas_magic.host.spec import POOL_TOPIC
@@ -324,7 +326,7 @@ class Pool:
         if on_wait is not None:
             client.subscribe_topic(POOL_TOPIC, lambda pair: on_wait(list(pair[1])))
         try:
-            return self.call(WaitForHosts(client.id, wait.id, hosts))
+            return self.call(WaitForHosts(client.id, wait.id, hosts, has_run))
         finally:
             if on_wait is not None:
                 client.unsubscribe_topic(POOL_TOPIC)

@@ -100,7 +100,7 @@ class Kernels:
         """
         if self.over.is_set():
             return Started(error="its process is ending", is_ending=True)
-        waiting = asyncio.ensure_future(self._members.take(asked.hosts))
+        waiting = asyncio.ensure_future(self._members.take(asked.hosts, has_run=asked.has_run))
         self._waiting[asked.owner, asked.wait] = waiting
         try:
             return Started(hosts=[member.name for member in await waiting])

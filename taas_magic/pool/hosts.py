@@ -119,7 +119,7 @@ class Members(SchedulerPlugin):
         self._silent: dict[str, str] = {}
         self._changed = asyncio.Condition()
         self._background: set[asyncio.Task[None]] = set()
-        self._takes = 0
+        self._takes = self._runs_waiting = 0
         self._awaited: list[str] = []
         self.refused = 0
         """Messages of hosts that had nothing (any more) to say."""
@@ -140,6 +140,7 @@ class Members(SchedulerPlugin):
         count: int,
         keep: Collection[str] = (),
         say: Callable[[str], None] | None = None,
+        has_run: bool = True,
     ) -> list[Member]:
         """Return so many hosts when they are there: those to keep, then those that run least.
 
@@ -149,12 +150,17 @@ class Members(SchedulerPlugin):
             keep: Addresses of hosts that must be among them.
             say: Called with a line for each that does not answer soon; None: all kernels that
                 wait for hosts are told.
+            has_run: Whether a run waits for them.
 
         Raises:
             PoolError: They did not join in time, or one will not. None is kept that has no run.
         """
         while True:
-            taken = await self._take(count, keep)
+            self._runs_waiting += has_run
+            try:
+                taken = await self._take(count, keep)
+            finally:
+                self._runs_waiting -= has_run
             await asyncio.gather(*(self._hear(member, say) for member in taken))
             there = [member for member in taken if self._members.get(member.address) is member]
             if len(there) == count:
@@ -298,7 +304,7 @@ class Members(SchedulerPlugin):
     async def _greet(self, member: Member) -> None:
         """Ask a new host who it is; only then is it one of the pool's."""
         try:
-            said = await self.call(member.address, Greet())
+            said = await self.call(member.address, Greet(has_run=self._runs_waiting > 0))
         except PoolError as error:
             logger.warning("a new host did not answer: %s", error)
             return
