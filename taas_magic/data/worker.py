@@ -44,7 +44,8 @@ All orders that lie with a worker have room in its socket, so that its server ne
 
 _PRELOAD_FROM_BYTES = 8 << 20
 _HOLD_BACK_S = 0.0005
-"""For how long a reply may wait for the next one: a message costs more than a small batch."""
+"""For how long a reply may wait for the next one: a message costs more than a small batch. One that
+waits goes with the next, however long that takes; so none of a stream waits, which may be live."""
 
 _DEPTH_BYTES = 4 << 20
 _DEPTH_S = 0.01
@@ -213,9 +214,12 @@ class Worker:
         # The server hears of the worker before the dataset is unpickled, which may take minutes.
         socket.send_fds(sock, [_pack(protocol.WorkerReady(os.getpid()))], [self._arena.descriptor])
         self._source: Source | None = None
+        self._hold_back_s = 0.0
         self._broken: Failed | None = None
         try:
             self._source = Source(spec.payload, spec.loader, spec.seed, spec.where, number, loader)
+            if self._source.streams is None:
+                self._hold_back_s = _HOLD_BACK_S
         except Failed as failure:
             self._broken = failure
         except (Exception, SystemExit) as error:
@@ -271,7 +275,7 @@ class Worker:
         self._cpu = cpu
         disk = on_disk, to_disk and not on_disk
         self._replies.append(Reply(number, kind, units, order, *sizes, *times, *disk))
-        if now - self._replied > _HOLD_BACK_S:
+        if now - self._replied > self._hold_back_s:
             self._say()
             self._replied = now
 

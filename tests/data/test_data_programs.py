@@ -223,3 +223,34 @@ for batch in loader:
 def test_a_cells_default_device_is_not_that_of_its_batches(notebook: Notebook) -> None:
     notebook.define(VIEWS)
     assert run(notebook, DEVICE, 1) == ["cpu cpu cpu"]
+
+
+LIVE = """
+import taas, time, torch
+from pathlib import Path
+from torch.utils.data import DataLoader, IterableDataset
+
+class Live(IterableDataset):
+    # the last sample comes when the rank has seen those before, which come quickly
+    def __iter__(self):
+        yield from range(50)
+        while not Path("seen").exists():
+            time.sleep(0.01)
+        yield 50
+
+Path("seen").unlink(missing_ok=True)
+loader = taas.register(DataLoader(Live(), batch_size=None))
+"""
+SEEN = """
+from pathlib import Path
+for number in loader:
+    print(number)
+    if number == 49:
+        Path("seen").touch()
+"""
+
+
+@pytest.mark.parametrize("cpus", [0, 1])
+def test_a_live_stream_is_handed_out_as_it_comes(notebook: Notebook, cpus: int) -> None:
+    notebook.define(LIVE)
+    assert run(notebook, SEEN, cpus) == [str(number) for number in range(51)]
