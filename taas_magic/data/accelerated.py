@@ -62,15 +62,24 @@ class _Placed:
     Args:
         device: Where batches are moved; None leaves them.
         non_blocking: Whether moving them may overlap with what the rank computes.
+        skipped: So many batches at the beginning of an epoch are fetched and not handed out.
     """
 
     reset: Callable[[], None]
     gradient_state: Any
 
-    def __init__(self, loader: "RemoteLoader", device: Any, non_blocking: bool) -> None:
-        super().__init__(loader.dataset, device=device, _non_blocking=non_blocking)  # type: ignore[call-arg]
-        self.base_dataloader = loader
+    skip_batches: int
+
+    def __init__(
+        self, loader: "RemoteLoader", device: Any, non_blocking: bool, skipped: int = 0
+    ) -> None:
+        places = {"device": device, "_non_blocking": non_blocking}
+        super().__init__(loader.dataset, skip_batches=skipped, **places)  # type: ignore[call-arg]
+        self.base_dataloader, self.non_blocking = loader, non_blocking
         self.dl_state_dict = loader.position()
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader) - self.skip_batches
 
     def __iter__(self) -> Iterator[Any]:
         self.iteration = self.base_dataloader.next_epoch
@@ -109,7 +118,11 @@ class _Placed:
 
 
 def teach_accelerate() -> None:
-    """Have `Accelerator.prepare` wrap a registered loader instead of giving it back as it is."""
+    """Have `Accelerator.prepare` wrap a registered loader instead of giving it back as it is.
+
+    And have `skip_first_batches`, which would run the loader's sampler here, skip in that.
+    """
+    from accelerate import accelerator, data_loader
     from accelerate.accelerator import Accelerator
     from accelerate.data_loader import DataLoaderShard
 
@@ -129,4 +142,17 @@ def teach_accelerate() -> None:
         self._dataloaders.append(prepared)
         return prepared
 
+    skip = data_loader.skip_first_batches
+
+    @functools.wraps(skip)
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, RemoteLoader):
+            return kind(dataloader, None, False, num_batches)
+        if not isinstance(dataloader, _Placed):
+            return skip(dataloader, num_batches)
+        placed: Any = dataloader
+        return kind(placed.base_dataloader, placed.device, placed.non_blocking, num_batches)
+
     Accelerator.prepare_data_loader = prepare_data_loader
+    # accelerate itself takes it from there when it has imported this module
+    data_loader.skip_first_batches = accelerator.skip_first_batches = skip_first_batches

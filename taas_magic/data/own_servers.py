@@ -80,12 +80,14 @@ class OwnServers:
                     socket.send_fds(self._control, [pickle.dumps(served)], [theirs.fileno()])
                 answer.settimeout(timeout_s)
                 name = answer.recv(_NAME_BYTES)
-            except (TimeoutError, ConnectionError):
-                name = b""
+                why = "ended before it listened"
+            except TimeoutError:
+                name, why = b"", f"did not start within {timeout_s:g} s"
+            except ConnectionError as error:
+                name, why = b"", f"cannot be started ({error})"
         if not name:
             raise RunLost(
-                f'loader "{served.spec.loader}": {served.spec.where} did not start within '
-                f"{timeout_s:g} s; the rank's log says why"
+                f'loader "{served.spec.loader}": {served.spec.where} {why}; see the rank\'s log'
             )
         return name.decode()
 

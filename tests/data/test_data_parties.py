@@ -74,6 +74,9 @@ print("placed", *{batch.device.type for (batch,) in prepared})
 prepared.load_state_dict(state)
 prepared.device = None
 print("resumed", *(int(value) for (batch,) in prepared for value in batch))
+prepared.set_epoch(0)
+rest = accelerator.skip_first_batches(prepared, 3)
+print("rest", len(rest), *(int(value) for (batch,) in rest for value in batch))
 left = accelerator.prepare(loader, device_placement=[False])
 print("left", left.device)
 accelerator.end_training()
@@ -102,6 +105,9 @@ def test_accelerate_places_batches_and_knows_the_epochs_end(notebook: Notebook) 
         for value in line.split()[1:]
     ]
     assert sorted(resumed) == sorted(int(value) for values in gathered[2:] for value in values)
+    rests = [line.split() for rank in (0, 1) for line in outcome.lines[rank] if "rest" in line]
+    assert [rest[1] for rest in rests] == ["1", "1"]
+    assert sorted(rests[0][2:] + rests[1][2:], key=int) == gathered[3]
 
 
 @pytest.mark.parametrize("source", [LIGHTNING, ACCELERATE], ids=["lightning", "accelerate"])
