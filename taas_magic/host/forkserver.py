@@ -55,7 +55,6 @@ _SEEN_S = 1.0
 
 _WATCH_S = 0.5
 _STOPPED_LOOK_S = 0.05
-_GONE = ("", psutil.STATUS_ZOMBIE)
 
 _context = multiprocessing.get_context("forkserver")
 # Process.start() looks at all children, also those of other threads, and reads their exit codes:
@@ -92,7 +91,7 @@ def _watch(server: psutil.Process) -> None:
     Who waits for it then sees it gone, as when it ended by itself; and the host is replaced.
     """
     stopped_at: float | None = None
-    while (status := status_of(server)) not in _GONE:
+    while status := status_of(server):
         now = time.monotonic()
         stopped_at = (stopped_at or now) if status == psutil.STATUS_STOPPED else None
         if stopped_at is not None and now - stopped_at >= STOPPED_S:
@@ -152,7 +151,7 @@ def _reported() -> tuple[int, list[str]]:
 
 def is_alive() -> bool:
     """Return whether the forkserver that was warmed up lives, and nobody has given it up."""
-    return not _is_over and (_server is None or status_of(_server) not in _GONE)
+    return not _is_over and (_server is None or status_of(_server) != "")
 
 
 def wait_while_stopped() -> None:

@@ -339,12 +339,19 @@ class AgentWorker(Worker):
             share.run()
         finally:
             del self._shares[run_id]
+            self._after_run()
+
+    def _after_run(self) -> None:
+        """Have ready what the next run starts with; or leave, when none can start here."""
+        try:
             if forkserver.is_alive():
                 rendezvous.prepare()
                 if not self._shares:
                     self._complete()
-            elif not self._shares:
-                self._leave()
+        except PoolError as error:  # it has ended just now
+            logger.warning("%s", error)
+        if not (forkserver.is_alive() or self._shares):
+            self._leave()
 
     async def watch_forkserver(self) -> None:
         """Leave the pool when no run can start here any more and none is here."""

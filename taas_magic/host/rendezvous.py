@@ -48,7 +48,7 @@ class _Server:
         """Return whether it can serve: somebody may have killed or stopped it while it waited."""
         with contextlib.suppress(psutil.NoSuchProcess):
             status = status_of(psutil.Process(self._process.pid))
-            return status not in ("", psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
+            return status not in ("", psutil.STATUS_STOPPED)
         return False
 
     def serve(self, listener: socket.socket, address: str) -> None:

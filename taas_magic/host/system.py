@@ -168,7 +168,7 @@ def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Proc
         _, processes = psutil.wait_procs(processes, timeout=grace_s)
     killed = [process for process in processes if _send(process, signal.SIGKILL)]
     psutil.wait_procs(killed, timeout=5)
-    return [it for it in processes if status_of(it) not in ("", psutil.STATUS_ZOMBIE)]
+    return [it for it in processes if status_of(it)]
 
 
 def _send(process: psutil.Process, number: int) -> bool:
@@ -203,9 +203,13 @@ def is_tracker(process: psutil.Process) -> bool:
 
 
 def status_of(process: psutil.Process | None) -> str:
-    """Return psutil's word for a process's state; "" for one that is gone."""
+    """Return psutil's word for a process's state; "" for one that has ended.
+
+    One that was killed runs for the system as long as its memory is taken down, some 20 ms.
+    """
     try:
-        return str(process.status()) if process is not None else ""
+        has_memory = process is not None and process.memory_info().rss > 0
+        return str(process.status()) if process is not None and has_memory else ""
     except psutil.NoSuchProcess:
         return ""
 

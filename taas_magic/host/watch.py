@@ -434,7 +434,7 @@ class Ranks:
         with self._lock:
             for state in [state for state in self._states.values() if not state.ended]:
                 status = status_of(self._processes.get(state.rank))
-                if status in ("", psutil.STATUS_ZOMBIE):
+                if not status:
                     state.exitcode = exitcodes.get(state.rank)
                     self._take_end(state, now, stack_of)
                 elif status == psutil.STATUS_STOPPED:
