@@ -67,7 +67,7 @@ print(dist.get_backend(), total.item())
 def test_an_open_process_group_is_closed(
     notebook: Notebook, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    source = "import torch.distributed as dist\ndist.init_process_group('gloo')\nprint('open')"
+    source = "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()"
     outcome = notebook.run(source)
     assert outcome.error is None
     assert "destroy_process_group" not in outcome.run.logs(0) if outcome.run else False

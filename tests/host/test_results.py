@@ -10,7 +10,7 @@ from tests.harness import Notebook
 
 MEET = """
 import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
+dist.init_process_group("gloo"); dist.barrier()  # else one may end before the other is there
 rank = dist.get_rank()
 """
 

@@ -19,7 +19,7 @@ from tests.harness import Notebook, Outcome
 
 SAVE = """
 import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
+dist.init_process_group("gloo"); dist.barrier()  # else one may end before the other is there
 rank = dist.get_rank()
 model = torch.full((4,), float(rank))
 """

@@ -25,7 +25,7 @@ POOLS = {"one": [1], "two": [1, 2], "doomed": [3]}
 
 SAVE = """
 import os, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
+dist.init_process_group("gloo"); dist.barrier()  # else one may end before the other is there
 rank = dist.get_rank()
 model = torch.full((4,), float(rank))
 """
