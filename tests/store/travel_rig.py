@@ -1,5 +1,6 @@
 """A store and its hosts' mirrors on one machine; requests go as bytes, as by Dask."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,4 +81,6 @@ def tree_of(folder: Path) -> dict[str, bytes | None]:
 
 
 def descriptors() -> int:
+    """How many are open here, without those that only a collection of garbage would close."""
+    gc.collect()
     return psutil.Process().num_fds()
