@@ -204,7 +204,7 @@ def start(function: str, *arguments: Any) -> Any:
 
 def why_ended() -> str:
     """Return what is to be told of a forkserver that is gone."""
-    return f"{_why}; the host is replaced, run the cell again"
+    return f"{_why}; another host takes its place"
 
 
 def call(function: str, *arguments: Any) -> None:
