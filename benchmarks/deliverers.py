@@ -16,11 +16,14 @@ import cloudpickle
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from taas_magic.config import DataConfig
+from taas_magic.data import service as services
 from taas_magic.data.loader import Feed, LoaderShape, RemoteLoader
-from taas_magic.data.service import FolderDirectory, Tls
+from taas_magic.data.service import Tls
 from taas_magic.host.fetcher import fetcher_main
-from taas_magic.host.spec import Fetched, FetcherSpec
+from taas_magic.host.spec import FetcherSpec
 from taas_magic.messages import FetcherReport, FetcherStarted, of_fetcher
+from taas_magic.plan import FetcherPlan
 
 Take = Callable[[], object]
 """Returns the next batch."""
@@ -145,12 +148,19 @@ def service(
     """The data service."""
     folder = Path(tempfile.mkdtemp())
     key, payload = os.urandom(32), cloudpickle.dumps(loader)
-    (folder / "train.pkl").write_bytes(payload)
-    addresses, running = folder / "fetchers", []
+    served = services.Service(
+        key,
+        seed=0,
+        fetchers=fetchers,
+        units=None,
+        loaders=(services.Served("train", workers, "", 0),),
+        settings=DataConfig(buffer_bytes=buffer_bytes),
+        tls=tls,
+    )
+    services.write(folder, served, {"train": payload})
+    running = []
     for number in range(fetchers):
-        fetched = (Fetched("train", folder / "train.pkl", workers),)
-        spec = FetcherSpec(number, number, fetchers, fetched, key, addresses, workers)
-        spec = dataclasses.replace(spec, tls=tls, buffer_bytes=buffer_bytes)
+        spec = FetcherSpec(FetcherPlan(number, number, ("train",), 0), served, folder, workers)
         control, theirs = FORK.Pipe()
         process = FORK.Process(target=fetcher_main, args=(spec, theirs))
         process.start()
@@ -159,7 +169,7 @@ def service(
     for _, control in running:
         assert isinstance(of_fetcher(control.recv_bytes()), FetcherStarted)
     client = tls.client if tls else None
-    directory = FolderDirectory(addresses)
+    directory = services.FolderDirectory(services.folder_of(folder) / "fetchers")
     feed = Feed(0, 1, lambda name: payload, directory, key, tls=client, direct=direct)
     try:
         yield Service(loader, feed, [control for _, control in running])

@@ -8,7 +8,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -18,13 +17,14 @@ from multiprocessing.connection import Connection
 from taas_magic import messages, probe
 from taas_magic.capture import payload
 from taas_magic.capture.modules import claim_taas
+from taas_magic.data import service
 from taas_magic.data.buffer import FetcherShare
 from taas_magic.data.scheduler import ServedLoader
 from taas_magic.data.server import Server, ServerSpec
-from taas_magic.data.service import machine, write_entry
+from taas_magic.data.service import Served
 from taas_magic.data.worker import WorkerSpec
 from taas_magic.host import stacks
-from taas_magic.host.spec import Fetched, FetcherSpec, Setting
+from taas_magic.host.spec import FetcherSpec, ProcessSpec
 from taas_magic.host.system import die_with_parent
 from taas_magic.messages import (
     Address,
@@ -46,22 +46,21 @@ class Fetcher:
     """The server of all loaders on one host, and what the agent wants to know of it."""
 
     def __init__(self, spec: FetcherSpec) -> None:
-        self._spec = spec
+        self._spec, served = spec, spec.service
         self._has_warned = False
-        counts = {one.name: one.num_workers or spec.cores for one in spec.loaders}
-        self._workers, self._of_all = counts, max(1, sum(counts.values()))
-        loaders = {loader.name: self._served(loader) for loader in spec.loaders}
-        self.server = Server(ServerSpec(spec.key, loaders, spec.listen, spec.tls))
+        mine = [loader for loader in served.loaders if loader.name in spec.plan.loaders]
+        self._workers = {loader.name: loader.num_workers or spec.cores for loader in mine}
+        self._of_all = max(1, sum(self._workers.values()))
+        loaders = {loader.name: self._served(place, loader) for place, loader in enumerate(mine)}
+        self.server = Server(ServerSpec(served.key, loaders, spec.listen, served.tls))
 
     def entry(self) -> LoaderPlaces:
         """Return where it listens, for `FolderDirectory`s here and on the ranks' hosts."""
-        spec, (host, port, unix) = self._spec, self.server.addresses
-        address = Address(spec.number, host, port, unix, machine())
+        plan, fetchers = self._spec.plan, self._spec.service.fetchers
+        address = Address(plan.number, *self.server.addresses, service.machine())
         return {
             name: LoaderPlace(
-                fetchers=spec.fetchers,
-                workers=spec.fetchers * count,
-                addresses={spec.index: address},
+                fetchers=fetchers, workers=fetchers * count, addresses={plan.index: address}
             )
             for name, count in self._workers.items()
         }
@@ -69,7 +68,7 @@ class Fetcher:
     def about(self) -> FetcherStarted:
         """Return what an agent wants to know of it once."""
         return FetcherStarted(
-            number=self._spec.number,
+            number=self._spec.plan.number,
             pid=os.getpid(),
             cores=probe.cores(),
             workers=self._workers,
@@ -78,7 +77,7 @@ class Fetcher:
 
     def report(self) -> FetcherReport:
         """Return how it stands."""
-        return FetcherReport(number=self._spec.number, loaders=self.server.stats())
+        return FetcherReport(number=self._spec.plan.number, loaders=self.server.stats())
 
     def notes(self) -> list[str]:
         """Return what the user should know; each is said once."""
@@ -91,9 +90,9 @@ class Fetcher:
         free_mb = shutil.disk_usage(spill).free / 1e6
         return [
             *said,
-            f"fetcher {self._spec.number} on host {self._spec.host}: the disk at {spill} takes "
-            f"no more batches ({free_mb:,.0f} MB free): workers wait for the ranks instead; TMPDIR "
-            "names another disk, spill in taas.toml's [data] bounds what is written",
+            f"{self._spec.who}: the disk at {spill} takes no more batches ({free_mb:,.0f} MB "
+            "free): workers wait for the ranks instead; TMPDIR names another disk, spill in "
+            "taas.toml's [data] bounds what is written",
         ]
 
     def close(self) -> None:
@@ -102,34 +101,34 @@ class Fetcher:
         if self._spec.spill is not None:
             shutil.rmtree(self._spec.spill, ignore_errors=True)
 
-    def _served(self, loader: Fetched) -> ServedLoader:
-        spec, count = self._spec, self._workers[loader.name]
-        host = spec.host or socket.gethostname()
-        place = spec.loaders.index(loader)
+    def _served(self, place: int, loader: Served) -> ServedLoader:
+        """Return one of its loaders, by its place among them."""
+        spec, served, count = self._spec, self._spec.service, self._workers[loader.name]
+        parts = served.fetchers * self._of_all
         return ServedLoader(
             WorkerSpec(
-                loader.payload.read_bytes(),
+                service.payload_file(spec.run_dir, loader.name).read_bytes(),
                 loader.name,
                 loader.seed,
-                f"fetcher {spec.number} on host {host}",
-                sums=bool(spec.listen) and spec.tls is None,
+                spec.who,
+                sums=bool(spec.listen) and served.tls is None,
                 spill=spec.spill / f"{place}" if spec.spill is not None else None,
-                counts=spec.units is not None,
+                counts=served.units is not None,
                 context=loader.context or "fork",
             ),
-            FetcherShare(spec.index, spec.fetchers, count, units=spec.units),
-            spec.buffer_bytes * count // self._of_all,
-            spill_bytes=spec.spill_bytes * count // self._of_all,
-            fill_batches=-(-spec.fill_batches * count // (spec.fetchers * self._of_all)),
-            fill_bytes=-(-spec.fill_bytes * count // (spec.fetchers * self._of_all)),
+            FetcherShare(spec.plan.index, served.fetchers, count, units=served.units),
+            served.settings.buffer_bytes * count // self._of_all,
+            spill_bytes=served.settings.spill_bytes * count // self._of_all,
+            fill_batches=-(-spec.fill_batches * count // parts),
+            fill_bytes=-(-spec.fill_bytes * count // parts),
         )
 
 
 def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """Run a fetcher's process, started by the agent.
 
-    Sends one of `messages.FetcherSays` once it listens, every `REPORT_S`, when a worker had to be
-    started again, and when it could not go on. Ends when `control` is closed or anything comes
+    Sends what `messages.of_fetcher` reads: once it listens, every `REPORT_S`, when a worker had to
+    be started again, and when it could not go on. Ends when `control` is closed or anything comes
     over it.
 
     Args:
@@ -144,9 +143,10 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     with suppress(BrokenPipeError):  # nobody listens any more: this is the end
         try:
             if spec.setting is not None:
-                _take(spec.setting)
+                _take(spec.setting, spec.plan.number)
             fetcher = Fetcher(spec)
-            file = write_entry(spec.folder, spec.number, fetcher.entry())
+            folder = service.folder_of(spec.run_dir) / "fetchers"
+            file = service.write_entry(folder, spec.plan.number, fetcher.entry())
             try:
                 _serve(fetcher, control)
             finally:
@@ -159,26 +159,28 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
             _say(control, FetcherFailed(f"{type(error).__name__}: {error}"))
 
 
-def _take(setting: Setting) -> None:
+def _take(setting: ProcessSpec, number: int) -> None:
     """Make a setting this process's, which is freshly forked and has one thread."""
-    descriptor = os.open(setting.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    share = setting.share
+    log = share.folder.path / "logs" / f"fetcher-{number}.log"
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
     os.environ.clear()
     os.environ.update(setting.environ)
-    os.chdir(setting.cwd)
-    sys.path[:] = setting.sys_path
-    if setting.store is not None:
+    os.chdir(share.origin.cwd)
+    sys.path[:] = share.origin.sys_path
+    if share.plan.store is not None:
         hold(
-            setting.store,
-            setting.who,
+            share.plan.store,
+            f"fetcher {number}",
             means=setting.means,
-            scratch=setting.scratch,
-            run_folder=str(setting.payload.parent),
+            scratch=setting.folder / str(number),
+            run_folder=share.run_dir,
             note=lambda path: None,  # workers write, and children say nothing: the agent looks
         )
-    payload.read(setting.payload).set_state()
+    payload.read(share.folder.payload).set_state()
 
 
 def _serve(fetcher: Fetcher, control: Connection) -> None:

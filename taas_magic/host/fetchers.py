@@ -14,15 +14,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
 from taas_magic import messages
 from taas_magic.data import service
-from taas_magic.data.service import write_entry
 from taas_magic.errors import TaasError
 from taas_magic.host import forkserver, stacks
 from taas_magic.host.host_run import POLL_S, HostShare
-from taas_magic.host.spec import Fetched, FetcherSpec, HostSpec, Place, Setting
+from taas_magic.host.spec import FetcherSpec, ProcessSpec
 from taas_magic.host.system import RUN_TOKEN, signal_name
 from taas_magic.messages import (
     FetcherEnded,
@@ -53,60 +50,6 @@ def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
     return (prefill.amount if prefill.unit == "batches" else _ENDLESS), 0
 
 
-def specs_of(spec: HostSpec, place: Place, scratch: Path) -> Iterator[FetcherSpec]:
-    """Yield what the fetchers of this host are told.
-
-    Args:
-        spec: The run's share, with this host's paths.
-        scratch: A folder of the run for what no one else reads.
-    """
-    run_dir, data, served = spec.folder.path, spec.plan.data, service.read(spec.folder.path)
-    assert data is not None and served is not None
-    settings, groups = served.settings, len(data.fetchers) // served.fetchers
-    fill_batches, fill_bytes = (-(-fill // groups) for fill in workers_fill(spec.plan.prefill))
-    for plan in data.on(spec.host_rank):
-        loaders = [loader for loader in served.loaders if loader.name in plan.loaders]
-        yield FetcherSpec(
-            number=plan.number,
-            index=plan.index,
-            fetchers=served.fetchers,
-            loaders=tuple(
-                Fetched(payload=service.payload_file(run_dir, it.name), **structs.asdict(it))
-                for it in loaders
-            ),
-            key=served.key,
-            folder=service.folder_of(run_dir) / "fetchers",
-            cores=data.cores,
-            host=place.host,
-            # no port that nobody needs: ranks beside their fetchers come by Unix sockets
-            listen=place.address if data.crosses else "",
-            tls=served.tls,
-            buffer_bytes=settings.buffer_bytes,
-            spill=scratch / f"spill-{plan.number}" if settings.over == "spill" else None,
-            spill_bytes=settings.spill_bytes,
-            fill_batches=fill_batches,
-            fill_bytes=fill_bytes,
-            units=served.units,
-            setting=_setting(spec, plan.number, scratch),
-            stacks=scratch / f"{plan.number}.stacks",
-        )
-
-
-def _setting(spec: HostSpec, number: int, scratch: Path) -> Setting:
-    origin = spec.origin
-    return Setting(
-        cwd=origin.cwd,
-        environ={**origin.environ, RUN_TOKEN: spec.share_id},
-        sys_path=origin.sys_path,
-        payload=spec.folder.payload,
-        log=spec.folder.path / "logs" / f"fetcher-{number}.log",
-        who=f"fetcher {number}",
-        store=spec.plan.store,
-        means=guard.strongest(),
-        scratch=scratch / str(number),
-    )
-
-
 @dataclass
 class _Running:
     """A fetcher that was started."""
@@ -133,13 +76,12 @@ class HostFetchers(HostShare):
         for one in list(self._running.values()):
             assert one.spec.stacks is not None
             sight = stacks.of_fetcher(one.process.pid, one.spec.stacks)
-            about = structs.asdict(sight.stand())
-            found.append(FetcherStand(fetcher=one.spec.number, **about))
+            found.append(sight.stand(FetcherStand, fetcher=one.spec.plan.number))
         return RunStacks(fetchers=found)
 
     def _work(self) -> None:
         """Start the fetchers, and turn what they say into events until all have ended."""
-        for spec in specs_of(self.spec, self.place, self.folder):
+        for spec in self._specs():
             control, theirs = forkserver.pipe()
             process = forkserver.start(FETCHER, spec, theirs)
             theirs.close()
@@ -158,12 +100,34 @@ class HostFetchers(HostShare):
             for control in self._pass_on(left):
                 del left[control]
 
+    def _specs(self) -> Iterator[FetcherSpec]:
+        """Yield what each fetcher of this host is told."""
+        share, folder, served = self.spec, self.folder, service.read(self.spec.folder.path)
+        data = share.plan.data
+        assert data is not None and served is not None
+        groups = len(data.fetchers) // served.fetchers
+        fill_batches, fill_bytes = (-(-it // groups) for it in workers_fill(share.plan.prefill))
+        environ = {**share.origin.environ, RUN_TOKEN: share.share_id}
+        for plan in data.on(share.host_rank):
+            yield FetcherSpec(
+                plan,
+                served,
+                share.folder.path,
+                data.cores,
+                host=self.host,
+                # no port that nobody needs: ranks beside their fetchers come by Unix sockets
+                listen=self.place.address if data.crosses else "",
+                spill=folder / f"spill-{plan.number}" if served.settings.over == "spill" else None,
+                fill_batches=fill_batches,
+                fill_bytes=fill_bytes,
+                setting=ProcessSpec(share, folder, environ, guard.strongest()),
+                stacks=folder / f"{plan.number}.stacks",
+            )
+
     def _fail(self, error: Exception) -> None:
         """Say that no fetcher will start here, so that no rank waits for one."""
-        if isinstance(error, TaasError):
-            why = f"host {self.host} has no fetchers: {error}"
-        else:
-            why = f"host {self.host} has no fetchers: {type(error).__name__}: {error}"
+        said = error if isinstance(error, TaasError) else f"{type(error).__name__}: {error}"
+        why = f"host {self.host} has no fetchers: {said}"
         self.note(why)
         data = self.spec.plan.data
         assert data is not None
@@ -204,7 +168,7 @@ class HostFetchers(HostShare):
 
     def _look_for_writes(self, one: _Running) -> None:
         """Say once what a fetcher wrote to the project store, which kept it out."""
-        kept_out = self.folder / str(one.spec.number) / "store"
+        kept_out = self.folder / str(one.spec.plan.number) / "store"
         if one.said_writes or not kept_out.exists():
             return
         if names := sorted(os.listdir(kept_out)):
@@ -217,22 +181,23 @@ class HostFetchers(HostShare):
         one.process.join(_EXIT_S)
         one.process.kill()
         one.process.join()
-        ended = FetcherEnded(host=self.host, number=one.spec.number)
+        ended = FetcherEnded(host=self.host, number=one.spec.plan.number)
         if self.stopped_at is None:
             text = self._how_one_ended(one)
             self.note(text)
             if not one.is_up:
-                loaders = [loader.name for loader in one.spec.loaders]
-                ended.entry = _failed_entry(loaders, one.spec.fetchers, text)
-                write_entry(one.spec.folder, one.spec.number, ended.entry)
+                fetchers = one.spec.service.fetchers
+                ended.entry = _failed_entry(one.spec.plan.loaders, fetchers, text)
+                folder = service.folder_of(one.spec.run_dir) / "fetchers"
+                service.write_entry(folder, one.spec.plan.number, ended.entry)
         forkserver.forget(one.process)
         self.emit(ended)
 
     def _how_one_ended(self, one: _Running) -> str:
         code = one.process.exitcode
         how = one.why or (f"killed by {signal_name(code)}" if code < 0 else f"exit code {code}")
-        log = f"logs/fetcher-{one.spec.number}.log"
-        return f"fetcher {one.spec.number} on host {self.host} ended: {how} (see {log} of the run)"
+        log = f"logs/fetcher-{one.spec.plan.number}.log"
+        return f"{one.spec.who} ended: {how} (see {log} of the run)"
 
 
 def _failed_entry(loaders: Iterable[str], fetchers: int, why: str) -> LoaderPlaces:

@@ -10,6 +10,7 @@ import asyncio
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -341,7 +342,7 @@ class HostFiles:
     def _local(self, spec: HostSpec) -> HostSpec:
         assert self._folder is not None
         if self._place.is_foreign:
-            origin = spec.origin.on_another_machine(os.environ, self._place.sys_path)
+            origin = spec.origin.on_another_machine(os.environ, sys.path)
             spec = structs.replace(spec, origin=origin)
         spec = self._folder.local(spec)
         return self._travelling.local(spec) if self._travelling else spec

@@ -160,7 +160,7 @@ def wait_while_stopped() -> None:
         time.sleep(_STOPPED_LOOK_S)
 
 
-def took_along(codes: Collection[int]) -> bool:
+def took_along(codes: Collection[int | None]) -> bool:
     """Return whether the forkserver has ended, and with it processes that have these exit codes.
 
     Its pipes, by which they are seen to end, close before the system shows its own end.

@@ -10,7 +10,6 @@ end of a rank. `fetchers.HostFetchers` is a run's fetchers.
 """
 
 import contextlib
-import os
 import shutil
 import threading
 import time
@@ -27,9 +26,9 @@ from taas_magic.data import service
 from taas_magic.errors import PoolError
 from taas_magic.host import forkserver, link, rendezvous
 from taas_magic.host.files import HostFiles
-from taas_magic.host.output import Pump
+from taas_magic.host.output import Pump, Wakeup
 from taas_magic.host.rendezvous import Rendezvous
-from taas_magic.host.spec import HostSpec, Place, RankSpec, torchrun_variables
+from taas_magic.host.spec import HostSpec, Place, ProcessSpec, torchrun_variables
 from taas_magic.host.stacks import Stand
 from taas_magic.host.supervisor import run_folder
 from taas_magic.host.system import end_all, leftovers, named, signal_name
@@ -42,11 +41,14 @@ from taas_magic.host.watch import (
     host_failure,
 )
 from taas_magic.messages import (
+    EndRun,
     Event,
     Failure,
+    Halt,
     HostEnded,
     LoaderPlaces,
     Note,
+    PlaceFetcher,
     RankEvent,
     RankFailure,
     RankMessage,
@@ -69,37 +71,8 @@ FAILED_GRACE_S = 1.0
 
 RANK = "taas_magic.host.rank.rank_main"
 
-
-class Wakeup:
-    """Like `threading.Event`, with a descriptor that is readable while it is set; Linux only."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._is_closed = False
-        self._lock = threading.Lock()
-
-    def fileno(self) -> int:
-        """Return the descriptor, for `multiprocessing.connection.wait`."""
-        return self._descriptor
-
-    def set(self) -> None:
-        """Make it readable; any thread may call it."""
-        with self._lock:
-            if not self._is_closed:
-                os.eventfd_write(self._descriptor, 1)
-
-    def clear(self) -> None:
-        """Make it unreadable again."""
-        try:
-            os.eventfd_read(self._descriptor)
-        except BlockingIOError:
-            return  # it was not set
-
-    def close(self) -> None:
-        """Free the descriptor; nobody waits any more."""
-        with self._lock:
-            self._is_closed = True
-            os.close(self._descriptor)
+Told = Halt | EndRun | PlaceFetcher
+"""What a share is told: to end early, that the run is over, where a fetcher listens."""
 
 
 class HostShare(ABC):
@@ -166,16 +139,13 @@ class HostShare(ABC):
         except Exception as error:
             self._keep(error)
 
-    def stop(self, how: str) -> None:
-        """End the share early; called by another thread.
-
-        Args:
-            how: `interrupt` sends SIGINT to ranks and gives them a grace; `kill` ends them now.
-        """
-        if self.stopped_at is None:
-            self.stopped_at = time.monotonic()
-        self._killed = self._killed or how == "kill"
-        self.wakeup.set()
+    def tell(self, told: Told) -> None:
+        """Take what the pool tells this share; called by another thread."""
+        if isinstance(told, Halt):
+            if self.stopped_at is None:
+                self.stopped_at = time.monotonic()
+            self._killed = self._killed or told.how == "kill"
+            self.wakeup.set()
 
     @abstractmethod
     def stacks(self) -> RunStacks:
@@ -235,38 +205,36 @@ class Attempt:
     ) -> None:
         self._spec, self._host = spec, host
         self._pump, self._pipes, self._emit = pump, pipes, emit
-        self._first = spec.share.first_rank
-        self._numbers = range(self._first, self._first + spec.share.ranks)
+        first = spec.share.first_rank
+        self._numbers = range(first, first + spec.share.ranks)
         self.ranks = Ranks(self._numbers)
         self.stand = Stand(spec.plan.hang_s, host, spec.attempt, self.ranks, pump, pipes, emit)
         self._processes: dict[int, Any] = {}
-        self._exitcodes: dict[int, int] = {}
         self.verdict: Verdict | None = None
         """How the ranks stand; None while they run."""
         self.failures: list[Failure] = []
         """Why they failed, if they did."""
 
-    def start(self, rank_spec: RankSpec, port: int) -> None:
+    def start(self, process_spec: ProcessSpec, port: int) -> None:
         """Start the ranks, and say that they have started.
 
         Args:
-            rank_spec: What all ranks of this host share (`HostSpec.for_ranks`).
             port: Where the attempt's ranks meet, on the run's first host.
         """
-        self._pump.open(self._spec.attempt, [(rank, self._local(rank)) for rank in self._numbers])
-        for rank in self._numbers:
-            error_file = link.error_file(self._pipes, self._spec.attempt, self._local(rank))
-            environ = torchrun_variables(self._spec, self._local(rank), port, error_file)
-            self._processes[rank] = forkserver.start(RANK, rank_spec, environ)
+        attempt = self._spec.attempt
+        self._pump.open(attempt, self._numbers)
+        for local_rank, rank in enumerate(self._numbers):
+            error_file = link.rank_file(self._pipes, attempt, rank, "error.json")
+            environ = torchrun_variables(self._spec, local_rank, port, error_file)
+            self._processes[rank] = forkserver.start(RANK, process_spec, environ)
         pids = {rank: process.pid for rank, process in self._processes.items()}
         self.ranks.started(pids)
-        self._emit(RanksStarted(host=self._host, attempt=self._spec.attempt, pids=pids))
+        self._emit(RanksStarted(host=self._host, attempt=attempt, pids=pids))
 
     @property
     def sentinels(self) -> list[int]:
         """What becomes readable when a rank ends, of those whose end has not been seen."""
-        running = self._processes.keys() - self._exitcodes.keys()
-        return [self._processes[rank].sentinel for rank in running]
+        return [process.sentinel for process in self._running().values()]
 
     def look(self, deadline: float | None, interrupted_at: float | None, is_killed: bool) -> None:
         """Ask the system about the ranks and judge them; acts on the verdict, if there is one.
@@ -276,18 +244,18 @@ class Attempt:
             interrupted_at: When it was interrupted, by the same clock.
             is_killed: Whether it is to end at once.
         """
-        for rank in self._processes.keys() - self._exitcodes.keys():
-            code = forkserver.exitcode(self._processes[rank])
-            if code is not None:
+        for rank, process in self._running().items():
+            if (code := forkserver.exitcode(process)) is not None:
                 self._pump.drain(rank)  # all that it said counts
-                self._exitcodes[rank] = code
-        now = time.monotonic()
-        self.ranks.poll(now, self._exitcodes, self._stack_file)
-        verdict = decide(self.ranks.states(), now, deadline, interrupted_at)
+                stack = link.rank_file(self._pipes, self._spec.attempt, rank, "stack")
+                self.ranks.ended(rank, code, stack)
+        now, states = time.monotonic(), self.ranks.states()
+        self.ranks.poll(now)
+        verdict = decide(states, now, deadline, interrupted_at)
         if verdict is None and is_killed:
             verdict = Verdict("INTERRUPTED", "interrupt")
         failed = verdict is not None and verdict.state == "FAILED"
-        if failed and forkserver.took_along(self._exitcodes.values()):
+        if failed and forkserver.took_along({state.exitcode for state in states}):
             verdict = Verdict("FAILED", "host")
         if verdict is not None:
             self.verdict = verdict
@@ -347,11 +315,10 @@ class Attempt:
             for state in guilty(self.ranks.states(), verdict.cause)
         ]
 
-    def _stack_file(self, rank: int) -> Path:
-        return link.stack_file(self._pipes, self._spec.attempt, self._local(rank))
-
-    def _local(self, rank: int) -> int:
-        return rank - self._first
+    def _running(self) -> dict[int, Any]:
+        """Return the processes of ranks whose end has not been seen."""
+        states = self.ranks.states()
+        return {state.rank: self._processes[state.rank] for state in states if not state.ended}
 
 
 @dataclass(frozen=True)
@@ -391,18 +358,10 @@ class HostRun(HostShare):
         order.obeyed.wait(OBEY_S)
         return meeting.port if meeting else 0
 
-    def end(self) -> None:
-        """Let this have been the last attempt: all hosts have settled; called by another thread."""
-        self._command(_Order())
-
     def stacks(self) -> RunStacks:
         """See `HostShare.stacks`; none before the ranks have started."""
         stand = self._attempt.stand if self._attempt is not None else None
         return RunStacks(stand.rows(stand.collect()) if stand is not None else [])
-
-    def place_fetcher(self, number: int, entry: LoaderPlaces) -> None:
-        """Tell the ranks where a fetcher of another host listens; called by another thread."""
-        self._places.put(number, entry)
 
     def _command(self, order: _Order) -> None:
         self._order = order
@@ -416,19 +375,23 @@ class HostRun(HostShare):
         order = self._order
         return self.stopped_at is None and (order is None or order.spec is not None)
 
-    def stop(self, how: str) -> None:
-        """See `HostShare.stop`; ranks hear the first one as SIGINT at once."""
+    def tell(self, told: Told) -> None:
+        """See `HostShare.tell`; ranks hear the first halt as SIGINT at once."""
         is_first = self.stopped_at is None
-        super().stop(how)
-        if is_first and self._attempt is not None:
-            self._attempt.ranks.interrupt()
+        super().tell(told)
+        match told:
+            case Halt() if is_first and self._attempt is not None:
+                self._attempt.ranks.interrupt()
+            case EndRun():  # all hosts have settled
+                self._command(_Order())
+            case PlaceFetcher():
+                self._places.put(told.number, told.entry)
 
     def _work(self) -> None:
         """Start the ranks, and again as often as the controller says; returns at the run's end."""
         folder = self.spec.folder
         self._places.open(folder.path)
-        wake = self.wakeup.set
-        self._pump = Pump(self.folder, folder, self.host, self.emit, self._on_message, wake)
+        self._pump = Pump(self.folder, folder, self.host, self.emit, self._on_message)
         order = self._take_order()
         while True:
             if order is not None:
@@ -446,10 +409,11 @@ class HostRun(HostShare):
             attempt.ranks.interrupt()
         if meeting is None:
             rendezvous.reach(spec.master_addr, spec.master_port)
-        rank_spec = spec.for_ranks(self.folder, guard.strongest(), self.place)
+        environ = spec.environ(self.place)
+        process_spec = ProcessSpec(spec, self.folder, environ, guard.strongest())
         if meeting is not None:
             meeting.start()
-        attempt.start(rank_spec, meeting.port if meeting else spec.master_port)
+        attempt.start(process_spec, meeting.port if meeting else spec.master_port)
         return attempt
 
     def _judge(self, attempt: Attempt) -> _Order:

@@ -18,11 +18,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from taas_magic import messages
 from taas_magic.data import service
-from taas_magic.data.accelerated import when_imported
+from taas_magic.data.accelerated import teach_accelerate, when_imported
 from taas_magic.data.service import Service
 from taas_magic.host.spec import TORCHRUN_NAMES
 from taas_magic.journal.folder import RunFolder
@@ -39,35 +39,24 @@ _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 1 << 20
 
 
-def log_pipe(folder: Path, attempt: int, local_rank: int) -> Path:
-    """Return the file that names a rank's log pipe; a restarted rank has new ones."""
-    return folder / f"{attempt}-{local_rank}.log"
+RankFile = Literal["log", "messages", "ask", "stack", "stacks", "error.json"]
+"""What a rank and its agent both have.
+
+The pipes of its output and of its messages, and that by which it is asked where it stands. Where
+it leaves its Python stack when it dies of a signal (faulthandler); where it, and what it forks,
+write their stacks on a signal; where torch's `record` writes what it raised.
+"""
 
 
-def message_pipe(folder: Path, attempt: int, local_rank: int) -> Path:
-    """Return the file that names a rank's message pipe."""
-    return folder / f"{attempt}-{local_rank}.messages"
+def rank_file(folder: Path, attempt: int, rank: int, what: RankFile) -> Path:
+    """Return a file of a rank in the run's private folder; a restarted rank has new ones."""
+    return folder / f"{attempt}-{rank}.{what}"
 
 
-def stack_file(folder: Path, attempt: int, local_rank: int) -> Path:
-    """Return where a rank that dies of a signal leaves its Python stack (faulthandler)."""
-    return folder / f"{attempt}-{local_rank}.stack"
-
-
-def stacks_file(folder: Path, attempt: int, local_rank: int) -> Path:
-    """Return where a rank, and what it forks, write their stacks on a signal."""
-    return folder / f"{attempt}-{local_rank}.stacks"
-
-
-def ask_pipe(folder: Path, attempt: int, local_rank: int) -> Path:
-    """Return the file that names the pipe by which a rank is asked where it stands."""
-    return folder / f"{attempt}-{local_rank}.ask"
-
-
-def ask(folder: Path, attempt: int, local_rank: int) -> None:
+def ask(folder: Path, attempt: int, rank: int) -> None:
     """Ask a rank where it stands; one that does not listen (any more) is not asked."""
     try:
-        pipe = os.open(ask_pipe(folder, attempt, local_rank), os.O_WRONLY | os.O_NONBLOCK)
+        pipe = os.open(rank_file(folder, attempt, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
         if error.errno not in (errno.ENXIO, errno.ENOENT):
             raise
@@ -78,11 +67,6 @@ def ask(folder: Path, attempt: int, local_rank: int) -> None:
         pass  # it has been asked often enough
     finally:
         os.close(pipe)
-
-
-def error_file(folder: Path, attempt: int, local_rank: int) -> Path:
-    """Return where torch's `record` writes what a rank raised."""
-    return folder / f"{attempt}-{local_rank}.error.json"
 
 
 def make_pipe(path: Path) -> int:
@@ -112,15 +96,16 @@ def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
 class Link:
     """A rank's end of its pipes. Any thread may send, and any fork of the rank."""
 
-    def __init__(self, folder: Path, attempt: int, local_rank: int) -> None:
+    def __init__(self, folder: Path, attempt: int, rank: int) -> None:
         self._pid = os.getpid()
         self._numbers = itertools.count()
-        self._messages = os.open(message_pipe(folder, attempt, local_rank), os.O_WRONLY)
-        self._log = os.open(log_pipe(folder, attempt, local_rank), os.O_WRONLY)
+        self._messages = os.open(rank_file(folder, attempt, rank, "messages"), os.O_WRONLY)
+        self._log = os.open(rank_file(folder, attempt, rank, "log"), os.O_WRONLY)
         with suppress(OSError):  # the user's share of pipe memory is used up: 64 KiB work too
             fcntl.fcntl(self._log, _F_SETPIPE_SZ, _PIPE_BYTES)
         # for writing, too: so it never has an end, and may be opened before the agent does
-        self._asked = os.open(ask_pipe(folder, attempt, local_rank), os.O_RDWR | os.O_NONBLOCK)
+        asked = rank_file(folder, attempt, rank, "ask")
+        self._asked = os.open(asked, os.O_RDWR | os.O_NONBLOCK)
 
     @property
     def is_own(self) -> bool:
@@ -173,7 +158,7 @@ def feed(run_dir: Path, rank: int, attempt: int) -> Iterator["Feed | None"]:
 
     here = _feed_of(served, run_dir, rank, attempt)
     use_feed(here)
-    when_imported("accelerate.accelerator", _teach_accelerate)
+    when_imported("accelerate.accelerator", teach_accelerate)
     try:
         yield here
     finally:
@@ -218,12 +203,6 @@ def _become_a_fetcher(run_dir: Path) -> None:
     for name in TORCHRUN_NAMES:
         os.environ.pop(name, None)
     payload.read(RunFolder(run_dir).payload).set_state()
-
-
-def _teach_accelerate() -> None:
-    from taas_magic.data.accelerated import teach_accelerate
-
-    teach_accelerate()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from taas_magic import probe
 from taas_magic.errors import PoolError
 from taas_magic.host import forkserver, rendezvous, system
 from taas_magic.host.fetchers import HostFetchers
-from taas_magic.host.host_run import HostRun, HostShare
+from taas_magic.host.host_run import HostRun, HostShare, Told
 from taas_magic.host.spec import (
     AGENT,
     ANSWER,
@@ -243,9 +243,9 @@ class AgentWorker(Worker):
             Greet: self.hello,
             GetFacts: self.facts,
             StartShare: self.start_run,
-            Halt: self.stop_run,
-            EndRun: self.end_run,
-            PlaceFetcher: self.place_fetcher,
+            Halt: self.tell,
+            EndRun: self.tell,
+            PlaceFetcher: self.tell,
             GetStacks: self.stacks,
         }
         self.head = Head(self, lease, answers)
@@ -290,7 +290,8 @@ class AgentWorker(Worker):
         """
         spec, run_id = asked.spec, asked.spec.share_id
         if asked.again:
-            if (run := self._run(run_id)) is None:
+            run = self._shares.get(run_id)
+            if not isinstance(run, HostRun):
                 raise PoolError(f"run {run_id} has ended here")
             return await asyncio.to_thread(run.again, spec)
         emit = functools.partial(self.head.emit, run_id)
@@ -309,30 +310,15 @@ class AgentWorker(Worker):
         carry_out.start()
         return share.port
 
-    async def stop_run(self, asked: Halt) -> None:
-        """Interrupt or kill a share; one that is not here has ended already."""
-        if asked.run_id in self._shares:
-            self._shares[asked.run_id].stop(asked.how)
-
-    async def end_run(self, asked: EndRun) -> None:
-        """End a run that has settled on all hosts."""
-        if run := self._run(asked.run_id):
-            run.end()
-
-    async def place_fetcher(self, asked: PlaceFetcher) -> None:
-        """Tell a run's ranks on this host where a fetcher listens."""
-        if run := self._run(asked.run_id):
-            run.place_fetcher(asked.number, asked.entry)
+    async def tell(self, told: Told) -> None:
+        """Tell a share; one that is not here has ended already."""
+        if share := self._shares.get(told.run_id):
+            share.tell(told)
 
     async def stacks(self, asked: GetStacks) -> RunStacks:
         """Return where a run's ranks, or fetchers, on this host stand; may take some seconds."""
         share = self._shares.get(asked.run_id)
         return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
-
-    def _run(self, run_id: str) -> HostRun | None:
-        """Return the ranks of a run on this host; None once they have ended."""
-        run = self._shares.get(run_id)
-        return run if isinstance(run, HostRun) else None
 
     def _carry_out(self, run_id: str, share: HostShare) -> None:
         try:
@@ -391,7 +377,6 @@ async def serve(words: bytes) -> None:
         address=address,
         interface=system.name_of(address),
         is_foreign=settings.is_foreign,
-        sys_path=tuple(sys.path),
     )
     guard.strongest()  # found while the forkserver imports
     problems = forkserver.warm_up()

@@ -5,9 +5,9 @@ pipe while this thread writes to disk; what travels on is bounded by the rank's 
 complete output is in the rank's log file.
 """
 
-import contextlib
 import os
 import re
+import select
 import selectors
 import threading
 import time
@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import IO
+
+from msgspec import DecodeError
 
 from taas_magic import messages
 from taas_magic.host import link
@@ -309,6 +311,38 @@ class LogBudget:
         return belongs or _has_error_word(line)
 
 
+class Wakeup:
+    """Like `threading.Event`, with a descriptor that is readable while it is set; Linux only."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        """Return the descriptor, for a selector or `multiprocessing.connection.wait`."""
+        return self._descriptor
+
+    def set(self) -> None:
+        """Make it readable; any thread may call it."""
+        with self._lock:
+            if not self._is_closed:
+                os.eventfd_write(self._descriptor, 1)
+
+    def clear(self) -> None:
+        """Make it unreadable again."""
+        try:
+            os.eventfd_read(self._descriptor)
+        except BlockingIOError:
+            return  # it was not set
+
+    def close(self) -> None:
+        """Free the descriptor; nobody waits any more."""
+        with self._lock:
+            self._is_closed = True
+            os.close(self._descriptor)
+
+
 COALESCE_S = 0.002
 """Lines that come closer together than this travel in one event."""
 
@@ -319,6 +353,9 @@ DRAIN_S = 30.0
 
 MESSAGE_LIMIT_BYTES = 64 << 20
 """A longer message of a rank is not taken; the rank itself sends no display so large."""
+
+MOST_BEGUN = 64
+"""Messages of a rank that have not come whole; of more, some were of forks that were ended."""
 
 _CHUNK_BYTES = 1 << 20
 _PIPE_CHUNKS = 2
@@ -368,11 +405,14 @@ class _MessageStream:
         self.rank, self.fd = rank, fd
         self._rest = b""
         self._begun: dict[bytes, _Parts] = {}
+        self._is_broken = False
 
     def take(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
-        """Return the messages that bytes complete; one that is too large becomes a note."""
-        *pieces, self._rest = (self._rest + data).split(b"\n")
-        return [self._read(whole) for whole in map(self._put, pieces) if whole is not None]
+        """Return the messages that bytes complete; a note for what is none, or too large."""
+        *pieces, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[-select.PIPE_BUF :]
+        whole = [parts for piece in pieces if (parts := self._put(piece)) is not None]
+        return [message for parts in whole if (message := self._read(parts)) is not None]
 
     def _put(self, piece: bytes) -> "_Parts | None":
         """Take a piece of a message; returns the message when it is whole."""
@@ -383,13 +423,20 @@ class _MessageStream:
         if is_last:
             return message
         self._begun[sender] = message
+        if len(self._begun) > MOST_BEGUN:
+            del self._begun[next(iter(self._begun))]
         return None
 
-    def _read(self, message: "_Parts") -> Event | RankMessage | StoreMessage:
+    def _read(self, message: "_Parts") -> Event | RankMessage | StoreMessage | None:
         if message.size_bytes > MESSAGE_LIMIT_BYTES:
             size = f"{message.size_bytes / 1e6:,.0f} MB"
             return Note(text=f"rank {self.rank} sent {size} at once: not shown")
-        return messages.of_rank(b"".join(message.parts))
+        try:
+            return messages.of_rank(b"".join(message.parts))
+        except DecodeError:
+            is_first, self._is_broken = not self._is_broken, True
+        text = f"something on rank {self.rank} wrote what is no message where its messages go"
+        return Note(text=f"{text}: not shown") if is_first else None
 
     def close(self) -> None:
         os.close(self.fd)
@@ -416,7 +463,6 @@ class Pump:
         folder: The run's folder, for the log files.
         emit: Sends an event to the pool's process; called in the pump's thread.
         on_message: Called in the pump's thread with (rank, message) for what is not a log.
-        on_hangup: Called in the pump's thread when a pipe has no writer any more.
     """
 
     def __init__(
@@ -426,13 +472,12 @@ class Pump:
         host: str,
         emit: Callable[[Event], None],
         on_message: Callable[[int, Event | RankMessage | StoreMessage], None],
-        on_hangup: Callable[[], None],
     ) -> None:
         self._pipes, self._folder, self._host = pipes, folder, host
-        self._emit, self._on_message, self._on_hangup = emit, on_message, on_hangup
+        self._emit, self._on_message = emit, on_message
         self._selector = selectors.DefaultSelector()
-        self._wakeup_r, self._wakeup_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._selector.register(self._wakeup_r, selectors.EVENT_READ)
+        self._wakeup = Wakeup()
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._logs: dict[int, _LogStream] = {}
         self._flushed_at = self._progress_at = 0.0
         self._closing = threading.Event()
@@ -441,18 +486,18 @@ class Pump:
         self._thread = threading.Thread(target=self._run, name="taas-pump", daemon=True)
         self._thread.start()
 
-    def open(self, attempt: int, ranks: list[tuple[int, int]]) -> None:
-        """Make the pipes of an attempt's ranks, given as (rank, local rank)."""
-        for rank, local_rank in ranks:
-            log_fd = link.make_pipe(link.log_pipe(self._pipes, attempt, local_rank))
-            message_fd = link.make_pipe(link.message_pipe(self._pipes, attempt, local_rank))
-            os.mkfifo(link.ask_pipe(self._pipes, attempt, local_rank), 0o600)
+    def open(self, attempt: int, ranks: Iterable[int]) -> None:
+        """Make the pipes of an attempt's ranks."""
+        for rank in ranks:
+            log_fd = link.make_pipe(link.rank_file(self._pipes, attempt, rank, "log"))
+            message_fd = link.make_pipe(link.rank_file(self._pipes, attempt, rank, "messages"))
+            os.mkfifo(link.rank_file(self._pipes, attempt, rank, "ask"), 0o600)
             with self._lock:
                 self._logs[rank] = stream = _LogStream(rank, log_fd, self._folder.log(rank))
                 self._selector.register(log_fd, selectors.EVENT_READ, stream)
                 messages = _MessageStream(rank, message_fd)
                 self._selector.register(message_fd, selectors.EVENT_READ, messages)
-        self._wake()
+        self._wakeup.set()
 
     def tail(self, rank: int) -> list[str]:
         """Return the last lines that a rank wrote."""
@@ -467,21 +512,16 @@ class Pump:
         done = threading.Event()
         with self._lock:
             self._to_drain.append((rank, done))
-        self._wake()
+        self._wakeup.set()
         done.wait(DRAIN_S)
 
     def close(self) -> None:
         """Read what the pipes still hold, send it, and end the thread."""
         self._closing.set()
-        self._wake()
+        self._wakeup.set()
         self._thread.join()
-        os.close(self._wakeup_r)
-        os.close(self._wakeup_w)
         self._selector.close()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wakeup_w, b"w")
+        self._wakeup.close()
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -507,7 +547,7 @@ class Pump:
         """Read every readable pipe once."""
         for key, _ in self._selector.select(timeout):
             if key.data is None:
-                os.read(key.fd, 4096)
+                self._wakeup.clear()
             else:
                 self._read(key.data)
 
@@ -525,7 +565,6 @@ class Pump:
             return False
         if not data:
             self._end(stream)
-            self._on_hangup()
         elif isinstance(stream, _LogStream):
             self._warn_of_full_disk(stream, stream.take(data))
         else:

@@ -43,10 +43,9 @@ from taas_magic.capture.payload import Cell, CellSource
 from taas_magic.data.accelerated import when_imported
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, rendezvous, results, stacks, tracebacks
-from taas_magic.host.link import Link, feed, reporting, stack_file, stacks_file
-from taas_magic.host.spec import RankSpec
+from taas_magic.host.link import Link, feed, rank_file, reporting
+from taas_magic.host.spec import ProcessSpec
 from taas_magic.host.system import die_with_parent
-from taas_magic.journal.folder import RunFolder
 from taas_magic.leases import RANK_BEAT_S
 from taas_magic.messages import (
     ClearOutput,
@@ -91,7 +90,7 @@ def prepare() -> None:
     shell.run_cell("raise ValueError", store_history=False)
 
 
-def rank_main(spec: RankSpec, environ: Mapping[str, str]) -> None:
+def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Run the cell; returns when it succeeded, else ends the process with exit code 1.
 
     `environ` has torchrun's variables of this rank (`spec.torchrun_variables`).
@@ -101,26 +100,25 @@ def rank_main(spec: RankSpec, environ: Mapping[str, str]) -> None:
     agent = multiprocessing.parent_process()
     if agent is None or not agent.is_alive():
         os._exit(1)  # it, and so the forkserver, ended before this process asked to end with it
-    rank, local_rank = int(environ["RANK"]), int(environ["LOCAL_RANK"])
-    attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])
+    rank, attempt = int(environ["RANK"]), int(environ["TORCHELASTIC_RESTART_COUNT"])
     # until the cell can have it (`_run`), an interrupt ends the rank without a word
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    link = Link(spec.pipes, attempt, local_rank)
+    link = Link(spec.folder, attempt, rank)
     link.send(RankUp(os.getpid()))
     link.redirect_output()
-    faulthandler.enable(stack_file(spec.pipes, attempt, local_rank).open("w"))
-    stacks.listen(stacks_file(spec.pipes, attempt, local_rank))
+    faulthandler.enable(rank_file(spec.folder, attempt, rank, "stack").open("w"))
+    stacks.listen(rank_file(spec.folder, attempt, rank, "stacks"))
     _become_a_program(spec, environ)
     if rendezvous.has_horovod():
         found = rendezvous.ask_horovod(os.environ, lambda text: link.send(Note(text=text)))
-        os.environ.update({**found, **spec.env})
+        os.environ.update({**found, **spec.share.plan.env})
     claim_taas()
     try:
-        _hold_to_store_rule(spec, link, rank, f"scratch-{attempt}-{local_rank}")
+        _hold_to_store_rule(spec, link, rank, f"scratch-{attempt}-{rank}")
     except Exception as error:  # what is not held runs nothing of the user's
         tracebacks.send(link, error, traceback.format_exc())
         os._exit(1)
-    with feed(spec.run_dir, rank, attempt) as fed:
+    with feed(spec.share.folder.path, rank, attempt) as fed:
         # it starts them; of the numbers of nested levels the first is that of a rank
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
         _use_gloo_without_cuda(link)
@@ -137,7 +135,7 @@ def rank_main(spec: RankSpec, environ: Mapping[str, str]) -> None:
         sys.exit(1)
 
 
-def _become_a_program(spec: RankSpec, environ: Mapping[str, str]) -> None:
+def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Undo what being a fork of another program has left, and take the notebook's environment."""
     # as in a program that has not chosen one yet: a cell may call set_start_method() itself
     multiprocessing.set_start_method(None, force=True)
@@ -146,12 +144,12 @@ def _become_a_program(spec: RankSpec, environ: Mapping[str, str]) -> None:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     os.environ.clear()
-    os.environ.update({**spec.environ, **environ, **spec.env})
-    os.environ[cell_main.PAYLOAD] = str(RunFolder(spec.run_dir).payload)
+    os.environ.update({**spec.environ, **environ, **spec.share.plan.env})
+    os.environ[cell_main.PAYLOAD] = str(spec.share.folder.payload)
     _read_environ_again()
     tempfile.tempdir = None  # found anew: TMPDIR may be another
-    os.chdir(spec.cwd)
-    sys.path[:] = spec.sys_path
+    os.chdir(spec.share.origin.cwd)
+    sys.path[:] = spec.share.origin.sys_path
     sys.argv[:] = ["taas"]
 
 
@@ -162,17 +160,18 @@ def _read_environ_again() -> None:
         torch._logging._init_logs()  # type: ignore[attr-defined]
 
 
-def _hold_to_store_rule(spec: RankSpec, link: Link, rank: int, scratch: str) -> None:
+def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int, scratch: str) -> None:
     """Make the store rank 0's alone to write; before any thread and any of the user's code."""
-    if spec.store is None:
+    rule = spec.share.plan.store
+    if rule is None or spec.share.reads_only:
         return
     means = hold(
-        spec.store,
+        rule,
         f"rank {rank}",
         writes=rank == 0,
         means=spec.means,
-        scratch=spec.pipes / scratch,
-        run_folder=str(spec.run_dir),
+        scratch=spec.folder / scratch,
+        run_folder=spec.share.run_dir,
         note=lambda path: link.send(RankTouched(path)),
     )
     if rank != 0:
@@ -259,10 +258,10 @@ def _pending() -> list[str]:
     ][:_SHOWN_COLLECTIVES]
 
 
-def _run(shell: "RankShell", spec: RankSpec, link: Link, rank: int) -> bool:
+def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     """Run the cell and send what came of it; returns whether it succeeded."""
-    namespace = shell.bind(link, shows=rank == 0, colors=spec.colors)
-    folder = RunFolder(spec.run_dir)
+    namespace = shell.bind(link, shows=rank == 0, colors=spec.share.origin.colors)
+    folder = spec.share.folder
     try:
         loaded = payload.read(folder.payload)
         install(loaded.modules)
@@ -288,7 +287,7 @@ def _run(shell: "RankShell", spec: RankSpec, link: Link, rank: int) -> bool:
         tracebacks.send(link, raised)
     if link.is_own and result.error_before_exec is None:
         failed = raised is not None
-        sender.send(shell.users_names(), spec.out, value=shell.last_value, failed=failed)
+        sender.send(shell.users_names(), spec.share.plan.out, value=shell.last_value, failed=failed)
     if link.is_own and raised is not None:
         link.send(RankReported())
     return raised is None
@@ -403,16 +402,13 @@ class _LinkDisplayHook(DisplayHook):
 
     def quiet(self) -> bool:
         """Return whether the cell ends in a semicolon; IPython would ask its history, here off."""
-        shell = self.shell
-        assert isinstance(shell, RankShell)
-        cell = shell.compile.cell
+        cell = RankShell.instance().compile.cell
         return cell is not None and self.semicolon_at_end_of_expression(cell.source)
 
     def __call__(self, result: Any = None) -> None:
-        shell = self.shell
-        assert isinstance(shell, RankShell)
         if result is None or self.quiet():
             return
+        shell = RankShell.instance()
         shell.last_value = result
         data, metadata = self.compute_format_data(result)
         shell.publish(data, metadata)
@@ -423,14 +419,11 @@ class _LinkDisplayPublisher(DisplayPublisher):
     """Sends what `display(...)` shows."""
 
     def publish(self, data: Any, metadata: Any = None, **kwargs: Any) -> None:
-        shell = self.shell
-        assert isinstance(shell, RankShell)
         display_id = (kwargs.get("transient") or {}).get("display_id")
-        shell.publish(data, metadata or {}, display_id, bool(kwargs.get("update")))
+        RankShell.instance().publish(data, metadata or {}, display_id, bool(kwargs.get("update")))
 
     def clear_output(self, wait: bool = False) -> None:
-        shell = self.shell
-        assert isinstance(shell, RankShell)
+        shell = RankShell.instance()
         if shell.link is not None and shell.shows:
             shell.link.send(ClearOutput(wait=wait))
 

@@ -7,6 +7,7 @@ kernel, too: it imports neither Dask nor torch.
 """
 
 import os
+import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from msgspec import Struct, structs
 from taas_magic.host.system import LOOPBACK, RUN_TOKEN, name_of
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import AnyEvent, LoaderPlaces, Request, Started
-from taas_magic.plan import HostPlan, Plan
-from taas_magic.store.rule import Identity, StoreRule
+from taas_magic.plan import FetcherPlan, HostPlan, Plan
+from taas_magic.store.rule import Identity
 
 if TYPE_CHECKING:
-    from taas_magic.data.service import Tls
+    from taas_magic.data.service import Service
     from taas_magic.store.guard import Means
 
 CALL = "taas_call"
@@ -53,10 +54,8 @@ VALUE = "<value>"
 def topic(owner: str) -> str:
     """Return the Dask topic that carries the events of a kernel's runs, each with its run's id.
 
-    One for each kernel, not for each run: neither Dask's client nor its scheduler forgets a topic.
-
-    Args:
-        owner: The id of the kernel's Dask client.
+    One for each kernel, which `owner`, its Dask client, tells, not for each run: neither Dask's
+    client nor its scheduler forgets a topic.
     """
     return f"taas-{owner}"
 
@@ -73,16 +72,14 @@ class Place:
     Attributes:
         host: Its name, as the user calls it.
         address: Where its ranks and fetchers are reached by those of other hosts.
-        interface: Name of the network interface that has this address.
+        interface: What has this address.
         is_foreign: Whether it is another machine than the notebook's.
-        sys_path: The agent's import path.
     """
 
     host: str
     address: str
     interface: str
-    is_foreign: bool = False
-    sys_path: tuple[str, ...] = ()
+    is_foreign: bool
 
 
 class Origin(Struct, frozen=True):
@@ -91,7 +88,6 @@ class Origin(Struct, frozen=True):
     Attributes:
         cwd: The project store, a rank's working directory.
         environ: The kernel's environment; empty for hosts of another machine.
-        sys_path: The kernel's import path.
         colors: IPython's colour scheme, for tracebacks.
         changed: What of the environment the notebook changed itself; None: removed.
         store: The project store, as the notebook's machine knows it; None where it has none.
@@ -125,12 +121,7 @@ def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[s
 def users_path(
     path: Iterable[str], prefixes: Iterable[str] = (sys.prefix, sys.base_prefix)
 ) -> list[str]:
-    """Return what of an import path is neither the interpreter's nor of installed packages.
-
-    Args:
-        path: `sys.path`, absolute.
-        prefixes: Where interpreter and packages lie.
-    """
+    """Return what of an import path is neither the interpreter's nor of installed packages."""
     folders = [os.path.join(prefix, "") for prefix in prefixes]
     packages = ("site-packages", "dist-packages")
     return [
@@ -199,46 +190,20 @@ class HostSpec(Struct, frozen=True):
         """Return where the user finds a rank's log."""
         return str(RunFolder(Path(self.home_dir or self.run_dir)).log(rank))
 
-    def _defaults(self, interface: str) -> dict[str, str]:
-        """Return environment variables that the notebook's own ones override."""
-        defaults = {
+    def environ(self, place: Place) -> dict[str, str]:
+        """Return the environment of the ranks of this host, which torchrun's variables override."""
+        environ = {  # the notebook's own ones override these
             "OMP_NUM_THREADS": str(self.share.threads_per_rank),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # torchrun's default
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         }
-        if self.n_hosts == 1:
-            interface = name_of(LOOPBACK)
+        interface = place.interface if self.n_hosts > 1 else name_of(LOOPBACK)
         # gloo listens on what the host's name resolves to, which may be any interface or none
-        defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
+        environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
         if self.n_hosts > 1:
-            defaults["NCCL_SOCKET_IFNAME"] = f"={interface}"
-        return defaults
-
-    def for_ranks(self, pipes: Path, means: "Means", place: Place) -> "RankSpec":
-        """Return what the ranks of this host are told.
-
-        Args:
-            pipes: The host's folder of named pipes.
-            means: What this host has to hold ranks to the rule of the store.
-        """
-        return RankSpec(
-            run_dir=Path(self.run_dir),
-            pipes=pipes,
-            cwd=self.origin.cwd,
-            environ={
-                **self._defaults(place.interface),
-                **self.origin.environ,
-                RUN_TOKEN: self.plan.run_id,
-                HOST: place.host,
-                **({REACH: self.reach} if self.reach else {}),
-            },
-            env=self.plan.env,
-            sys_path=self.origin.sys_path,
-            colors=self.origin.colors,
-            out=self.plan.out,
-            store=None if self.reads_only else self.plan.store,
-            means=means,
-        )
+            environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
+        environ |= {**self.origin.environ, RUN_TOKEN: self.plan.run_id, HOST: place.host}
+        return environ | ({REACH: self.reach} if self.reach else {})
 
 
 class Launch(Request[Started]):
@@ -269,73 +234,20 @@ class StartShare(Request[int]):
 
 
 @dataclass(frozen=True)
-class RankSpec:
-    """What all ranks of a host share; pickled, as it goes to a fork of the same program.
+class ProcessSpec:
+    """What all ranks, or fetchers, of a host share; pickled: it goes to a fork of the same program.
 
     Attributes:
-        pipes: The host's folder of named pipes.
-        cwd: A rank's working directory.
-        environ: Environment variables; torchrun's override them.
-        env: Those of `--env`, which override torchrun's.
-        colors: IPython's colour scheme.
-        means: What this host has to hold ranks to it.
+        share: The host's share of the run, with this host's paths.
+        folder: The run's folder under TMPDIR: named pipes, scratch folders.
+        environ: Environment variables; of a rank, torchrun's override them, and `--env` those.
+        means: What this host has to hold it to the rule of the project store.
     """
 
-    run_dir: Path
-    pipes: Path
-    cwd: str
+    share: HostSpec
+    folder: Path
     environ: Mapping[str, str]
-    env: Mapping[str, str]
-    sys_path: tuple[str, ...]
-    colors: str
-    out: tuple[str, ...]
-    store: StoreRule | None
     means: "Means"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a fetcher takes over from the notebook.
-
-    Attributes:
-        cwd: The notebook's folder.
-        environ: The kernel's environment.
-        sys_path: The kernel's import path.
-        payload: The run's payload, which has the project's own modules.
-        log: File for what the dataset's code prints.
-        who: What the fetcher is called in messages.
-        store: The rule of the project store; a fetcher is held to it as a rank that is not 0.
-        means: What this host has to hold it.
-        scratch: A folder to make on this host, for what it would have written there.
-    """
-
-    cwd: str
-    environ: Mapping[str, str]
-    sys_path: tuple[str, ...]
-    payload: Path
-    log: Path
-    who: str
-    store: StoreRule | None
-    means: "Means"
-    scratch: Path
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A registered loader, as a fetcher is told of it.
-
-    Attributes:
-        payload: File with the pickled loader.
-        num_workers: Workers; 0 is one for each of the fetcher's cores.
-        context: multiprocessing's start method of the workers, "" for the default.
-        seed: The seed of its randomness.
-    """
-
-    name: str
-    payload: Path
-    num_workers: int = 0
-    context: str = ""
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -343,43 +255,33 @@ class FetcherSpec:
     """What a fetcher is to do.
 
     Attributes:
-        number: Its number in the run, from 0.
-        index: Its place among the fetchers of its loaders, from 0.
-        fetchers: How many of these there are.
-        key: The run's key.
-        folder: Where it writes its addresses (`service.FolderDirectory`).
+        run_dir: The run's folder on this host, with the loaders and the fetchers' addresses.
         cores: Processors that it may use.
         host: Its host's name, for messages.
         listen: Address to listen at for TCP; "" for this host's ranks only.
-        buffer_bytes: How much prepared data may wait in memory, over all loaders and workers.
         spill: Folder for what memory has no room for; None: the workers wait instead.
-        spill_bytes: How much may lie there.
-        fill_batches: What all fetchers of the run are to have ready before ranks ask.
+        fill_batches: What all fetchers of its loaders are to have ready before ranks ask.
         fill_bytes: The same in bytes.
-        units: The bound of `--units`.
-        tls: The run's certificate; None for plain TCP.
         setting: What it takes over from the notebook; None: nothing.
         stacks: File to which it and its workers write their stacks when asked; None: they do not.
     """
 
-    number: int
-    index: int
-    fetchers: int
-    loaders: tuple[Fetched, ...]
-    key: bytes
-    folder: Path
+    plan: FetcherPlan
+    service: "Service"
+    run_dir: Path
     cores: int
     host: str = ""
     listen: str = "127.0.0.1"
-    buffer_bytes: int = 1 << 30
     spill: Path | None = None
-    spill_bytes: int = 16 << 30
     fill_batches: int = 0
     fill_bytes: int = 0
-    units: int | None = None
-    tls: "Tls | None" = None
-    setting: Setting | None = None
+    setting: ProcessSpec | None = None
     stacks: Path | None = None
+
+    @property
+    def who(self) -> str:
+        """What messages call it."""
+        return f"fetcher {self.plan.number} on host {self.host or socket.gethostname()}"
 
 
 def without_environ(spec: HostSpec) -> HostSpec:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 from msgspec import structs
@@ -73,6 +74,9 @@ _WCHAN = (
 )
 
 
+_Stand = TypeVar("_Stand", bound=ProcessStand)
+
+
 @dataclass
 class Sight:
     """What is known of one process.
@@ -102,9 +106,9 @@ class Sight:
         """The frames of its main thread."""
         return next(iter(self.threads.values()), [])
 
-    def stand(self) -> ProcessStand:
-        """Return what is known, in words."""
-        return ProcessStand(
+    def stand(self, kind: type[_Stand], **more: Any) -> _Stand:
+        """Return what is known, in words, and `more` that its kind has."""
+        return kind(
             pid=self.pid,
             command=self.command,
             place=place(self.main),
@@ -112,7 +116,8 @@ class Sight:
             system=" in ".join(filter(None, (self.state, self.wchan))),
             threads={n: [str(frame) for frame in t] for n, t in self.threads.items()},
             pending=self.pending,
-            children=[child.stand() for child in self.children],
+            children=[child.stand(ProcessStand) for child in self.children],
+            **more,
         )
 
 
@@ -232,7 +237,6 @@ class Stand:
     ) -> None:
         self._hang_s, self._host, self._attempt = hang_s, host, attempt
         self._ranks, self._pump, self._pipes, self._emit = ranks, pump, pipes, emit
-        self._first = min(state.rank for state in ranks.states())
         self._own_s: dict[int, float] = {}
         self._all_s: dict[int, float] = {}
         self._sampled_at = time.monotonic()
@@ -274,9 +278,7 @@ class Stand:
         """Return what was collected, for `%taas stacks` and the run's head."""
         now = time.monotonic()
         return [
-            RankStand(
-                rank=state.rank, quiet_s=now - state.forward_at, **structs.asdict(sight.stand())
-            )
+            sight.stand(RankStand, rank=state.rank, quiet_s=now - state.forward_at)
             for state, sight in found
         ]
 
@@ -328,7 +330,7 @@ class Stand:
         """Ask ranks for their stacks; returns when they are there, or will not come."""
         asked = time.monotonic()
         for state in states:
-            link.ask(self._pipes, self._attempt, state.rank - self._first)
+            link.ask(self._pipes, self._attempt, state.rank)
         awaited = list(states)
         while awaited and time.monotonic() < asked + ANSWER_S:
             time.sleep(_WAIT_S)
@@ -349,7 +351,7 @@ class Stand:
         sight.answers = state.sight is not None or time.monotonic() - state.beat_at < _BEATS_S
         if state.sight is not None:
             sight.pending, sight.threads = state.sight.pending, state.sight.threads
-        file = link.stacks_file(self._pipes, self._attempt, state.rank - self._first)
+        file = link.rank_file(self._pipes, self._attempt, state.rank, "stacks")
         _complete(sight, file, self._ranks.cells)
         sight.threads = sight.threads or last_seen(state.stack)
         return sight

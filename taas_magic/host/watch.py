@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,6 +99,13 @@ class RankState:
     sight: RankSight | None = None
     """Where it said it stands; None while it has not answered."""
     sight_at: float = 0.0
+    process: psutil.Process | None = None
+    is_up: bool = False
+    """Whether it would hear an interrupt."""
+    kills: dict[str, int] = field(default_factory=dict)
+    """Counts of what the system killed for want of memory, as `oom_kills` found them."""
+    batches: dict[str, int] = field(default_factory=dict)
+    """How many it was handed of each loader, as it last reported."""
 
     @property
     def ended(self) -> bool:
@@ -343,11 +350,7 @@ class Ranks:
     def __init__(self, ranks: Iterable[int] = ()) -> None:
         self._lock = threading.Lock()
         self._states = {rank: RankState(rank, pid=0) for rank in ranks}
-        self._processes: dict[int, psutil.Process] = {}
-        self._kills: dict[int, dict[str, int]] = {}
-        self._up: set[int] = set()
         self._interrupted = False
-        self._handed: dict[int, dict[str, int]] = {}
         self.cells: dict[str, tuple[str, str]] = {}
         """Label and source of the notebook's cells, by the names that the kernel gave them."""
 
@@ -355,11 +358,10 @@ class Ranks:
         """Take down the process of each rank; one may have ended already."""
         with self._lock:
             for rank, pid in pids.items():
-                self._states[rank].pid = pid
-                self._states[rank].forward_at = time.monotonic()
-                self._kills[rank] = oom_kills(pid)
+                state = self._states[rank]
+                state.pid, state.forward_at, state.kills = pid, time.monotonic(), oom_kills(pid)
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    self._processes[rank] = psutil.Process(pid)
+                    state.process = psutil.Process(pid)
 
     def states(self) -> list[RankState]:
         """Return what is known of each rank."""
@@ -373,8 +375,7 @@ class Ranks:
             state = self._states[rank]
             match message:
                 case RankUp():
-                    self._up.add(rank)
-                    state.pid = message.pid
+                    state.is_up, state.pid = True, message.pid
                     if self._interrupted:
                         _send(message.pid, signal.SIGINT)
                 case RankRaised():
@@ -404,9 +405,9 @@ class Ranks:
         """Take down that a rank said something else; a report of nothing new does not count."""
         if isinstance(message, RankReport):
             batches = {name: counts.batches for name, counts in message.loaders.items()}
-            if batches == self._handed.get(rank):
+            if batches == self._states[rank].batches:
                 return
-            self._handed[rank] = batches
+            self._states[rank].batches = batches
         self.came_forward(rank, time.monotonic())
 
     def came_forward(self, rank: int, at: float) -> None:
@@ -421,50 +422,47 @@ class Ranks:
             for state in self._states.values():
                 state.forward_at = min(now, state.forward_at + seconds)
 
-    def poll(
-        self, now: float, exitcodes: Mapping[int, int], stack_of: Callable[[int], Path]
-    ) -> None:
-        """Ask the system which ranks are gone, stopped, or moved to another memory limit.
+    def ended(self, rank: int, exitcode: int, stack: Path) -> None:
+        """Take down that a rank is gone, and why, if it should not have ended.
 
         Args:
-            now: The agent's monotonic clock.
-            exitcodes: Of ranks whose processes are gone.
-            stack_of: The file in which a rank that a signal killed left its Python stack.
+            stack: The file in which a rank that a signal killed left its Python stack.
         """
         with self._lock:
-            for state in [state for state in self._states.values() if not state.ended]:
-                status = status_of(self._processes.get(state.rank))
-                if not status:
-                    state.exitcode = exitcodes.get(state.rank)
-                    self._take_end(state, now, stack_of)
-                elif status == psutil.STATUS_STOPPED:
-                    state.stopped_at = state.stopped_at or now
-                else:
-                    state.stopped_at = None
-                    self._kills[state.rank] = {**oom_kills(state.pid), **self._kills[state.rank]}
+            state = self._states[rank]
+            state.exitcode = exitcode
+            if state.done:
+                return
+            state.failed_at = state.failed_at or time.monotonic()
+            if stack.exists():
+                state.stack = users_frames(stack.read_text(errors="replace")) or state.stack
+            if exitcode == -signal.SIGKILL:
+                state.hint = oom_since(state.kills)
 
-    def _take_end(self, state: RankState, now: float, stack_of: Callable[[int], Path]) -> None:
-        """Take down why a rank has ended that should not have."""
-        if state.done or not state.ended:
-            return
-        state.failed_at = state.failed_at or now
-        stack = stack_of(state.rank)
-        if stack.exists():
-            state.stack = users_frames(stack.read_text(errors="replace")) or state.stack
-        if state.exitcode == -signal.SIGKILL:
-            state.hint = oom_since(self._kills[state.rank])
+    def poll(self, now: float) -> None:
+        """Ask the system which ranks are stopped, or moved to another memory limit."""
+        with self._lock:
+            for state in [state for state in self._states.values() if not state.ended]:
+                status = status_of(state.process)
+                if status == psutil.STATUS_STOPPED:
+                    state.stopped_at = state.stopped_at or now
+                elif status:
+                    state.stopped_at = None
+                    state.kills = {**oom_kills(state.pid), **state.kills}
 
     def interrupt(self) -> None:
         """Send SIGINT to every rank, as soon as it has said that it would hear it."""
         with self._lock:
             self._interrupted = True
-            for rank in self._up:
-                _send(self._states[rank].pid, signal.SIGINT)
+            for state in self._states.values():
+                if state.is_up:
+                    _send(state.pid, signal.SIGINT)
 
     def alive(self) -> list[psutil.Process]:
         """Return the ranks' processes that are still there."""
         with self._lock:
-            return [process for process in self._processes.values() if status_of(process)]
+            processes = [state.process for state in self._states.values()]
+        return [process for process in processes if process is not None and status_of(process)]
 
 
 def _send(pid: int, number: int) -> None:

@@ -51,7 +51,7 @@ def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> None:
     """
     if interrupts.attend(lambda: pool.has_hosts(hosts)):
         return
-    for versions in pool.of_other_versions():
+    for versions in pool.process.of_other_versions():
         say(f'another kernel uses pool "{pool.name}" with {versions}: it is not joined')
     say(f'waiting for pool "{pool.name}" to warm up …')
     wait = Wait()

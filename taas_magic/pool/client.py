@@ -1,32 +1,21 @@
 """A pool as a kernel sees it: attach to its process or start it, launch on it, listen to it.
 
 Every method may be called from any thread of the kernel; the Dask client runs a loop of its own.
-Any kernel of the project may have started the process; the lock in the pool's folder says that it
-lives.
 """
 
 import asyncio
 import concurrent.futures
-import contextlib
-import hashlib
 import logging
-import os
 import secrets
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import psutil
-
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import LOG, find_engine, log_tail
+from taas_magic.engines.base import find_engine
 from taas_magic.errors import PoolError, StoreError
-from taas_magic.host.system import spawn_command
-from taas_magic.journal.folder import state_dir
 from taas_magic.messages import (
     EndPool,
     Event,
@@ -39,12 +28,9 @@ from taas_magic.messages import (
     WaitForHosts,
     ask,
     event_of,
-    pack,
-    unpack,
 )
 from taas_magic.plan import HostCapacity
-from taas_magic.pool.process import PoolPlace, PoolWords, take_lock
-from taas_magic.setup.facts import this_kernel
+from taas_magic.pool.process import PoolProcess
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -53,151 +39,6 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
-
-LINGER_S = 5.0
-"""How long a pool's process waits for a kernel after the last one has gone."""
-
-_KILL_S = 20.0
-_POLL_S = 0.02
-
-
-class PoolProcess:
-    """The process of one pool, which lives while somebody holds the lock of its folder."""
-
-    def __init__(self, config: PoolConfig, project: Path) -> None:
-        self._config, self._project = config, project
-        self._started: subprocess.Popen[bytes] | None = None
-
-    @property
-    def folder(self) -> Path:
-        """The pool's private folder: its address and key, its lock, its log."""
-        mark = f"{sys.prefix}|{self._project}|{self._config}|{this_kernel()}"
-        digest = hashlib.sha256(os.fsencode(mark)).hexdigest()[:8]
-        path = state_dir() / "pools" / f"{self._config.name}-{digest}"
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return path
-
-    def is_alive(self) -> bool:
-        """Return whether the pool's process lives, whoever started it."""
-        return not _is_free(self.folder)
-
-    def is_ending(self) -> bool:
-        """Return whether the pool's process, if it lives, has begun to end."""
-        return not (self.folder / "pool.json").exists()
-
-    def begin(self) -> None:
-        """Start the pool's process, unless one lives; first remove what a killed one left."""
-        lock = take_lock(self.folder)
-        if lock is None:
-            return
-        (self.folder / "pool.json").unlink(missing_ok=True)
-        os.close(lock)
-        if self._started is not None:  # it has let go of the lock, so it is all but gone
-            self._started.wait(self._config.start_timeout_s)
-        with (self.folder / LOG).open("ab") as log:
-            self._started = subprocess.Popen(
-                spawn_command("taas_magic.pool.process"),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        words = PoolWords(str(self.folder), self._config, str(self._project), LINGER_S)
-        assert self._started.stdin is not None
-        self._started.stdin.write(pack(words) + b"\n")
-        self._started.stdin.close()
-
-    def wait_for_place(self) -> PoolPlace:
-        """Return where the pool's scheduler listens, and how one connects to it, once it says so.
-
-        Raises:
-            PoolError: It could not be started, and is ended, if it is stopped or hangs; the message
-                ends with the last lines of its log. Or it is of another version than this kernel.
-        """
-        path = self.folder / "pool.json"
-        deadline = time.monotonic() + self._config.start_timeout_s
-        while not path.exists():
-            code = self._started.poll() if self._started is not None else 0
-            if code == 0:  # the process that lived before was about to end
-                self.begin()
-            if code or time.monotonic() > deadline:
-                error = self._error("did not start")
-                self.kill()
-                raise error
-            time.sleep(_POLL_S)
-        place = unpack(path.read_bytes(), PoolPlace)
-        if place.made_of != this_kernel():
-            raise PoolError(
-                f'pool "{self._config.name}": Python, torch or taas-magic was changed since this '
-                f"kernel started: restart the kernel"
-            )
-        return place
-
-    def of_other_versions(self) -> list[str]:
-        """Return the living pools that this one would be, but for their versions, a text each."""
-        found = []
-        for path in self.folder.parent.glob(f"{self._config.name}-*/pool.json"):
-            with contextlib.suppress(OSError, ValueError):  # it is just ending
-                place = unpack(path.read_bytes(), PoolPlace)
-                made_of = place.made_of
-                is_other = made_of != this_kernel() and place.project == str(self._project)
-                if is_other and not _is_free(path.parent):
-                    found.append(f"Python {made_of.python}, torch {made_of.torch}")
-        return found
-
-    def wait_for_end(self, limit_s: float) -> None:
-        """Return when the process has ended.
-
-        Raises:
-            PoolError: It does not end in that time.
-        """
-        deadline = time.monotonic() + limit_s
-        while self.is_alive():
-            if time.monotonic() > deadline:
-                raise self._error("did not end")
-            time.sleep(_POLL_S)
-        if self._started is not None:
-            self._started.wait(limit_s)
-
-    def pid(self) -> int | None:
-        """Return the process that holds, or last held, the folder's lock; None where none did."""
-        path = self.folder / "lock"
-        written = path.read_text() if path.exists() else ""
-        return int(written) if written else None
-
-    def kill(self) -> None:
-        """End a process that does not answer; returns when it has let go of its lock.
-
-        Raises:
-            PoolError: It cannot be ended.
-        """
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if (pid := self.pid()) is not None:
-                process = psutil.Process(pid)  # its id may be another process's by now
-                if any("taas_magic.pool.process" in word for word in process.cmdline()):
-                    process.kill()
-        if self._started is not None:
-            self._started.kill()
-        self.wait_for_end(_KILL_S)
-
-    def is_over(self) -> bool:
-        """Return whether no process that was started here lives; forgets one that has ended."""
-        if self._started is not None and self._started.poll() is not None:
-            self._started = None
-        return self._started is None
-
-    def _error(self, what: str) -> PoolError:
-        tail = log_tail(self.folder / LOG)
-        return PoolError(f'pool "{self._config.name}" {what}. Its log:\n{tail}')
-
-
-def _is_free(folder: Path) -> bool:
-    """Return whether no process keeps the pool of a folder."""
-    lock = take_lock(folder)
-    if lock is not None:
-        os.close(lock)
-    return lock is not None
-
 
 SILENT_S = 15.0
 """How long after its last beat a pool's process is taken for stopped or hanging."""
@@ -234,7 +75,7 @@ class Pool:
 
     def __init__(self, config: PoolConfig, project: Path) -> None:
         self.config, self.address = config, ""
-        self._process = PoolProcess(config, project)
+        self.process = PoolProcess(config, project)
         self._opening = threading.Lock()
         self._client: Client | None = None
         self._is_retired = False
@@ -245,11 +86,6 @@ class Pool:
     def name(self) -> str:
         """What `--pool` calls it."""
         return self.config.name
-
-    @property
-    def folder(self) -> Path:
-        """The pool's private folder: its address and key, its lock, its log."""
-        return self._process.folder
 
     def capacity(self) -> HostCapacity:
         """Return what one host offers; takes none."""
@@ -270,13 +106,9 @@ class Pool:
         """Seconds since the pool's process was heard last, by a kernel that is connected."""
         return time.monotonic() - self._heard_at
 
-    def of_other_versions(self) -> list[str]:
-        """Return living pools of this name and project that it does not join: their versions."""
-        return self._process.of_other_versions()
-
     def is_alive(self) -> bool:
         """Return whether the pool's process lives, whoever started it."""
-        return self._process.is_alive()
+        return self.process.is_alive()
 
     def has_hosts(self, count: int) -> bool:
         """Return whether a launch on so many hosts would start at once."""
@@ -307,7 +139,7 @@ class Pool:
         said = self._ready(hosts, on_wait, wait, has_run)
         if said.is_ending:  # nobody had used it for a while before this kernel came
             self.close()
-            self._process.wait_for_end(END_S)
+            self.process.wait_for_end(END_S)
             said = self._ready(hosts, on_wait, wait, has_run)
         self._require(said)
 
@@ -320,7 +152,7 @@ class Pool:
         self.connect(on_wait or (lambda lines: None))
         if wait.is_given_up:
             raise PoolError(f'pool "{self.name}": nobody waits for its hosts any more')
-        if self._process.is_ending():
+        if self.process.is_ending():
             return Started(is_ending=True)
         client = self._connected()
         if on_wait is not None:
@@ -356,7 +188,7 @@ class Pool:
                 self._join()
             except OSError:
                 tell([f'pool "{self.name}" did not answer: it is ended and started again'])
-                self._process.kill()
+                self.process.kill()
                 self._join()
 
     def _join(self) -> None:
@@ -366,12 +198,12 @@ class Pool:
             PoolError: It could not be started.
             OSError: It lives, but does not answer.
         """
-        self._process.begin()
+        self.process.begin()
         from distributed import Client, Security  # takes 0.8 s, while the process starts
 
         from taas_magic.host.spec import POOL_BEAT, topic
 
-        place = self._process.wait_for_place()
+        place = self.process.wait_for_place()
         self.address = place.address
         self._client = Client(
             place.address,
@@ -443,19 +275,19 @@ class Pool:
         A process that does not answer is killed; its hosts end with it.
         """
         with self._opening:  # a thread that has just started the process has it by now
-            if self.is_alive() or not self._process.is_over():
+            if self.is_alive() or not self.process.is_over():
                 try:
                     if not self.is_ready:
                         self.close()
                         self._join()
                     self.call(EndPool())
                 except (PoolError, OSError):
-                    self._process.kill()
+                    self.process.kill()
         self.close()
         try:
-            self._process.wait_for_end(END_S)
+            self.process.wait_for_end(END_S)
         except PoolError:
-            self._process.kill()
+            self.process.kill()
 
     def retire(self) -> None:
         """Leave the pool, as soon as no run of this kernel is on it: its settings have changed."""
@@ -465,7 +297,7 @@ class Pool:
 
     def is_over(self) -> bool:
         """Return whether this kernel has left it, and waits for no process of it."""
-        return self._client is None and self._process.is_over()
+        return self._client is None and self.process.is_over()
 
     def close(self) -> None:
         """Leave the pool; its process decides what follows."""
@@ -480,7 +312,7 @@ class Pool:
             finally:
                 logger.disabled = before
             self._client = None
-        self._process.is_over()
+        self.process.is_over()
 
     def _connected(self) -> "Client":
         if self._client is None:
@@ -514,7 +346,7 @@ class Pool:
     def silence(self) -> str:
         """Return what is known of a pool's process that is not heard, and what to do."""
         return (
-            f"its process {self._process.pid() or '?'} has not been heard for "
+            f"its process {self.process.pid() or '?'} has not been heard for "
             f"{self.silent_s:.0f} s; it is stopped or hangs: the next cell replaces it, and "
             f"`%taas down {self.name}` ends it"
         )

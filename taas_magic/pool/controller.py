@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,7 +51,7 @@ from taas_magic.messages import (
 )
 from taas_magic.plan import Plan
 from taas_magic.pool.gate import GateComm
-from taas_magic.pool.hosts import Member, Members, ask_all
+from taas_magic.pool.hosts import Member, Members, Tasks, ask_all
 from taas_magic.pool.runs import PoolFetchers, PoolRun, Share
 from taas_magic.store.manifest import FileRequest
 from taas_magic.store.rule import owned
@@ -132,23 +131,6 @@ LOOK_S = 1.0
 """How often hosts are looked at; times of use are known to so many seconds."""
 
 
-@dataclass
-class _Use:
-    """What is known of one host.
-
-    Attributes:
-        gpus: Its CUDA devices.
-        had_s: How long it is had.
-        used_s: How long it had runs.
-        idle_since: Since when it has none, by the clock; None while it has.
-    """
-
-    gpus: int = 0
-    had_s: float = 0.0
-    used_s: float = 0.0
-    idle_since: float | None = None
-
-
 class Upkeep:
     """Counts the hosts of a pool, and gives idle ones back.
 
@@ -166,8 +148,7 @@ class Upkeep:
         self._members, self._idle_timeout_s = members, idle_timeout_s
         self._clock = clock
         self._looked = clock()
-        self._uses: dict[str, _Use] = {}
-        self._gone: list[_Use] = []
+        self._gpu_s = self._used_gpu_s = 0.0
 
     async def watch(self) -> None:
         """Look at the hosts until it is cancelled."""
@@ -180,48 +161,42 @@ class Upkeep:
         """Count the time since the last look; says whether a host is to be given back."""
         now = self._clock()
         passed_s, self._looked = now - self._looked, now
-        members = self._members.all()
-        for address in self._uses.keys() - {member.address for member in members}:
-            self._gone.append(self._uses.pop(address))
-        for member in members:
-            use = self._uses.setdefault(member.address, _Use(member.gpus))
-            use.had_s += passed_s
+        for member in self._members.all():
+            member.had_s += passed_s
+            self._gpu_s += member.gpus * passed_s
             if member.runs:
-                use.used_s += passed_s
-                use.idle_since = None
-            elif use.idle_since is None:
-                use.idle_since = now
-        return not all(self._is_in_use(member) for member in members)
+                self._used_gpu_s += member.gpus * passed_s
+                member.idle_since = None
+            elif member.idle_since is None:
+                member.idle_since = now
+        return not all(map(self._is_in_use, self._members.all()))
 
     def host(self, member: Member) -> HostStatus:
         """Return what `%taas pools` says of a host."""
-        use = self._uses.get(member.address, _Use(member.gpus))
         return HostStatus(
             host=member.name,
             address=member.place,
             means=member.means,
             since=member.joined,
             runs=sorted(member.runs),
-            had_s=use.had_s,
-            idle_s=None if use.idle_since is None else self._clock() - use.idle_since,
-            gpu_hours=use.gpus * use.had_s / 3600,
+            had_s=member.had_s,
+            idle_s=None if member.idle_since is None else self._clock() - member.idle_since,
+            gpu_hours=member.gpus * member.had_s / 3600,
         )
 
     def pool(self) -> PoolStatus:
         """Return what `%taas pools` says of the pool."""
-        uses = [*self._gone, *self._uses.values()]
         return PoolStatus(
             hosts=[self.host(member) for member in self._members.all()],
-            gpu_hours=sum(use.gpus * use.had_s for use in uses) / 3600,
-            used_gpu_hours=sum(use.gpus * use.used_s for use in uses) / 3600,
+            gpu_hours=self._gpu_s / 3600,
+            used_gpu_hours=self._used_gpu_s / 3600,
         )
 
     def _is_in_use(self, member: Member) -> bool:
         """Return whether a host stays: it runs something, or has not been idle for long enough."""
-        use = self._uses.get(member.address)
-        if member.runs or use is None or use.idle_since is None or self._idle_timeout_s is None:
+        if member.runs or member.idle_since is None or self._idle_timeout_s is None:
             return True
-        return self._clock() - max(use.idle_since, member.taken_at) < self._idle_timeout_s
+        return self._clock() - max(member.idle_since, member.taken_at) < self._idle_timeout_s
 
 
 Tell = Callable[[Event], None]
@@ -248,7 +223,7 @@ class Controller(SchedulerPlugin):
     ) -> None:
         self._scheduler, self._is_local = scheduler, pool.engine == LOCAL
         self._runs: dict[str, Share] = {}
-        self._background: set[asyncio.Future[Any]] = set()
+        self._tasks = Tasks()
         self.members = Members(scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost)
         self._kernels = Kernels(self.members, linger_s, lambda: bool(self._runs))
         self._upkeep = Upkeep(self.members, pool.idle_timeout_s)
@@ -270,7 +245,7 @@ class Controller(SchedulerPlugin):
         for kind in leaves(FileRequest):
             scheduler.handlers[kind.op()] = self._of_hosts(kind)
         for work in (self._beat(), self.members.watch(), self._upkeep.watch()):
-            self._in_background(work)
+            self._tasks.start(work)
 
     @property
     def over(self) -> asyncio.Event:
@@ -304,7 +279,7 @@ class Controller(SchedulerPlugin):
                 return Started(store_error=str(error))
             except (PoolError, OSError) as error:
                 return Started(error=str(error))
-            self._in_background(_carry_out(run, journal, tell, until_end.pop_all()))
+            self._tasks.start(_carry_out(run, journal, tell, until_end.pop_all()))
         return Started(hosts=hosts)
 
     async def _interrupted_end(self, owner: str, tell: Tell) -> None:
@@ -332,7 +307,7 @@ class Controller(SchedulerPlugin):
             await fetch.halt("kill")
             return Started(error=str(error))
         finally:
-            self._in_background(carry_out())
+            self._tasks.start(carry_out())
         return Started(hosts=hosts)
 
     async def _start(self, share: Share, said: Sequence[Event] = ()) -> list[str]:
@@ -410,7 +385,7 @@ class Controller(SchedulerPlugin):
         for run in self._runs.values():
             if run.owner == client:
                 run.publish(Note(text="the notebook's kernel is gone: the run is ended"))
-                self._in_background(run.halt("interrupt"))
+                self._tasks.start(run.halt("interrupt"))
         self._kernels.go(client)
 
     def _told(self, spec: HostSpec) -> HostSpec:
@@ -442,11 +417,6 @@ class Controller(SchedulerPlugin):
     def _on_lost(self, member: Member, why: str) -> None:
         for run in list(self._runs.values()):
             run.lose(member, why)
-
-    def _in_background(self, work: Awaitable[Any]) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 def _journal(folder: RunFolder, tell: Tell) -> Writer:

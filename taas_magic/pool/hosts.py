@@ -8,35 +8,19 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from distributed import Scheduler, SchedulerPlugin
 from distributed.comm import CommClosedError
-from msgspec import structs
 
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
-from taas_magic.host.spec import (
-    AGENT,
-    ANSWER,
-    BEAT,
-    CALL,
-    HEARD,
-    POOL_TOPIC,
-)
+from taas_magic.host.spec import AGENT, ANSWER, BEAT, CALL, HEARD, POOL_TOPIC
 from taas_magic.leases import LOST_AFTER_S
-from taas_magic.messages import (
-    Facts,
-    GetFacts,
-    GetStacks,
-    Greet,
-    Request,
-    RunStacks,
-    to_bytes,
-)
+from taas_magic.messages import Facts, GetFacts, Greet, Request, to_bytes
 from taas_magic.setup.facts import refuse, this_kernel
 
 _numbers = itertools.count(1)
@@ -57,6 +41,8 @@ class Member:
         means: What holds its ranks off the project store.
         place: Where its ranks and fetchers are reached by those of other hosts.
         taken_at: When it was last given to somebody, by this process's monotonic clock.
+        had_s: How long it is had.
+        idle_since: Since when it has no run, by the same clock; None while it has one.
         has: Modules that are known to be installed there; None while nothing is known.
         pending: The calls that it has not answered, by their numbers.
     """
@@ -73,8 +59,11 @@ class Member:
     gpus: int = 0
     leaves: bool = False
     taken_at: float = float("-inf")
+    had_s: float = 0.0
+    idle_since: float | None = None
     has: set[str] | None = None
     pending: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
+    why_lost: str = ""
 
 
 ASK_AGAIN_S = 0.5
@@ -86,12 +75,22 @@ CALL_S = 150.0
 NAMED_AFTER_S = 1.5
 """After how long who waits for a host's word that it lives is told which host that is."""
 
-STACKS_S = 15.0
-"""How long a host may take to say where ranks, or fetchers, stand."""
-
 _CHECKS_PER_LEASE = 32
 
 logger = logging.getLogger(__name__)
+
+
+class Tasks:
+    """What runs beside; of tasks that nobody else keeps, asyncio may lose some."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Future[Any]] = set()
+
+    def start(self, work: Awaitable[Any]) -> None:
+        """Have something run to its end."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 class Members(SchedulerPlugin):
@@ -116,9 +115,8 @@ class Members(SchedulerPlugin):
         self._start_timeout_s, self._lease_s = start_timeout_s, lease_s
         self._on_lost = on_lost
         self._members: dict[str, Member] = {}
-        self._silent: dict[str, str] = {}
         self._changed = asyncio.Condition()
-        self._background: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._takes = self._runs_waiting = 0
         self._awaited: list[str] = []
         self.refused = 0
@@ -208,7 +206,7 @@ class Members(SchedulerPlugin):
             self._takes -= 1
             self._say([])
             if len(self.all()) < count:
-                self._in_background(self.release())
+                self._tasks.start(self.release())
         taken = self.choose(count, keep)
         for member in taken:
             member.taken_at = time.monotonic()
@@ -274,8 +272,8 @@ class Members(SchedulerPlugin):
 
     async def drop(self, address: str, why: str) -> None:
         """Take a host for lost; its engine ends what is left of it."""
-        if address in self._members:
-            self._silent[address] = why
+        if member := self._members.get(address):
+            member.why_lost = why
             await self._scheduler.remove_worker(address, stimulus_id="taas-lease")
 
     async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
@@ -283,19 +281,19 @@ class Members(SchedulerPlugin):
         joined = scheduler.workers[worker]
         if AGENT in joined.extra:
             member = self._members[worker] = Member(worker, str(joined.name))
-            self._in_background(self._greet(member))
+            self._tasks.start(self._greet(member))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Take a host off that is gone, in whatever way; called by Dask."""
         member = self._members.pop(worker, None)
-        why = self._silent.pop(worker, "its agent ended, or its connection broke")
         if member is None:
             return
+        why = member.why_lost or "its agent ended, or its connection broke"
         for answer in member.pending.values():
             if not answer.done():
                 gone = f"host {member.name or worker} is gone: {why}"
                 answer.set_exception(PoolError(gone))
-        self._in_background(self._lose(member, why))
+        self._tasks.start(self._lose(member, why))
 
     async def _lose(self, member: Member, why: str) -> None:
         said = await self._source.why_lost(member.agent)
@@ -330,11 +328,6 @@ class Members(SchedulerPlugin):
         if lines != self._awaited:
             self._awaited = lines
             self._scheduler.log_event(POOL_TOPIC, lines)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     def _send(self, address: str, **message: Any) -> None:
         stream = self._scheduler.stream_comms.get(address)
@@ -392,25 +385,3 @@ async def ask_all(members: Members, hosts: Iterable[Member], asked: GetFacts) ->
         return (said or [Facts()])[0].of(host.name, begin)
 
     return list(await asyncio.gather(*map(ask, hosts)))
-
-
-async def stacks_of(members: Members, hosts: Iterable[Member], run_id: str) -> RunStacks:
-    """Return where the ranks, or the fetchers, of a run stand."""
-
-    async def ask(host: Member) -> RunStacks:
-        asking = members.call(host.address, GetStacks(run_id))
-        try:
-            said = await asyncio.wait_for(asking, STACKS_S)
-        except asyncio.TimeoutError:
-            return RunStacks(silent=[f"host {host.name} did not answer within {STACKS_S:.0f} s"])
-        except PoolError as error:
-            return RunStacks(silent=[f"host {host.name} did not answer: {error}"])
-        ranks = [structs.replace(row, host=host.name) for row in said.ranks]
-        return RunStacks(ranks, [structs.replace(row, host=host.name) for row in said.fetchers])
-
-    said = await asyncio.gather(*map(ask, hosts))
-    return RunStacks(
-        [row for there in said for row in there.ranks],
-        [row for there in said for row in there.fetchers],
-        [line for there in said for line in there.silent],
-    )

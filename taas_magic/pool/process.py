@@ -1,25 +1,34 @@
 """The pool's own process: a Dask scheduler, the controller, and an engine that gets hosts.
 
-Run by a kernel, in a session of its own, so that neither the kernel's interrupt nor its end reaches
-it: it decides itself what follows. A kernel finds it by `pool.json` in the pool's folder, as
-Jupyter finds a kernel by its connection file: address and key, readable by the user alone.
+Run by a kernel (`PoolProcess`), in a session of its own, so that neither the kernel's interrupt nor
+its end reaches it: it decides itself what follows. A kernel finds it by `pool.json` in the pool's
+folder, as Jupyter finds a kernel by its connection file: address and key, readable by the user
+alone.
 
 While it lives it holds a lock on the folder, so a pool has one process, and anybody can see
 whether it lives.
 """
 
 import asyncio
+import contextlib
 import fcntl
+import hashlib
 import logging
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 from msgspec import Struct
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import LOG, Engine, find_engine
+from taas_magic.engines.base import LOG, Engine, find_engine, log_tail
 from taas_magic.engines.keys import SecurityOptions
+from taas_magic.errors import PoolError
+from taas_magic.host.system import spawn_command
+from taas_magic.journal.folder import state_dir
 from taas_magic.messages import pack, unpack
 from taas_magic.setup.facts import Kernel, this_kernel
 
@@ -52,6 +61,151 @@ class PoolPlace(Struct):
     security: SecurityOptions
     project: str
     made_of: Kernel
+
+
+LINGER_S = 5.0
+"""How long a pool's process waits for a kernel after the last one has gone."""
+
+_KILL_S = 20.0
+_POLL_S = 0.02
+
+
+class PoolProcess:
+    """The process of one pool, which lives while somebody holds the lock of its folder."""
+
+    def __init__(self, config: PoolConfig, project: Path) -> None:
+        self._config, self._project = config, project
+        self._started: subprocess.Popen[bytes] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The pool's private folder: its address and key, its lock, its log."""
+        mark = f"{sys.prefix}|{self._project}|{self._config}|{this_kernel()}"
+        digest = hashlib.sha256(os.fsencode(mark)).hexdigest()[:8]
+        path = state_dir() / "pools" / f"{self._config.name}-{digest}"
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path
+
+    def is_alive(self) -> bool:
+        """Return whether the pool's process lives, whoever started it."""
+        return not _is_free(self.folder)
+
+    def is_ending(self) -> bool:
+        """Return whether the pool's process, if it lives, has begun to end."""
+        return not (self.folder / "pool.json").exists()
+
+    def begin(self) -> None:
+        """Start the pool's process, unless one lives; first remove what a killed one left."""
+        lock = take_lock(self.folder)
+        if lock is None:
+            return
+        (self.folder / "pool.json").unlink(missing_ok=True)
+        os.close(lock)
+        if self._started is not None:  # it has let go of the lock, so it is all but gone
+            self._started.wait(self._config.start_timeout_s)
+        with (self.folder / LOG).open("ab") as log:
+            self._started = subprocess.Popen(
+                spawn_command("taas_magic.pool.process"),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        words = PoolWords(str(self.folder), self._config, str(self._project), LINGER_S)
+        assert self._started.stdin is not None
+        self._started.stdin.write(pack(words) + b"\n")
+        self._started.stdin.close()
+
+    def wait_for_place(self) -> PoolPlace:
+        """Return where the pool's scheduler listens, and how one connects to it, once it says so.
+
+        Raises:
+            PoolError: It could not be started, and is ended, if it is stopped or hangs; the message
+                ends with the last lines of its log. Or it is of another version than this kernel.
+        """
+        path = self.folder / "pool.json"
+        deadline = time.monotonic() + self._config.start_timeout_s
+        while not path.exists():
+            code = self._started.poll() if self._started is not None else 0
+            if code == 0:  # the process that lived before was about to end
+                self.begin()
+            if code or time.monotonic() > deadline:
+                error = self._error("did not start")
+                self.kill()
+                raise error
+            time.sleep(_POLL_S)
+        place = unpack(path.read_bytes(), PoolPlace)
+        if place.made_of != this_kernel():
+            raise PoolError(
+                f'pool "{self._config.name}": Python, torch or taas-magic was changed since this '
+                f"kernel started: restart the kernel"
+            )
+        return place
+
+    def of_other_versions(self) -> list[str]:
+        """Return the living pools that this one would be, but for their versions, a text each."""
+        found = []
+        for path in self.folder.parent.glob(f"{self._config.name}-*/pool.json"):
+            with contextlib.suppress(OSError, ValueError):  # it is just ending
+                place = unpack(path.read_bytes(), PoolPlace)
+                made_of = place.made_of
+                is_other = made_of != this_kernel() and place.project == str(self._project)
+                if is_other and not _is_free(path.parent):
+                    found.append(f"Python {made_of.python}, torch {made_of.torch}")
+        return found
+
+    def wait_for_end(self, limit_s: float) -> None:
+        """Return when the process has ended.
+
+        Raises:
+            PoolError: It does not end in that time.
+        """
+        deadline = time.monotonic() + limit_s
+        while self.is_alive():
+            if time.monotonic() > deadline:
+                raise self._error("did not end")
+            time.sleep(_POLL_S)
+        if self._started is not None:
+            self._started.wait(limit_s)
+
+    def pid(self) -> int | None:
+        """Return the process that holds, or last held, the folder's lock; None where none did."""
+        path = self.folder / "lock"
+        written = path.read_text() if path.exists() else ""
+        return int(written) if written else None
+
+    def kill(self) -> None:
+        """End a process that does not answer; returns when it has let go of its lock.
+
+        Raises:
+            PoolError: It cannot be ended.
+        """
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (pid := self.pid()) is not None:
+                process = psutil.Process(pid)  # its id may be another process's by now
+                if any("taas_magic.pool.process" in word for word in process.cmdline()):
+                    process.kill()
+        if self._started is not None:
+            self._started.kill()
+        self.wait_for_end(_KILL_S)
+
+    def is_over(self) -> bool:
+        """Return whether no process that was started here lives; forgets one that has ended."""
+        if self._started is not None and self._started.poll() is not None:
+            self._started = None
+        return self._started is None
+
+    def _error(self, what: str) -> PoolError:
+        tail = log_tail(self.folder / LOG)
+        return PoolError(f'pool "{self._config.name}" {what}. Its log:\n{tail}')
+
+
+def _is_free(folder: Path) -> bool:
+    """Return whether no process keeps the pool of a folder."""
+    lock = take_lock(folder)
+    if lock is not None:
+        os.close(lock)
+    return lock is not None
 
 
 def main() -> int:

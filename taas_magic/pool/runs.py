@@ -29,7 +29,9 @@ from taas_magic.messages import (
     Failure,
     FetcherEnded,
     FetcherReport,
+    FetcherStand,
     FetcherStarted,
+    GetStacks,
     Halt,
     Hang,
     HostEnded,
@@ -38,6 +40,7 @@ from taas_magic.messages import (
     PlaceFetcher,
     RankEvent,
     RankFailure,
+    RankStand,
     Request,
     Restart,
     RunEnded,
@@ -46,7 +49,7 @@ from taas_magic.messages import (
     StateChanged,
 )
 from taas_magic.plan import DataPlan, Plan, next_size
-from taas_magic.pool.hosts import Member, Members, require_fit, stacks_of
+from taas_magic.pool.hosts import Member, Members, Tasks, require_fit
 from taas_magic.store.manifest import FileRequest
 
 SETTLE_S = 0.3
@@ -67,6 +70,9 @@ END_S = 600.0
 FETCHERS_END_S = 10.0
 """How long the kernel waits for fetchers to end."""
 
+STACKS_S = 15.0
+"""How long a host may take to say where ranks, or fetchers, stand."""
+
 AGAIN_S = 5.0
 """After hosts could not be had, how long until they are asked for again."""
 
@@ -82,12 +88,11 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class Report:
-    """How one host's ranks ended.
+    """How one host's ranks ended, and when it said so.
 
     Attributes:
         state: SUCCEEDED, FAILED, INTERRUPTED, or LOST for a host that is gone.
         cause: As `host.watch.Verdict` has it; "lost" for a host that is gone.
-        at: When it came.
         failures: Those of its ranks; with SUCCEEDED, ranks that left by `sys.exit(0)`.
     """
 
@@ -97,12 +102,20 @@ class Report:
     failures: tuple[Failure, ...] = ()
 
 
-@dataclass(frozen=True)
-class Standing:
-    """One host in an attempt: its report, if there is one, and when it was last heard."""
+@dataclass
+class HostPart:
+    """One host's part in a share.
 
-    report: Report | None
-    heard_at: float
+    Attributes:
+        ended: Nothing of the share is on the host (any more).
+        heard_at: When the host last said something of the share, or asked.
+    """
+
+    member: Member
+    host_rank: int
+    report: Report | None = None
+    ended: bool = False
+    heard_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ class Outcome:
     curable: bool = False
 
 
-def decide(hosts: Collection[Standing], now: float) -> Outcome | None:
+def decide(hosts: Collection[HostPart], now: float) -> Outcome | None:
     """Say how an attempt ended; None while it goes on.
 
     The first failure that is reported need not be the first that happened: when a rank dies, those
@@ -139,7 +152,9 @@ def decide(hosts: Collection[Standing], now: float) -> Outcome | None:
             return None  # hosts that were interrupted say so within their grace
         if own and now < min(own) + SETTLE_S:
             return None
-        if not own and any(host.heard_at < since + LATE_S for host in hosts if not host.report):
+        if not own and any(
+            host.member.heard_at < since + LATE_S for host in hosts if not host.report
+        ):
             return None
     state = worst(report.state for report in bad)
     if state == "INTERRUPTED":
@@ -148,7 +163,7 @@ def decide(hosts: Collection[Standing], now: float) -> Outcome | None:
     return Outcome(state, _failures(bad if own else reports), curable)
 
 
-def _of_good(hosts: Collection[Standing], reports: list[Report], now: float) -> Outcome | None:
+def _of_good(hosts: Collection[HostPart], reports: list[Report], now: float) -> Outcome | None:
     if len(reports) == len(hosts):
         return Outcome("SUCCEEDED")
     left = [report for report in reports if report.failures]
@@ -172,23 +187,6 @@ def worst(states: Iterable[str]) -> str:
     return max(states, key=_WORST_LAST.index)
 
 
-@dataclass
-class HostPart:
-    """One host's part in a share.
-
-    Attributes:
-        report: How its ranks ended.
-        ended: Nothing of the share is on the host (any more).
-        heard_at: When the host last said something of the share, or asked.
-    """
-
-    member: Member
-    host_rank: int
-    report: Report | None = None
-    ended: bool = False
-    heard_at: float = field(default_factory=time.monotonic)
-
-
 class Share(ABC):
     """A run's ranks, or its fetchers, which have not ended.
 
@@ -208,7 +206,7 @@ class Share(ABC):
         self._parts: dict[str, HostPart] = {}
         self._changed = asyncio.Event()
         self._halted, self._how_halted = asyncio.Event(), ""
-        self._late: set[asyncio.Future[None]] = set()
+        self._tasks = Tasks()
 
     @abstractmethod
     async def start(self) -> list[str]:
@@ -277,13 +275,31 @@ class Share(ABC):
         """Interrupt or kill the share on all its hosts; ranks are not started again."""
         self._how_halted = how
         self._halted.set()
-        self._end_late(HALT_S)
+        self._tasks.start(self._end_late(HALT_S))
         await self._tell_all(Halt(self.run_id, how))
 
     async def stacks(self) -> RunStacks:
         """Return where its ranks, or fetchers, stand."""
         there = [part.member for part in self._parts.values() if not part.ended]
-        return await stacks_of(self._members, there, self.run_id)
+        said = await asyncio.gather(*map(self._stacks_on, there))
+        return RunStacks(
+            [row for host in said for row in host.ranks],
+            [row for host in said for row in host.fetchers],
+            [line for host in said for line in host.silent],
+        )
+
+    async def _stacks_on(self, host: Member) -> RunStacks:
+        asking = self._members.call(host.address, GetStacks(self.run_id))
+        try:
+            said = await asyncio.wait_for(asking, STACKS_S)
+        except asyncio.TimeoutError:
+            return RunStacks(silent=[f"host {host.name} did not answer within {STACKS_S:.0f} s"])
+        except PoolError as error:
+            return RunStacks(silent=[f"host {host.name} did not answer: {error}"])
+        rows: list[RankStand | FetcherStand] = [*said.ranks, *said.fetchers]
+        for row in rows:
+            row.host = host.name
+        return said
 
     def _part(self, address: str) -> HostPart | None:
         """Return a host's part; None when the share is not on it (any more)."""
@@ -351,26 +367,18 @@ class Share(ABC):
             self._changed.clear()
             await self._changed.wait()
 
-    def _end_late(self, limit_s: float) -> None:
+    async def _end_late(self, limit_s: float) -> None:
         """Give hosts so long to end the share; one that does not is ended itself.
 
         A host that sends files home asks and says things meanwhile: it has as long from each.
         """
-        self._in_background(self._drop_late(list(self._parts.values()), limit_s))
-
-    async def _drop_late(self, parts: list[HostPart], limit_s: float) -> None:
-        began = time.monotonic()
+        parts, began = list(self._parts.values()), time.monotonic()
         while left := [part for part in parts if not part.ended]:
             late = [it for it in left if time.monotonic() - max(it.heard_at, began) >= limit_s]
             for part in late:
                 why = f"it did not end run {self.run_id} within {limit_s:.0f} s; it is replaced"
                 await self._members.drop(part.member.address, why)
             await asyncio.sleep(_LOOK_S)
-
-    def _in_background(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._late.add(task)
-        task.add_done_callback(self._late.discard)
 
 
 class PoolFetchers(Share):
@@ -510,7 +518,7 @@ class PoolRun(Share):
         if isinstance(event, Settled) and event.cause == "host":
             first = first_failure(event.failures)
             why = first.message if first else "it can run nothing any more"
-            self._in_background(self._members.drop(part.member.address, why))
+            self._tasks.start(self._members.drop(part.member.address, why))
         elif isinstance(event, Settled) and event.attempt == self._attempt:
             self._report(part, event.state, event.cause, event.failures)
         elif isinstance(event, HostEnded):
@@ -538,8 +546,7 @@ class PoolRun(Share):
         """Return how the attempt ended; meanwhile, it may grow."""
         while True:
             parts = self._parts.values()
-            standings = [Standing(part.report, part.member.heard_at) for part in parts]
-            if (outcome := decide(standings, time.monotonic())) is not None:
+            if (outcome := decide(parts, time.monotonic())) is not None:
                 return outcome
             settling = any(part.report for part in parts)
             found = None if settling or self.is_halted else self._growth.found()
@@ -621,7 +628,7 @@ class PoolRun(Share):
         there = [part for part in self._parts.values() if not part.ended]
         for part in there:
             part.report = None
-        self._end_late(END_S)
+        self._tasks.start(self._end_late(END_S))
         await self._tell_all(EndRun(self.run_id))
         await self._gone()
         await self._ways.aclose()

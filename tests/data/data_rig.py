@@ -14,16 +14,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from taas_magic.config import DataConfig
 from taas_magic.data import metrics
+from taas_magic.data import service as about
 from taas_magic.data.connection import FetcherLink
 from taas_magic.data.loader import Feed, RemoteLoader
 from taas_magic.data.own_servers import OwnServers
 from taas_magic.data.protocol import Challenge, Proof, ProtocolState, Role, State, Welcome, pack
 from taas_magic.data.service import FolderDirectory
 from taas_magic.host.fetcher import fetcher_main
-from taas_magic.host.spec import Fetched, FetcherSpec
+from taas_magic.host.spec import FetcherSpec
 from taas_magic.leases import FetchLease
 from taas_magic.messages import FetcherStarted, of_fetcher
+from taas_magic.plan import FetcherPlan
 from taas_magic.registry import Registered
 from tests.rig.main_module import plain_main
 
@@ -109,26 +112,29 @@ class Service:
         self.processes, self.own = [], []
         folder.mkdir(parents=True, exist_ok=True)
         self.payloads = {name: cloudpickle.dumps(loader) for name, loader in loaders.items()}
+        about.folder_of(folder).mkdir(exist_ok=True)
         for name, payload in self.payloads.items():
-            (folder / f"{name}.pkl").write_bytes(payload)
+            about.payload_file(folder, name).write_bytes(payload)
         self.fetchers, self.workers, self.changes = fetchers, workers, changes
         for number in range(fetchers):
             self.start(number)
 
     def spec(self, number):
-        fetched = tuple(
-            Fetched(
-                name,
-                self.folder / f"{name}.pkl",
-                num_workers=loader.num_workers or self.workers,
-                seed=SEED,
-            )
-            for name, loader in self.loaders.items()
+        changes = dict(self.changes)
+        served = about.Service(
+            self.key,
+            SEED,
+            self.fetchers,
+            units=None,
+            loaders=tuple(
+                about.Served(name, loader.num_workers or self.workers, "", SEED)
+                for name, loader in self.loaders.items()
+            ),
+            settings=DataConfig(buffer_bytes=changes.pop("buffer_bytes", 1 << 30)),
+            tls=changes.pop("tls", None),
         )
-        folder = self.folder / "fetchers"
-        return FetcherSpec(
-            number, number, self.fetchers, fetched, self.key, folder, 1, **self.changes
-        )
+        plan = FetcherPlan(number, number, tuple(self.loaders), host=0)
+        return FetcherSpec(plan, served, self.folder, 1, **changes)
 
     def start(self, number):
         self.processes.append(self.restart(number))
@@ -153,7 +159,7 @@ class Service:
         arguments = {
             "own": own,
             "payload": self.payloads.__getitem__,
-            "directory": None if local else FolderDirectory(self.folder / "fetchers"),
+            "directory": None if local else FolderDirectory(self.folder / "data" / "fetchers"),
             "key": self.key,
             "seed": SEED,
             "lease": FetchLease(fetch_s=WAIT_S, start_s=WAIT_S),

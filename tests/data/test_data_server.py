@@ -9,6 +9,7 @@ import msgspec
 import psutil
 import pytest
 import torch
+from msgspec import structs
 from torch.utils.data import DataLoader, Dataset
 
 from taas_magic.data.memory import Blocks
@@ -57,8 +58,9 @@ class Spawning(Service):
 
     def spec(self, number):
         spec = super().spec(number)
-        loaders = [dataclasses.replace(loader, context="spawn") for loader in spec.loaders]
-        return dataclasses.replace(spec, loaders=tuple(loaders))
+        loaders = [structs.replace(one, context="spawn") for one in spec.service.loaders]
+        served = structs.replace(spec.service, loaders=tuple(loaders))
+        return dataclasses.replace(spec, service=served)
 
 
 def worker_of(running):

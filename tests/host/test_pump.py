@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.host import link
-from taas_magic.host.output import MESSAGE_LIMIT_BYTES, Pump
+from taas_magic.host.output import MESSAGE_LIMIT_BYTES, MOST_BEGUN, Pump, _MessageStream
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     Display,
@@ -42,10 +42,10 @@ class Rank:
         self.messages: list[Event | RankMessage | StoreMessage] = []
         self.heard = threading.Event()
         self._numbers = itertools.count()
-        self.pump = Pump(folder, run, "h", self.events.append, self._take, lambda: None)
-        self.pump.open(0, [(0, 0)])
-        self.output = os.open(link.log_pipe(folder, 0, 0), os.O_WRONLY)
-        self.message_pipe = os.open(link.message_pipe(folder, 0, 0), os.O_WRONLY)
+        self.pump = Pump(folder, run, "h", self.events.append, self._take)
+        self.pump.open(0, [0])
+        self.output = os.open(link.rank_file(folder, 0, 0, "log"), os.O_WRONLY)
+        self.message_pipe = os.open(link.rank_file(folder, 0, 0, "messages"), os.O_WRONLY)
 
     def _take(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         self.messages.append(message)
@@ -55,6 +55,12 @@ class Rank:
         """Writes a message as a rank does."""
         for piece in link.pieces(encode(message), b"%d" % next(self._numbers)):
             os.write(self.message_pipe, piece)
+
+    def heard_all(self, count: int) -> None:
+        """Waits until so many messages have come."""
+        while len(self.messages) < count:
+            assert self.heard.wait(100)
+            self.heard.clear()
 
     def close(self) -> None:
         os.close(self.output)
@@ -74,9 +80,7 @@ def test_a_traceback_is_in_the_log_once_after_what_was_written_before(rank: Rank
     rank.say(RAISED)
     rank.say(RankRaised("ValueError", "bad", ["drawn"]))
     rank.say(RankReported())
-    while len(rank.messages) < 3:
-        assert rank.heard.wait(100)
-        rank.heard.clear()
+    rank.heard_all(3)
     os.write(rank.output, b"after\n")
     rank.pump.drain(0)
     assert rank.log.read_text() == "before\nno end\nTraceback\nValueError: bad\nafter\n"
@@ -95,9 +99,28 @@ def test_a_traceback_comes_into_the_log_of_a_rank_that_has_closed_it(rank: Rank)
 def test_a_message_that_is_too_large_is_a_note_and_the_next_one_arrives(rank: Rank) -> None:
     rank.say(Display(data={"text/plain": "x" * 2 * MESSAGE_LIMIT_BYTES}))
     rank.say(Display(data={"text/plain": "y" * 1_000_000}))
-    while len(rank.messages) < 2:
-        assert rank.heard.wait(100)
-        rank.heard.clear()
+    rank.heard_all(2)
     note, display = rank.messages
     assert isinstance(note, Note) and note.text == "rank 0 sent 134 MB at once: not shown"
     assert isinstance(display, Display) and len(display.data["text/plain"]) == 1_000_000
+
+
+def test_what_is_no_message_is_said_once_and_the_next_one_arrives(rank: Rank) -> None:
+    for junk in (b"no message\n", b"\xff\n", b"x" * 1_000_000, b"\n. {}\n"):
+        os.write(rank.message_pipe, junk)
+    rank.say(RankReported())
+    rank.heard_all(2)
+    note, reported = rank.messages
+    assert isinstance(note, Note) and note.text.startswith("something on rank 0 wrote what is no")
+    assert reported == RankReported()
+
+
+def test_messages_of_forks_that_were_ended_keep_no_other_from_arriving(rank: Rank) -> None:
+    cut = Display(data={"text/plain": "x" * 5000})
+    for number in range(10 * MOST_BEGUN):
+        os.write(rank.message_pipe, next(link.pieces(encode(cut), b"gone-%d" % number)))
+    rank.say(cut)
+    rank.heard_all(1)
+    assert isinstance(rank.messages[0], Display)
+    [begun] = [it._begun for it in rank.pump._streams() if isinstance(it, _MessageStream)]
+    assert len(begun) <= MOST_BEGUN

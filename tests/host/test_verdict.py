@@ -4,23 +4,28 @@ import pytest
 
 from taas_magic.host.watch import LEFT_GRACE_S
 from taas_magic.messages import Failure
-from taas_magic.pool.runs import LATE_S, SETTLE_S, Outcome, Report, Standing, decide
+from taas_magic.pool.hosts import Member
+from taas_magic.pool.runs import LATE_S, SETTLE_S, HostPart, Outcome, Report, decide
 
 
 def failure(rank: int, consequence: bool = False) -> Failure:
     return Failure(rank=rank, consequence=consequence)
 
 
-def good(at: float = 0.0, *left: Failure) -> Standing:
-    return Standing(Report("SUCCEEDED", "", at, left), heard_at=at)
+def host(heard_at: float, report: Report | None = None) -> HostPart:
+    return HostPart(Member("tls://host:1", heard_at=heard_at), 0, report)
 
 
-def bad(at: float, *failures: Failure, state: str = "FAILED", cause: str = "rank") -> Standing:
-    return Standing(Report(state, cause, at, failures), heard_at=at)
+def good(at: float = 0.0, *left: Failure) -> HostPart:
+    return host(at, Report("SUCCEEDED", "", at, left))
 
 
-def running(heard_at: float) -> Standing:
-    return Standing(None, heard_at)
+def bad(at: float, *failures: Failure, state: str = "FAILED", cause: str = "rank") -> HostPart:
+    return host(at, Report(state, cause, at, failures))
+
+
+def running(heard_at: float) -> HostPart:
+    return host(heard_at)
 
 
 def test_success_takes_all_hosts() -> None:

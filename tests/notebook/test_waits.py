@@ -17,7 +17,8 @@ from taas_magic.errors import PoolError, RunLost
 from taas_magic.host.system import status_of
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import Run
-from taas_magic.pool.client import Pool, PoolProcess
+from taas_magic.pool.client import Pool
+from taas_magic.pool.process import PoolProcess
 from tests.conftest import carriers
 from tests.eventually import eventually
 from tests.frontend import WAIT_S, Frontend, before_start
@@ -80,7 +81,7 @@ def own_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str)
 
 
 def process_of(pool: Pool) -> psutil.Process:
-    return psutil.Process(int((pool.folder / "lock").read_text()))
+    return psutil.Process(int((pool.process.folder / "lock").read_text()))
 
 
 def test_a_stopped_pool_is_told_and_down_ends_it(

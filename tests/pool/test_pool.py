@@ -19,7 +19,7 @@ from taas_magic.errors import PoolError
 from taas_magic.messages import EndPool, Event
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import Run
-from taas_magic.pool import client as pool_process
+from taas_magic.pool import process as pool_process
 from taas_magic.pool.client import Pool
 from taas_magic.pool.process import take_lock
 from tests.events import line_of
@@ -32,7 +32,7 @@ def the_pool(notebook: Notebook) -> Pool:
 
 
 def test_its_files_are_the_users_alone(notebook: Notebook) -> None:
-    folder = the_pool(notebook).folder
+    folder = the_pool(notebook).process.folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "pool.json").stat().st_mode) == 0o600
 
@@ -147,7 +147,7 @@ def test_a_pool_without_kernels_ends_by_itself(
     assert len(tree) >= 4
     pool.close()
     assert not left_of(tree)
-    assert not (pool.folder / "pool.json").exists()
+    assert not (pool.process.folder / "pool.json").exists()
     pool.close()
 
 
@@ -200,7 +200,7 @@ def test_a_pool_that_is_just_ending_is_followed_by_a_new_one(
 ) -> None:
     monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
     pool = Pool(PoolConfig("local"), tmp_path)
-    lock = take_lock(pool.folder)
+    lock = take_lock(pool.process.folder)
     assert lock is not None
     threading.Timer(0.5, os.close, [lock]).start()
     pool.open()
@@ -214,12 +214,12 @@ def test_a_kernel_that_comes_while_its_pool_ends_gets_a_new_one(tmp_path: Path) 
     first, late = Pool(config, tmp_path), Pool(config, tmp_path)
     first.open()
     late.connect()
-    ending = (first.folder / "lock").read_text()
+    ending = (first.process.folder / "lock").read_text()
     first.call(EndPool())
-    while (first.folder / "pool.json").exists():
+    while (first.process.folder / "pool.json").exists():
         threading.Event().wait(0.001)
     late.open()
-    assert late.is_ready and (late.folder / "lock").read_text() != ending
+    assert late.is_ready and (late.process.folder / "lock").read_text() != ending
     first.close()
     late.down()
 
