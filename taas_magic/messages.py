@@ -217,7 +217,7 @@ class Event(Struct, tag_field="kind", kw_only=True):
 
     Attributes:
         time: Seconds since 1970, when the pool's process saw it.
-        host: Who reports it; "" for what no single host does.
+        host: Who reports it, as the pool's process knows it; "" for what no single host does.
     """
 
     time: float = field(default_factory=time.time)

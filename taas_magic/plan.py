@@ -38,11 +38,9 @@ class DataPlan(Struct, frozen=True):
     """The fetchers of a run.
 
     Attributes:
-        pool: The pool whose hosts they are on.
-        hosts: How many of its hosts are theirs.
+        hosts: How many of the pool's hosts are theirs.
         pool_hosts: Hosts that the pool is to have before they are chosen: where it runs the ranks
             too, these then find hosts without fetchers, as far as there are any.
-        fetchers: All of them, by number.
         crosses: Whether batches may go from host to host.
         cores: Processors that each may use; the same everywhere, since the workers of a loader are
             counted by it.
@@ -101,8 +99,7 @@ def place_fetchers(
     Args:
         loaders: Names of the registered loaders that the cell uses; at least one.
         cpus: Hosts for each of them; at least one.
-        pool: Whose hosts are taken.
-        cores: Processors of each of its hosts.
+        cores: Processors of each of the pool's hosts.
         rank_hosts: How many of its hosts run the ranks; 0: those of another pool do.
         note: Something to be said besides.
     """

@@ -86,19 +86,17 @@ class HostFetchers(HostShare):
             process = forkserver.start(FETCHER, spec, theirs)
             theirs.close()
             self._running[control] = _Running(spec, process)
-        while self._running and self.stopped_at is None:
-            for control in self._pass_on(self._running):
+        until: float | None = None
+        while self._running and (until is None or time.monotonic() < until):
+            if self.stopped_at is not None and until is None:
+                until = time.monotonic() + _END_S
+                for control in self._running:
+                    with suppress(OSError):  # it has ended
+                        control.send("end")
+            for control in self._pass_on():
                 self._end(control)
             for one in self._running.values():
                 self._look_for_writes(one)
-        left = dict(self._running)
-        for control in left:
-            with suppress(OSError):  # it has ended
-                control.send("end")
-        until = time.monotonic() + _END_S
-        while left and time.monotonic() < until:
-            for control in self._pass_on(left):
-                del left[control]
 
     def _specs(self) -> Iterator[FetcherSpec]:
         """Yield what each fetcher of this host is told."""
@@ -133,7 +131,7 @@ class HostFetchers(HostShare):
         assert data is not None
         for plan in data.on(self.spec.host_rank):
             entry = _failed_entry(plan.loaders, self.spec.plan.cpus, why)
-            self.emit(FetcherEnded(host=self.host, number=plan.number, entry=entry))
+            self.emit(FetcherEnded(number=plan.number, entry=entry))
 
     def _keep(self, error: Exception) -> None:
         self.note(f"the fetchers' logs stay on host {self.host}: {error}")
@@ -144,10 +142,10 @@ class HostFetchers(HostShare):
     def _ending(self) -> tuple[Callable[[], None], ...]:
         return tuple(partial(self._end, control) for control in self._running)
 
-    def _pass_on(self, running: Iterable[Connection]) -> list[Connection]:
+    def _pass_on(self) -> list[Connection]:
         """Pass on what fetchers say now, or soon; returns those that have ended."""
         ended = []
-        ready = wait([*running, self.wakeup.fileno()], POLL_S)
+        ready = wait([*self._running, self.wakeup.fileno()], POLL_S)
         self.wakeup.clear()
         for control in ready:
             if not isinstance(control, Connection):
@@ -162,7 +160,6 @@ class HostFetchers(HostShare):
             if isinstance(said, FetcherFailed):
                 one.why = said.why
             else:
-                said.host = self.host
                 self.emit(said)
         return ended
 
@@ -181,7 +178,7 @@ class HostFetchers(HostShare):
         one.process.join(_EXIT_S)
         one.process.kill()
         one.process.join()
-        ended = FetcherEnded(host=self.host, number=one.spec.plan.number)
+        ended = FetcherEnded(number=one.spec.plan.number)
         if self.stopped_at is None:
             text = self._how_one_ended(one)
             self.note(text)

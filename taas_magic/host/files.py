@@ -22,15 +22,9 @@ from taas_magic import probe
 from taas_magic.capture.reducers import copy_environ
 from taas_magic.data import service
 from taas_magic.errors import ProtocolError
-from taas_magic.host.spec import HostSpec, Place
+from taas_magic.host.spec import Emit, HostSpec, Place
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import (
-    Event,
-    Note,
-    StoreMessage,
-    UnsentFile,
-    WrittenFile,
-)
+from taas_magic.messages import Note, StoreMessage, UnsentFile, WrittenFile
 from taas_magic.store.desk import Desk
 from taas_magic.store.manifest import (
     CHUNK_BYTES,
@@ -60,13 +54,7 @@ _NAMED_AT_MOST = 5
 
 
 class RunFiles:
-    """The folder of one run on this host.
-
-    Args:
-        spec: The run's share of this host, as the notebook's machine has it.
-        ask: Asks the pool's process for what is not on this host.
-        cache: Where this host keeps folders of runs.
-    """
+    """The folder of one run on this host, below `cache` where the notebook's is not here."""
 
     def __init__(self, spec: HostSpec, ask: Ask, cache: Path) -> None:
         self._ask, self._pace = ask, Pace()
@@ -151,10 +139,6 @@ def _is_same(spec: HostSpec) -> bool:
 
 class Travelling:
     """A store that is not on this host, and its mirror here.
-
-    Args:
-        spec: A share of the run on this host, as the notebook's machine has it.
-        note: Tells the user something, once.
 
     Raises:
         StoreError: It cannot be copied to this host.
@@ -269,17 +253,9 @@ def _sends(spec: HostSpec) -> Sequence[str] | None:
 
 
 class HostFiles:
-    """The files of a share of a run on this host; fetchers write nothing to the project here.
+    """The files of a share of a run on this host; fetchers write nothing to the project here."""
 
-    Args:
-        spec: The share, as the notebook's machine has it.
-        ask: Asks the pool's process for what is not on this host.
-        emit: Sends an event to the pool's process.
-    """
-
-    def __init__(
-        self, spec: HostSpec, place: Place, ask: Ask, emit: Callable[[Event], None]
-    ) -> None:
+    def __init__(self, spec: HostSpec, place: Place, ask: Ask, emit: Emit) -> None:
         self._spec, self._place, self._ask, self._emit = spec, place, ask, emit
         self._has_rank_0 = spec.has_rank_0
         self._folder: RunFiles | None = None
@@ -357,20 +333,16 @@ class HostFiles:
         if receipt is not None:
             if finished is not None:
                 receipt.written, receipt.not_sent = finished
-            receipt.host = self._place.host
             self._emit(receipt)
 
     def _note(self, text: str) -> None:
-        self._emit(Note(host=self._place.host, text=text))
+        self._emit(Note(text=text))
 
 
 class FileServer:
     """Answers the hosts of a share of a run, in the pool's process.
 
     What of the project store takes a disk's time is done in a thread of its own.
-
-    Args:
-        spec: The share, of any of its hosts.
     """
 
     def __init__(self, spec: HostSpec) -> None:

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
@@ -28,25 +28,17 @@ from taas_magic.host import forkserver, link, rendezvous
 from taas_magic.host.files import HostFiles
 from taas_magic.host.output import Pump, Wakeup
 from taas_magic.host.rendezvous import Rendezvous
-from taas_magic.host.spec import HostSpec, Place, ProcessSpec, torchrun_variables
+from taas_magic.host.spec import Emit, HostSpec, Place, ProcessSpec, torchrun_variables
 from taas_magic.host.stacks import Stand
 from taas_magic.host.supervisor import run_folder
 from taas_magic.host.system import end_all, leftovers, named, signal_name
-from taas_magic.host.watch import (
-    Ranks,
-    Verdict,
-    decide,
-    failure_of,
-    guilty,
-    host_failure,
-)
+from taas_magic.host.watch import Ranks, Verdict, decide, failure_of, guilty, host_failure
 from taas_magic.messages import (
     EndRun,
     Event,
     Failure,
     Halt,
     HostEnded,
-    LoaderPlaces,
     Note,
     PlaceFetcher,
     RankEvent,
@@ -79,10 +71,7 @@ class HostShare(ABC):
     """A run's ranks, or its fetchers, on this host.
 
     Args:
-        spec: What is to run here.
-        emit: Sends an event to the pool's process; any thread may call it.
         alone: Says whether nothing else is on this host.
-        ask: Asks the pool's process for files that this host does not share.
 
     Raises:
         PoolError: Nothing can be written in TMPDIR.
@@ -98,7 +87,7 @@ class HostShare(ABC):
         self,
         spec: HostSpec,
         place: Place,
-        emit: Callable[[Event], None],
+        emit: Emit,
         alone: Callable[[], bool],
         ask: Ask,
     ) -> None:
@@ -117,7 +106,7 @@ class HostShare(ABC):
         finally:
             state, failures = self._how_it_ended()
             number = self.spec.host_rank
-            self.emit(HostEnded(host=self.host, host_rank=number, state=state, failures=failures))
+            self.emit(HostEnded(host_rank=number, state=state, failures=failures))
             self.wakeup.close()
 
     def _run(self) -> None:
@@ -187,28 +176,19 @@ class HostShare(ABC):
 
     def note(self, text: str) -> None:
         """Tell the user something, once."""
-        self.emit(Note(host=self.host, text=text))
+        self.emit(Note(text=text))
 
 
 class Attempt:
-    """The ranks of one attempt on this host.
+    """The ranks of one attempt on this host; `pipes` is the folder of their pipes."""
 
-    Args:
-        spec: What is to run here, with this host's paths.
-        pump: Brings what the ranks say.
-        pipes: The folder in which they say it.
-        emit: Sends an event to the pool's process.
-    """
-
-    def __init__(
-        self, spec: HostSpec, host: str, pump: Pump, pipes: Path, emit: Callable[[Event], None]
-    ) -> None:
+    def __init__(self, spec: HostSpec, host: str, pump: Pump, pipes: Path, emit: Emit) -> None:
         self._spec, self._host = spec, host
         self._pump, self._pipes, self._emit = pump, pipes, emit
         first = spec.share.first_rank
         self._numbers = range(first, first + spec.share.ranks)
         self.ranks = Ranks(self._numbers)
-        self.stand = Stand(spec.plan.hang_s, host, spec.attempt, self.ranks, pump, pipes, emit)
+        self.stand = Stand(spec.plan.hang_s, spec.attempt, self.ranks, pump, pipes, emit)
         self._processes: dict[int, Any] = {}
         self.verdict: Verdict | None = None
         """How the ranks stand; None while they run."""
@@ -216,11 +196,7 @@ class Attempt:
         """Why they failed, if they did."""
 
     def start(self, process_spec: ProcessSpec, port: int) -> None:
-        """Start the ranks, and say that they have started.
-
-        Args:
-            port: Where the attempt's ranks meet, on the run's first host.
-        """
+        """Start the ranks, and say that they have started; they meet at `port`."""
         attempt = self._spec.attempt
         self._pump.open(attempt, self._numbers)
         for local_rank, rank in enumerate(self._numbers):
@@ -229,7 +205,7 @@ class Attempt:
             self._processes[rank] = forkserver.start(RANK, process_spec, environ)
         pids = {rank: process.pid for rank, process in self._processes.items()}
         self.ranks.started(pids)
-        self._emit(RanksStarted(host=self._host, attempt=attempt, pids=pids))
+        self._emit(RanksStarted(attempt=attempt, pids=pids))
 
     @property
     def sentinels(self) -> list[int]:
@@ -237,13 +213,7 @@ class Attempt:
         return [process.sentinel for process in self._running().values()]
 
     def look(self, deadline: float | None, interrupted_at: float | None, is_killed: bool) -> None:
-        """Ask the system about the ranks and judge them; acts on the verdict, if there is one.
-
-        Args:
-            deadline: When the run has to have ended, by the monotonic clock.
-            interrupted_at: When it was interrupted, by the same clock.
-            is_killed: Whether it is to end at once.
-        """
+        """Ask the system about the ranks and `decide`; acts on the verdict, if there is one."""
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
                 self._pump.drain(rank)  # all that it said counts
@@ -285,10 +255,9 @@ class Attempt:
         if verdict.state == "FAILED":
             self.failures = failures
             for failure in failures:
-                self._emit(RankFailure(host=self._host, failure=failure))
+                self._emit(RankFailure(failure=failure))
         self._emit(
             Settled(
-                host=self._host,
                 attempt=self._spec.attempt,
                 state=verdict.state,
                 cause=verdict.cause,
@@ -344,7 +313,9 @@ class HostRun(HostShare):
         self._pump: Pump | None = None
         self._order: _Order | None = None
         self._gone_wrong: tuple[str, list[Failure]] | None = None
-        self._places = Places(spec.fetchers)
+        self._entries = dict(spec.fetchers)
+        self._run_dir: Path | None = None
+        self._placing = threading.Lock()
 
     def again(self, spec: HostSpec) -> int:
         """Start all ranks again; called by another thread.
@@ -362,6 +333,14 @@ class HostRun(HostShare):
         """See `HostShare.stacks`; none before the ranks have started."""
         stand = self._attempt.stand if self._attempt is not None else None
         return RunStacks(stand.rows(stand.collect()) if stand is not None else [])
+
+    def _place_fetchers(self) -> None:
+        """Write where fetchers listen where ranks look, once that is here; in any thread."""
+        with self._placing:
+            if self._run_dir is not None:
+                folder = service.folder_of(self._run_dir) / "fetchers"
+                for number, entry in list(self._entries.items()):
+                    service.write_entry(folder, number, entry)
 
     def _command(self, order: _Order) -> None:
         self._order = order
@@ -385,13 +364,15 @@ class HostRun(HostShare):
             case EndRun():  # all hosts have settled
                 self._command(_Order())
             case PlaceFetcher():
-                self._places.put(told.number, told.entry)
+                self._entries[told.number] = told.entry
+                self._place_fetchers()
 
     def _work(self) -> None:
         """Start the ranks, and again as often as the controller says; returns at the run's end."""
         folder = self.spec.folder
-        self._places.open(folder.path)
-        self._pump = Pump(self.folder, folder, self.host, self.emit, self._on_message)
+        self._run_dir = folder.path
+        self._place_fetchers()
+        self._pump = Pump(self.folder, folder, self.emit, self._on_message)
         order = self._take_order()
         while True:
             if order is not None:
@@ -448,7 +429,6 @@ class HostRun(HostShare):
         if isinstance(message, StoreMessage):
             self._files.take(rank, message)
             return
-        message.host, message.time = self.host, time.time()
         if isinstance(message, RankEvent):
             message.rank = rank
         self.emit(message)
@@ -458,7 +438,7 @@ class HostRun(HostShare):
 
     def _keep(self, error: Exception) -> None:
         failure = host_failure(self.host, error)
-        self.emit(RankFailure(host=self.host, failure=failure))
+        self.emit(RankFailure(failure=failure))
         self._gone_wrong = "LOST", [failure]
 
     def _how_it_ended(self) -> tuple[str, list[Failure]]:
@@ -479,30 +459,3 @@ class HostRun(HostShare):
 def _rendezvous_of(spec: HostSpec) -> Rendezvous | None:
     """Return where an attempt's ranks meet, if this is the run's first host."""
     return None if spec.host_rank else Rendezvous(spec.master_addr)
-
-
-class Places:
-    """Where the fetchers of other hosts listen, for the ranks of this one; any thread may call it.
-
-    Args:
-        known: The entries that are known from the start, by the fetchers' numbers.
-    """
-
-    def __init__(self, known: Mapping[int, LoaderPlaces]) -> None:
-        self._entries = dict(known)
-        self._folder: Path | None = None
-        self._lock = threading.Lock()
-
-    def put(self, number: int, entry: LoaderPlaces) -> None:
-        """Take down where a fetcher listens, and write it where ranks look, once that is here."""
-        with self._lock:
-            self._entries[number] = entry
-            if self._folder is not None:
-                service.write_entry(self._folder, number, entry)
-
-    def open(self, run_dir: Path) -> None:
-        """Write all that is known into the run's folder, which is on this host from now on."""
-        with self._lock:
-            self._folder = service.folder_of(run_dir) / "fetchers"
-            for number, entry in self._entries.items():
-                service.write_entry(self._folder, number, entry)

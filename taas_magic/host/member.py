@@ -31,16 +31,7 @@ from taas_magic.errors import PoolError
 from taas_magic.host import forkserver, rendezvous, system
 from taas_magic.host.fetchers import HostFetchers
 from taas_magic.host.host_run import HostRun, HostShare, Told
-from taas_magic.host.spec import (
-    AGENT,
-    ANSWER,
-    BEAT,
-    CALL,
-    EVENT,
-    HEARD,
-    Place,
-    StartShare,
-)
+from taas_magic.host.spec import AGENT, ANSWER, BEAT, CALL, EVENT, HEARD, Place, StartShare
 from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import (
     AgentSettings,
@@ -303,7 +294,7 @@ class AgentWorker(Worker):
         share = await asyncio.to_thread(kind, spec, self._place, emit, self._is_alone, ask_files)
         self._shares[run_id] = share
         for problem in () if spec.fetches else self._problems:
-            emit(Note(host=self._place.host, text=problem))
+            emit(Note(text=problem))
         carry_out = threading.Thread(
             target=self._carry_out, args=(run_id, share), name=f"run-{run_id}"
         )

@@ -23,6 +23,7 @@ from msgspec import DecodeError
 
 from taas_magic import messages
 from taas_magic.host import link
+from taas_magic.host.spec import Emit
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     Event,
@@ -374,11 +375,11 @@ class _LogStream:
         self.file: IO[bytes] | None = path.open("ab", buffering=0)
         self.heard_at = 0.0
         self.is_open = True
-        self.has_traceback = False
+        self.is_cut = self.has_traceback = False
 
     def take(self, data: bytes) -> OSError | None:
         """Store and split bytes; returns the error that ended the writing of the log file."""
-        self.heard_at = time.monotonic()
+        self.heard_at, self.is_cut = time.monotonic(), not data.endswith(b"\n")
         self.pending += self.budget.admit(self.assembler.feed(data))
         if self.file is None:
             return None
@@ -406,6 +407,7 @@ class _MessageStream:
         self._rest = b""
         self._begun: dict[bytes, _Parts] = {}
         self._is_broken = False
+        self.is_open = True
 
     def take(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
         """Return the messages that bytes complete; a note for what is none, or too large."""
@@ -439,6 +441,7 @@ class _MessageStream:
         return Note(text=f"{text}: not shown") if is_first else None
 
     def close(self) -> None:
+        self.is_open = False
         os.close(self.fd)
 
 
@@ -461,7 +464,6 @@ class Pump:
     Args:
         pipes: The private folder that holds the named pipes.
         folder: The run's folder, for the log files.
-        emit: Sends an event to the pool's process; called in the pump's thread.
         on_message: Called in the pump's thread with (rank, message) for what is not a log.
     """
 
@@ -469,11 +471,10 @@ class Pump:
         self,
         pipes: Path,
         folder: RunFolder,
-        host: str,
-        emit: Callable[[Event], None],
+        emit: Emit,
         on_message: Callable[[int, Event | RankMessage | StoreMessage], None],
     ) -> None:
-        self._pipes, self._folder, self._host = pipes, folder, host
+        self._pipes, self._folder = pipes, folder
         self._emit, self._on_message = emit, on_message
         self._selector = selectors.DefaultSelector()
         self._wakeup = Wakeup()
@@ -559,6 +560,8 @@ class Pump:
                     break
 
     def _read(self, stream: _LogStream | _MessageStream) -> bool:
+        if not stream.is_open:  # it ended meanwhile
+            return False
         try:
             data = os.read(stream.fd, _CHUNK_BYTES)
         except BlockingIOError:
@@ -583,25 +586,14 @@ class Pump:
         if stream.has_traceback:
             return
         stream.has_traceback = True
-        self._catch_up(stream)
-        lines = [""] if stream.assembler.progress else []
+        self._read_all([stream])  # a thread of the rank may go on to write
+        lines = [""] if stream.is_cut else []
         lines += [*message.traceback, ""]
         try:
             with self._folder.log(rank).open("ab") as file:
                 file.write("\n".join(lines).encode(errors="backslashreplace"))
         except OSError as error:
             self._warn_of_full_disk(stream, error)
-
-    def _catch_up(self, stream: _LogStream) -> None:
-        """Read what is in a rank's log pipe; a thread of the rank may go on to write."""
-        for _ in range(_PIPE_CHUNKS):
-            try:
-                data = os.read(stream.fd, _CHUNK_BYTES) if stream.is_open else b""
-            except BlockingIOError:
-                return
-            if not data:
-                return
-            self._warn_of_full_disk(stream, stream.take(data))
 
     def _end(self, stream: _LogStream | _MessageStream) -> None:
         self._selector.unregister(stream.fd)
@@ -610,7 +602,7 @@ class Pump:
     def _warn_of_full_disk(self, stream: _LogStream, error: OSError | None) -> None:
         if error is not None:
             text = f"the log of rank {stream.rank} is incomplete: {error.strerror}"
-            self._emit(Note(host=self._host, text=f"{text} ({self._folder.log(stream.rank)})"))
+            self._emit(Note(text=f"{text} ({self._folder.log(stream.rank)})"))
 
     def _flush(self, now: float) -> None:
         if now - self._flushed_at < COALESCE_S:
@@ -619,17 +611,15 @@ class Pump:
             if stream.pending:
                 self._flushed_at = now
                 lines, stream.pending = stream.pending, []
-                self._emit(Lines(host=self._host, rank=stream.rank, lines=lines))
+                self._emit(Lines(rank=stream.rank, lines=lines))
             dropped, size = stream.budget.take_dropped()
             if dropped:
-                self._emit(
-                    LinesDropped(host=self._host, rank=stream.rank, lines=dropped, bytes=size)
-                )
+                self._emit(LinesDropped(rank=stream.rank, lines=dropped, bytes=size))
         if self._progress_due() and now - self._progress_at >= PROGRESS_S:
             self._progress_at = now
             first = self._logs[0]
             first.shown_progress = first.assembler.progress
-            self._emit(Progress(host=self._host, rank=0, text=first.shown_progress))
+            self._emit(Progress(rank=0, text=first.shown_progress))
 
     def _progress_due(self) -> bool:
         """Return whether rank 0's progress bar has moved: the head shows no other rank's."""

@@ -137,7 +137,6 @@ class ResultSender:
     Args:
         folder: `RunFolder.results`.
         environ: torchrun's variables of the rank.
-        note: Tells the notebook a sentence.
     """
 
     def __init__(

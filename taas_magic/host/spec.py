@@ -9,7 +9,7 @@ kernel, too: it imports neither Dask nor torch.
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from msgspec import Struct, structs
 
 from taas_magic.host.system import LOOPBACK, RUN_TOKEN, name_of
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import AnyEvent, LoaderPlaces, Request, Started
+from taas_magic.messages import AnyEvent, Event, LoaderPlaces, Request, Started
 from taas_magic.plan import FetcherPlan, HostPlan, Plan
 from taas_magic.store.rule import Identity
 
@@ -140,7 +140,6 @@ class HostSpec(Struct, frozen=True):
         host_rank: This host's place among the run's hosts, or among those of its fetchers.
         master_addr: Where the first host has the ranks' store.
         master_port: Its port; 0 on the first host, which makes it.
-        attempt: Which start of the ranks this is, from 0.
         fetchers: Where the fetchers that have started listen, by number.
         home_dir: The run's folder on the notebook's machine, where `run_dir` is another.
         requires: Modules that must be installed on the hosts; None asks hosts nothing.
@@ -206,12 +205,15 @@ class HostSpec(Struct, frozen=True):
         return environ | ({REACH: self.reach} if self.reach else {})
 
 
+Emit = Callable[[Event], None]
+"""Sends an event of a run to the pool's process; any thread of the agent may call it."""
+
+
 class Launch(Request[Started]):
-    """Start a run, or its fetchers, on as many hosts as its plan has.
+    """Start a run, or its fetchers, on as many hosts as its plan has; its first one is told `spec`.
 
     Attributes:
         owner: The Dask client of the kernel; when it is gone, so is the run.
-        spec: What its first host is told.
         said: Events that the run's fetchers have sent before.
     """
 
@@ -221,12 +223,9 @@ class Launch(Request[Started]):
 
 
 class StartShare(Request[int]):
-    """Start the host's share of a run.
+    """Start the host's share of a run; `again` ends its ranks of the attempt before.
 
     The answer is the port where the attempt's ranks meet, on the run's first host; 0 elsewhere.
-
-    Attributes:
-        again: End the host's ranks of the attempt before.
     """
 
     spec: HostSpec
@@ -256,8 +255,6 @@ class FetcherSpec:
 
     Attributes:
         run_dir: The run's folder on this host, with the loaders and the fetchers' addresses.
-        cores: Processors that it may use.
-        host: Its host's name, for messages.
         listen: Address to listen at for TCP; "" for this host's ranks only.
         spill: Folder for what memory has no room for; None: the workers wait instead.
         fill_batches: What all fetchers of its loaders are to have ready before ranks ask.
@@ -304,8 +301,6 @@ def of_host(spec: HostSpec, host_rank: int) -> HostSpec:
     return structs.replace(spec, plan=mine, host_rank=host_rank, n_hosts=len(hosts))
 
 
-ROLE = "default"
-
 TORCHRUN_NAMES = (
     *("LOCAL_RANK", "RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -322,7 +317,6 @@ def torchrun_variables(
     """Return what torchrun would set for a rank of this host.
 
     Args:
-        port: Of the attempt's store, on the run's first host.
         error_file: Where `torch.distributed.elastic.multiprocessing.errors.record` writes.
     """
     share, world_size = spec.share, str(spec.plan.world_size)
@@ -332,7 +326,7 @@ def torchrun_variables(
         "RANK": rank,
         "GROUP_RANK": str(spec.host_rank),
         "ROLE_RANK": rank,
-        "ROLE_NAME": ROLE,
+        "ROLE_NAME": "default",
         "LOCAL_WORLD_SIZE": str(share.ranks),
         "WORLD_SIZE": world_size,
         "GROUP_WORLD_SIZE": str(spec.n_hosts),

@@ -13,7 +13,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +23,9 @@ from msgspec import structs
 
 from taas_magic.host import link
 from taas_magic.host.output import Pump
+from taas_magic.host.spec import Emit
 from taas_magic.host.watch import COLLECTIVE_S, Ranks, RankState, still_since
-from taas_magic.messages import Event, Hang, ProcessStand, RankStand, StackFrame
+from taas_magic.messages import Hang, ProcessStand, RankStand, StackFrame
 
 SIGNAL = signal.SIGRTMAX - 3
 """What makes a rank, or a child that it forked, write its stacks; programs use SIGUSR1 and 2."""
@@ -79,14 +80,11 @@ _Stand = TypeVar("_Stand", bound=ProcessStand)
 
 @dataclass
 class Sight:
-    """What is known of one process.
+    """What is known of one process; what `ProcessStand` has, too, means the same.
 
     Attributes:
-        command: Its command line; "" for a rank.
         state: As psutil says it; "gone" for one that has ended.
         wchan: Where in the system's kernel it waits; "" where that is not known.
-        threads: Frames of each thread by its name, outermost first; the main thread comes first.
-        pending: Collectives that it has begun and that have not ended, as words.
         answers: Whether it gives its stacks itself, which takes the interpreter's lock.
         has_finished: Whether it is a rank that has run the cell to its end.
     """
@@ -222,20 +220,18 @@ class Stand:
         hang_s: After how long that is said; 0: never.
         pump: Knows when ranks wrote something.
         pipes: The folder of their pipes.
-        emit: Sends an event to the pool's process.
     """
 
     def __init__(
         self,
         hang_s: float,
-        host: str,
         attempt: int,
         ranks: Ranks,
         pump: Pump,
         pipes: Path,
-        emit: Callable[[Event], None],
+        emit: Emit,
     ) -> None:
-        self._hang_s, self._host, self._attempt = hang_s, host, attempt
+        self._hang_s, self._attempt = hang_s, attempt
         self._ranks, self._pump, self._pipes, self._emit = ranks, pump, pipes, emit
         self._own_s: dict[int, float] = {}
         self._all_s: dict[int, float] = {}
@@ -258,7 +254,7 @@ class Stand:
             self._looked_s = 0.0
             if self._is_said:
                 self._is_said = False
-                self._emit(Hang(host=self._host, attempt=self._attempt, ranks=[]))
+                self._emit(Hang(attempt=self._attempt, ranks=[]))
         elif not self._is_said and any(self._looked_s < it <= still_s for it in self._looks_s):
             self._looked_s = still_s
             threading.Thread(target=self._say, args=(still_s,), daemon=True).start()
@@ -296,7 +292,7 @@ class Stand:
         if still_s >= limit_s and not has_moved:
             self._is_said = True
             rows = [structs.replace(row, threads={}, children=[]) for row in self.rows(found)]
-            self._emit(Hang(host=self._host, attempt=self._attempt, ranks=rows))
+            self._emit(Hang(attempt=self._attempt, ranks=rows))
 
     def _sample(self, now: float) -> None:
         """Take down which ranks have written or computed since the last sample.

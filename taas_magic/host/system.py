@@ -244,7 +244,7 @@ def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
     counts only while no other run is on this host, since an orphan does not say whose it was.
 
     Args:
-        pipes: The run's folder of named pipes on this host.
+        pipes: How the paths of the run's named pipes on this host begin.
         alone: Whether no other run is on this host.
     """
     own = psutil.Process()

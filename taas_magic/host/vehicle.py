@@ -41,13 +41,7 @@ CLOSE_S = 10.0
 
 
 class Vehicle(WorkerPlugin):
-    """Makes a Dask worker a vehicle.
-
-    Args:
-        interface: The network interface that ranks use; "" finds it.
-        lease_s: Seconds without a word after which the host ends what it runs.
-        preload: Modules that ranks find imported besides torch and IPython.
-    """
+    """Makes a Dask worker a vehicle; the arguments are settings of its pool."""
 
     name = "taas-vehicle"
 

@@ -140,7 +140,6 @@ def decide(
     """Say how the run stands; None while it goes on.
 
     Args:
-        ranks: All ranks of this host.
         now: The agent's monotonic clock, as all times.
         deadline: When `--timeout` ends the run.
         interrupted_at: When the user interrupted it.

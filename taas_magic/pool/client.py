@@ -231,7 +231,6 @@ class Pool:
         """Start a run, or its fetchers, and listen to it; returns the names of its hosts.
 
         Args:
-            spec: What the run's first host is told.
             on_event: Called with every event of the run, in the thread of the Dask client.
             said: What its fetchers have said before.
 

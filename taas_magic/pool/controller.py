@@ -18,14 +18,7 @@ from msgspec import DecodeError
 from taas_magic.config import LOCAL, PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError, ProtocolError, StoreError
-from taas_magic.host.spec import (
-    EVENT,
-    POOL_BEAT,
-    HostSpec,
-    Launch,
-    topic,
-    without_environ,
-)
+from taas_magic.host.spec import EVENT, POOL_BEAT, HostSpec, Launch, topic, without_environ
 from taas_magic.journal.folder import RunFolder, Writer
 from taas_magic.messages import (
     EndPool,

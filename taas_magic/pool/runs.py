@@ -120,12 +120,11 @@ class HostPart:
 
 @dataclass(frozen=True)
 class Outcome:
-    """An attempt is over.
+    """An attempt is over; `curable`: another one may do better.
 
     Attributes:
         state: The worst of its hosts'.
         failures: In the order in which they were reported; causes before consequences.
-        curable: Whether another attempt may do better.
     """
 
     state: str
@@ -193,7 +192,6 @@ class Share(ABC):
     Args:
         spec: What its first host is told.
         owner: The Dask client of the run's kernel.
-        publish: Takes the share's events, in their order.
     """
 
     def __init__(
@@ -201,7 +199,7 @@ class Share(ABC):
     ) -> None:
         self._spec, self.owner = spec, owner
         self._members, self.publish = members, publish
-        self.plan, self.run_id = spec.plan, spec.share_id
+        self.run_id = spec.share_id
         self._files = FileServer(spec)
         self._parts: dict[str, HostPart] = {}
         self._changed = asyncio.Event()
@@ -235,6 +233,11 @@ class Share(ABC):
     @abstractmethod
     def _lost(self, part: HostPart, why: str) -> None:
         """Say that a host is gone."""
+
+    @property
+    def plan(self) -> Plan:
+        """The run's, as it has grown."""
+        return self._spec.plan
 
     @property
     def is_halted(self) -> bool:
@@ -311,10 +314,7 @@ class Share(ABC):
         return [address for address, part in self._parts.items() if not part.ended]
 
     async def _take(self, count: int, keep: Collection[str] = ()) -> list[Member]:
-        """Return so many hosts that are fit; the run says for which one it waits.
-
-        Args:
-            keep: Addresses of hosts that must be among them.
+        """Return so many hosts that are fit, among them `keep`; says for which one it waits.
 
         Raises:
             PoolError: There are not so many, they are not fit, or the share was halted while it
@@ -575,7 +575,7 @@ class PoolRun(Share):
         """Start all ranks again, with those of hosts that have come since."""
         cause = f"it grows from {self.plan.world_size} to {plan.world_size} ranks"
         self._attempt += 1
-        self.plan, self._spec = plan, structs.replace(self._spec, plan=plan)
+        self._spec = structs.replace(self._spec, plan=plan)
         self.publish(Restart(attempt=self._attempt, cause=cause, world_size=plan.world_size))
         await self._start_attempt(self._seated(members))
 
@@ -587,11 +587,7 @@ class PoolRun(Share):
         return [stay[rank] if rank in stay else next(new) for rank in range(len(members))]
 
     async def _start_attempt(self, members: list[Member]) -> None:
-        """Start an attempt: the first host makes the ranks' store, the others are told of it.
-
-        Args:
-            members: Its hosts, by their ranks.
-        """
+        """Start an attempt on hosts, by their ranks; the first makes the ranks' store."""
         running = set(self._running())
         first, *others = parts = [HostPart(member, number) for number, member in enumerate(members)]
         self._parts = {part.member.address: part for part in parts}

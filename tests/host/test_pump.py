@@ -42,7 +42,7 @@ class Rank:
         self.messages: list[Event | RankMessage | StoreMessage] = []
         self.heard = threading.Event()
         self._numbers = itertools.count()
-        self.pump = Pump(folder, run, "h", self.events.append, self._take)
+        self.pump = Pump(folder, run, self.events.append, self._take)
         self.pump.open(0, [0])
         self.output = os.open(link.rank_file(folder, 0, 0, "log"), os.O_WRONLY)
         self.message_pipe = os.open(link.rank_file(folder, 0, 0, "messages"), os.O_WRONLY)

@@ -357,7 +357,7 @@ def test_a_host_that_stood_still_blames_no_rank(
         ranks.started({0: sleeping.pid})
         pump.heard_at.return_value = 0.0
         monkeypatch.setattr(Stand, "_say", lambda stand, still_s: said.set())
-        stand = Stand(60.0, "gpu1", 0, ranks, pump, tmp_path, print)
+        stand = Stand(60.0, 0, ranks, pump, tmp_path, print)
         woke = time.monotonic() + 300
         stand.look(woke)
         assert woke - still_since(ranks.states(), woke) < 10
