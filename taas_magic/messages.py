@@ -64,7 +64,6 @@ class ProcessStand(Struct, kw_only=True):
         system: Its state, and where in the system's kernel it waits.
         threads: Frames of each thread by its name, outermost first; the main thread comes first.
         pending: Collectives that it has begun and that have not ended.
-        children: What it started.
     """
 
     pid: int
@@ -174,8 +173,7 @@ class LoaderPlace(Struct, kw_only=True, frozen=True):
     """Where one fetcher has a loader.
 
     Attributes:
-        fetchers: How many fetchers the loader has.
-        workers: How many workers these have together.
+        workers: How many workers its fetchers have together.
         addresses: Where this one listens, by its place among them.
         failed: Why it could not start; "" where it did.
     """
@@ -526,7 +524,6 @@ class Facts(Struct, frozen=True):
     """One host, as its own Python saw it.
 
     Attributes:
-        host: The host as the user calls it.
         python: Version of the interpreter that the pool names; all below is what that one finds.
         glibc: Version of the C library; "" where it is another one.
         torch: Version; "" where it is not installed.
@@ -544,7 +541,6 @@ class Facts(Struct, frozen=True):
         ahead_s: How far that is ahead of this machine's clock.
         hostname: What it calls itself.
         own_addresses: What that name resolves to on the host itself.
-        interfaces: Network interfaces with their addresses.
         python_path: What its PYTHONPATH is already.
         reached_at: The address at which SSH reached it; "" where it did not come by SSH.
         sees_store: Whether it shares the project store with the notebook.
@@ -632,7 +628,6 @@ class PoolStatus(Struct, kw_only=True):
     """What `%taas pools` says of a pool.
 
     Attributes:
-        kernels: How many kernels are connected.
         refused: Messages and connections that were refused.
         gpu_hours: Of all hosts since the pool began.
         used_gpu_hours: Those of runs.

@@ -54,17 +54,14 @@ _NAMED_AT_MOST = 5
 
 
 class RunFiles:
-    """The folder of one run on this host, below `cache` where the notebook's is not here."""
+    """The folder of a run, below `cache`, on a host where the notebook's is not."""
 
     def __init__(self, spec: HostSpec, ask: Ask, cache: Path) -> None:
         self._ask, self._pace = ask, Pace()
-        self._folder = spec.folder
-        self.is_shared = _is_same(spec)
-        if not self.is_shared:
-            self._folder = RunFolder(cache / spec.plan.run_id)
-            shutil.rmtree(self._folder.path, ignore_errors=True)
-            (self._folder.path / "logs").mkdir(mode=0o700, parents=True)
-            self._folder.path.chmod(0o700)
+        self._folder = RunFolder(cache / spec.plan.run_id)
+        self.close()
+        (self._folder.path / "logs").mkdir(mode=0o700, parents=True)
+        self._folder.path.chmod(0o700)
 
     def local(self, spec: HostSpec) -> HostSpec:
         """Return the share with this host's paths; also that of a later attempt."""
@@ -76,8 +73,6 @@ class RunFiles:
         Raises:
             PoolError: The pool's process does not answer.
         """
-        if self.is_shared:
-            return True
         sizes = self._ask(ListRunFiles())
         return all(self._bring(name, size, is_wanted) for name, size in sizes.items())
 
@@ -87,8 +82,6 @@ class RunFiles:
         Raises:
             PoolError: The pool's process does not answer.
         """
-        if self.is_shared:
-            return
         base = self._folder.path
         folders = (base / "logs", base / "data" / "ledger", self._folder.results)
         found = [path for path in folders if path.exists()]
@@ -98,9 +91,8 @@ class RunFiles:
                 self._send(path, path.relative_to(base).as_posix())
 
     def close(self) -> None:
-        """Remove what is only this host's."""
-        if not self.is_shared:
-            shutil.rmtree(self._folder.path, ignore_errors=True)
+        """Remove it."""
+        shutil.rmtree(self._folder.path, ignore_errors=True)
 
     def _bring(self, name: str, size: int, is_wanted: Callable[[], bool]) -> bool:
         path = self._folder.path / name
@@ -272,9 +264,10 @@ class HostFiles:
         spec = self._spec
         # ranks and fetchers of a run may be on one host, each with the folder for themselves
         cache = Path(probe.cache_folder()) / ("fetching" if spec.fetches else "runs")
-        self._folder = RunFiles(spec, self._ask, cache)
-        if not self._folder.bring_in(is_wanted):
-            return None
+        if not _is_same(spec):
+            self._folder = RunFiles(spec, self._ask, cache)
+            if not self._folder.bring_in(is_wanted):
+                return None
         store = spec.origin.store if spec.plan.store is not None else None
         if store is not None and not store.is_here(lambda: self._ask(MakeToken())):
             self._travelling = Travelling(spec, self._ask, self._note)
@@ -316,11 +309,11 @@ class HostFiles:
                 self._folder.close()
 
     def _local(self, spec: HostSpec) -> HostSpec:
-        assert self._folder is not None
         if self._place.is_foreign:
             origin = spec.origin.on_another_machine(os.environ, sys.path)
             spec = structs.replace(spec, origin=origin)
-        spec = self._folder.local(spec)
+        if self._folder is not None:
+            spec = self._folder.local(spec)
         return self._travelling.local(spec) if self._travelling else spec
 
     def _close_store(self) -> None:

@@ -98,9 +98,6 @@ class Lease:
 
     def __init__(self, lease_s: float, expire: Callable[[], None]) -> None:
         self.lease_s, self._expire = lease_s, expire
-        self._lock = threading.Lock()
-        self._sent: dict[int, float] = {}
-        self._next = 0
         self._good_until = time.monotonic() + lease_s
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._watch_out, name="taas-lease", daemon=True)
@@ -115,20 +112,14 @@ class Lease:
         self._good_until = time.monotonic() + self.lease_s
         self._watch.start()
 
-    def beat(self) -> int:
-        """Return the number of a beat that is about to be sent."""
-        with self._lock:
-            self._next += 1
-            self._sent[self._next] = time.monotonic()
-            return self._next
+    def beat(self) -> float:
+        """Return a beat: the time at which it is sent, by this host's monotonic clock."""
+        return time.monotonic()
 
-    def heard(self, beat: int) -> None:
+    def heard(self, beat: float) -> None:
         """Take down that a beat was answered; one not sent, or old, counts for nothing."""
-        with self._lock:
-            sent = self._sent.get(beat)
-            if sent is not None:
-                self._sent = {number: at for number, at in self._sent.items() if number > beat}
-                self._good_until = max(self._good_until, sent + self.lease_s)
+        if beat <= time.monotonic():
+            self._good_until = max(self._good_until, beat + self.lease_s)
 
     def close(self) -> None:
         """End the watch."""
@@ -319,7 +310,7 @@ class AgentWorker(Worker):
             self._after_run()
 
     def _after_run(self) -> None:
-        """Have ready what the next run starts with; or leave, when none can start here."""
+        """Have ready what the next run starts with."""
         try:
             if forkserver.is_alive():
                 rendezvous.prepare()
@@ -327,15 +318,13 @@ class AgentWorker(Worker):
                     self._complete()
         except PoolError as error:  # it has ended just now
             logger.warning("%s", error)
-        if not (forkserver.is_alive() or self._shares):
-            self._leave()
 
     async def watch_forkserver(self) -> None:
         """Leave the pool when no run can start here any more and none is here."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if not (forkserver.is_alive() or self._shares):
-                self._leave()
+                self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")
                 return
 
     def _complete(self) -> None:
@@ -344,9 +333,6 @@ class AgentWorker(Worker):
             if not self._has_all:
                 forkserver.import_rest()
                 self._has_all = True
-
-    def _leave(self) -> None:
-        self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")
 
     def _is_alone(self) -> bool:
         return len(self._shares) == 1

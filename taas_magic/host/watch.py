@@ -454,7 +454,7 @@ class Ranks:
         with self._lock:
             self._interrupted = True
             for state in self._states.values():
-                if state.is_up:
+                if state.is_up and not state.ended:
                     _send(state.pid, signal.SIGINT)
 
     def alive(self) -> list[psutil.Process]:

@@ -345,7 +345,7 @@ class Members(SchedulerPlugin):
         else:
             waiting.set_result(answer)
 
-    def _on_beat(self, worker: str, beat: int) -> None:
+    def _on_beat(self, worker: str, beat: float) -> None:
         member = self._members.get(worker)
         if member is None:
             self.refused += 1

@@ -9,11 +9,13 @@ from msgspec import structs
 
 from taas_magic.errors import ProtocolError
 from taas_magic.host import files as run_files
-from taas_magic.host.files import FileServer, RunFiles
-from taas_magic.host.spec import HostSpec, Origin
+from taas_magic.host.files import FileServer, HostFiles, RunFiles
+from taas_magic.host.spec import HostSpec, Origin, Place
 from taas_magic.journal.folder import RunFolder
 from taas_magic.plan import Flags, HostCapacity, Plan, make_plan
 from taas_magic.store.manifest import FileRequest, ReadRunFile, WriteRunFile
+
+HERE = Place("here", "127.0.0.1", "lo", is_foreign=False)
 
 
 @pytest.fixture
@@ -53,20 +55,25 @@ def far(home: RunFolder, plan: Plan, tmp_path: Path) -> Far:
     return Far(home, plan, tmp_path / "cache")
 
 
-def test_a_host_that_sees_the_folder_uses_it(home: RunFolder, plan: Plan, tmp_path: Path) -> None:
+def test_a_host_that_sees_the_folder_uses_it(home: RunFolder, plan: Plan) -> None:
     spec = HostSpec(plan, 0, str(home.path), Origin("/", {}, ()))
-    files = RunFiles(spec, lambda request: pytest.fail(f"asked {request}"), tmp_path / "cache")
-    assert files.is_shared and files.bring_in(lambda: True)
-    assert files.local(spec).run_dir == str(home.path)
-    files.send_back()
-    files.close()
-    assert home.payload.exists() and not (tmp_path / "cache").exists()
+    files = HostFiles(spec, HERE, lambda request: pytest.fail(f"asked {request}"), print)
+    assert files.bring_in(lambda: True) == spec
+    files.bring_home()
+    assert home.payload.exists()
 
 
-def test_another_runs_folder_of_the_same_path_is_not_it(plan: Plan, tmp_path: Path) -> None:
+def test_another_runs_folder_of_the_same_path_is_not_it(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     other = RunFolder.create("another-run", structs.replace(plan, run_id="another-run"), "cell")
     spec = HostSpec(plan, 0, str(other.path), Origin("/", {}, ()))
-    assert not RunFiles(spec, mock.Mock(), tmp_path / "cache").is_shared
+    files = HostFiles(spec, HERE, mock.Mock(return_value={}), print)
+    here = files.bring_in(lambda: True)
+    assert here is not None and here.run_dir != here.home_dir == str(other.path)
+    files.bring_home()
+    assert not Path(here.run_dir).exists() and other.path.exists()
 
 
 def test_what_ranks_read_comes_whole_and_for_the_user_alone(far: Far, home: RunFolder) -> None:
