@@ -349,12 +349,7 @@ async def serve(words: bytes) -> None:
     address = system.choose_address(
         settings.interface, os.environ, get_address_host(settings.scheduler)
     )
-    place = Place(
-        host=settings.host_name or socket.gethostname(),
-        address=address,
-        interface=system.name_of(address),
-        is_foreign=settings.is_foreign,
-    )
+    place = Place(settings.host_name or socket.gethostname(), address, settings.is_foreign)
     guard.strongest()  # found while the forkserver imports
     problems = forkserver.warm_up()
     rendezvous.prepare()
@@ -372,8 +367,7 @@ async def serve(words: bytes) -> None:
     async with agent:
         if place.is_foreign:  # here, the supervisor's lease is a pipe, which no stall can cut
             lease.start()
-        tasks = [asyncio.ensure_future(agent.head.beat())]
-        tasks.append(asyncio.ensure_future(agent.watch_forkserver()))
+        tasks = [*map(asyncio.ensure_future, (agent.head.beat(), agent.watch_forkserver()))]
         await agent.finished()
         for task in tasks:
             task.cancel()

@@ -72,13 +72,11 @@ class Place:
     Attributes:
         host: Its name, as the user calls it.
         address: Where its ranks and fetchers are reached by those of other hosts.
-        interface: What has this address.
         is_foreign: Whether it is another machine than the notebook's.
     """
 
     host: str
     address: str
-    interface: str
     is_foreign: bool
 
 
@@ -196,7 +194,7 @@ class HostSpec(Struct, frozen=True):
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # torchrun's default
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         }
-        interface = place.interface if self.n_hosts > 1 else name_of(LOOPBACK)
+        interface = name_of(place.address if self.n_hosts > 1 else LOOPBACK)
         # gloo listens on what the host's name resolves to, which may be any interface or none
         environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
         if self.n_hosts > 1:

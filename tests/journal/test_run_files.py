@@ -15,7 +15,7 @@ from taas_magic.journal.folder import RunFolder
 from taas_magic.plan import Flags, HostCapacity, Plan, make_plan
 from taas_magic.store.manifest import FileRequest, ReadRunFile, WriteRunFile
 
-HERE = Place("here", "127.0.0.1", "lo", is_foreign=False)
+HERE = Place("here", "127.0.0.1", is_foreign=False)
 
 
 @pytest.fixture
