@@ -24,11 +24,12 @@ from IPython.core.completer import (
     SimpleMatcherResult,
     context_matcher,
 )
+from IPython.core.display_functions import display
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from taas_magic.capture.modules import claim_taas, release_taas
 from taas_magic.config import LOCAL, Config, closest, load_config
-from taas_magic.display.head import duration
+from taas_magic.display.head import columns, duration
 from taas_magic.display.log import harmless, size_text
 from taas_magic.errors import UsageError, interrupted
 from taas_magic.host.output import LineAssembler
@@ -139,8 +140,7 @@ class TaasMagics(Magics):
         if isinstance(shown, str):
             _say(shown)
         else:
-            bundle = {"text/plain": shown.text, "text/html": shown.html}
-            self.shell.display_pub.publish(bundle)
+            display(shown)
 
     run_line.__doc__ = COMMANDS
 
@@ -315,22 +315,14 @@ def run_command(line: str, settings: Config) -> "str | CheckReport":
     return _BY_NAME[name](words, settings)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return columns, each as wide as its widest text."""
-    texts = [[str(value) for value in row] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
-
-
 def _status(words: Sequence[str], settings: Config) -> str:
     _take("status", words, 0)
-    head = ("run", "state", "ranks", "pool", "elapsed", "name")
-    rows = []
+    rows = [("run", "state", "ranks", "pool", "elapsed", "name")]
     for run in journal.runs()[:_SHOWN_RUNS]:
         # as the head of the run has it
         elapsed = duration(run.elapsed_s, decimals=int(run.state in ENDED_STATES))
-        rows.append((run.run_id, run.state, run.world_size, run.pool, elapsed, run.name))
-    return _table(head, rows) if rows else "no runs"
+        rows.append((run.run_id, run.state, str(run.world_size), run.pool, elapsed, run.name))
+    return "\n".join(columns(rows)) if rows[1:] else "no runs"
 
 
 def _logs(words: Sequence[str], settings: Config) -> str:
@@ -387,10 +379,10 @@ def _pools(words: Sequence[str], settings: Config) -> "str | CheckReport":
         return pools.check(settings, [name] if name else [])
     _take("pools", words, 0)
     found = pools.rows(settings)
-    rows = [cells for pool in found for cells in _pool_cells(pool)]
-    head = ("pool", "engine", "state", "host", "does", "since", "GPU-hours")
+    rows = [("pool", "engine", "state", "host", "does", "since", "GPU-hours")]
+    rows += [cells for pool in found for cells in _pool_cells(pool)]
     source = settings.source or "there is no taas.toml: all runs on this machine"
-    return "\n".join([_table(head, rows), *_cost_lines(found), f"({source})"])
+    return "\n".join([*columns(rows), *_cost_lines(found), f"({source})"])
 
 
 def _warm(words: Sequence[str], settings: Config) -> str:
@@ -458,10 +450,10 @@ def _running(run_id: str | None) -> RunRecord:
     return running[0]
 
 
-def _pool_cells(pool: "PoolRow") -> list[tuple[str, ...]]:
+def _pool_cells(pool: "PoolRow") -> list[tuple[str, str, str, str, str, str, str]]:
     """Return a pool's rows: one a host; its name stands in the first."""
     names = (pool.name, pool.engine, pool.state)
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for host in pool.status.hosts:
         does = ", ".join(host.runs) or f"idle {duration(host.idle_s or 0)}"
         rows.append((*names, host.host, does, duration(host.had_s), f"{host.gpu_hours:.2f}"))

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from taas_magic.config import Config
-from taas_magic.display.head import RunState, html, text
+from taas_magic.display import head
+from taas_magic.display.head import RunState, text
 from taas_magic.display.view import TerminalScreen
 from taas_magic.host.output import Pump
 from taas_magic.host.stacks import Sight, Stand, last_seen, parse, waits_for
@@ -445,7 +446,7 @@ def test_the_head_folds_ranks_and_names_the_odd_one_first() -> None:
     assert lines[at + 2].endswith("a lock")
     assert lines[at + 3].split()[:3] == ["0,2-3", "2", "hosts"]
     assert lines[at + 3].endswith(ALL)
-    assert "&lt;b&gt;" in html(state, 105.0)
+    assert "&lt;b&gt;" in head.both(state, 105.0)["text/html"]
 
 
 def test_a_terminal_shows_it_once(capsys: pytest.CaptureFixture[str]) -> None:
