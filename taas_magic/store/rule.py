@@ -70,8 +70,6 @@ def choose(
     Raises:
         StoreError: Not a folder, or one that cannot be the store.
     """
-    if writes not in WRITES:
-        raise StoreError(f"--store-writes needs {' or '.join(WRITES)}; got {writes!r}")
     store = os.path.realpath(os.path.join(notebook_folder, os.path.expanduser(path)))
     if not os.path.exists(store):
         raise StoreError(f"the project store {store} is not there: make the folder, or {_ANOTHER}")
