@@ -269,8 +269,8 @@ def install(
     limit_s: float = 60,
     bundle: str = "",
     sha256: str = "",
-) -> dict[str, str]:
-    """Make a folder of packages, by pip or from a bundle; says in `error` why it is not there.
+) -> str:
+    """Make a folder of packages, by pip or from a bundle; return why it is not there, or "".
 
     It appears whole, by one rename, under a name that says what is in it: a transfer that broke
     leaves nothing that would be used, and of several hosts that share a home and install the same
@@ -303,7 +303,7 @@ def install(
         error = str(problem) or repr(problem)
     finally:
         _remove(bundle)
-    return {"error": error}
+    return error
 
 
 def _publish(aside: str, folder: str) -> None:

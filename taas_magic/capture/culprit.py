@@ -267,11 +267,7 @@ _CLASSES = {
         "AcceleratedScheduler",
         "Accelerator",
         "AcceleratorState",
-        "BatchSamplerShard",
-        "DataLoaderDispatcher",
-        "DataLoaderShard",
         "GradientState",
-        "IterableDatasetShard",
         "PartialState",
     },
     "deepspeed": {"DeepSpeedEngine"},
@@ -282,40 +278,41 @@ _CLASSES = {
         "DTensor",
         "DeviceMesh",
         "DistributedDataParallel",
-        "DistributedSampler",
         "FSDPModule",
         "FullyShardedDataParallel",
         "ProcessGroup",
         "Store",
         "ZeroRedundancyOptimizer",
     },
-    "transformers": {"IterableDatasetShard", "ShardSampler", "Trainer", "TrainingArguments"},
+    "transformers": {"Trainer", "TrainingArguments"},
 }
 """By package rather than by module: the modules that hold these classes have moved before."""
 
 
-_SHARDS = {
+_DEALERS = {
     "accelerate": {
         "BatchSamplerShard",
         "DataLoaderDispatcher",
         "DataLoaderShard",
         "IterableDatasetShard",
     },
-    "datasets": {"DistributedConfig"},
     "torch": {"DistributedSampler"},
     "transformers": {"IterableDatasetShard", "ShardSampler"},
 }
 """What gives one rank its share: of a registered loader each has its share already."""
 
+_DEALT = {"datasets": {"DistributedConfig"}}
+"""What says that a dataset is one rank's share."""
+
 
 def is_process_bound(kind: type) -> bool:
     """Return whether instances of a class belong to the process that made them; imports nothing."""
-    return _is_one_of(kind, _CLASSES)
+    return _is_one_of(kind, _CLASSES) or _is_one_of(kind, _DEALERS)
 
 
 def is_shard(kind: type) -> bool:
     """Return whether instances of a class are, or make, one rank's share of the data."""
-    return _is_one_of(kind, _SHARDS)
+    return _is_one_of(kind, _DEALERS) or _is_one_of(kind, _DEALT)
 
 
 def _is_one_of(kind: type, classes: Mapping[str, Collection[str]]) -> bool:
