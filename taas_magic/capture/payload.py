@@ -341,7 +341,7 @@ def _assemble(
     )
 
 
-def _submodules(modules: Iterable[ModuleType], attributes: frozenset[str]) -> tuple[str, ...]:
+def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[str, ...]:
     """Return what a rank that imports only `xml` would lack, where `import xml.dom` binds it."""
     packages = [module.__name__ for module in modules if hasattr(module, "__path__")]
     return tuple(

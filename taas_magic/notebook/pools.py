@@ -14,10 +14,9 @@ from taas_magic.config import Config, PoolConfig
 from taas_magic.display.head import COLOURS, FRAME, columns, table_html
 from taas_magic.display.log import size_text
 from taas_magic.engines.base import find_engine
-from taas_magic.errors import PoolError, StoreError, UsageError
+from taas_magic.errors import PoolError, StoreError
 from taas_magic.host.spec import share_id
-from taas_magic.journal import folder as journal
-from taas_magic.journal.folder import RunFolder
+from taas_magic.journal.folder import RunFolder, RunRecord
 from taas_magic.messages import Facts, GetFacts, GetStacks, PoolStatus, RunStacks
 from taas_magic.notebook.run import Background, Interrupts
 from taas_magic.pool.client import Pool, Wait
@@ -78,41 +77,24 @@ def warm(config: Config, name: str = "local") -> threading.Thread:
     return Background(lambda tell: pool.open(1, has_run=False)).thread
 
 
-def stop(run_id: str | None, config: Config) -> str:
-    """End a run, of this kernel or of another one of the user's; return its id.
-
-    Raises:
-        UsageError: It is not running.
-    """
-    run, pool = _running(run_id, config)
-    pool.halt(run, "interrupt")
-    return run
+def stop(run: RunRecord, config: Config) -> None:
+    """End a run that goes on, of this kernel or of another one of the user's."""
+    _connected(run.pool, config).halt(run.run_id, "interrupt")
 
 
-def stacks(run_id: str | None, config: Config) -> RunStacks:
-    """Return where the ranks of a run stand, and its fetchers; of any kernel of the user's.
-
-    Raises:
-        UsageError: It is not running.
-    """
-    run, pool = _running(run_id, config)
-    found = pool.call(GetStacks(run))
-    if data := RunFolder(journal.find(run).path).plan().data:
-        data_pool = named(data.pool, config)
-        data_pool.connect()
-        of_data = data_pool.call(GetStacks(share_id(run)))
+def stacks(run: RunRecord, config: Config) -> RunStacks:
+    """Return where the ranks of a run stand, and its fetchers; of any kernel of the user's."""
+    found = _connected(run.pool, config).call(GetStacks(run.run_id))
+    if data := RunFolder(run.path).plan().data:
+        of_data = _connected(data.pool, config).call(GetStacks(share_id(run.run_id)))
         found.fetchers, found.silent = of_data.fetchers, [*found.silent, *of_data.silent]
     return found
 
 
-def _running(run_id: str | None, config: Config) -> tuple[str, Pool]:
-    """Return the id of a run that goes on, and its pool, connected."""
-    record = journal.find(run_id)
-    if record.state in journal.ENDED_STATES:
-        raise UsageError(f"run {record.run_id} is not running: {record.state}")
-    pool = named(record.pool, config)
+def _connected(name: str, config: Config) -> Pool:
+    pool = named(name, config)
     pool.connect()
-    return record.run_id, pool
+    return pool
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from taas_magic.host.output import Pump
 from taas_magic.host.stacks import Sight, Stand, last_seen, parse, waits_for
 from taas_magic.host.watch import Ranks, still_since
 from taas_magic.messages import Event, Hang, RanksStarted, RankStand, RunEnded, Settled, StackFrame
-from taas_magic.notebook import pools
 from taas_magic.notebook.magic import run_command
 from taas_magic.notebook.run import Run
 from tests.events import Line
@@ -42,7 +41,7 @@ dist.all_reduce(torch.ones(1))
 
 
 def stop(run: Run) -> None:
-    pools.stop(run.run_id, Config())
+    run_command(f"stop {run.run_id}", Config())
 
 
 def says_hang(event: Line) -> bool:
