@@ -499,17 +499,12 @@ def _has_ended(folder: RunFolder) -> bool:
 
 def _is_broken(folder: RunFolder) -> bool:
     """Return whether it is a folder without a plan, and not one being made or removed."""
-    try:
-        folder.plan()
-        return False
-    except (ValueError, FileNotFoundError):
-        pass
-    except OSError:
-        return False
-    try:
-        return time.time() - folder.path.stat().st_mtime > _YOUNG_S
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        try:
+            folder.plan()
+        except (ValueError, FileNotFoundError):
+            return time.time() - folder.path.stat().st_mtime > _YOUNG_S
+    return False
 
 
 def _size_bytes(path: Path) -> int:
