@@ -138,7 +138,7 @@ def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ..
                     "%%taas cell, too, or import the module again"
                 )
     more = len(found) - _MOST_DIFFERENCES
-    rest = [f"so are {more} more constants of the project's modules"] if more > 0 else []
+    rest = [f"{more} more constants of the project's modules differ"] if more > 0 else []
     return (*found[:_MOST_DIFFERENCES], *rest)
 
 

@@ -180,15 +180,9 @@ def variable(text: str) -> tuple[str, str]:
     return key, value
 
 
-def one_of(*possible: str) -> Callable[[str], str]:
-    """Return a reader of one of a few words."""
-
-    def read(text: str) -> str:
-        if text not in possible:
-            raise ValueError(text)
-        return text
-
-    return read
+def store_writes(text: str) -> str:
+    """Read one of `WRITES`."""
+    return WRITES[WRITES.index(text)]
 
 
 @dataclass(frozen=True)
@@ -363,7 +357,7 @@ FLAGS = (
     Flag(
         "--store-writes",
         "RULE",
-        one_of(*WRITES),
+        store_writes,
         " or ".join(WRITES),
         "Other ranks' writes to the store: kept from it in silence (discard, default) or an error.",
         WRITES[::-1],
@@ -484,8 +478,8 @@ def _parse_words(words: list[str]) -> dict[str, Any]:
     if rest:
         raise UsageError(_unknown(rest[0]))
     given = [word.partition("=")[0] for word in words]
-    for name in BY_NAME.keys() - REPEATED:
-        if given.count(name) > 1:
+    for name in BY_NAME:
+        if given.count(name) > 1 and name not in REPEATED:
             raise UsageError(f"{name} is there twice; give it once")
     settings = {name: value for name, value in vars(answer).items() if value is not None}
     settings["env"] = dict(settings.get("env", ()))
