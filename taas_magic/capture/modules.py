@@ -173,34 +173,19 @@ class _ShippedFinder(importlib.abc.MetaPathFinder):
         module = self._modules.get(fullname)
         if module is None:
             return None
-        search = [str(Path(module.path).parent)] if module.is_package else None
-        return importlib.util.spec_from_file_location(
-            fullname, module.path, loader=_Loader(module), submodule_search_locations=search
-        )
+        loader = _Loader(module)
+        return importlib.util.spec_from_file_location(fullname, module.path, loader=loader)
 
 
-class _Loader(importlib.abc.ExecutionLoader):
+class _Loader(importlib.abc.FileLoader):
     """Compiles from the shipped text; no bytecode is read or written."""
 
     def __init__(self, module: ModuleSource) -> None:
+        super().__init__(module.name, module.path)
         self._module = module
-        self.path = module.path
-
-    def get_data(self, path: str) -> bytes:
-        return Path(path).read_bytes()
-
-    def get_resource_reader(self, fullname: str) -> Any:
-        if not self._module.is_package:
-            return None
-        from importlib.readers import FileReader
-
-        return FileReader(self)  # type: ignore[arg-type]  # it asks for nothing but the path
 
     def get_source(self, fullname: str) -> str:
         return self._module.source
-
-    def get_filename(self, fullname: str) -> str:
-        return self._module.path
 
     def is_package(self, fullname: str) -> bool:
         return self._module.is_package
