@@ -290,25 +290,25 @@ _BRANCHES = (ast.If, ast.While, ast.Match)
 
 
 def needed_modules(
-    cell: str, referred: Iterable[str], travelling: Sequence[tuple[str, str]], texts: Iterable[str]
+    cell: str, referred: Iterable[str], travelling: Mapping[str, ModuleSource], texts: Iterable[str]
 ) -> tuple[str, ...]:
     """Return the top-level modules that must be installed wherever a cell runs.
 
     Args:
         cell: The cell as Python.
         referred: Modules that what travels refers to or imports.
-        travelling: (name, source) of the project's own modules that travel.
+        travelling: The project's own modules that travel, by name.
         texts: Sources of the notebook's cells that defined what travels, as far as they are Python.
     """
     sure = set(imported(cell))
     optional = set[str]()
     for text in (cell, *texts):
         optional |= set(imported(text, branches=True)) - set(imported(text))
-    for _, source in travelling:
-        sure |= set(imported(source, functions=False))
+    for module in travelling.values():
+        sure |= set(imported(module.source, functions=False))
     loaded = {name.partition(".")[0] for name in referred} - optional
     sure |= {name for name in loaded if _is_installed(name)}
-    own = {name.partition(".")[0] for name, _ in travelling} | _NOT_NEEDED
+    own = {name.partition(".")[0] for name in travelling} | _NOT_NEEDED
     return tuple(sorted(sure - own - sys.stdlib_module_names))
 
 

@@ -1,7 +1,6 @@
 """What a cell uses of the notebook: names, in the order in which its statements run, and modules.
 
-`code_use` reads compiled code, `used_names` walks the source, `needed_modules` finds the installed
-modules without which the cell surely fails. Pure.
+`code_use` reads compiled code, `used_names` walks the source. Pure.
 """
 
 import ast

@@ -328,14 +328,13 @@ def _assemble(
     sources[cell.filename] = CellSource(cell.raw, cell.label)
     submodules = _submodules(gathering.modules, used.attributes)
     texts = [source.text for source in sources.values()]
-    travelling = [(module.name, module.source) for module in modules.values()]
     return Payload(
         cell=cell,
         captured=tuple(gathering.captured),
         modules=modules,
         sources=sources,
         submodules=submodules,
-        requires=needed_modules(python, gathering.pickler.modules, travelling, texts),
+        requires=needed_modules(python, gathering.pickler.modules, modules, texts),
         loaders=gathering.pickler.replaced,
         data=gathering.pickler.pickled(),
     )
