@@ -295,7 +295,7 @@ def install(view: Watched) -> None:
         _map_privately(view)
         _tell_of_locks(view)
         # Entry by entry, it would stumble over what rank 0 removes at the same time.
-        removes = _plainly(view, shutil.rmtree)
+        removes = view.plain()(shutil.rmtree)  # led as a whole, and not in what it calls itself
         rmtree = _write_call(view, partial(view.subject, folder=True), removes)
         setattr(shutil, "rmtree", rmtree)  # noqa: B010
 
@@ -496,17 +496,6 @@ def _write_call(
         to_end = follow and kw.get("follow_symlinks", True)
         led = _lead(view, decide, path, dir_fd, follow=to_end)
         return _call_led(real, path, *led, *args, **kw)
-
-    return call
-
-
-def _plainly(view: Watched, real: _Call) -> _Call:
-    """Wrap a call that is led as a whole, and not in what it calls itself."""
-
-    @functools.wraps(real)
-    def call(*args: Any, **kw: Any) -> Any:
-        with view.plain():
-            return real(*args, **kw)
 
     return call
 
