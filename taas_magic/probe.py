@@ -140,19 +140,20 @@ def version(name: str) -> str:
 
 def is_there(name: str) -> bool:
     """Return whether a top-level module can be found; it is not imported."""
+    return name in sys.modules or _spec(name) is not None
+
+
+def _spec(name: str) -> Any:
     try:
-        return name in sys.modules or importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
-        return False
+        return None
 
 
 def folder_of(name: str) -> str | None:
     """Return the folder of an installed package, or None."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):
-        return None
-    return os.path.dirname(spec.origin) if spec is not None and spec.origin else None
+    origin = getattr(_spec(name), "origin", None)
+    return os.path.dirname(origin) if origin else None
 
 
 def torch_cuda() -> str:
@@ -269,8 +270,8 @@ def install(
     limit_s: float = 60,
     bundle: str = "",
     sha256: str = "",
-) -> dict[str, str]:
-    """Make a folder of packages, by pip or from a bundle; says in `error` why it is not there.
+) -> str:
+    """Make a folder of packages, by pip or from a bundle; return why it is not there, or "".
 
     It appears whole, by one rename, under a name that says what is in it: a transfer that broke
     leaves nothing that would be used, and of several hosts that share a home and install the same
@@ -303,7 +304,7 @@ def install(
         error = str(problem) or repr(problem)
     finally:
         _remove(bundle)
-    return {"error": error}
+    return error
 
 
 def _publish(aside: str, folder: str) -> None:

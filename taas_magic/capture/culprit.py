@@ -15,24 +15,19 @@ Destination = Literal["ranks", "notebook", "fetchers"]
 """Where a value was to go: from the notebook to the ranks, as a result to the notebook, or, of a
 registered loader, to the fetchers."""
 
+Advice = Mapping[str, tuple[str, ...]]
+"""What to do, and the ends of the names of classes of which it is said; the first one counts."""
+
 _BUDGET_S = 5.0
 _DEPTH = 40
 _NAME_CHARS = 40
-_ADVICE = {
-    "generator": "make a list of it, or create it inside the cell",
-    "async_generator": "create it inside the cell",
-    "coroutine": "await it first, or create it inside the cell",
-    "_DataLoaderIter": "pass the loader and call iter() inside the cell",
-    "DataLoaderIter": "pass the loader and call iter() inside the cell",
-    "socket": "connect inside the cell",
-    "Connection": "connect inside the cell",
-    "Cursor": "connect inside the cell",
-    "Session": "connect inside the cell",
-    "Client": "connect inside the cell",
-    "Thread": "start it inside the cell",
-    "Process": "start it inside the cell",
-    "Popen": "start it inside the cell",
-    "Executor": "create it inside the cell",
+_ADVICE: Advice = {
+    "create it inside the cell": ("async_generator", "Executor"),
+    "make a list of it, or create it inside the cell": ("generator",),
+    "await it first, or create it inside the cell": ("coroutine",),
+    "pass the loader and call iter() inside the cell": ("DataLoaderIter",),
+    "connect inside the cell": ("socket", "Connection", "Cursor", "Session", "Client"),
+    "start it inside the cell": ("Thread", "Process", "Popen"),
 }
 _IN_THE_CELL = "create it inside the cell (or delete the attribute)"
 _PROCESS_BOUND = (
@@ -40,12 +35,11 @@ _PROCESS_BOUND = (
     "make it inside the cell"
 )
 _COMPILED = "apply torch.compile inside the cell, or define the function there"
-_RESULT_ADVICE = {
-    "generator": "make a list of it",
-    "async_generator": "make a list of what it yields",
-    "coroutine": "await it",
-    "_DataLoaderIter": "make a list of its batches",
-    "DataLoaderIter": "make a list of its batches",
+_RESULT_ADVICE: Advice = {
+    "make a list of what it yields": ("async_generator",),
+    "make a list of it": ("generator",),
+    "await it": ("coroutine",),
+    "make a list of its batches": ("DataLoaderIter",),
 }
 _MADE_WHERE_USED = (
     "let the dataset make it where it is used (in `__getitem__` or `__iter__`, when it is None), "
@@ -250,10 +244,10 @@ def _is_compiled(value: Any) -> bool:
     return scope.get("__name__") == "torch._dynamo.eval_frame"
 
 
-def _by_name(names: list[str], advice: Mapping[str, str]) -> str | None:
+def _by_name(names: list[str], advice: Advice) -> str | None:
     """Return the advice for the first class whose name ends in one that there is advice for."""
     known = itertools.product(names, advice.items())
-    return next((text for name, (end, text) in known if name.endswith(end)), None)
+    return next((text for name, (text, ends) in known if name.endswith(ends)), None)
 
 
 def _short(text: object) -> str:
@@ -267,11 +261,7 @@ _CLASSES = {
         "AcceleratedScheduler",
         "Accelerator",
         "AcceleratorState",
-        "BatchSamplerShard",
-        "DataLoaderDispatcher",
-        "DataLoaderShard",
         "GradientState",
-        "IterableDatasetShard",
         "PartialState",
     },
     "deepspeed": {"DeepSpeedEngine"},
@@ -282,40 +272,41 @@ _CLASSES = {
         "DTensor",
         "DeviceMesh",
         "DistributedDataParallel",
-        "DistributedSampler",
         "FSDPModule",
         "FullyShardedDataParallel",
         "ProcessGroup",
         "Store",
         "ZeroRedundancyOptimizer",
     },
-    "transformers": {"IterableDatasetShard", "ShardSampler", "Trainer", "TrainingArguments"},
+    "transformers": {"Trainer", "TrainingArguments"},
 }
 """By package rather than by module: the modules that hold these classes have moved before."""
 
 
-_SHARDS = {
+_DEALERS = {
     "accelerate": {
         "BatchSamplerShard",
         "DataLoaderDispatcher",
         "DataLoaderShard",
         "IterableDatasetShard",
     },
-    "datasets": {"DistributedConfig"},
     "torch": {"DistributedSampler"},
     "transformers": {"IterableDatasetShard", "ShardSampler"},
 }
 """What gives one rank its share: of a registered loader each has its share already."""
 
+_DEALT = {"datasets": {"DistributedConfig"}}
+"""What says that a dataset is one rank's share."""
+
 
 def is_process_bound(kind: type) -> bool:
     """Return whether instances of a class belong to the process that made them; imports nothing."""
-    return _is_one_of(kind, _CLASSES)
+    return _is_one_of(kind, _CLASSES) or _is_one_of(kind, _DEALERS)
 
 
 def is_shard(kind: type) -> bool:
     """Return whether instances of a class are, or make, one rank's share of the data."""
-    return _is_one_of(kind, _SHARDS)
+    return _is_one_of(kind, _DEALERS) or _is_one_of(kind, _DEALT)
 
 
 def _is_one_of(kind: type, classes: Mapping[str, Collection[str]]) -> bool:

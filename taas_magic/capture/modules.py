@@ -116,30 +116,30 @@ def install(modules: Mapping[str, ModuleSource]) -> None:
 
 
 def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ...]:
-    """Return notes on constants of the project's modules that the notebook has set otherwise.
+    """Return notes on constants of the project's modules that are others in the notebook.
 
-    Ranks import the files. So it is, too, where a file was edited and not imported again.
+    Ranks import the files. A notebook has another value where a cell has set it, or where the file
+    was edited and not imported again.
 
     Args:
         modules: What travels.
         cell: The cell's text, which may set them for itself.
     """
-    found = [
-        f"{name}.{constant} is {reprlib.repr(vars(sys.modules[name])[constant])} in the notebook, "
-        f"{reprlib.repr(value)} in the file, which the ranks import: set it in the %%taas cell, too"
-        for name, module in modules.items()
-        if name in sys.modules
-        for constant, value in _constants(module).items()
-        if _differs(vars(sys.modules[name]).get(constant, value), value)
-        and not re.search(rf"\b{constant}\s*=(?!=)", cell)
-    ]
+    found = []
+    for name, module in modules.items():
+        live = vars(sys.modules[name]) if name in sys.modules else {}
+        for constant, value in _constants(module).items():
+            here = live.get(constant, value)
+            is_same = type(here) is type(value) and here == value
+            if not is_same and not re.search(rf"\b{constant}\s*=(?!=)", cell):
+                found.append(
+                    f"{name}.{constant} is {reprlib.repr(here)} in the notebook, "
+                    f"{reprlib.repr(value)} in the file, which the ranks import: set it in the "
+                    "%%taas cell, too, or import the module again"
+                )
     more = len(found) - _MOST_DIFFERENCES
-    rest = [f"so are {more} more constants of the project's modules"] if more > 0 else []
+    rest = [f"{more} more constants of the project's modules differ"] if more > 0 else []
     return (*found[:_MOST_DIFFERENCES], *rest)
-
-
-def _differs(live: object, value: object) -> bool:
-    return type(live) is not type(value) or live != value
 
 
 def claim_taas() -> bool:
@@ -173,34 +173,19 @@ class _ShippedFinder(importlib.abc.MetaPathFinder):
         module = self._modules.get(fullname)
         if module is None:
             return None
-        search = [str(Path(module.path).parent)] if module.is_package else None
-        return importlib.util.spec_from_file_location(
-            fullname, module.path, loader=_Loader(module), submodule_search_locations=search
-        )
+        loader = _Loader(module)
+        return importlib.util.spec_from_file_location(fullname, module.path, loader=loader)
 
 
-class _Loader(importlib.abc.ExecutionLoader):
+class _Loader(importlib.abc.FileLoader):
     """Compiles from the shipped text; no bytecode is read or written."""
 
     def __init__(self, module: ModuleSource) -> None:
+        super().__init__(module.name, module.path)
         self._module = module
-        self.path = module.path
-
-    def get_data(self, path: str) -> bytes:
-        return Path(path).read_bytes()
-
-    def get_resource_reader(self, fullname: str) -> Any:
-        if not self._module.is_package:
-            return None
-        from importlib.readers import FileReader
-
-        return FileReader(self)  # type: ignore[arg-type]  # it asks for nothing but the path
 
     def get_source(self, fullname: str) -> str:
         return self._module.source
-
-    def get_filename(self, fullname: str) -> str:
-        return self._module.path
 
     def is_package(self, fullname: str) -> bool:
         return self._module.is_package
@@ -256,48 +241,39 @@ def _read(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
         raise CaptureError(f"module `{name}` ({spec.origin}) cannot be read: {error}") from error
 
 
+def _tree(source: str) -> ast.Module:
+    """Return a source as a tree; of a broken one, which fails where it runs, an empty one."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
 @lru_cache(maxsize=256)
 def _constants(module: ModuleSource) -> dict[str, Any]:
     """Return what a module's text sets once, and to a plain value, at its top level."""
-    try:
-        tree = ast.parse(module.source)
-    except SyntaxError:
-        return {}
+    tree = _tree(module.source)
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     times = Counter(node.id for node in names if not isinstance(node.ctx, ast.Load))
     found = {}
     for node in tree.body:
         match node:
-            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value):
+            case ast.Assign([ast.Name(name)], ast.expr() as value) | ast.AnnAssign(
+                ast.Name(name), _, ast.expr() as value
+            ) if times[name] == 1:
                 with suppress(ValueError, TypeError):
-                    if times[name] == 1:
-                        found[name] = _plain(value)
-    return found
-
-
-def _plain(value: ast.expr | None) -> Any:
-    """Return what an expression of constants is worth.
-
-    Raises:
-        ValueError: It is another, or one that can be changed in place.
-    """
-    if value is None:
-        raise ValueError("there is none")
-    found = ast.literal_eval(value)
-    hash(found)
+                    plain = ast.literal_eval(value)
+                    hash(plain)  # what can be changed in place is left out
+                    found[name] = plain
     return found
 
 
 @lru_cache(maxsize=256)
 def _imports(module: ModuleSource) -> frozenset[str]:
-    """Return what a module's text imports, anywhere in it; a broken text fails in the rank."""
-    try:
-        tree = ast.parse(module.source)
-    except SyntaxError:
-        return frozenset()
+    """Return what a module's text imports, anywhere in it."""
     package = module.name if module.is_package else module.name.rpartition(".")[0]
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(_tree(module.source)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -314,25 +290,25 @@ _BRANCHES = (ast.If, ast.While, ast.Match)
 
 
 def needed_modules(
-    cell: str, referred: Iterable[str], travelling: Sequence[tuple[str, str]], texts: Iterable[str]
+    cell: str, referred: Iterable[str], travelling: Mapping[str, ModuleSource], texts: Iterable[str]
 ) -> tuple[str, ...]:
     """Return the top-level modules that must be installed wherever a cell runs.
 
     Args:
         cell: The cell as Python.
         referred: Modules that what travels refers to or imports.
-        travelling: (name, source) of the project's own modules that travel.
+        travelling: The project's own modules that travel, by name.
         texts: Sources of the notebook's cells that defined what travels, as far as they are Python.
     """
     sure = set(imported(cell))
     optional = set[str]()
     for text in (cell, *texts):
         optional |= set(imported(text, branches=True)) - set(imported(text))
-    for _, source in travelling:
-        sure |= set(imported(source, functions=False))
+    for module in travelling.values():
+        sure |= set(imported(module.source, functions=False))
     loaded = {name.partition(".")[0] for name in referred} - optional
     sure |= {name for name in loaded if _is_installed(name)}
-    own = {name.partition(".")[0] for name, _ in travelling} | _NOT_NEEDED
+    own = {name.partition(".")[0] for name in travelling} | _NOT_NEEDED
     return tuple(sorted(sure - own - sys.stdlib_module_names))
 
 
@@ -340,15 +316,11 @@ def imported(source: str, functions: bool = True, branches: bool = False) -> Ite
     """Yield the top-level modules that a source imports.
 
     Args:
-        source: Python; from what is none, nothing is read.
+        source: Python.
         functions: Also what functions import when they are called.
         branches: Also what only a branch, or a `try` that knows what to do instead, imports.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return
-    yield from _in(tree.body, functions, branches)
+    yield from _in(_tree(source).body, functions, branches)
 
 
 def _in(statements: Iterable[ast.stmt], functions: bool, branches: bool) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """What a cell uses of the notebook: names, in the order in which its statements run, and modules.
 
-`code_use` reads compiled code, `used_names` walks the source, `needed_modules` finds the installed
-modules without which the cell surely fails. Pure.
+`code_use` reads compiled code, `used_names` walks the source. Pure.
 """
 
 import ast
@@ -10,7 +9,7 @@ import dis
 import re
 import string
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from inspect import CO_OPTIMIZED
 from types import CodeType, FunctionType
@@ -130,22 +129,7 @@ _SWALLOWING = {"suppress"}
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-@dataclass(frozen=True)
-class UsedNames:
-    """What a cell takes from outside.
-
-    Attributes:
-        why: Each name that the cell may read before it has surely set it, with the reason.
-        imports: Modules that the cell imports, in functions too.
-        attributes: Attribute names that the cell looks up on anything.
-    """
-
-    why: Mapping[str, str]
-    imports: frozenset[str] = frozenset()
-    attributes: frozenset[str] = frozenset()
-
-
-def used_names(source: str, filename: str = "<cell>") -> UsedNames:
+def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
     """Find the notebook names that `source` may read.
 
     A name that the cell has surely assigned before any possible read is its own and is left out.
@@ -159,9 +143,9 @@ def used_names(source: str, filename: str = "<cell>") -> UsedNames:
         SyntaxError: The cell is not Python.
     """
     compile(source, filename, "exec", _FLAGS, dont_inherit=True)
-    flow = _Flow()
-    flow.walk(ast.parse(source, filename).body)
-    return UsedNames(dict(flow.reads), frozenset(flow.imports), frozenset(flow.attributes))
+    found = UsedNames()
+    found.walk(ast.parse(source, filename).body)
+    return found
 
 
 def why_used_by(owner: str) -> str:
@@ -169,31 +153,37 @@ def why_used_by(owner: str) -> str:
     return f"`{owner}` uses it"
 
 
-@dataclass
-class _Flow:
-    """One pass over the top-level statements.
+class UsedNames:
+    """What a cell takes from outside, found in one pass over its top-level statements.
 
-    `defined` is what is surely set so far; `later` is what each definition's body will read once
-    its name is loaded; `awaited` is what loaded bodies read, so that a definition that comes
+    `_defined` is what is surely set so far; `_later` is what each definition's body will read once
+    its name is loaded; `_awaited` is what loaded bodies read, so that a definition that comes
     after its first user still counts.
+
+    Attributes:
+        why: Each name that the cell may read before it has surely set it, with the reason.
+        imports: Modules that the cell imports, in functions too.
+        attributes: Attribute names that the cell looks up on anything.
     """
 
-    defined: set[str] = field(default_factory=set)
-    later: dict[str, frozenset[str]] = field(default_factory=dict)
-    awaited: set[str] = field(default_factory=set)
-    reads: dict[str, str] = field(default_factory=dict)
-    imports: set[str] = field(default_factory=set)
-    attributes: set[str] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.why: dict[str, str] = {}
+        self.imports: set[str] = set()
+        self.attributes: set[str] = set()
+        self._defined: set[str] = set()
+        self._later: dict[str, frozenset[str]] = {}
+        self._awaited: set[str] = set()
 
     def walk(self, statements: Sequence[ast.stmt]) -> None:
+        """Go through statements that run one after the other."""
         for statement in statements:
             self._statement(statement)
 
     def _branch(self, statements: Sequence[ast.stmt], bound: set[str] | None = None) -> set[str]:
         """Walk statements that may not run; returns what is set where they did."""
-        outside, self.defined = self.defined, self.defined | (bound or set())
+        outside, self._defined = self._defined, self._defined | (bound or set())
         self.walk(statements)
-        inside, self.defined = self.defined, self.defined & outside
+        inside, self._defined = self._defined, self._defined & outside
         return inside
 
     def _statement(self, node: ast.stmt) -> None:
@@ -201,7 +191,7 @@ class _Flow:
             case ast.If():
                 self._evaluate(node.test)
                 both = self._branch(node.body) & self._branch(node.orelse)
-                self.defined |= both
+                self._defined |= both
             case ast.While():
                 self._evaluate(node.test)
                 self._branch(node.body)
@@ -227,18 +217,18 @@ class _Flow:
     def _simple(self, node: ast.stmt) -> None:
         self._read(self._compiled(node).names)
         for name in _assigned(node):
-            self.defined.add(name)
-            self.later.pop(name, None)
+            self._defined.add(name)
+            self._later.pop(name, None)
         if isinstance(node, ast.Delete):
-            self.defined.difference_update(n for target in node.targets for n in _bound(target))
+            self._defined.difference_update(n for target in node.targets for n in _bound(target))
 
     def _define(self, node: _Definition) -> None:
         use = self._compiled(node)
         reads_at_once = use.names if node.decorator_list else use.now
         self._read(reads_at_once)
-        self.defined.add(node.name)
-        self.later[node.name] = use.later | self.later.get(node.name, frozenset())
-        if node.name in self.awaited:
+        self._defined.add(node.name)
+        self._later[node.name] = use.later | self._later.get(node.name, frozenset())
+        if node.name in self._awaited:
             self._read({node.name})
 
     def _with(self, node: ast.With | ast.AsyncWith) -> None:
@@ -246,10 +236,10 @@ class _Flow:
             self._evaluate(item.context_expr)
             if item.optional_vars is not None:
                 self._loads(item.optional_vars)
-                self.defined.update(_bound(item.optional_vars))
+                self._defined.update(_bound(item.optional_vars))
         inside = self._branch(node.body)
         if not any(_may_swallow(item.context_expr) for item in node.items):
-            self.defined |= inside
+            self._defined |= inside
 
     def _try(self, node: ast.stmt) -> None:
         assert isinstance(node, ast.Try) or type(node).__name__ == "TryStar"
@@ -285,10 +275,10 @@ class _Flow:
 
     def _read(self, names: Iterable[str], why: str = THE_CELL) -> None:
         for name in sorted(names):
-            if name not in self.defined:
-                self.reads.setdefault(name, why)
-            body = self.later.pop(name, frozenset())
-            self.awaited |= body
+            if name not in self._defined:
+                self.why.setdefault(name, why)
+            body = self._later.pop(name, frozenset())
+            self._awaited |= body
             self._read(body, why_used_by(name))
 
 

@@ -166,6 +166,11 @@ class Cell:
     compiler_flags: int = 0
 
     @property
+    def label(self) -> str:
+        """What tracebacks call it: `Cell In[5]`."""
+        return f"Cell In[{self.execution_count or '?'}]"
+
+    @property
     def lines_above(self) -> int:
         """Lines of the notebook's cell above what runs: IPython drops a body's first empty ones."""
         dropped = self.source[: len(self.source) - len(self.source.lstrip())]
@@ -320,25 +325,22 @@ def _assemble(
     modules = collect([*used.imports, *gathering.pickler.modules], project)
     filenames = sorted(gathering.pickler.filenames)
     sources = {name: source for name in filenames if (source := source_of(name)) is not None}
-    number = " " if cell.execution_count is None else cell.execution_count
-    own = CellSource(cell.raw, f"Cell In[{number}]")
-    sources[cell.filename] = source_of(cell.filename) or own
+    sources[cell.filename] = CellSource(cell.raw, cell.label)
     submodules = _submodules(gathering.modules, used.attributes)
     texts = [source.text for source in sources.values()]
-    travelling = [(module.name, module.source) for module in modules.values()]
     return Payload(
         cell=cell,
         captured=tuple(gathering.captured),
         modules=modules,
         sources=sources,
         submodules=submodules,
-        requires=needed_modules(python, gathering.pickler.modules, travelling, texts),
+        requires=needed_modules(python, gathering.pickler.modules, modules, texts),
         loaders=gathering.pickler.replaced,
         data=gathering.pickler.pickled(),
     )
 
 
-def _submodules(modules: Iterable[ModuleType], attributes: frozenset[str]) -> tuple[str, ...]:
+def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[str, ...]:
     """Return what a rank that imports only `xml` would lack, where `import xml.dom` binds it."""
     packages = [module.__name__ for module in modules if hasattr(module, "__path__")]
     return tuple(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from pickle import PickleBuffer
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 from msgspec import Struct
@@ -26,6 +26,7 @@ from msgspec import Struct
 from taas_magic.capture.culprit import Destination, is_process_bound, is_shard, refusal
 from taas_magic.capture.names import code_use
 from taas_magic.capture.reducers import (
+    MADE_ANEW,
     REDUCERS,
     LruCache,
     NotebookNamespace,
@@ -33,9 +34,8 @@ from taas_magic.capture.reducers import (
     is_single_dispatch,
     loading_into,
     reduce_by_value,
-    reduce_cached_property,
+    reduce_descriptor,
     reduce_directory_store,
-    reduce_dispatch_method,
     reduce_file,
     reduce_lru_cache,
     reduce_path,
@@ -46,8 +46,10 @@ from taas_magic.capture.reducers import (
 from taas_magic.errors import CaptureError
 from taas_magic.messages import pack
 
-_MAGIC = b"TAASPAY1"
-_SIZES = struct.Struct("<QQQ")
+_MAGIC = b"TAASPAY2"
+_BEGIN = struct.Struct("<8sQ")
+"""The magic, and how many sizes follow: of the description, the pickle and its buffers."""
+
 _ALIGNMENT = 64
 
 
@@ -86,18 +88,20 @@ def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> N
         OSError: The disk is full, or the folder cannot be written.
     """
     described = pack(meta) if meta is not None else b"{}"
-    raws = [buffer.raw() for buffer in pickled.buffers]
+    pieces: list[bytes | memoryview] = [
+        described,
+        pickled.data,
+        *(buffer.raw() for buffer in pickled.buffers),
+    ]
+    sizes = [memoryview(piece).nbytes for piece in pieces]
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:
-            file.write(_MAGIC + _SIZES.pack(len(described), len(pickled.data), len(raws)))
-            file.write(struct.pack(f"<{len(raws)}Q", *(raw.nbytes for raw in raws)))
-            file.write(described)
-            file.write(pickled.data)
-            for raw in raws:
+            file.write(_BEGIN.pack(_MAGIC, len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes))
+            for piece in pieces:
                 file.write(bytes(-file.tell() % _ALIGNMENT))
-                file.write(raw)
+                file.write(piece)
         os.replace(unfinished, path)
     except BaseException:
         os.unlink(unfinished)
@@ -112,35 +116,27 @@ def read_archive(path: Path) -> Archive:
         OSError: The file cannot be opened.
     """
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size < len(_MAGIC) + _SIZES.size:
-            raise _damaged(path)
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    view = memoryview(mapped)
-    if view[: len(_MAGIC)] != _MAGIC:
-        raise _damaged(path)
-    meta_bytes, pickle_bytes, count = _SIZES.unpack_from(view, len(_MAGIC))
-    lengths_at = len(_MAGIC) + _SIZES.size
-    meta_at = lengths_at + 8 * count
-    pickle_at = meta_at + meta_bytes
-    if pickle_at + pickle_bytes > len(view):
-        raise _damaged(path)
-    lengths = struct.unpack_from(f"<{count}Q", view, lengths_at)
-    spans = list(_spans(lengths, pickle_at + pickle_bytes))
-    if spans and spans[-1].stop > len(view):
-        raise _damaged(path)
-    meta = bytes(view[meta_at:pickle_at])
-    return Archive(meta, mapped, pickle_at, [view[span] for span in spans])
+        is_empty = not os.fstat(file.fileno()).st_size  # such a file cannot be mapped
+        mapped = None if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    spans = list(_spans(mapped)) if mapped is not None else []
+    if mapped is None or not spans or spans[-1].stop > len(mapped):
+        raise CaptureError(f"{path} is not a whole payload; run the cell again")
+    view, (meta, pickled, *buffers) = memoryview(mapped), spans
+    return Archive(bytes(view[meta]), mapped, pickled.start, [view[span] for span in buffers])
 
 
-def _spans(lengths: Sequence[int], position: int) -> Iterator[slice]:
-    for length in lengths:
+def _spans(mapped: mmap.mmap) -> Iterator[slice]:
+    """Yield where the pieces of an archive lie; nothing of what is none."""
+    try:
+        magic, count = _BEGIN.unpack_from(mapped)
+        sizes = struct.unpack_from(f"<{count}Q", mapped, _BEGIN.size) if magic == _MAGIC else ()
+    except struct.error:
+        return
+    position = _BEGIN.size + 8 * count
+    for size in sizes:
         position += -position % _ALIGNMENT
-        yield slice(position, position + length)
-        position += length
-
-
-def _damaged(path: Path) -> CaptureError:
-    return CaptureError(f"{path} is not a whole payload; run the cell again")
+        yield slice(position, position + size)
+        position += size
 
 
 Handler = Callable[[Any], Any]
@@ -152,14 +148,7 @@ Each is given the value, and its pickler's `replaced`, in which it notes what th
 """
 
 
-class Stream(Protocol):
-    """What unpickling reads from; a mapped file and `io.BytesIO` both do."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return so many bytes, fewer only at the end."""
-
-    def readline(self) -> bytes:
-        """Return the bytes up to the next newline, with it."""
+Stream = io.BytesIO | mmap.mmap
 
 
 def dump(obj: Any, *, globals_dict: dict[str, Any] | None = None, name: str = "value") -> Pickled:
@@ -320,8 +309,7 @@ class ValuePickler(cloudpickle.Pickler):
             FunctionType: self._reduce_function,
             ModuleType: self._reduce_module,
             LruCache: self._unless_importable(reduce_lru_cache),
-            functools.cached_property: reduce_cached_property,
-            functools.singledispatchmethod: reduce_dispatch_method,
+            **{kind: functools.partial(reduce_descriptor, kind) for kind in MADE_ANEW},
             **{kind: self._unless_importable(r) for kind, r in REDUCERS.items()},
             PurePath: reduce_path,
             io.BytesIO: None,

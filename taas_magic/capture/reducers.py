@@ -14,7 +14,7 @@ import typing
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
@@ -100,34 +100,26 @@ def _make_lru_cache(function: Any, maxsize: int | None, typed: bool) -> Any:
     return functools.lru_cache(maxsize, typed)(function)
 
 
-def reduce_cached_property(prop: "functools.cached_property[Any]") -> Reduced:
-    """Reduce a `cached_property`, whose lock (Python 3.10, 3.11) cannot be pickled."""
-    state = {name: value for name, value in vars(prop).items() if name != "lock"}
-    return _make_cached_property, (type(prop),), state
+MADE_ANEW: dict[type, Collection[str]] = {
+    functools.cached_property: {"lock"},
+    functools.singledispatchmethod: vars(functools.singledispatchmethod(len)).keys()
+    - {"dispatcher", "func"},
+}
+"""What these have of their constructors and cannot be pickled: a lock (Python 3.10, 3.11); a cache
+of weak references (Python 3.13)."""
 
 
-def _make_cached_property(cls: Any) -> Any:
-    """Make a property that has nothing but its lock; the state brings the rest."""
-    prop = cls.__new__(cls)
-    functools.cached_property.__init__(prop, len)
-    return prop
+def reduce_descriptor(kind: type, descriptor: Any) -> Reduced:
+    """Reduce one of `MADE_ANEW`, or of a class derived from it, without what is made anew."""
+    state = {name: v for name, v in vars(descriptor).items() if name not in MADE_ANEW[kind]}
+    return _make_descriptor, (type(descriptor), kind), state
 
 
-_OF_DISPATCH_METHOD = frozenset(vars(functools.singledispatchmethod(len))) - {"dispatcher", "func"}
-"""What a method of single dispatch has besides: in Python 3.13 a cache of weak references."""
-
-
-def reduce_dispatch_method(method: "functools.singledispatchmethod[Any]") -> Reduced:
-    """Reduce a `singledispatchmethod` without what its constructor makes."""
-    state = {name: value for name, value in vars(method).items() if name not in _OF_DISPATCH_METHOD}
-    return _make_dispatch_method, (type(method),), state
-
-
-def _make_dispatch_method(cls: Any) -> Any:
-    """Make a method that dispatches nothing yet; the state brings the rest."""
-    method = cls.__new__(cls)
-    functools.singledispatchmethod.__init__(method, len)
-    return method
+def _make_descriptor(cls: Any, kind: Any) -> Any:
+    """Make one that has nothing but what its constructor makes; the state brings the rest."""
+    made = cls.__new__(cls)
+    kind.__init__(made, len)
+    return made
 
 
 def is_single_dispatch(value: Any) -> bool:

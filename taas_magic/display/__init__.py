@@ -4,5 +4,4 @@ view.py     one run's view: events in, screens out; notebook, console, terminal
 head.py     events folded into what the head knows, and that as text and HTML
 log.py      lines of all ranks -> the log under the cell
 failure.py  failures -> the one exception
-hosts.py    hosts of pools as a table
 """

@@ -7,7 +7,7 @@ comes from outside is escaped.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import PurePosixPath
@@ -53,7 +53,7 @@ FRAME = (
 )
 CODE = "font-family:monospace"
 LABEL = "opacity:0.6;font-size:12px"
-CELL = "text-align:left;vertical-align:top;padding:0px 10px 0px 0px"
+CELL = "text-align:left;vertical-align:top;padding:1px 10px 1px 0px"
 WORDS_CHARS = 500
 CELL_CHARS = 200
 MAX_NOTES = 10
@@ -218,19 +218,11 @@ def text(state: RunState, now: float) -> str:
     return "\n".join(words for words, _ in _parts(state, now))
 
 
-def html(state: RunState, now: float) -> str:
-    """Return the head as HTML for a notebook's output."""
-    return _framed(state, "".join(rows for _, rows in _parts(state, now)))
-
-
 def both(state: RunState, now: float) -> dict[str, str]:
     """Return the head in both forms, by MIME type."""
     words, rows = zip(*_parts(state, now), strict=True)
-    return {"text/html": _framed(state, "".join(rows)), "text/plain": "\n".join(words)}
-
-
-def _framed(state: RunState, rows: str) -> str:
-    return f"<div style='{FRAME};border-left:3px solid {_colour(state)}'>{rows}</div>"
+    html = f"<div style='{FRAME};border-left:3px solid {_colour(state)}'>{''.join(rows)}</div>"
+    return {"text/html": html, "text/plain": "\n".join(words)}
 
 
 def _colour(state: RunState) -> str:
@@ -373,6 +365,15 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
+def table_html(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table as HTML; the cells of its rows are HTML already."""
+    names = "".join(f"<th style='{CELL};opacity:0.6'>{name}</th>" for name in head)
+    lines = ("".join(f"<td style='{CELL}'>{cell}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    style = f"border-collapse:collapse;{CODE};font-size:12px"
+    return f"<table style='{style}'><tr>{names}</tr>{body}</table>"
+
+
 def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[str, list[Fact]]]:
     """Return the facts of each loader, by its name; of a run that has ended means, and no buffer.
 
@@ -491,14 +492,8 @@ def hang_lines(rows: Sequence[RankStand], now: float) -> list[str]:
 
 
 def _hang_html(rows: Sequence[RankStand], now: float) -> str:
-    head = "".join(f"<th style='{CELL};opacity:0.6'>{name}</th>" for name in _HANG_HEAD)
-    body = "".join(
-        "<tr>" + "".join(f"<td style='{CELL}'>{escape(it)}</td>" for it in cells) + "</tr>"
-        for cells in _hang_cells(rows, now)
-    )
-    style = f"border-collapse:collapse;{CODE};font-size:12px"
     title = _row(escape(_hang_title(rows, now)), f"color:{COLOURS['INTERRUPTED']}")
-    return f"{title}<table style='{style}'><tr>{head}</tr>{body}</table>"
+    return title + table_html(_HANG_HEAD, [map(escape, it) for it in _hang_cells(rows, now)])
 
 
 def _hang_title(rows: Sequence[RankStand], now: float) -> str:

@@ -353,7 +353,7 @@ class Farm:
             imports = (f"import {module}" for module in call.modules)
             source = "\n".join([name, *call.needs, *imports])
             cell = Cell(source, filename="<a job>", raw="")
-            settings = launch.capture_settings(cell, self._shell, self._config)
+            settings = launch.capture_settings(self._shell, self._config)
             found = payload.capture(cell, namespace, **settings)
         try:
             payload.write(found, path)

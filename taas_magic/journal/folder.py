@@ -307,27 +307,19 @@ def _lock(descriptor: int) -> None:
             return
 
 
-@dataclass(frozen=True)
-class RunRecord:
-    """A run as its journal tells it, for `taas.runs()` and `%taas status`."""
+class RunFiles:
+    """What the folder of a run says when it is asked, of one that goes on, too.
+
+    Attributes:
+        path: The folder.
+        failed_rank: The rank that failed first.
+    """
 
     run_id: str
     name: str
-    pool: str
     world_size: int
-    state: str
-    started: float
-    ended: float | None
     path: Path
-    took_s: float | None = None
-    failed_rank: int | None = None
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds from the start to the end, or until now."""
-        if self.took_s is not None:
-            return self.took_s
-        return (self.ended or time.time()) - self.started
+    failed_rank: int | None
 
     def logs(self, rank: int | None = None) -> str:
         """Return all that a rank wrote to its output and error, and the traceback if it raised.
@@ -374,6 +366,29 @@ class RunRecord:
         for seen in RunFolder(self.path).read_events():
             flow.apply(seen, seen.time)
         return flow
+
+
+@dataclass(frozen=True)
+class RunRecord(RunFiles):
+    """A run as its journal tells it, for `taas.runs()` and `%taas status`."""
+
+    run_id: str
+    name: str
+    pool: str
+    world_size: int
+    state: str
+    started: float
+    ended: float | None
+    path: Path
+    took_s: float | None = None
+    failed_rank: int | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from the start to the end, or until now."""
+        if self.took_s is not None:
+            return self.took_s
+        return (self.ended or time.time()) - self.started
 
 
 def runs() -> list[RunRecord]:
@@ -484,17 +499,12 @@ def _has_ended(folder: RunFolder) -> bool:
 
 def _is_broken(folder: RunFolder) -> bool:
     """Return whether it is a folder without a plan, and not one being made or removed."""
-    try:
-        folder.plan()
-        return False
-    except (ValueError, FileNotFoundError):
-        pass
-    except OSError:
-        return False
-    try:
-        return time.time() - folder.path.stat().st_mtime > _YOUNG_S
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        try:
+            folder.plan()
+        except (ValueError, FileNotFoundError):
+            return time.time() - folder.path.stat().st_mtime > _YOUNG_S
+    return False
 
 
 def _size_bytes(path: Path) -> int:

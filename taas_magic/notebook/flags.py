@@ -180,15 +180,9 @@ def variable(text: str) -> tuple[str, str]:
     return key, value
 
 
-def one_of(*possible: str) -> Callable[[str], str]:
-    """Return a reader of one of a few words."""
-
-    def read(text: str) -> str:
-        if text not in possible:
-            raise ValueError(text)
-        return text
-
-    return read
+def store_writes(text: str) -> str:
+    """Read one of `WRITES`."""
+    return WRITES[WRITES.index(text)]
 
 
 @dataclass(frozen=True)
@@ -205,28 +199,39 @@ class Flag:
     """
 
     name: str
-    metavar: str
-    read: Callable[[str], Any]
-    possible: str
-    help: str
+    metavar: str = ""
+    read: Callable[[str], Any] = str
+    possible: str = ""
+    help: str = ""
     examples: tuple[str, ...] = ()
 
     @property
     def field(self) -> str:
-        """The name in the parser's answer."""
-        return self.name.removeprefix("--").replace("-", "_")
+        """The name in `Flags`."""
+        return _FIELDS.get(self.name, self.name.removeprefix("--").replace("-", "_"))
 
     def decorator(self) -> Callable[..., Any]:
         """Return the flag as IPython's `@argument`."""
         example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
-        settings = {"help": (self.help + example).replace("%", "%%")}
+        settings: dict[str, Any] = {"help": (self.help + example).replace("%", "%%")}
         if self.metavar:
-            settings["metavar"] = self.metavar
-            settings["action"] = "append" if self.name in REPEATED else "store"
+            action = "append" if self.name in REPEATED else "store"
+            settings |= {"metavar": self.metavar, "action": action, "type": self._value}
         else:
             settings["action"] = "store_true"
-        decorated: Callable[..., Any] = argument(self.name, **settings)
+        decorated: Callable[..., Any] = argument(self.name, dest=self.field, **settings)
         return decorated
+
+    def _value(self, text: str) -> Any:
+        try:
+            return self.read(text)
+        except ValueError:
+            hint = ", a name that the notebook does not have" if _NOT_EXPANDED.search(text) else ""
+            raise UsageError(f'{self.name} needs {self.possible}; got "{text}"{hint}') from None
+
+
+_NOT_EXPANDED = re.compile(r"\$\w+|\{.+\}")
+_FIELDS = {"--timeout": "timeout_s", "--logs": "log_ranks", "--hang": "hang_s"}
 
 
 REPEATED = ("--env", "--shared-writes")
@@ -283,10 +288,7 @@ FLAGS = (
     ),
     Flag(
         "--uneven-hosts",
-        "",
-        bool,
-        "",
-        "Let hosts have different numbers of ranks, where they do not divide evenly.",
+        help="Let hosts have different numbers of ranks, where they do not divide evenly.",
     ),
     Flag(
         "--out",
@@ -355,7 +357,7 @@ FLAGS = (
     Flag(
         "--store-writes",
         "RULE",
-        one_of(*WRITES),
+        store_writes,
         " or ".join(WRITES),
         "Other ranks' writes to the store: kept from it in silence (discard, default) or an error.",
         WRITES[::-1],
@@ -368,19 +370,10 @@ FLAGS = (
         "A folder of the store that all ranks write, for sharded checkpoints; may be repeated.",
         ("checkpoints",),
     ),
-    Flag(
-        "--dry-run",
-        "",
-        bool,
-        "",
-        "Print what would run and what would travel, and start nothing.",
-    ),
+    Flag("--dry-run", help="Print what would run and what would travel, and start nothing."),
 )
 
 BY_NAME = {flag.name: flag for flag in FLAGS}
-
-
-_NOT_EXPANDED = re.compile(r"\$\w+|\{.+\}")
 
 
 def _cell_flags() -> None:
@@ -478,41 +471,20 @@ def _words(line: str) -> list[str]:
 
 
 def _parse_words(words: list[str]) -> dict[str, Any]:
-    given = [word.partition("=")[0] for word in words if word.startswith("--")]
-    for name in given:
-        if name not in BY_NAME:
-            raise UsageError(_unknown(name))
-        if given.count(name) > 1 and name not in REPEATED:
-            raise UsageError(f"{name} is there twice; give it once")
     try:
         answer, rest = _PARSER.parse_known_args(words)
     except IPythonUsageError as error:
         raise UsageError(_missing(str(error))) from None
     if rest:
         raise UsageError(_unknown(rest[0]))
-    settings: dict[str, Any] = {}
-    for flag in FLAGS:
-        value = getattr(answer, flag.field)
-        if value is not None and flag.name in REPEATED:
-            value = tuple(_read(flag, text) for text in value)
-        elif value is not None and flag.metavar:
-            value = _read(flag, value)
-        if value is not None:
-            settings[_SETTINGS.get(flag.field, flag.field)] = value
+    given = [word.partition("=")[0] for word in words]
+    for name in BY_NAME:
+        if given.count(name) > 1 and name not in REPEATED:
+            raise UsageError(f"{name} is there twice; give it once")
+    settings = {name: value for name, value in vars(answer).items() if value is not None}
     settings["env"] = dict(settings.get("env", ()))
+    settings["shared_writes"] = tuple(settings.get("shared_writes", ()))
     return settings
-
-
-_SETTINGS = {"timeout": "timeout_s", "logs": "log_ranks", "hang": "hang_s"}
-"""What `Flags` calls the values of these."""
-
-
-def _read(flag: Flag, text: str) -> Any:
-    try:
-        return flag.read(text)
-    except ValueError:
-        hint = ", a name that the notebook does not have" if _NOT_EXPANDED.search(text) else ""
-        raise UsageError(f'{flag.name} needs {flag.possible}; got "{text}"{hint}') from None
 
 
 def _missing(message: str) -> str:
@@ -527,6 +499,7 @@ def _unknown(word: str) -> str:
     listed = " ".join(flag.name for flag in FLAGS)
     if not word.startswith("-"):
         return f'"{word}" is not a flag. The flags are: {listed}'
+    word = word.partition("=")[0]
     near = difflib.get_close_matches(word, BY_NAME, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]}?)" if near else ""
     return f"No flag {word}{hint}. The flags are: {listed}"

@@ -70,7 +70,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     assert rule is not None
     store.prepare(rule)
     try:
-        settings = capture_settings(cell, shell, config)
+        settings = capture_settings(shell, config)
         captured = payload.capture(cell, shell.user_ns, **settings)
     except SyntaxError as error:
         raise _cell_syntax_error(error, cell) from None
@@ -78,7 +78,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         raise UsageError(problem)
     plan = with_fetchers(plan, flags, tuple(captured.loaders), config)
     differences = modules.differences(captured.modules, cell.source)
-    plan = structs.replace(plan, notes=(*_news(plan.notes), *differences))
+    plan = structs.replace(plan, notes=_news(plan.notes, differences))
     folder = _written(plan, captured, config)
     requires = None if pool.config.engine == "local" else captured.requires
     spec = HostSpec(plan, 0, str(folder.path), origin(shell, rule.path), requires=requires)
@@ -109,16 +109,21 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
     return folder
 
 
-def _news(notes: Sequence[str]) -> tuple[str, ...]:
-    """Return the notes; that there is no GPU, only where this session has not said so yet."""
-    news = tuple(note for note in notes if note.partition(";")[0] not in _told)
-    _told.update(note.partition(";")[0] for note in notes if note.startswith(NO_GPU))
+def _news(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
+    """Return what the head says; what is so from run to run only once a session.
+
+    That is, that there is no GPU, and that constants differ, as long as their values are the same.
+    """
+    lasting = {note: note.partition(";")[0] for note in notes if note.startswith(NO_GPU)}
+    lasting |= zip(differences, differences, strict=True)
+    news = tuple(note for note in (*notes, *differences) if lasting.get(note) not in _told)
+    _told.update(lasting.values())
     return news
 
 
 def _cell_syntax_error(error: SyntaxError, cell: Cell) -> CellSyntaxError:
     """Return a syntax error at its place in the notebook's cell, head included."""
-    error.filename = f"Cell In[{cell.execution_count or '?'}]"
+    error.filename = cell.label
     error.lineno = (error.lineno or 1) + cell.lines_above
     error.end_lineno = error.end_lineno and error.end_lineno + cell.lines_above
     error.text = cell.raw.splitlines()[error.lineno - 1]
@@ -212,20 +217,18 @@ def out_problem(flags: Flags, captured: Payload, shell: "InteractiveShell") -> s
     return unknown_result([name_of(text) for text in flags.out], python, names, shell.user_ns)
 
 
-def capture_settings(cell: Cell, shell: "InteractiveShell", config: Config) -> dict[str, Any]:
+def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:
     """Return the keyword arguments of `capture` for a cell, or a job, of a notebook."""
     return {
         "transform": shell.transform_cell,
         "project": Path.cwd(),
         "limit_bytes": config.capture.limit_bytes,
-        "source_of": lambda filename: _source_of(cell, shell, filename),
+        "source_of": lambda filename: _source_of(shell, filename),
     }
 
 
-def _source_of(cell: Cell, shell: "InteractiveShell", filename: str) -> CellSource | None:
+def _source_of(shell: "InteractiveShell", filename: str) -> CellSource | None:
     """Return the cell that the kernel compiled under a name; None for files and other code."""
-    if filename == cell.filename:
-        return CellSource(cell.raw, f"Cell In[{cell.execution_count or '?'}]")
     number = payload.cell_number(shell, filename)
     cells = shell.history_manager.input_hist_raw
     if number is None or not 0 < number < len(cells):
@@ -256,7 +259,7 @@ def origin(shell: "InteractiveShell", folder: str) -> Origin:
 def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
     """Return what `execute` would do: the plan, what travels and why, and what would fail."""
     plan = plan_of(flags, pools.named(flags.pool, config), config)
-    settings = capture_settings(cell, shell, config)
+    settings = capture_settings(shell, config)
     problems: list[str] = []
     travels: list[str] = []
     try:

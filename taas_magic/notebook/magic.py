@@ -24,11 +24,12 @@ from IPython.core.completer import (
     SimpleMatcherResult,
     context_matcher,
 )
+from IPython.core.display_functions import display
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from taas_magic.capture.modules import claim_taas, release_taas
 from taas_magic.config import LOCAL, Config, closest, load_config
-from taas_magic.display.head import duration
+from taas_magic.display.head import columns, duration
 from taas_magic.display.log import harmless, size_text
 from taas_magic.errors import UsageError, interrupted
 from taas_magic.host.output import LineAssembler
@@ -51,29 +52,6 @@ if TYPE_CHECKING:
 
     from taas_magic.capture.payload import Cell
     from taas_magic.notebook.pools import CheckReport, PoolRow
-
-
-USAGE = {
-    "status": ("status", "your newest runs, of any kernel"),
-    "logs": (
-        "logs [RUN] [--rank R]",
-        "what a rank wrote, and its traceback; the newest run, the rank that failed or 0",
-    ),
-    "stacks": (
-        "stacks [RUN]",
-        "where ranks and fetchers stand: all threads, and their children's",
-    ),
-    "stop": ("stop [RUN]", "end a run; without RUN the newest that runs"),
-    "pools": (
-        "pools [--check [POOL]]",
-        "the pools; with --check whether their hosts are fit, and why not",
-    ),
-    "warm": ("warm [POOL]", "make a pool ready, so that the next cell starts at once"),
-    "down": ("down [POOL]", "end a pool: its runs, its hosts, its process"),
-}
-COMMANDS = "Runs and pools; RUN is a run's id, its beginning, or the run's name.\n\n" + "\n".join(
-    f"    %taas {usage:22} {text}" for usage, text in USAGE.values()
-)
 
 
 @magics_class
@@ -139,10 +117,7 @@ class TaasMagics(Magics):
         if isinstance(shown, str):
             _say(shown)
         else:
-            bundle = {"text/plain": shown.text, "text/html": shown.html}
-            self.shell.display_pub.publish(bundle)
-
-    run_line.__doc__ = COMMANDS
+            display(shown)
 
     def _run(self, asked: Flags, cell: "Cell", settings: Config) -> None:
         from taas_magic.notebook import launch
@@ -310,27 +285,20 @@ def run_command(line: str, settings: Config) -> "str | CheckReport":
         raise UsageError(f"%taas {line}: a quote is not closed") from None
     if name.startswith("-"):
         raise UsageError(f"%taas {name}: to run a cell, begin it with %%taas (two percent signs)")
-    if name not in USAGE:
-        raise UsageError(f'%taas has no "{name}"{closest(name, USAGE)}. It has: {", ".join(USAGE)}')
-    return _BY_NAME[name](words, settings)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return columns, each as wide as its widest text."""
-    texts = [[str(value) for value in row] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
+    if name not in _COMMANDS:
+        has = ", ".join(_COMMANDS)
+        raise UsageError(f'%taas has no "{name}"{closest(name, _COMMANDS)}. It has: {has}')
+    return _COMMANDS[name][2](words, settings)
 
 
 def _status(words: Sequence[str], settings: Config) -> str:
     _take("status", words, 0)
-    head = ("run", "state", "ranks", "pool", "elapsed", "name")
-    rows = []
+    rows = [("run", "state", "ranks", "pool", "elapsed", "name")]
     for run in journal.runs()[:_SHOWN_RUNS]:
         # as the head of the run has it
         elapsed = duration(run.elapsed_s, decimals=int(run.state in ENDED_STATES))
-        rows.append((run.run_id, run.state, run.world_size, run.pool, elapsed, run.name))
-    return _table(head, rows) if rows else "no runs"
+        rows.append((run.run_id, run.state, str(run.world_size), run.pool, elapsed, run.name))
+    return "\n".join(columns(rows)) if rows[1:] else "no runs"
 
 
 def _logs(words: Sequence[str], settings: Config) -> str:
@@ -364,7 +332,8 @@ def _stop(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools
 
     record = _running(_take("stop", words, 1))
-    return f"stopping run {pools.stop(record.run_id, settings)}"
+    pools.stop(record, settings)
+    return f"stopping run {record.run_id}"
 
 
 def _stacks(words: Sequence[str], settings: Config) -> str:
@@ -376,7 +345,7 @@ def _stacks(words: Sequence[str], settings: Config) -> str:
     record = _running(_take("stacks", words, 1))
     shell = get_ipython()
     assert shell is not None
-    return stacks_text(pools.stacks(record.run_id, settings), launch.labels_of_cells(shell))
+    return stacks_text(pools.stacks(record, settings), launch.labels_of_cells(shell))
 
 
 def _pools(words: Sequence[str], settings: Config) -> "str | CheckReport":
@@ -387,10 +356,10 @@ def _pools(words: Sequence[str], settings: Config) -> "str | CheckReport":
         return pools.check(settings, [name] if name else [])
     _take("pools", words, 0)
     found = pools.rows(settings)
-    rows = [cells for pool in found for cells in _pool_cells(pool)]
-    head = ("pool", "engine", "state", "host", "does", "since", "GPU-hours")
+    rows = [("pool", "engine", "state", "host", "does", "since", "GPU-hours")]
+    rows += [cells for pool in found for cells in _pool_cells(pool)]
     source = settings.source or "there is no taas.toml: all runs on this machine"
-    return "\n".join([_table(head, rows), *_cost_lines(found), f"({source})"])
+    return "\n".join([*columns(rows), *_cost_lines(found), f"({source})"])
 
 
 def _warm(words: Sequence[str], settings: Config) -> str:
@@ -409,15 +378,33 @@ def _down(words: Sequence[str], settings: Config) -> str:
     return f'Pool "{pool.name}" is down.'
 
 
-_BY_NAME: dict[str, Callable[[Sequence[str], Config], "str | CheckReport"]] = {
-    "status": _status,
-    "logs": _logs,
-    "stacks": _stacks,
-    "stop": _stop,
-    "pools": _pools,
-    "warm": _warm,
-    "down": _down,
+_COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], "str | CheckReport"]]] = {
+    "status": ("status", "your newest runs, of any kernel", _status),
+    "logs": (
+        "logs [RUN] [--rank R]",
+        "what a rank wrote, and its traceback; the newest run, the rank that failed or 0",
+        _logs,
+    ),
+    "stacks": (
+        "stacks [RUN]",
+        "where ranks and fetchers stand: all threads, and their children's",
+        _stacks,
+    ),
+    "stop": ("stop [RUN]", "end a run; without RUN the newest that runs", _stop),
+    "pools": (
+        "pools [--check [POOL]]",
+        "the pools; with --check whether their hosts are fit, and why not",
+        _pools,
+    ),
+    "warm": ("warm [POOL]", "make a pool ready, so that the next cell starts at once", _warm),
+    "down": ("down [POOL]", "end a pool: its runs, its hosts, its process", _down),
 }
+TaasMagics.run_line.__doc__ = "\n".join(
+    [
+        "Runs and pools; RUN is a run's id, its beginning, or the run's name.\n",
+        *(f"    %taas {usage:22} {text}" for usage, text, _ in _COMMANDS.values()),
+    ]
+)
 
 
 def _take(name: str, words: Sequence[str], most: int) -> str | None:
@@ -428,7 +415,7 @@ def _take(name: str, words: Sequence[str], most: int) -> str | None:
     """
     if len(words) > most:
         raise UsageError(
-            f'%taas {name} does not take "{words[most]}". It is used as: %taas {USAGE[name][0]}'
+            f'%taas {name} does not take "{words[most]}". It is used as: %taas {_COMMANDS[name][0]}'
         )
     return words[0] if words else None
 
@@ -450,18 +437,24 @@ def _take_rank(words: Sequence[str]) -> tuple[list[str], int | None]:
 
 
 def _running(run_id: str | None) -> RunRecord:
-    if run_id is not None:
-        return journal.find(run_id)
-    running = [record for record in journal.runs() if record.state not in ENDED_STATES]
+    """Return the run of that id, or the newest that runs.
+
+    Raises:
+        UsageError: It is not running, or none is.
+    """
+    asked = journal.runs() if run_id is None else [journal.find(run_id)]
+    running = [record for record in asked if record.state not in ENDED_STATES]
+    if not running and run_id is not None:
+        raise UsageError(f"run {asked[0].run_id} is not running: {asked[0].state}")
     if not running:
         raise UsageError("No run is running. %taas status lists the newest.")
     return running[0]
 
 
-def _pool_cells(pool: "PoolRow") -> list[tuple[str, ...]]:
+def _pool_cells(pool: "PoolRow") -> list[tuple[str, str, str, str, str, str, str]]:
     """Return a pool's rows: one a host; its name stands in the first."""
     names = (pool.name, pool.engine, pool.state)
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for host in pool.status.hosts:
         does = ", ".join(host.runs) or f"idle {duration(host.idle_s or 0)}"
         rows.append((*names, host.host, does, duration(host.had_s), f"{host.gpu_hours:.2f}"))
@@ -523,7 +516,7 @@ def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
     *before, word = text.split(" ")
     before = [each for each in before if each]
     if not before:
-        return _beginning(word, USAGE)
+        return _beginning(word, _COMMANDS)
     if before[-1] == "--rank":
         return word, []
     if before[0] in ("warm", "down"):

@@ -5,16 +5,16 @@ counted and not raised, always ends a wait.
 """
 
 import contextvars
-import functools
 import queue
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from msgspec import structs
 
@@ -31,7 +31,7 @@ from taas_magic.host import results
 from taas_magic.host.spec import VALUE, HostSpec, share_id
 from taas_magic.host.watch import HALT_S
 from taas_magic.journal import folder as journal
-from taas_magic.journal.folder import RunFolder
+from taas_magic.journal.folder import RunFiles, RunFolder
 from taas_magic.messages import (
     Event,
     FetcherCounts,
@@ -47,10 +47,6 @@ from taas_magic.messages import (
 from taas_magic.plan import Plan, Prefill
 from taas_magic.pool.client import Pool, Wait
 from taas_magic.store.receipt import Receipt
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 LEAVE_S = 1.2
 """How long something may still take that the user does not wait for any more."""
@@ -123,11 +119,9 @@ class Interrupts:
         """
         background = Background(lambda tell: work())
         background.watch(self, patience, meanwhile=meanwhile)
-        if background.outcome is None:
-            background.thread.join(LEAVE_S)
-        if background.outcome is None:
+        if not futures.wait([background.outcome], LEAVE_S).done:
             _raise_interrupted()
-        return background.outcome()
+        return background.outcome.result()
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if the user has interrupted."""
@@ -146,11 +140,11 @@ class Background(Generic[T]):
         work: What to do; it is given what tells the waiting user how it stands, in lines.
 
     Attributes:
-        outcome: Once it is done: returns its result, or raises its error.
+        outcome: What it returns or raises.
     """
 
     def __init__(self, work: Callable[[Tell], T]) -> None:
-        self.outcome: Callable[[], T] | None = None
+        self.outcome: futures.Future[T] = futures.Future()
         self._work = work
         self._news: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         context = contextvars.copy_context()
@@ -168,8 +162,7 @@ class Background(Generic[T]):
         """
         self.watch(interrupts, 1, say=say)
         interrupts.check()
-        assert self.outcome is not None
-        return self.outcome()
+        return self.outcome.result()
 
     def watch(
         self,
@@ -182,7 +175,7 @@ class Background(Generic[T]):
         interrupts.wake = lambda: self._news.put([])
         said: set[str] = set()
         while interrupts.count < patience:
-            is_done = self.outcome is not None  # asked first: all that it told is there then
+            is_done = self.outcome.done()  # asked first: all that it told is there then
             try:
                 lines = self._news.get(timeout=0 if is_done else MEANWHILE_S)
             except queue.Empty:
@@ -197,16 +190,10 @@ class Background(Generic[T]):
 
     def _run(self) -> None:
         try:
-            result = self._work(self._news.put)
+            self.outcome.set_result(self._work(self._news.put))
         except BaseException as error:
-            self.outcome = functools.partial(_raise, error)
-        else:
-            self.outcome = lambda: result
+            self.outcome.set_exception(error)
         self._news.put([])
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
 
 
 class Fetching:
@@ -371,12 +358,11 @@ def taken(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
     return found
 
 
-class Run:
+class Run(RunFiles):
     """One execution of a cell on N ranks; `taas.last_run` is the newest one.
 
     Attributes:
         plan: What was decided before it started.
-        path: Its folder; see `taas_magic.journal.folder`.
         state: STARTING, RUNNING, SUCCEEDED, FAILED, INTERRUPTED or LOST.
         failures: What went wrong on which rank, the first failure first.
         hosts: Names of the hosts that ran it.
@@ -390,7 +376,8 @@ class Run:
         self, plan: Plan, folder: RunFolder, labels: Mapping[str, str] | None = None
     ) -> None:
         self._labels = labels or {}
-        self.run_id, self.plan, self.path = plan.run_id, plan, folder.path
+        self.run_id, self.name, self.world_size = plan.run_id, plan.name, plan.world_size
+        self.plan, self.path, self.failed_rank = plan, folder.path, None
         self.state = "STARTING"
         self.hosts: list[str] = []
         self.failures: list[dict[str, Any]] = []
@@ -406,29 +393,7 @@ class Run:
         self._is_left = self._is_silent = False
 
     def __repr__(self) -> str:
-        return f"<Run {self.run_id} {self.plan.name or ''}: {self.state}, {self.path}>"
-
-    def logs(self, rank: int | None = None) -> str:
-        """Return all that a rank wrote, with its traceback; default: the first failed one, or 0."""
-        return journal.record(self._folder).logs(rank)
-
-    @property
-    def advice(self) -> str:
-        """What to change when ranks waited for data; "" where there is nothing to say."""
-        return journal.record(self._folder).advice
-
-    @property
-    def waited(self) -> dict[str, float]:
-        """The share of their time with each loader that ranks waited for it, from 0 to 1."""
-        return journal.record(self._folder).waited
-
-    def plot(self) -> "Figure":
-        """Draw how long ranks waited for data, and how fast it came, over time.
-
-        Raises:
-            UsageError: matplotlib is missing, or the run used no registered loader.
-        """
-        return journal.record(self._folder).plot()
+        return f"<Run {self.run_id} {self.name}: {self.state}, {self.path}>"
 
     def discard(self) -> None:
         """Remove its folder: it was never started."""
@@ -586,6 +551,7 @@ class Run:
                 self.state = seen.state
             if isinstance(seen, RunEnded):
                 self._ended, self.elapsed_s = seen, seen.elapsed_s or 0.0
+                self.failed_rank = seen.first.rank if seen.first else None
                 continue
             if isinstance(seen, StoreReceipt):
                 self.receipt = self.receipt.with_event(seen)

@@ -374,14 +374,12 @@ class Row:
     Attributes:
         host: The host as the user calls it; "" for a pool none of whose hosts can be asked.
         facts: What it is like; None where it did not say.
-        means: What holds its ranks off the project store, where its agent is up.
     """
 
     pool: str
     host: str
     facts: Facts | None
     findings: tuple[Finding, ...]
-    means: str = ""
 
     @property
     def is_fit(self) -> bool:
@@ -442,9 +440,7 @@ def _ask(
     return judged(pool, facts, here, packages)
 
 
-def judged(
-    pool: PoolConfig, facts: Facts, here: Kernel, packages: Mapping[str, Wanted], means: str = ""
-) -> Row:
+def judged(pool: PoolConfig, facts: Facts, here: Kernel, packages: Mapping[str, Wanted]) -> Row:
     """Return the row of a host that has said what it is like."""
     found = judge(facts, here, pool.gpus, pool.interface, packages)
-    return Row(pool.name, facts.host, facts, tuple(found), means)
+    return Row(pool.name, facts.host, facts, tuple(found))

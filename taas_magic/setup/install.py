@@ -19,7 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msgspec import Struct
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag, compatible_tags, cpython_tags, parse_tag
@@ -213,17 +212,11 @@ def bring(parcel: PackageFolder, shell: Shell, python: str | None, cache: str) -
         raise PoolError(f"host {shell.host}: packages could not be put into {folder}: {error}")
 
 
-class _Installed(Struct):
-    """What `probe.install` returns."""
-
-    error: str
-
-
 def _install(shell: Shell, python: str | None, folder: str, how: Mapping[str, object]) -> str:
     """Have the host make a folder of packages; returns why it is not there, or ""."""
     asked = {"folder": folder, **how}
     said = ask(shell, python, probe.install.__name__, asked, INSTALL_LIMIT_S)
-    return unpack(said, _Installed).error
+    return unpack(said, str)
 
 
 def our_bundle() -> bytes:
@@ -313,7 +306,7 @@ def downloaded(pins: Sequence[str], facts: Facts) -> Files:
     kept = Path(probe.cache_folder()) / "packages" / mark.hexdigest()[:16]
     options = ["--implementation", "cp", "--python-version", minor(facts.python)]
     options += [word for name in platforms_of(facts) for word in ("--platform", name)]
-    error = probe.install(str(kept), pins, options, DOWNLOAD_LIMIT_S)["error"]
+    error = probe.install(str(kept), pins, options, DOWNLOAD_LIMIT_S)
     if error:
         tail = [line for line in error.splitlines() if line.strip()][-_SAID_LINES:]
         what = f"Python {minor(facts.python)} on {facts.system} {facts.machine}"

@@ -209,10 +209,6 @@ class _Sender:
 
     Args:
         note: Tells the user, at once, what could not be sent.
-
-    Attributes:
-        written: Bytes of each file that is in the store now, by path.
-        refused: Why, by path, of what is not.
     """
 
     def __init__(self, mirror: Mirror, ask: Ask, note: Callable[[str], None]) -> None:
@@ -383,6 +379,10 @@ class Outbound:
     Args:
         note: Tells the user what could not be sent.
         shared: Folders, relative, that alone are sent; None sends all, as rank 0's host does.
+
+    Attributes:
+        written: Bytes of each file that got into the store, by path.
+        refused: Why, by path, of what did not.
     """
 
     def __init__(
@@ -394,22 +394,13 @@ class Outbound:
     ) -> None:
         self._mirror, self._shared, self._note = mirror, shared, note
         self._sender = _Sender(mirror, ask, note)
+        self.written, self.refused = self._sender.written, self._sender.refused
         self._ignore = Ignore()
         self._watch = _Watch(mirror.path, lambda path: self._ignore.leaves_out(path, folder=True))
         self._due: dict[str, float] = {}
         self._quiet_until: dict[str, float] = {}
         self._finishing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="taas-store-out", daemon=True)
-
-    @property
-    def written(self) -> dict[str, int]:
-        """Bytes of each file that got into the store, by path."""
-        return self._sender.written
-
-    @property
-    def refused(self) -> dict[str, str]:
-        """Why, by path, of what did not."""
-        return self._sender.refused
 
     def start(self) -> None:
         """Watch the mirror, and send from now on."""
@@ -475,7 +466,8 @@ class Outbound:
         """Yield paths at which the mirror is not as the store is known to be."""
         hashes, folders = self._mirror.hashes, self._mirror.folders
         there = set()
-        for found in self._mirror.tree.walk(lambda seen: not self._is_left_out(seen)):
+        left_out = self._ignore.leaves_out
+        for found in self._mirror.tree.walk(lambda it: not left_out(it.path, it.is_folder)):
             there.add(found.path)
             if found.is_folder:
                 same = found.path in folders
@@ -484,6 +476,3 @@ class Outbound:
             if not same:
                 yield found.path
         yield from (path for path in (*hashes.paths(), *folders) if path not in there)
-
-    def _is_left_out(self, found: Seen) -> bool:
-        return self._ignore.leaves_out(found.path, found.is_folder)

@@ -36,11 +36,6 @@ COPY_LIMIT_BYTES = 1 << 30
 _SHARDS = (".distcp",)
 """Files of which every rank's is needed: to discard one would leave a broken checkpoint."""
 
-_OWN_LOCK = (
-    "the lock on {} keeps no other rank out: only rank 0 writes to the project store, and this "
-    "rank locks a file of its own. Lock a file outside the store, or of a folder of --shared-writes"
-)
-
 Path = Any
 """What a file call takes: str, bytes, PathLike or a descriptor."""
 
@@ -56,12 +51,6 @@ class Watched:
         open_folders: Folders in it that every rank may write: shared ones, caches.
         note: Called once for each path that the rank wrote, or would have written.
     """
-
-    writes = True
-    """Whether what the rank writes gets into the store."""
-
-    diverts = False
-    """Whether paths lead elsewhere than they say."""
 
     used = False
     """Whether the rank has files of its own by now."""
@@ -109,19 +98,32 @@ class Watched:
         """Return the path in the store where one leads into what the rank has of its own."""
         return path
 
-    def is_own(self, path: str) -> bool:
-        """Return whether a path is that of a rank's own file, where its calls were led to."""
-        return False
-
-    def locate(self, path: Path, folder: int | None = None, *, follow: bool = True) -> str | None:
-        """Return where a path leads in the store; None if it is outside or open to all.
+    def ask(
+        self,
+        decide: Callable[[str], str | None],
+        path: Path,
+        folder: int | None = None,
+        *,
+        follow: bool = True,
+    ) -> str | None:
+        """Return what `decide` says of the place in the store that a path leads to.
 
         Args:
-            path: What Python's calls take; a descriptor is None.
+            path: What Python's calls take.
             folder: The descriptor that a relative path starts at (`dir_fd`).
             follow: Whether the call follows a symbolic link at the path's end.
+
+        Returns:
+            None, too, for a path outside or open to all, and inside a call that was led already.
         """
-        if isinstance(path, int):
+        if self.busy:
+            return None
+        with self.plain():
+            place = self._locate(path, folder, follow)
+            return None if place is None else decide(place)
+
+    def _locate(self, path: Path, folder: int | None, follow: bool) -> str | None:
+        if isinstance(path, int):  # a descriptor
             return None
         name = os.fsdecode(path)
         if folder is not None:
@@ -164,24 +166,13 @@ class Watched:
 class Refused(Watched):
     """`--store-writes refuse`: PermissionError, at the line that tries."""
 
-    writes = False
-
-    def target(self, place: str, *, keep: bool = False) -> str | None:
-        """Raise PermissionError: the rank may write nothing there."""
-        self._refuse(place)
-
-    def subject(self, place: str, *, folder: bool = False) -> str | None:
-        """Raise PermissionError: the rank may change nothing there."""
-        self._refuse(place)
-
-    def source(self, place: str) -> str | None:
-        """Raise PermissionError: the rank may move nothing from there."""
-        self._refuse(place)
-
-    def _refuse(self, place: str) -> NoReturn:
+    def target(self, place: str, **how: bool) -> NoReturn:
+        """Raise PermissionError: the rank may write, change and move nothing there."""
         self.note(place)
         rule = "only rank 0 writes to the project store (--store-writes refuse)"
         raise PermissionError(errno.EACCES, f"{self._who} may not: {rule}", place)
+
+    subject = source = target
 
 
 class Discarded(Watched):
@@ -194,9 +185,6 @@ class Discarded(Watched):
     Args:
         scratch: An empty folder outside the store; whoever made it removes it.
     """
-
-    writes = False
-    diverts = True
 
     def __init__(self, *args: Any, scratch: str) -> None:
         super().__init__(*args)
@@ -222,7 +210,7 @@ class Discarded(Watched):
         return path if os.path.lexists(path) else None
 
     def is_own(self, path: str) -> bool:
-        """See `Watched.is_own`: it lies in the scratch folder."""
+        """Return whether a path is that of the rank's own file, where its calls were led to."""
         return is_below(path, self._tree)
 
     def target(self, place: str, *, keep: bool = False) -> str | None:
@@ -293,21 +281,21 @@ def install(view: Watched) -> None:
     """
     for name, wrap in _writing_calls(view).items():
         _replace(name, wrap)
-    if view.diverts:
+    if isinstance(view, Discarded):
         for name, wrap in _reading_calls(view).items():
             _replace(name, wrap)
     _replace_open(_open(view, open))
     _lead_torch_writer(view)
     _lead_temporary_files()
-    if view.writes:
-        _save_atomically(view)
-    else:
+    if isinstance(view, Refused | Discarded):
         _lead_torch_maps(view)
-    if view.diverts:
+    else:
+        _save_atomically(view)
+    if isinstance(view, Discarded):
         _map_privately(view)
         _tell_of_locks(view)
         # Entry by entry, it would stumble over what rank 0 removes at the same time.
-        removes = _plainly(view, shutil.rmtree)
+        removes = view.plain()(shutil.rmtree)  # led as a whole, and not in what it calls itself
         rmtree = _write_call(view, partial(view.subject, folder=True), removes)
         setattr(shutil, "rmtree", rmtree)  # noqa: B010
 
@@ -352,8 +340,8 @@ def _reading_calls(view: Watched) -> dict[str, Callable[[_Call], _Call]]:
         "listxattr": reads,
         "chdir": reads,
         "access": partial(_access, view),
-        "listdir": partial(_listdir, view),
-        "scandir": partial(_scandir, view),
+        "listdir": partial(_list_call, view, _names),
+        "scandir": partial(_list_call, view, _entries),
     }
 
 
@@ -415,18 +403,8 @@ def _lead(
     *,
     follow: bool = False,
 ) -> tuple[Path, int | None]:
-    """Return the path, and the descriptor that it starts at, to call with.
-
-    Args:
-        decide: What the view says of a path in the store: another path, or None for that itself.
-        folder: The call's `dir_fd`.
-        follow: Whether the call follows a symbolic link at the path's end.
-    """
-    if view.busy:
-        return path, folder
-    with view.plain():
-        place = view.locate(path, folder, follow=follow)
-        led = None if place is None else decide(place)
+    """Return the path, and the descriptor that it starts at, to call with; see `Watched.ask`."""
+    led = view.ask(decide, path, folder, follow=follow)
     return (path, folder) if led is None else (led, None)
 
 
@@ -434,11 +412,7 @@ def _own_file(
     view: Watched, path: Path, folder: int | None = None, *, follow: bool = True
 ) -> str | None:
     """Return the rank's own file of that path, if it has one."""
-    if view.busy or not view.used:
-        return None
-    with view.plain():
-        place = view.locate(path, folder, follow=follow)
-        return None if place is None else view.own(place)
+    return view.ask(view.own, path, folder, follow=follow) if view.used else None
 
 
 def _call_led(
@@ -526,17 +500,6 @@ def _write_call(
     return call
 
 
-def _plainly(view: Watched, real: _Call) -> _Call:
-    """Wrap a call that is led as a whole, and not in what it calls itself."""
-
-    @functools.wraps(real)
-    def call(*args: Any, **kw: Any) -> Any:
-        with view.plain():
-            return real(*args, **kw)
-
-    return call
-
-
 def _move_call(view: Watched, across: _Call, real: _Call) -> _Call:
     """Wrap a call of two paths; `across` does it where a rank's own file is on another disk."""
 
@@ -590,34 +553,14 @@ def _access(view: Watched, real: _Call) -> _Call:
     def call(path: Path, mode: int, *, dir_fd: int | None = None, **kw: Any) -> bool:
         if real(path, mode, dir_fd=dir_fd, **kw):
             return True
-        if view.busy:
-            return False
-        with view.plain():
-            place = view.locate(path, dir_fd)
-            return place is not None and bool(real(view.own(place) or place, mode & ~os.W_OK))
+        place = view.ask(lambda place: view.own(place) or place, path, dir_fd)
+        return place is not None and bool(real(place, mode & ~os.W_OK))
 
     return call
 
 
-def _listdir(view: Watched, real: _Call) -> _Call:
-    """Wrap `os.listdir`: the names of both."""
-
-    @functools.wraps(real)
-    def call(path: Path = None) -> list[Any]:
-        path = "." if path is None else path
-        own = _own_file(view, path)
-        if own is None:
-            return list(real(path))
-        store = view.asked(path)
-        names = real(store) if _is_folder(view, store) else []
-        mine = real(os.fsencode(own) if isinstance(path, bytes) else own)
-        return [*names, *(name for name in mine if name not in names)]
-
-    return call
-
-
-def _scandir(view: Watched, real: _Call) -> _Call:
-    """Wrap `os.scandir`: the entries of both."""
+def _list_call(view: Watched, join: Callable[[Path, list[Any], Any], Any], real: _Call) -> _Call:
+    """Wrap a call that lists a folder; `join` makes one answer of the store's and the rank's."""
 
     @functools.wraps(real)
     def call(path: Path = None) -> Any:
@@ -626,17 +569,22 @@ def _scandir(view: Watched, real: _Call) -> _Call:
         if own is None:
             return real(path)
         store = view.asked(path)
-        entries = list(real(store)) if _is_folder(view, store) else []
-        names = {entry.name for entry in entries}
-        found = [*entries, *(entry for entry in real(own) if entry.name not in names)]
-        return _Entries(_Entry(entry, os.path.join(path, entry.name)) for entry in found)
+        with view.plain():
+            is_there = os.path.isdir(store)
+        mine = real(os.fsencode(own) if isinstance(path, bytes) else own)
+        return join(path, list(real(store)) if is_there else [], mine)
 
     return call
 
 
-def _is_folder(view: Watched, path: Path) -> bool:
-    with view.plain():
-        return os.path.isdir(path)
+def _names(path: Path, theirs: list[Any], mine: list[Any]) -> list[Any]:
+    return [*theirs, *(name for name in mine if name not in theirs)]
+
+
+def _entries(path: Path, theirs: list[Any], mine: Iterator[Any]) -> "_Entries":
+    names = {entry.name for entry in theirs}
+    found = [*theirs, *(entry for entry in mine if entry.name not in names)]
+    return _Entries(_Entry(entry, os.path.join(path, entry.name)) for entry in found)
 
 
 class _Entry:
@@ -708,13 +656,13 @@ def _save_atomically(view: Watched) -> None:
     @functools.wraps(real)
     def save(obj: object, f: Any, *args: Any, **kw: Any) -> None:
         is_path = isinstance(f, (str, os.PathLike))
-        write: Callable[..., None] = publish.save if is_path and view.locate(f) else real
+        write: Callable[..., None] = publish.save if is_path and view.ask(str, f) else real
         write(obj, f, *args, **kw)
 
     torch.save = torch.serialization.save = save
 
 
-def _tell_of_locks(view: Watched) -> None:
+def _tell_of_locks(view: Discarded) -> None:
     """Have `fcntl`'s locks say that a lock on a file of the rank's own keeps no other rank out."""
 
     def wrap(real: _Call) -> _Call:
@@ -722,9 +670,12 @@ def _tell_of_locks(view: Watched) -> None:
         def call(file: Any, operation: int, *args: Any) -> Any:
             path = _path_of(file if isinstance(file, int) else file.fileno())
             if view.is_own(path) and not operation & fcntl.LOCK_UN:
-                warnings.warn(
-                    _OWN_LOCK.format(os.path.basename(path)), RuntimeWarning, stacklevel=2
+                said = (
+                    f"the lock on {os.path.basename(path)} keeps no other rank out: only rank 0 "
+                    "writes to the project store, and this rank locks a file of its own. Lock a "
+                    "file outside the store, or of a folder of --shared-writes"
                 )
+                warnings.warn(said, RuntimeWarning, stacklevel=2)
             return real(file, operation, *args)
 
         return call
@@ -735,11 +686,11 @@ def _tell_of_locks(view: Watched) -> None:
 
 def _is_the_stores(view: Watched, file: Any) -> bool:
     """Return whether a file to map is one of the store, of which the rank has none of its own."""
-    if not isinstance(file, (str, os.PathLike)):
-        return False
-    with view.plain():
-        place = view.locate(file)
-        return place is not None and os.path.exists(place) and not view.own(place)
+
+    def theirs(place: str) -> str | None:
+        return place if os.path.exists(place) and not view.own(place) else None
+
+    return isinstance(file, (str, os.PathLike)) and view.ask(theirs, file) is not None
 
 
 def _lead_torch_maps(view: Watched) -> None:
@@ -751,17 +702,17 @@ def _lead_torch_maps(view: Watched) -> None:
 
     real = torch.from_file
 
+    def shown(place: str) -> str | None:
+        return None if os.path.exists(place) else view.own(place)
+
     @functools.wraps(real)
     def from_file(filename: Any, shared: bool | None = None, *args: Any, **kw: Any) -> Any:
-        led: Any = filename
-        if not shared:
-            with view.plain():
-                is_there = os.path.exists(filename)
-            led = filename if is_there else _own_file(view, filename) or filename
-        elif view.diverts and _is_the_stores(view, filename):
+        decide: Callable[[str], str | None] = shown
+        if shared and isinstance(view, Discarded) and _is_the_stores(view, filename):
             shared = False
-        else:
-            led, _ = _lead(view, partial(_writable, view, keep=True), filename, follow=True)
+        elif shared:
+            decide = partial(_writable, view, keep=True)
+        led, _ = _lead(view, decide, filename, follow=True)
         return real(led, shared, *args, **kw)
 
     torch.from_file = from_file

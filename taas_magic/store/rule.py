@@ -70,8 +70,6 @@ def choose(
     Raises:
         StoreError: Not a folder, or one that cannot be the store.
     """
-    if writes not in WRITES:
-        raise StoreError(f"--store-writes needs {' or '.join(WRITES)}; got {writes!r}")
     store = os.path.realpath(os.path.join(notebook_folder, os.path.expanduser(path)))
     if not os.path.exists(store):
         raise StoreError(f"the project store {store} is not there: make the folder, or {_ANOTHER}")
@@ -210,15 +208,8 @@ def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
     kept = state_folder(store)
     folder, path = kept.parent, kept.with_suffix(".lock")
     folder.mkdir(mode=0o700, exist_ok=True)
-    owner = StoreOwner(
-        store=store,
-        run_id=run_id,
-        name=name,
-        pid=os.getpid(),
-        host=platform.node(),
-        user=user_name(),
-        since=time.strftime("%H:%M:%S"),
-    )
+    since = time.strftime("%H:%M:%S")
+    owner = StoreOwner(store, run_id, name, os.getpid(), platform.node(), user_name(), since)
     with locked(folder / "all", wait=True):
         for other in folder.glob("*.lock"):
             _refuse_overlap(store, other)

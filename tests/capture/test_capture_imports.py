@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.capture import payload
-from taas_magic.capture.modules import imported, needed_modules
+from taas_magic.capture.modules import ModuleSource, imported, needed_modules
 from taas_magic.capture.payload import Cell
 
 GUARDED = """
@@ -43,7 +43,8 @@ def test_what_is_surely_imported() -> None:
 
 def test_the_standard_library_and_the_project_itself_are_not_asked_for() -> None:
     cell = "import os, taas, helper, psutil\nimport no_such_module.x"
-    travelling = [("helper", "import yaml\ndef f():\n    import matplotlib\n")]
+    source = "import yaml\ndef f():\n    import matplotlib\n"
+    travelling = {"helper": ModuleSource("helper", "helper.py", source, is_package=False)}
     assert needed_modules(cell, [], travelling, []) == ("no_such_module", "psutil", "yaml")
 
 
@@ -58,14 +59,14 @@ def test_the_standard_library_and_the_project_itself_are_not_asked_for() -> None
 def test_a_module_that_a_cell_can_do_without_is_not_asked_for(
     text: str, expected: tuple[str, ...]
 ) -> None:
-    assert needed_modules("f()", ["psutil"], [], [text]) == expected
+    assert needed_modules("f()", ["psutil"], {}, [text]) == expected
 
 
 def test_a_module_that_was_made_at_run_time_is_not_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "made_up", types.ModuleType("made_up"))
-    assert needed_modules("f()", ["made_up.x", "psutil"], [], []) == ("psutil",)
+    assert needed_modules("f()", ["made_up.x", "psutil"], {}, []) == ("psutil",)
 
 
 def test_a_payload_says_what_it_requires(tmp_path: Path) -> None:

@@ -19,6 +19,17 @@ def frontend(frontend_of_module: Frontend) -> Frontend:
     return frontend_of_module
 
 
+HELD = "\nprint('all held')"
+"""Comes after the last assert of a cell: who has printed it was stopped by none."""
+
+
+def held(text: str) -> set[str]:
+    """The ranks that printed `HELD`, each by itself or, where they did at once, as one."""
+    return {
+        rank for ranks in re.findall(r"\[(\S+).*\] all held", text) for rank in ranks.split("-")
+    }
+
+
 FUNCTOOLS = """
 import functools, typing
 
@@ -101,7 +112,8 @@ assert depth([[1]]) == 2
 
 def test_what_functools_made(frontend: Frontend) -> None:
     frontend.run(FUNCTOOLS)
-    frontend.run("%%taas --gpus 2" + IN_RANKS)
+    ranks = frontend.run("%%taas --gpus 2" + IN_RANKS + HELD)
+    assert held(frontend.text(ranks)) == {"0", "1"}
 
 
 def test_functools_results_come_home(frontend: Frontend) -> None:
@@ -244,7 +256,8 @@ assert compiled_net(torch.ones(1, 2)).shape == (1, 2)
 
 def test_their_siblings(frontend: Frontend) -> None:
     frontend.run("import functools\n" + SIBLINGS)
-    frontend.run("%%taas --gpus 2" + SIBLINGS_IN_RANKS)
+    ranks = frontend.run("%%taas --gpus 2" + SIBLINGS_IN_RANKS + HELD)
+    assert held(frontend.text(ranks)) == {"0", "1"}
 
 
 SLOTS = """
@@ -285,8 +298,9 @@ assert (empty.first, empty.only, empty.get(), opened.any) == (4, 5, 6, 7)
 
 def test_classes_with_slots_keep_them_and_their_instances_come_home(frontend: Frontend) -> None:
     frontend.run(SLOTS)
-    frontend.run("%%taas --gpus 1 --out given,point,empty,opened" + SLOTS_IN_RANKS)
-    frontend.run(SLOTS_AT_HOME)
+    ranks = frontend.run("%%taas --gpus 1 --out given,point,empty,opened" + SLOTS_IN_RANKS + HELD)
+    assert held(frontend.text(ranks)) == {"0"}
+    assert frontend.text(frontend.run(SLOTS_AT_HOME + HELD)) == "all held\n"
 
 
 def test_classes_enter_themselves_into_a_register_of_the_notebook(frontend: Frontend) -> None:
@@ -529,5 +543,10 @@ def test_a_constant_that_the_notebook_has_set_in_a_module_is_told(frontend: Fron
     shown = str(frontend.outputs[cell])
     assert "settings_of_it.DEPTH is 3 in the notebook, 2 in the file, which the ranks" in shown
     assert "NAME is" not in shown and "seen is" not in shown
+    again = "%%taas --gpus 1\nits.DEPTH"
+    shown = str(frontend.outputs[frontend.run(again)])
+    assert "NAME is 'b' in the notebook" in shown.replace("\\", "") and "DEPTH is" not in shown
+    frontend.run("its.DEPTH = 4")
+    assert "DEPTH is 4 in the notebook" in str(frontend.outputs[frontend.run(again)])
     frontend.run("its.DEPTH, its.NAME = 2, 'a'")
-    assert "in the file" not in str(frontend.outputs[frontend.run("%%taas --gpus 1\nits.DEPTH")])
+    assert "in the file" not in str(frontend.outputs[frontend.run(again)])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from taas_magic.display.head import RunState, duration, html, text
+from taas_magic.display.head import RunState, both, duration, text
 from taas_magic.messages import Event
 from tests.events import event, parsed
 
@@ -102,14 +102,14 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 def test_html_says_what_the_text_says(name: str) -> None:
     state = STATES[name]
-    shown = Words(html(state, 12.0)).words
+    shown = Words(both(state, 12.0)["text/html"]).words
     missing = words_of_text(text(state, 12.0)) - {word.rstrip(":") for word in shown}
     assert not missing
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_html_uses_only_what_an_untrusted_notebook_keeps(name: str) -> None:
-    seen = Words(html(STATES[name], 12.0))
+    seen = Words(both(STATES[name], 12.0)["text/html"])
     assert seen.tags - (set() if STATES[name].has_ended else LIVE_TAGS) <= SURVIVING_TAGS
     assert seen.attributes <= SURVIVING_ATTRIBUTES
 
@@ -127,7 +127,7 @@ def test_whatever_a_host_sends_is_escaped() -> None:
         pool=evil,
         run_dir=evil,
     )
-    shown = html(state, 12.0)
+    shown = both(state, 12.0)["text/html"]
     assert "<script" not in shown
     assert "<img" not in shown
     assert evil in unescape(shown)
@@ -150,8 +150,9 @@ def test_a_failed_head_collapses_consequences() -> None:
         "3 other ranks failed because of this:",
         "    ranks 0-2: ZeroDivisionError: peer (a consequence)",
     ]
-    assert "<details><summary>3 other ranks failed because of this</summary>" in html(
-        STATES["failed"], 99.0
+    assert (
+        "<details><summary>3 other ranks failed because of this</summary>"
+        in both(STATES["failed"], 99.0)["text/html"]
     )
 
 

@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from taas_magic.config import Config
-from taas_magic.display.head import RunState, html, text
+from taas_magic.display import head
+from taas_magic.display.head import RunState, text
 from taas_magic.display.view import TerminalScreen
 from taas_magic.host.output import Pump
 from taas_magic.host.stacks import Sight, Stand, last_seen, parse, waits_for
 from taas_magic.host.watch import Ranks, still_since
 from taas_magic.messages import Event, Hang, RanksStarted, RankStand, RunEnded, Settled, StackFrame
-from taas_magic.notebook import pools
 from taas_magic.notebook.magic import run_command
 from taas_magic.notebook.run import Run
 from tests.events import Line
@@ -41,7 +41,7 @@ dist.all_reduce(torch.ones(1))
 
 
 def stop(run: Run) -> None:
-    pools.stop(run.run_id, Config())
+    run_command(f"stop {run.run_id}", Config())
 
 
 def says_hang(event: Line) -> bool:
@@ -445,7 +445,7 @@ def test_the_head_folds_ranks_and_names_the_odd_one_first() -> None:
     assert lines[at + 2].endswith("a lock")
     assert lines[at + 3].split()[:3] == ["0,2-3", "2", "hosts"]
     assert lines[at + 3].endswith(ALL)
-    assert "&lt;b&gt;" in html(state, 105.0)
+    assert "&lt;b&gt;" in head.both(state, 105.0)["text/html"]
 
 
 def test_a_terminal_shows_it_once(capsys: pytest.CaptureFixture[str]) -> None:

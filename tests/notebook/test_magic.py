@@ -18,7 +18,7 @@ from taas_magic.capture.payload import Cell
 from taas_magic.config import Config
 from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
-from taas_magic.journal.folder import PlanHead, RunFolder
+from taas_magic.journal.folder import PlanHead, RunFolder, RunRecord
 from taas_magic.messages import HostStatus, PoolStatus, StateChanged
 from taas_magic.notebook import pools
 from taas_magic.notebook.pools import PoolRow
@@ -39,9 +39,8 @@ class FakeLaunch(ModuleType):
     def tell(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> str:
         return f"{flags.gpus} ranks"
 
-    def stop(self, run_id: str, config: Config) -> str:
-        self.asked.append(("stop", run_id))
-        return run_id
+    def stop(self, run: RunRecord, config: Config) -> None:
+        self.asked.append(("stop", run.run_id))
 
     def rows(self, config: Config) -> list[PoolRow]:
         here = HostStatus(

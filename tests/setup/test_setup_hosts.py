@@ -98,23 +98,25 @@ def test_another_torch_is_refused_with_both_versions(remote: Notebook, hosts: Ho
 def test_the_check_shows_all_hosts_with_what_to_do(remote: Notebook, hosts: Hosts) -> None:
     """FAULT 30, by asking."""
     report = pools.check(load_config(remote.project), ["bare", "other"])
-    lines = report.text.splitlines()
+    text = str(report)
+    lines = text.splitlines()
     assert [line.split()[:2] for line in lines if line.startswith("bare")] == [
         ["bare", name] for name in hosts.names
     ]
-    assert f"eth0 {hosts.address(2)}" in report.text
-    assert f"its own name {hosts.name(1)} resolves to 127.0.1.1" in report.text
-    assert "torch 1.13.1 there" in report.text and "pip install 'torch==" in report.text
+    assert f"eth0 {hosts.address(2)}" in text
+    assert f"its own name {hosts.name(1)} resolves to 127.0.1.1" in text
+    assert "torch 1.13.1 there" in text and "pip install 'torch==" in text
     assert f"fit for runs: 2 of 4 hosts; not {', '.join(hosts.names)}" == lines[-1]
-    assert "<table" in report.html and "torch 1.13.1 there" in report.html
+    html = report._repr_html_()
+    assert "<table" in html and "torch 1.13.1 there" in html
 
 
 @pytest.mark.skipif(not old_pythons(), reason="no Python older than 3.8 on this machine")
 def test_another_python_is_refused_with_both_versions(remote: Notebook, hosts: Hosts) -> None:
     """FAULT 30."""
-    report = pools.check(load_config(remote.project), ["old"])
-    assert f"there, {this_kernel().python} in this kernel" in report.text
-    assert f"Name a Python {minor(this_kernel().python)} of that host" in report.text
+    text = str(pools.check(load_config(remote.project), ["old"]))
+    assert f"there, {this_kernel().python} in this kernel" in text
+    assert f"Name a Python {minor(this_kernel().python)} of that host" in text
 
 
 def test_a_host_that_is_down_does_not_keep_the_others_from_answering(
@@ -124,6 +126,6 @@ def test_a_host_that_is_down_does_not_keep_the_others_from_answering(
         settings = notebook.project / "taas.toml"
         settings.write_text(pool_table("p", hosts, str(pythons["bare"])))
         hosts.kill(2)
-        report = pools.check(load_config(notebook.project), ["p"])
+        text = str(pools.check(load_config(notebook.project), ["p"]))
         settings.unlink()
-    assert f"fit for runs: 1 of 2 hosts; not {hosts.name(2)}" in report.text
+    assert f"fit for runs: 1 of 2 hosts; not {hosts.name(2)}" in text

@@ -72,11 +72,6 @@ def test_a_shared_folder_lies_in_the_store(folder: Path, shared: str) -> None:
         choose(str(folder), shared=[shared])
 
 
-def test_an_unknown_rule_lists_the_known() -> None:
-    with pytest.raises(StoreError, match="discard or refuse"):
-        choose("/tmp", writes="overlay")
-
-
 def test_a_writable_store_is_left_as_it_was(folder: Path) -> None:
     before = os.stat(folder).st_mtime_ns
     prepare(StoreRule(str(folder)))

@@ -35,7 +35,7 @@ def head_of(outcome: Outcome) -> str:
     state = RunState("run")
     for event in outcome.events:
         state.apply(parsed(event))
-    return head.text(state, 0.0) + re.sub("<[^>]*>", "", head.html(state, 0.0))
+    return head.text(state, 0.0) + re.sub("<[^>]*>", "", head.both(state, 0.0)["text/html"])
 
 
 def test_an_unguarded_save_on_8_ranks_gives_one_whole_file(notebook: Notebook) -> None:

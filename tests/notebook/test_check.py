@@ -1,21 +1,21 @@
-"""The table of hosts, as text and as HTML."""
+"""What `%taas pools --check` shows: the table of hosts, as text and as HTML."""
 
 from msgspec import structs
 
-from taas_magic.display.hosts import html, summary, text
 from taas_magic.messages import Facts
+from taas_magic.notebook.pools import CheckReport
 from taas_magic.setup.facts import ERROR, WARNING, Finding, Kernel, Row
 from taas_magic.setup.install import what_to_bring
 from tests.setup.test_setup_judge import FIT, KERNEL
 
 
-def row(facts: Facts | None, *findings: Finding, host: str = "gpu1", means: str = "") -> Row:
-    return Row("g2.8", host, facts, findings, means)
+def row(facts: Facts | None, *findings: Finding, host: str = "gpu1") -> Row:
+    return Row("g2.8", host, facts, findings)
 
 
-def cells(shown: Row, here: Kernel = KERNEL) -> dict[str, str]:
+def cells(shown: Row, means: str = "", here: Kernel = KERNEL) -> dict[str, str]:
     """The row's cells by their heads, as they stand in the HTML."""
-    table = html([shown], here)
+    table = CheckReport([shown], here, {("g2.8", "gpu1"): means})._repr_html_()
     heads = [part.partition("</th>")[0].rpartition(">")[2] for part in table.split("<th")[1:]]
     parts = [part.partition("</td>")[0].partition(">")[2] for part in table.split("<td")[1:]]
     return dict(zip(heads, parts, strict=True))
@@ -25,7 +25,7 @@ def test_a_row_says_what_a_host_is_like() -> None:
     facts = structs.replace(
         FIT, gpu_names=("H200", "H200"), reached_at="10.0.0.1", sees_store=True, ahead_s=-0.26
     )
-    found = cells(row(facts, means="Landlock"))
+    found = cells(row(facts), means="Landlock")
     assert found["python"] == "3.11.2" and found["torch"] == "2.13.1+cu130"
     assert found["GPUs"] == "8 H200" and found["interface"] == "ib0 10.0.0.1"
     assert found["clock"] == "-0.3 s" and found["store"] == "shared, held by Landlock"
@@ -41,7 +41,7 @@ def test_where_our_packages_are_is_said() -> None:
 
 def test_findings_stand_below_their_host_with_what_to_do() -> None:
     found = [Finding(ERROR, "no torch", "pip install torch"), Finding(WARNING, "slow")]
-    lines = text([row(FIT, *found), row(FIT, host="gpu2")], KERNEL).splitlines()
+    lines = str(CheckReport([row(FIT, *found), row(FIT, host="gpu2")], KERNEL, {})).splitlines()
     assert [line.split()[:2] for line in lines] == [
         ["pool", "host"],
         ["g2.8", "gpu1"],
@@ -51,12 +51,12 @@ def test_findings_stand_below_their_host_with_what_to_do() -> None:
         ["g2.8", "gpu2"],
         ["fit", "for"],
     ]
-    assert summary([row(FIT, *found), row(FIT)]) == "fit for runs: 1 of 2 hosts; not gpu1"
+    assert lines[-1] == "fit for runs: 1 of 2 hosts; not gpu1"
 
 
 def test_hosts_that_said_little_or_nothing_have_a_row() -> None:
     silent = row(None, Finding(ERROR, "no route"))
-    assert cells(silent)["python"] == "?" and "no route" in text([silent], KERNEL)
+    assert cells(silent)["python"] == "?" and "no route" in str(CheckReport([silent], KERNEL, {}))
     assert cells(row(Facts("gpu1", "2.7.18")))["python"] == "2.7.18"
     assert cells(row(None, host=""))["host"] == "none is up"
 
@@ -64,5 +64,6 @@ def test_hosts_that_said_little_or_nothing_have_a_row() -> None:
 def test_what_a_host_says_is_escaped() -> None:
     evil = "<script>alert(1)</script>"
     facts = structs.replace(FIT, torch=evil)
-    shown = html([row(facts, Finding(ERROR, evil, evil), host=evil)], KERNEL)
+    found = row(facts, Finding(ERROR, evil, evil), host=evil)
+    shown = CheckReport([found], KERNEL, {})._repr_html_()
     assert "<script" not in shown and shown.count("&lt;script&gt;") == 5
