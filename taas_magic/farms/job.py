@@ -26,6 +26,7 @@ from taas_magic.capture import payload, pickling
 from taas_magic.capture.modules import claim_taas, install
 from taas_magic.farms.terms import INLINE_BYTES, Blob, JobOutcome, JobSetting, PlacedCall
 from taas_magic.host import tracebacks
+from taas_magic.host.rank import flush
 from taas_magic.host.system import die_with_parent
 from taas_magic.store.guard import Means, hold
 from taas_magic.store.publish import SAVES
@@ -52,14 +53,16 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     _settle(setting)
     before = _state()
+    process = os.getpid()
     with contextlib.suppress(EOFError, KeyboardInterrupt):  # the node wants no more of it
         while True:
             told: PlacedCall = pickle.loads(control.recv_bytes())
             began = time.monotonic()
             outcome, parts = _run(told)
+            flush()
+            if os.getpid() != process:  # a child that the job forked, and that ran on to its end
+                return
             outcome.took_s = time.monotonic() - began
-            sys.stdout.flush()
-            sys.stderr.flush()
             may_go_on = outcome.state == "done" and not told.call.fresh
             outcome.again = may_go_on and outcome.took_s < SHORT_S and _state() == before
             if sum(part.nbytes for part in parts) <= INLINE_BYTES:
@@ -97,7 +100,9 @@ def _state() -> tuple[Any, ...]:
     """Return what of this process a job may have changed."""
     threads = len(os.listdir("/proc/self/task"))
     environ = {name: value for name, value in os.environ.items() if name != SAVES}
-    return threads, _has_children(), environ, os.getcwd(), bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    streams = [(it, getattr(it, "closed", True)) for it in (sys.stdout, sys.stderr)]
+    has_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return threads, _has_children(), environ, os.getcwd(), streams, has_cuda
 
 
 def _has_children() -> bool:
@@ -111,12 +116,14 @@ def _has_children() -> bool:
 def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
     """Run a job; returns how it ended, and the parts of its result."""
     os.environ[SAVES] = told.saves
+    process = os.getpid()
     try:
         result = pickling.dump(_called(told), name="the job's result")
-    except KeyboardInterrupt as error:
-        return _failed("cancelled", error), []
     except BaseException as error:  # SystemExit, too, ends this job and not its process
-        return _failed("failed", error), []
+        if os.getpid() != process:  # a child that the job forked ends as one of a program does
+            raise
+        state = "cancelled" if isinstance(error, KeyboardInterrupt) else "failed"
+        return _failed(state, error), []
     parts = [memoryview(result.data), *(buffer.raw() for buffer in result.buffers)]
     return JobOutcome("done"), parts
 
