@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import torch
 
 from taas_magic.capture import payload, pickling
@@ -72,6 +73,7 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
             for part in parts:
                 control.send_bytes(part)
             if not outcome.again:
+                _end_children()
                 return
 
 
@@ -111,6 +113,14 @@ def _has_children() -> bool:
     except ChildProcessError:
         return False
     return True
+
+
+def _end_children() -> None:
+    """End what a job has left in sessions of their own; the others end with its process's group."""
+    for child in psutil.Process().children(recursive=True) if _has_children() else ():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(child.pid) != os.getpid():
+                child.kill()
 
 
 def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:

@@ -30,7 +30,7 @@ from tests.rig.pools import enter
 
 pytestmark = pytest.mark.timeout(300)
 
-FUNCTIONS = """import os, signal, sys, threading, time
+FUNCTIONS = """import os, signal, subprocess, sys, threading, time
 import numpy, torch
 import taas
 SCALE = 3
@@ -98,6 +98,9 @@ def close_output(how):
 
 def mark_with(array, path):
     open(path, "w").close()
+
+def leave_a_child():
+    return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
 
 def default_dtype():
     return str(torch.get_default_dtype())
@@ -405,6 +408,13 @@ def test_a_child_that_a_job_forks_ends_as_one_of_a_program(
     assert ("ValueError: of the child" in log) is (how == "raise")
     train = names["train"]
     assert [it.result().value for it in farm.map(train, range(6))] == [3 * x for x in range(6)]
+
+
+def test_a_child_that_a_job_leaves_is_ended_in_a_session_of_its_own_too(
+    farm: Farm, names: dict[str, Any]
+) -> None:
+    child = farm.submit(names["leave_a_child"]).result()
+    until(lambda: not psutil.pid_exists(child))
 
 
 def test_files_of_an_attempt_that_failed_do_not_come_with_the_next_one(
