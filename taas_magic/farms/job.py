@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from importlib.machinery import ModuleSpec
 from multiprocessing import set_start_method
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 from taas_magic.capture import payload, pickling
 from taas_magic.capture.modules import claim_taas, install
 from taas_magic.farms.terms import INLINE_BYTES, Blob, JobOutcome, JobSetting, PlacedCall
-from taas_magic.host import tracebacks
+from taas_magic.host import cell_main, tracebacks
 from taas_magic.host.rank import flush
 from taas_magic.host.system import die_with_parent
 from taas_magic.store.guard import Means, hold
@@ -34,6 +35,10 @@ from taas_magic.store.publish import SAVES
 
 SHORT_S = 0.05
 """A job that takes longer has had the process for itself: starting another costs less than that."""
+
+
+_TOLD = (SAVES, cell_main.PAYLOAD)
+"""Environment variables that each job has of its own."""
 
 
 def job_main(setting: JobSetting, control: Connection, output: Connection) -> None:
@@ -101,7 +106,7 @@ def _settle(setting: JobSetting) -> None:
 def _state() -> tuple[Any, ...]:
     """Return what of this process a job may have changed."""
     threads = len(os.listdir("/proc/self/task"))
-    environ = {name: value for name, value in os.environ.items() if name != SAVES}
+    environ = {name: value for name, value in os.environ.items() if name not in _TOLD}
     streams = [(it, getattr(it, "closed", True)) for it in (sys.stdout, sys.stderr)]
     has_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return threads, _has_children(), environ, os.getcwd(), streams, has_cuda
@@ -139,14 +144,16 @@ def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
 
 
 def _called(told: PlacedCall) -> Any:
-    main = sys.modules["__main__"] = ModuleType("__main__")
+    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
+    main.__spec__ = ModuleSpec(cell_main.__name__, None)  # where spawned children find its names
     random.seed()
     torch.default_generator.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     kept, call = told.payload, told.call
     held = Blob(kept) if isinstance(kept, bytes) else None
-    loaded = payload.read(Path(held.path if held else str(kept)))
+    os.environ[cell_main.PAYLOAD] = path = held.path if held else str(kept)
+    loaded = payload.read(Path(path))
     tracebacks.know(loaded.sources)
     install(loaded.modules)
     loaded.load_into(main.__dict__)

@@ -30,7 +30,7 @@ from tests.rig.pools import enter
 
 pytestmark = pytest.mark.timeout(300)
 
-FUNCTIONS = """import os, signal, subprocess, sys, threading, time
+FUNCTIONS = """import multiprocessing, os, signal, subprocess, sys, threading, time
 import numpy, torch
 import taas
 SCALE = 3
@@ -101,6 +101,13 @@ def mark_with(array, path):
 
 def leave_a_child():
     return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+
+def in_a_pool(method):
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        return pool.apply(triple, (2,))
+
+def triple(x):
+    return SCALE * x
 
 def default_dtype():
     return str(torch.get_default_dtype())
@@ -415,6 +422,14 @@ def test_a_child_that_a_job_leaves_is_ended_in_a_session_of_its_own_too(
 ) -> None:
     child = farm.submit(names["leave_a_child"]).result()
     until(lambda: not psutil.pid_exists(child))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_children_of_a_job_find_the_notebooks_names(
+    farm: Farm, names: dict[str, Any], method: str
+) -> None:
+    """Else a Pool starts its workers again and again."""
+    assert farm.submit(names["in_a_pool"], method).result(WAIT_S) == 6
 
 
 def test_files_of_an_attempt_that_failed_do_not_come_with_the_next_one(
