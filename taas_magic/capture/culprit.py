@@ -11,9 +11,9 @@ from taas_magic.capture.reducers import LruCache, is_single_dispatch
 from taas_magic.errors import CaptureError
 
 Probe = Callable[[Any], object]
-Destination = Literal["ranks", "notebook", "fetchers"]
-"""Where a value was to go: from the notebook to the ranks, as a result to the notebook, or, of a
-registered loader, to the fetchers."""
+Destination = Literal["ranks", "jobs", "notebook", "fetchers"]
+"""Where a value was to go: from the notebook to the ranks, or to a farm's jobs; as a result to the
+notebook; or, of a registered loader, to the fetchers."""
 
 Advice = Mapping[str, tuple[str, ...]]
 """What to do, and the ends of the names of classes of which it is said; the first one counts."""

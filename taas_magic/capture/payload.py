@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import Struct, structs
 
 from taas_magic.capture import process_state
-from taas_magic.capture.culprit import type_name
+from taas_magic.capture.culprit import Destination, type_name
 from taas_magic.capture.modules import ModuleSource, collect, install, needed_modules
 from taas_magic.capture.names import (
     THE_CELL,
@@ -59,10 +59,13 @@ class _Gathering:
 
     Args:
         problems: Takes refusals; None has them raised.
+        to: Where the values go.
     """
 
-    def __init__(self, namespace: dict[str, Any], problems: list[str] | None) -> None:
-        self.pickler = ValuePickler(namespace)
+    def __init__(
+        self, namespace: dict[str, Any], problems: list[str] | None, to: Destination
+    ) -> None:
+        self.pickler = ValuePickler(namespace, to)
         self.captured: list[Captured] = []
         self.modules: list[ModuleType] = []
         self._namespace = namespace
@@ -271,6 +274,7 @@ def capture(
     limit_bytes: int,
     source_of: Callable[[str], CellSource | None],
     problems: list[str] | None = None,
+    to: Destination = "ranks",
 ) -> Payload:
     """Find and pickle what a cell uses (kernel). Nothing else of the notebook is touched.
 
@@ -280,13 +284,14 @@ def capture(
         project: The notebook's folder.
         source_of: The text of the cell that the kernel compiled under a filename, if it was one.
         problems: Takes what would be refused, for --dry-run, which goes on after it.
+        to: Where it goes: to jobs a registered loader goes as it is.
 
     Raises:
         CaptureError: A value cannot travel (with the path to what cannot), all are too large, or a
             module cannot be read; of these only the last where there is `problems`.
         SyntaxError: The cell is not Python.
     """
-    gathering = _Gathering(namespace, problems)
+    gathering = _Gathering(namespace, problems, to)
     python = transform(cell.source)
     used = used_names(python, cell.filename)
     gathering.pickler.add(process_state.collect())

@@ -439,19 +439,41 @@ def use_feed(feed: Feed | None) -> None:
     _feed = feed
 
 
-def arrive(shape: LoaderShape) -> RemoteLoader:
+def arrive(shape: LoaderShape) -> DataLoader[Any]:
     """Make a registered loader's `RemoteLoader`: what it is unpickled to.
 
-    Raises:
-        RuntimeError: This process is no rank of a run.
+    In a process that is no rank, one that a rank spawned, it is what only says so when it is used.
     """
     if _feed is None:
-        raise RuntimeError(
-            f'loader "{shape.name}" was unpickled in process {os.getpid()}, which is not a rank'
-        )
+        return _LoaderOfRanks(shape.name)
     loader = RemoteLoader(shape, _feed)
     _feed.loaders.append(loader)
     return loader
+
+
+class _LoaderOfRanks(DataLoader[Any]):
+    """A registered loader where there is none: in a child that a rank started by spawn."""
+
+    def __init__(self, name: str) -> None:
+        self._taas_name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_taas_name":
+            raise AttributeError(name)
+        raise self._refusal()
+
+    def __iter__(self) -> Any:
+        raise self._refusal()
+
+    def __len__(self) -> int:
+        raise self._refusal()
+
+    def _refusal(self) -> RuntimeError:
+        return RuntimeError(
+            f'loader "{self._taas_name}" feeds ranks, and process {os.getpid()} is none: a child '
+            "that a rank starts by spawn or forkserver cannot use it. Use it in the rank, or make "
+            "a DataLoader in the child"
+        )
 
 
 class _Sampler:

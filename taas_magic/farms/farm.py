@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import logging
 import os
+import pickle
 import queue
 import shutil
 import subprocess
@@ -27,7 +28,7 @@ import msgspec
 from IPython.core.getipython import get_ipython
 
 from taas_magic import leases, messages
-from taas_magic.capture import payload, pickling
+from taas_magic.capture import payload, pickling, process_state
 from taas_magic.capture.payload import Cell
 from taas_magic.config import Config, load_config
 from taas_magic.engines.base import log_tail
@@ -74,6 +75,9 @@ WATCH_S = 0.5
 
 CALLED = "taas_job"
 """The name that a function travels by which is no variable of the notebook under its own."""
+
+_naming = threading.Lock()
+"""Held while a function has that name: threads may submit at once."""
 
 
 class Job:
@@ -181,11 +185,13 @@ class Farm:
         self._numbers = itertools.count(1)
         self._closed = threading.Event()
         self._why_over = ""
-        self._ended: queue.SimpleQueue[JobResult | JobNews | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+        self._solved: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._client.subscribe_topic(TOPIC, self._hear)
         self._view = table.LiveTable(self.state, shell)
         threading.Thread(target=self._collect, name="taas-farm", daemon=True).start()
         threading.Thread(target=self._watch, name="taas-farm-watch", daemon=True).start()
+        threading.Thread(target=self._tell, name="taas-farm-tell", daemon=True).start()
 
     def __enter__(self) -> "Farm":
         return self
@@ -286,7 +292,9 @@ class Farm:
         self._ended.put(None)
         self._client.close(timeout=2)
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            self._process.stdin.write(b"\n")  # forks of the kernel keep it open
+            self._process.stdin.close()
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -308,13 +316,12 @@ class Farm:
     ) -> list[Job]:
         from taas_magic.farms.worker import run_job
 
-        if self._closed.is_set() or self._why_over:
-            why = self._why_over or "it is closed"
+        if why := self._why_none():
             raise PoolError(f"{self.name} takes no jobs: {why}; make another farm")
         if not calls:
             return []
         packed = [_pack_arguments(*call, self._shell.user_ns) for call in calls]
-        functions: dict[Any, tuple[str, bytes]] = {}
+        functions: dict[Any, tuple[str, bytes, str]] = {}
         for call in packed:
             key = call.needs, call.modules
             if key not in functions:
@@ -322,10 +329,10 @@ class Farm:
         title = getattr(function, "__name__", "job").strip("<>")
         jobs, told, parts = [], [], []
         for call in packed:
-            called, captured = functions[call.needs, call.modules]
+            called, captured, setting = functions[call.needs, call.modules]
             name = f"{title}-{next(self._numbers)}"
             jobs.append(Job(self, name, call.args, call.kwargs, self.folder / "jobs" / name))
-            told.append(JobCall(name, called, len(call.args), tuple(call.kwargs), fresh))
+            told.append(JobCall(name, called, len(call.args), tuple(call.kwargs), fresh, setting))
             shared = self._shelf.part(captured, is_shared=len(packed) > 1)
             parts.append([shared, *map(self._shelf.part, call.parts)])
         names = [job.name for job in jobs]
@@ -336,28 +343,34 @@ class Farm:
             # in one message: to submit a job costs Dask as much as to run it
             futures = self._client.map(run_job, told, parts, key=names, retries=retries, pure=False)
             self._jobs.update(zip(names, zip(jobs, futures, parts, strict=True), strict=True))
+        if why := self._why_none():  # meanwhile
+            self._end_all(why)
         return jobs
 
-    def _pack(self, function: Callable[..., Any], call: "_Call") -> tuple[str, bytes]:
+    def _why_none(self) -> str:
+        return self._why_over or ("it is closed" if self._closed.is_set() else "")
+
+    def _pack(self, function: Callable[..., Any], call: "_Call") -> tuple[str, bytes, str]:
         """Capture a function with all that it, and arguments of it, use of the notebook.
 
         Returns:
-            The name that it has in the payload, and the payload.
+            The name that it has in the payload, the payload, and what `JobCall.setting` is.
 
         Raises:
             CaptureError: Something that it uses cannot travel.
         """
         namespace = self._shell.user_ns
         path = self.folder / f"function-{threading.get_ident()}"
-        with _named(function, namespace) as name:
+        with _naming, _named(function, namespace) as name:
             imports = (f"import {module}" for module in call.modules)
             source = "\n".join([name, *call.needs, *imports])
             cell = Cell(source, filename="<a job>", raw="")
             settings = launch.capture_settings(self._shell, self._config)
-            found = payload.capture(cell, namespace, **settings)
+            found = payload.capture(cell, namespace, **settings, to="jobs")
+        setting = pickle.dumps((found.modules, process_state.collect()))
         try:
             payload.write(found, path)
-            return name, path.read_bytes()
+            return name, path.read_bytes(), hashlib.blake2b(setting, digest_size=16).hexdigest()
         finally:
             path.unlink(missing_ok=True)
 
@@ -385,6 +398,9 @@ class Farm:
 
     def _give_up(self, why: str) -> None:
         self._why_over = why
+        self._end_all(why)
+
+    def _end_all(self, why: str) -> None:
         for job in self._unfinished():
             job.end("failed", error=PoolError(f"job {job.name} of {self.name}: {why}"))
             self._forget(job.name)
@@ -392,6 +408,9 @@ class Farm:
     def _collect(self) -> None:
         """End jobs by what is heard of them, until the farm is closed."""
         while (said := self._ended.get()) is not None:
+            if isinstance(said, NodeNews):
+                self._give_up(said.why)
+                continue
             with self._lock:
                 job, future, _ = self._jobs.get(said.job, (None, None, ()))
             if isinstance(said, JobResult) and job is not None:
@@ -401,6 +420,7 @@ class Farm:
             # the last that knows its future: Dask would run it again if its node were lost now
             del future
             self._forget(said.job)
+        self._solved.put(None)
 
     def _forget(self, name: str) -> "Future | None":
         """Know a job no more that has ended; returns its future."""
@@ -428,15 +448,20 @@ class Farm:
             data, *buffers = said.parts
             views = [memoryview(bytearray(part)) for part in buffers]
             result = pickling.loads(data, views, namespace=self._shell.user_ns)
-        except Exception as error:
+        except BaseException as error:  # of whatever kind the user's `__setstate__` raises
             job.end("failed", error=error)
             return
         job.end("done", result)
-        for listener in self._on_solution:
-            try:
-                listener(job)
-            except Exception:
-                logging.getLogger("taas").exception("on_solution of job %s", job.name)
+        self._solved.put(job)
+
+    def _tell(self) -> None:
+        """Call listeners, which may themselves wait for jobs, until the farm is closed."""
+        while (job := self._solved.get()) is not None:
+            for listener in self._on_solution:
+                try:
+                    listener(job)
+                except BaseException:  # `sys.exit`, too, ends this call and not this thread
+                    logging.getLogger("taas").exception("on_solution of job %s", job.name)
 
     def _failure(self, job: Job, error: BaseException) -> JobFailed:
         from distributed.scheduler import KilledWorker
@@ -468,7 +493,7 @@ class Farm:
                 log.write(said.lines)
         self.state.take(said)
         if isinstance(said, NodeNews) and said.state == "given up" and not self.state.here:
-            self._give_up(said.why)
+            self._ended.put(said)  # what ends jobs may wait for this thread
 
 
 class _Shelf:
@@ -537,7 +562,7 @@ def _pack_arguments(
     Raises:
         CaptureError: One of them cannot travel; the message has the path to what cannot.
     """
-    pickler = pickling.ValuePickler(namespace)
+    pickler = pickling.ValuePickler(namespace, "jobs")
     named = {**{f"argument {place}": value for place, value in enumerate(args, 1)}, **kwargs}
     for name, value in named.items():
         pickler.take(name, value)

@@ -14,24 +14,31 @@ import signal
 import sys
 import time
 import traceback
+from importlib.machinery import ModuleSpec
 from multiprocessing import set_start_method
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import torch
 
 from taas_magic.capture import payload, pickling
 from taas_magic.capture.modules import claim_taas, install
 from taas_magic.farms.terms import INLINE_BYTES, Blob, JobOutcome, JobSetting, PlacedCall
-from taas_magic.host import tracebacks
+from taas_magic.host import cell_main, tracebacks
+from taas_magic.host.rank import flush
 from taas_magic.host.system import die_with_parent
 from taas_magic.store.guard import Means, hold
 from taas_magic.store.publish import SAVES
 
 SHORT_S = 0.05
 """A job that takes longer has had the process for itself: starting another costs less than that."""
+
+
+_TOLD = (SAVES, cell_main.PAYLOAD)
+"""Environment variables that each job has of its own."""
 
 
 def job_main(setting: JobSetting, control: Connection, output: Connection) -> None:
@@ -52,14 +59,16 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     _settle(setting)
     before = _state()
+    process = os.getpid()
     with contextlib.suppress(EOFError, KeyboardInterrupt):  # the node wants no more of it
         while True:
             told: PlacedCall = pickle.loads(control.recv_bytes())
             began = time.monotonic()
             outcome, parts = _run(told)
+            flush()
+            if os.getpid() != process:  # a child that the job forked, and that ran on to its end
+                return
             outcome.took_s = time.monotonic() - began
-            sys.stdout.flush()
-            sys.stderr.flush()
             may_go_on = outcome.state == "done" and not told.call.fresh
             outcome.again = may_go_on and outcome.took_s < SHORT_S and _state() == before
             if sum(part.nbytes for part in parts) <= INLINE_BYTES:
@@ -69,6 +78,7 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
             for part in parts:
                 control.send_bytes(part)
             if not outcome.again:
+                _end_children()
                 return
 
 
@@ -96,8 +106,10 @@ def _settle(setting: JobSetting) -> None:
 def _state() -> tuple[Any, ...]:
     """Return what of this process a job may have changed."""
     threads = len(os.listdir("/proc/self/task"))
-    environ = {name: value for name, value in os.environ.items() if name != SAVES}
-    return threads, _has_children(), environ, os.getcwd(), bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    environ = {name: value for name, value in os.environ.items() if name not in _TOLD}
+    streams = [(it, getattr(it, "closed", True)) for it in (sys.stdout, sys.stderr)]
+    has_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return threads, _has_children(), environ, os.getcwd(), streams, has_cuda
 
 
 def _has_children() -> bool:
@@ -108,28 +120,40 @@ def _has_children() -> bool:
     return True
 
 
+def _end_children() -> None:
+    """End what a job has left in sessions of their own; the others end with its process's group."""
+    for child in psutil.Process().children(recursive=True) if _has_children() else ():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(child.pid) != os.getpid():
+                child.kill()
+
+
 def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
     """Run a job; returns how it ended, and the parts of its result."""
     os.environ[SAVES] = told.saves
+    process = os.getpid()
     try:
         result = pickling.dump(_called(told), name="the job's result")
-    except KeyboardInterrupt as error:
-        return _failed("cancelled", error), []
     except BaseException as error:  # SystemExit, too, ends this job and not its process
-        return _failed("failed", error), []
+        if os.getpid() != process:  # a child that the job forked ends as one of a program does
+            raise
+        state = "cancelled" if isinstance(error, KeyboardInterrupt) else "failed"
+        return _failed(state, error), []
     parts = [memoryview(result.data), *(buffer.raw() for buffer in result.buffers)]
     return JobOutcome("done"), parts
 
 
 def _called(told: PlacedCall) -> Any:
-    main = sys.modules["__main__"] = ModuleType("__main__")
+    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
+    main.__spec__ = ModuleSpec(cell_main.__name__, None)  # where spawned children find its names
     random.seed()
     torch.default_generator.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     kept, call = told.payload, told.call
     held = Blob(kept) if isinstance(kept, bytes) else None
-    loaded = payload.read(Path(held.path if held else str(kept)))
+    os.environ[cell_main.PAYLOAD] = path = held.path if held else str(kept)
+    loaded = payload.read(Path(path))
     tracebacks.know(loaded.sources)
     install(loaded.modules)
     loaded.load_into(main.__dict__)

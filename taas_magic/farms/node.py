@@ -15,16 +15,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 from msgspec import structs
 
 from taas_magic import messages
+from taas_magic.errors import PoolError
 from taas_magic.farms.terms import (
     INLINE_BYTES,
     Blob,
@@ -172,11 +173,12 @@ class Slots:
             slot.cancel()
 
     async def run(
-        self, call: JobCall, payload: Part, arguments: list[Part], say: Callable[[JobNews], None]
+        self, call: JobCall, parts: Awaitable[list[Part]], say: Callable[[JobNews], None]
     ) -> JobResult:
         """Run a job in a slot that is free: Dask runs no more jobs at a time than there are.
 
         Args:
+            parts: The payload, then those of the arguments, when they have come.
             say: Called when it goes on for longer than a short one, and with what it prints.
 
         Raises:
@@ -184,9 +186,10 @@ class Slots:
         """
         name, node = call.name, self._terms.name
         files = self._jobs / name
-        first, *others = [it.path if isinstance(it, Blob) else it for it in (payload, *arguments)]
         slot = self._running[name] = self._free.pop()
         try:
+            brought = await parts
+            first, *others = [it.path if isinstance(it, Blob) else it for it in brought]
             outcome = await slot.run(
                 PlacedCall(call, str(files), first, others),
                 lambda state, text: say(JobNews(name, node, state, text)),
@@ -196,6 +199,7 @@ class Slots:
             await slot.rest()
             self._free.append(slot)
         if outcome.state != "done":
+            await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)
             raise JobEnded(node, outcome)
         saved = await asyncio.to_thread(_taken, files) if files.exists() else {}
         return JobResult(name, node, outcome.took_s, outcome.parts, saved)
@@ -229,12 +233,16 @@ class Slot:
         self._events: Any = None
         self._cancelled_at: float | None = None
         self._again = False
+        self._job_setting = ""
         self._starts = 0
 
     async def run(self, placed: PlacedCall, say: Say) -> JobOutcome:
         """Run a job; returns how it ended."""
-        if placed.call.fresh or self._process is None or self._events.select(0):
-            await asyncio.to_thread(self._renew)  # a process that is idle says nothing
+        is_other = placed.call.fresh or placed.call.setting != self._job_setting
+        # a process that is idle says nothing
+        if is_other or self._process is None or self._events.select(0):
+            await asyncio.to_thread(self._renew)
+        self._job_setting = placed.call.setting
         lines = _Lines(say)
         try:
             if self._cancelled_at is not None:  # before it had a process
@@ -289,7 +297,10 @@ class Slot:
         setting = structs.replace(self._setting, scratch=scratch)
         self._control, theirs = forkserver.pipe()
         self._output, written = get_context("forkserver").Pipe(duplex=False)
-        process = forkserver.start("taas_magic.farms.job.job_main", setting, theirs, written)
+        try:
+            process = forkserver.start("taas_magic.farms.job.job_main", setting, theirs, written)
+        except PoolError:
+            _leave()
         theirs.close()
         written.close()
         os.set_blocking(self._output.fileno(), False)
@@ -339,12 +350,21 @@ class Slot:
             return JobOutcome("cancelled", "Cancelled")
         connection.wait([self._process.sentinel], _END_S)
         code = forkserver.exitcode(self._process) or 0
+        if forkserver.took_along([code]):
+            _leave()
         how = f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}"
         return JobOutcome("failed", "JobDied", f"its process {self._process.pid} {how}")
 
     def _end_late(self, process: Any, began: float) -> None:
         if self._process is process and self._cancelled_at == began:
             _signal(process.pid, 9)
+
+
+def _leave() -> NoReturn:
+    """End this node, whose forkserver has ended, and with it all jobs: they are done elsewhere."""
+    sys.stderr.write(f"{forkserver.why_ended()}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _signal(group: int, number: int) -> None:

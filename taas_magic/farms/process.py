@@ -71,7 +71,7 @@ FAILED_STARTS = 3
 
 
 def main() -> int:
-    """Keep a farm until standard input closes; returns the process's exit code.
+    """Keep a farm until standard input has a second line, or ends; returns the process's exit code.
 
     Its first line is a packed `FarmTerms`; a packed `FarmPlace` is written to standard output.
     """
@@ -93,7 +93,7 @@ async def _keep(terms: FarmTerms) -> None:
     fleet = Fleet(terms, keys)
 
     def wait_for_end() -> None:
-        sys.stdin.read()
+        sys.stdin.readline()
         loop.call_soon_threadsafe(over.set)
 
     async with FarmCluster(fleet, keys) as cluster:

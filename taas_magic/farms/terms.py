@@ -159,6 +159,8 @@ class JobCall(Struct, frozen=True):
         count: How many arguments have no name.
         names: Those of the others.
         fresh: Whether it must have a process that no other job has run in.
+        setting: A hash of the project's modules and of what the notebook has set in its process:
+            what a process has once imported and set, stays.
     """
 
     name: str
@@ -166,6 +168,7 @@ class JobCall(Struct, frozen=True):
     count: int
     names: tuple[str, ...]
     fresh: bool
+    setting: str
 
 
 class PlacedCall(Struct, frozen=True):

@@ -98,8 +98,8 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
     def say(news: JobNews) -> None:
         worker.log_event(TOPIC, msgspec.to_builtins(news))
 
-    payload, *arguments = [await worker.part(part) for part in parts]
-    result = await worker.slots.run(call, payload, arguments, say)
+    brought = asyncio.gather(*map(worker.part, parts))
+    result = await worker.slots.run(call, brought, say)
     result.parts = [_carried(part) for part in result.parts]
     result.files = {name: _carried(data) for name, data in result.files.items()}
     worker.results[call.name] = {"type": "result", **structs.asdict(result)}

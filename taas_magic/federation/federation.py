@@ -64,9 +64,11 @@ class Federation:
             What the ServerApp's main returned, such as Flower's `Result`.
 
         Raises:
-            UsageError: The pool has no such hosts, or flwr is not installed.
+            UsageError: The pool has no such hosts, flwr is not installed, or Flower cannot pass a
+                value of `config` or `per_host` on.
             TaasError: As a `%%taas` cell raises.
         """
+        _check(config or {}, *self.per_host.values())
         magics = _magics()
         settings = magics.settings()
         pool = settings.pool(self.pool)
@@ -87,6 +89,20 @@ class Federation:
             )
             cell = Cell(SOURCE, "<taas.federation>", SOURCE)
             return launch.execute(flags, cell, magics.shell, settings).out[OUT]
+
+
+def _check(*said: Mapping[str, Any]) -> None:
+    """Check what apps are told.
+
+    Raises:
+        UsageError: A value is no text, no number and no truth value.
+    """
+    for name, value in (item for each in said for item in each.items()):
+        if not isinstance(value, str | bool | int | float):
+            raise UsageError(
+                f"config and per_host have texts, numbers and truth values; got a "
+                f"{type(value).__name__} for {name!r}"
+            )
 
 
 def _magics() -> TaasMagics:

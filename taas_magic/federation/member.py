@@ -8,6 +8,7 @@ SuperLink's for the run's (Control API), that of a registered SuperNode (Fleet A
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -306,7 +307,7 @@ class _Host:
 
     def _write(self, name: str, text: str) -> Path:
         path = self._folder / name
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         return path
 
 
@@ -337,8 +338,14 @@ clientapp = "taas_magic.federation.flower:client_app"
 
 
 def _toml(values: Mapping[str, Any]) -> str:
-    """Return texts, numbers and truth values as TOML, whose forms of them are JSON's."""
-    return "".join(f"{json.dumps(name)} = {json.dumps(value)}\n" for name, value in values.items())
+    """Return texts, numbers and truth values as TOML."""
+    return "".join(f"{_in_toml(name)} = {_in_toml(value)}\n" for name, value in values.items())
+
+
+def _in_toml(value: Any) -> str:
+    """Return a value as TOML has it, whose forms are JSON's but for `inf` and `nan`."""
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return json.dumps(value, ensure_ascii=False) if is_finite else str(float(value))
 
 
 def _free_port(host: str) -> int:

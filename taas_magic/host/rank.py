@@ -125,7 +125,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
         with _heartbeat(link), reporting(fed, link):
             succeeded = _run(RankShell.instance(), spec, link, rank)
             if not link.is_own:  # a child that the cell forked, and that ran on to the cell's end
-                _flush()
+                flush()
                 os._exit(0 if succeeded else 1)
             if succeeded:
                 link.send(RankFinished())
@@ -314,10 +314,10 @@ def _end_program() -> None:
         names = [name for name, value in shell.user_ns.items() if isinstance(value, used) is last]
         shell.user_ns.update(dict.fromkeys(names))
         gc.collect()
-    _flush()
+    flush()
 
 
-def _flush() -> None:
+def flush() -> None:
     """Flush what is left of the output, as Python does: a cell may have closed it."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):

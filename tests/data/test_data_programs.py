@@ -254,3 +254,31 @@ for number in loader:
 def test_a_live_stream_is_handed_out_as_it_comes(notebook: Notebook, cpus: int) -> None:
     notebook.define(LIVE)
     assert run(notebook, SEEN, cpus) == [str(number) for number in range(51)]
+
+
+SPAWNS = """
+import multiprocessing, taas, torch
+from concurrent.futures import ProcessPoolExecutor
+from torch.utils.data import DataLoader
+
+def work(number):
+    return 10 * number
+
+def use(number):
+    return list(loader)
+
+loader = taas.register(DataLoader(torch.arange(4), batch_size=2))
+"""
+SPAWNED = """
+print("batches", len(list(loader)))
+with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    print("worked", list(pool.map(work, range(3))))
+    print("refused", pool.submit(use, 0).exception())
+"""
+
+
+def test_a_child_that_is_spawned_finds_all_names_but_the_batches(notebook: Notebook) -> None:
+    notebook.define(SPAWNS)
+    batches, worked, refused = run(notebook, SPAWNED, 1)
+    assert (batches, worked) == ("batches 2", "worked [0, 10, 20]")
+    assert refused.startswith('refused loader "loader" feeds ranks, and process ')

@@ -30,8 +30,8 @@ from tests.rig.pools import enter
 
 pytestmark = pytest.mark.timeout(300)
 
-FUNCTIONS = """import os, signal, threading, time
-import numpy
+FUNCTIONS = """import multiprocessing, os, signal, subprocess, sys, threading, time
+import numpy, torch
 import taas
 SCALE = 3
 
@@ -74,6 +74,43 @@ def wait_unless(path):
             mark.write(str(os.getpid()))
         time.sleep(600)
     return "elsewhere"
+
+def fork_and(how):
+    child = os.fork()
+    if not child and how == "exit":
+        sys.exit(3)
+    if not child and how == "raise":
+        raise ValueError("of the child")
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else "the child"
+
+def save_at_second_try(path):
+    if not os.path.exists(path):
+        open(path, "w").close()
+        taas.save(1, "first.pt")
+        raise ValueError("the first time")
+    taas.save(2, "second.pt")
+
+def close_output(how):
+    if how == "closed":
+        sys.stdout.close()
+    else:
+        sys.stdout = sys.stderr = None
+
+def mark_with(array, path):
+    open(path, "w").close()
+
+def leave_a_child():
+    return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+
+def in_a_pool(method):
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        return pool.apply(triple, (2,))
+
+def triple(x):
+    return SCALE * x
+
+def default_dtype():
+    return str(torch.get_default_dtype())
 """
 
 
@@ -366,6 +403,174 @@ def test_a_node_reaches_no_file_outside_of_its_jobs_folders(farm: Farm, tmp_path
     assert not list(tmp_path.rglob("*side")) and not (farm.folder / "outside").exists()
     assert delivered("a/inside").result() == "the result"
     assert (tmp_path / "jobs" / "forged" / "a" / "inside").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 3), ("raise", 1), ("return", 0)])
+def test_a_child_that_a_job_forks_ends_as_one_of_a_program(
+    farm: Farm, names: dict[str, Any], how: str, code: int
+) -> None:
+    job = farm.submit(names["fork_and"], how)
+    assert job.result() == code
+    log = (job.folder / "output.log").read_text() if how == "raise" else ""
+    assert ("ValueError: of the child" in log) is (how == "raise")
+    train = names["train"]
+    assert [it.result().value for it in farm.map(train, range(6))] == [3 * x for x in range(6)]
+
+
+def test_a_child_that_a_job_leaves_is_ended_in_a_session_of_its_own_too(
+    farm: Farm, names: dict[str, Any]
+) -> None:
+    child = farm.submit(names["leave_a_child"]).result()
+    until(lambda: not psutil.pid_exists(child))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_children_of_a_job_find_the_notebooks_names(
+    farm: Farm, names: dict[str, Any], method: str
+) -> None:
+    """Else a Pool starts its workers again and again."""
+    assert farm.submit(names["in_a_pool"], method).result(WAIT_S) == 6
+
+
+def test_files_of_an_attempt_that_failed_do_not_come_with_the_next_one(
+    farm: Farm, names: dict[str, Any], tmp_path: Path
+) -> None:
+    job = farm.submit(names["save_at_second_try"], str(tmp_path / "mark"), retries=1)
+    job.result()
+    assert [path.name for path in job.folder.iterdir()] == ["second.pt"]
+
+
+@pytest.mark.parametrize("how", ["closed", "None"])
+def test_a_job_that_has_closed_its_output_returns_and_the_next_one_prints(
+    farm: Farm, names: dict[str, Any], how: str
+) -> None:
+    close_output, train = names["close_output"], names["train"]
+    assert [job.result() for job in farm.map(close_output, [how] * 4)] == [None] * 4
+    jobs = farm.map(train, range(4))
+    assert [job.result().value for job in jobs] == [0, 3, 6, 9]
+    assert all((job.folder / "output.log").exists() for job in jobs)
+
+
+def test_a_job_finds_what_the_notebook_has_set_and_edited_before_it_was_submitted(
+    planted: Notebook, farm: Farm, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short jobs share processes, in which what one of them imported stays."""
+    monkeypatch.syspath_prepend(planted.project)
+    found = []
+    for number in range(4):
+        planted.define(f"torch.set_default_dtype(torch.float{(64, 32)[number % 2]})")
+        (planted.project / "edited.py").write_text(f"def number(): return {number}\n")
+        planted.define("import importlib, edited\nimportlib.reload(edited)")
+        jobs = farm.submit(names["default_dtype"]), farm.submit(names["edited"].number)
+        found.append([job.result() for job in jobs])
+    assert found == [[f"torch.float{(64, 32)[number % 2]}", number] for number in range(4)]
+
+
+def test_a_registered_loader_is_an_ordinary_one_in_a_job(
+    planted: Notebook, farm: Farm, names: dict[str, Any]
+) -> None:
+    planted.define("""
+from torch.utils.data import DataLoader
+loader = taas.register(DataLoader(range(6), batch_size=2))
+def sum_of(given): return [sum(batch.sum().item() for batch in it) for it in (given, loader)]
+sums = farm.submit(sum_of, loader).result()
+taas.unregister(loader)
+""")
+    assert names["sums"] == [15, 15]
+
+
+def test_a_listener_may_wait_for_jobs_and_leave(
+    planted: Notebook, farm: Farm, names: dict[str, Any]
+) -> None:
+    planted.define("""
+chained = []
+def chain(job):
+    if job.args == (1,):
+        chained.append(farm.submit(train, 2).result().value)
+        sys.exit("the listener leaves")
+farm.on_solution(chain)
+""")
+    train, chained = names["train"], names["chained"]
+    assert farm.submit(train, 1).result().value == 3
+    until(lambda: chained)
+    assert farm.submit(train, 3).result().value == 9 and chained == [6]
+
+
+def test_threads_submit_functions_without_a_name(planted: Notebook, names: dict[str, Any]) -> None:
+    planted.define("""
+wrong = []
+def submit_some(number):
+    jobs = [farm.submit(lambda x, number=number: (number, x), x) for x in range(10)]
+    wrong.extend(it for it in jobs if it.result() != (number, *it.args))
+threads = [threading.Thread(target=submit_some, args=(number,)) for number in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+""")
+    assert names["wrong"] == []
+
+
+def test_a_job_that_is_cancelled_while_its_arguments_come_is_not_called(
+    several: Notebook, names: dict[str, Any], tmp_path: Path
+) -> None:
+    known = programs("node")
+    several.define("slow = taas.farm('many', nodes=1)\nlarge = numpy.ones(1 << 24)")
+    slow, marks = names["slow"], [tmp_path / str(number) for number in range(2)]
+    assert isinstance(slow, Farm)
+    until(lambda: slow.status().here)
+    [node] = programs("node") - known
+    for mark in marks:
+        node.suspend()
+        job = slow.submit(names["mark_with"], names["large"] + len(mark.name), str(mark))
+        job.cancel()
+        node.resume()
+    assert slow.submit(names["train"], 1).result().value == 3
+    assert not [mark for mark in marks if mark.exists()]
+    slow.close()
+
+
+def test_a_node_whose_forkserver_dies_is_replaced_and_its_jobs_are_done_elsewhere(
+    farm: Farm, names: dict[str, Any], tmp_path: Path
+) -> None:
+    waits, train, mark = names["wait_unless"], names["train"], tmp_path / "mark"
+    job = farm.submit(waits, str(mark))
+    until(lambda: mark.exists() and mark.read_text())
+    parent = psutil.Process(int(mark.read_text())).parent()
+    assert parent is not None
+    parent.kill()
+    assert job.result() == "elsewhere"
+    assert [it.result().value for it in farm.map(train, range(6))] == [3 * x for x in range(6)]
+    until(lambda: len(farm.status().here) == 2)
+
+
+def test_a_farm_is_closed_while_a_fork_of_the_kernel_lives(several: Notebook) -> None:
+    several.define("""import multiprocessing, taas
+forked_from = taas.farm('many')
+context = multiprocessing.get_context("fork")
+over = context.Event()
+child = context.Process(target=over.wait)
+child.start()
+forked_from.close()
+over.set()
+child.join()
+""")
+    assert several.shell.user_ns["forked_from"]._process.returncode == 0
+
+
+def test_a_job_that_is_submitted_while_the_farm_gives_up_fails(
+    several: Notebook, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "NODE_START_S", 0.0)
+    several.define("""
+class Slow:
+    def __reduce__(self):
+        first.exception()
+        return list, ()
+gives_up = taas.farm("many")
+first = gives_up.submit(max, 1, 2)
+job = gives_up.submit(len, Slow())
+""")
+    assert isinstance(names["job"].exception(WAIT_S), PoolError)
+    names["gives_up"].close()
 
 
 def test_bounds_that_a_pool_cannot_keep_are_refused(several: Notebook) -> None:

@@ -1,5 +1,6 @@
 """`taas.federation`: Flower on hosts that share nothing, each with data that stays there."""
 
+import math
 import secrets
 import subprocess
 from collections.abc import Iterator
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.errors import RankFailed
+from taas_magic.errors import RankFailed, UsageError
+from taas_magic.federation.federation import Federation
 from taas_magic.federation.flower import RESULT, _keeping
 from taas_magic.notebook import launch
 from taas_magic.notebook.run import Run
@@ -18,7 +20,10 @@ from tests.rig.pools import enter, give_back, settings_in, ssh_pool
 
 flwr = pytest.importorskip("flwr", reason="flwr needs Python 3.11")
 
+import tomli  # noqa: E402
 from flwr.serverapp import ServerApp  # noqa: E402
+
+from taas_magic.federation.member import _toml  # noqa: E402
 
 APPS = """
 import time
@@ -69,6 +74,19 @@ def test_what_main_returns_is_written_down(tmp_path: Path, monkeypatch: pytest.M
     app.main()(lambda grid, context: [grid, context])
     _keeping(app)("the grid", "the context")
     assert b"the context" in (tmp_path / "result").read_bytes()
+
+
+def test_what_apps_are_told_arrives() -> None:
+    told = {"text": 'a "b" \n😀', "small": 1e-7, "bound": math.inf, "is": True, "count": -3}
+    assert tomli.loads(_toml(told)) == told
+    assert math.isnan(tomli.loads(_toml({"x": math.nan}))["x"])
+
+
+def test_a_value_that_flower_does_not_pass_on_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"got a PosixPath for 'data'"):
+        Federation(per_host={"north": {"data": Path("/srv")}}).run(None, None)
+    with pytest.raises(UsageError, match=r"got a list for 'rates'"):
+        Federation().run(None, None, {"rates": [1, 2]})
 
 
 @pytest.fixture(scope="module")
