@@ -8,7 +8,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-VALID_DAYS = 365
+_FROM, _UNTIL = datetime.datetime(1970, 1, 1), datetime.datetime(9999, 12, 31)
+"""Always: a host's clock may show anything, and no key outlives the process that made it."""
 
 
 def make(name: str) -> tuple[str, str]:
@@ -67,7 +68,6 @@ def _self_signed(name: str, key: ec.EllipticCurvePrivateKey) -> str:
 
 
 def _builder(name: str, issuer: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.timezone.utc)
     subject, signer = (x509.NameAttribute(NameOID.COMMON_NAME, it) for it in (name, issuer))
     return (
         x509.CertificateBuilder()
@@ -75,8 +75,8 @@ def _builder(name: str, issuer: str, key: ec.EllipticCurvePrivateKey) -> x509.Ce
         .issuer_name(x509.Name([signer]))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=2))  # clocks of hosts may differ
-        .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
+        .not_valid_before(_FROM)
+        .not_valid_after(_UNTIL)
     )
 
 

@@ -1,4 +1,4 @@
-"""Dask's streams do not stand still when the system's clock is set back (FAULTS 54)."""
+"""What the system's clocks show, here and on hosts, changes nothing (FAULTS 54)."""
 
 import asyncio
 import time
@@ -6,9 +6,11 @@ from typing import Any
 
 import distributed.batched
 import pytest
+from cryptography import x509
 from distributed.batched import BatchedSend
 from tornado.ioloop import IOLoop
 
+from taas_magic import certificate
 from taas_magic.host.member import steady, use_steady_clock
 
 
@@ -46,3 +48,14 @@ def test_a_stream_goes_on_after_the_clock_was_set_back(monkeypatch: pytest.Monke
         await stream.close()
 
     asyncio.run(play())
+
+
+def test_certificates_hold_whatever_a_clock_shows() -> None:
+    """A board without a battery for its clock starts in 1970."""
+    own, key = certificate.make("pool")
+    signed, _ = certificate.sign(own, key, "127.0.0.1")
+    issued, _ = certificate.Authority("members").issue("host", "taas:host:a")
+    for text in (own, signed, issued):
+        read = x509.load_pem_x509_certificate(text.encode())
+        years = read.not_valid_before_utc.year, read.not_valid_after_utc.year
+        assert years == (1970, 9999)
