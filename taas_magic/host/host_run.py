@@ -308,7 +308,8 @@ class HostRun(HostShare):
         self._rendezvous = _rendezvous_of(spec)
         self.port = self._rendezvous.port if self._rendezvous else 0
         timeout_s = spec.plan.timeout_s
-        self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        began = time.monotonic() - spec.ran_s
+        self._deadline = began + timeout_s if timeout_s is not None else None
         self._attempt: Attempt | None = None
         self._pump: Pump | None = None
         self._order: _Order | None = None

@@ -138,6 +138,7 @@ class HostSpec(Struct, frozen=True):
         host_rank: This host's place among the run's hosts, or among those of its fetchers.
         master_addr: Where the first host has the ranks' store.
         master_port: Its port; 0 on the first host, which makes it.
+        ran_s: How long the run has run before this attempt, of what `--timeout` allows it.
         fetchers: Where the fetchers that have started listen, by number.
         home_dir: The run's folder on the notebook's machine, where `run_dir` is another.
         requires: Modules that must be installed on the hosts; None asks hosts nothing.
@@ -155,6 +156,7 @@ class HostSpec(Struct, frozen=True):
     master_addr: str = LOOPBACK
     master_port: int = 0
     attempt: int = 0
+    ran_s: float = 0.0
     fetchers: Mapping[int, LoaderPlaces] = {}
     home_dir: str = ""
     requires: tuple[str, ...] | None = None

@@ -465,6 +465,8 @@ class PoolRun(Share):
         self._growth = Growth(members, self._changed.set)
         self._ways = contextlib.AsyncExitStack()
         self._started = time.monotonic()
+        self._ran_since: float | None = None
+        """When its first attempt began: hosts are awaited before that, and `--timeout` is not."""
 
     async def start(self) -> list[str]:
         """See `Share.start`: the first attempt."""
@@ -591,9 +593,12 @@ class PoolRun(Share):
         running = set(self._running())
         first, *others = parts = [HostPart(member, number) for number, member in enumerate(members)]
         self._parts = {part.member.address: part for part in parts}
+        now = time.monotonic()
+        self._ran_since = self._ran_since or now
         spec = structs.replace(
             self._spec,
             attempt=self._attempt,
+            ran_s=now - self._ran_since,
             fetchers=self._fetchers,
             master_addr=members[0].place if others else LOOPBACK,
         )

@@ -160,6 +160,20 @@ print("attempt", attempt)
     assert restart["failure"]["how"] == "host"
 
 
+def test_a_host_that_replaces_another_has_what_is_left_of_the_time(several: Notebook) -> None:
+    source = """
+import os, psutil, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(5)
+    psutil.Process().parent().parent().kill()
+    time.sleep(600)
+time.sleep(3)
+print("had more than was left")
+"""
+    outcome = run(several, source, "--max-restarts 1 --timeout 6", gpus=2)
+    assert first(outcome)["how"] == "timeout" and outcome.lines == {}
+
+
 def test_hosts_may_have_different_numbers_of_ranks(several: Notebook) -> None:
     source = 'print(os.environ["LOCAL_WORLD_SIZE"])'
     assert run(several, "", gpus=5).run is None
