@@ -198,10 +198,11 @@ class _Parcel:
     removed: list[str] = field(default_factory=list)
     removed_folders: list[str] = field(default_factory=list)
 
-    def is_full(self) -> bool:
+    def is_full(self, enough: int) -> bool:
+        """Return whether it has so many bytes, or can take no more."""
         changes = [*self.folders, *self.files, *self.removed, *self.removed_folders]
         size = sum(len(data) for _, data, _ in self.files)
-        return len(changes) >= MAX_PARTS or size + SMALL_BYTES > CHUNK_BYTES
+        return len(changes) >= MAX_PARTS or size >= min(enough, CHUNK_BYTES - SMALL_BYTES)
 
 
 class _Sender:
@@ -228,7 +229,7 @@ class _Sender:
                 self._look(path, parcel, large)
             except UnsafeError as error:
                 self._refuse(path, error.why)
-            if parcel.is_full():
+            if parcel.is_full(self._pace.size):
                 self._send(parcel)
                 parcel = _Parcel()
         self._send(parcel)
@@ -329,15 +330,14 @@ class _Sender:
     def _send(self, parcel: _Parcel) -> None:
         if parcel == _Parcel():
             return
-        refused = self._ask(
-            PublishFiles(
-                files=[entry for entry, _, _ in parcel.files],
-                contents=pack_parts([data for _, data, _ in parcel.files]),
-                removed=parcel.removed,
-                folders=parcel.folders,
-                removed_folders=parcel.removed_folders,
-            )
+        asked = PublishFiles(
+            files=[entry for entry, _, _ in parcel.files],
+            contents=pack_parts([data for _, data, _ in parcel.files]),
+            removed=parcel.removed,
+            folders=parcel.folders,
+            removed_folders=parcel.removed_folders,
         )
+        refused = self._pace.ask(self._ask, asked)
         for entry, _, status in parcel.files:
             self._take_answer(entry.path, refused.pop(entry.path, ""), status, entry.sha256)
         for path in parcel.removed:

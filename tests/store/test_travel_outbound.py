@@ -81,6 +81,26 @@ def test_a_temporary_file_that_is_renamed_is_never_seen(travel: Travel) -> None:
     assert tree_of(travel.store) == {"m.pt": b"new"} and asked == ["m.pt"]
 
 
+def test_many_small_files_fill_no_slow_link(travel: Travel, tmp_path: Path) -> None:
+    """The beats of the host go the same way: after 9 s without one it is taken for lost."""
+    sent: list[int] = []
+    ask, aside = wired(travel.desk), tmp_path / "aside"
+    aside.mkdir()
+    for number in range(60):
+        (aside / f"{number}.bin").write_bytes(os.urandom(50_000))
+
+    def spy(request: FileRequest[Any]) -> Any:
+        if isinstance(request, PublishFiles) and request.files:
+            sent.append(sum(entry.size for entry in request.files))
+        return ask(request)
+
+    with travel.running() as mirror:
+        travel.outbound._sender._ask = spy
+        aside.rename(mirror / "out")
+        eventually(lambda: sum(sent) == 60 * 50_000)
+    assert sent[0] <= 2 * inotify.SMALL_BYTES and tree_of(travel.store) == tree_of(mirror)
+
+
 def test_removed_moved_and_turned_into_something_else(travel: Travel) -> None:
     for name in ("gone", "moved", "turns", "old/a", "old/b/c"):
         (travel.store / name).parent.mkdir(parents=True, exist_ok=True)
