@@ -14,17 +14,20 @@ import os
 import signal
 import sys
 import tempfile
+from multiprocessing import util
 
 from taas_magic.errors import PoolError
 from taas_magic.host import forkserver
 from taas_magic.host.system import die_with_parent
+
+_LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 
 
 def main() -> int:
     """Run until the pool closes the host or is lost; returns the process's exit code."""
     die_with_parent(supervisor := os.getppid())
     _leave_the_notebooks_folder()
-    tempfile.tempdir = sys.argv[2]
+    _make_temporary_folders(sys.argv[2])
     forkserver.begin([name for name in sys.argv[1].split(",") if name])
     import asyncio
 
@@ -37,6 +40,17 @@ def main() -> int:
     finally:
         os.kill(supervisor, signal.SIGCONT)  # a stopped one would stay, and all that it is to end
     return 0
+
+
+def _make_temporary_folders(folder: str) -> None:
+    """Use the host's folder for what is temporary; for sockets /tmp where its name is too long.
+
+    A socket's name has 107 characters at most. Python itself goes to /tmp then, from 3.14 on.
+    """
+    if len(os.fsencode(folder)) > _LONGEST:
+        tempfile.tempdir = "/tmp"
+        util.get_temp_dir()
+    tempfile.tempdir = folder
 
 
 def _leave_the_notebooks_folder() -> None:

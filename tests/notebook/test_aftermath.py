@@ -156,6 +156,14 @@ def test_63_a_full_tmpdir_fails_the_cell_and_no_other(scene: Scene) -> None:
             assert "[0] next" in frontend.text(frontend.run(NEXT))
 
 
+def test_a_tmpdir_may_have_a_long_name(scene: Scene) -> None:
+    """Longer than the name of a Unix socket may be, as that of a batch job's TMPDIR."""
+    long = scene.tmp / ("x" * 90)
+    long.mkdir()
+    with scene.kernel(TMPDIR=str(long)) as frontend:
+        assert "[0] next" in frontend.text(frontend.run(NEXT))
+
+
 LOADER = """
 import taas, torch
 from torch.utils.data import DataLoader, TensorDataset
