@@ -8,10 +8,12 @@ host, and then `UserKeys`.
 import base64
 import contextlib
 import glob
+import hmac
 import os
 import re
 import shlex
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -19,7 +21,7 @@ from typing import cast
 from paramiko import (
     Agent,
     ConfigParseError,
-    HostKeys,
+    Message,
     MissingHostKeyPolicy,
     PKey,
     SSHClient,
@@ -38,9 +40,18 @@ SSH_PORT = 22
 MAX_JUMPS = 8
 
 _HOST = re.compile(
-    r"(?:ssh://)?(?:(?P<user>[^@\s]+)@)?(?:\[(?P<bracketed>[^\]]+)\]|(?P<name>[^:@\s]+))"
+    r"(?:ssh://)?(?:(?P<user>\S+)@)?(?:\[(?P<bracketed>[^\]]+)\]|(?P<name>[^:@\s]+))"
     r"(?::(?P<port>\d+))?/?"
 )
+_COMMENT = re.compile(r'^((?:"[^"]*"|[^"])*?)\s#.*$')
+_WHOLE_LINES = ("proxycommand", "localcommand", "remotecommand", "knownhostscommand")
+"""What follows these words is a shell's, to the end of the line."""
+
+_AGENT_S = 5.0
+_ASK_KEYS, _KEYS = b"\0\0\0\1\x0b", b"\x0c"
+"""Of the ssh agent's protocol: a request for its keys, with its length; the answer's first byte."""
+
+_OPENSSH = b"openssh-key-v1\0"
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 _USER_KNOWN = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _SYSTEM_KNOWN = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
@@ -92,7 +103,7 @@ def read_config(path: str | None) -> SSHConfig:
     lines = [line for file in files for line in ["Host *", *_unfolded(file)]]
     try:
         return SSHConfig.from_text("\n".join(lines))
-    except ConfigParseError as error:
+    except (ConfigParseError, ValueError) as error:
         raise UsageError(f"{' or '.join(map(str, files))}: {error}") from error
 
 
@@ -107,7 +118,7 @@ def _unfolded(file: Path, depth: int = 0) -> Iterator[str]:
         raise UsageError(f"{file}: cannot be read: {error}") from error
     folder = "/etc/ssh" if str(file).startswith("/etc/") else os.path.expanduser("~/.ssh")
     block = "Host *"
-    for line in lines:
+    for line in map(_for_paramiko, lines):
         first, *words = line.split() or [""]
         if first.lower() == "include" and depth < MAX_JUMPS:
             for word in words:
@@ -119,6 +130,17 @@ def _unfolded(file: Path, depth: int = 0) -> Iterator[str]:
         if first.lower() in ("host", "match"):
             block = line
         yield line
+
+
+def _for_paramiko(line: str) -> str:
+    """Return a line of ssh's configuration without what ssh understands and paramiko does not.
+
+    That are comments after words, and `all` beside `final`, as Red Hat's own configuration has it.
+    """
+    first, *words = line.split() or [""]
+    if first.lower() == "match" and "final" in words:
+        line = re.sub(r"\ball\b", "", line)
+    return line if first.lower() in _WHOLE_LINES else _COMMENT.sub(r"\1", line)
 
 
 def find_target(host: str, config: SSHConfig, through: tuple[str, ...] = ()) -> Target:
@@ -136,9 +158,14 @@ def find_target(host: str, config: SSHConfig, through: tuple[str, ...] = ()) -> 
         raise UsageError(f'"{host}" is no host: write name, user@name or user@name:port')
     if host in through or len(through) > MAX_JUMPS:
         raise UsageError(f"ProxyJump leads in a circle: {' through '.join((*through, host))}")
-    found = config.lookup(match["bracketed"] or match["name"])
-    hostname, port = found["hostname"], int(match["port"] or found.get("port", SSH_PORT))
-    jump = _jump(found.get("proxyjump"), config, (*through, host))
+    try:
+        found = config.lookup(match["bracketed"] or match["name"])
+        hostname, port = found["hostname"], int(match["port"] or found.get("port", SSH_PORT))
+    except (SSHException, LookupError, ValueError) as error:
+        raise UsageError(f"host {host}: ssh's configuration of it: {error}") from error
+    # as for ssh, the first one counts
+    proxy = next((key for key in found if key in ("proxyjump", "proxycommand")), "")
+    jump = _jump(found[proxy], config, (*through, host)) if proxy == "proxyjump" else None
     return Target(
         label=host,
         hostname=hostname,
@@ -152,7 +179,7 @@ def find_target(host: str, config: SSHConfig, through: tuple[str, ...] = ()) -> 
             found.get("userknownhostsfile"), found.get("globalknownhostsfile")
         ),
         jump=jump,
-        proxy_command=None if jump else _not_none(found.get("proxycommand")),
+        proxy_command=_not_none(found[proxy]) if proxy == "proxycommand" else None,
     )
 
 
@@ -185,36 +212,41 @@ def _not_none(value: str | None) -> str | None:
 class KnownHosts(MissingHostKeyPolicy):
     """Accepts a host's key if the user's known_hosts files have it, else raises.
 
-    It is the policy of a client that is told no host keys: paramiko fails on lines with a mark
-    (@revoked), and names neither the file nor what to do.
+    It is the policy of a client that is told no host keys: paramiko knows no patterns (`*.lab`),
+    fails on lines with a mark (@revoked), and names neither the file nor what to do.
     """
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._keys: dict[str, HostKeys] = {}
+        is_alias = target.known_as != f"[{target.hostname}]:{target.port}"
+        self._portless = target.known_as if is_alias else target.hostname
+        self._known: list[tuple[str, PKey]] = []
+        """The host's keys, each with the file that has it."""
+        self._of_any_port: list[tuple[str, PKey]] = []
+        """Those of lines without its port, which count where no line has that, as for ssh."""
         self._revoked: list[str] = []
         for path in target.known_hosts:
-            self._keys[path] = HostKeys()
             # As ssh does: what cannot be read makes nothing known.
             with contextlib.suppress(OSError):
                 for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-                    self._add(line.strip(), self._keys[path])
+                    with contextlib.suppress(InvalidHostKey, SSHException, ValueError):
+                        self._add(path, " ".join(line.split()))
 
-    def _add(self, line: str, keys: HostKeys) -> None:
+    def _add(self, path: str, line: str) -> None:
         if line.startswith("@revoked"):
             self._revoked.append(line)
-        elif line and line[0] not in "#@":
-            with contextlib.suppress(InvalidHostKey):
-                if entry := HostKeyEntry.from_line(line):
-                    for name in entry.hostnames:
-                        keys.add(name, entry.key.get_name(), entry.key)
+        elif line and line[0] not in "#@" and (entry := HostKeyEntry.from_line(line)):
+            if _is_named(self._target.known_as, entry.hostnames):
+                self._known.append((path, entry.key))
+            elif _is_named(self._portless, entry.hostnames):
+                self._of_any_port.append((path, entry.key))
 
     def types(self) -> list[str]:
         """Return signature algorithms of the keys that are known of the host: it is to use one."""
         found: list[str] = []
-        for keys in self._keys.values():
-            for name in keys.lookup(self._target.known_as) or ():
-                found += ["rsa-sha2-512", "rsa-sha2-256"] if name == "ssh-rsa" else [name]
+        for _, key in self._known or self._of_any_port:
+            name = key.get_name()
+            found += ["rsa-sha2-512", "rsa-sha2-256"] if name == "ssh-rsa" else [name]
         return list(dict.fromkeys(found))
 
     def missing_host_key(self, client: SSHClient, hostname: str, key: PKey) -> None:
@@ -232,20 +264,42 @@ class KnownHosts(MissingHostKeyPolicy):
         text = base64.b64encode(key.asbytes()).decode()
         if any(text in line for line in self._revoked):
             raise PoolError(f"{shown} is marked @revoked in known_hosts: it is refused")
-        if any(keys.check(target.known_as, key) for keys in self._keys.values()):
+        known = self._known or self._of_any_port
+        if any(own.asbytes() == key.asbytes() for _, own in known):
             return
-        for path, keys in self._keys.items():
-            if known := keys.lookup(target.known_as):
-                other = next(iter(known.values())).fingerprint
-                forget = f"ssh-keygen -R {shlex.quote(target.known_as)} -f {shlex.quote(path)}"
-                raise PoolError(
-                    f"{shown} is not the one that {path} has ({other}): the host was set up anew, "
-                    "or somebody is in between; nothing was sent to it.\n"
-                    + _how_to_accept(target, key, forget)
-                )
+        for path, own in self._known:
+            forget = f"ssh-keygen -R {shlex.quote(target.known_as)} -f {shlex.quote(path)}"
+            raise PoolError(
+                f"{shown} is not the one that {path} has ({own.fingerprint}): the host was set up "
+                "anew, or somebody is in between; nothing was sent to it.\n"
+                + _how_to_accept(target, key, forget)
+            )
         raise PoolError(
             f"{shown} is not known; nothing was sent to it.\n{_how_to_accept(target, key)}"
         )
+
+
+def _is_named(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a line of known_hosts is of a host: by its name, a hash of it, or a pattern.
+
+    Raises:
+        ValueError: A hash is none.
+    """
+    found = False
+    for pattern in patterns:
+        if pattern.startswith("|1|"):
+            salt, mark = map(base64.b64decode, pattern[3:].split("|"))
+            found = found or hmac.digest(salt, name.lower().encode(), "sha1") == mark
+        elif _glob(pattern.lstrip("!")).fullmatch(name.lower()):
+            if pattern.startswith("!"):
+                return False
+            found = True
+    return found
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    """Return a pattern of ssh's, which knows `*` and `?` alone."""
+    return re.compile(re.escape(pattern.lower()).replace(r"\*", ".*").replace(r"\?", "."))
 
 
 def _how_to_accept(target: Target, key: PKey, *commands: str) -> str:
@@ -274,11 +328,13 @@ class UserKeys(AuthStrategy):
 
     def get_sources(self) -> Iterator[AuthSource]:
         """Yield the keys in the order in which they are offered."""
-        target, agent = self._target, Agent()
+        target, agent = self._target, Agent() if _agent_answers() else None
         blobs = {path: _public_blob(path) for path in target.identity_files}
         offered = set()
         try:
-            for key in agent.get_keys():
+            keys = agent.get_keys() if agent else ()
+            # those of files first: a host hears no more than a few
+            for key in sorted(keys, key=lambda key: key.asbytes() not in blobs.values()):
                 if not target.identities_only or key.asbytes() in blobs.values():
                     offered.add(key.asbytes())
                     yield _Key(target.user, f"agent's key {key.fingerprint}", key)
@@ -286,7 +342,21 @@ class UserKeys(AuthStrategy):
                 if blob not in offered:
                     yield _KeyFile(target.user, path)
         finally:
-            agent.close()
+            if agent:
+                agent.close()
+
+
+def _agent_answers() -> bool:
+    """Return whether there is an ssh agent that says which keys it has.
+
+    paramiko would wait for ever for one that was forwarded here by a machine that sleeps.
+    """
+    with contextlib.suppress(OSError, KeyError), socket.socket(socket.AF_UNIX) as agent:
+        agent.settimeout(_AGENT_S)
+        agent.connect(os.environ["SSH_AUTH_SOCK"])
+        agent.sendall(_ASK_KEYS)
+        return agent.makefile("rb").read(5)[4:] == _KEYS
+    return False
 
 
 class _Key(InMemoryPrivateKey):
@@ -339,11 +409,33 @@ def _load(path: str) -> PKey:
 
 
 def _public_blob(path: str) -> bytes:
-    """Return the public half of a private key's file; empty where it is not beside it."""
-    try:
-        return base64.b64decode(Path(f"{path}.pub").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
+    """Return the public half of a key: beside its file or in it; empty where it is in neither.
+
+    `path` may itself be the public half of a key that an agent has.
+    """
+    for file in (f"{path}.pub", path):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            text = Path(file).read_text()
+            is_private = text.startswith("-----")
+            words = text.split("-----" if is_private else None)
+            found = base64.b64decode(words[2 if is_private else 1])
+            return _public_half(found) if is_private else found
+    return b""
+
+
+def _public_half(private: bytes) -> bytes:
+    """Return the public half in a private key as OpenSSH writes it; empty in others.
+
+    It comes after the cipher, the key's derivation with its options, and the number of keys, and is
+    to be read without the passphrase.
+    """
+    if not private.startswith(_OPENSSH):
         return b""
+    message = Message(private[len(_OPENSSH) :])
+    for _ in range(3):
+        message.get_string()
+    message.get_int()
+    return message.get_string()
 
 
 def refusal(target: Target, failure: AuthFailure) -> str:
@@ -353,6 +445,8 @@ def refusal(target: Target, failure: AuthFailure) -> str:
         tried = ["  no key: there is none in ~/.ssh and no ssh agent has one"]
     if "SSH_AUTH_SOCK" not in os.environ:
         tried.append("  no ssh agent (SSH_AUTH_SOCK is not set)")
+    elif not _agent_answers():
+        tried.append(f"  the ssh agent does not answer ({os.environ['SSH_AUTH_SOCK']})")
     return "\n".join(
         [
             f"host {target.label}: SSH authentication as {target.user!r} at "

@@ -80,6 +80,19 @@ def test_none_means_none() -> None:
     assert found.jump is None and found.proxy_command is None
 
 
+def test_of_two_ways_the_first_one_counts() -> None:
+    """As for ssh, which takes the first value of what one of them would say."""
+    lines = "Host gpu1\n ProxyCommand nc %h %p\nHost gpu2\n ProxyCommand none\n"
+    config = SSHConfig.from_text(f"{lines}Host *\n ProxyJump gate\n")
+    one, two = find_target("gpu1", config), find_target("gpu2", config)
+    assert (one.proxy_command, one.jump) == ("nc gpu1 22", None)
+    assert (two.proxy_command, two.jump) == (None, None)
+
+
+def test_a_name_may_have_an_at_sign() -> None:
+    assert place(target("ada@lab.org@gpu9:2222")) == "ada@lab.org@gpu9:2222"
+
+
 @pytest.mark.parametrize("host", ["one", "a b", "", "host:port"])
 def test_what_makes_no_sense_is_refused(host: str) -> None:
     with pytest.raises(UsageError):
@@ -93,6 +106,36 @@ def test_included_files_stand_in_their_place(tmp_path: Path) -> None:
     read = read_config(str(config))
     assert place(find_target("gpu1", read)) == "ada@gpu1:2201"
     assert find_target("gpu2", read).port == 22022
+
+
+def test_comments_after_words_are_none_of_them(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(
+        "Host gpu1 # the new one\n  HostName 10.0.0.1 # lab\n  Port 2201\t# odd\n"
+        '  IdentityFile "/a #b/key" # mine\nHost gpu2\n  ProxyCommand gate # %h\n'
+    )
+    read = read_config(str(config))
+    found = find_target("gpu1", read)
+    assert found.address == "10.0.0.1:2201" and found.identity_files == ("/a #b/key",)
+    assert find_target("gpu2", read).proxy_command == "gate # gpu2"
+    assert find_target("one", read).port == 22
+
+
+def test_red_hats_own_configuration_is_understood(tmp_path: Path) -> None:
+    """Its /etc/ssh/ssh_config.d/50-redhat.conf."""
+    config = tmp_path / "config"
+    config.write_text("Host gpu1\n  User ada\nMatch final all\n\tUser bob\n\tPort 2201\n")
+    assert place(find_target("gpu1", read_config(str(config)))) == "ada@gpu1:2201"
+
+
+@pytest.mark.parametrize(
+    "line", ["Port odd", "CanonicalizeHostname yes", "Match exec 'odd"], ids=lambda it: it[:4]
+)
+def test_what_cannot_be_understood_of_a_host_is_one_line(tmp_path: Path, line: str) -> None:
+    config = tmp_path / "config"
+    config.write_text(f"{line}\n")
+    with pytest.raises(UsageError):
+        find_target("gpu1", read_config(str(config)))
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
