@@ -6,7 +6,6 @@ up at any moment, and each refusal says which host, what was tried and what to d
 
 import contextlib
 import errno
-import io
 import logging
 import os
 import secrets
@@ -37,6 +36,19 @@ _TICK_S = 0.1
 _PROBE_S = 2
 _RELAY_CHUNK_BYTES = 1 << 16
 _LONGEST_LINE = 4096
+_AT_ONCE = 4
+"""Of those who have not logged in yet an sshd turns some away beyond 10 (MaxStartups), and it hears
+later than they that they have."""
+
+_turns: dict[str, threading.Semaphore] = {}
+_RUN_S = 60.0
+_SLOWEST_BYTES_S = 1 << 13
+
+_PUT = (
+    'umask 077; cat >"$0.$1" && [ "$(wc -c <"$0.$1")" -eq "$2" ] && mv -f "$0.$1" "$0" '
+    '|| { rm -f "$0.$1"; exit 1; }'
+)
+"""Writes standard input to a file; is told its name, something random, and how much comes."""
 
 logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # what fails is raised, and says more
 
@@ -61,7 +73,7 @@ class Connection:
         assert transport is not None
         self.target, self.transport, self.host = target, transport, target.label
         self.tunnels: dict[int, tuple[str, int]] = {}
-        self._client, self._undo = client, undo
+        self._undo = undo
 
     @property
     def is_open(self) -> bool:
@@ -81,7 +93,7 @@ class Connection:
             raise self.lost(f"{command.split()[0]} was not started", error) from error
         return channel
 
-    def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> Done:
+    def run(self, command: str, data: bytes = b"", timeout_s: float = _RUN_S) -> Done:
         """Run a command of the host's shell to its end; `data` is its standard input.
 
         Raises:
@@ -109,15 +121,13 @@ class Connection:
         Raises:
             PoolError: It could not be written.
         """
-        beside = f"{path}.{secrets.token_hex(4)}"
-        try:
-            with self._client.open_sftp() as files:
-                with files.open(beside, "wx") as empty:
-                    empty.chmod(0o600)
-                files.putfo(io.BytesIO(data), beside)
-                files.posix_rename(beside, path)
-        except (OSError, SSHException, EOFError) as error:
-            raise self.lost(f"{path} was not written", error) from error
+        # not by SFTP: a host may have none, or a login script whose output breaks it
+        words = [_PUT, path, secrets.token_hex(4), str(len(data))]
+        command = f"exec sh -c {' '.join(map(shlex.quote, words))}"
+        done = self.run(command, data, _RUN_S + len(data) / _SLOWEST_BYTES_S)
+        if done.code:
+            why = done.err.decode(errors="replace").strip() or f"exit code {done.code}"
+            raise PoolError(f"host {self.host}: {path} was not written: {why}")
 
     def lost(self, what: str, error: BaseException) -> PoolError:
         """Return the error that says what could not be done on this host."""
@@ -159,7 +169,7 @@ def connect(
         Stopped: `stop` was set.
     """
     patience = _Patience(target, timeout_s, stop)
-    with ExitStack() as undo:
+    with ExitStack() as undo, _turn(patience):
         sock = _open_way(target, patience, silence_s, undo)
         client, known = SSHClient(), KnownHosts(target)
         client.set_missing_host_key_policy(known)
@@ -210,6 +220,18 @@ class _Patience:
                 f"host {self.target.label}: no answer from {self.target.address} within "
                 f"{self.timeout_s:.0f} s ({doing}); is it up, and is this the way to it?"
             )
+
+
+@contextmanager
+def _turn(patience: _Patience) -> Iterator[None]:
+    """Let a few threads at a time connect to one sshd: a jump host has all hosts behind it."""
+    turn = _turns.setdefault(patience.target.address, threading.Semaphore(_AT_ONCE))
+    while not turn.acquire(timeout=_TICK_S):
+        patience.check("others connect to it first")
+    try:
+        yield
+    finally:
+        turn.release()
 
 
 @contextmanager
@@ -309,15 +331,17 @@ def _program(command: str, undo: ExitStack) -> socket.socket:
 def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack) -> socket.socket:
     try:
         found = socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name with two dots in a row is no text for DNS
+        why = error.strerror if isinstance(error, OSError) else error
         raise PoolError(
-            f"host {target.label}: its name {target.hostname!r} has no address: {error.strerror}"
+            f"host {target.label}: its name {target.hostname!r} has no address: {why}"
         ) from error
     refusals: list[str] = []
-    for family, _, _, _, address in found:
+    for left, (family, _, _, _, address) in zip(range(len(found), 0, -1), found, strict=True):
         sock = socket.socket(family, socket.SOCK_STREAM)
         undo.callback(sock.close)
-        code = _connect(sock, address, patience)
+        # one that answers nothing leaves time for the next
+        code = _connect(sock, address, patience, patience.left_s / left if left > 1 else None)
         if code == 0:
             _notice_silence(sock, silence_s)
             return sock
@@ -328,13 +352,20 @@ def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack
     )
 
 
-def _connect(sock: socket.socket, address: Any, patience: _Patience) -> int:
+def _connect(
+    sock: socket.socket, address: Any, patience: _Patience, limit_s: float | None = None
+) -> int:
     """Connect; returns an error number, 0 for none. A blocking connect could not be stopped."""
+    until = None if limit_s is None else time.monotonic() + limit_s
     sock.setblocking(False)
     code = sock.connect_ex(address)
     if code == errno.EINPROGRESS:
-        while not select.select([], [sock], [], _TICK_S)[1]:
+        connected = select.poll()  # select(2) takes no descriptor beyond 1,023
+        connected.register(sock, select.POLLOUT)
+        while not connected.poll(_TICK_S * 1000):
             patience.check("TCP connection")
+            if until is not None and time.monotonic() > until:
+                return errno.ETIMEDOUT
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     sock.setblocking(True)
     return code

@@ -1,11 +1,12 @@
 """Connections to hosts: whose key, who is let in, through whom; and what is said when it fails."""
 
+import contextlib
 import os
+import resource
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,19 @@ def opened(where: Target) -> Connection:
     return connect(where, threading.Event(), timeout_s=WITHIN_S)
 
 
+def opened_at_once(where: Target, count: int) -> list[Connection]:
+    """Connections that so many threads opened at the same time, closed."""
+    made: list[Connection] = []
+    threads = [threading.Thread(target=lambda: made.append(opened(where))) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for connection in made:
+        connection.close()
+    return made
+
+
 def refusal(where: Target) -> str:
     with pytest.raises(PoolError) as caught:
         opened(where)
@@ -69,7 +83,7 @@ def answers(family: int, address: str | tuple[str, int]) -> bool:
         return visitor.connect_ex(address) == 0
 
 
-@contextmanager
+@contextlib.contextmanager
 def in_a_hole(hosts: Hosts, number: int) -> Iterator[None]:
     """What is sent to a host vanishes, for the time of the block."""
     hosts.hole(number)
@@ -137,6 +151,21 @@ def test_51_a_changed_host_key_is_refused_before_authentication(
     lets_in(where)
 
 
+def test_host_keys_are_known_as_ssh_knows_them(hosts: Hosts, tmp_path: Path) -> None:
+    key = (hosts.state / "host_key.pub").read_text()
+    known, address = tmp_path / "known_hosts", hosts.address(1)
+    where = target(hosts, tmp_path, first=f"UserKnownHostsFile {known}")
+    torn = "gpu9 ssh-rsa AAAA\n|1|odd ssh-ed25519 AAAA\ngpu9 ssh-ed25519 AAAAC3Nz\n"
+    for names in (f"{hosts.subnet}.*", f"gpu9,{hosts.subnet}.?", address):
+        known.write_text(f"{torn}{names} \t{key}")
+        lets_in(where)
+    subprocess.run(["ssh-keygen", "-q", "-H", "-f", known], check=True, capture_output=True)
+    lets_in(where)
+    for names in (f"!{address},*", "[1]*", f"[{address}]:22"):
+        known.write_text(f"{names} {key}")
+        assert "is not known" in refusal(where)
+
+
 def test_a_revoked_host_key_is_refused_though_it_is_known(hosts: Hosts, tmp_path: Path) -> None:
     known = tmp_path / "known_hosts"
     line = (hosts.state / "known_hosts").read_text().splitlines()[0]
@@ -155,9 +184,8 @@ def test_52_a_refused_login_says_who_where_and_what_was_tried(
 ) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     stranger, locked = tmp_path / "stranger", tmp_path / "locked"
-    for path, phrase in ((stranger, ""), (locked, "secret")):
-        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", phrase, "-f", str(path)]
-        subprocess.run(words, check=True)
+    make_key(stranger)
+    make_key(locked, "secret")
     first = f"IdentityFile {stranger}\nIdentityFile {locked}\nIdentityFile {tmp_path}/none\n"
     config = hosts.ssh_config.read_text().replace(str(hosts.state / "id_ed25519"), str(stranger))
     (tmp_path / "config").write_text(f"Host *\n{first}\n{config}")
@@ -170,22 +198,84 @@ def test_52_a_refused_login_says_who_where_and_what_was_tried(
     assert "no ssh agent" in message
 
 
-def test_an_agents_key_is_taken(
-    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An ssh agent without keys."""
     sock = tmp_path / "agent"
     with subprocess.Popen(["ssh-agent", "-D", "-a", sock], stdout=subprocess.DEVNULL) as agent:
         try:
             eventually(lambda: answers(socket.AF_UNIX, str(sock)))
             monkeypatch.setenv("SSH_AUTH_SOCK", str(sock))
-            words = ["ssh-add", "-q", str(hosts.state / "id_ed25519")]
-            subprocess.run(words, check=True, capture_output=True)
-            config = hosts.ssh_config.read_text().replace(str(hosts.state / "id"), "/nowhere/id")
-            (tmp_path / "config").write_text(config.replace("IdentitiesOnly yes", ""))
-            found = read_config(str(tmp_path / "config"))
-            lets_in(find_target(hosts.name(1), found))
+            yield
         finally:
             agent.terminate()
+
+
+def add_to_agent(*keys: Path) -> None:
+    subprocess.run(["ssh-add", "-q", *keys], check=True, capture_output=True)
+
+
+def make_key(path: Path, phrase: str = "") -> Path:
+    words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", phrase, "-f", str(path)]
+    subprocess.run(words, check=True)
+    return path
+
+
+def with_key(hosts: Hosts, tmp_path: Path, key: Path, only: bool) -> Target:
+    """A host of the rig, with another IdentityFile than the rig's."""
+    config = hosts.ssh_config.read_text().replace(str(hosts.state / "id_ed25519"), str(key))
+    (tmp_path / "config").write_text(config if only else config.replace("IdentitiesOnly yes", ""))
+    return find_target(hosts.name(1), read_config(str(tmp_path / "config")))
+
+
+@pytest.mark.usefixtures("agent")
+def test_an_agents_key_is_taken(hosts: Hosts, tmp_path: Path) -> None:
+    add_to_agent(hosts.state / "id_ed25519")
+    lets_in(with_key(hosts, tmp_path, Path("/nowhere/id"), only=False))
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_file_says_which_of_the_agents_keys_is_meant(hosts: Hosts, tmp_path: Path) -> None:
+    """By the public half alone, or in a file that is locked; a host hears no more than six."""
+    rigs = hosts.state / "id_ed25519"
+    add_to_agent(*(make_key(tmp_path / f"other{number}") for number in range(7)), rigs)
+    public, locked = tmp_path / "mine.pub", tmp_path / "locked"
+    public.write_text((hosts.state / "id_ed25519.pub").read_text())
+    locked.write_bytes(rigs.read_bytes())
+    locked.chmod(0o600)
+    subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", locked], check=True)
+    for key in (public, locked, rigs):
+        for only in (True, False):
+            lets_in(with_key(hosts, tmp_path, key, only))
+
+
+@pytest.mark.parametrize("answer", [b"", b"\0\0\0\1\5"], ids=["silence", "a refusal"])
+def test_an_agent_that_says_no_keys_keeps_nobody_out(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    """One that was forwarded here from a machine that sleeps says nothing."""
+    sock = str(tmp_path / "agent")
+    monkeypatch.setenv("SSH_AUTH_SOCK", sock)
+    visitors: list[socket.socket] = []
+
+    def listen() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                visitors.append(odd.accept()[0])
+                visitors[-1].sendall(answer)
+
+    with socket.socket(socket.AF_UNIX) as odd:
+        odd.bind(sock)
+        odd.listen()
+        listening = threading.Thread(target=listen)
+        listening.start()
+        lets_in(target(hosts, tmp_path))
+        message = refusal(with_key(hosts, tmp_path, make_key(tmp_path / "stranger"), only=True))
+        assert f"the ssh agent does not answer ({sock})" in message
+        odd.shutdown(socket.SHUT_RDWR)
+        listening.join()
+    for visitor in visitors:
+        visitor.close()
 
 
 def test_a_host_behind_another_is_reached_through_it(hosts: Hosts, tmp_path: Path) -> None:
@@ -210,6 +300,33 @@ def test_a_host_that_is_not_there_is_named(hosts: Hosts, tmp_path: Path) -> None
     assert f"host {hosts.name(1)}: {hosts.address(1)}:4 cannot be reached" in refusal(where)
     nowhere = find_target("nowhere.invalid", read_config(str(hosts.ssh_config)))
     assert "'nowhere.invalid' has no address" in refusal(nowhere)
+    odd = find_target("gpu1..lab", read_config(str(hosts.ssh_config)))
+    assert "'gpu1..lab' has no address: " in refusal(odd)
+
+
+def test_of_two_addresses_one_may_be_dead(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = [(hosts.address(number), 22) for number in (2, 1)]
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with in_a_hole(hosts, 2):
+        connection = connect(target(hosts, tmp_path), threading.Event(), timeout_s=20)
+    assert connection.run("hostname").out.decode().strip() == hosts.name(1)
+    connection.close()
+
+
+def test_a_process_with_many_open_files_connects(hosts: Hosts, tmp_path: Path) -> None:
+    """select(2) knows no descriptor beyond 1,023."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2000, before[0]), before[1]))
+    many = [os.open("/dev/null", os.O_RDONLY) for _ in range(1024)]
+    try:
+        lets_in(target(hosts, tmp_path))
+    finally:
+        for descriptor in many:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_port_that_speaks_no_ssh_is_named(hosts: Hosts, tmp_path: Path) -> None:
@@ -299,30 +416,52 @@ def test_each_port_leads_to_its_own_place_until_it_is_closed(hosts: Hosts, tmp_p
 
 
 def test_a_host_that_forwards_no_ports_is_told_how_to(hosts: Hosts, tmp_path: Path) -> None:
-    config = Path("/run/rig/sshd_config")
-    script = f"sed 's/^Port .*/Port 2222/; 1i DisableForwarding yes' {config} > /run/rig/no"
-    hosts.exec(2, "sh", "-c", f"{script}; /usr/sbin/sshd -f /run/rig/no")
+    with another_sshd(hosts, tmp_path, "1i DisableForwarding yes") as where:
+        connection = opened(where)
+        with pytest.raises(PoolError, match="AllowTcpForwarding"):
+            open_tunnel(connection, "127.0.0.1", 1)
+        connection.close()
+
+
+@contextlib.contextmanager
+def another_sshd(hosts: Hosts, tmp_path: Path, change: str) -> Iterator[Target]:
+    """Host 2 through an sshd on another port, for the time of the block.
+
+    Its key is known of the host without that port, as ssh would ask for it.
+
+    Args:
+        change: What sed does to its configuration.
+    """
+    script = f"sed 's/^Port .*/Port 2222/; {change}' /run/rig/sshd_config > /run/rig/other"
+    hosts.exec(2, "sh", "-c", f"{script}; /usr/sbin/sshd -f /run/rig/other")
     eventually(lambda: answers(socket.AF_INET, (hosts.address(2), 2222)))  # it forks before it does
-    known = tmp_path / "known_hosts"
-    line = (hosts.state / "host_key.pub").read_text()
-    known.write_text(f"[{hosts.address(2)}]:2222 {line}")
-    where = target(hosts, tmp_path, 2, f"Port 2222\nUserKnownHostsFile {known}")
-    connection = opened(where)
-    with pytest.raises(PoolError, match="AllowTcpForwarding"):
-        open_tunnel(connection, "127.0.0.1", 1)
-    connection.close()
-    hosts.exec(2, "pkill", "-f", "rig/no")
+    try:
+        yield target(hosts, tmp_path, 2, "Port 2222")
+    finally:
+        hosts.exec(2, "pkill", "-f", "rig/other")
+
+
+def test_files_arrive_where_there_is_no_sftp_and_a_login_script_prints(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    script = "echo Welcome, $USER; echo and mind the disk >&2"
+    hosts.exec(2, "sh", "-c", f"echo '{script}' > /root/.bashrc")
+    try:
+        with another_sshd(hosts, tmp_path, "/^Subsystem/d") as where:
+            connection = opened(where)
+            connection.put(b"x" * 3_000_000, "one")
+            assert connection.run("cat one").out.endswith(b"x" * 3_000_000)
+            connection.close()
+    finally:
+        hosts.exec(2, "rm", "/root/.bashrc")
+
+
+def test_many_at_once_get_in_where_few_may_log_in_at_a_time(hosts: Hosts, tmp_path: Path) -> None:
+    with another_sshd(hosts, tmp_path, "s/^MaxStartups.*/MaxStartups 10:100:10/") as where:
+        assert len(opened_at_once(where, 32)) == 32
 
 
 def test_32_hosts_at_once(hosts: Hosts, tmp_path: Path) -> None:
     where, before = target(hosts, tmp_path), len(os.listdir("/proc/self/fd"))
-    made: list[Connection] = []
-    threads = [threading.Thread(target=lambda: made.append(opened(where))) for _ in range(32)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(made) == 32
-    for connection in made:
-        connection.close()
+    assert len(opened_at_once(where, 32)) == 32
     assert len(os.listdir("/proc/self/fd")) < before + 32
