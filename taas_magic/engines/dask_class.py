@@ -94,7 +94,7 @@ class DaskClassEngine(Engine):
         self.ask_for(count)
         try:
             await cluster
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:  # OSError: the system's command is not here
             workers = cluster.workers.items()
             await cluster.scale_down([n for n, it in workers if it.status != Status.running])
             text = str(error)  # all that dask-jobqueue says; of that, what the command wrote

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import CLOSE_S, DaskHost, Engine, make_cluster
-from taas_magic.errors import PoolError
+from taas_magic.errors import PoolError, TaasError
 from taas_magic.host.system import LOOPBACK, entry_code, supervisor_arguments
 from taas_magic.leases import SSH_BEATS_PER_LEASE
 from taas_magic.messages import AgentSettings, pack
@@ -70,7 +70,7 @@ class SshEngine(Engine):
         self.refusals: list[str] = []
         self._hosts: weakref.WeakSet[_SshHost] = weakref.WeakSet()
         self._coming: asyncio.Future[Any] | None = None
-        self._free: list[Target] = []
+        self._free: list[str] = []
         self._leaving = 0
         self._given_back = asyncio.Condition()
 
@@ -94,8 +94,8 @@ class SshEngine(Engine):
         return {target.label: _way(target, stop) for target in _targets(self.pool)}
 
     def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
-        """See `Engine.open`; raises UsageError where ssh's configuration cannot be understood."""
-        self.keys, self._free = keys, _targets(self.pool)
+        """See `Engine.open`."""
+        self.keys, self._free = keys, list(self.pool.hosts)
         self._executor = ThreadPoolExecutor(2 * len(self._free), "taas-ssh")
         self.cluster = make_cluster(self, scheduler, keys, _SshHost)
         return self.cluster
@@ -165,20 +165,20 @@ class SshEngine(Engine):
         """Know a host from the first on: Dask knows it once it is up."""
         self._hosts.add(host)
 
-    async def take(self, besides: Collection[Target]) -> Target | None:
+    async def take(self, besides: Collection[str]) -> str | None:
         """Return a free host, awaiting those that are being given back; None if all are taken."""
 
-        def find() -> Target | None:
-            return next((target for target in self._free if target not in besides), None)
+        def find() -> str | None:
+            return next((host for host in self._free if host not in besides), None)
 
         async with self._given_back:
             await self._given_back.wait_for(lambda: find() or not self._leaving)
-            target = find()
-            if target is not None:
-                self._free.remove(target)
-            return target
+            host = find()
+            if host is not None:
+                self._free.remove(host)
+            return host
 
-    async def put_back(self, target: Target, end: Callable[[], None]) -> None:
+    async def put_back(self, host: str, end: Callable[[], None]) -> None:
         """Make a host free again, once `end` has returned; it is taken after the others.
 
         Args:
@@ -190,7 +190,7 @@ class SshEngine(Engine):
         finally:
             async with self._given_back:
                 self._leaving -= 1
-                self._free.append(target)
+                self._free.append(host)
                 self._given_back.notify_all()
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
@@ -257,7 +257,8 @@ class _SshHost(DaskHost):
         super().__init__()
         self._scheduler, self._engine, self.name = scheduler, engine, name
         engine.note(self)
-        self._target: Target | None = None
+        self._host: str | None = None
+        """As taas.toml has it; ssh's configuration of it is read anew by each that connects."""
         self.connection: Connection | None = None
         self._command: KeptCommand | None = None
         self._stop = threading.Event()
@@ -272,21 +273,24 @@ class _SshHost(DaskHost):
         from distributed.core import Status
 
         until = time.monotonic() + _SHARE * self._engine.pool.start_timeout_s
-        failures: dict[Target, str] = {}
-        while (target := await self._engine.take(failures)) is not None:
-            self._target, joined = target, False
+        failures: dict[str, str] = {}
+        while (host := await self._engine.take(failures)) is not None:
+            self._host, joined = host, False
             try:
-                await self._engine.in_thread(self._bring_up, target)
-                await self._join(target, until)
+                await self._engine.in_thread(self._bring_up, host)
+                await self._join(host, until)
                 joined = True
                 return
             except Stopped:
                 break
-            except PoolError as error:
+            except Exception as error:  # else Dask takes the host for one that is coming
                 if self._stop.is_set():
                     break
-                failures[target] = str(error)
-                _log.warning("%s", error)
+                is_ours = isinstance(error, TaasError)
+                failures[host] = (
+                    str(error) if is_ours else f"host {host}: {type(error).__name__}: {error}"
+                )
+                _log.warning("%s", failures[host], exc_info=not is_ours)
             finally:
                 self._do("")
                 if not joined:
@@ -314,7 +318,7 @@ class _SshHost(DaskHost):
     def news(self) -> str:
         """Return what it has been doing for long; "" when it is not."""
         slow = self._doing and time.monotonic() - self._since > _SLOW_S
-        return f"host {self._target.label}: {self._doing}" if slow and self._target else ""
+        return f"host {self._host}: {self._doing}" if slow and self._host else ""
 
     def why_lost(self) -> str:
         """Return what is known of its end, from its connection's; blocks for a moment."""
@@ -330,8 +334,9 @@ class _SshHost(DaskHost):
     def _do(self, doing: str) -> None:
         self._doing, self._since = doing, time.monotonic()
 
-    def _bring_up(self, target: Target) -> None:
+    def _bring_up(self, host: str) -> None:
         pool, name = self._engine.pool, self.name
+        target = find_target(host, read_config(pool.options.get("ssh_config")))
         self._do(f"still connecting to {target.hostname}:{target.port}")
         limit_s = min(CONNECT_TIMEOUT_S, pool.start_timeout_s)
         self.connection = connection = connect(target, self._stop, limit_s, pool.lease_s)
@@ -342,7 +347,7 @@ class _SshHost(DaskHost):
             scheduler=f"tls://{LOOPBACK}:{open_tunnel(connection, address, port)}",
             security=self._engine.keys.host(name),
             name=name,
-            host_name=target.label,
+            host_name=host,
             interface=pool.interface or "",
             lease_s=pool.lease_s,
         )
@@ -356,20 +361,20 @@ class _SshHost(DaskHost):
             shell_words(pool.python or DEFAULT_PYTHON, arguments, environ),
             pack(settings) + b"\n",
             pool.lease_s / SSH_BEATS_PER_LEASE,
-            lambda line: _log.warning("[%s] %s", target.label, line),
+            lambda line: _log.warning("[%s] %s", host, line),
         )
 
-    async def _join(self, target: Target, until: float) -> None:
+    async def _join(self, host: str, until: float) -> None:
         """Return when the agent is a member of the pool."""
         assert self._command is not None
         while self.name not in self._engine.cluster.scheduler.aliases:
             if self._stop.is_set():
                 raise Stopped
             if self._command.ended.is_set():
-                raise PoolError(f"host {target.label}: its agent ended:\n{self._command.tail}")
+                raise PoolError(f"host {host}: its agent ended:\n{self._command.tail}")
             if time.monotonic() > until:
                 raise PoolError(
-                    f"host {target.label}: its agent did not join within "
+                    f"host {host}: its agent did not join within "
                     f"start_timeout_s = {self._engine.pool.start_timeout_s:g}:\n"
                     f"{self._command.tail}"
                 )
@@ -377,9 +382,9 @@ class _SshHost(DaskHost):
 
     async def _leave(self) -> None:
         """End what runs on the host, then the connection; make the host free."""
-        target, self._target = self._target, None
-        if target is not None:
-            await self._engine.put_back(target, self._end)
+        host, self._host = self._host, None
+        if host is not None:
+            await self._engine.put_back(host, self._end)
 
     def _end(self) -> None:
         if self._command is not None:

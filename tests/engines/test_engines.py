@@ -1,6 +1,7 @@
 """One suite for every engine: what the controller may count on."""
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 from distributed import Scheduler, SchedulerPlugin
 
 from taas_magic.config import PoolConfig
+from taas_magic.engines import ssh
 from taas_magic.engines.base import find_engine
 from taas_magic.engines.keys import Keys
-from taas_magic.errors import UsageError
+from taas_magic.errors import PoolError, UsageError
 from taas_magic.host.system import count_gpus
 from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.hosts import Members
@@ -86,6 +88,43 @@ def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Pa
             assert again is not member
 
     asyncio.run(live())
+
+
+NOWHERE = {
+    "ssh": PoolConfig("p", engine="ssh", hosts=("gpu1",), gpus=1, cores=1, start_timeout_s=30),
+    "slurm": PoolConfig(
+        "p",
+        engine="dask_jobqueue.SLURMCluster",
+        start_timeout_s=30,
+        options={"cores": 1, "memory": "1GB", "scheduler_options": {"host": "127.0.0.1"}},
+    ),
+}
+WHY = {"ssh": "host gpu1: KeyError: 'odd'", "slurm": "could not start a host: .*'sbatch'"}
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_a_host_that_fails_in_an_unforeseen_way_is_said_each_time(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As no host comes, nobody waits for it; a run that starts again would wait for ever."""
+    pool = NOWHERE[name]
+
+    def fail(*_: object) -> None:
+        raise KeyError("odd")
+
+    async def ask() -> None:
+        engine = find_engine(pool)
+        async with engine.open(HeadScheduler, Keys(), str(tmp_path)) as cluster:
+            members = Members(cluster.scheduler, engine, pool.start_timeout_s, pool.lease_s)
+            for _ in range(2):
+                with pytest.raises(PoolError, match=WHY[name]):
+                    await members.take(1)
+            await engine.end()
+            gc.collect()  # Dask minds a host that failed, as long as an error's frames hold it
+
+    monkeypatch.setattr(ssh, "connect", fail)
+    monkeypatch.setenv("PATH", "/nowhere")
+    asyncio.run(ask())
 
 
 def test_an_unknown_engine_is_refused_with_those_that_are() -> None:

@@ -221,6 +221,17 @@ def test_51_an_unknown_key_is_told_and_mended_without_a_restart(
     assert remote.run("1", "strange").error is None
 
 
+def test_the_configuration_of_ssh_is_mended_without_a_restart(
+    remote: Remote, hosts: Hosts, tmp_path: Path
+) -> None:
+    config, right = tmp_path / "ssh_config", hosts.ssh_config.read_text()
+    config.write_text(f"Host *\nPort 4\n{right}")
+    remote.pool("moved", 1, ssh_config=config)
+    assert isinstance(remote.run("1", "moved").error, PoolError)
+    config.write_text(right)
+    assert remote.run("1", "moved").error is None
+
+
 def test_an_agent_that_cannot_start_says_why(remote: Remote) -> None:
     remote.pool("odd", 1, python="/nowhere/python")
     outcome = remote.run("1", "odd")
