@@ -7,6 +7,7 @@ are seen here first.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ from taas_magic.messages import (
     Note,
     PoolStatus,
     Relay,
+    RunEnded,
     RunStacks,
     Started,
     WaitForHosts,
@@ -48,6 +50,8 @@ from taas_magic.pool.hosts import Member, Members, Tasks, ask_all
 from taas_magic.pool.runs import PoolFetchers, PoolRun, Share
 from taas_magic.store.manifest import FileRequest
 from taas_magic.store.rule import owned
+
+_log = logging.getLogger(__name__)
 
 FIRST_S = 20.0
 """How long a pool waits for its first kernel at least: that may still be busy with imports."""
@@ -429,13 +433,23 @@ async def _carry_out(
 ) -> None:
     """Tell a run's end when it is in the journal and the store is free for the next run."""
     try:
-        ended = await run.carry_out()
+        ended = await _end_of(run)
         journal.append(ended)
     finally:
         closing = asyncio.ensure_future(until_end.aclose())
         await asyncio.wait({closing}, timeout=END_S)  # the state folder's disk may hang
     tell(ended)
     await asyncio.to_thread(journal.folder.payload.unlink, missing_ok=True)
+
+
+async def _end_of(run: PoolRun) -> RunEnded:
+    """Return a run's last event, for which its kernel waits, whatever the run met."""
+    try:
+        return await run.carry_out()
+    except Exception as error:
+        _log.exception("run %s", run.run_id)
+        await run.halt("kill")
+        return RunEnded(state="LOST", why=f"its pool failed: {error!r}; the pool's log has more")
 
 
 async def _own_store(until_end: contextlib.AsyncExitStack, plan: Plan) -> None:

@@ -23,8 +23,19 @@ from taas_magic.pool import process as pool_process
 from taas_magic.pool.client import Pool
 from taas_magic.pool.process import take_lock
 from tests.events import line_of
-from tests.frontend import WAIT_S
+from tests.frontend import WAIT_S, Frontend
 from tests.harness import Notebook, below, left_of, listening_ports
+
+UNFORESEEN = """
+import sys
+if any("taas_magic.pool.process" in word for word in sys.orig_argv):
+    from taas_magic.pool.runs import PoolRun
+
+    async def end(self):
+        raise ZeroDivisionError("not foreseen")
+
+    PoolRun._end = end
+"""
 
 
 def the_pool(notebook: Notebook) -> Pool:
@@ -253,3 +264,12 @@ def test_a_pool_whose_settings_have_changed_is_left_after_its_runs(
     while not pool.is_over():
         threading.Event().wait(0.05)
     assert not pool.is_alive()
+
+
+def test_a_run_in_which_the_pool_fails_ends(kernel_of_its_own: Frontend) -> None:
+    folder = Path(os.environ["TAAS_STATE_DIR"]).parent / "customized"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(UNFORESEEN)
+    kernel_of_its_own.run(f"%taas down\nimport os; os.environ['PYTHONPATH'] += ':{folder}'")
+    reply = kernel_of_its_own.fail("%%taas --gpus 1\nprint('ran')")
+    assert "its pool failed: ZeroDivisionError('not foreseen')" in reply["evalue"], reply
