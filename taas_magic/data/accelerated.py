@@ -67,14 +67,14 @@ class _Placed:
 
     reset: Callable[[], None]
     gradient_state: Any
-
     skip_batches: int
 
     def __init__(
         self, loader: "RemoteLoader", device: Any, non_blocking: bool, skipped: int = 0
     ) -> None:
-        places = {"device": device, "_non_blocking": non_blocking}
-        super().__init__(loader.dataset, skip_batches=skipped, **places)  # type: ignore[call-arg]
+        super().__init__(  # type: ignore[call-arg]
+            loader.dataset, device=device, skip_batches=skipped, _non_blocking=non_blocking
+        )
         self.base_dataloader, self.non_blocking = loader, non_blocking
         self.dl_state_dict = loader.position()
 
@@ -120,7 +120,7 @@ class _Placed:
 def teach_accelerate() -> None:
     """Have `Accelerator.prepare` wrap a registered loader instead of giving it back as it is.
 
-    And have `skip_first_batches`, which would run the loader's sampler here, skip in that.
+    And have `skip_first_batches` skip what the fetchers give: it would run the loader's sampler.
     """
     from accelerate import accelerator, data_loader
     from accelerate.accelerator import Accelerator

@@ -235,12 +235,11 @@ class _Entry:
         queued: The worker and the connection in whose queue it is, until a worker prepares it.
     """
 
-    __slots__ = ("is_doing", "prepared", "queued", "waiting")
+    __slots__ = ("prepared", "queued", "waiting")
 
-    def __init__(self, is_doing: bool = False) -> None:
+    def __init__(self) -> None:
         self.waiting: dict[Hashable, None] = {}
         self.queued: tuple[int | None, Hashable] | None = None
-        self.is_doing = is_doing
         self.prepared: Prepared | None = None
 
 
@@ -363,11 +362,9 @@ class Buffer:
             is_full = self.is_full
         request = self._due_of(worker) if is_full else self._wanted_of(worker, follows)
         if request is not None:
-            entry = self._entries[request]
-            self._unqueue(request, entry)
+            self._unqueue(request, self._entries[request])
             if request.kind is RequestKind.GET:
                 self.ahead.reached(request.epoch, request.slot)
-            entry.is_doing = True
             self._doing += 1
         return request
 
@@ -375,7 +372,7 @@ class Buffer:
         """Return what a worker prepares when nobody waits; it counts as being done from here on."""
         while (request := self.ahead.next(worker)) is not None:
             if request not in self._entries and request not in self._counts:
-                self._entries[request] = _Entry(is_doing=True)
+                self._entries[request] = _Entry()
                 self._doing += 1
                 return request
         return None
@@ -383,7 +380,7 @@ class Buffer:
     def put(self, request: LoaderRequest, prepared: Prepared) -> KeysView[Hashable]:
         """Lay what was prepared ready; return who waits for it."""
         entry = self._entries[request]
-        self._end_doing(entry)
+        self._doing -= 1
         if request.kind is RequestKind.GET:
             if not request.detail:
                 self._take_count(request, prepared.reply.units)
@@ -397,7 +394,7 @@ class Buffer:
     def lost(self, request: LoaderRequest) -> None:
         """Take note that who was preparing a request is gone."""
         entry = self._entries[request]
-        self._end_doing(entry)
+        self._doing -= 1
         if entry.waiting:
             self._queue(next(iter(entry.waiting)), request, entry, at_once=True)
         else:
@@ -413,10 +410,6 @@ class Buffer:
             if prepared is not None and prepared.memory_bytes:
                 self._counts.pop(request, None)
                 self._remove(request)
-
-    def _end_doing(self, entry: _Entry) -> None:
-        self._doing -= entry.is_doing
-        entry.is_doing = False
 
     def _take_count(self, request: LoaderRequest, units: int) -> None:
         self._counts[request] = units

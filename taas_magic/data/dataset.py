@@ -9,7 +9,7 @@ where it has one).
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,16 +31,10 @@ class Ended(Exception):
     """There is no batch in this slot."""
 
 
-def units_of(batch: object) -> int:
-    """Return what a batch counts in `--units`: its `hints["units"]`, or 1."""
+def own_units(batch: object) -> int | None:
+    """Return what a batch itself says that it counts in `--units` (`hints["units"]`), else None."""
     hints = getattr(batch, "hints", None)
-    return int(hints.get("units", 1)) if isinstance(hints, dict) else 1
-
-
-def is_counted(batch: object) -> bool:
-    """Return whether a batch says itself how many units it counts."""
-    hints = getattr(batch, "hints", None)
-    return isinstance(hints, dict) and "units" in hints
+    return int(hints["units"]) if isinstance(hints, dict) and "units" in hints else None
 
 
 @dataclass
@@ -106,9 +100,8 @@ def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
     """Return a loader's parts, its sampler and generator as at `start`; None: as they are."""
     loader = as_data_loader(loader)
     order = _order_of(loader) if start is None else load_beside(start, loader.dataset)
-    names = (*("collate_fn", "worker_init_fn", "batch_size"), "drop_last", "num_workers")
-    rest = {name: getattr(loader, name) for name in (*names, "persistent_workers")}
-    return LoaderParts(loader.dataset, *order, **rest)
+    rest = [getattr(loader, it.name) for it in fields(LoaderParts)[4:]]
+    return LoaderParts(loader.dataset, *order, *rest)
 
 
 class Source:
@@ -159,15 +152,8 @@ class Source:
         return Opened(None, self.streams, 0, counter=counter)
 
     def digest(self, epoch: int) -> int:
-        """Return the hash of an epoch's order; 0 where there is none.
-
-        Raises:
-            Failed: The sampler raised.
-        """
-        if self._order is None:
-            return 0
-        known = self._order.known(epoch)
-        return self.open(epoch).order if known is None else known.digest
+        """Return the hash of the order of an epoch that was begun; 0 where there is none."""
+        return 0 if self._order is None else self._order.epoch(epoch).digest
 
     def indices(self, epoch: int, slot: int) -> Any:
         """Return the indices of a batch of a map-style loader."""

@@ -79,10 +79,6 @@ class Order:
                 del self._epochs[old]
         return self._epochs[number]
 
-    def known(self, number: int) -> Epoch | None:
-        """Return the order of an epoch if it is enumerated."""
-        return self._epochs.get(number)
-
     def _forgets(self) -> bool:
         """Return whether an epoch leaves the sampler as it was, so that all epochs begin alike."""
         return self._starts.get(1) == self._starts[0]

@@ -14,12 +14,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
 from taas_magic.data.scheduler import ServedLoader
-from taas_magic.data.server import Server, ServerSpec
+from taas_magic.data.server import Server
 from taas_magic.data.worker import begin_process
 from taas_magic.errors import RunLost
 from taas_magic.leases import ALIVE_S
@@ -45,17 +44,19 @@ class OwnServers:
     def __init__(
         self, key: bytes, payload: Callable[[str], bytes], prepare: Callable[[], object]
     ) -> None:
+        self._key, self._payload, self._prepare = key, payload, prepare
         self._pid = os.getpid()
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._life, life = socket.socketpair()
-        starter = _Starter(key, payload, prepare, control, life)
         sys.stdout.flush()
         sys.stderr.flush()
         # Not by multiprocessing: a cell may end all children that it has of that, or wait for them.
         self._starter_pid = os.fork()
         if not self._starter_pid:
             try:
-                _starter_main(starter, self._control, self._life)
+                self._control.close()
+                self._life.close()
+                self._start_servers(control, life)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -102,60 +103,44 @@ class OwnServers:
             os.waitpid(self._starter_pid, 0)
         self._control.close()
 
+    def _start_servers(self, control: socket.socket, life: socket.socket) -> None:
+        """Be the process that starts what the rank asks for.
 
-@dataclass(frozen=True)
-class _Starter:
-    """What the process that starts servers works with.
+        Args:
+            control: A loader comes, and the socket on which its server says its name.
+            life: Has an end when the rank has no servers any more.
+        """
+        begin_process()
+        servers = []
+        while life not in wait([control, life]):
+            loader, descriptors, _, _ = socket.recv_fds(control, _LOADER_BYTES, 1)
+            if not loader:
+                break
+            with socket.socket(fileno=descriptors[0]) as answer:
+                arguments = (pickle.loads(loader), answer, life)
+                server = _context.Process(target=self._serve, args=arguments, name="taas-fetcher")
+                server.start()
+            servers.append(server)
+        for server in servers:
+            server.join(_END_S)
+            server.kill()  # one that has not ended still imports what the user's loader needs
+            server.join()
 
-    Attributes:
-        control: A loader comes, and the socket on which its server says its name.
-        life: Has an end when the rank has no servers any more.
-    """
-
-    key: bytes
-    payload: Callable[[str], bytes]
-    prepare: Callable[[], object]
-    control: socket.socket
-    life: socket.socket
-
-
-def _starter_main(starter: _Starter, control: socket.socket, life: socket.socket) -> None:
-    """Start what the rank asks for; `control` and `life` are the rank's ends."""
-    control.close()
-    life.close()
-    begin_process()
-    servers = []
-    while starter.life not in wait([starter.control, starter.life]):
-        loader, descriptors, _, _ = socket.recv_fds(starter.control, _LOADER_BYTES, 1)
-        if not loader:
-            break
-        with socket.socket(fileno=descriptors[0]) as answer:
-            arguments = (starter, pickle.loads(loader), answer)
-            server = _context.Process(target=_server_main, args=arguments, name="taas-fetcher")
-            server.start()
-        servers.append(server)
-    for server in servers:
-        server.join(_END_S)
-        server.kill()  # one that has not ended still imports what the user's loader needs
-        server.join()
-
-
-def _server_main(starter: _Starter, served: ServedLoader, answer: socket.socket) -> None:
-    """Serve one loader until the rank is gone."""
-    starter.prepare()
-    name = served.spec.loader
-    spec = dataclasses.replace(served.spec, payload=starter.payload(name))
-    served = dataclasses.replace(served, spec=spec)
-    server = Server(ServerSpec(starter.key, {name: served}))
-    answer.send(server.addresses[2].encode())
-    answer.close()
-    over: list[bool] = []
-    server.watch(starter.life, lambda: over.append(True))
-    try:
-        while not over:
-            server.step(ALIVE_S)
-            for sentence in server.warnings():
-                sys.stderr.write(f"{sentence}\n")
-    finally:
-        # Python would wait for the workers' parent before it says what was raised here.
-        server.close()
+    def _serve(self, served: ServedLoader, answer: socket.socket, life: socket.socket) -> None:
+        """Serve one loader until the rank is gone."""
+        self._prepare()
+        name = served.spec.loader
+        spec = dataclasses.replace(served.spec, payload=self._payload(name))
+        server = Server(self._key, {name: dataclasses.replace(served, spec=spec)})
+        answer.send(server.addresses[2].encode())
+        answer.close()
+        over: list[bool] = []
+        server.watch(life, lambda: over.append(True))
+        try:
+            while not over:
+                server.step(ALIVE_S)
+                for sentence in server.warnings():
+                    sys.stderr.write(f"{sentence}\n")
+        finally:
+            # Python would wait for the workers' parent before it says what was raised here.
+            server.close()

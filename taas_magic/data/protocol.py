@@ -411,23 +411,16 @@ def proven(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool
     return hmac.compare_digest(prove(key, role, nonce, place), mac)
 
 
-class StartWorker(Struct, frozen=True, array_like=True):
-    """A server has its workers' parent start a worker."""
+class WorkerChange(Struct, frozen=True, array_like=True):
+    """A server has its workers' parent start a worker, and hears that it was started, or has ended.
+
+    Attributes:
+        exitcode: None: it is to start, or was started; then the server's end of its socket comes
+            with the message.
+    """
 
     number: int
-
-
-class WorkerStarted(Struct, frozen=True, array_like=True, tag=1):
-    """A worker has been started; the server's end of its socket comes with the message."""
-
-    number: int
-
-
-class WorkerEnded(Struct, frozen=True, array_like=True, tag=2):
-    """A worker has ended."""
-
-    number: int
-    exitcode: int
+    exitcode: int | None = None
 
 
 class WorkerReady(Struct, frozen=True, array_like=True):

@@ -4,6 +4,7 @@ Runs in a fetcher's server, on its loop, and never waits: told by the ranks' con
 wanted (`buffer`), it tells workers what to prepare (`worker`) and says whose answer has come.
 """
 
+import itertools
 import multiprocessing
 import selectors
 import signal
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from taas_magic.data import protocol, worker
 from taas_magic.data.buffer import Ahead, Buffer, Disk, FetcherShare, Prepared
@@ -21,7 +23,7 @@ from taas_magic.data.protocol import LoaderRequest, Reply, RequestKind, Response
 from taas_magic.data.worker import WorkerHandle, WorkerSpec
 from taas_magic.messages import FetcherCounts
 
-_read_parent = msgspec.msgpack.Decoder(protocol.WorkerStarted | protocol.WorkerEnded).decode
+_read_change = msgspec.msgpack.Decoder(protocol.WorkerChange).decode
 
 _TRIES = 10
 _MAX_LOST = 100
@@ -56,7 +58,7 @@ class Scheduler:
         note: Called with a sentence for the user.
 
     Attributes:
-        sent: How many batches ranks were sent; the server counts, here and in `sent_bytes`.
+        counts: What is counted; what ranks were sent is counted by the server.
     """
 
     def __init__(
@@ -71,17 +73,16 @@ class Scheduler:
         self._selector, self._arenas = selector, arenas
         # half: spans that ranks still read lie among those that are free again
         fits_bytes = served.share.workers * (largest_file_bytes() // 2)
-        self._budget_bytes = min(served.budget_bytes, fits_bytes)
-        self.buffer = Buffer(self._budget_bytes, Ahead(served.share, self._is_filled), self._home)
+        budget_bytes = min(served.budget_bytes, fits_bytes)
+        self.buffer = Buffer(budget_bytes, Ahead(served.share, self._is_filled), self._home)
         folder = served.spec.spill
         self._disk = Disk(folder, served.spill_bytes) if folder is not None else None
         self._streams: int | None = None
         self._positions: dict[int, tuple[int, int]] = {}
         self._tries: dict[LoaderRequest, int] = {}
-        self._lost = self._commands = 0
-        self._prepared = self.sent = self.sent_bytes = 0
+        self._lost, self._numbers = 0, itertools.count()
         self._wall_s: dict[int, float] = {}
-        self._cpu_s = 0.0
+        self.counts = FetcherCounts(workers=served.share.workers, budget_bytes=budget_bytes)
         self._workers: dict[int, WorkerHandle] = {}
         self._suspects: set[int] = set()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -98,20 +99,15 @@ class Scheduler:
     def stats(self) -> FetcherCounts:
         """Return what it has counted."""
         disk = self._disk
-        return FetcherCounts(
-            prepared=self._prepared,
-            sent=self.sent,
-            sent_bytes=self.sent_bytes,
+        return structs.replace(
+            self.counts,
             ready=self.buffer.ready_batches,
             ready_bytes=self.buffer.ready_bytes,
             fetch_s=sum(self._wall_s.values()),
-            fetch_cpu_s=self._cpu_s,
             fetch_most_s=max(self._wall_s.values(), default=0.0),
             idle=sum(not one.told for one in self._workers.values()),
             spilled_bytes=disk.used_bytes if disk else 0,
             spill_refused=bool(disk and disk.is_full),
-            workers=self._served.share.workers,
-            budget_bytes=self._budget_bytes,
         )
 
     def dispatch(self) -> None:
@@ -130,8 +126,7 @@ class Scheduler:
                 if self._streams is not None and request.kind is RequestKind.GET:
                     item, stream = divmod(request.slot, self._streams)
                     self._positions[stream] = request.epoch, item + 1
-                self._commands = (self._commands + 1) & 0xFFFFFFFF
-                one.tell(self._commands, request, to_disk)
+                one.tell(next(self._numbers), request, to_disk)
             one.send(self.buffer.oldest_epoch)
 
     def close(self) -> None:
@@ -179,7 +174,7 @@ class Scheduler:
         return buffer.ready_batches >= served.fill_batches and ready_bytes >= served.fill_bytes
 
     def _start(self, number: int) -> None:
-        self._control.send(msgspec.msgpack.encode(protocol.StartWorker(number)))
+        self._control.send(msgspec.msgpack.encode(protocol.WorkerChange(number)))
 
     def _hear_parent(self) -> None:
         said, descriptors, _, _ = socket.recv_fds(self._control, 64, 1)
@@ -187,11 +182,11 @@ class Scheduler:
             raise RuntimeError(
                 f'the process that starts the workers of loader "{self._spec.loader}" has ended'
             )
-        message = _read_parent(said)
-        if isinstance(message, protocol.WorkerEnded):
-            self._lose(message.number, message.exitcode)
+        number, exitcode = structs.astuple(_read_change(said))
+        if exitcode is not None:
+            self._lose(number, exitcode)
             return
-        sock, number = socket.socket(fileno=descriptors[0]), message.number
+        sock = socket.socket(fileno=descriptors[0])
         one = WorkerHandle(number, next(self._arenas), sock, number in self._suspects)
         self._workers[number] = one
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(one))
@@ -207,9 +202,9 @@ class Scheduler:
             self._hang_up(one)
 
     def _take(self, one: WorkerHandle, request: LoaderRequest, reply: Reply) -> None:
-        self._prepared += 1
+        self.counts.prepared += 1
         self._wall_s[one.number] = self._wall_s.get(one.number, 0.0) + reply.wall_s
-        self._cpu_s += reply.cpu_s
+        self.counts.fetch_cpu_s += reply.cpu_s
         if self._disk is not None and reply.disk_is_full:
             self._disk.is_full = True
         prepared = Prepared(reply, one, disk=self._disk if reply.on_disk else None)

@@ -18,7 +18,6 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -62,30 +61,16 @@ _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ServerSpec:
-    """What a server is to do.
-
-    Attributes:
-        listen: Address to listen at for TCP, "" for none (only this host's ranks).
-        tls: For TCP; None: it goes plain, with checksums.
-    """
-
-    key: bytes = field(repr=False)
-    loaders: dict[str, ServedLoader]
-    listen: str = ""
-    tls: Tls | None = None
-
-
 class RankConnection:
     """One rank's connection, or a stranger's: what it was asked, lent, and has to send.
 
-    Args:
-        tls: Whether its handshake is to come.
+    Attributes:
+        is_greeting: Whether its TLS handshake is still to come.
     """
 
-    def __init__(self, sock: socket.socket | ssl.SSLSocket, tls: bool) -> None:
-        self.socket, self.tls, self.is_greeting = sock, tls, tls
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.tls = self.is_greeting = isinstance(sock, ssl.SSLSocket)
         self.assembler = protocol.Assembler(protocol.ProtocolState(Role.SERVER))
         self.nonce = os.urandom(protocol.NONCE_BYTES)
         self.began = self.said = time.monotonic()
@@ -224,10 +209,22 @@ class RankConnection:
 
 
 class Server:
-    """Serves some loaders; `step` does what is to be done."""
+    """Serves some loaders; `step` does what is to be done.
 
-    def __init__(self, spec: ServerSpec) -> None:
-        self._spec = spec
+    Args:
+        key: What a peer has to prove that it knows.
+        listen: Address to listen at for TCP, "" for none (only this host's ranks).
+        tls: For TCP; None: it goes plain, with checksums.
+
+    Attributes:
+        addresses: Where it listens: host and port for TCP ("" and 0 for none), name of the Unix
+            socket.
+    """
+
+    def __init__(
+        self, key: bytes, loaders: dict[str, ServedLoader], listen: str = "", tls: Tls | None = None
+    ) -> None:
+        self._key = key
         self._began = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._notes: list[str] = []
@@ -239,15 +236,14 @@ class Server:
         arenas = itertools.count(1)
         self._loaders = {
             name: Scheduler(served, self._selector, arenas, self._has_answer, self._notes.append)
-            for name, served in spec.loaders.items()
+            for name, served in loaders.items()
         }
-        self._tls = spec.tls.server() if spec.tls is not None else None
+        self._tls = tls.server() if tls is not None else None
         # As many open files as the system lets this process have: every connection is one.
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-        self._listeners = _listen(spec.listen)
+        self._listeners = _listen(listen)
         self.addresses = _addresses(self._listeners)
-        """Where it listens: host and port for TCP ("" and 0 for none), name of the Unix socket."""
         for listener in self._listeners:
             self.watch(listener, partial(self._accept, listener))
 
@@ -341,24 +337,22 @@ class Server:
             self._refused += 1
             sock.close()
             return
-        tls = self._tls is not None and not is_unix
         if not is_unix:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if tls:
-            assert self._tls is not None
-            sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        connection = RankConnection(sock, tls)
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        connection = RankConnection(sock)
         self._connections[connection] = self._unproved[connection] = None
         self._selector.register(sock, selectors.EVENT_READ, connection)
         if len(self._unproved) > _MOST_UNPROVED:
             self._make_room_for_one()
-        if not tls:
-            self._guarded(connection, self._challenge)
+        if not connection.is_greeting:
+            self._challenge(connection)
 
     def _challenge(self, connection: RankConnection) -> None:
         connection.say(protocol.Challenge(connection.nonce))
-        self._flush(connection)
+        self._dirty[connection] = None
 
     def _guarded(
         self, connection: RankConnection, work: Callable[[RankConnection], object]
@@ -443,7 +437,7 @@ class Server:
         Raises:
             ProtocolError: It does not know the key, or wants what is not here.
         """
-        key, place = self._spec.key, self.addresses[2]
+        key, place = self._key, self.addresses[2]
         why = ""
         if not protocol.proven(key, Role.RANK, connection.nonce, place, proof.mac):
             why = "this peer does not know the run's key"
@@ -456,7 +450,6 @@ class Server:
         connection.loader = self._loaders[proof.loader]
         del self._unproved[connection]
         connection.say(protocol.Welcome(protocol.prove(key, Role.SERVER, proof.nonce, place)))
-        self._flush(connection)
 
     def _pump(self, connection: RankConnection) -> None:
         """Send what is ready."""
@@ -506,14 +499,14 @@ class Server:
             if prepared is None:
                 return False
             if prepared.reply.kind is ResponseKind.BATCH:
-                loader.sent += 1
-                loader.sent_bytes += prepared.reply.body_bytes
+                loader.counts.sent += 1
+                loader.counts.sent_bytes += prepared.reply.body_bytes
             connection.respond(request, prepared)
         connection.asked.popleft()
         return True
 
     def _look(self, now: float) -> None:
-        """Say that the server lives, and drop who takes too long to protocol.prove itself."""
+        """Say that the server lives, and drop who takes too long to prove itself."""
         for connection in list(self._unproved):
             if now - connection.began < PROOF_S:
                 break

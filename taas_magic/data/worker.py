@@ -29,7 +29,7 @@ import torch
 
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data import encode, protocol
-from taas_magic.data.dataset import Ended, Failed, Source, is_counted, units_of
+from taas_magic.data.dataset import Ended, Failed, Source, own_units
 from taas_magic.data.memory import Arena, Mapping
 from taas_magic.data.protocol import Command, LoaderRequest, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID
@@ -316,15 +316,15 @@ class Worker:
     def _answer(self, source: Source, request: LoaderRequest) -> "_Prepared":
         kind, epoch, slot, detail = request.kind, request.epoch, request.slot, request.detail
         if kind is RequestKind.GET:
-            order = source.digest(epoch)
             batch = source.prepare(epoch, slot, encode.from_bytes(detail) if detail else None)
-            return ResponseKind.BATCH, encode.encode(batch), units_of(batch), order
+            body, units = encode.encode(batch), own_units(batch)
+            return ResponseKind.BATCH, body, 1 if units is None else units, source.digest(epoch)
         if kind is RequestKind.OPEN:
             opened = source.open(epoch)
             if self._spec.counts:
                 # What is raised here is raised again when the batch itself is asked for.
                 with suppress(Ended, Failed):
-                    counted = is_counted(source.prepare(epoch, 0))
+                    counted = own_units(source.prepare(epoch, 0)) is not None
                     opened = msgspec.structs.replace(opened, counted=counted)
             return ResponseKind.OPENED, encode.raw(_pack(opened)), 1, 0
         value, order = None, 0
@@ -355,8 +355,8 @@ def _failed(failure: Failed) -> _Prepared:
 def parent_main(spec: WorkerSpec, control: socket.socket, servers: socket.socket) -> None:
     """Run the process whose children are the workers of one loader.
 
-    At each `StartWorker` it starts one, and answers `WorkerStarted` with the server's end of its
-    socket; `WorkerEnded` follows when it has ended. Without a server it ends, and they with it.
+    It starts one when it is told to, answers with the server's end of its socket, and says when it
+    has ended. Without a server it ends, and they with it.
 
     Args:
         control: Its end of the socket to the server.
@@ -375,13 +375,13 @@ def parent_main(spec: WorkerSpec, control: socket.socket, servers: socket.socket
                     said = control.recv(_CONTROL_BYTES)
                     if not said:
                         return
-                    number = msgspec.msgpack.decode(said, type=protocol.StartWorker).number
+                    number = msgspec.msgpack.decode(said, type=protocol.WorkerChange).number
                     processes[number] = _start(number, spec, context, loader, control)
                 else:
                     number = sentinels[ready]
                     process = processes.pop(number)
                     process.join()
-                    control.send(_pack(protocol.WorkerEnded(number, process.exitcode)))
+                    control.send(_pack(protocol.WorkerChange(number, process.exitcode)))
     except (BrokenPipeError, ConnectionResetError):
         return  # the server is gone
     finally:
@@ -409,7 +409,7 @@ def _start(number: int, spec: WorkerSpec, context: Any, loader: Any, control: so
     process = context.Process(target=_worker_main, args=arguments, name="taas-worker")
     with ours, theirs:
         process.start()
-        socket.send_fds(control, [_pack(protocol.WorkerStarted(number))], [ours.fileno()])
+        socket.send_fds(control, [_pack(protocol.WorkerChange(number))], [ours.fileno()])
     return process
 
 

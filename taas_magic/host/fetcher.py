@@ -20,7 +20,7 @@ from taas_magic.capture.modules import claim_taas
 from taas_magic.data import service
 from taas_magic.data.buffer import FetcherShare
 from taas_magic.data.scheduler import ServedLoader
-from taas_magic.data.server import Server, ServerSpec
+from taas_magic.data.server import Server
 from taas_magic.data.service import Served
 from taas_magic.data.worker import WorkerSpec
 from taas_magic.host import stacks
@@ -52,7 +52,7 @@ class Fetcher:
         self._workers = {loader.name: loader.num_workers or spec.cores for loader in mine}
         self._of_all = max(1, sum(self._workers.values()))
         loaders = {loader.name: self._served(place, loader) for place, loader in enumerate(mine)}
-        self.server = Server(ServerSpec(served.key, loaders, spec.listen, served.tls))
+        self.server = Server(served.key, loaders, spec.listen, served.tls)
 
     def entry(self) -> LoaderPlaces:
         """Return where it listens, for `FolderDirectory`s here and on the ranks' hosts."""

@@ -21,7 +21,6 @@ from taas_magic.data.protocol import (
     ResponseKind,
     Role,
 )
-from taas_magic.data.server import ServerSpec
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
 from tests.data.data_proxy import Proxy
@@ -320,10 +319,6 @@ def test_a_fetcher_that_ends_between_two_looks_at_where_it_listens(tmp_path):
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
         (tmp_path / "data" / "fetchers" / "fetcher-1.json").symlink_to(tmp_path / "gone")
         assert len(stream(running)) == 2
-
-
-def test_what_a_worker_is_told_keeps_its_key_out_of_sight():
-    assert "secret" not in repr(ServerSpec(b"secret", {}))
 
 
 def test_the_workers_end_with_their_fetcher(tmp_path):
