@@ -6,6 +6,7 @@ ranks get under its name is a `RemoteLoader`, and the loader itself goes to the 
 
 import os
 import pickle
+import secrets
 import sys
 import warnings
 from collections import deque
@@ -211,7 +212,7 @@ def serve(
         for name, (entry, shape, _) in loaders.items()
     )
     certificate = service.new_certificate() if tls else None
-    key = service.new_key()
+    key = secrets.token_bytes(32)
     described = service.Service(key, seed, fetchers, units, served, settings, certificate)
     payloads = {name: packed.payload for name, packed in loaders.items()}
     service.write(run_dir, described, payloads)

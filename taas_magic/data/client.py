@@ -6,13 +6,11 @@ which gives the same answer. Only when no fetcher has answered for a while is th
 says so instead of waiting for ever.
 """
 
-import itertools
-import operator
 import ssl
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -20,25 +18,16 @@ from taas_magic.data import encode, protocol
 from taas_magic.data.connection import FetcherLink, Silent
 from taas_magic.data.dataset import Raised
 from taas_magic.data.memory import Blocks
-from taas_magic.data.protocol import (
-    FromServer,
-    LoaderRequest,
-    Opened,
-    RequestKind,
-    Requests,
-    Response,
-    ResponseKind,
-    read_opened,
-)
-from taas_magic.data.service import Directory, Found
+from taas_magic.data.protocol import LoaderRequest, Opened, RequestKind, Response, ResponseKind
+from taas_magic.data.service import Directory
 from taas_magic.data.sharding import VOID, SlotRequest, home
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import ALIVE_S, FetchLease
+from taas_magic.messages import LoaderPlace
 
 _TRIES = 10
 _LOOK_AGAIN_S = 0.25
-_FIRST_LOOK_S = 0.001
-_LONGEST_LOOK_S = 0.02
+_FIRST_LOOKS_S = 0.01
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _PAUSE_PER_SILENCE = 10
@@ -73,7 +62,7 @@ class Route:
     ) -> None:
         self._loader, self._directory, self._key = loader, directory, key
         self._tls, self._direct, self._lease, self._clock = tls, direct, lease, clock
-        self._found = Found(0, 0, 1, {})
+        self._found = LoaderPlace(fetchers=0)
         self._look_again_at = 0.0
         self._links: weakref.WeakSet[FetcherLink] = weakref.WeakSet()
         self._idle: dict[int, list[FetcherLink]] = {}
@@ -96,8 +85,7 @@ class Route:
         """
         self._await_fetchers()
         found = self._found
-        workers = found.workers // max(found.fetchers, 1)
-        wanted, _ = home(slot, streams, found.fetchers, workers, found.stride)
+        wanted, _ = home(slot, streams, found.fetchers, found.workers // found.fetchers)
         if not self._paused and wanted in found.addresses:
             return wanted
         up = self._up()
@@ -118,7 +106,7 @@ class Route:
         Raises:
             OSError, ProtocolError: It does not answer; it is aside now.
         """
-        with suppress(KeyError, IndexError):
+        with suppress(KeyError, IndexError):  # another thread may take the last one at any time
             return self._idle[number].pop()
         address = self._found.addresses.get(number)
         if address is None:
@@ -205,33 +193,27 @@ class Route:
         return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]
 
     def _await_fetchers(self) -> None:
-        if self._found.addresses:
-            self._look_for_more()
+        """Wait for the first fetcher; look now and then for those that had not started yet."""
+        found = self._found
+        if found.addresses:
+            if len(found.addresses) < found.fetchers and self._clock() >= self._look_again_at:
+                self._look_again_at = self._clock() + _LOOK_AGAIN_S
+                found = self._directory(self._loader)
+                self._found = found if found.addresses else self._found
             return
-        deadline, pause_s = self._clock() + self._lease.start_s, _FIRST_LOOK_S
+        deadline = self._clock() + self._lease.start_s
         while True:
-            self._found = self._directory(self._loader)
-            if self._found.addresses:
+            found = self._found = self._directory(self._loader)
+            if found.addresses:
                 return
-            if self._found.failed:
-                raise RunLost(f'no fetcher of loader "{self._loader}": {self._found.failed}')
+            if found.failed:
+                raise RunLost(f'no fetcher of loader "{self._loader}": {found.failed}')
             if self._clock() > deadline:
                 raise RunLost(
                     f'no fetcher of loader "{self._loader}" has started within '
                     f"{self._lease.start_s:g} s; the run's log says why"
                 )
-            time.sleep(pause_s)
-            pause_s = min(1.2 * pause_s, _LONGEST_LOOK_S)
-
-    def _look_for_more(self) -> None:
-        """Look now and then for fetchers that had not started yet."""
-        found, now = self._found, self._clock()
-        if len(found.addresses) >= found.fetchers or now < self._look_again_at:
-            return
-        self._look_again_at = now + _LOOK_AGAIN_S
-        found = self._directory(self._loader)
-        if found.addresses:
-            self._found = found
+            time.sleep(_FIRST_LOOKS_S)
 
 
 def _why_useless(error: Exception) -> str:
@@ -257,39 +239,6 @@ class Delivered(NamedTuple):
     failure: Raised | None = None
 
 
-class Left(Exception):
-    """Nobody waits for this client's answers any more."""
-
-
-_ALIKE = operator.attrgetter("kind", "epoch", "detail")
-
-
-class Asked:
-    """A connection, and what was asked on it, in order.
-
-    Attributes:
-        asked: Requests that are under way.
-        unsent: Requests that are laid ready.
-    """
-
-    def __init__(self, link: FetcherLink) -> None:
-        self.link = link
-        self.asked: deque[LoaderRequest] = deque()
-        self.unsent: list[LoaderRequest] = []
-
-    def send(self) -> None:
-        """Send what was laid ready, and with it what is read no more of the fetcher's memory."""
-        requests, self.unsent = self.unsent, []
-        self.asked += requests
-        self.link.send(list(_messages(requests)))
-
-
-def _messages(requests: Iterable[LoaderRequest]) -> Iterator[tuple[Requests, bytes]]:
-    """Yield messages for these requests; those that are alike but for their slot share one."""
-    for (kind, epoch, detail), group in itertools.groupby(requests, _ALIKE):
-        yield Requests(kind, epoch, tuple([request.slot for request in group])), detail
-
-
 class Client:
     """Answers a rank's requests about one loader from its fetchers, for one pass over it.
 
@@ -301,12 +250,15 @@ class Client:
         blocks: Memory to receive into, which the route keeps behind the pass.
         timeout_s: `DataLoader(timeout=…)`: how long a batch may take; 0: as long as it takes, while
             its fetcher says that it is alive.
+
+    Attributes:
+        is_left: Set from another thread: whoever waits for an answer gives up within a tick.
     """
 
     def __init__(self, route: Route, blocks: Blocks, timeout_s: float = 0.0) -> None:
         self._route, self._blocks, self._timeout_s = route, blocks, timeout_s
-        self._is_left = False
-        self._open: dict[int, Asked] = {}
+        self.is_left = False
+        self._links: dict[int, FetcherLink] = {}
         self._where: dict[LoaderRequest, int] = {}
         self._here: dict[LoaderRequest, tuple[Response, memoryview]] = {}
         self._tries: dict[LoaderRequest, int] = {}
@@ -324,8 +276,8 @@ class Client:
     @property
     def held_bytes(self) -> int:
         """Memory that batches lie in, in use or kept for the next ones."""
-        links = list(self._open.values())
-        return self._blocks.held_bytes + sum(open_.link.shared_bytes for open_ in links)
+        links = list(self._links.values())
+        return self._blocks.held_bytes + sum(link.shared_bytes for link in links)
 
     def open(self, epoch: int) -> Opened:
         """Begin an epoch, and say how long it is; the first fetcher says it for all.
@@ -334,9 +286,8 @@ class Client:
             RunLost: No fetcher answers.
             Exception: What the loader's sampler raised.
         """
-        opened = read_opened(
-            self._answer_to(LoaderRequest(RequestKind.OPEN, epoch, 0), ResponseKind.OPENED)
-        )
+        body = self._answer_to(LoaderRequest(RequestKind.OPEN, epoch, 0), ResponseKind.OPENED)
+        opened = protocol.read_opened(body)
         self._epoch, self._streams, self._order = epoch, opened.streams, opened.order
         return opened
 
@@ -370,20 +321,15 @@ class Client:
         """Have the stream of a slot begin there, in a dataset that has loaded this state."""
         self._value(LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
-    def leave(self) -> None:
-        """Have what waits in another thread for an answer raise `Left`, within a tick."""
-        self._is_left = True
-
     def close(self) -> None:
         """End the pass; what is under way is not wanted any more."""
-        for number, open_ in self._open.items():
+        for number, link in self._links.items():
             try:
-                if open_.asked:
-                    open_.link.cancel()
-                self._route.give_back(number, open_.link)
+                link.cancel()
+                self._route.give_back(number, link)
             except OSError:
-                open_.link.close()
-        self._open.clear()
+                link.close()
+        self._links.clear()
         self._where.clear()
         self._here.clear()
         self._route.keep(self._blocks)
@@ -407,20 +353,25 @@ class Client:
         response, body = self._await(ask)
         if response.kind is expected:
             return body
-        if response.kind is ResponseKind.LOST:
-            raise RunLost(bytes(body).decode())
         if response.kind is not ResponseKind.ERROR:
             raise ProtocolError(f"a request was answered with {response.kind.name}")
         raised: Raised = encode.from_bytes(bytes(body))
         raised.reraise()
 
     def _await(self, ask: LoaderRequest) -> tuple[Response, memoryview]:
-        """Return the response to a request, which is sent now where it was not sent ahead."""
+        """Return the response to a request, which is sent now where it was not sent ahead.
+
+        Raises:
+            RunLost: No fetcher answers, or none can.
+        """
         if ask not in self._here and ask not in self._where:
             self._send_later(ask)
             self._flush()
         self._until(ask)
-        return self._here.pop(ask)
+        response, body = self._here.pop(ask)
+        if response.kind is ResponseKind.LOST:
+            raise RunLost(bytes(body).decode())
+        return response, body
 
     def _send_later(self, ask: LoaderRequest) -> None:
         """Lay a request ready for the fetcher that has to answer it."""
@@ -429,22 +380,22 @@ class Client:
             number = self._route.pick(0 if of_order else ask.slot, self._streams)
             began = time.monotonic()
             try:
-                if number not in self._open:
-                    self._open[number] = Asked(self._route.connect(number))
+                if number not in self._links:
+                    self._links[number] = self._route.connect(number)
             except (OSError, ProtocolError) as error:
                 self._route.failed(number, error, time.monotonic() - began)
                 continue
-            self._open[number].unsent.append(ask)
+            self._links[number].unsent.append(ask)
             self._where[ask] = number
             if self._instead and ask in self._instead:
                 self._where[self._instead[ask]] = number
             return
 
     def _flush(self) -> None:
-        for number, open_ in list(self._open.items()):
+        for number, link in list(self._links.items()):
             try:
-                if open_.unsent:
-                    open_.send()
+                if link.unsent:
+                    link.request()
             except OSError as error:
                 self._lost(number, error)
 
@@ -452,8 +403,8 @@ class Client:
         """Receive until `ask` is answered."""
         began = heard = time.monotonic()
         while ask in self._where:
-            if self._is_left:
-                raise Left
+            if self.is_left:
+                raise CancelledError
             if self._timeout_s and time.monotonic() - began > self._timeout_s:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout_s:g} seconds")
             number = self._where[ask]
@@ -470,24 +421,24 @@ class Client:
 
     def _receive(self, number: int) -> None:
         """Take the next frame of a fetcher, and all that have come with it."""
-        open_ = self._open[number]
-        whole: tuple[FromServer, memoryview] | None = open_.link.receive(self._blocks)
+        link = self._links[number]
+        whole: tuple[protocol.FromServer, memoryview] | None = link.receive(self._blocks)
         self._route.answered(number)
-        while whole is not None and self._open.get(number) is open_:
+        while whole is not None and self._links.get(number) is link:
             message, body = whole
             if isinstance(message, Response):
-                self._take(open_, message, body)
-            whole = open_.link.here()
+                self._take(link, message, body)
+            whole = link.here()
 
-    def _take(self, open_: Asked, response: Response, body: memoryview) -> None:
+    def _take(self, link: FetcherLink, response: Response, body: memoryview) -> None:
         """Take the response to the oldest request on a connection."""
-        ask = open_.asked[0] if open_.asked else None
+        ask = link.asked[0] if link.asked else None
         if ask is None or response.slot != ask.slot or response.epoch != ask.epoch:
             raise ProtocolError(
-                f"{open_.link.address} was asked {ask} and answered with batch {response.slot} of "
+                f"{link.address} was asked {ask} and answered with batch {response.slot} of "
                 f"epoch {response.epoch}"
             )
-        open_.asked.popleft()
+        link.asked.popleft()
         del self._where[ask]
         if self._tries:
             self._tries.pop(ask, None)
@@ -522,11 +473,11 @@ class Client:
 
     def _lost(self, number: int, error: Exception, silent_s: float = 0.0) -> None:
         """Close a connection that is of no use any more; ask elsewhere what it still owes."""
-        open_ = self._open.pop(number)
-        open_.link.close()
-        owed = [*open_.asked, *open_.unsent]
-        if open_.asked:
-            ask = open_.asked[0]
+        link = self._links.pop(number)
+        link.close()
+        owed = [*link.asked, *link.unsent]
+        if link.asked:
+            ask = link.asked[0]
             self._tries[ask] = self._tries.get(ask, 0) + 1
             if self._tries[ask] >= _TRIES:
                 raise RunLost(
@@ -544,7 +495,6 @@ def received(response: Response, body: memoryview) -> Delivered:
     """Return what a rank gets by the response to GET or PEEK.
 
     Raises:
-        RunLost: The batch cannot be had.
         ProtocolError: It is no such response.
     """
     kind = response.kind
@@ -556,6 +506,4 @@ def received(response: Response, body: memoryview) -> Delivered:
         return Delivered(VOID)
     if kind is ResponseKind.PEEKED:
         return Delivered(response.units)
-    if kind is ResponseKind.LOST:
-        raise RunLost(bytes(body).decode())
     raise ProtocolError(f"a request for a batch was answered with {kind.name}")

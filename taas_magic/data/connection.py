@@ -5,6 +5,8 @@ whatever dies), and large batches lie in memory that both map; between hosts thr
 where a context is given. Who may speak is decided by the run's key alone, on every path.
 """
 
+import itertools
+import operator
 import os
 import socket
 import ssl
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 from taas_magic.data import protocol
 from taas_magic.data.encode import SUM_MASK, checksum
 from taas_magic.data.memory import Blocks, Lent
-from taas_magic.data.protocol import FromServer, ProtocolState, Response, Role
+from taas_magic.data.protocol import FromServer, LoaderRequest, ProtocolState, Response, Role
 from taas_magic.data.service import machine, peer_uid
 from taas_magic.errors import ProtocolError
 from taas_magic.leases import ALIVE_S
@@ -37,18 +39,21 @@ class Silent(OSError):
     """Nothing came for a tick."""
 
 
-class Corrupted(ProtocolError):
-    """A body's checksum does not match what arrived."""
+_ALIKE = operator.attrgetter("kind", "epoch", "detail")
 
 
 class FetcherLink:
-    """A rank's connection to one fetcher.
+    """A rank's connection to one fetcher, and what was requested on it.
 
     Args:
         tls: Context for TCP; not used on one host, where no wire is.
         direct: Whether a Unix socket and shared memory may be used.
         connect_s: How long the handshake may take, in all.
         patience_s: How long a frame may stand still in the middle.
+
+    Attributes:
+        asked: Requests that are under way, in their order.
+        unsent: Requests that are laid ready.
 
     Raises:
         OSError: It cannot be reached.
@@ -66,6 +71,8 @@ class FetcherLink:
         patience_s: float = 5.0,
     ) -> None:
         self.address = address
+        self.asked: deque[LoaderRequest] = deque()
+        self.unsent: list[LoaderRequest] = []
         self._cancelled = 0
         self._connect_until = time.monotonic() + connect_s
         self._socket = self._connect(tls, direct, connect_s)
@@ -91,10 +98,23 @@ class FetcherLink:
         self._socket.sendall(b"".join(parts))
         _tick(self._socket, only_tls=True)
 
+    def request(self) -> None:
+        """Send what was laid ready, and with it what is read no more of the fetcher's memory."""
+        requests, self.unsent = self.unsent, []
+        self.asked += requests
+        messages = []
+        for (kind, epoch, detail), alike in itertools.groupby(requests, _ALIKE):
+            slots = tuple([request.slot for request in alike])
+            messages.append((protocol.Requests(kind, epoch, slots), detail))
+        self.send(messages)
+
     def cancel(self) -> None:
         """Say that what was requested is not wanted; responses on their way are passed over."""
-        self.send([(protocol.Cancel(), b"")])
-        self._cancelled += 1
+        self.unsent.clear()
+        if self.asked:
+            self.asked.clear()
+            self.send([(protocol.Cancel(), b"")])
+            self._cancelled += 1
 
     def leave(self) -> None:
         """Close it in a fork; the process that made it goes on with it."""
@@ -105,8 +125,8 @@ class FetcherLink:
 
         Raises:
             Silent: Nothing came for a tick; the connection is as good as before.
-            Corrupted: The body was damaged on its way.
-            OSError, ProtocolError: The connection is of no use any more.
+            OSError, ProtocolError: The connection is of no use any more, or a body was damaged on
+                its way.
         """
         while (whole := self._wanted(*self._inbox.receive(blocks))) is None:
             pass
@@ -197,8 +217,8 @@ class Inbox:
 
         Raises:
             Silent: Nothing came for a tick.
-            Corrupted: The body was damaged on its way.
-            OSError, ProtocolError: The connection is of no use any more.
+            OSError, ProtocolError: The connection is of no use any more, or a body was damaged on
+                its way.
         """
         self._heard = time.monotonic()  # the rank may have done something else for an hour
         while (whole := self.here()) is None:
@@ -343,7 +363,8 @@ def _tick(sock: socket.socket, only_tls: bool = False) -> None:
 
 def _check(response: Response, total: int) -> None:
     if total != response.body_sum:
-        raise Corrupted(f"batch {response.slot} of epoch {response.epoch} was damaged on its way")
+        where = f"batch {response.slot} of epoch {response.epoch}"
+        raise ProtocolError(f"{where} was damaged on its way")
 
 
 def _connect_unix(name: str, connect_s: float) -> socket.socket:

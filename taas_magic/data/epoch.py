@@ -226,7 +226,6 @@ class ReceiveThread(Iterator[Step]):
     def __init__(self, source: Iterator[Step], client: Client, pins: bool) -> None:
         self._source, self._client, self._pins = source, client, pins
         self._queue: queue.Queue[Step | BaseException] = queue.Queue(_READY_BATCHES)
-        self._is_stopped = False
         threading.Thread(target=self._run, name="taas-receive", daemon=True).start()
 
     def __next__(self) -> Step:
@@ -238,8 +237,7 @@ class ReceiveThread(Iterator[Step]):
 
     def stop(self) -> None:
         """Have the thread end; what it waits for does not come any more."""
-        self._is_stopped = True
-        self._client.leave()
+        self._client.is_left = True
         with suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()
@@ -248,7 +246,7 @@ class ReceiveThread(Iterator[Step]):
         end: BaseException = StopIteration()
         try:
             for step in self._source:
-                if self._is_stopped:
+                if self._client.is_left:
                     break
                 received = _pinned(step.received) if self._pins else step.received
                 self._queue.put(step._replace(received=received))

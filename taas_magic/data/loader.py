@@ -12,7 +12,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -22,16 +22,16 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from taas_magic.data.buffer import FetcherShare
 from taas_magic.data.client import Client, Route
 from taas_magic.data.epoch import EpochIterator
-from taas_magic.data.metrics import BatchLedger, counted
+from taas_magic.data.metrics import BatchLedger
 from taas_magic.data.order import load_beside
 from taas_magic.data.own_servers import OwnServers
 from taas_magic.data.scheduler import ServedLoader
-from taas_magic.data.service import Directory, Found, machine
+from taas_magic.data.service import Directory, machine
 from taas_magic.data.sharding import EpochPlace, Part, Uneven
 from taas_magic.data.sharding import steps as steps_of
 from taas_magic.data.worker import WorkerSpec
 from taas_magic.leases import FetchLease
-from taas_magic.messages import Address, RankCounts
+from taas_magic.messages import Address, LoaderPlace, RankCounts
 
 SETTINGS = (
     *("batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "prefetch_factor"),
@@ -209,7 +209,7 @@ class RemoteLoader(DataLoader[Any]):
             if current is not None and not current.ended and current.opened is not None:
                 batches = current.opened.batches
             else:
-                with self._asking() as client:
+                with closing(self.client()) as client:
                     batches = client.open(self.next_epoch).batches
         if batches is None:
             raise TypeError(f'loader "{self.shape.name}" does not know its length')
@@ -225,7 +225,7 @@ class RemoteLoader(DataLoader[Any]):
 
     def counted(self) -> RankCounts:
         """Return what this rank was handed so far; any thread may ask."""
-        return counted(self.counts, self._current.timer if self._current is not None else None)
+        return self.counts if self._current is None else self._current.timer.counted()
 
     def set_epoch(self, epoch: int) -> None:
         """Set which epoch the next iterator gives; it still begins where a loaded state stands."""
@@ -326,7 +326,7 @@ class RemoteLoader(DataLoader[Any]):
             return position
         if self._states:
             return {**position, "streams": self._states}
-        with self._asking() as client:
+        with closing(self.client()) as client:
             streams = client.open(epoch).streams or 1
             slots = {slot % streams: slot for slot in range(place.slot, place.slot + streams)}
             found = {stream: client.state(slot) for stream, slot in slots.items()}
@@ -345,17 +345,8 @@ class RemoteLoader(DataLoader[Any]):
 
     def sample(self, index: Any) -> Any:
         """Return `dataset[index]`, from a fetcher."""
-        with self._asking() as client:
+        with closing(self.client()) as client:
             return client.sample(index)
-
-    @contextmanager
-    def _asking(self) -> Iterator[Client]:
-        """Give a way to ask something besides the batches of a pass."""
-        client = self.client()
-        try:
-            yield client
-        finally:
-            client.close()
 
     def original(self) -> Any:
         """Return the dataset itself, unpickled in this rank."""
@@ -405,7 +396,8 @@ class RemoteLoader(DataLoader[Any]):
         )
         served = ServedLoader(spec, share, count * _OWN_BUFFER_BYTES)
         unix = feed.own.start(served, feed.lease.start_s)
-        found = Found(1, count, feed.world_size, {0: Address(0, "", 0, unix, machine())})
+        address = Address(0, "", 0, unix, machine())
+        found = LoaderPlace(fetchers=1, workers=count, addresses={0: address})
         return Route(name, lambda loader: found, feed.key, lease=feed.lease)
 
 

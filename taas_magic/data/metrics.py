@@ -28,18 +28,6 @@ _GROW_LINES = 64
 _T = TypeVar("_T")
 
 
-def counted(counts: RankCounts, timer: "EpochTimer | None") -> RankCounts:
-    """Return all counts, with the time of a pass that goes on; any thread may ask."""
-    found = structs.replace(counts)
-    if timer is not None:
-        waiting_s, span_s = timer.running()
-        found.waited_s += waiting_s
-        found.span_s += span_s
-        if not counts.batches:
-            found.first_s += waiting_s
-    return found
-
-
 class EpochTimer:
     """Time of one pass; adds what is over to the loader's counts."""
 
@@ -66,13 +54,17 @@ class EpochTimer:
         self._counts.span_s += self._stopped - self._began
         self._began = self._stopped = 0.0
 
-    def running(self) -> tuple[float, float]:
-        """Return the seconds of the present wait, and of the pass so far."""
+    def counted(self) -> RankCounts:
+        """Return the loader's counts, with the time of this pass if it goes on; any thread may."""
+        found = structs.replace(self._counts)
         now, began, waits_since = time.perf_counter(), self._began, self._waits_since
-        if not began:
-            return 0.0, 0.0
-        until = now if waits_since else min(now, self._stopped + _LEFT_S)
-        return (now - waits_since if waits_since else 0.0), until - began
+        if began:
+            waiting_s = now - waits_since if waits_since else 0.0
+            found.waited_s += waiting_s
+            found.span_s += (now if waits_since else min(now, self._stopped + _LEFT_S)) - began
+            if not found.batches:
+                found.first_s += waiting_s
+        return found
 
 
 def sampled(source: Iterator[_T], counts: RankCounts) -> Iterator[_T]:

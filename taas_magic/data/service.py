@@ -10,21 +10,18 @@ Light: the notebook's kernel and the agents read and write these files, too.
 """
 
 import os
-import secrets
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from taas_magic.config import DataConfig
-from taas_magic.messages import Address, LoaderPlace, LoaderPlaces
+from taas_magic.messages import LoaderPlace, LoaderPlaces
 
 
 @dataclass(frozen=True)
@@ -52,20 +49,12 @@ class Tls:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self.certificate)
-        with _in_memory(self.certificate + self.key) as path:
-            context.load_cert_chain(path)
+        # ssl takes keys from files only; this one lies on no disk.
+        with os.fdopen(os.memfd_create("taas-key", os.MFD_CLOEXEC), "w") as file:
+            file.write(self.certificate + self.key)
+            file.flush()
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
         return context
-
-
-@contextmanager
-def _in_memory(text: str) -> Iterator[str]:
-    """Give a path to text that lies on no disk: ssl takes keys from files only."""
-    descriptor = os.memfd_create("taas-key", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, text.encode())
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
 
 
 class Served(Struct, frozen=True):
@@ -98,11 +87,6 @@ class Service(Struct, frozen=True):
     loaders: tuple[Served, ...]
     settings: DataConfig = DataConfig()
     tls: Tls | None = None
-
-
-def new_key() -> bytes:
-    """Return a key that nobody can guess."""
-    return secrets.token_bytes(32)
 
 
 def new_certificate() -> Tls:
@@ -142,26 +126,9 @@ def read(run_dir: Path) -> Service | None:
     return msgspec.json.decode(file.read_bytes(), type=Service)
 
 
-class Found(NamedTuple):
-    """The fetchers of a loader, as far as they are known.
-
-    Attributes:
-        fetchers: How many there are in all.
-        workers: How many workers these have together.
-        stride: Distance of the slots that they are asked for (see `sharding.home`).
-        addresses: Where those listen that have started, by their place among them.
-        failed: Why none will ever start; "" while one may.
-    """
-
-    fetchers: int
-    workers: int
-    stride: int
-    addresses: dict[int, Address]
-    failed: str = ""
-
-
-Directory = Callable[[str], Found]
-"""Says where the fetchers of a loader are; asked again whenever one does not answer."""
+Directory = Callable[[str], LoaderPlace]
+"""Says where those fetchers of a loader are that have started, or why none ever will; asked again
+whenever one does not answer."""
 
 
 def machine() -> str:
@@ -206,17 +173,15 @@ class FolderDirectory:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def __call__(self, loader: str) -> Found:
+    def __call__(self, loader: str) -> LoaderPlace:
         """Read what is there."""
         files = sorted(self._folder.glob("fetcher-*.json"))
         contents = [_content(file) for file in files]
         entries = [_entry.decode(content) for content in contents if content is not None]
         places = [entry[loader] for entry in entries if loader in entry]
-        failed = [place for place in places if place.failed]
-        if failed and len(failed) == failed[0].fetchers:
-            return Found(0, 0, 1, {}, failed[0].failed)
         started = [place for place in places if not place.failed]
-        if not started:
-            return Found(0, 0, 1, {})
-        addresses = {at: address for place in started for at, address in place.addresses.items()}
-        return Found(started[0].fetchers, started[0].workers, 1, addresses)
+        if started:
+            found = {at: address for place in started for at, address in place.addresses.items()}
+            return structs.replace(started[0], addresses=found)
+        have_all_failed = places and len(places) == places[0].fetchers
+        return places[0] if have_all_failed else LoaderPlace(fetchers=0)

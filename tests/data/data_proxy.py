@@ -7,6 +7,8 @@ import socket
 import struct
 import threading
 
+from msgspec import structs
+
 
 class Proxy:
     """Forwards connections to fetchers and harms what comes back.
@@ -24,7 +26,7 @@ class Proxy:
     def __call__(self, loader):
         found = self._directory(loader)
         through = {n: self._through(n, address) for n, address in found.addresses.items()}
-        return found._replace(addresses=through)
+        return structs.replace(found, addresses=through)
 
     def _through(self, number, address):
         self._addresses[number] = address

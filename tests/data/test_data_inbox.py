@@ -4,6 +4,7 @@ import os
 import socket
 import struct
 import threading
+from collections import deque
 from types import SimpleNamespace
 
 import hypothesis
@@ -12,7 +13,7 @@ import pytest
 
 from taas_magic.data import encode, protocol
 from taas_magic.data.client import Client, Route
-from taas_magic.data.connection import Corrupted, Inbox, Silent
+from taas_magic.data.connection import FetcherLink, Inbox, Silent
 from taas_magic.data.encode import checksum
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import (
@@ -25,10 +26,10 @@ from taas_magic.data.protocol import (
     SharedBody,
     SharedPlace,
 )
-from taas_magic.data.service import Address, Found
 from taas_magic.data.sharding import SlotRequest
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
+from taas_magic.messages import Address, LoaderPlace
 from tests.data.data_rig import ready
 
 SIZES = st.sampled_from([0, 64, 4096, 32 << 10, 200 << 10, 448 << 10, 600 << 10, 3 << 20])
@@ -130,7 +131,7 @@ def test_24_a_damaged_body_is_refused(ends, size):
     data = bytearray(batch(0, size))
     data[-1] ^= 1
     sender = sent(server, bytes(data))
-    with pytest.raises(Corrupted, match="batch 0 of epoch 1"):
+    with pytest.raises(ProtocolError, match="batch 0 of epoch 1 was damaged"):
         for _ in range(300):
             receive_once(box)
     sender.join()
@@ -187,11 +188,13 @@ def test_what_may_not_be_said_is_refused_before_its_body():
             Inbox(rank, ProtocolState(Role.RANK), 1.0).receive(Blocks(0))
 
 
-class Link:
+class Link(FetcherLink):
     """Breaks when it is told; a real one cannot be made to break between two frames of a chunk."""
 
-    address = "a fetcher"
     breaks = False
+
+    def __init__(self):
+        self.address, self.asked, self.unsent = "a fetcher", deque(), []
 
     def send(self, messages):
         if self.breaks:
@@ -215,9 +218,9 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile():
     body = encode.encode(7)
     # Of another order than the one that holds, so it is asked for once more: on a broken link.
     response = Response(ResponseKind.BATCH, 0, 0, order=9, head_bytes=len(body.head))
-    client._take(client._open[0], response, memoryview(bytearray(body.body_bytes)))
+    client._take(links[0], response, memoryview(bytearray(body.body_bytes)))
     again = [LoaderRequest(RequestKind.GET, 0, slot) for slot in range(1, 4)]
-    assert sorted(client._open[1].asked) == sorted([LoaderRequest(RequestKind.ORDER, 0, 0), *again])
+    assert sorted(links[1].asked) == sorted([LoaderRequest(RequestKind.ORDER, 0, 0), *again])
     assert client.retried == 4
 
 
@@ -225,8 +228,8 @@ def route_to(fetchers):
     """The ways to so many fetchers, and a clock that stands still until it is set."""
     now = [0.0]
     found = {number: Address(number, "cpu1", 7000 + number, "", "") for number in range(fetchers)}
-    directory = lambda loader: Found(fetchers, fetchers, 1, found)  # noqa: E731
-    return Route("train", directory, b"", lease=FetchLease(4.0), clock=lambda: now[0]), now
+    place = LoaderPlace(fetchers=fetchers, workers=fetchers, addresses=found)
+    return Route("train", lambda _: place, b"", lease=FetchLease(4.0), clock=lambda: now[0]), now
 
 
 def test_a_fetcher_that_says_nothing_is_asked_seldom():
