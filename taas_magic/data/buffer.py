@@ -151,7 +151,6 @@ class Ahead:
     """The order in which a fetcher's workers work ahead, each on what it has to prepare.
 
     Args:
-        share: The fetcher's.
         is_filled: Says whether there is as much as is to be ready before ranks ask.
     """
 
@@ -352,15 +351,13 @@ class Buffer:
         """Return what a worker is to prepare now; it counts as being done from here on.
 
         Args:
-            worker: Its number.
             follows: Whether it can without going back in a stream; None: it always can.
         """
         if not self._queues:
             return None
-        if is_full := self.is_full:
+        if self.is_full:
             self.make_room()
-            is_full = self.is_full
-        request = self._due_of(worker) if is_full else self._wanted_of(worker, follows)
+        request = self._due_of(worker) if self.is_full else self._wanted_of(worker, follows)
         if request is not None:
             self._unqueue(request, self._entries[request])
             if request.kind is RequestKind.GET:

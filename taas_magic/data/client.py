@@ -277,7 +277,7 @@ class Client:
     def held_bytes(self) -> int:
         """Memory that batches lie in, in use or kept for the next ones."""
         links = list(self._links.values())
-        return self._blocks.held_bytes + sum(link.shared_bytes for link in links)
+        return self._blocks.held_bytes + sum(link.lent.held_bytes for link in links)
 
     def open(self, epoch: int) -> Opened:
         """Begin an epoch, and say how long it is; the first fetcher says it for all.

@@ -33,13 +33,11 @@ _FEW_BYTES = 32 << 10
 """Bodies up to this are copied out: a batch that is kept must not keep a whole chunk."""
 
 _FDS_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
+_ALL_BUT_SLOT = operator.attrgetter("kind", "epoch", "detail")
 
 
 class Silent(OSError):
     """Nothing came for a tick."""
-
-
-_ALIKE = operator.attrgetter("kind", "epoch", "detail")
 
 
 class FetcherLink:
@@ -54,6 +52,7 @@ class FetcherLink:
     Attributes:
         asked: Requests that are under way, in their order.
         unsent: Requests that are laid ready.
+        lent: What this process reads of the fetcher's memory.
 
     Raises:
         OSError: It cannot be reached.
@@ -76,9 +75,9 @@ class FetcherLink:
         self._cancelled = 0
         self._connect_until = time.monotonic() + connect_s
         self._socket = self._connect(tls, direct, connect_s)
-        self._lent = Lent(self._socket.close)
+        self.lent = Lent(self._socket.close)
         self._inbox = Inbox(self._socket, ProtocolState(Role.RANK), patience_s)
-        self.close = weakref.finalize(self, self._lent.close)
+        self.close = weakref.finalize(self, self.lent.close)
         """Close the connection, once nobody reads the fetcher's memory any more: as long as it is
         open, the fetcher leaves that memory alone."""
         try:
@@ -91,7 +90,7 @@ class FetcherLink:
     def send(self, messages: Sequence[tuple[protocol.FromRank, bytes]]) -> None:
         """Send messages and their bodies, and which shared memory is read no more."""
         parts = [protocol.pack(message, len(body)) + body for message, body in messages]
-        if gone := self._lent.gone():
+        if gone := self.lent.gone():
             parts.insert(0, protocol.pack(protocol.Free(gone)))
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.settimeout(None)
@@ -99,11 +98,11 @@ class FetcherLink:
         _tick(self._socket, only_tls=True)
 
     def request(self) -> None:
-        """Send what was laid ready, and with it what is read no more of the fetcher's memory."""
+        """Send what was laid ready; requests that are alike but for their slot share a message."""
         requests, self.unsent = self.unsent, []
         self.asked += requests
         messages = []
-        for (kind, epoch, detail), alike in itertools.groupby(requests, _ALIKE):
+        for (kind, epoch, detail), alike in itertools.groupby(requests, _ALL_BUT_SLOT):
             slots = tuple([request.slot for request in alike])
             messages.append((protocol.Requests(kind, epoch, slots), detail))
         self.send(messages)
@@ -145,18 +144,13 @@ class FetcherLink:
         """Map a body that is shared; None for a message that belongs to what was cancelled."""
         if isinstance(message, Response) and (shared := message.shared) is not None:
             if shared.is_new:
-                self._lent.add(shared.place.arena, self._inbox.descriptor())
-            body = self._lent.look(shared.place, shared.size)
+                self.lent.add(shared.place.arena, self._inbox.descriptor())
+            body = self.lent.look(shared.place, shared.size)
         if not self._cancelled:
             return message, body
         if isinstance(message, protocol.Cancelled):
             self._cancelled -= 1
         return None
-
-    @property
-    def shared_bytes(self) -> int:
-        """Memory of the fetcher's that this process maps."""
-        return self._lent.held_bytes
 
     def _connect(self, tls: ssl.SSLContext | None, direct: bool, connect_s: float) -> socket.socket:
         address = self.address

@@ -11,7 +11,6 @@ Body of a batch: `[head][buffer][buffer]…`, each aligned to 64 bytes (`protoco
 
 import copyreg
 import ctypes
-import functools
 import io
 import math
 import pickle
@@ -20,6 +19,7 @@ import sys
 from collections import ChainMap, Counter
 from collections.abc import Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
@@ -125,27 +125,6 @@ def _dressed(plain: torch.Tensor, grad: bool, attributes: dict[str, Any]) -> tor
     return plain
 
 
-# Sparse tensors are not rebuilt as torch's own pickles do it: those are kept in a list, for ever.
-def _sparse_coo(
-    indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool
-) -> torch.Tensor:
-    return torch.sparse_coo_tensor(
-        indices, values, shape, check_invariants=False, is_coalesced=coalesced
-    )
-
-
-def _sparse_compressed(
-    compressed: torch.Tensor,
-    plain: torch.Tensor,
-    values: torch.Tensor,
-    shape: torch.Size,
-    layout: torch.layout,
-) -> torch.Tensor:
-    return torch.sparse_compressed_tensor(
-        compressed, plain, values, shape, layout=layout, check_invariants=False
-    )
-
-
 def _reduce(tensor: torch.Tensor) -> Any:
     """Build a tensor that is not plain from tensors that are."""
     if tensor.requires_grad or tensor.__dict__:
@@ -154,16 +133,20 @@ def _reduce(tensor: torch.Tensor) -> Any:
         return torch.Tensor.detach, (tensor.resolve_conj().resolve_neg(),)
     if tensor.is_nested and tensor.layout is torch.strided:
         return torch.nested.as_nested_tensor, ([*tensor.unbind()],)
+    # Not as torch's own pickles rebuild sparse tensors: it keeps those in a list, for ever.
     if tensor.layout is torch.sparse_coo:
-        parts = tensor._indices(), tensor._values()
-        return _sparse_coo, (*parts, tensor.shape, tensor.is_coalesced())
+        is_coalesced = tensor.is_coalesced()
+        coo = partial(torch.sparse_coo_tensor, check_invariants=False, is_coalesced=is_coalesced)
+        return coo, (tensor._indices(), tensor._values(), tensor.shape)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = tensor.crow_indices(), tensor.col_indices()
-        return _sparse_compressed, (*parts, tensor.values(), tensor.shape, tensor.layout)
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = tensor.ccol_indices(), tensor.row_indices()
-        return _sparse_compressed, (*parts, tensor.values(), tensor.shape, tensor.layout)
-    return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        indices = tensor.crow_indices(), tensor.col_indices()
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        indices = tensor.ccol_indices(), tensor.row_indices()
+    else:
+        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    layout = tensor.layout
+    compressed = partial(torch.sparse_compressed_tensor, check_invariants=False, layout=layout)
+    return compressed, (*indices, tensor.values(), tensor.shape)
 
 
 _Table = MutableMapping[type, Any]
@@ -400,7 +383,7 @@ class _Contents(NamedTuple):
     is_lone: bool
 
 
-@functools.lru_cache(_MOST_FORMS)
+@lru_cache(_MOST_FORMS)
 def _contents(head: bytes) -> _Contents:
     table_bytes, pickle_bytes = _PREFIX.unpack_from(head)
     after = _PREFIX.size + table_bytes
@@ -480,7 +463,7 @@ def checksum(data: bytes | memoryview) -> int:
     return (sum_of_words(data, size >> 3) + rest) & SUM_MASK
 
 
-@functools.lru_cache(_MOST_FORMS)
+@lru_cache(_MOST_FORMS)
 def _sum_of_head(head: bytes) -> int:
     return checksum(head)
 

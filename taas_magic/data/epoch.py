@@ -16,7 +16,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from taas_magic.data.client import Client, Delivered
-from taas_magic.data.metrics import EpochTimer, Handed, sampled
+from taas_magic.data.metrics import EpochTimer, sampled
 from taas_magic.data.protocol import Opened
 from taas_magic.data.sharding import Course, EpochPlace, NoSlot, Part, ScoutedCourse, SlotRequest
 from taas_magic.errors import ProtocolError
@@ -112,11 +112,9 @@ class EpochIterator(Iterator[Any]):
         if opened.counter and not feed.rank:
             warnings.warn(_EVERY_EPOCH_ALIKE.format(loader.name, opened.counter), stacklevel=4)
         if feed.ledger is not None:
-            first = self.after.position // feed.world_size
-            name, place = loader.shape.name, (feed.rank, feed.world_size, first, 0)
-            self._line = feed.ledger.begin(
-                Handed(feed.generation, name, self._turn, self.epoch, *place)
-            )
+            step = self.after.position // feed.world_size
+            about = loader.name, self._turn, self.epoch, feed.world_size, step
+            self._line = feed.ledger.begin(*about)
         part = loader.part()
         return Walk(self._client, opened, part, self.after, feed.window_bytes).steps()
 

@@ -109,7 +109,6 @@ class Feed:
         directory: Where the fetchers are; None: this rank has servers of its own.
         tls: What makes a client context, for fetchers on other hosts.
         ledger: Where it is written what was handed out.
-        generation: Which attempt of the run.
         window_bytes: How much a rank asks for ahead.
         direct: Whether shared memory may be used on one host.
         own: What starts this rank's own servers.
@@ -124,7 +123,6 @@ class Feed:
     seed: int = 0
     tls: Callable[[], Any] | None = None
     ledger: BatchLedger | None = None
-    generation: int = 0
     window_bytes: int = 128 << 20
     lease: FetchLease = FetchLease()  # noqa: RUF009
     direct: bool = True

@@ -118,19 +118,21 @@ class BatchLedger:
 
     def __init__(self, folder: Path, generation: int, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._generation, self._rank = generation, rank
         self._file = (folder / f"ledger-{generation}-{rank}").open("w+b")
         self._lines = 0
         self._map, self._is_on_disk = mmap.mmap(-1, mmap.PAGESIZE), True
         self._grow()
 
-    def begin(self, line: Handed) -> int:
-        """Begin a pass; return the number of its line."""
+    def begin(self, loader: str, turn: int, epoch: int, world_size: int, first_step: int) -> int:
+        """Begin a pass (see `Handed`); return the number of its line."""
         if (self._lines + 1) * _LINE_BYTES > len(self._map):
             self._grow()
-        text = json.dumps(line[:-1]).encode()
+        about = self._generation, loader, turn, epoch, self._rank, world_size, first_step
+        text = json.dumps(about).encode()
         at = self._lines * _LINE_BYTES
         self._map[at + _COUNT.size : at + _COUNT.size + len(text)] = text
-        _COUNT.pack_into(self._map, at, line.batches, len(text))
+        _COUNT.pack_into(self._map, at, 0, len(text))
         self._lines += 1
         return self._lines - 1
 

@@ -397,8 +397,6 @@ def prove(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
     """Return the MAC by which `role` shows that it knows the run's key.
 
     Args:
-        key: The run's.
-        role: Who proves it.
         nonce: The peer's.
         place: The server's name, as the prover knows it: what one server said proves no other.
     """

@@ -17,7 +17,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -168,7 +168,7 @@ class RankConnection:
         reply, size, descriptor, shared = prepared.reply, prepared.reply.body_bytes, -1, None
         about = reply.kind, request.epoch, request.slot, max(reply.units, 0), reply.order
         is_batch = reply.kind is ResponseKind.BATCH
-        if is_batch and self._may_lend(prepared):
+        if is_batch:
             shared, descriptor = self._lend(prepared)
         is_plain = is_batch and not self.tls and not self.is_unix
         body_sum = reply.body_sum if is_plain else None
@@ -185,21 +185,16 @@ class RankConnection:
             self.add(header)
             self.add(prepared.body(), prepared)
 
-    def _may_lend(self, prepared: Prepared) -> bool:
-        """Return whether a batch may be read in place: by this rank alone, and not too much."""
-        size = prepared.reply.body_bytes
-        return (
-            prepared.arena is not None
-            and self.is_unix
-            and size >= _LENT_FROM_BYTES
-            and self.lent_bytes + size <= _LENT_BYTES
-            and not prepared.is_shared
-        )
+    def _lend(self, prepared: Prepared) -> tuple[protocol.SharedBody | None, int]:
+        """Have a batch read in place, if this rank alone gets it, and has not too much.
 
-    def _lend(self, prepared: Prepared) -> tuple[protocol.SharedBody, int]:
-        """Return where a batch lies, and the descriptor that the rank needs to read it; else -1."""
+        Returns:
+            Where it lies, or None; the descriptor that the rank needs to read it, or -1.
+        """
         arena, size = prepared.arena, prepared.reply.body_bytes
-        assert arena is not None
+        fits = _LENT_FROM_BYTES <= size <= _LENT_BYTES - self.lent_bytes
+        if arena is None or not fits or not self.is_unix or prepared.is_shared:
+            return None, -1
         place = SharedPlace(arena.arena, prepared.reply.offset)
         self.lent[place] = prepared
         self.lent_bytes += size
@@ -243,7 +238,8 @@ class Server:
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         self._listeners = _listen(listen)
-        self.addresses = _addresses(self._listeners)
+        host, port = self._listeners[1].getsockname()[:2] if listen else ("", 0)
+        self.addresses = host, port, self._listeners[0].getsockname()[1:].decode()
         for listener in self._listeners:
             self.watch(listener, partial(self._accept, listener))
 
@@ -555,8 +551,3 @@ def _listen(host: str) -> list[socket.socket]:
         listener.listen(_BACKLOG)
         listener.setblocking(False)
     return listeners
-
-
-def _addresses(listeners: Sequence[socket.socket]) -> tuple[str, int, str]:
-    host, port = listeners[1].getsockname()[:2] if len(listeners) > 1 else ("", 0)
-    return host, port, listeners[0].getsockname()[1:].decode()

@@ -71,7 +71,6 @@ class WorkerSpec:
     """What the workers of one loader need to know.
 
     Attributes:
-        payload: The pickled loader.
         where: The fetcher and its host, for messages.
         sums: Whether batches go over a wire that nothing else sees to.
         spill: Folder for batches that memory has no room for.
@@ -143,11 +142,7 @@ class WorkerHandle:
         self._commands.append(Command(number, request, to_disk, has_file))
 
     def send(self, oldest_epoch: int) -> None:
-        """Send what is laid ready. A worker that is gone is noticed elsewhere.
-
-        Args:
-            oldest_epoch: Nobody asks for earlier ones.
-        """
+        """Send what is laid ready. A worker that is gone is noticed elsewhere."""
         if not self._commands:
             return
         commands, self._commands = self._commands, []

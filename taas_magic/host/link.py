@@ -189,7 +189,6 @@ def _feed_of(served: Service, run_dir: Path, rank: int, attempt: int) -> "Feed":
         units=served.units,
         seed=served.seed,
         ledger=BatchLedger(folder / "ledger", attempt, rank),
-        generation=attempt,
         window_bytes=served.settings.rank_buffer_bytes // 2,
         lease=FetchLease(served.settings.fetch_s),
         own=own,

@@ -121,7 +121,7 @@ def train(
     weights = torch.zeros(8)
     digest = hashlib.sha256()
     ledgers = [running.ledger(rank, generation) for rank in range(WORLD_SIZE)]
-    arguments = {"world_size": WORLD_SIZE, "directory": directory, "generation": generation}
+    arguments = {"world_size": WORLD_SIZE, "directory": directory}
     if certificate := running.changes.get("tls"):
         arguments["tls"] = certificate.client
     steps, rests = itertools.count(1), random.Random(generation)
