@@ -125,7 +125,7 @@ class Service:
             self.key,
             SEED,
             self.fetchers,
-            units=None,
+            units=changes.pop("units", None),
             loaders=tuple(
                 about.Served(name, loader.num_workers or self.workers, "", SEED)
                 for name, loader in self.loaders.items()
