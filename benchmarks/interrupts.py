@@ -110,7 +110,7 @@ def interrupt(frontend: Frontend, kind: str, after_s: float, times: int, result:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Keeps the processors busy while the block runs."""
+    """Keep the processors busy while the block runs."""
     spin = [sys.executable, "-c", "while True: sum(range(10_000))"]
     spinning = [subprocess.Popen(spin) for _ in range(processes)]
     try:

@@ -53,7 +53,7 @@ class Chaos:
         self.proxy.close()
 
     def stepped(self) -> None:
-        """The ranks have had a batch each."""
+        """Take note that the ranks have had a batch each."""
         with self._news:
             self._steps += 1
             self._news.notify()
@@ -74,7 +74,7 @@ class Chaos:
             self._news.wait_for(lambda: self._steps > before or not self._faults)
 
     def _parent(self) -> psutil.Process:
-        """The process whose children are a fetcher's workers."""
+        """Return the process whose children are a fetcher's workers."""
         number = self._random.randrange(len(self._running.processes))
         return psutil.Process(self._running.processes[number][0].pid).children()[0]
 

@@ -80,7 +80,7 @@ class Proxy:
 
 
 def _received(sock):
-    """What comes, until the end; that of a fetcher that was killed may be a reset."""
+    """Yield what comes, until the end; that of a fetcher that was killed may be a reset."""
     with contextlib.suppress(ConnectionError):
         while data := sock.recv(1 << 16):
             yield data

@@ -37,7 +37,7 @@ CONTEXT.set_forkserver_preload(["taas_magic.host.fetcher", "tests.data.data_rig"
 
 @pytest.fixture(scope="module", autouse=True)
 def forkserver_for_this_module():
-    """The fetchers' forkserver ends with the module: other tests count the processes they see."""
+    """End the fetchers' forkserver with the module: other tests count the processes they see."""
     yield
     gc.collect()  # a rank's own server has the forkserver's pipe open, until its loader is gone
     forkserver._forkserver._stop()
@@ -195,7 +195,7 @@ def service(folder, loaders, **arguments):
 
 
 def workers_of(running, number=0, count=1):
-    """The workers of a fetcher, once there are so many: children of the one that starts them."""
+    """Return a fetcher's workers, once there are so many: children of the one that starts them."""
     while True:
         (parent,) = psutil.Process(running.processes[number][0].pid).children()
         if len(workers := parent.children()) == count:
@@ -214,7 +214,7 @@ def address_of(running):
 
 
 def linked(running, *arguments, key=None, address=None, **changes):
-    """A connection to the first fetcher, with patience for a busy machine."""
+    """Connect to the first fetcher, with patience for a busy machine."""
     patience = {"connect_s": WAIT_S, "patience_s": WAIT_S}
     whom = address or address_of(running), "train", key or running.key
     return FetcherLink(*whom, *arguments, **patience | changes)
@@ -224,7 +224,7 @@ PROOF = Proof(bytes(32), bytes(32), "train")
 
 
 def ready(role):
-    """The protocol's state behind the handshake."""
+    """Return the protocol's state behind the handshake."""
     state = ProtocolState(role)
     before = [PROOF] if role is Role.SERVER else [Challenge(bytes(32)), Welcome(bytes(32))]
     for message in before:

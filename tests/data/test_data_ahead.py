@@ -13,7 +13,7 @@ def ahead_of(enough=lambda: True, **share):
 
 
 def keys(ahead, batches=4, streams=None, most=100):
-    """What it says until it says nothing; every epoch that it wants to know is opened."""
+    """Yield what it says until it says nothing; open every epoch that it wants to know."""
     opened = Opened(None if streams else batches, streams, 0)
     for key in islice(iter(ahead.next, None), most):
         if key.kind is RequestKind.OPEN:

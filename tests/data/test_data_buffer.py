@@ -27,13 +27,13 @@ class Arena:
 
 
 def answer(slot=0, units=1, kind=ResponseKind.BATCH, size=BATCH_BYTES, arena=None, disk=None):
-    """An answer whose place in its worker's memory is its slot."""
+    """Return an answer whose place in its worker's memory is its slot."""
     reply = Reply(slot, kind, units, body_bytes=size, offset=slot)
     return Prepared(reply, arena or Arena(), disk=disk)
 
 
 def buffer_of(budget_bytes=PLENTY, batches=0, workers=1, **about):
-    """A buffer that works ahead on so many batches an epoch."""
+    """Return a buffer that works ahead on so many batches an epoch."""
     ahead = Ahead(FetcherShare(workers=workers))
     for epoch in range(60):
         ahead.opened(epoch, Opened(batches, None, 0))
@@ -61,7 +61,7 @@ def by_parity(key):
 
 
 def chosen(buffer, most=1000):
-    """The slots of what is chosen until there is nothing to choose."""
+    """Return the slots of what is chosen until there is nothing to choose."""
     return [key.slot for key in islice(iter(lambda: buffer.choose(0), None), most)]
 
 

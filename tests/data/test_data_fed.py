@@ -69,7 +69,7 @@ for epoch in range(2):
 
 
 def filled(outcome: Outcome) -> list[dict[str, float]]:
-    """What was ready as long as ranks waited for it; and that nobody started before."""
+    """Return what was ready as long as ranks waited for it; assert that nobody started before."""
     assert outcome.error is None, outcome.shown
     kinds = [event["kind"] for event in outcome.events]
     if "filling" in kinds:
@@ -147,7 +147,7 @@ def handed(outcome: Outcome) -> list[metrics.Handed]:
 
 
 def spilled_here() -> set[Path]:
-    """The folders on this machine for what memory cannot hold."""
+    """Return the folders on this machine for what memory cannot hold."""
     return set(Path(tempfile.gettempdir()).glob("taas-*/spill-*"))
 
 

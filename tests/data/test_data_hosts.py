@@ -25,7 +25,7 @@ APART = "loader.feed.direct = False\nprint('tls', loader.feed.tls is not None)\n
 
 @pytest.fixture(params=["shared", "private"])
 def network(request: pytest.FixtureRequest, notebook: Notebook, tmp_path: Path) -> Iterator[str]:
-    """A pool of two hosts, on a network that is shared with others or not."""
+    """Set up a pool of two hosts, on a network that is shared with others or not."""
     (tmp_path / "taas").mkdir()
     (tmp_path / "taas" / "taas.toml").write_text(SETTINGS.format(network=request.param))
     with pytest.MonkeyPatch.context() as patch:

@@ -35,7 +35,7 @@ SIZES = st.sampled_from([0, 64, 4096, 32 << 10, 200 << 10, 448 << 10, 600 << 10,
 
 
 def batch(number, size):
-    """A frame of a batch, all of whose bytes are its number."""
+    """Return a frame of a batch, all of whose bytes are its number."""
     body = bytes([number % 251 + 1]) * size
     response = Response(ResponseKind.BATCH, 1, number, body_sum=checksum(body))
     return protocol.pack(response, size) + body
@@ -222,7 +222,7 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile():
 
 
 def route_to(fetchers):
-    """The ways to so many fetchers, and a clock that stands still until it is set."""
+    """Return the ways to so many fetchers, and a clock that stands still until it is set."""
     now = [0.0]
     found = {number: Address(number, "cpu1", 7000 + number, "", "") for number in range(fetchers)}
     directory = lambda loader: Found(fetchers, fetchers, 1, found)  # noqa: E731

@@ -31,7 +31,7 @@ def local(loader, epoch=0):
 
 
 def dealt(batches, world_size, uneven="pad"):
-    """The model: what each rank gets."""
+    """Return what each rank gets: the model."""
     count = [sharding.steps(len(batches), rank, world_size, uneven) for rank in range(world_size)]
     return [
         [batches[(step * world_size + rank) % len(batches)] for step in range(count[rank])]

@@ -48,7 +48,7 @@ class SpansMachine(RuleBasedStateMachine):
         assert self.spans.end == max(self.used.values(), default=0)
 
     def gaps(self):
-        """What lies between the spans in use, holes that were joined."""
+        """Return what lies between the spans in use, holes that were joined."""
         spans = sorted(self.used.items())
         return [(end, start) for (_, end), (start, _) in zip([(0, 0), *spans], spans, strict=False)]
 

@@ -41,7 +41,7 @@ NEW_RANK, NEW_SERVER = lambda: ProtocolState(Role.RANK), lambda: ProtocolState(R
 
 
 def greeted():
-    """A rank's state when it has heard the challenge."""
+    """Return a rank's state when it has heard the challenge."""
     state = ProtocolState(Role.RANK)
     heard(state, Challenge(bytes(32)))
     return state
@@ -80,7 +80,7 @@ REQUESTS = st.builds(
 
 
 def forged(packed=None, **changes):
-    """A header whose checksums are right and whose fields are not."""
+    """Return a header whose checksums are right and whose fields are not."""
     packed = msgspec.msgpack.encode(Cancel()) if packed is None else packed
     fields = {"magic": protocol.MAGIC, "version": protocol.VERSION}
     fields |= {"size": len(packed), "body": 0, **changes}

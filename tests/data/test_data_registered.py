@@ -39,7 +39,7 @@ def nothing_registered() -> Iterator[None]:
 
 @pytest.fixture
 def defined(notebook: Notebook) -> Notebook:
-    """A notebook with a dataset."""
+    """Return a notebook with a dataset."""
     notebook.define(DEFINE)
     return notebook
 
@@ -51,14 +51,14 @@ def result(outcome: Outcome) -> Any:
 
 
 def refusal(notebook: Notebook, source: str) -> str:
-    """What an ordinary cell says that fails."""
+    """Return what an ordinary cell says that fails."""
     ran = notebook.shell.run_cell(source, store_history=True)
     assert ran.error_in_exec is not None
     return str(ran.error_in_exec)
 
 
 def local(notebook: Notebook, expression: str, epoch: int = 0) -> list[list[int]]:
-    """What a local DataLoader yields in this process."""
+    """Return what a local DataLoader yields in this process."""
     torch.manual_seed(seed_of(SEED, epoch))
     return [torch.as_tensor(batch).tolist() for batch in eval(expression, notebook.shell.user_ns)]
 

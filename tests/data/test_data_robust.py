@@ -65,7 +65,7 @@ def stream(running, **arguments):
 
 
 def stats(running, until):
-    """What a fetcher says of its loader, the first time that `until` holds of it."""
+    """Return what a fetcher says of its loader, the first time that `until` holds of it."""
     while True:
         said = of_fetcher(running.processes[0][1].recv_bytes())
         if isinstance(said, FetcherReport) and until(said.loaders["train"]):
@@ -73,7 +73,7 @@ def stats(running, until):
 
 
 def value_of(batch):
-    """The one value that all of a batch has."""
+    """Return the one value that all of a batch has."""
     value = batch.view(-1)[0]
     assert (batch == value).all()
     return value.item()
@@ -128,7 +128,7 @@ def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path):
 
 
 def taken(remote):
-    """The indices of all batches, and how long that took."""
+    """Return the indices of all batches, and how long that took."""
     began = time.monotonic()
     return [plain(batch)[1] for batch in remote], time.monotonic() - began
 
@@ -318,14 +318,14 @@ class Gated(Rows):
 
 
 def heard(link):
-    """The next frame, however long it takes."""
+    """Return the next frame, however long it takes."""
     while True:
         with contextlib.suppress(Silent):
             return link.receive(Blocks(0))
 
 
 def received(link):
-    """The next message but for `Alive`."""
+    """Return the next message but for `Alive`."""
     while isinstance((whole := heard(link))[0], Alive):
         pass
     return whole
@@ -409,7 +409,7 @@ def test_what_memory_has_no_room_for_comes_from_disk_bit_for_bit(tmp_path, direc
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 1 MiB."""
+    """Yield a disk of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "taas-test", str(folder)]

@@ -12,7 +12,7 @@ rules = st.sampled_from(sharding.UNEVEN)
 
 
 def rows_of(slots, world_size, uneven):
-    """The model: deal slots into rows, one for each step."""
+    """Deal slots into rows, one for each step: the model."""
     rows = [slots[at : at + world_size] for at in range(0, len(slots), world_size)]
     if rows and len(rows[-1]) < world_size:
         if uneven == "drop":

@@ -79,7 +79,7 @@ def register(notebook: Notebook, source: str) -> None:
 
 
 def remote(notebook: Notebook, cpus: int, ranks: int, epochs: int = 1) -> dict[str, list[Any]]:
-    """What the ranks were handed, put together in the loaders' order, by loader."""
+    """Return what the ranks were handed, put together in the loaders' order, by loader."""
     outcome = notebook.run(CELL.replace("EPOCHS", str(epochs)), f"--cpus {cpus}", gpus=ranks)
     assert outcome.error is None, outcome.shown
     lines = handed(outcome)
@@ -100,14 +100,14 @@ def handed(outcome: Outcome) -> dict[tuple[str, int], dict[int, list[Any]]]:
 
 
 def defined(source: str) -> dict[str, Any]:
-    """What a source defines, in a module that a worker's pickles find."""
+    """Run a source in a module that a worker's pickles find; return what it defines."""
     module = sys.modules["taas_tests_local"] = types.ModuleType("taas_tests_local")
     exec(SHOW + source, vars(module))
     return vars(module)
 
 
 def local(source: str, epochs: int = 1) -> dict[str, list[Any]]:
-    """What local loaders of the same source give, seeded as each epoch is."""
+    """Return what local loaders of the same source give, seeded as each epoch is."""
     space = defined(source)
     given: dict[str, list[Any]] = {}
     for name, loader in space["make"]().items():
@@ -121,7 +121,7 @@ def local(source: str, epochs: int = 1) -> dict[str, list[Any]]:
 
 
 def compare(notebook: Notebook, source: str, cpus: int, ranks: int, epochs: int = 1) -> None:
-    """A cell is handed what local loaders give, padded with the first batches to whole steps."""
+    """Assert that a cell gets what local loaders give, padded to whole steps by first batches."""
     register(notebook, source)
     found, expected = remote(notebook, cpus, ranks, epochs), local(source, epochs)
     for name in expected:
@@ -476,7 +476,7 @@ def caught(notebook: Notebook, cpus: int) -> dict[str, Any]:
 
 
 def caught_here() -> dict[str, Any]:
-    """What local loaders with one worker raise; torch itself makes nothing of a group."""
+    """Return what local loaders with one worker raise; torch itself makes nothing of a group."""
     space = defined(FAILING)
     lines: list[str] = []
     made = space["make"]()

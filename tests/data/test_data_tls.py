@@ -37,7 +37,7 @@ def running(request, tmp_path, ours):
 
 
 def over_tcp(running, **changes):
-    """The batches of an epoch, by TCP on this host too."""
+    """Return the batches of an epoch, by TCP on this host too."""
     has = running.changes["tls"]
     arguments = {"direct": False, "tls": has.client if has else None}
     return [plain(batch) for batch in running.loader(**arguments | changes)]

@@ -76,13 +76,13 @@ def nothing_registered() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration folder with a data pool of two hosts."""
+    """Make a configuration folder with a data pool of two hosts."""
     return settings_in(tmp_path_factory.mktemp("config"), SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def no_hosts_left(warm_notebook: Notebook, settings: Path) -> Iterator[None]:
-    """The data pool goes on from test to test; it is given back in the end, and leaves nothing."""
+    """Keep the data pool from test to test; give it back in the end, when nothing may be left."""
     with given_back(warm_notebook, settings, "data"):
         yield
 
@@ -94,7 +94,7 @@ def two_pools(
     no_hosts_left: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Notebook]:
-    """A notebook whose loaders run in pool `data`; no run leaves a fetcher."""
+    """Yield a notebook whose loaders run in pool `data`; no run leaves a fetcher."""
     enter(warm_notebook, settings, monkeypatch)
     warm_notebook.define(LOADERS)
     yield warm_notebook

@@ -52,7 +52,7 @@ class Rank:
         self.heard.set()
 
     def say(self, message: Event | RankMessage) -> None:
-        """Writes a message as a rank does."""
+        """Write a message as a rank does."""
         for piece in link.pieces(encode(message), b"%d" % next(self._numbers)):
             os.write(self.message_pipe, piece)
 

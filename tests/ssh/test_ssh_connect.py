@@ -31,7 +31,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def no_threads(hosts: Hosts) -> Iterator[None]:
-    """What was closed has no thread left."""
+    """Assert that what was closed has no thread left."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
@@ -40,7 +40,7 @@ def no_threads(hosts: Hosts) -> Iterator[None]:
 
 
 def target(hosts: Hosts, tmp_path: Path, number: int = 1, first: str = "") -> Target:
-    """A host of the rig, with lines that go before the rig's configuration."""
+    """Return a host of the rig, with lines that go before the rig's configuration."""
     config = tmp_path / "ssh_config"
     config.write_text(f"Host *\n{first}\n{hosts.ssh_config.read_text()}")
     return find_target(hosts.name(number), read_config(str(config)))
@@ -57,7 +57,7 @@ def refusal(where: Target) -> str:
 
 
 def lets_in(where: Target) -> None:
-    """Logs in; where a command has run, sshd's log has the login."""
+    """Log in; where a command has run, sshd's log has the login."""
     connection = opened(where)
     assert connection.run("true").code == 0
     connection.close()
@@ -71,7 +71,7 @@ def answers(family: int, address: str | tuple[str, int]) -> bool:
 
 @contextmanager
 def in_a_hole(hosts: Hosts, number: int) -> Iterator[None]:
-    """What is sent to a host vanishes, for the time of the block."""
+    """Let what is sent to a host vanish, for the time of the block."""
     hosts.hole(number)
     try:
         yield
@@ -256,7 +256,7 @@ def test_a_cut_is_noticed(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def talk_to(connection: Connection, port: int, server: socket.socket) -> tuple[bytes, bytes]:
-    """What a server here hears through a port of the host, and what comes back there."""
+    """Return what a server here hears through a port of the host, and what comes back there."""
     said: list[bytes] = []
 
     def answer() -> None:

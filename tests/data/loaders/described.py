@@ -13,12 +13,12 @@ import torch
 
 
 def parts(made):
-    """A loader, its script and its options, of what a case has returned."""
+    """Return a loader, its script and its options, of what a case has returned."""
     return (*made, {})[:3] if isinstance(made, tuple) else (made, two_epochs, {})
 
 
 def two_epochs(loader):
-    """The script of a case that names none."""
+    """Return two epochs: the script of a case that names none."""
     return [list(loader), list(loader)]
 
 
@@ -53,13 +53,13 @@ def described(value):
 
 
 def last_line(error):
-    """What an error says, without what whoever carried it here has put before."""
+    """Return what an error says, without what whoever carried it here has put before."""
     lines = str(error).strip().splitlines() or [""]
     return re.sub(rf"^([\w.]*\.)?{type(error).__name__}(: |$)", "", lines[-1])
 
 
 def tensor(value):
-    """A tensor's attributes and numbers."""
+    """Return a tensor's attributes and numbers."""
     about = str(value.dtype), str(value.layout), value.requires_grad
     if value.is_nested:
         return *about, *(tensor(part) for part in value.unbind())
@@ -78,14 +78,14 @@ def order(value):
 
 
 def entries(value):
-    """A dense tensor's numbers; of a large one their checksum."""
+    """Return a dense tensor's numbers; of a large one their checksum."""
     if value.numel() <= 1000:
         return repr(value.tolist())
     return zlib.crc32(value.detach().contiguous().view(torch.uint8).numpy())
 
 
 def named(value):
-    """What a list or tuple has besides its items: a named tuple's fields, a subclass's own."""
+    """Return what a list or tuple has besides its items: a named tuple's fields, its own."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return (value._fields,)
     own = getattr(value, "__dict__", None)

@@ -89,7 +89,7 @@ def unfiltered() -> Iterator[None]:
 
 
 def cases_of(module: ModuleType) -> list[str]:
-    """The names of a module's cases."""
+    """Return the names of a module's cases."""
     functions = inspect.getmembers(module, inspect.isfunction)
     own = [function for _, function in functions if function.__module__ == module.__name__]
     return [function.__name__ for function in own if not inspect.signature(function).parameters]
@@ -117,7 +117,7 @@ class Seen:
         self._seen: dict[str, SeenBySetting | Exception] = {}
 
     def of(self, module: ModuleType) -> SeenBySetting:
-        """What each rank saw of each case, by setting."""
+        """Return what each rank saw of each case, by setting."""
         if module.__name__ not in self._seen:
             self._seen[module.__name__] = self._entered(module)
         found = self._seen[module.__name__]
@@ -126,7 +126,7 @@ class Seen:
         return found
 
     def _entered(self, module: ModuleType) -> SeenBySetting | Exception:
-        """What ranks saw, or why they could not: no case of the module tries again."""
+        """Return what ranks saw, or why they could not: no case of the module tries again."""
         with pytest.MonkeyPatch.context() as patch, unfiltered():
             patch.setenv("TAAS_STATE_DIR", str(self._notebook.state_dir))
             patch.chdir(self._notebook.project)
@@ -164,7 +164,7 @@ class Seen:
 
 @functools.cache
 def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: bool) -> Any:
-    """What a rank is to see of a case."""
+    """Return what a rank is to see of a case."""
     local, script, options = _local(module, name)
     if not local.loader.num_workers:
         local, *_ = _made(module, name)
@@ -180,7 +180,7 @@ def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: b
 
 @functools.lru_cache(1)
 def _local(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, Any]]:
-    """A case's local loader: what its workers have sent serves all ranks, as it is new memory.
+    """Return a case's local loader: what its workers send is new memory, and serves all ranks.
 
     Of one case only: each tensor that a worker has sent keeps a file open.
     """

@@ -82,7 +82,7 @@ class Local:
         self._epochs: dict[int, Epoch] = {}
 
     def epoch(self, number: int) -> Epoch:
-        """An epoch; begins it when it is asked for first."""
+        """Return an epoch; begin it when it is asked for first."""
         if number not in self._epochs:
             self._set_epoch(number)
             self._epochs[number] = Epoch(self.loader, seed_of(SEED, number))
