@@ -87,7 +87,7 @@ class Result:
 
 
 def interrupt(frontend: Frontend, kind: str, after_s: float, times: int, result: Result) -> None:
-    """Plays one round."""
+    """Play one round."""
     request = frontend.send(KINDS[kind])
     with suppress(AssertionError):  # the moment has come
         frontend.wait(lambda: request in frontend.replies, after_s)

@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def measure(names: Sequence[str], n_rounds: int) -> Rounds:
-    """Measures the contestants in turns; each round begins with another one."""
+    """Measure the contestants in turns; each round begins with another one."""
     rounds: Rounds = defaultdict(list)
     for number in range(n_rounds):
         first = number % len(names)

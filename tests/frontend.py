@@ -56,7 +56,7 @@ class Frontend:
         self.replies: dict[str, dict[str, Any]] = {}
 
     def send(self, code: str, subshell_id: str | None = None) -> str:
-        """Asks for a cell to be run; returns the request's id at once."""
+        """Ask for a cell to be run; return the request's id at once."""
         content = {"code": code, "silent": False, "store_history": True, "stop_on_error": True}
         message = self.client.session.msg("execute_request", content)
         if subshell_id is not None:
@@ -99,7 +99,7 @@ class Frontend:
         return reply
 
     def be_patient(self) -> None:
-        """Has the kernel wait for a run that was interrupted as long as this machine may take."""
+        """Have the kernel wait for a run that was interrupted as long as this machine may take."""
         module = "__import__('taas_magic.notebook.run', fromlist=['Run'])"
         self.run(f"{module}.KILL_WAIT_S = {WAIT_S}")
 

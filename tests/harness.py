@@ -59,7 +59,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def without_pytests_filter() -> Iterator[None]:
-    """Leaves out that warnings are errors: pytest set it, and it would go to the ranks."""
+    """Leave out that warnings are errors: pytest set it, and it would go to the ranks."""
     with warnings.catch_warnings():
         warnings.filters[:] = [f for f in warnings.filters if f[0] != "error"]  # type: ignore[index]
         yield

@@ -134,7 +134,7 @@ class Chaos:
 
     @contextmanager
     def _harmed(self, harm: str, which: psutil.Process) -> Iterator[None]:
-        """Kills a process, or stops it: kernel and pool for a while, all others for ever."""
+        """Kill a process, or stop it: kernel and pool for a while, all others for ever."""
         with suppress(psutil.NoSuchProcess):
             which.kill() if harm.startswith("kill") else which.suspend()
         if harm in ("stop kernel", "stop pool"):
@@ -175,7 +175,7 @@ class Chaos:
                 yield process
 
     def _look_for_old(self, frontend: Frontend, harm: str) -> None:
-        """Remembers what has left the tree, and finds what should have gone by now."""
+        """Remember what has left the tree, and find what should have gone by now."""
         now = time.monotonic()
         tree = self._tree(frontend)
         for process in carriers(self._token):

@@ -10,20 +10,11 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from taas_magic import registry
-from taas_magic.capture import pickling
 from taas_magic.data import metrics
 from taas_magic.errors import RankFailed
 from taas_magic.journal import folder as journal
 from tests.events import Line
 from tests.harness import Notebook, Outcome, on_event
-
-
-@pytest.fixture(autouse=True)
-def nothing_registered() -> Iterator[None]:
-    yield
-    registry._registered.clear()
-    pickling.STAND_INS.clear()
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from taas_magic import registry
-from taas_magic.capture import pickling
 from taas_magic.config import load_config
 from taas_magic.data import metrics
 from taas_magic.errors import PoolError, RankFailed
@@ -65,13 +63,6 @@ for epoch in range(2):
         weights = 0.9 * weights + 0.1 * step
 weights.tolist()
 """
-
-
-@pytest.fixture(autouse=True)
-def nothing_registered() -> Iterator[None]:
-    yield
-    registry._registered.clear()
-    pickling.STAND_INS.clear()
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +160,7 @@ while not os.path.exists("said"):
 
 @contextlib.contextmanager
 def said(notebook: Notebook, words: str) -> Iterator[None]:
-    """Has a file for what waits in UNTIL_SAID, once a note of the run has these words."""
+    """Have a file for what waits in UNTIL_SAID, once a note of the run has these words."""
     file = notebook.project / "said"
     is_said: Callable[[Line], bool] = lambda line: words in line.get("text", "")  # noqa: E731
     with (

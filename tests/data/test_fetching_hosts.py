@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from taas_magic import registry
-from taas_magic.capture import pickling
 from taas_magic.config import load_config
 from taas_magic.data import metrics
 from taas_magic.notebook import pools
@@ -53,13 +51,6 @@ for number, batch in enumerate(loader):
         print("under way", flush=True)
 (socket.gethostname(), number + 1, weights.tolist())
 """
-
-
-@pytest.fixture(autouse=True)
-def nothing_registered() -> Iterator[None]:
-    yield
-    registry._registered.clear()
-    pickling.STAND_INS.clear()
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ class Hpc:
 
     @contextmanager
     def once(self, condition: Callable[[], object], harm: Callable[[], object]) -> Iterator[None]:
-        """In a thread, does something as soon as it is so."""
+        """In a thread, do something as soon as it is so."""
         over = threading.Event()
 
         def wait() -> None:

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,6 @@ def start(target: Any, *args: Any) -> Any:
     with plain_main():
         process.start()
     return process
-
-
-def end_forkserver() -> None:
-    """End what starts the held processes; the next one starts it again."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # the stub has no private names
 
 
 @dataclass(frozen=True)

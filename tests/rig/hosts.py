@@ -84,7 +84,7 @@ class Hosts:
         return [p for p in controller.children(recursive=True) if p.pid not in kept and _is_real(p)]
 
     def kill_processes(self, number: int, name: str = "") -> None:
-        """Kills all processes of a host whose name begins so; some go with others of them."""
+        """Kill all processes of a host whose name begins so; some go with others of them."""
         for process in self.processes(number):
             with suppress(psutil.NoSuchProcess):
                 if process.name().startswith(name):

@@ -62,7 +62,7 @@ options = {{ ssh_config = "{hosts.ssh_config}" }}
 
 
 def enter(notebook: Notebook, settings: Path, patch: pytest.MonkeyPatch) -> None:
-    """Has this process be the notebook's kernel, with these settings."""
+    """Have this process be the notebook's kernel, with these settings."""
     patch.setenv("TAAS_STATE_DIR", str(notebook.state_dir))
     patch.setenv("XDG_CONFIG_HOME", str(settings))
     patch.chdir(notebook.project)

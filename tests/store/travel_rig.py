@@ -43,7 +43,7 @@ class Travel:
         self.notes: list[str] = []
 
     def look_again(self) -> None:
-        """Has the desk take the store as it is now."""
+        """Have the desk take the store as it is now."""
         listed = self.desk.answer(0, ListStore(fresh=True))
         while listed is None:
             threading.Event().wait(0.01)

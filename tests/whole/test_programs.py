@@ -202,7 +202,7 @@ def copied_environment(folder: Path) -> Path:
 
 
 def use_python(kernelspec: Path, python: Path) -> None:
-    """Lets a kernel be started by another interpreter."""
+    """Let a kernel be started by another interpreter."""
     content = json.loads(kernelspec.read_text())
     content["argv"][0] = str(python)
     kernelspec.write_text(json.dumps(content))

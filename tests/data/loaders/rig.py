@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.data.loaders import described
+from tests.data.loaders.described import Script
 from tests.data.loaders.share import SEED, Local, Share
 from tests.harness import Notebook, without_pytests_filter
 
-Script = Callable[[Any], Any]
-SeenByCase = dict[str, Any]
+SeenByCase = dict[str, object]
 
 
 class Setting(NamedTuple):
@@ -81,7 +81,7 @@ del cases, name, loader, script, options
 
 @contextlib.contextmanager
 def unfiltered() -> Iterator[None]:
-    """Leaves out that warnings are errors: of workers beyond the cores, of torchdata's making."""
+    """Leave out that warnings are errors: of workers beyond the cores, of torchdata's making."""
     with without_pytests_filter():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
@@ -163,7 +163,7 @@ class Seen:
 
 
 @functools.cache
-def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: bool) -> Any:
+def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: bool) -> object:
     """Return what a rank is to see of a case."""
     local, script, options = _local(module, name)
     if not local.loader.num_workers:
@@ -179,7 +179,7 @@ def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: b
 
 
 @functools.lru_cache(1)
-def _local(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, Any]]:
+def _local(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, str]]:
     """Return a case's local loader: what its workers send is new memory, and serves all ranks.
 
     Of one case only: each tensor that a worker has sent keeps a file open.
@@ -187,7 +187,7 @@ def _local(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, Any]
     return _made(module, name)
 
 
-def _made(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, Any]]:
+def _made(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, str]]:
     with unfiltered():
         loader, script, options = described.parts(getattr(module, name)())
     return Local(loader), script, options

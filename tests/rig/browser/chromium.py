@@ -88,11 +88,11 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def type(self, text: str) -> None:
-        """Types text where the cursor is."""
+        """Type text where the cursor is."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
-        """Presses and releases a key."""
+        """Press and release a key."""
         values = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
         self.call("Input.dispatchKeyEvent", type="rawKeyDown", **values)
         self.call("Input.dispatchKeyEvent", type="keyUp", **values)

@@ -115,7 +115,7 @@ def open_notebook(page: Page, lab: Lab, name: str) -> None:
 
 
 def command(page: Page, name: str) -> None:
-    """Carries out a command of JupyterLab, as its menus do; does not wait for its end."""
+    """Carry out a command of JupyterLab, as its menus do; do not wait for its end."""
     page.evaluate(f"void window.jupyterapp.commands.execute({json.dumps(name)})")
 
 
