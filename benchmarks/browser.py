@@ -64,7 +64,7 @@ class Cost(NamedTuple):
 
 
 def measure(page: Page, cell: int) -> Cost:
-    """Runs the selected cell and looks at the page meanwhile."""
+    """Run the selected cell and look at the page meanwhile."""
     output = f"({CELL.format(cell)}?.innerText ?? '')"
     page.evaluate(WATCH)
     start = most = _renderer_bytes()
@@ -101,7 +101,7 @@ def _renderer_bytes() -> int:
 
 
 def main() -> None:
-    """Prints a line for each scene."""
+    """Print a line for each scene."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=int, default=200_000, help="lines of each rank")
     parser.add_argument("--ranks", type=int, default=2)

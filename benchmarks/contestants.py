@@ -36,7 +36,7 @@ TOKEN = "TAAS_BENCHMARK"
 
 @contextmanager
 def notebook() -> Iterator[Notebook]:
-    """A fresh kernel in an empty folder, with pools of its own."""
+    """Yield a fresh kernel in an empty folder, with pools of its own."""
     with TemporaryDirectory(prefix="taas-benchmark-") as folder:
         environ = {
             "PYTHONPATH": os.pathsep.join((str(HERE.parent), str(HERE))),
@@ -100,7 +100,7 @@ def accelerate() -> Figures:
 
 
 def floor() -> Figures:
-    """A bare fork server."""
+    """Measure a bare fork server."""
 
     def cell(program: str) -> str:
         return f"floor.launch({program!r}, {RANKS})"
@@ -123,7 +123,7 @@ def _warm_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """Return a TCP port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

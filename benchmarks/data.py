@@ -64,7 +64,7 @@ def look_elsewhere() -> None:
 
 
 def busy_s() -> float:
-    """What all processors have done, and what was taken from this machine, in seconds."""
+    """Return what all processors have done, and what was taken from this machine, in seconds."""
     times = psutil.cpu_times()
     return sum((times.user, times.nice, times.system, times.irq, times.softirq, times.steal))
 
@@ -140,7 +140,7 @@ def memory_from_here() -> int:
 
 
 def consume(make: Takes, seconds: float, results: Connection) -> None:
-    """The consumer's process."""
+    """Run the consumer's process."""
     torch.set_num_threads(1)
     with make() as take:
         before = memory_from_here()
@@ -217,7 +217,7 @@ def after_steps(make: Takes, results: Connection) -> None:
 
 
 def in_a_process(target: Callable[..., None], *arguments: object) -> Any:
-    """What a target sends from a process of its own."""
+    """Call a target in a process of its own; return what it sends."""
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=target, args=(*arguments, theirs))
     process.start()
@@ -334,7 +334,7 @@ def step(rounds: int) -> None:
 def print_times(
     name: str, target: Callable[..., None], make: Takes | Services, rounds: int
 ) -> None:
-    """The median and the longest of what a target measures, in ms."""
+    """Print the median and the longest of what a target measures, in ms."""
     look_elsewhere()
     times = [ms for _ in range(rounds) for ms in in_a_process(target, make)]
     print(f"{name:32}{statistics.median(times):8.2f}, at most {max(times):.2f}", flush=True)

@@ -79,7 +79,7 @@ def _send(port: int, size: int, tls: Tls | None) -> None:
 
 @contextlib.contextmanager
 def raw(size: int, tls: Tls | None = None) -> Iterator[Take]:
-    """A bare TCP or TLS socket into one reused buffer: the ceiling."""
+    """Give batches from a bare TCP or TLS socket into one reused buffer: the ceiling."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = FORK.Process(target=_send, args=(server.getsockname()[1], size, tls))
         sender.start()
@@ -107,7 +107,7 @@ def raw(size: int, tls: Tls | None = None) -> Iterator[Take]:
 
 @contextlib.contextmanager
 def local(loader: DataLoader[Any]) -> Iterator[Take]:
-    """A DataLoader in the consumer."""
+    """Give batches from a DataLoader in the consumer."""
     batches = iter(loader)
     yield lambda: next(batches)
 
@@ -145,7 +145,7 @@ def service(
     tls: Tls | None = None,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> Iterator[Service]:
-    """The data service."""
+    """Run the data service for the time of the block."""
     folder = Path(tempfile.mkdtemp())
     key, payload = os.urandom(32), cloudpickle.dumps(loader)
     served = services.Service(
@@ -183,7 +183,7 @@ def service(
 
 @contextlib.contextmanager
 def ours(loader: DataLoader[Any], **arguments: object) -> Iterator[Take]:
-    """The data service, as `service` makes it."""
+    """Give batches from the data service, as `service` makes it."""
     with service(loader, **arguments) as running:  # type: ignore[arg-type]
         remote = running.remote()
         batches = iter(remote)

@@ -146,7 +146,7 @@ def failure_of(kernel: Notebook, source: str) -> str:
 
 
 def numbers_of(shown: str) -> set[str]:
-    """The line numbers at which a text says that cells failed."""
+    """Return the line numbers at which a text says that cells failed."""
     return {number for found in _FRAME.findall(shown) for number in found if number}
 
 

@@ -102,7 +102,7 @@ def taas() -> Iterator[Round]:
 
 
 def cpu_s() -> float:
-    """What this process and all below it have used."""
+    """Return what this process and all below it have used."""
     own = psutil.Process()
     found = 0.0
     for process in (own, *own.children(recursive=True)):

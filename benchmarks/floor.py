@@ -16,7 +16,7 @@ _context: Any = multiprocessing.get_context("forkserver")
 
 
 def warm() -> None:
-    """Starts the fork server; returns when it has imported torch."""
+    """Start the fork server; return when it has imported torch."""
     _context.set_forkserver_preload(["torch.distributed", "floor"])
     nothing = _context.Process(target=os.getpid)
     nothing.start()
@@ -24,7 +24,7 @@ def warm() -> None:
 
 
 def launch(program: str, ranks: int) -> None:
-    """Runs a program's text as so many ranks; prints what they do, until they have ended."""
+    """Run a program's text as so many ranks; print what they do, until they have ended."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)

@@ -44,7 +44,7 @@ def _row(label: str, means: Means, rank: int) -> str:
 
 
 def _measure(means: Means, rank: int) -> tuple[str, float]:
-    """The means that was used in the end, and the milliseconds that it took."""
+    """Return the means that was used in the end, and the milliseconds that it took."""
     with tempfile.TemporaryDirectory() as folder:
         reading, writing = _context.Pipe(duplex=False)
         process = _context.Process(target=_be_held, args=(writing, folder, means.value, rank))

@@ -87,7 +87,7 @@ class Result:
 
 
 def interrupt(frontend: Frontend, kind: str, after_s: float, times: int, result: Result) -> None:
-    """Plays one round."""
+    """Play one round."""
     request = frontend.send(KINDS[kind])
     with suppress(AssertionError):  # the moment has come
         frontend.wait(lambda: request in frontend.replies, after_s)
@@ -110,7 +110,7 @@ def interrupt(frontend: Frontend, kind: str, after_s: float, times: int, result:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Keeps the processors busy while the block runs."""
+    """Keep the processors busy while the block runs."""
     spin = [sys.executable, "-c", "while True: sum(range(10_000))"]
     spinning = [subprocess.Popen(spin) for _ in range(processes)]
     try:

@@ -92,7 +92,7 @@ class Notebook:
         self._manager.cleanup_resources()
 
     def run(self, *cells: str) -> Output:
-        """Sends cells, all at once, and reads what they print until the last one has ended.
+        """Send cells, all at once, and read what they print until the last one has ended.
 
         Raises:
             CellError: One of them failed, or they took longer than CELL_TIMEOUT_S.
@@ -117,7 +117,7 @@ class Notebook:
 
 
 def _parts(frames: list[bytes]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """A message's header, its parent's header, and its content (Jupyter's wire protocol)."""
+    """Return a message's header, its parent's header, and its content (Jupyter's wire protocol)."""
     start = frames.index(_DELIMITER) + 2  # the signature comes between
     header, parent, _, content = (json.loads(frame) for frame in frames[start : start + 4])
     return header, parent, content

@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def measure(names: Sequence[str], n_rounds: int) -> Rounds:
-    """Measures the contestants in turns; each round begins with another one."""
+    """Measure the contestants in turns; each round begins with another one."""
     rounds: Rounds = defaultdict(list)
     for number in range(n_rounds):
         first = number % len(names)
@@ -84,7 +84,7 @@ def median(rounds: Rounds, name: str, column: str) -> float | None:
 
 
 def table(rounds: Rounds) -> list[str]:
-    """A Markdown table: medians, and the fastest and slowest round."""
+    """Return a Markdown table: medians, and the fastest and slowest round."""
     lines = [f"| | {' | '.join(COLUMNS.values())} |", "|---" * (1 + len(COLUMNS)) + "|"]
     for name in NAMES:
         if name in rounds:
@@ -102,7 +102,7 @@ def cell(figures: Sequence[Figures], column: str) -> str:
 
 
 def completeness(figures: Sequence[Figures]) -> str:
-    """What became of the lines, in the worst round."""
+    """Return what became of the lines, in the worst round."""
     counts = {what: int(max(seen[what] for seen in figures)) for what in ("glued", "lost")}
     bad = [f"{count:,} {what}" for what, count in counts.items() if count]
     return ", ".join(bad) or "all whole"
@@ -128,7 +128,7 @@ def ratios(rounds: Rounds) -> list[str]:
 
 
 def aims(rounds: Rounds) -> list[str]:
-    """What `%%taas` was to reach, and whether it did."""
+    """Return what `%%taas` was to reach, and whether it did."""
     lines = []
     cold = {column: median(rounds, "torchrun", column) for column in COLD}
     for column, aim in {**AIMS, **cold}.items():
@@ -140,7 +140,7 @@ def aims(rounds: Rounds) -> list[str]:
 
 
 def machine() -> str:
-    """What the figures were taken on, and how busy it was."""
+    """Return what the figures were taken on, and how busy it was."""
     packages = ("torch", "distributed", "ipykernel", "accelerate")
     return ", ".join(
         [
@@ -153,7 +153,7 @@ def machine() -> str:
 
 
 def end_leftovers() -> int:
-    """Ends what a contestant left running, and names it; the exit code."""
+    """End what a contestant left running, and name it; return the exit code."""
     left = []
     deadline = time.monotonic() + 5
     while (left := [p for p in psutil.process_iter() if _is_ours(p)]) and (

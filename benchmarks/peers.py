@@ -17,7 +17,7 @@ from deliverers import FORK, Take
 
 
 def _serve(address: Connection) -> None:
-    """The process of the tf.data service: one dispatcher and one worker."""
+    """Run the process of the tf.data service: one dispatcher and one worker."""
     import tensorflow
 
     service = tensorflow.data.experimental.service
@@ -30,7 +30,7 @@ def _serve(address: Connection) -> None:
 
 @contextlib.contextmanager
 def tf_data(size: int) -> Iterator[Take]:
-    """The tf.data service: a worker prepares tensors and sends them by gRPC."""
+    """Give batches from the tf.data service: a worker prepares tensors, gRPC sends them."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     ours, theirs = FORK.Pipe()
     server = FORK.Process(target=_serve, args=(theirs,), daemon=True)
@@ -92,7 +92,7 @@ PEERS: dict[str, tuple[str, Make]] = {
 
 
 def installed() -> dict[str, Make]:
-    """The rows that can be measured here; says which are left out."""
+    """Return the rows that can be measured here; say which are left out."""
     rows = {}
     for name, (package, make) in PEERS.items():
         if importlib.util.find_spec(package) is None:

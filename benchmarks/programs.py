@@ -73,7 +73,7 @@ def first_line_s(output: Output) -> float:
 
 
 def delay_s(output: Output) -> float:
-    """The median time from a rank's print to the line's arrival."""
+    """Return the median time from a rank's print to the line's arrival."""
     return statistics.median(
         piece.arrived - float(printed)
         for piece in output.pieces
@@ -82,7 +82,7 @@ def delay_s(output: Output) -> float:
 
 
 def flood(output: Output) -> Flood:
-    """Looks for every line that was printed: whole, inside of another, or not at all."""
+    """Look for every line that was printed: whole, inside of another, or not at all."""
     arrivals = [piece.arrived for piece in output.pieces if " line " in piece.text]
     text = _PREFIX.sub("", output.text)
     whole = Counter(line.rstrip("\r") for line in text.split("\n"))

@@ -101,7 +101,7 @@ class Agent:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(self, address: str) -> None:
-        """Joins the pool as Dask's worker does."""
+        """Join the pool as Dask's worker does."""
         self._comm = await connect(address, **self._security.get_connection_args("worker"))
         high, low = divmod(self._number, 250)
         await self._comm.write(
@@ -132,7 +132,7 @@ class Agent:
         self._tasks = [asyncio.create_task(self._hear()), asyncio.create_task(self._beat())]
 
     def say(self, events: list[Event]) -> None:
-        """Sends events of the run."""
+        """Send events of the run."""
         for said in events:
             message = {"op": words.EVENT, "run_id": self._run_id, "event": encode(said)}
             self._stream.send(message)
@@ -209,7 +209,7 @@ class Kernel:
 
 
 def measure(world_size: int) -> Figures:
-    """A run of so many ranks, from the hosts' joining to its end."""
+    """Measure a run of so many ranks, from the hosts' joining to its end."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TAAS_STATE_DIR"] = folder
         return asyncio.run(_measure(world_size, Path(folder)))

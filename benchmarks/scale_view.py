@@ -51,7 +51,7 @@ def plan_of(world_size: int) -> Plan:
 
 
 def scenes(world_size: int) -> dict[str, list[Event]]:
-    """The events of a run, by what happens."""
+    """Return the events of a run, by what happens."""
     ranks = range(world_size)
     firsts = range(0, world_size, RANKS_PER_HOST)
     pids = {first: {r: r for r in ranks[first : first + RANKS_PER_HOST]} for first in firsts}
@@ -92,7 +92,7 @@ def _ended(world_size: int) -> Event:
 
 
 def measure(world_size: int) -> tuple[list[Scene], float]:
-    """The scenes' costs, and the view's memory at the end in MiB."""
+    """Measure the scenes' costs, and the view's memory at the end in MiB."""
     with _captured() as shell:
         made = scenes(world_size)
         tracemalloc.start()
@@ -122,7 +122,7 @@ def _frame(view: View, events: list[Event]) -> float:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[InteractiveShell]:
-    """A shell with a front end that keeps nothing."""
+    """Yield a shell with a front end that keeps nothing."""
     shell = InteractiveShell.instance()
     shell.display_pub = _Forgetful()
     shell.kernel = None
@@ -133,4 +133,4 @@ def _captured() -> Iterator[InteractiveShell]:
 
 class _Forgetful(CapturingDisplayPublisher):
     def publish(self, *args: Any, **kwargs: Any) -> None:
-        """Shows nothing."""
+        """Show nothing."""

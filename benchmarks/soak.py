@@ -42,14 +42,14 @@ class Small(Dataset[torch.Tensor]):
 
 
 def memory_kib(pid: int) -> int:
-    """A process's memory that no file backs; of a page that several share each has its part."""
+    """Return a process's memory that no file backs; a shared page counts by its part."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     sizes = {name: int(rest[0]) for name, *rest in map(str.split, lines[1:])}
     return sizes["Pss_Anon:"] + sizes["Pss_Shmem:"]
 
 
 def counts() -> dict[str, float]:
-    """What this process and all below it hold together."""
+    """Return what this process and all below it hold together."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     return {
         "MiB": sum(memory_kib(process.pid) for process in processes) / 2**10,

@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("taas")
 
 @pytest.fixture(autouse=True)
 def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for runs and pools of this test; never the user's."""
+    """Set the folder for runs and pools of this test; never the user's."""
     path = tmp_path / "state"
     monkeypatch.setenv("TAAS_STATE_DIR", str(path))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -62,14 +62,14 @@ def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def left_behind(token: str, ports: set[int], files: set[Path]) -> list[str]:
-    """What a test with a token has left so far, besides the ports and files of before."""
+    """Return what a test with a token has left so far, besides the ports and files of before."""
     found = [f"process {describe(process)}" for process in carriers(token)]
     found += [f"port {port}" for port in listening() - ports]
     return found + [f"file {path}" for path in abandoned(set(SHARED_MEMORY.iterdir()) - files)]
 
 
 def carriers(token: str) -> list[psutil.Process]:
-    """The processes with the token, but for the tests' own and its multiprocessing helper."""
+    """Return the processes with the token, but for the tests' own and its tracker."""
     return [
         process
         for process in psutil.process_iter()
@@ -123,7 +123,7 @@ def abandoned(files: set[Path]) -> set[Path]:
 
 
 def mapped(process: psutil.Process) -> set[str]:
-    """The shared-memory files that a process has mapped or open."""
+    """Return the shared-memory files that a process has mapped or open."""
     try:
         open_files = {os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()}
         lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()

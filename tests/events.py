@@ -13,7 +13,7 @@ Line = dict[str, Any]
 
 
 def parsed(line: Line) -> Event:
-    """The event of a line; whole numbers may be floats there."""
+    """Return the event of a line; whole numbers may be floats there."""
     whole: Event = msgspec.convert(
         {"time": 0.0, "host": "gpu1", **line}, messages.AnyEvent, strict=False, str_keys=True
     )
@@ -21,7 +21,7 @@ def parsed(line: Line) -> Event:
 
 
 def event(kind: str, host: str = "gpu1", **values: Any) -> Event:
-    """An event of a kind."""
+    """Return an event of a kind."""
     return parsed({"kind": kind, "host": host, **values})
 
 
@@ -31,6 +31,6 @@ def failure(**values: Any) -> Failure:
 
 
 def line_of(event: Event) -> Line:
-    """What the journal has of an event."""
+    """Return what the journal has of an event."""
     line: Line = json.loads(messages.encode(event))
     return line

@@ -8,7 +8,7 @@ WITHIN_S = 100.0
 
 
 def eventually(holds: Callable[[], object], within_s: float = WITHIN_S) -> None:
-    """Waits until something holds; a file that goes while it is looked at is looked for again."""
+    """Wait until something holds; a file that goes while it is looked at is looked for again."""
     deadline = time.monotonic() + within_s
     while True:
         with suppress(OSError):

@@ -56,7 +56,7 @@ class Frontend:
         self.replies: dict[str, dict[str, Any]] = {}
 
     def send(self, code: str, subshell_id: str | None = None) -> str:
-        """Asks for a cell to be run; returns the request's id at once."""
+        """Ask for a cell to be run; return the request's id at once."""
         content = {"code": code, "silent": False, "store_history": True, "stop_on_error": True}
         message = self.client.session.msg("execute_request", content)
         if subshell_id is not None:
@@ -66,14 +66,14 @@ class Frontend:
         return found
 
     def new_subshell(self) -> str:
-        """Makes a thread in the kernel that runs cells while the main one is busy."""
+        """Make a thread in the kernel that runs cells while the main one is busy."""
         message = self.client.session.msg("create_subshell_request")
         self.client.control_channel.send(message)
         found: str = self.client.get_control_msg(timeout=WAIT_S)["content"]["subshell_id"]
         return found
 
     def wait(self, condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
-        """Takes messages until a condition holds."""
+        """Take messages until a condition holds."""
         deadline = time.monotonic() + wait_s
         while not condition():
             assert time.monotonic() < deadline, f"nothing came in time; seen: {dict(self.outputs)}"
@@ -81,30 +81,30 @@ class Frontend:
             self._take(self.client.get_iopub_msg, 0.1, self._shown)
 
     def finish(self, request: str, wait_s: float = WAIT_S) -> dict[str, Any]:
-        """Waits until a cell is answered and all its output is there; returns the reply."""
+        """Wait until a cell is answered and all its output is there; return the reply."""
         self.wait(lambda: request in self.replies and self._is_idle(request), wait_s)
         return self.replies[request]
 
     def run(self, code: str) -> str:
-        """Runs a cell that is to succeed; returns the request's id."""
+        """Run a cell that is to succeed; return the request's id."""
         request = self.send(code)
         reply = self.finish(request)
         assert reply["status"] == "ok", reply
         return request
 
     def fail(self, code: str) -> dict[str, Any]:
-        """Runs a cell that is to fail; returns the reply."""
+        """Run a cell that is to fail; return the reply."""
         reply = self.finish(self.send(code))
         assert reply["status"] == "error", reply
         return reply
 
     def be_patient(self) -> None:
-        """Has the kernel wait for a run that was interrupted as long as this machine may take."""
+        """Have the kernel wait for a run that was interrupted as long as this machine may take."""
         module = "__import__('taas_magic.notebook.run', fromlist=['Run'])"
         self.run(f"{module}.KILL_WAIT_S = {WAIT_S}")
 
     def contents(self, request: str, kind: str) -> list[dict[str, Any]]:
-        """The messages of one kind that belong to a request."""
+        """Return the messages of one kind that belong to a request."""
         return [m["content"] for m in self.outputs[request] if m["msg_type"] == kind]
 
     @property
@@ -115,7 +115,7 @@ class Frontend:
         return psutil.Process(provisioner.pid)
 
     def text(self, request: str) -> str:
-        """What a request printed."""
+        """Return what a request printed."""
         return "".join(content["text"] for content in self.contents(request, "stream"))
 
     def _is_idle(self, request: str) -> bool:
@@ -138,14 +138,14 @@ class Frontend:
 
 
 def before_start(frontend: Frontend, request: str) -> str:
-    """What a cell has printed, and its head as it was before its ranks were started."""
+    """Return what a cell has printed, and its head as it was before its ranks were started."""
     heads = [it["data"]["text/plain"] for it in frontend.contents(request, "update_display_data")]
     return frontend.text(request) + "".join(head for head in heads if head.startswith("STARTING"))
 
 
 @contextmanager
 def kernel(project: Path, **environ: str) -> Iterator[Frontend]:
-    """A kernel in a folder, for as long as the context; its pool `local` is ended with it."""
+    """Yield a kernel in a folder, for as long as the context; its pool `local` is ended with it."""
     project.mkdir(exist_ok=True)
     manager, client = start_new_kernel(
         startup_timeout=WAIT_S,
@@ -182,17 +182,17 @@ class Scene:
             path.mkdir(exist_ok=True)
 
     def environ(self) -> dict[str, str]:
-        """What a kernel here finds in its environment."""
+        """Return what a kernel here finds in its environment."""
         return {**environment(self.folder), "TMPDIR": str(self.tmp)}
 
     @contextmanager
     def kernel(self, **environ: str) -> Iterator[Frontend]:
-        """A kernel, for as long as the block."""
+        """Yield a kernel, for as long as the block."""
         with kernel(self.project, **{**self.environ(), **environ}) as started:
             yield started
 
     def close(self) -> None:
-        """Removes TMPDIR; a process that ends just now may still remove its own files there."""
+        """Remove TMPDIR; a process that ends just now may still remove its own files there."""
         deadline = time.monotonic() + WAIT_S
         while self.tmp.exists():
             assert time.monotonic() < deadline, f"left: {list(self.tmp.iterdir())}"

@@ -59,7 +59,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def without_pytests_filter() -> Iterator[None]:
-    """Leaves out that warnings are errors: pytest set it, and it would go to the ranks."""
+    """Leave out that warnings are errors: pytest set it, and it would go to the ranks."""
     with warnings.catch_warnings():
         warnings.filters[:] = [f for f in warnings.filters if f[0] != "error"]  # type: ignore[index]
         yield
@@ -80,11 +80,11 @@ class Notebook:
     state_dir: Path
 
     def define(self, source: str) -> None:
-        """Runs an ordinary cell in the notebook's own process."""
+        """Run an ordinary cell in the notebook's own process."""
         self.shell.run_cell(source, store_history=True).raise_error()
 
     def run(self, source: str, flags: str = "", gpus: int | str = 2) -> Outcome:
-        """Runs a cell below a `%%taas` head."""
+        """Run a cell below a `%%taas` head."""
         before = launch.last_run
         cell = f"%%taas --gpus {gpus} {flags}\n{source}"
         with without_pytests_filter():
@@ -97,7 +97,7 @@ class Notebook:
 
 @contextlib.contextmanager
 def on_event(patch: pytest.MonkeyPatch, wanted: Any, act: Any) -> Iterator[list[Line]]:
-    """Calls `act` with a run, in a thread, at its first event that is wanted; gives these."""
+    """Call `act` with a run, in a thread, at its first event that is wanted; yield these."""
     seen: list[Line] = []
     put = Run.put
 
@@ -114,7 +114,7 @@ def on_event(patch: pytest.MonkeyPatch, wanted: Any, act: Any) -> Iterator[list[
 
 
 def below(pid: int) -> list[psutil.Process]:
-    """The processes that descend from a process."""
+    """Return the processes that descend from a process."""
     return psutil.Process(pid).children(recursive=True)
 
 
@@ -134,7 +134,7 @@ def left_of(ending: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def remove_cgroup(folder: Path) -> None:
-    """Removes a cgroup; the system may still count a process that has ended."""
+    """Remove a cgroup; the system may still count a process that has ended."""
     deadline = time.monotonic() + GONE_WITHIN_S
     while folder.exists():
         try:
@@ -149,7 +149,7 @@ AGENT = "taas_magic.host.agent"
 
 
 def forkservers(tree: Iterable[psutil.Process]) -> set[psutil.Process]:
-    """The agents' forkservers in a tree; what they fork has their command line."""
+    """Return the agents' forkservers in a tree; what they fork has their command line."""
     found = set()
     for process in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -172,14 +172,14 @@ def waiting_servers(tree: Iterable[psutil.Process]) -> set[psutil.Process]:
 
 
 def words(process: psutil.Process) -> str:
-    """A process's command line; "" when it is gone."""
+    """Return a process's command line; "" when it is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""
 
 
 def listening_ports(processes: Iterable[psutil.Process]) -> set[int]:
-    """The TCP ports on which processes listen."""
+    """Return the TCP ports on which processes listen."""
     return {port for process in processes for port in _ports_of(process)}
 
 
@@ -193,7 +193,7 @@ def _ports_of(process: psutil.Process) -> set[int]:
 
 
 def shared_memory() -> set[str]:
-    """The files of POSIX shared memory and semaphores."""
+    """Return the files of POSIX shared memory and semaphores."""
     return {str(path) for path in Path("/dev/shm").iterdir() if path.is_file()}
 
 

@@ -60,14 +60,14 @@ _KEPT = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts long files first: handed out one by one, they let all processes end together."""
+    """Put long files first: handed out one by one, they let all processes end together."""
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda it: (it.path.parent.name != "chaos", order.get(it.path.stem, len(order))))
 
 
 @pytest.fixture(scope="session")
 def warm_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook whose pool `local` stays warm for the session."""
+    """Yield a notebook whose pool `local` stays warm for the session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TAAS_STATE_DIR", str(tmp_path_factory.mktemp("state")))
         patch.chdir(tmp_path_factory.mktemp("project"))
@@ -84,7 +84,7 @@ def warm_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook
 
 @pytest.fixture
 def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
-    """A notebook with an empty namespace, on the warm pool; checks that its runs leave nothing.
+    """Yield a notebook with an empty namespace, on the warm pool; its runs may leave nothing.
 
     What may stay is the pool itself: no process besides its own, no port, no shared memory.
     """
@@ -104,14 +104,14 @@ def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def _empty(shell: InteractiveShell) -> None:
-    """Resets a shell; its namespace is that of pytest's own main module, which stays one."""
+    """Reset a shell; its namespace is that of pytest's own main module, which stays one."""
     own = {name: value for name, value in shell.user_ns.items() if name.startswith("__")}
     shell.reset(new_session=True)
     shell.user_ns.update(own)
 
 
 def _left_behind(files_before: set[str]) -> list[str]:
-    """What is there besides the pool itself: processes, ports, shared memory."""
+    """Return what is there besides the pool itself: processes, ports, shared memory."""
     tree = below(os.getpid())
     left = [f"process {process}" for process in tree if not _is_kept(process)]
     forks = {process for process in tree if FORKSERVER in words(process)}
@@ -136,7 +136,7 @@ def _is_kept(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module")
 def frontend_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    """A real kernel with a warm pool, for a module's tests; it leaves no process behind."""
+    """Yield a real kernel with a warm pool, for a module's tests; it leaves no process behind."""
     folder, token = tmp_path_factory.mktemp("kernel"), secrets.token_hex(8)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**environment(folder), TOKEN: token}.items():
@@ -152,7 +152,7 @@ def frontend_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fro
 
 @pytest.fixture
 def memory_limit() -> Iterator[Path]:
-    """A memory cgroup of 600 MiB that a process may enter; cgroup v1 or v2."""
+    """Yield a memory cgroup of 600 MiB that a process may enter; cgroup v1 or v2."""
     name = f"taas-{secrets.token_hex(4)}"
     version_1 = Path("/sys/fs/cgroup/memory")
     folder = (version_1 if version_1.is_dir() else Path("/sys/fs/cgroup")) / name
@@ -165,13 +165,13 @@ def memory_limit() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def several_settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration folder with a pool of three hosts."""
+    """Make a configuration folder with a pool of three hosts."""
     return settings_in(tmp_path_factory.mktemp("config"), _SEVERAL)
 
 
 @pytest.fixture(scope="module")
 def several_given_back(warm_notebook: Notebook, several_settings: Path) -> Iterator[None]:
-    """The pool goes on from test to test; it is given back in the end, and leaves nothing."""
+    """Keep the pool from test to test; give it back in the end, when nothing may be left."""
     with given_back(warm_notebook, several_settings, "many"):
         yield
 
@@ -183,7 +183,7 @@ def several(
     several_given_back: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Notebook:
-    """A notebook whose pool `many` has three hosts with two ranks each."""
+    """Return a notebook whose pool `many` has three hosts with two ranks each."""
     enter(warm_notebook, several_settings, monkeypatch)
     return warm_notebook
 
@@ -192,7 +192,7 @@ def several(
 def kernel_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> Iterator[Frontend]:
-    """A kernel, and pools, for one test; all that it starts must be gone after it."""
+    """Yield a kernel, and pools, for one test; all that it starts must be gone after it."""
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     with kernel(tmp_path / "project") as started:

@@ -65,7 +65,7 @@ class Notebook:
         return payload.capture(cell, self.namespace, **self._arguments(limit_bytes))
 
     def survey(self, source: str, limit_bytes: int = 1 << 30) -> tuple[Payload, list[str]]:
-        """What `--dry-run` finds: it goes on after what would be refused."""
+        """Return what `--dry-run` finds: it goes on after what would be refused."""
         cell, problems = self.cell(source), list[str]()
         settings = {**self._arguments(limit_bytes), "problems": problems}
         return payload.capture(cell, self.namespace, **settings), problems
@@ -75,7 +75,7 @@ class Notebook:
         return Cell(source, "/tmp/ipykernel_1/cell.py", f"%%taas --gpus 2\n{source}", 1, 7)
 
     def in_rank(self, source: str, **environment: str) -> Any:
-        """What the captured cell leaves in `out`, as JSON."""
+        """Return what the captured cell leaves in `out`, as JSON."""
         path = self.folder / "payload"
         with without_pytests_filter():
             payload.write(self.capture(source), path)
@@ -97,7 +97,7 @@ def notebook(tmp_path: Path) -> Notebook:
 
 @pytest.fixture(autouse=True)
 def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot travel is found, also while this machine is busy."""
+    """Let what cannot travel be found, also while this machine is busy."""
     monkeypatch.setattr(culprit, "_BUDGET_S", 1000.0)
 
 

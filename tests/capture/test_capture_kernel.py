@@ -24,7 +24,7 @@ HELD = "\nprint('all held')"
 
 
 def held(text: str) -> set[str]:
-    """The ranks that printed `HELD`, each by itself or, where they did at once, as one."""
+    """Return the ranks that printed `HELD`, each by itself or, where they did at once, as one."""
     return {
         rank for ranks in re.findall(r"\[(\S+).*\] all held", text) for rank in ranks.split("-")
     }

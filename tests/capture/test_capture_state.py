@@ -22,7 +22,7 @@ LAUNCHER = ["python", "-m", "ipykernel_launcher", "-f", "kernel.json"]
 
 
 def collected(setup: str, *words: str) -> Any:
-    """What a fresh process that did `setup` would give to its ranks, the filters left out."""
+    """Return what a fresh process that did `setup` would give its ranks, without the filters."""
     command = [sys.executable, "-c", COLLECT.format(setup), *words]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(ran.stdout)

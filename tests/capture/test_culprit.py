@@ -20,7 +20,7 @@ probe = ValuePickler().probe
 
 @pytest.fixture(autouse=True)
 def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path is found whole, also while this machine is busy."""
+    """Let a path be found whole, also while this machine is busy."""
     monkeypatch.setattr(culprit_module, "_BUDGET_S", 1000.0)
 
 

@@ -36,7 +36,7 @@ class Chaos:
         self._running, self._random = running, random.Random(seed)
         self._faults, self._pause_s = faults, pause_s
         self.done: list[str] = []
-        self.proxy = Proxy(running.feed().directory, self._harm)
+        self.proxy = Proxy(running.directory, self._harm)
         self._cuts = threading.Event()
         self._steps, self._news = 0, threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -53,7 +53,7 @@ class Chaos:
         self.proxy.close()
 
     def stepped(self) -> None:
-        """The ranks have had a batch each."""
+        """Take note that the ranks have had a batch each."""
         with self._news:
             self._steps += 1
             self._news.notify()
@@ -74,7 +74,7 @@ class Chaos:
             self._news.wait_for(lambda: self._steps > before or not self._faults)
 
     def _parent(self) -> psutil.Process:
-        """The process whose children are a fetcher's workers."""
+        """Return the process whose children are a fetcher's workers."""
         number = self._random.randrange(len(self._running.processes))
         return psutil.Process(self._running.processes[number][0].pid).children()[0]
 
@@ -116,17 +116,22 @@ def train(
     rest_s: float = 0.0,
     stepped: Callable[[], None] = lambda: None,
 ) -> tuple[str, torch.Tensor]:
-    """Train on all ranks' streams, with a rest now and then; returns their hash and weights."""
+    """Train on all ranks' streams, with a rest now and then; return their hash and weights."""
     torch.manual_seed(0)
     weights = torch.zeros(8)
     digest = hashlib.sha256()
     ledgers = [running.ledger(rank, generation) for rank in range(WORLD_SIZE)]
-    arguments = {"world_size": WORLD_SIZE, "directory": directory}
-    if certificate := running.changes.get("tls"):
-        arguments["tls"] = certificate.client
+    certificate = running.changes.get("tls")
     steps, rests = itertools.count(1), random.Random(generation)
     remotes = [
-        running.loader(rank=rank, ledger=ledgers[rank], direct=rank == 0, **arguments)
+        running.loader(
+            rank=rank,
+            world_size=WORLD_SIZE,
+            directory=directory,
+            tls=certificate.client if certificate else None,
+            ledger=ledgers[rank],
+            direct=rank == 0,
+        )
         for rank in range(WORLD_SIZE)
     ]
     for _ in range(epochs):
@@ -151,7 +156,7 @@ def play(
     tls: Tls | None = None,
     rest_s: float = 0.0,
 ) -> list[str]:
-    """Train undisturbed, then under harm until so much was done; returns what was done.
+    """Train undisturbed, then under harm until so much was done; return what was done.
 
     Args:
         folder: Where the service has its files.
@@ -169,7 +174,7 @@ def play(
     done: list[str] = []
     generation = 0
     with service(folder, loader, fetchers=2, workers=2, tls=tls) as running:
-        digest, weights = train(running, 2, running.feed().directory)
+        digest, weights = train(running, 2, running.directory)
         while len(done) < faults:
             generation += 1
             with Chaos(running, seed + generation, faults - len(done), pause_s) as chaos:

@@ -95,7 +95,7 @@ class Chaos:
         say: Callable[[str], None] = lambda text: None,
         enough_s: float = float("inf"),
     ) -> Result:
-        """Does so many rounds, then ends the kernel and looks for what is left.
+        """Do so many rounds, then end the kernel and look for what is left.
 
         Args:
             rounds: How many.
@@ -134,7 +134,7 @@ class Chaos:
 
     @contextmanager
     def _harmed(self, harm: str, which: psutil.Process) -> Iterator[None]:
-        """Kills a process, or stops it: kernel and pool for a while, all others for ever."""
+        """Kill a process, or stop it: kernel and pool for a while, all others for ever."""
         with suppress(psutil.NoSuchProcess):
             which.kill() if harm.startswith("kill") else which.suspend()
         if harm in ("stop kernel", "stop pool"):
@@ -144,7 +144,7 @@ class Chaos:
         yield
 
     def _finish(self, frontend: Frontend, request: str, harm: str) -> None:
-        """Returns when the cell has ended; one that does not is interrupted as a user would."""
+        """Return when the cell has ended; one that does not is interrupted as a user would."""
         if harm == "kill kernel":
             frontend.manager.restart_kernel(now=True)
             frontend.client.wait_for_ready(timeout=WAIT_S)
@@ -159,7 +159,7 @@ class Chaos:
             frontend.finish(request, self._end_s)
 
     def _check_next(self, frontend: Frontend, harm: str) -> None:
-        """Runs the next cell; one that says what to do is asked once more."""
+        """Run the next cell; one that says what to do is asked once more."""
         request = frontend.send(NEXT)
         if frontend.finish(request)["status"] == "ok" and "the next" in frontend.text(request):
             return
@@ -175,7 +175,7 @@ class Chaos:
                 yield process
 
     def _look_for_old(self, frontend: Frontend, harm: str) -> None:
-        """Remembers what has left the tree, and finds what should have gone by now."""
+        """Remember what has left the tree, and find what should have gone by now."""
         now = time.monotonic()
         tree = self._tree(frontend)
         for process in carriers(self._token):
@@ -189,7 +189,7 @@ class Chaos:
                 end(process)
 
     def _tree(self, frontend: Frontend) -> set[psutil.Process]:
-        """The kernel and its pool, which may be the one of a kernel that was killed."""
+        """Return the kernel and its pool, which may be the one of a kernel that was killed."""
         roots = [frontend.process]
         for lock in self._scene.state.glob("pools/*/lock"):  # the pool wrote its number into it
             with suppress(ValueError, psutil.NoSuchProcess):
@@ -201,7 +201,7 @@ class Chaos:
         return tree
 
     def _all_left(self) -> list[str]:
-        """What is there when nothing should be: with the processes go their ports and sockets."""
+        """Return what is there when nothing should be; ports and sockets go with processes."""
         found = [f"process {describe(process)}" for process in carriers(self._token)]
         files = abandoned(set(Path("/dev/shm").iterdir()) - self._files)
         kept = [p for p in self._scene.tmp.iterdir() if not p.name.startswith("torchinductor_")]
@@ -209,7 +209,7 @@ class Chaos:
 
 
 def left_after_a_while(left: Callable[[], list[str]]) -> list[str]:
-    """What is left when nothing goes any more; looks again and again, as long as there is any."""
+    """Return what is left when nothing goes any more; look as long as there is any."""
     deadline = time.monotonic() + GONE_WITHIN_S
     while (found := left()) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -225,7 +225,7 @@ def is_over(process: psutil.Process) -> bool:
 
 
 def _place_of(process: psutil.Process) -> str:
-    """What a process is to a pool: forks of the forkserver are told by their place in the tree."""
+    """Return what a process is to a pool; forks of the forkserver are told by their place."""
     said = words(process)
     for place, module in MODULES.items():
         if module in said:

@@ -307,7 +307,7 @@ def writes_a_shard() -> None:
 
 
 def parent_death_signal() -> int:
-    """What the guard must not undo (the kernel clears it when a process changes its rights)."""
+    """Return what the guard must keep (the kernel clears it when a process's rights change)."""
     number = ctypes.c_int()
     ctypes.CDLL(None).prctl(2, ctypes.byref(number), 0, 0, 0)  # PR_GET_PDEATHSIG
     return number.value

@@ -23,7 +23,7 @@ SIZES = {"small": 10_000, "out/middle": 300_000, "out/large": 3_000_000}
 
 
 def serve(desk: Desk, listener: Listener) -> None:
-    """Answers one host until it is gone."""
+    """Answer one host until it is gone."""
     with listener.accept() as host:
         while True:
             try:
@@ -33,7 +33,7 @@ def serve(desk: Desk, listener: Listener) -> None:
 
 
 def asking(desk: Connection) -> Ask:
-    """Asks over a connection."""
+    """Ask over a connection."""
     lock = threading.Lock()
 
     def ask(request: FileRequest[Any]) -> Any:

@@ -6,8 +6,12 @@ import select
 import socket
 import struct
 import threading
+from collections.abc import Callable, Iterator
 
 from msgspec import structs
+
+from taas_magic.data.service import Directory
+from taas_magic.messages import Address, LoaderPlace
 
 
 class Proxy:
@@ -16,19 +20,22 @@ class Proxy:
     Attributes:
         harm: Called with the number of the connection and the bytes from the fetcher; returns what
             goes on to the rank, or None to reset the connection.
+        said: What ranks have said, in pieces.
     """
 
-    def __init__(self, directory, harm):
+    def __init__(self, directory: Directory, harm: Callable[[int, bytes], bytes | None]) -> None:
         self._directory, self.harm = directory, harm
-        self._servers, self._addresses = {}, {}
+        self.said: list[bytes] = []
+        self._servers: dict[int, socket.socket] = {}
+        self._addresses: dict[int, Address] = {}
         self._numbers = itertools.count(1)
 
-    def __call__(self, loader):
+    def __call__(self, loader: str) -> LoaderPlace:
         found = self._directory(loader)
         through = {n: self._through(n, address) for n, address in found.addresses.items()}
         return structs.replace(found, addresses=through)
 
-    def _through(self, number, address):
+    def _through(self, number: int, address: Address) -> Address:
         self._addresses[number] = address
         if number not in self._servers:
             server = socket.create_server(("127.0.0.1", 0))
@@ -37,7 +44,7 @@ class Proxy:
         port = self._servers[number].getsockname()[1]
         return address._replace(port=port)
 
-    def _accept(self, server, number):
+    def _accept(self, server: socket.socket, number: int) -> None:
         with contextlib.suppress(OSError):
             while True:
                 rank, _ = server.accept()
@@ -51,7 +58,7 @@ class Proxy:
                 threading.Thread(target=self._back, args=back, daemon=True).start()
                 threading.Thread(target=self._forth, args=(rank, fetcher), daemon=True).start()
 
-    def _forth(self, rank, fetcher):
+    def _forth(self, rank: socket.socket, fetcher: socket.socket) -> None:
         # Never blocked in a read: the kernel resets a connection only when nobody is.
         with contextlib.suppress(OSError, ValueError), rank, fetcher:
             while True:
@@ -61,12 +68,13 @@ class Proxy:
                 if not data:
                     fetcher.shutdown(socket.SHUT_RDWR)
                     return
+                self.said.append(data)
                 fetcher.sendall(data)
 
-    def _back(self, number, fetcher, rank):
+    def _back(self, number: int, fetcher: socket.socket, rank: socket.socket) -> None:
         with contextlib.suppress(OSError), fetcher:
-            for data in _received(fetcher):
-                data = self.harm(number, data)
+            for piece in _received(fetcher):
+                data = self.harm(number, piece)
                 if data is None:
                     rank.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     rank.close()
@@ -74,15 +82,15 @@ class Proxy:
                 rank.sendall(data)
             rank.shutdown(socket.SHUT_RDWR)
 
-    def close(self):
+    def close(self) -> None:
         for server in self._servers.values():
             with contextlib.suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)
             server.close()
 
 
-def _received(sock):
-    """What comes, until the end; that of a fetcher that was killed may be a reset."""
+def _received(sock: socket.socket) -> Iterator[bytes]:
+    """Yield what comes, until the end; that of a fetcher that was killed may be a reset."""
     with contextlib.suppress(ConnectionError):
         while data := sock.recv(1 << 16):
             yield data

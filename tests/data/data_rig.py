@@ -5,30 +5,51 @@ import dataclasses
 import gc
 import multiprocessing
 import os
+import socket
+import ssl
 import time
-from multiprocessing import forkserver
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, TypedDict
 
 import cloudpickle
 import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from typing_extensions import Unpack
 
 from taas_magic.config import DataConfig
 from taas_magic.data import metrics
 from taas_magic.data import service as about
-from taas_magic.data.connection import FetcherLink
+from taas_magic.data.connection import FetcherLink, Silent
 from taas_magic.data.loader import Feed, RemoteLoader
+from taas_magic.data.memory import Blocks
 from taas_magic.data.own_servers import OwnServers
-from taas_magic.data.protocol import Challenge, Proof, ProtocolState, Role, State, Welcome, pack
-from taas_magic.data.service import FolderDirectory
+from taas_magic.data.protocol import (
+    Alive,
+    Challenge,
+    FromRank,
+    FromServer,
+    Proof,
+    ProtocolState,
+    Response,
+    Role,
+    State,
+    Welcome,
+    pack,
+)
+from taas_magic.data.service import Directory, FolderDirectory, Tls
+from taas_magic.data.sharding import Uneven
 from taas_magic.host.fetcher import fetcher_main
 from taas_magic.host.spec import FetcherSpec
 from taas_magic.leases import FetchLease
-from taas_magic.messages import FetcherStarted, of_fetcher
+from taas_magic.messages import Address, FetcherStarted, of_fetcher
 from taas_magic.plan import FetcherPlan
 from taas_magic.registry import Registered
-from tests.rig.main_module import plain_main
+from tests.rig.main_module import end_forkserver, plain_main
 
 SEED = 7
 WAIT_S = 100.0
@@ -39,77 +60,110 @@ CONTEXT.set_forkserver_preload(["taas_magic.host.fetcher", "tests.data.data_rig"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forkserver_for_this_module():
-    """The fetchers' forkserver ends with the module: other tests count the processes they see."""
+def forkserver_for_this_module() -> Iterator[None]:
+    """End the fetchers' forkserver with the module: other tests count the processes they see."""
     yield
     gc.collect()  # a rank's own server has the forkserver's pipe open, until its loader is gone
-    forkserver._forkserver._stop()
+    end_forkserver()
 
 
-class Rows(Dataset):
-    """Row n is [n, n + 0.5, …]; deterministic."""
+class Rows(Dataset[object]):
+    """Row n is [n, n, …] and n; deterministic."""
 
-    def __init__(self, size, width=8):
+    def __init__(self, size: int, width: int = 8) -> None:
         self.size, self.width = size, width
         self.classes = ["a", "b"]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> object:
         return torch.full((self.width,), float(index)), index
 
 
 class Noise(Rows):
     """Random augmentation, by torch."""
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> object:
         return torch.rand(self.width), index
 
 
-class Lines(IterableDataset):
+class Lines(IterableDataset[torch.Tensor]):
     """Numbers, split over workers."""
 
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         self.size = size
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[torch.Tensor]:
         info = torch.utils.data.get_worker_info()
         first, step = (info.id, info.num_workers) if info else (0, 1)
         for number in range(first, self.size, step):
             yield torch.tensor([number])
 
 
-class Remembering(IterableDataset):
+class Remembering(IterableDataset[torch.Tensor]):
     """Numbers, and how many of them this very object has counted; it has a state of its own."""
 
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         self.size, self.at, self.counted = size, 0, 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[torch.Tensor]:
         while self.at < self.size:
             self.at += 1
             self.counted += 1
             yield torch.tensor([self.at - 1, self.counted])
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = state["at"]
 
 
-def shape_of(loader, name="train", settings=None, **changes):
-    shape = Registered(name, loader).packed().shape
-    return dataclasses.replace(shape, settings={**shape.settings, **(settings or {})}, **changes)
+class ShapeChanges(TypedDict, total=False):
+    """What a loader's shape says else than its loader."""
+
+    settings: dict[str, object]
+    attributes: dict[str, object]
+    uneven: Uneven
+
+
+class FetcherChanges(TypedDict, total=False):
+    """What fetchers are told besides."""
+
+    buffer_bytes: int
+    spill: Path
+    tls: Tls | None
+    units: int
+
+
+class FeedChanges(TypedDict, total=False):
+    """What a rank is told besides."""
+
+    directory: Directory
+    units: int
+    tls: Callable[[], ssl.SSLContext] | None
+    ledger: metrics.BatchLedger
+    window_bytes: int
+    lease: FetchLease
+    direct: bool
 
 
 class Service:
     """Fetchers for some loaders, in processes of their own; and ranks' loaders."""
 
-    def __init__(self, folder, loaders, fetchers=1, workers=1, **changes):
+    def __init__(
+        self,
+        folder: Path,
+        loaders: Mapping[str, DataLoader[object]],
+        fetchers: int = 1,
+        workers: int = 1,
+        **changes: Unpack[FetcherChanges],
+    ) -> None:
         self.folder, self.loaders, self.key = folder, loaders, os.urandom(32)
-        self.processes, self.own = [], []
+        self.directory = FolderDirectory(folder / "data" / "fetchers")
+        self.processes: list[tuple[ForkServerProcess, Connection]] = []
+        self.own: list[OwnServers] = []
         folder.mkdir(parents=True, exist_ok=True)
         self.payloads = {name: cloudpickle.dumps(loader) for name, loader in loaders.items()}
         about.folder_of(folder).mkdir(exist_ok=True)
@@ -119,27 +173,26 @@ class Service:
         for number in range(fetchers):
             self.start(number)
 
-    def spec(self, number):
-        changes = dict(self.changes)
+    def spec(self, number: int) -> FetcherSpec:
         served = about.Service(
             self.key,
             SEED,
             self.fetchers,
-            units=changes.pop("units", None),
+            units=self.changes.get("units"),
             loaders=tuple(
                 about.Served(name, loader.num_workers or self.workers, "", SEED)
                 for name, loader in self.loaders.items()
             ),
-            settings=DataConfig(buffer_bytes=changes.pop("buffer_bytes", 1 << 30)),
-            tls=changes.pop("tls", None),
+            settings=DataConfig(buffer_bytes=self.changes.get("buffer_bytes", 1 << 30)),
+            tls=self.changes.get("tls"),
         )
         plan = FetcherPlan(number, number, tuple(self.loaders), host=0)
-        return FetcherSpec(plan, served, self.folder, 1, **changes)
+        return FetcherSpec(plan, served, self.folder, 1, spill=self.changes.get("spill"))
 
-    def start(self, number):
+    def start(self, number: int) -> None:
         self.processes.append(self.restart(number))
 
-    def restart(self, number):
+    def restart(self, number: int) -> tuple[ForkServerProcess, Connection]:
         """Start a fetcher, perhaps in the place of one that is gone."""
         with plain_main():  # a shell of another test may stand for the main module
             control, theirs = CONTEXT.Pipe()
@@ -152,31 +205,41 @@ class Service:
             self.processes[number] = started
         return started
 
-    def feed(self, rank=0, world_size=1, local=False, **changes):
+    def loader(
+        self,
+        name: str = "train",
+        rank: int = 0,
+        world_size: int = 1,
+        shape: ShapeChanges | None = None,
+        local: bool = False,
+        **changes: Unpack[FeedChanges],
+    ) -> RemoteLoader:
+        made = Registered(name, self.loaders[name]).packed().shape
+        changed: ShapeChanges = {**shape} if shape else {}
+        changed["settings"] = made.settings | changed.get("settings", {})
         own = OwnServers(self.key, self.payloads.__getitem__, int) if local else None
         if own is not None:
             self.own.append(own)
-        arguments = {
-            "own": own,
-            "payload": self.payloads.__getitem__,
-            "directory": None if local else FolderDirectory(self.folder / "data" / "fetchers"),
-            "key": self.key,
-            "seed": SEED,
-            "lease": FetchLease(fetch_s=WAIT_S, start_s=WAIT_S),
-        }
-        return Feed(rank, world_size, **arguments | changes)
+        feed = Feed(
+            rank,
+            world_size,
+            self.payloads.__getitem__,
+            None if local else self.directory,
+            key=self.key,
+            seed=SEED,
+            lease=FetchLease(fetch_s=WAIT_S, start_s=WAIT_S),
+            own=own,
+        )
+        feed = dataclasses.replace(feed, **changes)
+        return RemoteLoader(dataclasses.replace(made, **changed), feed)
 
-    def loader(self, name="train", rank=0, world_size=1, shape=None, **changes):
-        shape = shape_of(self.loaders[name], name, **(shape or {}))
-        return RemoteLoader(shape, self.feed(rank, world_size, **changes))
-
-    def ledger(self, rank=0, generation=0):
+    def ledger(self, rank: int = 0, generation: int = 0) -> metrics.BatchLedger:
         return metrics.BatchLedger(self.folder / "ledger", generation, rank)
 
-    def handed(self):
+    def handed(self) -> list[metrics.Handed]:
         return metrics.read_ledgers(self.folder / "ledger")
 
-    def close(self):
+    def close(self) -> None:
         for own in self.own:
             own.close()
         for process, control in self.processes:
@@ -190,18 +253,24 @@ class Service:
 
 
 @contextlib.contextmanager
-def service(folder, loaders, **arguments):
+def service(
+    folder: Path,
+    loaders: DataLoader[object] | Mapping[str, DataLoader[object]],
+    fetchers: int = 1,
+    workers: int = 1,
+    **changes: Unpack[FetcherChanges],
+) -> Iterator[Service]:
     if isinstance(loaders, DataLoader):
         loaders = {"train": loaders}
-    running = Service(folder, loaders, **arguments)
+    running = Service(folder, loaders, fetchers, workers, **changes)
     try:
         yield running
     finally:
         running.close()
 
 
-def workers_of(running, number=0, count=1):
-    """The workers of a fetcher, once there are so many: children of the one that starts them."""
+def workers_of(running: Service, number: int = 0, count: int = 1) -> list[psutil.Process]:
+    """Return a fetcher's workers, once there are so many: children of the one that starts them."""
     while True:
         (parent,) = psutil.Process(running.processes[number][0].pid).children()
         if len(workers := parent.children()) == count:
@@ -209,37 +278,81 @@ def workers_of(running, number=0, count=1):
         time.sleep(0.01)
 
 
-def everybody_of(running, number=0, count=1):
+def everybody_of(running: Service, number: int = 0, count: int = 1) -> list[psutil.Process]:
     """All processes of a fetcher, once it has so many workers."""
     server = psutil.Process(running.processes[number][0].pid)
     return [server, *server.children(), *workers_of(running, number, count)]
 
 
-def address_of(running):
-    return running.feed().directory("train").addresses[0]
+def address_of(running: Service) -> Address:
+    return running.directory("train").addresses[0]
 
 
-def linked(running, *arguments, key=None, address=None, **changes):
-    """A connection to the first fetcher, with patience for a busy machine."""
-    patience = {"connect_s": WAIT_S, "patience_s": WAIT_S}
+def over_tcp(running: Service) -> socket.socket:
+    """Connect to the first fetcher as anybody can who finds its port."""
+    address = address_of(running)
+    return socket.create_connection((address.host, address.port), WAIT_S)
+
+
+def is_dropped(sock: socket.socket) -> bool:
+    """Read until the server closes the connection, which may be by a reset."""
+    with contextlib.suppress(ConnectionError):
+        while sock.recv(1 << 16):
+            pass
+    return True
+
+
+def linked(
+    running: Service,
+    tls: ssl.SSLContext | None = None,
+    direct: bool = True,
+    key: bytes = b"",
+    address: Address | None = None,
+) -> FetcherLink:
+    """Connect to the first fetcher, with patience for a busy machine."""
     whom = address or address_of(running), "train", key or running.key
-    return FetcherLink(*whom, *arguments, **patience | changes)
+    return FetcherLink(*whom, tls, direct, connect_s=WAIT_S, patience_s=WAIT_S)
+
+
+def heard(link: FetcherLink) -> tuple[FromServer, memoryview]:
+    """Return the next frame, however long it takes."""
+    while True:
+        with contextlib.suppress(Silent):
+            return link.receive(Blocks(0))
+
+
+def received(link: FetcherLink) -> tuple[Response, memoryview]:
+    """Return the next message but for `Alive`."""
+    while isinstance((whole := heard(link))[0], Alive):
+        pass
+    message, body = whole
+    assert isinstance(message, Response)
+    return message, body
 
 
 PROOF = Proof(bytes(32), bytes(32), "train")
 
 
-def ready(role):
-    """The protocol's state behind the handshake."""
+def ready(role: Role) -> ProtocolState:
+    """Return the protocol's state behind the handshake."""
     state = ProtocolState(role)
-    before = [PROOF] if role is Role.SERVER else [Challenge(bytes(32)), Welcome(bytes(32))]
+    before: list[FromRank | FromServer] = [PROOF]
+    if role is Role.RANK:
+        before = [Challenge(bytes(32)), Welcome(bytes(32))]
     for message in before:
-        assert state.hear(memoryview(pack(message))).message == message
+        found = state.hear(memoryview(pack(message)))
+        assert found is not None and found.message == message
     assert state.state is State.READY
     return state
 
 
-def plain(batch):
+def stream(running: Service, local: bool = False, **changes: Unpack[FeedChanges]) -> list[object]:
+    """Return the batches of an epoch, in lists and numbers."""
+    return [plain(batch) for batch in running.loader(local=local, **changes)]
+
+
+def plain(batch: object) -> Any:
+    """Return a batch with lists in the place of tensors and tuples."""
     if isinstance(batch, torch.Tensor):
         return batch.tolist()
     return [plain(part) for part in batch] if isinstance(batch, (list, tuple)) else batch

@@ -1,19 +1,22 @@
 """What is prepared when nobody waits: an epoch and a little, or as much as is to be ready."""
 
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, takewhile
 
 import pytest
 
 from taas_magic.data.buffer import Ahead, FetcherShare
-from taas_magic.data.protocol import Opened, RequestKind
+from taas_magic.data.protocol import LoaderRequest, Opened, RequestKind
 
 
-def ahead_of(enough=lambda: True, **share):
+def ahead_of(enough: Callable[[], bool] = lambda: True, **share: int) -> Ahead:
     return Ahead(FetcherShare(**share), enough)
 
 
-def keys(ahead, batches=4, streams=None, most=100):
-    """What it says until it says nothing; every epoch that it wants to know is opened."""
+def keys(
+    ahead: Ahead, batches: int = 4, streams: int | None = None, most: int = 100
+) -> Iterator[LoaderRequest]:
+    """Yield what it says until it says nothing; open every epoch that it wants to know."""
     opened = Opened(None if streams else batches, streams, 0)
     for key in islice(iter(ahead.next, None), most):
         if key.kind is RequestKind.OPEN:
@@ -21,33 +24,33 @@ def keys(ahead, batches=4, streams=None, most=100):
         yield key
 
 
-def slots(keys):
+def slots(keys: Iterable[LoaderRequest]) -> list[tuple[int, int]]:
     return [(key.epoch, key.slot) for key in keys if key.kind is RequestKind.GET]
 
 
-def test_one_epoch_and_two_batches_of_the_next():
+def test_one_epoch_and_two_batches_of_the_next() -> None:
     assert slots(keys(ahead_of())) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
 
 
-def test_an_epoch_is_opened_before_its_batches_and_not_twice():
+def test_an_epoch_is_opened_before_its_batches_and_not_twice() -> None:
     ahead = ahead_of()
-    first = ahead.next()
-    assert (first.kind, first.epoch) == (RequestKind.OPEN, 0)
+    assert ahead.next() == LoaderRequest(RequestKind.OPEN, 0, 0)
     assert ahead.next() is None
     ahead.opened(0, Opened(1, None, 0))
-    assert slots([ahead.next()]) == [(0, 0)]
-    assert (ahead.next().kind, ahead.next()) == (RequestKind.OPEN, None)
+    assert ahead.next() == LoaderRequest(RequestKind.GET, 0, 0)
+    assert ahead.next() == LoaderRequest(RequestKind.OPEN, 1, 0)
+    assert ahead.next() is None
 
 
-def test_before_any_rank_asks_it_goes_on_until_there_is_enough():
-    prepared = []
+def test_before_any_rank_asks_it_goes_on_until_there_is_enough() -> None:
+    prepared: list[tuple[int, int]] = []
     ahead = ahead_of(enough=lambda: len(prepared) >= 11)
     for key in keys(ahead):
         prepared += slots([key])
     assert prepared == [(epoch, slot) for epoch in range(3) for slot in range(4)][:11]
 
 
-def test_what_is_used_up_is_filled_up_again():
+def test_what_is_used_up_is_filled_up_again() -> None:
     ready, enough = 0, 12
     ahead = ahead_of(enough=lambda: ready >= enough)
     for used in (0, 3, 1):
@@ -57,14 +60,14 @@ def test_what_is_used_up_is_filled_up_again():
         assert ready == enough
 
 
-def test_once_a_rank_asks_it_is_as_ever():
+def test_once_a_rank_asks_it_is_as_ever() -> None:
     ahead = ahead_of(enough=lambda: False)
     list(keys(ahead, most=20))
     ahead.reached(2, 2)
     assert slots(keys(ahead)) == [(2, 3), (3, 0), (3, 1)]
 
 
-def test_what_a_slow_rank_asks_of_an_earlier_epoch_does_not_turn_it_back():
+def test_what_a_slow_rank_asks_of_an_earlier_epoch_does_not_turn_it_back() -> None:
     ahead = ahead_of()
     ahead.reached(1, 2)
     ahead.reached(0, 0)
@@ -72,7 +75,7 @@ def test_what_a_slow_rank_asks_of_an_earlier_epoch_does_not_turn_it_back():
     assert slots(keys(ahead)) == [(1, 3), (2, 0), (2, 1)]
 
 
-def test_units_bound_all_epochs_together():
+def test_units_bound_all_epochs_together() -> None:
     assert slots(keys(ahead_of(enough=lambda: False, units=10))) == [
         *((0, slot) for slot in range(4)),
         *((1, slot) for slot in range(4)),
@@ -80,14 +83,14 @@ def test_units_bound_all_epochs_together():
     ]
 
 
-def test_the_share_of_one_fetcher_among_three():
+def test_the_share_of_one_fetcher_among_three() -> None:
     assert slots(keys(ahead_of(index=2, fetchers=3), batches=9)) == [
         *((0, slot) for slot in (2, 5, 8)),
         *((1, slot) for slot in (2, 5)),
     ]
 
 
-def test_the_share_of_a_rank_that_prepares_its_own_batches():
+def test_the_share_of_a_rank_that_prepares_its_own_batches() -> None:
     assert slots(keys(ahead_of(stride=3, first=1), batches=8)) == [
         *((0, slot) for slot in (1, 4, 7)),
         *((1, slot) for slot in (1, 4)),
@@ -97,14 +100,16 @@ def test_the_share_of_a_rank_that_prepares_its_own_batches():
 @pytest.mark.parametrize("share", [{}, {"index": 1, "fetchers": 2}, {"stride": 3, "first": 1}])
 @pytest.mark.parametrize("streams", [None, 1, 5])
 @pytest.mark.parametrize("first", [0, 1, 17])
-def test_the_workers_have_all_of_a_fetchers_share_between_them(share, streams, first):
+def test_the_workers_have_all_of_a_fetchers_share_between_them(
+    share: dict[str, int], streams: int | None, first: int
+) -> None:
     one = FetcherShare(workers=3, **share)
     ours = [
         *(slot for slot in range(first, 100) if one.home(slot, streams)[0] == one.index),
     ]
     if streams is None:
         ours = [slot for slot in ours if slot % one.stride == one.first]
-    found = []
+    found: list[int] = []
     for worker in range(3):
         slots = [*takewhile(lambda slot: slot < 100, one.slots(worker, streams, first))]
         assert all(one.home(slot, streams) == (one.index, worker) for slot in slots)
@@ -112,14 +117,13 @@ def test_the_workers_have_all_of_a_fetchers_share_between_them(share, streams, f
     assert sorted(found) == ours
 
 
-def test_a_fetcher_without_a_part_of_the_data_ends():
-    never = {"enough": lambda: False}
-    assert slots(keys(ahead_of(**never, fetchers=3, index=2), streams=2)) == []
-    assert slots(keys(ahead_of(**never), batches=0)) == []
+def test_a_fetcher_without_a_part_of_the_data_ends() -> None:
+    assert slots(keys(ahead_of(lambda: False, fetchers=3, index=2), streams=2)) == []
+    assert slots(keys(ahead_of(lambda: False), batches=0)) == []
 
 
-def test_it_goes_on_behind_no_end_of_a_stream():
-    ahead, prepared = ahead_of(), []
+def test_it_goes_on_behind_no_end_of_a_stream() -> None:
+    ahead, prepared = ahead_of(), list[tuple[int, int]]()
     for key in keys(ahead, streams=2):
         prepared += slots([key])
         if key.kind is RequestKind.GET and not key.epoch and key.slot == 6:
@@ -127,8 +131,8 @@ def test_it_goes_on_behind_no_end_of_a_stream():
     assert prepared == [*((0, slot) for slot in range(7)), (1, 0), (1, 1)]
 
 
-def test_an_epoch_whose_sampler_raised_ends_it():
+def test_an_epoch_whose_sampler_raised_ends_it() -> None:
     ahead = ahead_of()
-    assert ahead.next().kind is RequestKind.OPEN
+    assert ahead.next() == LoaderRequest(RequestKind.OPEN, 0, 0)
     ahead.opened(0, None)
     assert ahead.next() is None

@@ -1,6 +1,8 @@
 """What a fetcher has ready: what is prepared next, what memory holds, and what is forgotten."""
 
+from collections.abc import Callable, Iterable
 from itertools import islice
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,71 +12,93 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from taas_magic.data.buffer import Ahead, Buffer, Disk, FetcherShare, Prepared
 from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID
+from taas_magic.data.worker import WorkerHandle
 
 BATCH_BYTES = 64 << 10
 PLENTY = 1 << 40
 
 
-def key(slot, epoch=0, kind=RequestKind.GET):
+def key(slot: int, epoch: int = 0, kind: RequestKind = RequestKind.GET) -> LoaderRequest:
     return LoaderRequest(kind, epoch, slot)
 
 
-class Arena:
+class Arena(WorkerHandle):
     """What an answer knows of the worker whose memory it lies in."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.frees, self.pid = [], 77
 
 
-def answer(slot=0, units=1, kind=ResponseKind.BATCH, size=BATCH_BYTES, arena=None, disk=None):
-    """An answer whose place in its worker's memory is its slot."""
+def answer(
+    slot: int = 0,
+    units: int = 1,
+    kind: ResponseKind = ResponseKind.BATCH,
+    size: int = BATCH_BYTES,
+    arena: Arena | None = None,
+    disk: Disk | None = None,
+) -> Prepared:
+    """Return an answer whose place in its worker's memory is its slot."""
     reply = Reply(slot, kind, units, body_bytes=size, offset=slot)
     return Prepared(reply, arena or Arena(), disk=disk)
 
 
-def buffer_of(budget_bytes=PLENTY, batches=0, workers=1, **about):
-    """A buffer that works ahead on so many batches an epoch."""
+def buffer_of(
+    budget_bytes: int = PLENTY,
+    batches: int = 0,
+    workers: int = 1,
+    home: Callable[[LoaderRequest], int | None] = lambda request: None,
+) -> Buffer:
+    """Return a buffer that works ahead on so many batches an epoch."""
     ahead = Ahead(FetcherShare(workers=workers))
     for epoch in range(60):
         ahead.opened(epoch, Opened(batches, None, 0))
-    return Buffer(budget_bytes, ahead, **about)
+    return Buffer(budget_bytes, ahead, home)
 
 
-def entries(buffer):
+def entries(buffer: Buffer) -> int:
     """How many answers, counts and questions are remembered."""
     return len(buffer._entries) + len(buffer._counts)
 
 
-def ready(buffer):
+def ready(buffer: Buffer) -> list[LoaderRequest]:
     return [one for one, entry in buffer._entries.items() if entry.prepared is not None]
 
 
-def let_go(buffer):
+def let_go(buffer: Buffer) -> None:
     """Forget all that is ready."""
     for one in ready(buffer):
         buffer._remove(one)
 
 
-def by_parity(key):
+def by_parity(key: LoaderRequest) -> int:
     """Even slots are for worker 0, odd ones for worker 1."""
     return key.slot % 2
 
 
-def chosen(buffer, most=1000):
-    """The slots of what is chosen until there is nothing to choose."""
+def chosen(buffer: Buffer, most: int = 1000) -> list[int]:
+    """Return the slots of what is chosen until there is nothing to choose."""
     return [key.slot for key in islice(iter(lambda: buffer.choose(0), None), most)]
 
 
-def prepare(buffer, slots, epoch=0, **about):
+def prepare(
+    buffer: Buffer, slots: Iterable[int], epoch: int = 0, units: int = 1, arena: Arena | None = None
+) -> None:
     """Lay batches ready that nobody has asked for."""
     for slot in slots:
         buffer.want("nobody", key(slot, epoch))
     while (one := buffer.choose(0)) is not None:
-        buffer.put(one, answer(one.slot, **about))
+        buffer.put(one, answer(one.slot, units, arena=arena))
     buffer.forget("nobody")
 
 
-def test_connections_are_served_in_turn_each_in_the_order_of_its_asking():
+def taken(buffer: Buffer, who: str, one: LoaderRequest) -> Prepared:
+    """Take what is ready."""
+    found = buffer.take(who, one)
+    assert found is not None
+    return found
+
+
+def test_connections_are_served_in_turn_each_in_the_order_of_its_asking() -> None:
     buffer = buffer_of()
     for slot in range(0, 200, 2):
         buffer.want("rank 0", key(slot))
@@ -83,14 +107,14 @@ def test_connections_are_served_in_turn_each_in_the_order_of_its_asking():
     assert chosen(buffer, 6) == [0, 3, 2, 1, 4, 6]
 
 
-def test_what_two_connections_want_is_prepared_once_and_each_has_it():
+def test_what_two_connections_want_is_prepared_once_and_each_has_it() -> None:
     buffer, arena = buffer_of(), Arena()
     for who in ("rank 0", "rank 1"):
         buffer.want(who, key(0))
     assert chosen(buffer) == [0]
     assert buffer.put(key(0), answer(0, arena=arena)) == {"rank 0", "rank 1"}
-    first = buffer.take("rank 0", key(0))
-    second = buffer.take("rank 1", key(0))
+    first = taken(buffer, "rank 0", key(0))
+    second = taken(buffer, "rank 1", key(0))
     assert first is second
     assert first.is_shared
     first.release()
@@ -100,11 +124,11 @@ def test_what_two_connections_want_is_prepared_once_and_each_has_it():
     assert arena.frees == [0]
 
 
-def test_a_worker_gets_what_it_may_prepare_and_the_rest_waits_for_another():
+def test_a_worker_gets_what_it_may_prepare_and_the_rest_waits_for_another() -> None:
     buffer = buffer_of(home=by_parity)
     for slot in range(4):
         buffer.want("rank", key(slot))
-    odd, even = [], []
+    odd, even = list[int](), list[int]()
     for slots, worker in ((odd, 1), (even, 0)):
         while (one := buffer.choose(worker)) is not None:
             slots.append(one.slot)
@@ -112,7 +136,7 @@ def test_a_worker_gets_what_it_may_prepare_and_the_rest_waits_for_another():
     assert not buffer.has_open
 
 
-def test_a_stream_does_not_go_back_as_long_as_it_can_go_on():
+def test_a_stream_does_not_go_back_as_long_as_it_can_go_on() -> None:
     buffer = buffer_of()
     for slot in (0, 2, 4):
         buffer.want("rank", key(slot))
@@ -121,7 +145,7 @@ def test_a_stream_does_not_go_back_as_long_as_it_can_go_on():
     assert buffer.choose(0, lambda key: key.slot >= 5) == key(0)
 
 
-def test_what_is_wanted_comes_before_what_is_done_ahead():
+def test_what_is_wanted_comes_before_what_is_done_ahead() -> None:
     buffer = buffer_of(batches=4)
     assert buffer.choose(0) is None
     assert buffer.choose_ahead(0) == key(0)
@@ -129,7 +153,7 @@ def test_what_is_wanted_comes_before_what_is_done_ahead():
     assert buffer.choose(0) == key(5)
 
 
-def test_ahead_is_what_lies_behind_what_ranks_ask_for():
+def test_ahead_is_what_lies_behind_what_ranks_ask_for() -> None:
     buffer = buffer_of(batches=8)
     buffer.want("rank", key(4))
     assert buffer.choose(0) == key(4)
@@ -137,7 +161,7 @@ def test_ahead_is_what_lies_behind_what_ranks_ask_for():
     assert buffer.choose_ahead(0) == key(0, epoch=1)
 
 
-def test_what_is_known_is_not_done_ahead():
+def test_what_is_known_is_not_done_ahead() -> None:
     buffer = buffer_of(batches=4)
     assert buffer.choose_ahead(0) == key(0)
     prepare(buffer, [2])
@@ -145,7 +169,7 @@ def test_what_is_known_is_not_done_ahead():
     assert buffer.choose_ahead(0) == key(3)
 
 
-def test_what_somebody_waits_for_is_not_done_ahead_too():
+def test_what_somebody_waits_for_is_not_done_ahead_too() -> None:
     """Only another worker may prepare it, and that one will."""
     buffer = buffer_of(batches=3, home=lambda key: 1)
     for slot in (0, 1):
@@ -155,7 +179,7 @@ def test_what_somebody_waits_for_is_not_done_ahead_too():
     assert [buffer.choose(1) for _ in range(3)] == [key(0), key(1), None]
 
 
-def test_each_worker_works_ahead_on_what_it_has_to_prepare():
+def test_each_worker_works_ahead_on_what_it_has_to_prepare() -> None:
     buffer = buffer_of(batches=5, home=by_parity, workers=2)
     buffer.want("rank", key(1))
     assert [buffer.choose_ahead(0) for _ in range(3)] == [key(0), key(2), key(4)]
@@ -163,7 +187,7 @@ def test_each_worker_works_ahead_on_what_it_has_to_prepare():
     assert buffer.choose(1) == key(1)
 
 
-def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_room():
+def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_room() -> None:
     buffer = buffer_of(2 * BATCH_BYTES)
     prepare(buffer, range(2))
     assert buffer.is_full
@@ -173,7 +197,7 @@ def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_r
     assert (buffer.units(key(0)), buffer.units(key(1))) == (1, None), "the latest goes first"
 
 
-def test_what_is_being_prepared_needs_room_too():
+def test_what_is_being_prepared_needs_room_too() -> None:
     buffer = buffer_of(4 * BATCH_BYTES, batches=100)
     assert buffer.choose_ahead(0) == key(0)
     buffer.put(key(0), answer(0))
@@ -184,7 +208,7 @@ def test_what_is_being_prepared_needs_room_too():
     assert begun == 3
 
 
-def test_what_somebody_waits_for_makes_no_room():
+def test_what_somebody_waits_for_makes_no_room() -> None:
     buffer = buffer_of(2 * BATCH_BYTES)
     for slot in range(3):
         buffer.want("rank", key(slot))
@@ -194,11 +218,11 @@ def test_what_somebody_waits_for_makes_no_room():
     buffer.make_room()
     assert buffer.is_full
     assert buffer.choose(0) is None
-    buffer.take("rank", key(0)).release()
+    taken(buffer, "rank", key(0)).release()
     assert buffer.choose(0) == key(2)
 
 
-def test_a_connection_may_always_have_the_batch_that_it_has_to_send_next():
+def test_a_connection_may_always_have_the_batch_that_it_has_to_send_next() -> None:
     """Though what follows in its stream was nearer, and has used up the memory."""
     buffer = buffer_of(BATCH_BYTES)
     for slot in (0, 2, 4):
@@ -210,10 +234,10 @@ def test_a_connection_may_always_have_the_batch_that_it_has_to_send_next():
     assert buffer.choose(0) == key(0)
     assert buffer.put(key(0), answer(0)) == {"rank"}
     assert buffer.choose(0) is None
-    assert buffer.take("rank", key(0)).reply.offset == 0
+    assert taken(buffer, "rank", key(0)).reply.offset == 0
 
 
-def test_a_slow_rank_starves_no_other():
+def test_a_slow_rank_starves_no_other() -> None:
     buffer = buffer_of(2 * BATCH_BYTES)
     for slot in range(10):
         buffer.want("slow", key(slot))
@@ -225,21 +249,21 @@ def test_a_slow_rank_starves_no_other():
         assert buffer.take("fast", key(slot)) is None
         assert buffer.choose(0) == key(slot)
         buffer.put(key(slot), answer(slot))
-        buffer.take("fast", key(slot)).release()
+        taken(buffer, "fast", key(slot)).release()
     assert buffer.ready_bytes == 2 * BATCH_BYTES
 
 
 @pytest.mark.parametrize(
     "kind", [RequestKind.OPEN, RequestKind.SAMPLE, RequestKind.ORDER, RequestKind.STATE]
 )
-def test_questions_for_other_things_than_batches_need_no_room(kind):
+def test_questions_for_other_things_than_batches_need_no_room(kind: RequestKind) -> None:
     buffer = buffer_of(0)
     one = key(0, kind=kind)
     buffer.want("rank", one)
     assert buffer.choose(0) == one
 
 
-def test_an_answer_that_was_thrown_away_for_room_is_prepared_again():
+def test_an_answer_that_was_thrown_away_for_room_is_prepared_again() -> None:
     buffer = buffer_of(BATCH_BYTES)
     prepare(buffer, [0])
     buffer.want("rank", key(0), only_count=True)
@@ -251,7 +275,7 @@ def test_an_answer_that_was_thrown_away_for_room_is_prepared_again():
     assert chosen(buffer) == [0]
 
 
-def test_a_count_that_was_forgotten_is_found_out_again():
+def test_a_count_that_was_forgotten_is_found_out_again() -> None:
     buffer = buffer_of()
     prepare(buffer, [3], units=5)
     buffer.want("slow", key(3), only_count=True)
@@ -263,20 +287,20 @@ def test_a_count_that_was_forgotten_is_found_out_again():
     assert buffer.count("slow", key(3)) == 5
 
 
-def test_a_count_leaves_the_batch_for_whoever_gets_it():
+def test_a_count_leaves_the_batch_for_whoever_gets_it() -> None:
     buffer = buffer_of()
     for who, only_count in (("peeks", True), ("gets", False)):
         buffer.want(who, key(0), only_count)
     assert chosen(buffer) == [0]
     buffer.put(key(0), answer(0, units=7))
     assert buffer.count("peeks", key(0)) == 7
-    assert buffer.take("gets", key(0)).reply.units == 7
+    assert taken(buffer, "gets", key(0)).reply.units == 7
     buffer.want("late", key(0), only_count=True)
     assert chosen(buffer) == [], "what it counts is known"
     assert buffer.count("late", key(0)) == 7
 
 
-def test_that_there_is_no_batch_is_a_count_too():
+def test_that_there_is_no_batch_is_a_count_too() -> None:
     buffer = buffer_of(batches=4)
     buffer.want("rank", key(1), only_count=True)
     assert buffer.choose(0) == key(1)
@@ -285,7 +309,7 @@ def test_that_there_is_no_batch_is_a_count_too():
     assert buffer.choose_ahead(0) == key(0, epoch=1), "behind the end there is nothing to do"
 
 
-def test_counts_of_given_indices_are_not_those_of_the_batch():
+def test_counts_of_given_indices_are_not_those_of_the_batch() -> None:
     buffer = buffer_of()
     given = LoaderRequest(RequestKind.GET, 0, 0, b"indices")
     buffer.want("rank", given)
@@ -294,7 +318,7 @@ def test_counts_of_given_indices_are_not_those_of_the_batch():
     assert buffer.units(key(0)) is None
 
 
-def test_what_a_connection_wanted_is_not_prepared_when_it_is_gone():
+def test_what_a_connection_wanted_is_not_prepared_when_it_is_gone() -> None:
     buffer = buffer_of()
     for who, slots in (("rank 0", (0, 1)), ("rank 1", (1, 2))):
         for slot in slots:
@@ -303,7 +327,7 @@ def test_what_a_connection_wanted_is_not_prepared_when_it_is_gone():
     assert sorted(chosen(buffer)) == [1, 2]
 
 
-def test_what_is_prepared_stays_for_whoever_asks_again():
+def test_what_is_prepared_stays_for_whoever_asks_again() -> None:
     buffer = buffer_of()
     buffer.want("rank", key(0))
     assert chosen(buffer) == [0]
@@ -311,10 +335,10 @@ def test_what_is_prepared_stays_for_whoever_asks_again():
     assert buffer.put(key(0), answer(0)) == set()
     buffer.want("again", key(0))
     assert chosen(buffer) == []
-    assert buffer.take("again", key(0)).reply.offset == 0
+    assert taken(buffer, "again", key(0)).reply.offset == 0
 
 
-def test_a_lost_key_is_prepared_again_before_all_else_that_its_asker_wants():
+def test_a_lost_key_is_prepared_again_before_all_else_that_its_asker_wants() -> None:
     buffer = buffer_of()
     for slot in range(3):
         buffer.want("rank", key(slot))
@@ -323,7 +347,7 @@ def test_a_lost_key_is_prepared_again_before_all_else_that_its_asker_wants():
     assert chosen(buffer) == [0, 1, 2]
 
 
-def test_what_was_lost_and_nobody_wants_is_done_ahead_again():
+def test_what_was_lost_and_nobody_wants_is_done_ahead_again() -> None:
     buffer = buffer_of(batches=2)
     assert [buffer.choose_ahead(0) for _ in range(2)] == [key(0), key(1)]
     for slot in (0, 1):
@@ -331,7 +355,7 @@ def test_what_was_lost_and_nobody_wants_is_done_ahead_again():
     assert [buffer.choose_ahead(0) for _ in range(3)] == [key(0), key(1), key(0, epoch=1)]
 
 
-def test_what_was_lost_while_nobody_waited_can_be_asked_for():
+def test_what_was_lost_while_nobody_waited_can_be_asked_for() -> None:
     buffer = buffer_of(batches=2)
     assert buffer.choose_ahead(0) == key(0)
     buffer.lost(key(0))
@@ -340,7 +364,7 @@ def test_what_was_lost_while_nobody_waited_can_be_asked_for():
     assert buffer.choose_ahead(0) == key(1)
 
 
-def test_what_all_ranks_are_past_is_forgotten():
+def test_what_all_ranks_are_past_is_forgotten() -> None:
     buffer, slots, most = buffer_of(), 100, 0
     arenas = []
     for epoch in range(50):
@@ -348,14 +372,14 @@ def test_what_all_ranks_are_past_is_forgotten():
         prepare(buffer, range(slots), epoch, arena=arenas[-1])
         for slot in range(slots // 2):  # the rank leaves its loop in the middle of the epoch
             buffer.want("rank", key(slot, epoch))
-            buffer.take("rank", key(slot, epoch)).release()
+            taken(buffer, "rank", key(slot, epoch)).release()
         most = max(most, entries(buffer))
     assert most == 2 * (slots // 2 + slots)
     assert [len(arena.frees) for arena in arenas] == [slots] * 48 + [slots // 2] * 2
     assert buffer.oldest_epoch == 48
 
 
-def test_a_rank_that_is_behind_gets_the_same_answers_prepared_again():
+def test_a_rank_that_is_behind_gets_the_same_answers_prepared_again() -> None:
     buffer = buffer_of()
     prepare(buffer, [0], 0)
     prepare(buffer, [0], 5)
@@ -365,26 +389,27 @@ def test_a_rank_that_is_behind_gets_the_same_answers_prepared_again():
     assert buffer.take("behind", key(0, 0)) is not None
 
 
-def test_of_a_long_epoch_the_latest_counts_are_remembered():
+def test_of_a_long_epoch_the_latest_counts_are_remembered() -> None:
     buffer, slots = buffer_of(), 40_000
     for slot in range(slots):
         buffer.want("rank", key(slot))
         assert buffer.choose(0) == key(slot)
         buffer.put(key(slot), answer(slot, units=7))
-        buffer.take("rank", key(slot)).release()
+        taken(buffer, "rank", key(slot)).release()
     assert entries(buffer) < slots // 2
     assert buffer.count("other rank", key(slots - 1)) == 7
 
 
-def test_many_small_batches_take_no_more_memory_than_there_is():
+def test_many_small_batches_take_no_more_memory_than_there_is() -> None:
     buffer = buffer_of(1 << 20, batches=100_000)
     while not buffer.is_full:
         one = buffer.choose_ahead(0)
+        assert one is not None
         buffer.put(one, answer(one.slot, size=1))
     assert 100 < buffer.ready_batches < 2000
 
 
-def test_what_lies_on_disk_takes_no_memory_and_its_file_goes_with_it(tmp_path):
+def test_what_lies_on_disk_takes_no_memory_and_its_file_goes_with_it(tmp_path: Path) -> None:
     disk, buffer = Disk(tmp_path, 10 * BATCH_BYTES), buffer_of(batches=4)
     for slot in range(4):
         file = tmp_path / f"77-{slot}"
@@ -395,14 +420,14 @@ def test_what_lies_on_disk_takes_no_memory_and_its_file_goes_with_it(tmp_path):
     assert disk.used_bytes == 4 * BATCH_BYTES
     for slot in range(4):
         buffer.want("rank", key(slot))
-        one = buffer.take("rank", key(slot))
+        one = taken(buffer, "rank", key(slot))
         assert bytes(one.body()) == bytes([slot]) * BATCH_BYTES
         one.release()
     assert list(tmp_path.iterdir()) == []
     assert disk.used_bytes == 0
 
 
-def test_the_limit_of_the_disk_holds(tmp_path):
+def test_the_limit_of_the_disk_holds(tmp_path: Path) -> None:
     disk = Disk(tmp_path, 2 * BATCH_BYTES)
     for slot in range(2):
         assert disk.has_room
@@ -411,10 +436,10 @@ def test_the_limit_of_the_disk_holds(tmp_path):
     assert not disk.is_full, "the limit is no fault of the disk"
 
 
-def test_what_is_being_sent_keeps_its_memory_when_it_is_forgotten():
+def test_what_is_being_sent_keeps_its_memory_when_it_is_forgotten() -> None:
     buffer, arena = buffer_of(), Arena()
     prepare(buffer, range(5), arena=arena)
-    held = buffer.take("rank", key(3))
+    held = taken(buffer, "rank", key(3))
     let_go(buffer)
     assert sorted(arena.frees) == [0, 1, 2, 4]
     held.release()
@@ -430,30 +455,31 @@ BUDGET_BATCHES = 3
 class BufferMachine(RuleBasedStateMachine):
     """Three ranks, each of which asks, waits for its first answer, takes it; workers; deaths."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         # With what Python takes beside each of them.
         budget_bytes = BUDGET_BATCHES * (BATCH_BYTES + 1280)
         self.buffer = buffer_of(budget_bytes, batches=12, home=by_parity, workers=2)
         self.arena = Arena()
-        self.asked = {}
-        self.doing, self.prepared, self.held = [], 0, []
+        self.asked: dict[str, list[LoaderRequest]] = {}
+        self.doing: list[LoaderRequest] = []
+        self.prepared, self.held = 0, list[Prepared]()
 
     @rule(who=RANKS, slot=SLOTS)
-    def ask(self, who, slot):
+    def ask(self, who: str, slot: int) -> None:
         asked = self.asked.setdefault(who, [])
         if key(slot) not in asked:
             asked.append(key(slot))
             self.buffer.want(who, key(slot))
 
     @rule(who=RANKS)
-    def go(self, who):
+    def go(self, who: str) -> None:
         self.asked.pop(who, None)
         self.buffer.forget(who)
 
     @precondition(lambda self: any(self.asked.values()))
     @rule(data=st.data())
-    def take(self, data):
+    def take(self, data: st.DataObject) -> None:
         who = data.draw(st.sampled_from(sorted(who for who in self.asked if self.asked[who])))
         answer = self.buffer.take(who, self.asked[who][0])
         if answer is not None:
@@ -462,11 +488,11 @@ class BufferMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(at=st.integers(0, 50))
-    def sent(self, at):
+    def sent(self, at: int) -> None:
         self.held.pop(at % len(self.held)).release()
 
     @rule(ahead=st.booleans(), worker=st.sampled_from([0, 1]))
-    def choose(self, ahead, worker):
+    def choose(self, ahead: bool, worker: int) -> None:
         one = self.buffer.choose(worker)
         if one is None and ahead and not self.buffer.is_full:
             one = self.buffer.choose_ahead(worker)
@@ -477,36 +503,35 @@ class BufferMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.doing)
     @rule(at=st.integers(0, 50))
-    def reply(self, at):
+    def reply(self, at: int) -> None:
         one = self.doing.pop(at % len(self.doing))
         # The place says which of all answers it is; the number, for which slot.
-        where = {"body_bytes": BATCH_BYTES, "offset": self.prepared}
-        reply = Reply(one.slot, ResponseKind.BATCH, 1, **where)
+        reply = Reply(one.slot, ResponseKind.BATCH, 1, body_bytes=BATCH_BYTES, offset=self.prepared)
         self.prepared += 1
         waiting = {who for who, asked in self.asked.items() if one in asked}
         assert self.buffer.put(one, Prepared(reply, self.arena)) == waiting
 
     @precondition(lambda self: self.doing)
     @rule(at=st.integers(0, 50))
-    def die(self, at):
+    def die(self, at: int) -> None:
         self.buffer.lost(self.doing.pop(at % len(self.doing)))
 
     @rule()
-    def make_room(self):
+    def make_room(self) -> None:
         self.buffer.make_room()
 
     @invariant()
-    def nothing_is_freed_twice_or_while_it_is_sent(self):
+    def nothing_is_freed_twice_or_while_it_is_sent(self) -> None:
         frees = self.arena.frees
         assert len(set(frees)) == len(frees)
         assert not set(frees) & {answer.reply.offset for answer in self.held}
 
     @invariant()
-    def memory_is_that_of_the_batches(self):
+    def memory_is_that_of_the_batches(self) -> None:
         assert self.buffer.ready_bytes == BATCH_BYTES * self.buffer.ready_batches
 
     @invariant()
-    def what_is_not_ready_and_wanted_is_open_or_being_prepared(self):
+    def what_is_not_ready_and_wanted_is_open_or_being_prepared(self) -> None:
         wanted = {one for asked in self.asked.values() for one in asked}
         missing = wanted - set(ready(self.buffer)) - set(self.doing)
         queues = self.buffer._queues.values()
@@ -515,7 +540,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert missing <= is_open <= wanted
         assert not is_open & set(self.doing)
 
-    def teardown(self):
+    def teardown(self) -> None:
         """Every rank gets what it has asked for, and then all memory is free."""
         for who in sorted(self.asked):
             while self.asked[who]:
@@ -527,7 +552,7 @@ class BufferMachine(RuleBasedStateMachine):
         let_go(self.buffer)
         assert sorted(self.arena.frees) == list(range(self.prepared))
 
-    def take_now(self, who):
+    def take_now(self, who: str) -> None:
         first = self.asked[who][0]
         for _ in range(100):
             answer = self.buffer.take(who, first)
@@ -549,8 +574,9 @@ TestBuffer.settings = hypothesis.settings(max_examples=60, stateful_step_count=4
     st.lists(st.sampled_from(["take", "send", "prepare"]), max_size=200), st.integers(1, 4)
 )
 @hypothesis.settings(deadline=None)
-def test_memory_is_bounded_whatever_one_rank_does(does, workers):
-    buffer, doing, asked, next_slot = buffer_of(BUDGET_BATCHES * BATCH_BYTES), [], [], 0
+def test_memory_is_bounded_whatever_one_rank_does(does: list[str], workers: int) -> None:
+    buffer, next_slot = buffer_of(BUDGET_BATCHES * BATCH_BYTES), 0
+    doing, asked = list[LoaderRequest](), list[LoaderRequest]()
     for one in does:
         if one == "take":
             asked.append(key(next_slot))

@@ -3,18 +3,8 @@
 import pytest
 import torch
 
-from taas_magic import registry
-from taas_magic.capture import pickling
 from taas_magic.data import metrics
-from tests.harness import Notebook
-
-
-@pytest.fixture(autouse=True)
-def nothing_registered():
-    yield
-    registry._registered.clear()
-    pickling.STAND_INS.clear()
-
+from tests.harness import Notebook, Outcome
 
 LOADER = """
 import taas, torch
@@ -45,7 +35,7 @@ print("type", type(loader).__mro__[1].__name__, len(loader), len(loader.dataset)
 """
 
 
-def streams(outcome) -> dict[int, list[str]]:
+def streams(outcome: Outcome) -> dict[int, list[str]]:
     assert outcome.error is None, outcome.shown
     return outcome.lines
 
@@ -54,16 +44,17 @@ def streams(outcome) -> dict[int, list[str]]:
 def test_a_cell_gets_the_same_stream_for_every_number_of_hosts(
     notebook: Notebook,
     cpus: int,
-    streams_seen={},  # noqa: B006
+    streams_seen: dict[str, dict[int, list[str]]] = {},  # noqa: B006
 ) -> None:
     notebook.define(LOADER)
     outcome = notebook.run(CELL, f"--cpus {cpus}")
     lines = streams(outcome)
     assert streams_seen.setdefault("lines", lines) == lines
     for epoch in "01":
-        handed = [line.split()[1:] for rank in lines for line in lines[rank] if line[0] == epoch]
-        assert sorted(int(index) for pair in handed for index in pair) == list(range(20))
+        pairs = [line.split()[1:] for rank in lines for line in lines[rank] if line[0] == epoch]
+        assert sorted(int(index) for pair in pairs for index in pair) == list(range(20))
     assert lines[0][-1] == "type DataLoader 5 20"
+    assert outcome.run is not None
     handed = metrics.read_ledgers(outcome.run.path / "data" / "ledger")
     assert metrics.audit(handed) == []
     assert sum(line.batches for line in handed) == 20

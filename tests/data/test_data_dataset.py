@@ -1,6 +1,8 @@
 """What a source prepares is what a local DataLoader yields."""
 
+import pickle
 import random
+from collections.abc import Iterable, Iterator
 
 import cloudpickle
 import hypothesis
@@ -18,101 +20,101 @@ from torch.utils.data import (
 )
 
 from taas_magic.data.dataset import Ended, Failed, Source
+from taas_magic.data.order import Endless as Enumerated
 from taas_magic.data.order import Order
 from taas_magic.data.sharding import seed_of
 
 SEED = 11
 
 
-class Squares(Dataset):
-    def __init__(self, size):
+class Squares(Dataset[float]):
+    def __init__(self, size: int) -> None:
         self.size = size
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> float:
         return index * index
 
 
 class Noise(Squares):
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> float:
         return torch.rand(1).item() + random.random()
 
 
 class Broken(Squares):
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> float:
         if index == 5:
             raise ValueError("sample five is bad")
         return index
 
 
-class Count(IterableDataset):
+class Count(IterableDataset[int]):
     """Splits its numbers over the workers, unevenly."""
 
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         self.size = size
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
         first, step = (info.id, info.num_workers) if info else (0, 1)
         yield from range(first, self.size, step)
 
 
-class Remembering(Sampler):
+class Remembering(Sampler[int]):
     """A sampler with a memory of its own."""
 
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         self.rng, self.size = random.Random(3), size
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         order = list(range(self.size))
         self.rng.shuffle(order)
         return iter(order)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.size
 
 
-class Stages(Sampler):
+class Stages(Sampler[int]):
     """Another order in each epoch that it is told of."""
 
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         self.size, self.epoch = size, 0
 
-    def set_epoch(self, epoch):
+    def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         return iter(random.Random(self.epoch).sample(range(self.size), self.size))
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.size
 
 
-class Unsized(Sampler):
-    def __iter__(self):
+class Unsized(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
         return iter([3, 1, 2])
 
 
-class Endless(Sampler):
+class Endless(Sampler[int]):
     """Draws for ever, from the process's own random numbers."""
 
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         self.size = size
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         while True:
             yield int(torch.randint(self.size, ()))
 
 
-def source_of(loader, **changes):
-    arguments = {"name": "train", "seed": SEED, "where": "test"} | changes
-    return Source(cloudpickle.dumps(loader), **arguments)
+def source_of(loader: DataLoader[object], where: str = "test") -> Source:
+    return Source(cloudpickle.dumps(loader), "train", SEED, where)
 
 
-def stream(source, epoch=0):
-    batches = []
+def stream(source: Source, epoch: int = 0) -> list[object]:
+    batches = list[object]()
     while True:
         try:
             batches.append(source.prepare(epoch, len(batches)))
@@ -120,18 +122,20 @@ def stream(source, epoch=0):
             return batches
 
 
-def flat(batches):
+def flat(batches: Iterable[object]) -> list[object]:
     return [torch.as_tensor(batch).tolist() for batch in batches]
 
 
-def local(loader, epoch=0):
+def local(loader: DataLoader[object], epoch: int = 0) -> list[object]:
     torch.manual_seed(seed_of(SEED, epoch))
     return flat(loader)
 
 
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(st.integers(0, 40), st.integers(1, 7), st.booleans(), st.booleans())
-def test_a_map_style_stream_is_the_local_one(size, batch_size, shuffle, drop_last):
+def test_a_map_style_stream_is_the_local_one(
+    size: int, batch_size: int, shuffle: bool, drop_last: bool
+) -> None:
     shuffle = shuffle and size > 0
     loader = DataLoader(Squares(size), batch_size, shuffle=shuffle, drop_last=drop_last)
     source = source_of(loader)
@@ -141,22 +145,21 @@ def test_a_map_style_stream_is_the_local_one(size, batch_size, shuffle, drop_las
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "loader",
     [
-        {"sampler": WeightedRandomSampler([1, 2, 3, 4], 9)},
-        {"batch_sampler": BatchSampler([4, 3, 2, 1, 0], 2, False)},
-        {"batch_size": None},
-        {"batch_size": None, "shuffle": True},
-        {"batch_size": 4, "collate_fn": sum},
-        {"sampler": [4, 4, 1]},
+        DataLoader(Squares(5), sampler=WeightedRandomSampler([1, 2, 3, 4], 9)),
+        DataLoader(Squares(5), batch_sampler=BatchSampler([4, 3, 2, 1, 0], 2, False)),
+        DataLoader(Squares(5), batch_size=None),
+        DataLoader(Squares(5), batch_size=None, shuffle=True),
+        DataLoader(Squares(5), batch_size=4, collate_fn=sum),
+        DataLoader(Squares(5), sampler=[4, 4, 1]),
     ],
 )
-def test_samplers_and_collation(arguments):
-    loader = DataLoader(Squares(5), **arguments)
+def test_samplers_and_collation(loader: DataLoader[object]) -> None:
     assert flat(stream(source_of(loader), 2)) == local(loader, 2)
 
 
-def test_a_generator_goes_on_from_epoch_to_epoch():
+def test_a_generator_goes_on_from_epoch_to_epoch() -> None:
     loader = DataLoader(Squares(20), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
     source = source_of(loader)
     assert [flat(stream(source, epoch)) for epoch in range(3)] == [flat(loader) for _ in range(3)]
@@ -166,7 +169,7 @@ def test_a_generator_goes_on_from_epoch_to_epoch():
     assert flat(stream(again, 2)) == flat(stream(source, 2))
 
 
-def test_a_sampler_with_a_memory_is_replayed():
+def test_a_sampler_with_a_memory_is_replayed() -> None:
     loader = DataLoader(Squares(12), 3, sampler=Remembering(12))
     source = source_of(loader)
     assert flat(stream(source, 2)) == [flat(loader) for _ in range(3)][2]
@@ -174,7 +177,7 @@ def test_a_sampler_with_a_memory_is_replayed():
 
 
 @pytest.mark.parametrize("is_stateful", [True, False])
-def test_many_epochs_are_remembered_in_bounded_memory(is_stateful):
+def test_many_epochs_are_remembered_in_bounded_memory(is_stateful: bool) -> None:
     generator = torch.Generator().manual_seed(5) if is_stateful else None
     order = Order(DataLoader(Squares(12), 3, shuffle=True, generator=generator), SEED)
     digests = [order.epoch(number).digest for number in range(40)]
@@ -185,13 +188,13 @@ def test_many_epochs_are_remembered_in_bounded_memory(is_stateful):
     ], "it begins again"
 
 
-def test_a_sampler_without_length_is_read_to_its_end():
+def test_a_sampler_without_length_is_read_to_its_end() -> None:
     source = source_of(DataLoader(Squares(4), batch_size=2, sampler=Unsized()))
     assert flat(stream(source)) == [[9, 1], [4]]
     assert source.open(0).batches is None
 
 
-def test_an_endless_sampler_draws_the_same_whatever_is_prepared_meanwhile():
+def test_an_endless_sampler_draws_the_same_whatever_is_prepared_meanwhile() -> None:
     loader = DataLoader(Noise(100), batch_size=4, sampler=Endless(100))
     one, other = Order(loader, SEED).epoch(0).indices, source_of(loader)
     for slot in (0, 5000, 4999, 2):
@@ -200,15 +203,16 @@ def test_an_endless_sampler_draws_the_same_whatever_is_prepared_meanwhile():
     assert one[0] != one[1]
 
 
-def test_an_endless_sampler_is_remembered_in_bounded_memory():
+def test_an_endless_sampler_is_remembered_in_bounded_memory() -> None:
     loader = DataLoader(Squares(100), batch_size=1, sampler=Endless(100))
     indices = Order(loader, SEED).epoch(0).indices
+    assert isinstance(indices, Enumerated)
     first = [indices[batch] for batch in range(40_000)]
     assert len(indices._seen) < 20_000
     assert [indices[batch] for batch in range(40_000)] == first, "it begins again"
 
 
-def test_set_epoch_reaches_the_sampler():
+def test_set_epoch_reaches_the_sampler() -> None:
     sampler = Stages(10)
     source = source_of(DataLoader(Squares(10), 5, sampler=sampler))
     sampler.set_epoch(3)
@@ -216,20 +220,20 @@ def test_set_epoch_reaches_the_sampler():
     assert flat(stream(source, 3)) != flat(stream(source, 2))
 
 
-def test_the_digest_tells_orders_apart():
+def test_the_digest_tells_orders_apart() -> None:
     loader = DataLoader(Squares(20), 4, shuffle=True)
     one, other = Order(loader, 1), Order(loader, 2)
     assert one.epoch(0).digest == Order(loader, 1).epoch(0).digest
     assert one.epoch(0).digest != one.epoch(1).digest != other.epoch(1).digest
 
 
-def test_a_sampler_does_not_carry_the_dataset():
+def test_a_sampler_does_not_carry_the_dataset() -> None:
     dataset = Squares(10)
-    dataset.large = bytes(1_000_000)
+    vars(dataset)["large"] = bytes(1_000_000)
     assert len(Order(DataLoader(dataset, 2, shuffle=True), 0)._starts[0]) < 10_000
 
 
-def test_randomness_depends_on_the_batch_alone():
+def test_randomness_depends_on_the_batch_alone() -> None:
     loader = DataLoader(Noise(20), 4, shuffle=True)
     forward, source = flat(stream(source_of(loader))), source_of(loader)
     assert [source.prepare(0, slot).tolist() for slot in (4, 2, 2)] == [
@@ -237,7 +241,7 @@ def test_randomness_depends_on_the_batch_alone():
     ]
 
 
-def test_an_exception_names_index_batch_and_line():
+def test_an_exception_names_index_batch_and_line() -> None:
     source = source_of(DataLoader(Broken(8), 2), where="fetcher 1 on host a")
     assert source.prepare(0, 1).tolist() == [2, 3]
     with pytest.raises(Failed) as caught:
@@ -252,14 +256,14 @@ def test_an_exception_names_index_batch_and_line():
 
 @hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(st.integers(0, 25), st.integers(1, 4), st.booleans())
-def test_one_stream_is_the_local_one(size, batch_size, drop_last):
+def test_one_stream_is_the_local_one(size: int, batch_size: int, drop_last: bool) -> None:
     loader = DataLoader(Count(size), batch_size, drop_last=drop_last)
     assert flat(stream(source_of(loader))) == flat(loader)
 
 
-def test_several_streams_are_the_local_workers():
+def test_several_streams_are_the_local_workers() -> None:
     loader = DataLoader(Count(23), 3, num_workers=2)
-    source, batches, voids, slot = source_of(loader), [], 0, 0
+    source, batches, voids, slot = source_of(loader), list[object](), 0, 0
     while voids < 2:
         try:
             batches.append(source.prepare(0, slot).tolist())
@@ -270,7 +274,7 @@ def test_several_streams_are_the_local_workers():
     assert batches == flat(loader)
 
 
-def test_a_stream_is_replayed_when_asked_for_what_is_behind_it():
+def test_a_stream_is_replayed_when_asked_for_what_is_behind_it() -> None:
     source = source_of(DataLoader(Count(40), 4))
     forward = flat(stream(source))
     assert source.prepare(0, 3).tolist() == forward[3]
@@ -280,29 +284,29 @@ def test_a_stream_is_replayed_when_asked_for_what_is_behind_it():
 class Stateful(Count):
     replayed = 0
 
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         super().__init__(size)
         self.at = 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         while self.at < self.size:
             Stateful.replayed += 1
             self.at += 1
             yield self.at - 1
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = state["at"]
 
 
-def test_a_state_that_was_loaded_shortens_the_replay():
-    payload = __import__("pickle").dumps(DataLoader(Stateful(400), 2))
+def test_a_state_that_was_loaded_shortens_the_replay() -> None:
+    payload = pickle.dumps(DataLoader(Stateful(400), 2))
     first = Source(payload, "train", SEED, "test")
     forward = flat(stream(first))
     found = first.state(0, 130)
-    assert found == (128, {"at": 256})
+    assert found is not None and found == (128, {"at": 256})
     other = Source(payload, "train", SEED, "test")
     assert other.state(0, 130) is None
     other.prepare(0, 3)
@@ -315,16 +319,16 @@ def test_a_state_that_was_loaded_shortens_the_replay():
     assert Stateful.replayed == 2 * 4, "another rank that loads the same state costs nothing"
 
 
-def test_a_datasets_own_state_shortens_the_replay():
-    source = Source(__import__("pickle").dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
+def test_a_datasets_own_state_shortens_the_replay() -> None:
+    source = Source(pickle.dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
     forward = flat(stream(source))
     Stateful.replayed = 0
     assert source.prepare(0, 130).tolist() == forward[130]
     assert Stateful.replayed <= 2 * (130 - 128 + 1)
 
 
-def test_the_states_of_an_epoch_outlive_the_work_ahead_on_the_next():
-    source = Source(__import__("pickle").dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
+def test_the_states_of_an_epoch_outlive_the_work_ahead_on_the_next() -> None:
+    source = Source(pickle.dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
     forward = flat(stream(source))
     source.prepare(1, 0)
     assert source.state(0, 130) == (128, {"at": 256})
@@ -336,12 +340,14 @@ def test_the_states_of_an_epoch_outlive_the_work_ahead_on_the_next():
     assert source.state(1, 0) is None, "a stream that has given nothing begins at its beginning"
 
 
-def test_of_a_long_stream_few_states_are_kept_and_they_reach_all_of_it():
+def test_of_a_long_stream_few_states_are_kept_and_they_reach_all_of_it() -> None:
     size = 64 * 600
-    payload = __import__("pickle").dumps(DataLoader(Stateful(size), None))
+    payload = pickle.dumps(DataLoader(Stateful(size), None))
     source = Source(payload, "train", SEED, "test")
     for slot in range(size):
         source.prepare(0, slot)
-    behind = {slot: slot - source.state(0, slot)[0] for slot in range(64, size, 64)}
+    states = {slot: source.state(0, slot) for slot in range(64, size, 64)}
+    behind = {slot: slot - state[0] for slot, state in states.items() if state is not None}
+    assert len(behind) == len(states)
     assert max(behind.values()) < 64 * 4
     assert len({slot - lag for slot, lag in behind.items()}) <= 256

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -27,10 +28,10 @@ Pair = collections.namedtuple("Pair", "image label")
 class Sample:
     image: torch.Tensor
     name: str
-    hints: dict
+    hints: dict[str, int]
 
 
-def there_and_back(value):
+def there_and_back(value: object) -> Any:
     encoded = encode.encode(value)
     body = bytearray(b"".join(encoded.parts()))
     assert len(body) == encoded.body_bytes
@@ -40,16 +41,16 @@ def there_and_back(value):
     return encode.decode(memoryview(body), len(encoded.head))
 
 
-def sent_bytes(value):
+def sent_bytes(value: object) -> int:
     return sum(len(buffer) for buffer in encode.encode(value).buffers)
 
 
-def bits(tensor):
+def bits(tensor: torch.Tensor) -> list[int]:
     return list(bytes(tensor.clone().reshape(-1).untyped_storage())) if tensor.numel() else []
 
 
 @st.composite
-def tensors(draw):
+def tensors(draw: st.DrawFn) -> torch.Tensor:
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     size = torch.empty(0, dtype=dtype).element_size() * math.prod(shape)
@@ -75,16 +76,16 @@ nested = st.recursive(
 )
 
 
-def assert_same(left, right):
+def assert_same(left: object, right: object) -> None:
     assert type(left) is type(right)
-    if isinstance(left, torch.Tensor):
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         assert (left.dtype, left.shape) == (right.dtype, right.shape)
         assert bits(left) == bits(right)
-    elif isinstance(left, dict):
+    elif isinstance(left, dict) and isinstance(right, dict):
         assert list(left) == list(right)
         for key in left:
             assert_same(left[key], right[key])
-    elif isinstance(left, (list, tuple)):
+    elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         assert len(left) == len(right)
         for one, other in zip(left, right, strict=True):
             assert_same(one, other)
@@ -94,13 +95,13 @@ def assert_same(left, right):
 
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(nested)
-def test_any_nesting_of_tensors_comes_back(value):
+def test_any_nesting_of_tensors_comes_back(value: object) -> None:
     assert_same(there_and_back(value), value)
 
 
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(st.binary(max_size=5000))
-def test_the_checksum_is_the_sum_of_words(data):
+def test_the_checksum_is_the_sum_of_words(data: bytes) -> None:
     padded = data + bytes(-len(data) % 8)
     words = (int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8))
     assert checksum(data) == sum(words) % 2**64
@@ -108,32 +109,32 @@ def test_the_checksum_is_the_sum_of_words(data):
 
 @hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(st.integers(0, 600_000), st.integers(0, 9))
-def test_the_checksum_is_the_same_without_numpy(size, seed):
+def test_the_checksum_is_the_same_without_numpy(size: int, seed: int) -> None:
     data = random.Random(seed).randbytes(size)
     assert with_torch(data, size // 8) == with_numpy(data, size // 8)
 
 
-def test_the_checksum_of_a_large_body_sees_one_flipped_bit():
+def test_the_checksum_of_a_large_body_sees_one_flipped_bit() -> None:
     data = bytearray(os.urandom(1_000_003))
     before = checksum(bytes(data))
     data[999_999] ^= 4
     assert checksum(bytes(data)) != before
 
 
-def test_a_view_travels_as_its_own_bytes():
+def test_a_view_travels_as_its_own_bytes() -> None:
     base = torch.arange(1_000_000)
     assert sent_bytes(base[1000:1010]) == 80
     assert sent_bytes(base.view(1000, 1000)[:, 3]) == 8000
     assert sent_bytes([base[:10], base[900_000:900_010]]) == 160
 
 
-def test_an_expanded_tensor_travels_once():
+def test_an_expanded_tensor_travels_once() -> None:
     wide = torch.tensor([[1.5]]).expand(1000, 1000)
     assert sent_bytes(wide) == 4
     assert torch.equal(there_and_back(wide), wide)
 
 
-def test_shared_storage_stays_shared():
+def test_shared_storage_stays_shared() -> None:
     base = torch.zeros(10)
     result = there_and_back({"all": base, "tail": base[5:], "odd": base[1::2], "same": base})
     result["all"][5] = 7
@@ -143,36 +144,36 @@ def test_shared_storage_stays_shared():
     assert sent_bytes([base, base[5:], base[1::2]]) == 40
 
 
-def test_shared_storage_of_two_dtypes_stays_shared():
+def test_shared_storage_of_two_dtypes_stays_shared() -> None:
     base = torch.zeros(4, dtype=torch.int32)
     result = there_and_back([base.view(torch.uint8)[1:], base[1:]])
     result[1][0] = 1
     assert result[0][3] == 1
 
 
-def test_disjoint_rows_of_one_storage_do_not_share():
+def test_disjoint_rows_of_one_storage_do_not_share() -> None:
     base = torch.zeros(100, 4)
     first, second = there_and_back([base[0], base[50]])
     first += 1
     assert second.sum() == 0
 
 
-def test_results_are_aligned_and_can_be_written():
+def test_results_are_aligned_and_can_be_written() -> None:
     for part in there_and_back([torch.zeros(3), torch.zeros(5), np.zeros(7)]):
         part += 1
         address = part.data_ptr() if isinstance(part, torch.Tensor) else part.ctypes.data
         assert address % 16 == 0
 
 
-def test_nan_payloads_and_negative_zero():
+def test_nan_payloads_and_negative_zero() -> None:
     special = torch.tensor([0x7FC00001, 0x7F800001, -0x80000000], dtype=torch.int32)
     assert bits(there_and_back(special.view(torch.float32))) == bits(special)
 
 
 @pytest.mark.parametrize("coalesced", [True, False])
-def test_sparse_coo(coalesced):
-    indices = [[0, 0, 2], [1, 1, 0]]
-    sparse = torch.sparse_coo_tensor(indices, [1.0, 2.0, 3.0], (3, 2), check_invariants=True)
+def test_sparse_coo(coalesced: bool) -> None:
+    indices, values = torch.tensor([[0, 0, 2], [1, 1, 0]]), torch.tensor([1.0, 2.0, 3.0])
+    sparse = torch.sparse_coo_tensor(indices, values, (3, 2), check_invariants=True)
     sparse = sparse.coalesce() if coalesced else sparse
     result = there_and_back(sparse)
     assert result.is_coalesced() == coalesced
@@ -182,30 +183,30 @@ def test_sparse_coo(coalesced):
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("form", ["to_sparse_csr", "to_sparse_csc"])
-def test_sparse_compressed(form):
+def test_sparse_compressed(form: str) -> None:
     sparse = getattr(torch.eye(4), form)()
     result = there_and_back(sparse)
     assert result.layout == sparse.layout
     assert torch.equal(result.to_dense(), torch.eye(4))
 
 
-def test_channels_last_keeps_its_strides():
+def test_channels_last_keeps_its_strides() -> None:
     image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     result = there_and_back(image)
     assert result.stride() == image.stride()
     assert torch.equal(result, image)
 
 
-def test_attributes_gradients_and_lazy_bits():
+def test_attributes_gradients_and_lazy_bits() -> None:
     tensor = torch.arange(3.0, requires_grad=True)
-    tensor.hints = {"units": 5}
+    vars(tensor)["hints"] = {"units": 5}
     result = there_and_back(tensor)
     assert result.requires_grad
     assert result.hints == {"units": 5}
     assert torch.equal(there_and_back(torch.tensor([1 + 2j]).conj()), torch.tensor([1 - 2j]))
 
 
-def test_numpy_strings_and_custom_types():
+def test_numpy_strings_and_custom_types() -> None:
     sample = Sample(torch.ones(2), "a", {"units": 3})
     arrays = {"a": np.arange(6).reshape(2, 3), "s": np.array(["x", "yy"]), "o": sample}
     result = there_and_back(arrays)
@@ -215,20 +216,22 @@ def test_numpy_strings_and_custom_types():
     assert result["o"].hints == {"units": 3}
 
 
-def test_a_class_that_no_import_finds_travels_by_value():
-    namespace = {"__name__": "__main__"}
+def test_a_class_that_no_import_finds_travels_by_value() -> None:
+    namespace: dict[str, object] = {"__name__": "__main__"}
     exec("class Custom:\n    def __init__(self, x): self.x = x", namespace)
-    result = there_and_back(namespace["Custom"](torch.ones(3)))
+    custom = namespace["Custom"]
+    assert isinstance(custom, type)
+    result = there_and_back(custom(torch.ones(3)))
     assert type(result).__name__ == "Custom"
     assert torch.equal(result.x, torch.ones(3))
 
 
-def test_what_cannot_be_pickled_raises():
+def test_what_cannot_be_pickled_raises() -> None:
     with pytest.raises((TypeError, pickle.PicklingError)):
         encode.encode([torch.ones(1), (n for n in range(3))])
 
 
-def test_the_parts_keep_their_memory_alive():
+def test_the_parts_keep_their_memory_alive() -> None:
     parts = encode.encode([torch.full((100_000,), 3.0)[::2], torch.full((100_000,), 4.0)]).parts()
     torch.zeros(200_000), torch.zeros(50_000)
     body = bytearray(b"".join(parts))
@@ -237,12 +240,12 @@ def test_the_parts_keep_their_memory_alive():
     assert second.sum() == 400_000
 
 
-def test_small_things_in_one_piece():
+def test_small_things_in_one_piece() -> None:
     value = {"t": torch.arange(5), "s": "x"}
     assert_same(encode.from_bytes(encode.as_bytes(value)), value)
 
 
-def test_layout_is_aligned():
+def test_layout_is_aligned() -> None:
     offsets, size = protocol.layout(10, [1, 64, 65, 0])
     assert offsets == [64, 128, 192, 320]
     assert size == 320

@@ -2,8 +2,8 @@
 
 import contextlib
 import os
-import signal
 import socket
+from pathlib import Path
 
 import cloudpickle
 import psutil
@@ -31,46 +31,29 @@ from tests.data.data_rig import (
     Rows,
     everybody_of,
     forkserver_for_this_module,  # noqa: F401
+    is_dropped,
     linked,
+    over_tcp,
     plain,
     ready,
     service,
+    stream,
     workers_of,
 )
 
 SHORT = FetchLease(fetch_s=8.0, start_s=WAIT_S)
 
 
-def stream(running, **arguments):
-    return [plain(batch) for batch in running.loader(**arguments)]
-
-
-def addresses_of(running):
-    return running.feed().directory("train").addresses
-
-
-def is_dropped(sock):
-    """Read until the worker closes the connection, which may be by a reset."""
-    with contextlib.suppress(ConnectionResetError):
-        while sock.recv(4096):
-            pass
-    return True
-
-
-def over_tcp(address):
-    return socket.create_connection((address.host, address.port), WAIT_S)
-
-
-def test_17_a_reset_in_the_middle_of_a_batch(tmp_path):
+def test_17_a_reset_in_the_middle_of_a_batch(tmp_path: Path) -> None:
     loader = DataLoader(Noise(24, width=20_000), 2)
     with service(tmp_path, loader, fetchers=2) as running:
-        sent = {}
+        sent: dict[int, int] = {}
 
-        def harm(number, data):
+        def harm(number: int, data: bytes) -> bytes | None:
             sent[number] = sent.get(number, 0) + len(data)
             return None if number <= 3 and sent[number] > 300_000 else data
 
-        proxy = Proxy(running.feed().directory, harm)
+        proxy = Proxy(running.directory, harm)
         ledger = running.ledger()
         remote = running.loader(directory=proxy, direct=False, ledger=ledger)
         handed = [plain(batch) for batch in remote]
@@ -83,19 +66,19 @@ def test_17_a_reset_in_the_middle_of_a_batch(tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["worker", "fetcher"])
-def test_18_a_fetcher_is_killed(tmp_path, victim):
+def test_18_a_fetcher_is_killed(tmp_path: Path, victim: str) -> None:
     with service(tmp_path, DataLoader(Noise(60), 2), fetchers=2) as running:
         want = stream(running, local=True)
         batches = iter(running.loader())
         handed = [plain(next(batches)) for _ in range(5)]
         processes = workers_of(running) if victim == "worker" else [running.processes[0][0]]
         for process in processes:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
         handed += [plain(batch) for batch in batches]
         assert handed == want
 
 
-def test_18_a_worker_that_died_is_started_again(tmp_path):
+def test_18_a_worker_that_died_is_started_again(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(40), 2)) as running:
         want = stream(running, local=True)
         for _ in range(3):
@@ -107,7 +90,7 @@ def test_18_a_worker_that_died_is_started_again(tmp_path):
             assert handed + [plain(batch) for batch in batches] == want
 
 
-def test_19_a_fetcher_stops_and_goes_on(tmp_path):
+def test_19_a_fetcher_stops_and_goes_on(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(100), 2), fetchers=2) as running:
         want = stream(running, local=True)
         remote = running.loader(window_bytes=1, lease=SHORT)
@@ -126,7 +109,7 @@ def test_19_a_fetcher_stops_and_goes_on(tmp_path):
         assert stream(running) == want
 
 
-def test_20_all_fetchers_die(tmp_path):
+def test_20_all_fetchers_die(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(10_000), 2), fetchers=2) as running:
         batches = iter(running.loader(window_bytes=1, lease=FetchLease(6.0)))
         next(batches)
@@ -139,13 +122,13 @@ def test_20_all_fetchers_die(tmp_path):
 
 
 class Deadly(Rows):
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> object:
         if index == 6:
             os._exit(3)
         return super().__getitem__(index)
 
 
-def test_a_batch_that_kills_its_worker_is_named(tmp_path):
+def test_a_batch_that_kills_its_worker_is_named(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Deadly(10), 2), fetchers=2) as running:
         batches = iter(running.loader())
         assert [plain(next(batches))[1] for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
@@ -154,7 +137,7 @@ def test_a_batch_that_kills_its_worker_is_named(tmp_path):
                 next(batches)
 
 
-def test_22_a_rank_dies_after_it_received_a_batch(tmp_path):
+def test_22_a_rank_dies_after_it_received_a_batch(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(20), 2)) as running:
         first = running.ledger(generation=0)
         batches = iter(running.loader(ledger=first))
@@ -169,39 +152,40 @@ def test_22_a_rank_dies_after_it_received_a_batch(tmp_path):
         lines = running.handed()
         assert metrics.audit(lines) == []
         assert [(line.generation, line.batches) for line in lines] == [(0, 4), (1, 10)]
-        first.close(), second.close()
+        first.close()
+        second.close()
 
 
-def test_23_an_answer_is_lost_and_sent_again(tmp_path):
+def test_23_an_answer_is_lost_and_sent_again(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(20), 2)) as running:
-        lost = []
+        lost: list[bytes] = []
 
-        def harm(number, data):
+        def harm(number: int, data: bytes) -> bytes | None:
             if number == 1 and len(data) > 250 and not lost:
                 lost.append(data)
                 return None
             return data
 
-        proxy = Proxy(running.feed().directory, harm)
+        proxy = Proxy(running.directory, harm)
         assert stream(running, directory=proxy, direct=False) == stream(running, local=True)
         assert lost
         proxy.close()
 
 
-def test_24_a_corrupted_batch_is_fetched_again(tmp_path):
+def test_24_a_corrupted_batch_is_fetched_again(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(24, width=5000), 2)) as running:
-        sent, spoilt = {}, []
+        sent, spoilt = dict[int, int](), list[int]()
 
-        def harm(number, data):
+        def harm(number: int, data: bytes) -> bytes | None:
             """Spoil one byte of the first batch on each of the first connections."""
-            before, data = sent.get(number, 0), bytearray(data)
+            before, spoiling = sent.get(number, 0), bytearray(data)
             sent[number] = before + len(data)
             if number <= 4 and before <= 20_000 < sent[number]:
                 spoilt.append(number)
-                data[20_000 - before] ^= 1
-            return data
+                spoiling[20_000 - before] ^= 1
+            return bytes(spoiling)
 
-        proxy = Proxy(running.feed().directory, harm)
+        proxy = Proxy(running.directory, harm)
         remote = running.loader(directory=proxy, direct=False)
         assert [plain(batch) for batch in remote] == stream(running, local=True)
         assert spoilt
@@ -209,9 +193,8 @@ def test_24_a_corrupted_batch_is_fetched_again(tmp_path):
         proxy.close()
 
 
-def test_25_headers_that_are_cut_negative_or_huge(tmp_path):
+def test_25_headers_that_are_cut_negative_or_huge(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(20), 2)) as running:
-        address = addresses_of(running)[0]
         want = stream(running)
         processes = everybody_of(running)
         server = processes[0]
@@ -223,7 +206,7 @@ def test_25_headers_that_are_cut_negative_or_huge(tmp_path):
             protocol.pack(PROOF, 2**62),
             b"\xff" * 4096,
         ):
-            with over_tcp(address) as sock:
+            with over_tcp(running) as sock:
                 sock.sendall(noise)
                 with contextlib.suppress(OSError):  # the server was faster
                     sock.shutdown(socket.SHUT_WR)
@@ -233,13 +216,13 @@ def test_25_headers_that_are_cut_negative_or_huge(tmp_path):
         assert server.memory_info().rss - before < 50 << 20
 
 
-def test_25_a_rank_closes_on_a_header_that_is_huge(tmp_path):
+def test_25_a_rank_closes_on_a_header_that_is_huge(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(20), 2), fetchers=2) as running:
         huge = bytearray(protocol.pack(Response(ResponseKind.VOID, 0, 0)))
         huge[20] ^= 255
-        sent, said = {}, []
+        sent, said = dict[int, int](), list[int]()
 
-        def harm(number, data):
+        def harm(number: int, data: bytes) -> bytes | None:
             """Say it on the first connection, behind the handshake."""
             sent[number] = sent.get(number, 0) + len(data)
             if number > 1 or sent[number] <= 500:
@@ -247,21 +230,21 @@ def test_25_a_rank_closes_on_a_header_that_is_huge(tmp_path):
             said.append(number)
             return bytes(huge)
 
-        proxy = Proxy(running.feed().directory, harm)
+        proxy = Proxy(running.directory, harm)
         assert stream(running, directory=proxy, direct=False) == stream(running, local=True)
         assert said
         proxy.close()
 
 
 class Big(Rows):
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> object:
         big = torch.zeros(self.width, dtype=torch.uint8)
         big[::4096] = index + 1
         return big
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_26_a_batch_of_2_gb(tmp_path, direct):
+def test_26_a_batch_of_2_gb(tmp_path: Path, direct: bool) -> None:
     size = (2 << 30) + 4096
     with service(tmp_path, DataLoader(Big(1, width=size), None)) as running:
         (batch,) = list(running.loader(direct=direct))
@@ -269,19 +252,19 @@ def test_26_a_batch_of_2_gb(tmp_path, direct):
         assert batch[::4096].eq(1).all()
 
 
-def test_26_a_batch_beyond_the_limit_is_refused():
+def test_26_a_batch_beyond_the_limit_is_refused() -> None:
     header = protocol.pack(Response(ResponseKind.BATCH, 0, 0), protocol.MAX_BATCH_BYTES + 1)
     with pytest.raises(ProtocolError, match="the limit is"):
         ready(Role.RANK).hear(memoryview(header))
 
 
 class Odd(Rows):
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> object:
         empty = torch.empty(0, 3)
         return {"none": empty, "nan": torch.tensor([float("nan"), -0.0]), "text": "", "list": []}
 
 
-def test_27_empty_batches_and_nans(tmp_path):
+def test_27_empty_batches_and_nans(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Odd(2), None)) as running:
         for batch in running.loader():
             assert batch["none"].shape == (0, 3)
@@ -289,39 +272,39 @@ def test_27_empty_batches_and_nans(tmp_path):
             assert (batch["text"], batch["list"]) == ("", [])
 
 
-def test_47_a_peer_with_the_wrong_key_is_refused_and_refuses(tmp_path):
+def test_47_a_peer_with_the_wrong_key_is_refused_and_refuses(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
         with pytest.raises(ProtocolError, match="does not know the run's key"):
             linked(running, key=b"wrong" * 8)
         assert len(stream(running)) == 2
 
 
-def test_48_a_peer_that_says_nothing_is_dropped(tmp_path):
+def test_48_a_peer_that_says_nothing_is_dropped(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
-        with over_tcp(addresses_of(running)[0]) as sock:
+        with over_tcp(running) as sock:
             greeting = sock.recv(2 * protocol.HEADER_BYTES)
             heard = ProtocolState(Role.RANK).hear(memoryview(greeting))
-            assert isinstance(heard.message, Challenge)
+            assert heard is not None and isinstance(heard.message, Challenge)
             assert sock.recv(1) == b""
         assert len(stream(running)) == 2
 
 
-def test_nothing_is_unpickled_before_the_proof(tmp_path):
+def test_nothing_is_unpickled_before_the_proof(tmp_path: Path) -> None:
     body = cloudpickle.dumps(os.system)
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
-        with over_tcp(addresses_of(running)[0]) as sock:
+        with over_tcp(running) as sock:
             sock.sendall(protocol.pack(Requests(RequestKind.SAMPLE, 0, (0,)), len(body)) + body)
             assert is_dropped(sock)
         assert len(stream(running)) == 2
 
 
-def test_a_fetcher_that_ends_between_two_looks_at_where_it_listens(tmp_path):
+def test_a_fetcher_that_ends_between_two_looks_at_where_it_listens(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
         (tmp_path / "data" / "fetchers" / "fetcher-1.json").symlink_to(tmp_path / "gone")
         assert len(stream(running)) == 2
 
 
-def test_the_workers_end_with_their_fetcher(tmp_path):
+def test_the_workers_end_with_their_fetcher(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(40), 2), workers=2) as running:
         stream(running)
         workers = workers_of(running, count=2)

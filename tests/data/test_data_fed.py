@@ -10,20 +10,11 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from taas_magic import registry
-from taas_magic.capture import pickling
 from taas_magic.data import metrics
 from taas_magic.errors import RankFailed
 from taas_magic.journal import folder as journal
 from tests.events import Line
 from tests.harness import Notebook, Outcome, on_event
-
-
-@pytest.fixture(autouse=True)
-def nothing_registered() -> Iterator[None]:
-    yield
-    registry._registered.clear()
-    pickling.STAND_INS.clear()
 
 
 @pytest.fixture
@@ -69,7 +60,7 @@ for epoch in range(2):
 
 
 def filled(outcome: Outcome) -> list[dict[str, float]]:
-    """What was ready as long as ranks waited for it; and that nobody started before."""
+    """Return what was ready as long as ranks waited for it; assert that nobody started before."""
     assert outcome.error is None, outcome.shown
     kinds = [event["kind"] for event in outcome.events]
     if "filling" in kinds:
@@ -147,7 +138,7 @@ def handed(outcome: Outcome) -> list[metrics.Handed]:
 
 
 def spilled_here() -> set[Path]:
-    """The folders on this machine for what memory cannot hold."""
+    """Return the folders on this machine for what memory cannot hold."""
     return set(Path(tempfile.gettempdir()).glob("taas-*/spill-*"))
 
 

@@ -8,7 +8,7 @@ import pytest
 from taas_magic.config import load_config
 from taas_magic.data import service
 from taas_magic.notebook import pools
-from tests.data.test_data_cell import CELL, LOADER, nothing_registered, streams  # noqa: F401
+from tests.data.test_data_cell import CELL, LOADER, streams
 from tests.harness import Notebook
 
 SETTINGS = """
@@ -25,7 +25,7 @@ APART = "loader.feed.direct = False\nprint('tls', loader.feed.tls is not None)\n
 
 @pytest.fixture(params=["shared", "private"])
 def network(request: pytest.FixtureRequest, notebook: Notebook, tmp_path: Path) -> Iterator[str]:
-    """A pool of two hosts, on a network that is shared with others or not."""
+    """Set up a pool of two hosts, on a network that is shared with others or not."""
     (tmp_path / "taas").mkdir()
     (tmp_path / "taas" / "taas.toml").write_text(SETTINGS.format(network=request.param))
     with pytest.MonkeyPatch.context() as patch:
@@ -41,6 +41,7 @@ def test_batches_come_from_host_to_host(notebook: Notebook, network: str) -> Non
     far = streams(outcome)
     assert {rank: lines[1:] for rank, lines in far.items()} == near
     assert [far[rank][0] for rank in (0, 1)] == 2 * [f"tls {network == 'shared'}"]
+    assert outcome.run is not None
     served = service.read(outcome.run.path)
     assert served is not None
     assert (served.tls is None) is (network == "private")

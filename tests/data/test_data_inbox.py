@@ -4,8 +4,9 @@ import os
 import socket
 import struct
 import threading
+import weakref
 from collections import deque
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Sequence
 
 import hypothesis
 import hypothesis.strategies as st
@@ -17,6 +18,7 @@ from taas_magic.data.connection import FetcherLink, Inbox, Silent
 from taas_magic.data.encode import checksum
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import (
+    FromServer,
     LoaderRequest,
     ProtocolState,
     RequestKind,
@@ -35,14 +37,14 @@ from tests.data.data_rig import ready
 SIZES = st.sampled_from([0, 64, 4096, 32 << 10, 200 << 10, 448 << 10, 600 << 10, 3 << 20])
 
 
-def batch(number, size):
-    """A frame of a batch, all of whose bytes are its number."""
+def batch(number: int, size: int) -> bytes:
+    """Return a frame of a batch, all of whose bytes are its number."""
     body = bytes([number % 251 + 1]) * size
     response = Response(ResponseKind.BATCH, 1, number, body_sum=checksum(body))
     return protocol.pack(response, size) + body
 
 
-def tick(sock, seconds):
+def tick(sock: socket.socket, seconds: float) -> None:
     """Make every receive give up after so long."""
     whole = int(seconds)
     timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
@@ -50,21 +52,21 @@ def tick(sock, seconds):
 
 
 @pytest.fixture
-def ends():
+def ends() -> Iterator[tuple[socket.socket, Inbox]]:
     server, rank = socket.socketpair()
     tick(rank, 0.2)
     with server, rank:
         yield server, box_of(rank)
 
 
-def box_of(sock, patience_s=60.0):
+def box_of(sock: socket.socket, patience_s: float = 60.0) -> Inbox:
     return Inbox(sock, ready(Role.RANK), patience_s)
 
 
-def sent(sock, data, cuts=()):
+def sent(sock: socket.socket, data: bytes, cuts: Sequence[int] = ()) -> threading.Thread:
     """Send in a thread, in pieces."""
 
-    def run():
+    def run() -> None:
         for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
             sock.sendall(data[start:end])
 
@@ -73,11 +75,17 @@ def sent(sock, data, cuts=()):
     return thread
 
 
-def over_unix():
+def responded(whole: tuple[FromServer, memoryview] | None) -> Response:
+    """Return the response that has come."""
+    assert whole is not None and isinstance(whole[0], Response)
+    return whole[0]
+
+
+def over_unix() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair()
 
 
-def over_tcp():
+def over_tcp() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = socket.create_connection(listener.getsockname())
         return server, listener.accept()[0]
@@ -86,7 +94,11 @@ def over_tcp():
 @pytest.mark.parametrize("connected", [over_unix, over_tcp])
 @hypothesis.settings(deadline=None, max_examples=25)
 @hypothesis.given(st.lists(SIZES, min_size=1, max_size=9), st.data())
-def test_frames_come_whole_and_stay_what_they_are(connected, sizes, data):
+def test_frames_come_whole_and_stay_what_they_are(
+    connected: Callable[[], tuple[socket.socket, socket.socket]],
+    sizes: list[int],
+    data: st.DataObject,
+) -> None:
     stream = b"".join(batch(number, size) for number, size in enumerate(sizes))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
     server, rank = connected()
@@ -96,27 +108,27 @@ def test_frames_come_whole_and_stay_what_they_are(connected, sizes, data):
         heard = [box.receive(blocks) for _ in sizes]
         sender.join()
         # All are looked at only now: none may have been written over by a later one.
-        for number, (response, body) in enumerate(heard):
-            assert (response.slot, len(body)) == (number, sizes[number])
-            assert bytes(body) == bytes([number % 251 + 1]) * sizes[number]
+        for number, whole in enumerate(heard):
+            assert (responded(whole).slot, len(whole[1])) == (number, sizes[number])
+            assert bytes(whole[1]) == bytes([number % 251 + 1]) * sizes[number]
 
 
-def test_one_call_brings_all_that_has_come(ends):
+def test_one_call_brings_all_that_has_come(ends: tuple[socket.socket, Inbox]) -> None:
     server, box = ends
     server.sendall(b"".join(batch(number, 1024) for number in range(20)))
-    assert box.receive(Blocks(0))[0].slot == 0
-    assert [box.here()[0].slot for _ in range(19)] == list(range(1, 20))
+    assert responded(box.receive(Blocks(0))).slot == 0
+    assert [responded(box.here()).slot for _ in range(19)] == list(range(1, 20))
     assert box.here() is None
 
 
-def test_a_small_body_that_is_kept_keeps_no_chunk(ends):
+def test_a_small_body_that_is_kept_keeps_no_chunk(ends: tuple[socket.socket, Inbox]) -> None:
     server, box = ends
     server.sendall(batch(0, 1024))
     _, body = box.receive(Blocks(0))
-    assert len(body.obj) == 1024
+    assert memoryview(body.obj).nbytes == 1024
 
 
-def test_a_body_behind_an_odd_one_is_aligned(ends):
+def test_a_body_behind_an_odd_one_is_aligned(ends: tuple[socket.socket, Inbox]) -> None:
     server, box = ends
     odd = protocol.pack(Response(ResponseKind.VALUE, 0, 0), 3) + b"abc"
     server.sendall(odd + batch(0, 64 << 10))
@@ -126,7 +138,7 @@ def test_a_body_behind_an_odd_one_is_aligned(ends):
 
 
 @pytest.mark.parametrize("size", [4096, 200 << 10, 3 << 20])
-def test_24_a_damaged_body_is_refused(ends, size):
+def test_24_a_damaged_body_is_refused(ends: tuple[socket.socket, Inbox], size: int) -> None:
     server, box = ends
     data = bytearray(batch(0, size))
     data[-1] ^= 1
@@ -137,14 +149,16 @@ def test_24_a_damaged_body_is_refused(ends, size):
     sender.join()
 
 
-def receive_once(box):
+def receive_once(box: Inbox) -> tuple[FromServer, memoryview] | None:
     try:
         return box.receive(Blocks(0))
     except Silent:
         return None
 
 
-def test_nothing_for_a_tick_is_silence_and_the_end_is_the_end(ends):
+def test_nothing_for_a_tick_is_silence_and_the_end_is_the_end(
+    ends: tuple[socket.socket, Inbox],
+) -> None:
     server, box = ends
     with pytest.raises(Silent):
         box.receive(Blocks(0))
@@ -154,7 +168,7 @@ def test_nothing_for_a_tick_is_silence_and_the_end_is_the_end(ends):
 
 
 @pytest.mark.parametrize("size", [4096, 3 << 20])
-def test_a_frame_that_stands_still_is_given_up(size):
+def test_a_frame_that_stands_still_is_given_up(size: int) -> None:
     server, rank = socket.socketpair()
     tick(rank, 0.05)
     with server, rank:
@@ -163,7 +177,7 @@ def test_a_frame_that_stands_still_is_given_up(size):
             box_of(rank, patience_s=0.2).receive(Blocks(0))
 
 
-def test_descriptors_come_with_their_frames(ends):
+def test_descriptors_come_with_their_frames(ends: tuple[socket.socket, Inbox]) -> None:
     server, box = ends
     body = SharedBody(SharedPlace(1, 0), 64, is_new=True)
     shared = Response(ResponseKind.BATCH, 0, 0, shared=body)
@@ -171,7 +185,8 @@ def test_descriptors_come_with_their_frames(ends):
         server.sendall(batch(0, 4096))
         socket.send_fds(server, [protocol.pack(shared)], [one.fileno()])
         server.sendall(batch(1, 4096))
-        assert [box.receive(Blocks(0))[0].shared for _ in range(3)] == [None, body, None]
+        heard = [responded(box.receive(Blocks(0))) for _ in range(3)]
+        assert [one.shared for one in heard] == [None, body, None]
         descriptor = box.descriptor()
         assert os.path.samestat(os.fstat(descriptor), os.fstat(one.fileno()))
         os.close(descriptor)
@@ -179,7 +194,7 @@ def test_descriptors_come_with_their_frames(ends):
         box.descriptor()
 
 
-def test_what_may_not_be_said_is_refused_before_its_body():
+def test_what_may_not_be_said_is_refused_before_its_body() -> None:
     server, rank = socket.socketpair()
     with server, rank:
         response = Response(ResponseKind.BATCH, 0, 0)
@@ -193,24 +208,24 @@ class Link(FetcherLink):
 
     breaks = False
 
-    def __init__(self):
-        self.address, self.asked, self.unsent = "a fetcher", deque(), []
+    def __init__(self) -> None:
+        self.address = Address(0, "cpu1", 7000, "", "")
+        self.asked, self.unsent = deque(), []
+        self.close = weakref.finalize(self, int)
 
-    def send(self, messages):
+    def send(self, messages: object) -> None:
         if self.breaks:
             raise ConnectionError("cut")
 
-    def close(self):
-        pass
 
-
-def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile():
-    links, aside = [Link(), Link()], set()
-    route = SimpleNamespace(
-        pick=lambda slot, streams: 1 if 0 in aside else 0,
-        connect=links.__getitem__,
-        failed=lambda number, why, silent_s: aside.add(number),
-    )
+def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    links, aside = [Link(), Link()], set[int]()
+    route, _ = route_to(2)
+    monkeypatch.setattr(route, "pick", lambda slot, streams: 1 if 0 in aside else 0)
+    monkeypatch.setattr(route, "connect", links.__getitem__)
+    monkeypatch.setattr(route, "failed", lambda number, why, silent_s: aside.add(number))
     client = Client(route, Blocks(0))
     client._order = 5
     client.ask([SlotRequest(slot, True) for slot in range(4)])
@@ -224,15 +239,15 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile():
     assert client.retried == 4
 
 
-def route_to(fetchers):
-    """The ways to so many fetchers, and a clock that stands still until it is set."""
+def route_to(fetchers: int) -> tuple[Route, list[float]]:
+    """Return the ways to so many fetchers, and a clock that stands still until it is set."""
     now = [0.0]
     found = {number: Address(number, "cpu1", 7000 + number, "", "") for number in range(fetchers)}
     place = LoaderPlace(fetchers=fetchers, workers=fetchers, addresses=found)
     return Route("train", lambda _: place, b"", lease=FetchLease(4.0), clock=lambda: now[0]), now
 
 
-def test_a_fetcher_that_says_nothing_is_asked_seldom():
+def test_a_fetcher_that_says_nothing_is_asked_seldom() -> None:
     route, now = route_to(2)
     assert route.pick(0, None) == 0
     route.failed(0, Silent(), silent_s=2.0)
@@ -242,9 +257,9 @@ def test_a_fetcher_that_says_nothing_is_asked_seldom():
         assert route.pick(0, None) == picked
 
 
-def test_each_fetcher_is_tried_before_all_are_lost():
+def test_each_fetcher_is_tried_before_all_are_lost() -> None:
     route, now = route_to(3)
-    tried = []
+    tried: list[int] = []
     with pytest.raises(RunLost) as lost:
         for _ in range(9):
             now[0] += 100.0  # all pauses are over

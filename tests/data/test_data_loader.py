@@ -2,6 +2,9 @@
 
 import contextlib
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import accelerate.data_loader
 import psutil
@@ -11,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torch.utils.data import SequentialSampler as Sequential
 
 from taas_magic.data import metrics, sharding
-from taas_magic.data.sharding import seed_of
+from taas_magic.data.sharding import Uneven, seed_of
 from tests.data.data_rig import (
     SEED,
     WAIT_S,
@@ -19,19 +22,21 @@ from tests.data.data_rig import (
     Noise,
     Remembering,
     Rows,
+    Service,
+    ShapeChanges,
     forkserver_for_this_module,  # noqa: F401
     plain,
     service,
 )
 
 
-def local(loader, epoch=0):
+def local(loader: DataLoader[object], epoch: int = 0) -> list[object]:
     torch.manual_seed(seed_of(SEED, epoch))
     return [plain(batch) for batch in loader]
 
 
-def dealt(batches, world_size, uneven="pad"):
-    """The model: what each rank gets."""
+def dealt(batches: Sequence[object], world_size: int, uneven: Uneven = "pad") -> list[list[object]]:
+    """Return what each rank gets: the model."""
     count = [sharding.steps(len(batches), rank, world_size, uneven) for rank in range(world_size)]
     return [
         [batches[(step * world_size + rank) % len(batches)] for step in range(count[rank])]
@@ -39,12 +44,15 @@ def dealt(batches, world_size, uneven="pad"):
     ]
 
 
-def seen(running, world_size, **arguments):
+def seen(
+    running: Service, world_size: int, local: bool = False, shape: ShapeChanges | None = None
+) -> list[list[Any]]:
     """One epoch of every rank, their steps in turn."""
     passes = [
-        iter(running.loader(rank=r, world_size=world_size, **arguments)) for r in range(world_size)
+        iter(running.loader(rank=r, world_size=world_size, local=local, shape=shape))
+        for r in range(world_size)
     ]
-    handed = [[] for _ in passes]
+    handed: list[list[Any]] = [[] for _ in passes]
     left = list(range(world_size))
     while left:
         for rank in list(left):
@@ -55,19 +63,20 @@ def seen(running, world_size, **arguments):
     return handed
 
 
-def test_one_rank_sees_the_local_stream(tmp_path):
+def test_one_rank_sees_the_local_stream(tmp_path: Path) -> None:
     loader = DataLoader(Rows(50), 4, shuffle=True)
     with service(tmp_path, loader, fetchers=2) as running:
         remote = running.loader()
         assert [plain(batch) for batch in remote] == local(loader, 0)
         assert [plain(batch) for batch in remote] == local(loader, 1)
+        assert isinstance(remote.sampler, DistributedSampler)
         remote.sampler.set_epoch(7)
         assert [plain(batch) for batch in remote] == local(loader, 7)
 
 
 @pytest.mark.parametrize("uneven", sharding.UNEVEN)
 @pytest.mark.parametrize("fetchers", [1, 3])
-def test_ranks_share_an_epoch(tmp_path, fetchers, uneven):
+def test_ranks_share_an_epoch(tmp_path: Path, fetchers: int, uneven: Uneven) -> None:
     loader = DataLoader(Rows(43), 2, shuffle=True, drop_last=True)
     with service(tmp_path, loader, fetchers=fetchers) as running:
         for world_size in (2, 4):
@@ -75,7 +84,7 @@ def test_ranks_share_an_epoch(tmp_path, fetchers, uneven):
             assert handed == dealt(local(loader), world_size, uneven)
 
 
-def test_accelerate_deals_alike(tmp_path):
+def test_accelerate_deals_alike(tmp_path: Path) -> None:
     loader = DataLoader(Rows(24), 3)
     with service(tmp_path, loader) as running:
         for rank, batches in enumerate(seen(running, 2)):
@@ -85,12 +94,12 @@ def test_accelerate_deals_alike(tmp_path):
             assert [batch[1] for batch in batches] == list(oracle)
 
 
-def test_the_stream_is_the_same_for_every_number_of_fetchers_and_none(tmp_path):
+def test_the_stream_is_the_same_for_every_number_of_fetchers_and_none(tmp_path: Path) -> None:
     loader = DataLoader(Noise(40), 4, shuffle=True)
     streams = []
     for fetchers, workers in ((1, 1), (1, 2), (3, 1)):
-        arguments = {"fetchers": fetchers, "workers": workers}
-        with service(tmp_path / f"{fetchers}-{workers}", loader, **arguments) as running:
+        folder = tmp_path / f"{fetchers}-{workers}"
+        with service(folder, loader, fetchers, workers) as running:
             streams.append(seen(running, 2))
     before = torch.random.get_rng_state()
     with service(tmp_path / "none", loader, fetchers=0) as running:
@@ -102,7 +111,7 @@ def test_the_stream_is_the_same_for_every_number_of_fetchers_and_none(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("uneven", sharding.UNEVEN)
-def test_iterable_style(tmp_path, workers, uneven):
+def test_iterable_style(tmp_path: Path, workers: int, uneven: Uneven) -> None:
     loader = DataLoader(Lines(27), 2, num_workers=workers)
     with service(tmp_path, loader, fetchers=2) as running:
         want = [plain(batch) for batch in loader]
@@ -111,7 +120,7 @@ def test_iterable_style(tmp_path, workers, uneven):
         assert seen(running, 3, shape={"uneven": uneven}, local=True) == dealt(want, 3, uneven)
 
 
-def test_a_rank_prepares_its_own_share_in_workers_of_its_own(tmp_path):
+def test_a_rank_prepares_its_own_share_in_workers_of_its_own(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(30), 2, shuffle=True)) as running:
         children = psutil.Process().children()
         remote = running.loader(
@@ -127,7 +136,7 @@ def test_a_rank_prepares_its_own_share_in_workers_of_its_own(tmp_path):
     assert psutil.wait_procs([starter, server, parent, *workers], WAIT_S)[1] == []
 
 
-def test_units_bound_all_ranks_over_epochs(tmp_path):
+def test_units_bound_all_ranks_over_epochs(tmp_path: Path) -> None:
     loader = DataLoader(Rows(10), 1)
     with service(tmp_path, loader) as running:
         remotes = [running.loader(rank=rank, world_size=2, units=13) for rank in range(2)]
@@ -136,22 +145,22 @@ def test_units_bound_all_ranks_over_epochs(tmp_path):
 
 
 class Hinted(Rows):
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> int:
         return index
 
 
-class Bag(list):
-    pass
+class Bag(list[int]):
+    hints: dict[str, int]
 
 
-def weigh(items):
+def weigh(items: list[int]) -> Bag:
     bag = Bag(items)
     bag.hints = {"units": items[0] + 1}
     return bag
 
 
 @pytest.mark.parametrize("at_home", [False, True])
-def test_hints_count_units(tmp_path, at_home):
+def test_hints_count_units(tmp_path: Path, at_home: bool) -> None:
     loader = DataLoader(Hinted(8), 1, collate_fn=weigh)
     with service(tmp_path, loader, fetchers=2, units=12) as running:
         remotes = [running.loader(rank=r, world_size=2, units=12, local=at_home) for r in range(2)]
@@ -163,28 +172,29 @@ def test_hints_count_units(tmp_path, at_home):
         assert [remote.counts.units for remote in remotes] == [4, 6]
 
 
-def test_it_is_a_data_loader_to_everyone_who_asks(tmp_path):
+def test_it_is_a_data_loader_to_everyone_who_asks(tmp_path: Path) -> None:
     loader = DataLoader(Rows(43), 4)
     with service(tmp_path, loader) as running:
         remote = running.loader(rank=1, world_size=2, shape={"attributes": {"classes": ["a"]}})
         assert isinstance(remote, DataLoader)
+        dataset: Any = remote.dataset
         assert len(remote) == 6
-        assert len(remote.dataset) == 43
+        assert len(dataset) == 43
         assert remote.batch_size == 4
         assert remote.num_workers == 0
-        assert remote.dataset.classes == ["a"]
+        assert dataset.classes == ["a"]
         assert isinstance(remote.sampler, DistributedSampler)
         assert len(remote.sampler) == 22
         assert plain(next(iter(remote)))[1] == [4, 5, 6, 7]
-        assert remote.dataset[5][1] == 5
+        assert dataset[5][1] == 5
         with pytest.raises(TypeError, match="not 'list'"):
             running.loader(local=True).dataset[[1, 2]]
-        assert remote.dataset.width == 8
+        assert dataset.width == 8
         with pytest.raises(AttributeError, match="nothing_such"):
-            _ = remote.dataset.nothing_such
+            _ = dataset.nothing_such
 
 
-def test_an_iterable_dataset_is_one(tmp_path):
+def test_an_iterable_dataset_is_one(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Lines(9), 2)) as running:
         remote = running.loader()
         assert isinstance(remote.dataset, IterableDataset)
@@ -192,7 +202,7 @@ def test_an_iterable_dataset_is_one(tmp_path):
             len(remote)
 
 
-def test_several_loaders_iterators_and_early_leave(tmp_path):
+def test_several_loaders_iterators_and_early_leave(tmp_path: Path) -> None:
     loaders = {"train": DataLoader(Rows(40), 2, shuffle=True), "val": DataLoader(Rows(9), 3)}
     with service(tmp_path, loaders, fetchers=2) as running:
         train, val = running.loader("train"), running.loader("val")
@@ -210,11 +220,13 @@ def test_several_loaders_iterators_and_early_leave(tmp_path):
 
 @pytest.mark.parametrize("style", ["map", "iterable"])
 @pytest.mark.parametrize("stop", [0, 3, 7, 10])
-def test_a_state_goes_on_with_another_number_of_fetchers(tmp_path, stop, style):
-    loader = DataLoader(Noise(40), 2, shuffle=True)
+def test_a_state_goes_on_with_another_number_of_fetchers(
+    tmp_path: Path, stop: int, style: str
+) -> None:
+    loader: DataLoader[object] = DataLoader(Noise(40), 2, shuffle=True)
     if style == "iterable":
         loader = DataLoader(Lines(41), 2)
-    states, heads, whole = [], [], []
+    states, heads = list[dict[str, Any]](), list[list[object]]()
     with service(tmp_path / "one", loader, fetchers=1) as running:
         whole = seen(running, 2)
         for rank in range(2):
@@ -229,17 +241,17 @@ def test_a_state_goes_on_with_another_number_of_fetchers(tmp_path, stop, style):
             assert heads[rank] + [plain(batch) for batch in remote] == whole[rank]
 
 
-@pytest.mark.parametrize("arguments", [{}, {"local": True}], ids=["fetchers", "in the rank"])
-def test_a_state_has_the_datasets_own(tmp_path, arguments):
+@pytest.mark.parametrize("at_home", [False, True], ids=["fetchers", "in the rank"])
+def test_a_state_has_the_datasets_own(tmp_path: Path, at_home: bool) -> None:
     loader = DataLoader(Remembering(200), 1)
     with service(tmp_path / "one", loader) as running:
-        batches = iter(remote := running.loader(**arguments))
+        batches = iter(remote := running.loader(local=at_home))
         first = [next(batches)[0, 0].item() for _ in range(140)]
         state = remote.state_dict()
     assert state["streams"] == {0: (128, {"at": 128})}
     # workers that cannot work far ahead have nothing ready that was counted from the beginning
     with service(tmp_path / "two", loader, fetchers=2, buffer_bytes=4096) as running:
-        remote = running.loader(**arguments)
+        remote = running.loader(local=at_home)
         remote.load_state_dict(state)
         assert remote.state_dict() == state, "before the first batch it is what was loaded"
         rest = [batch[0].tolist() for batch in remote]
@@ -248,14 +260,14 @@ def test_a_state_has_the_datasets_own(tmp_path, arguments):
         assert next(iter(remote))[0].tolist() == [0, 1], "the next epoch is a whole one"
 
 
-def test_without_a_dataset_that_has_one_a_state_is_a_place(tmp_path):
+def test_without_a_dataset_that_has_one_a_state_is_a_place(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Lines(20), 1)) as running:
         batches = iter(remote := running.loader())
         next(batches)
         assert "streams" not in remote.state_dict()
 
 
-def test_a_state_at_the_end_begins_the_next_epoch(tmp_path):
+def test_a_state_at_the_end_begins_the_next_epoch(tmp_path: Path) -> None:
     loader = DataLoader(Rows(8), 2, shuffle=True)
     with service(tmp_path, loader) as running:
         remote = running.loader()
@@ -265,7 +277,7 @@ def test_a_state_at_the_end_begins_the_next_epoch(tmp_path):
         assert [plain(batch) for batch in other] == local(loader, 1)
 
 
-def test_a_state_in_the_middle_of_a_step_is_refused(tmp_path):
+def test_a_state_in_the_middle_of_a_step_is_refused(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(8), 1)) as running:
         remote = running.loader(world_size=2)
         next(iter(remote))
@@ -274,14 +286,16 @@ def test_a_state_in_the_middle_of_a_step_is_refused(tmp_path):
 
 
 class Bad(Rows):
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> object:
         if index == 5:
             raise ValueError("sample five is bad")
         return super().__getitem__(index)
 
 
 @pytest.mark.parametrize("at_home", [False, True])
-def test_a_datasets_exception_reaches_the_cell_and_the_next_batch_too(tmp_path, at_home):
+def test_a_datasets_exception_reaches_the_cell_and_the_next_batch_too(
+    tmp_path: Path, at_home: bool
+) -> None:
     with service(tmp_path, DataLoader(Bad(8), 2)) as running:
         batches = iter(running.loader(local=at_home))
         assert [plain(next(batches))[1] for _ in range(2)] == [[0, 1], [2, 3]]
@@ -291,7 +305,7 @@ def test_a_datasets_exception_reaches_the_cell_and_the_next_batch_too(tmp_path, 
         assert 'raise ValueError("sample five is bad")' in str(raised.value)
 
 
-def test_large_batches_arrive_ahead_and_are_not_overwritten(tmp_path):
+def test_large_batches_arrive_ahead_and_are_not_overwritten(tmp_path: Path) -> None:
     loader = DataLoader(Rows(12, width=1 << 19), 1)
     for direct in (True, False):
         with service(tmp_path / str(direct), loader) as running:
@@ -302,7 +316,7 @@ def test_large_batches_arrive_ahead_and_are_not_overwritten(tmp_path):
             assert kept == [float(n) for n in range(12)]
 
 
-def test_the_ledger_has_every_batch_once(tmp_path):
+def test_the_ledger_has_every_batch_once(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(21), 2)) as running:
         ledgers = [running.ledger(rank) for rank in range(2)]
         for rank in range(2):
@@ -319,30 +333,30 @@ def test_the_ledger_has_every_batch_once(tmp_path):
 
 
 class Slow(Rows):
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> None:
         time.sleep(30)
 
 
-def test_a_loaders_timeout(tmp_path):
+def test_a_loaders_timeout(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Slow(4), 2)) as running:
         batches = iter(running.loader(shape={"settings": {"timeout": 1.0}}))
         with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
             next(batches)
 
 
-class Unseeded(torch.utils.data.Sampler):
+class Unseeded(torch.utils.data.Sampler[int]):
     """Another order in every process."""
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         import os
 
         return iter(sorted(range(20), key=lambda n: hash((n, os.getpid()))))
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 20
 
 
-def test_an_order_that_is_no_function_of_the_seed_is_enumerated_once(tmp_path):
+def test_an_order_that_is_no_function_of_the_seed_is_enumerated_once(tmp_path: Path) -> None:
     loader = DataLoader(Rows(20), 2, sampler=Unseeded())
     with service(tmp_path, loader, fetchers=3) as running:
         handed = seen(running, 2)

@@ -1,9 +1,11 @@
 """Memory for batches: used again when nobody looks at it, never before."""
 
+import contextlib
 import gc
 import mmap
 import os
 import socket
+from collections.abc import Iterator
 
 import hypothesis
 import hypothesis.strategies as st
@@ -19,12 +21,12 @@ MEGABYTE = 1 << 20
 class SpansMachine(RuleBasedStateMachine):
     """Whatever is taken and given back: nothing overlaps, and all that is free can be taken."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.spans, self.used = Spans(), {}
+        self.spans, self.used = Spans(), dict[int, int]()
 
     @rule(size=st.integers(0, 1000))
-    def take(self, size):
+    def take(self, size: int) -> None:
         room = aligned(max(size, 1))
         fits = [start for start, end in self.gaps() if end - start >= room]
         start = self.spans.take(size)
@@ -33,22 +35,22 @@ class SpansMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())
-    def give_back(self, data):
+    def give_back(self, data: st.DataObject) -> None:
         start = data.draw(st.sampled_from(sorted(self.used)))
         del self.used[start]
         self.spans.give_back(start)
 
     @invariant()
-    def nothing_overlaps(self):
+    def nothing_overlaps(self) -> None:
         assert all(start % ALIGN == 0 for start in self.used)
         assert all(start <= end for start, end in self.gaps())
 
     @invariant()
-    def the_end_is_that_of_the_last_span(self):
+    def the_end_is_that_of_the_last_span(self) -> None:
         assert self.spans.end == max(self.used.values(), default=0)
 
-    def gaps(self):
-        """What lies between the spans in use, holes that were joined."""
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return what lies between the spans in use, holes that were joined."""
         spans = sorted(self.used.items())
         return [(end, start) for (_, end), (start, _) in zip([(0, 0), *spans], spans, strict=False)]
 
@@ -57,7 +59,7 @@ TestSpans = SpansMachine.TestCase
 TestSpans.settings = hypothesis.settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
-def test_a_hole_is_used_again_before_the_end_grows():
+def test_a_hole_is_used_again_before_the_end_grows() -> None:
     spans = Spans()
     first, second, third = (spans.take(1000) for _ in range(3))
     end = spans.end
@@ -68,7 +70,7 @@ def test_a_hole_is_used_again_before_the_end_grows():
     assert spans.end == third
 
 
-def test_an_arena_of_batches_that_come_and_go_does_not_grow():
+def test_an_arena_of_batches_that_come_and_go_does_not_grow() -> None:
     arena = Arena()
     for _ in range(50):
         spans = [arena.take(size) for size in (100, 3 * MEGABYTE, 5000)]
@@ -78,7 +80,7 @@ def test_an_arena_of_batches_that_come_and_go_does_not_grow():
     assert os.fstat(arena.descriptor).st_blocks * 512 < 5 * MEGABYTE
 
 
-def test_an_arena_grows_under_what_is_looked_at():
+def test_an_arena_grows_under_what_is_looked_at() -> None:
     arena = Arena()
     _, first = arena.take(100)
     first[:] = b"x" * 100
@@ -93,7 +95,7 @@ def test_an_arena_grows_under_what_is_looked_at():
 class Writer:
     """An arena in a process of its own, which writes and frees what it is told to."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if not self.pid:
@@ -104,7 +106,7 @@ class Writer:
         self.descriptor = descriptors[0]
 
     @staticmethod
-    def _work(sock):
+    def _work(sock: socket.socket) -> int:
         arena = Arena()
         socket.send_fds(sock, [b"here"], [arena.descriptor])
         while said := sock.recv(64).split():
@@ -118,27 +120,28 @@ class Writer:
             sock.send(b"%d" % offset)
         return 0
 
-    def write(self, letter, size):
+    def write(self, letter: str, size: int) -> int:
         self._socket.send(f"write {letter} {size}".encode())
         return int(self._socket.recv(64))
 
-    def free(self, offset):
+    def free(self, offset: int) -> None:
         self._socket.send(f"free {offset}".encode())
         self._socket.recv(64)
 
-    def close(self):
+    def close(self) -> None:
         self._socket.close()
-        os.waitpid(self.pid, 0)
+        with contextlib.suppress(ChildProcessError):  # it was closed before
+            os.waitpid(self.pid, 0)
 
 
 @pytest.fixture
-def writer():
+def writer() -> Iterator[Writer]:
     one = Writer()
     yield one
     one.close()
 
 
-def test_another_process_sees_what_a_worker_writes(writer):
+def test_another_process_sees_what_a_worker_writes(writer: Writer) -> None:
     memory = Mapping(writer.descriptor)
     small = writer.write("a", 100)
     view = memory.view(small, 100)
@@ -150,15 +153,14 @@ def test_another_process_sees_what_a_worker_writes(writer):
     assert bytes(view) == b"c" * 100, "it is the same memory"
 
 
-def test_a_mapping_outlives_its_writer(writer):
+def test_a_mapping_outlives_its_writer(writer: Writer) -> None:
     offset = writer.write("a", 5000)
     memory = Mapping(writer.descriptor)
     writer.close()
-    writer.close = lambda: None
     assert bytes(memory.view(offset, 5000)) == b"a" * 5000
 
 
-def is_open(descriptor, file):
+def is_open(descriptor: int, file: os.stat_result) -> bool:
     """Whether a descriptor is this file's: another thread may open another one under its number."""
     try:
         return os.path.samestat(os.fstat(descriptor), file)
@@ -166,7 +168,7 @@ def is_open(descriptor, file):
         return False
 
 
-def test_a_mapping_that_is_gone_closes_its_descriptor(writer):
+def test_a_mapping_that_is_gone_closes_its_descriptor(writer: Writer) -> None:
     memory, file = Mapping(writer.descriptor), os.fstat(writer.descriptor)
     view = memory.view(writer.write("a", 100), 100)
     del memory
@@ -174,16 +176,25 @@ def test_a_mapping_that_is_gone_closes_its_descriptor(writer):
     assert bytes(view) == b"a" * 100
 
 
+class Watched(Lent):
+    """Says how often it was closed."""
+
+    def __init__(self) -> None:
+        closed = list[bool]()
+        super().__init__(lambda: closed.append(True))
+        self.closed = closed
+
+
 @pytest.fixture
-def lent(writer):
-    closed = []
-    one = Lent(lambda: closed.append(True))
-    one.closed = closed
+def lent(writer: Writer) -> Watched:
+    one = Watched()
     one.add(3, writer.descriptor)
     return one
 
 
-def test_a_lent_span_is_given_back_once_when_the_last_view_is_gone(writer, lent):
+def test_a_lent_span_is_given_back_once_when_the_last_view_is_gone(
+    writer: Writer, lent: Watched
+) -> None:
     first, second = writer.write("a", 5000), writer.write("b", 5000)
     one, other = lent.look(SharedPlace(3, first), 5000), lent.look(SharedPlace(3, second), 5000)
     part = one[100:200]
@@ -197,14 +208,14 @@ def test_a_lent_span_is_given_back_once_when_the_last_view_is_gone(writer, lent)
     assert lent.gone() == [(3, second)]
 
 
-def test_a_span_that_is_lent_again_is_given_back_again(writer, lent):
+def test_a_span_that_is_lent_again_is_given_back_again(writer: Writer, lent: Watched) -> None:
     offset = writer.write("a", 5000)
     for _ in range(3):
         assert bytes(lent.look(SharedPlace(3, offset), 5000)[:1]) == b"a"
         assert lent.gone() == [(3, offset)]
 
 
-def test_what_is_read_stays_when_the_connection_is_closed(writer, lent):
+def test_what_is_read_stays_when_the_connection_is_closed(writer: Writer, lent: Watched) -> None:
     view = lent.look(SharedPlace(3, writer.write("a", 5000)), 5000)
     lent.close()
     assert lent.closed == []
@@ -213,7 +224,9 @@ def test_what_is_read_stays_when_the_connection_is_closed(writer, lent):
     assert lent.closed == [True]
 
 
-def test_a_connection_whose_memory_nobody_reads_is_closed_at_once(writer, lent):
+def test_a_connection_whose_memory_nobody_reads_is_closed_at_once(
+    writer: Writer, lent: Watched
+) -> None:
     view = lent.look(SharedPlace(3, writer.write("a", 100)), 100)
     del view
     assert lent.closed == []
@@ -221,7 +234,7 @@ def test_a_connection_whose_memory_nobody_reads_is_closed_at_once(writer, lent):
     assert lent.closed == [True]
 
 
-def test_what_a_child_reads_no_more_is_not_given_back(writer, lent):
+def test_what_a_child_reads_no_more_is_not_given_back(writer: Writer, lent: Watched) -> None:
     offset = writer.write("a", 5000)
     view = lent.look(SharedPlace(3, offset), 5000)
     pid = os.fork()
@@ -236,14 +249,16 @@ def test_what_a_child_reads_no_more_is_not_given_back(writer, lent):
     assert lent.gone() == [(3, offset)]
 
 
-def test_held_bytes_are_what_has_been_looked_at_of_the_arenas(writer, lent):
+def test_held_bytes_are_what_has_been_looked_at_of_the_arenas(
+    writer: Writer, lent: Watched
+) -> None:
     assert lent.held_bytes == 0
     view = lent.look(SharedPlace(3, writer.write("a", 2 * MEGABYTE)), 2 * MEGABYTE)
     assert 2 * MEGABYTE <= lent.held_bytes <= 4 * MEGABYTE
     assert len(view) == 2 * MEGABYTE
 
 
-def test_a_block_is_used_again_once_nobody_looks_at_it():
+def test_a_block_is_used_again_once_nobody_looks_at_it() -> None:
     blocks = Blocks(MEGABYTE)
     first = blocks.take(5000)
     first[:3] = b"one"
@@ -257,7 +272,7 @@ def test_a_block_is_used_again_once_nobody_looks_at_it():
     assert bytes(third[:3]) == b"one"
 
 
-def test_a_part_of_a_block_keeps_all_of_it():
+def test_a_part_of_a_block_keeps_all_of_it() -> None:
     blocks = Blocks(MEGABYTE)
     part = blocks.take(5000)[4000:4003]
     part[:] = b"one"
@@ -266,7 +281,7 @@ def test_a_part_of_a_block_keeps_all_of_it():
     assert bytes(part) == b"one"
 
 
-def test_what_is_kept_free_is_bounded_and_what_is_looked_at_stays():
+def test_what_is_kept_free_is_bounded_and_what_is_looked_at_stays() -> None:
     blocks = Blocks(MEGABYTE)
     views = [blocks.take(1 << 19) for _ in range(6)]
     for number, view in enumerate(views):
@@ -277,7 +292,7 @@ def test_what_is_kept_free_is_bounded_and_what_is_looked_at_stays():
 
 @hypothesis.given(st.integers(1, 3 * MEGABYTE))
 @hypothesis.settings(deadline=None, max_examples=30)
-def test_a_block_is_as_large_as_asked_and_not_much_larger(size):
+def test_a_block_is_as_large_as_asked_and_not_much_larger(size: int) -> None:
     blocks = Blocks(0)
     assert len(blocks.take(size)) == size
     assert size <= blocks.held_bytes <= size + max(size // 4, mmap.PAGESIZE)

@@ -2,17 +2,7 @@
 
 import pytest
 
-from taas_magic import registry
-from taas_magic.capture import pickling
 from tests.harness import Notebook
-
-
-@pytest.fixture(autouse=True)
-def nothing_registered():
-    yield
-    registry._registered.clear()
-    pickling.STAND_INS.clear()
-
 
 LOADER = """
 import taas, torch

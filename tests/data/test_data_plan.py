@@ -1,5 +1,7 @@
 """Fetchers on hosts, as values."""
 
+from typing import Literal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from taas_magic.plan import DataPlan, FetcherPlan, choose_data_pool, place_fetch
 FEW = st.integers(1, 9)
 
 
-def pool(max_hosts: int, name: str = "c", role: str = "data") -> PoolConfig:
+def pool(max_hosts: int, name: str = "c", role: Literal["ranks", "data"] = "data") -> PoolConfig:
     return PoolConfig(name, role=role, max_hosts=max_hosts)
 
 

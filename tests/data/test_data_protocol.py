@@ -3,6 +3,7 @@
 import os
 import struct
 import zlib
+from collections.abc import Callable
 
 import hypothesis
 import hypothesis.strategies as st
@@ -17,6 +18,9 @@ from taas_magic.data.protocol import (
     Cancelled,
     Challenge,
     Free,
+    FromRank,
+    FromServer,
+    Heard,
     ProtocolState,
     Rejected,
     RequestKind,
@@ -36,18 +40,19 @@ from tests.data.data_rig import PROOF, ready
 
 COUNT, NONCE = st.integers(0, 2**63 - 1), st.binary(max_size=40)
 LIMITS = protocol._MOST_BODY_BYTES
+CANCEL = msgspec.msgpack.encode(Cancel())
 RANK, SERVER = lambda: ready(Role.RANK), lambda: ready(Role.SERVER)
 NEW_RANK, NEW_SERVER = lambda: ProtocolState(Role.RANK), lambda: ProtocolState(Role.SERVER)
 
 
-def greeted():
-    """A rank's state when it has heard the challenge."""
+def greeted() -> ProtocolState:
+    """Return a rank's state when it has heard the challenge."""
     state = ProtocolState(Role.RANK)
     heard(state, Challenge(bytes(32)))
     return state
 
 
-MAY_HEAR = {
+MAY_HEAR: dict[Callable[[], ProtocolState], list[FromRank | FromServer]] = {
     NEW_SERVER: [PROOF],
     SERVER: [Requests(RequestKind.GET, 0, (0,)), Free([SharedPlace(1, 0)]), Cancel()],
     NEW_RANK: [Challenge(bytes(32))],
@@ -57,12 +62,14 @@ MAY_HEAR = {
 MESSAGES = [message for messages in MAY_HEAR.values() for message in messages]
 
 
-def heard(state, message, body_bytes=0):
-    return state.hear(memoryview(protocol.pack(message, body_bytes)))
+def heard(state: ProtocolState, message: FromRank | FromServer, body_bytes: int = 0) -> Heard:
+    found = state.hear(memoryview(protocol.pack(message, body_bytes)))
+    assert found is not None
+    return found
 
 
 @st.composite
-def responses(draw):
+def responses(draw: st.DrawFn) -> Response:
     shared = SharedBody(SharedPlace(draw(COUNT), draw(COUNT)), draw(COUNT), draw(st.booleans()))
     size = draw(st.integers(0, 1 << 62))
     about = draw(COUNT), draw(COUNT), draw(COUNT), draw(st.integers(0, 2**32 - 1))
@@ -79,18 +86,22 @@ REQUESTS = st.builds(
 )
 
 
-def forged(packed=None, **changes):
-    """A header whose checksums are right and whose fields are not."""
-    packed = msgspec.msgpack.encode(Cancel()) if packed is None else packed
-    fields = {"magic": protocol.MAGIC, "version": protocol.VERSION}
-    fields |= {"size": len(packed), "body": 0, **changes}
-    raw = struct.pack("<4sBxxxIQI", *fields.values(), zlib.crc32(packed))
+def forged(
+    packed: bytes = CANCEL,
+    magic: bytes = protocol.MAGIC,
+    version: int = protocol.VERSION,
+    size: int | None = None,
+    body: int = 0,
+) -> memoryview:
+    """Return a header whose checksums are right and whose fields are not."""
+    size = len(packed) if size is None else size
+    raw = struct.pack("<4sBxxxIQI", magic, version, size, body, zlib.crc32(packed))
     whole = raw + struct.pack("<I", zlib.crc32(raw)) + packed
     return memoryview(whole + bytes(-len(whole) % 64))
 
 
 @hypothesis.given(responses())
-def test_every_response_comes_back(response):
+def test_every_response_comes_back(response: Response) -> None:
     found = heard(ready(Role.RANK), response)
     assert found.message == response
     assert found.message.kind is response.kind
@@ -98,17 +109,17 @@ def test_every_response_comes_back(response):
 
 
 @hypothesis.given(REQUESTS)
-def test_every_request_comes_back(requests):
+def test_every_request_comes_back(requests: Requests) -> None:
     assert heard(ready(Role.SERVER), requests).message == requests
 
 
-def test_a_header_has_the_size_that_most_have():
+def test_a_header_has_the_size_that_most_have() -> None:
     response = Response(ResponseKind.BATCH, 100, 2**31, 1, 2**32 - 1, 2**12, 2**64 - 1)
     assert len(protocol.pack(response, 2**32)) == protocol.HEADER_BYTES
 
 
 @hypothesis.given(responses(), st.integers(0))
-def test_a_flipped_bit_is_seen(response, bit):
+def test_a_flipped_bit_is_seen(response: Response, bit: int) -> None:
     damaged = bytearray(protocol.pack(response))
     # What fills the header up says nothing.
     size = 28 + len(msgspec.msgpack.encode(response))
@@ -119,66 +130,69 @@ def test_a_flipped_bit_is_seen(response, bit):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("frame", "says"),
     [
-        ({"magic": b"GET "}, "does not speak"),
-        ({"version": 9}, "version 9"),
-        ({"size": 2**20 + 1}, "a message of 1048577 bytes"),
-        ({"size": 2**32 - 1}, "the limit is"),
-        ({"body": 1}, "Cancel announces 1 bytes; the limit is 0"),
-        ({"body": 2**64 - 1}, "18446744073709551615 bytes"),
+        (forged(magic=b"GET "), "does not speak"),
+        (forged(version=9), "version 9"),
+        (forged(size=2**20 + 1), "a message of 1048577 bytes"),
+        (forged(size=2**32 - 1), "the limit is"),
+        (forged(body=1), "Cancel announces 1 bytes; the limit is 0"),
+        (forged(body=2**64 - 1), "18446744073709551615 bytes"),
         (
-            {"packed": b"\x91\x63"},
+            forged(b"\x91\x63"),
             "only Requests or Free or Cancel: Invalid value 99",
         ),
-        ({"packed": b"\xc0"}, "only Requests or Free or Cancel: Expected `array`"),
+        (forged(b"\xc0"), "only Requests or Free or Cancel: Expected `array`"),
         (
-            {"packed": b""},
+            forged(b""),
             "only Requests or Free or Cancel: Input data was truncated",
         ),
-        ({"packed": b"\x94\x05\x02\xff\x90"}, "Expected `int` >= 0"),
-        ({"packed": b"\x94\x05\x02\x00\x91\xff"}, "Expected `int` >= 0"),
-        ({"packed": b"\x94\x05\x63\x00\x90"}, "Invalid enum value 99"),
+        (forged(b"\x94\x05\x02\xff\x90"), "Expected `int` >= 0"),
+        (forged(b"\x94\x05\x02\x00\x91\xff"), "Expected `int` >= 0"),
+        (forged(b"\x94\x05\x63\x00\x90"), "Invalid enum value 99"),
     ],
 )
-def test_what_is_out_of_bounds_is_refused(changes, says):
+def test_what_is_out_of_bounds_is_refused(frame: memoryview, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
-        ready(Role.SERVER).hear(forged(**changes))
+        ready(Role.SERVER).hear(frame)
 
 
-def test_a_table_of_contents_is_no_larger_than_its_body():
+def test_a_table_of_contents_is_no_larger_than_its_body() -> None:
     response = Response(ResponseKind.BATCH, 0, 0, head_bytes=65)
     with pytest.raises(ProtocolError, match="BATCH announces 65 bytes of contents in 64"):
         heard(ready(Role.RANK), response, 64)
 
 
 @pytest.mark.parametrize("kind", [*RequestKind, *ResponseKind])
-def test_the_body_of_every_kind_has_a_limit(kind):
-    role, message = Role.RANK, Response(kind, 0, 0)
+def test_the_body_of_every_kind_has_a_limit(kind: RequestKind | ResponseKind) -> None:
+    message: FromRank | FromServer
     if isinstance(kind, RequestKind):
         role, message = Role.SERVER, Requests(kind, 0, (0,))
+    else:
+        role, message = Role.RANK, Response(kind, 0, 0)
     limit = LIMITS.get(kind, 0)
     assert heard(ready(role), message, limit).body_bytes == limit
     with pytest.raises(ProtocolError, match=f"{kind.name} announces {limit + 1} bytes"):
         heard(ready(role), message, limit + 1)
 
 
-def test_a_body_that_is_shared_does_not_follow():
+def test_a_body_that_is_shared_does_not_follow() -> None:
     shared = SharedBody(SharedPlace(1, 0), 64, is_new=False)
     with pytest.raises(ProtocolError, match="the limit is 0"):
         heard(ready(Role.RANK), Response(ResponseKind.BATCH, 0, 0, shared=shared), 1)
 
 
-def test_a_stranger_can_announce_little():
-    for size, body in ((1 << 12, 0), (0, 1)):
+def test_a_stranger_can_announce_little() -> None:
+    proof = msgspec.msgpack.encode(PROOF)
+    for frame in (forged(proof, size=1 << 12), forged(proof, body=1)):
         with pytest.raises(ProtocolError, match="the limit is"):
-            ProtocolState(Role.SERVER).hear(
-                forged(msgspec.msgpack.encode(PROOF), body=body, **({"size": size} if size else {}))
-            )
+            ProtocolState(Role.SERVER).hear(frame)
 
 
 @hypothesis.given(st.integers(0, 1 << 20), st.lists(st.integers(0, 1 << 20), max_size=20))
-def test_buffers_of_a_body_are_aligned_and_do_not_overlap(head_bytes, sizes):
+def test_buffers_of_a_body_are_aligned_and_do_not_overlap(
+    head_bytes: int, sizes: list[int]
+) -> None:
     offsets, size = protocol.layout(head_bytes, sizes)
     assert all(offset % protocol.ALIGN == 0 for offset in offsets)
     ends = [at + length for at, length in zip(offsets, sizes, strict=True)]
@@ -189,7 +203,9 @@ def test_buffers_of_a_body_are_aligned_and_do_not_overlap(head_bytes, sizes):
 
 @pytest.mark.parametrize("state_of", MAY_HEAR)
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
-def test_what_the_table_does_not_list_is_refused_and_changes_nothing(state_of, message):
+def test_what_the_table_does_not_list_is_refused_and_changes_nothing(
+    state_of: Callable[[], ProtocolState], message: FromRank | FromServer
+) -> None:
     state = state_of()
     before = state.state
     if message in MAY_HEAR[state_of]:
@@ -201,7 +217,7 @@ def test_what_the_table_does_not_list_is_refused_and_changes_nothing(state_of, m
 
 
 @pytest.mark.parametrize("state_of", [SERVER, RANK])
-def test_a_connection_that_is_ready_stays_so(state_of):
+def test_a_connection_that_is_ready_stays_so(state_of: Callable[[], ProtocolState]) -> None:
     state = state_of()
     for message in MAY_HEAR[state_of]:
         heard(state, message)
@@ -210,23 +226,25 @@ def test_a_connection_that_is_ready_stays_so(state_of):
 
 @hypothesis.settings(deadline=None)
 @hypothesis.given(st.lists(st.tuples(REQUESTS, st.binary(max_size=300)), max_size=5), st.data())
-def test_a_stream_cut_anywhere_gives_the_same_messages(requests, data):
+def test_a_stream_cut_anywhere_gives_the_same_messages(
+    requests: list[tuple[Requests, bytes]], data: st.DataObject
+) -> None:
     sent = [(Requests(RequestKind.GET, one.epoch, one.slots), body) for one, body in requests]
     stream = b"".join(protocol.pack(message, len(body)) + body for message, body in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    assembler, found = Assembler(ready(Role.SERVER)), []
+    assembler, found = Assembler(ready(Role.SERVER)), list[tuple[object, bytes]]()
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         found += assembler.feed(stream[start:end])
     assert found == sent
 
 
 @hypothesis.given(st.binary(min_size=protocol.HEADER_BYTES, max_size=200))
-def test_noise_is_refused(noise):
+def test_noise_is_refused(noise: bytes) -> None:
     with pytest.raises(ProtocolError):
         list(Assembler(ready(Role.SERVER)).feed(noise))
 
 
-def test_a_cut_header_waits_for_the_rest():
+def test_a_cut_header_waits_for_the_rest() -> None:
     message = Requests(RequestKind.GET, 0, tuple(range(200)))
     whole = protocol.pack(message)
     assembler = Assembler(ready(Role.SERVER))
@@ -237,7 +255,7 @@ def test_a_cut_header_waits_for_the_rest():
     assert list(assembler.feed(whole[-1:])) == [(message, b"")]
 
 
-def test_what_may_not_be_said_is_refused_before_its_body():
+def test_what_may_not_be_said_is_refused_before_its_body() -> None:
     with pytest.raises(ProtocolError, match="may not hear this"):
         list(
             Assembler(ProtocolState(Role.SERVER)).feed(
@@ -246,20 +264,20 @@ def test_what_may_not_be_said_is_refused_before_its_body():
         )
 
 
-@pytest.mark.parametrize("other", ["key", "role", "nonce", "place"])
-def test_a_proof_holds_for_one_key_one_side_one_nonce_and_one_server(other):
-    said = {"key": os.urandom(32), "role": Role.RANK, "nonce": os.urandom(32), "place": "taas-1"}
-    mac = prove(**said)
-    assert proven(**said, mac=mac)
-    others = {"key": os.urandom(32), "role": Role.SERVER, "nonce": os.urandom(32)}
-    others |= {"place": "taas-2"}
-    assert not proven(**said | {other: others[other]}, mac=mac)
-    assert not proven(**said, mac=mac[:-1])
-    assert not proven(**said, mac=b"")
+def test_a_proof_holds_for_one_key_one_side_one_nonce_and_one_server() -> None:
+    key, nonce = os.urandom(32), os.urandom(32)
+    mac = prove(key, Role.RANK, nonce, "taas-1")
+    assert proven(key, Role.RANK, nonce, "taas-1", mac)
+    assert not proven(os.urandom(32), Role.RANK, nonce, "taas-1", mac)
+    assert not proven(key, Role.SERVER, nonce, "taas-1", mac)
+    assert not proven(key, Role.RANK, os.urandom(32), "taas-1", mac)
+    assert not proven(key, Role.RANK, nonce, "taas-2", mac)
+    assert not proven(key, Role.RANK, nonce, "taas-1", mac[:-1])
+    assert not proven(key, Role.RANK, nonce, "taas-1", b"")
 
 
 @hypothesis.given(st.text("a\0", max_size=4), st.text("a\0", max_size=4))
-def test_a_name_does_not_run_over_into_the_nonce(one, another):
+def test_a_name_does_not_run_over_into_the_nonce(one: str, another: str) -> None:
     key, nonce = b"k" * 32, b"n" * protocol.NONCE_BYTES
     assert (prove(key, Role.RANK, nonce, one) == prove(key, Role.RANK, nonce, another)) is (
         one == another

@@ -1,13 +1,11 @@
 """What is registered, by its user: the notebook, the cell, and a local DataLoader beside it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from taas_magic import registry
-from taas_magic.capture import pickling
 from taas_magic.data.sharding import seed_of
 from tests.harness import Notebook, Outcome
 
@@ -30,16 +28,9 @@ class Numbers(Dataset):
 """
 
 
-@pytest.fixture(autouse=True)
-def nothing_registered() -> Iterator[None]:
-    yield
-    registry._registered.clear()
-    pickling.STAND_INS.clear()
-
-
 @pytest.fixture
 def defined(notebook: Notebook) -> Notebook:
-    """A notebook with a dataset."""
+    """Return a notebook with a dataset."""
     notebook.define(DEFINE)
     return notebook
 
@@ -51,14 +42,14 @@ def result(outcome: Outcome) -> Any:
 
 
 def refusal(notebook: Notebook, source: str) -> str:
-    """What an ordinary cell says that fails."""
+    """Return what an ordinary cell says that fails."""
     ran = notebook.shell.run_cell(source, store_history=True)
     assert ran.error_in_exec is not None
     return str(ran.error_in_exec)
 
 
 def local(notebook: Notebook, expression: str, epoch: int = 0) -> list[list[int]]:
-    """What a local DataLoader yields in this process."""
+    """Return what a local DataLoader yields in this process."""
     torch.manual_seed(seed_of(SEED, epoch))
     return [torch.as_tensor(batch).tolist() for batch in eval(expression, notebook.shell.user_ns)]
 
@@ -75,9 +66,7 @@ def test_a_look_in_the_notebook_leaves_a_saved_position(defined: Notebook) -> No
         "loader = taas.register(made(), seed=5)"
     )
     whole = local(defined, "made()")
-    state: Any = result(
-        defined.run("for _ in zip(range(4), loader): pass\nloader.state_dict()", gpus=1)
-    )
+    state = result(defined.run("for _ in zip(range(4), loader): pass\nloader.state_dict()", gpus=1))
     defined.define("looked = [list(loader), next(iter(loader))]")
     defined.shell.user_ns["state"] = state
     for flags in CPUS:
@@ -462,19 +451,15 @@ def test_a_handle_opened_after_register_is_named(
 def test_the_same_cell_five_times_leaves_one_loader(defined: Notebook) -> None:
     for size in range(1, 6):
         defined.define(f"loader = taas.register(DataLoader(Numbers({size})))")
-    assert {name: len(one.loader) for name, one in taas_registered().items()} == {"loader": 5}
+    assert {name: len(one.loader) for name, one in registry.registered().items()} == {"loader": 5}
     for size in range(1, 6):
         defined.define(f"loader = DataLoader(Numbers({size}))\ntaas.register(loader)")
-    assert {name: len(one.loader) for name, one in taas_registered().items()} == {"loader": 5}
+    assert {name: len(one.loader) for name, one in registry.registered().items()} == {"loader": 5}
     defined.define("other = taas.register(DataLoader(Numbers(7)), name='named')\nalias = loader")
     defined.define("loader = taas.register(DataLoader(Numbers(6)))")
-    assert sorted(taas_registered()) == ["alias", "loader", "named"]
+    assert sorted(registry.registered()) == ["alias", "loader", "named"]
     defined.define("taas.unregister('loader'); taas.unregister(alias); taas.unregister('named')")
-    assert taas_registered() == {}
-
-
-def taas_registered() -> dict[str, Any]:
-    return registry.registered()
+    assert registry.registered() == {}
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -4,13 +4,15 @@ import contextlib
 import ctypes
 import os
 import pickle
-import resource
 import select
 import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import psutil
@@ -19,8 +21,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from taas_magic.data import encode, protocol, service, worker
-from taas_magic.data.connection import Silent
-from taas_magic.data.memory import Blocks
+from taas_magic.data.connection import FetcherLink
+from taas_magic.data.loader import RemoteLoader
 from taas_magic.data.protocol import (
     Alive,
     LoaderRequest,
@@ -35,19 +37,24 @@ from taas_magic.data.protocol import (
 from taas_magic.data.worker import WorkerHandle
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
-from taas_magic.messages import FetcherReport, of_fetcher
+from taas_magic.messages import FetcherCounts, FetcherReport, of_fetcher
 from tests.data.data_rig import (
     PROOF,
     WAIT_S,
+    FetcherChanges,
     Noise,
     Rows,
     Service,
     address_of,
     everybody_of,
     forkserver_for_this_module,  # noqa: F401
+    heard,
     linked,
+    over_tcp,
     plain,
     ready,
+    received,
+    stream,
     workers_of,
 )
 from tests.data.data_rig import service as data_service
@@ -60,20 +67,19 @@ NOBODY = 65534
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 
 
-def stream(running, **arguments):
-    return [plain(batch) for batch in running.loader(**arguments)]
+T = TypeVar("T")
 
 
-def stats(running, until):
-    """What a fetcher says of its loader, the first time that `until` holds of it."""
+def stats(running: Service, until: Callable[[FetcherCounts], object]) -> FetcherCounts:
+    """Return what a fetcher says of its loader, the first time that `until` holds of it."""
     while True:
         said = of_fetcher(running.processes[0][1].recv_bytes())
         if isinstance(said, FetcherReport) and until(said.loaders["train"]):
             return said.loaders["train"]
 
 
-def value_of(batch):
-    """The one value that all of a batch has."""
+def value_of(batch: torch.Tensor) -> float:
+    """Return the one value that all of a batch has."""
     value = batch.view(-1)[0]
     assert (batch == value).all()
     return value.item()
@@ -82,12 +88,12 @@ def value_of(batch):
 class Large(Rows):
     """Row n is filled with n."""
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> object:
         return torch.full((self.width,), index, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("way", ["tcp", "tls"])
-def test_a_rank_that_pauses_in_the_middle_of_a_pass_loses_nothing(tmp_path, way):
+def test_a_rank_that_pauses_in_the_middle_of_a_pass_loses_nothing(tmp_path: Path, way: str) -> None:
     """For longer than the second in which a send over TLS once had to be done."""
     certificate = service.new_certificate() if way == "tls" else None
     tls = certificate.client if certificate else None
@@ -102,7 +108,7 @@ def test_a_rank_that_pauses_in_the_middle_of_a_pass_loses_nothing(tmp_path, way)
 
 
 class SlowToUnpickle(Rows):
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, object]) -> None:
         time.sleep(LONG_S)
         self.__dict__.update(state)
 
@@ -110,13 +116,13 @@ class SlowToUnpickle(Rows):
 class HoldsTheLock(Rows):
     """Its first item is a long call that keeps the interpreter to itself."""
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> object:
         if not index:
             ctypes.PyDLL(None).usleep(int(LONG_S * 1e6))
         return super().__getitem__(index)
 
 
-def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path):
+def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path: Path) -> None:
     """Two such datasets, at the same time."""
     loaders = {kind.__name__: DataLoader(kind(10), 2) for kind in (SlowToUnpickle, HoldsTheLock)}
     with data_service(tmp_path, loaders) as running, ThreadPoolExecutor() as threads:
@@ -127,16 +133,17 @@ def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path):
         assert [remote.counts.retried for remote in remotes] == [0, 0]
 
 
-def taken(remote):
-    """The indices of all batches, and how long that took."""
+def taken(remote: RemoteLoader) -> tuple[list[object], float]:
+    """Return the indices of all batches, and how long that took."""
     began = time.monotonic()
     return [plain(batch)[1] for batch in remote], time.monotonic() - began
 
 
 @pytest.mark.parametrize("fetchers, workers", [(1, 1), (1, 8), (3, 1)])
-def test_the_run_is_lost_when_all_fetchers_are_stopped(tmp_path, fetchers, workers):
-    arguments = {"fetchers": fetchers, "workers": workers}
-    with data_service(tmp_path, DataLoader(Rows(10_000), 2), **arguments) as running:
+def test_the_run_is_lost_when_all_fetchers_are_stopped(
+    tmp_path: Path, fetchers: int, workers: int
+) -> None:
+    with data_service(tmp_path, DataLoader(Rows(10_000), 2), fetchers, workers) as running:
         batches = iter(running.loader(window_bytes=1, lease=SHORT))
         for _ in range(4 * fetchers * workers):
             next(batches)
@@ -158,25 +165,15 @@ def test_the_run_is_lost_when_all_fetchers_are_stopped(tmp_path, fetchers, worke
         assert SHORT.fetch_s <= time.monotonic() - began
 
 
-@pytest.fixture
-def many_files():
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(6000, limit[1]), limit[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-
-
-def strangers(running, count):
+def strangers(running: Service, count: int) -> list[socket.socket]:
     """So many connections, all of which the kernel has taken."""
-    address, crowd = address_of(running), []
-    for _ in range(count):
-        sock = socket.create_connection((address.host, address.port), WAIT_S)
+    crowd = [over_tcp(running) for _ in range(count)]
+    for sock in crowd:
         sock.setblocking(False)
-        crowd.append(sock)
     return crowd
 
 
-def drip(crowd, over):
+def drip(crowd: Sequence[socket.socket], over: threading.Event) -> None:
     """Say the beginning of a proof, one byte at a time."""
     said = protocol.pack(PROOF)
     for byte in said * 1000:
@@ -188,7 +185,9 @@ def drip(crowd, over):
 
 
 @pytest.mark.parametrize("way", ["tcp", "tls"])
-def test_thousands_of_strangers_keep_no_rank_out(tmp_path, way, many_files):
+def test_thousands_of_strangers_keep_no_rank_out(
+    tmp_path: Path, way: str, many_files: None
+) -> None:
     certificate = service.new_certificate() if way == "tls" else None
     tls = certificate.client if certificate else None
     with data_service(tmp_path, DataLoader(Noise(40), 2), tls=certificate) as running:
@@ -208,7 +207,7 @@ def test_thousands_of_strangers_keep_no_rank_out(tmp_path, way, many_files):
                 sock.close()
 
 
-def as_nobody(work):
+def as_nobody(work: Callable[[], T]) -> T:
     """Do something as another user, in a child; returns what it returned."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -220,17 +219,17 @@ def as_nobody(work):
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
-        said = pickle.load(file)
+        said: T = pickle.load(file)
     os.waitpid(pid, 0)
     return said
 
 
 @is_root
-def test_a_server_refuses_a_unix_peer_of_another_user(tmp_path):
+def test_a_server_refuses_a_unix_peer_of_another_user(tmp_path: Path) -> None:
     with data_service(tmp_path, DataLoader(Rows(4), 2)) as running:
         address = address_of(running)
 
-        def read():
+        def read() -> bytes:
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.settimeout(WAIT_S)
                 sock.connect("\0" + address.unix)
@@ -242,20 +241,21 @@ def test_a_server_refuses_a_unix_peer_of_another_user(tmp_path):
 
 
 @is_root
-def test_a_rank_refuses_a_unix_server_of_another_user(tmp_path):
+def test_a_rank_refuses_a_unix_server_of_another_user(tmp_path: Path) -> None:
     with data_service(tmp_path, DataLoader(Rows(4), 2)) as running:
         address = address_of(running)
 
-        def connect():
+        def connect() -> str:
             try:
                 linked(running, address=address)
             except ProtocolError as error:
                 return str(error)
+            return ""
 
         assert "belongs to another user (uid 0)" in as_nobody(connect)
 
 
-def test_a_worker_that_is_killed_three_times_in_a_row_gives_the_same_stream(tmp_path):
+def test_a_worker_that_is_killed_three_times_in_a_row_gives_the_same_stream(tmp_path: Path) -> None:
     with data_service(tmp_path, DataLoader(Noise(400), 2)) as running:
         want = stream(running, local=True)
         remote = running.loader(window_bytes=1)
@@ -274,12 +274,12 @@ def test_a_worker_that_is_killed_three_times_in_a_row_gives_the_same_stream(tmp_
 class Whose(Rows):
     """Each item says which process made it."""
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> object:
         return torch.full((LARGE,), os.getpid())
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_ready_batches_survive_the_death_of_their_worker(tmp_path, direct):
+def test_ready_batches_survive_the_death_of_their_worker(tmp_path: Path, direct: bool) -> None:
     with data_service(tmp_path, DataLoader(Whose(6), 1)) as running:
         (worker,) = workers_of(running)
         # An epoch, two of the next, and the lengths of both.
@@ -292,7 +292,7 @@ def test_ready_batches_survive_the_death_of_their_worker(tmp_path, direct):
         assert batches == [worker.pid] * 6
 
 
-def test_a_rank_that_changes_a_padded_batch_changes_no_other_ranks(tmp_path):
+def test_a_rank_that_changes_a_padded_batch_changes_no_other_ranks(tmp_path: Path) -> None:
     with data_service(tmp_path, DataLoader(Large(4, LARGE), 1)) as running:
         ranks = [iter(running.loader(rank=rank, world_size=3)) for rank in range(3)]
         handed = []
@@ -307,42 +307,29 @@ def test_a_rank_that_changes_a_padded_batch_changes_no_other_ranks(tmp_path):
 class Gated(Rows):
     """Gives nothing before a file is there."""
 
-    def __init__(self, size, width, gate):
+    def __init__(self, size: int, width: int, gate: Path) -> None:
         super().__init__(size, width)
         self.gate = gate
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> object:
         while not self.gate.exists():
             time.sleep(0.01)
         return torch.full((self.width,), index + 1, dtype=torch.uint8)
 
 
-def heard(link):
-    """The next frame, however long it takes."""
-    while True:
-        with contextlib.suppress(Silent):
-            return link.receive(Blocks(0))
-
-
-def received(link):
-    """The next message but for `Alive`."""
-    while isinstance((whole := heard(link))[0], Alive):
-        pass
-    return whole
-
-
-def is_lent(link):
+def is_lent(link: FetcherLink) -> bool:
     """Whether the batch that comes next lies in the worker's memory; leaves it where it is."""
     while True:
         select.select([link._socket], [], [])
         header = link._socket.recv(protocol.HEADER_BYTES, socket.MSG_PEEK)
-        message = ready(Role.RANK).hear(memoryview(header)).message
-        if isinstance(message, Response):
-            return message.shared is not None
+        found = ready(Role.RANK).hear(memoryview(header))
+        assert found is not None
+        if isinstance(found.message, Response):
+            return found.message.shared is not None
         link._socket.recv(protocol.HEADER_BYTES)
 
 
-def test_a_batch_that_is_still_being_sent_to_a_rank_is_not_lent_to_another(tmp_path):
+def test_a_batch_that_is_still_being_sent_to_a_rank_is_not_lent_to_another(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with data_service(tmp_path / "run", DataLoader(Gated(1, 8 << 20, gate), 1)) as running:
         links = [linked(running) for _ in range(2)]
@@ -361,7 +348,7 @@ def test_a_batch_that_is_still_being_sent_to_a_rank_is_not_lent_to_another(tmp_p
             link.close()
 
 
-def test_a_peer_that_is_cut_off_costs_nobody_else_anything(tmp_path):
+def test_a_peer_that_is_cut_off_costs_nobody_else_anything(tmp_path: Path) -> None:
     with data_service(tmp_path, DataLoader(Noise(200, width=20_000), 1)) as running:
         link = linked(running, direct=False)
         link.send([(Requests(RequestKind.GET, 0, tuple(range(200))), b"")])
@@ -374,7 +361,7 @@ def test_a_peer_that_is_cut_off_costs_nobody_else_anything(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_large_batches_take_no_more_memory_than_there_is(tmp_path, workers):
+def test_large_batches_take_no_more_memory_than_there_is(tmp_path: Path, workers: int) -> None:
     """Also the first ones, of which nobody knows yet how large they are."""
     size, loader = 4 << 20, DataLoader(Large(50, 4 << 20), 1)
     with data_service(tmp_path, loader, workers=workers, buffer_bytes=3 * size) as running:
@@ -384,14 +371,16 @@ def test_large_batches_take_no_more_memory_than_there_is(tmp_path, workers):
         assert taken == list(range(50))
 
 
-def on_disk(folder):
+def on_disk(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_what_memory_has_no_room_for_comes_from_disk_bit_for_bit(tmp_path, direct):
+def test_what_memory_has_no_room_for_comes_from_disk_bit_for_bit(
+    tmp_path: Path, direct: bool
+) -> None:
     spill = tmp_path / "spill"
-    about = {"buffer_bytes": 2 * LARGE, "spill": spill}
+    about: FetcherChanges = {"buffer_bytes": 2 * LARGE, "spill": spill}
     with data_service(tmp_path / "run", DataLoader(Large(20, LARGE), 1), **about) as running:
         assert stats(running, lambda said: said.ready == 22).ready_bytes <= 3 * LARGE
         files = on_disk(spill)
@@ -408,8 +397,8 @@ def test_what_memory_has_no_room_for_comes_from_disk_bit_for_bit(tmp_path, direc
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 1 MiB."""
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yield a disk of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "taas-test", str(folder)]
@@ -419,8 +408,10 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_makes_the_workers_wait_and_nothing_is_lost(tmp_path, small_disk):
-    about = {"buffer_bytes": 2 * LARGE, "spill": small_disk / "spill"}
+def test_a_full_disk_makes_the_workers_wait_and_nothing_is_lost(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    about: FetcherChanges = {"buffer_bytes": 2 * LARGE, "spill": small_disk / "spill"}
     with data_service(tmp_path / "run", DataLoader(Large(200, LARGE), 1), **about) as running:
         said = stats(running, lambda said: said.spill_refused)
         # What fits on the disk, and what had been begun.
@@ -429,21 +420,23 @@ def test_a_full_disk_makes_the_workers_wait_and_nothing_is_lost(tmp_path, small_
         assert batches == list(range(200))
 
 
-class Streams(IterableDataset):
+class Streams(IterableDataset[torch.Tensor]):
     """Two streams; the second gives nothing before a file is there."""
 
-    def __init__(self, gate, size):
+    def __init__(self, gate: Path, size: int) -> None:
         self.gate, self.size = gate, size
 
-    def __iter__(self):
-        number = get_worker_info().id
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        assert info is not None
+        number = info.id
         while number and not self.gate.exists():
             time.sleep(0.01)
         for item in range(self.size):
             yield torch.full((LARGE,), 2 * item + number, dtype=torch.uint8)
 
 
-def test_what_one_stream_prepared_ahead_keeps_no_other_from_being_prepared(tmp_path):
+def test_what_one_stream_prepared_ahead_keeps_no_other_from_being_prepared(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     loader = DataLoader(Streams(gate, 40), None, num_workers=2, timeout=WAIT_S)
     with data_service(tmp_path / "run", loader, buffer_bytes=8 * LARGE) as running:
@@ -452,7 +445,7 @@ def test_what_one_stream_prepared_ahead_keeps_no_other_from_being_prepared(tmp_p
         assert [int(batch[0]) for batch in running.loader()] == list(range(80))
 
 
-def test_a_server_does_not_wait_for_a_worker_that_takes_its_time():
+def test_a_server_does_not_wait_for_a_worker_that_takes_its_time() -> None:
     """All that may lie with a worker has room in its socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)  # so that it fails instead of waiting
@@ -474,17 +467,19 @@ def test_a_server_does_not_wait_for_a_worker_that_takes_its_time():
         assert len(one.told) == 64
 
 
-class Which(Dataset):
+class Which(Dataset[int]):
     """Each sample is the process that prepares it."""
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 4
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> int:
         return os.getpid()
 
 
-def test_a_fetcher_that_starts_after_the_first_batch_is_asked_too(tmp_path, monkeypatch):
+def test_a_fetcher_that_starts_after_the_first_batch_is_asked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Service, "start", lambda *_: None)
     with data_service(tmp_path, DataLoader(Which(), 1), fetchers=2) as running:
         monkeypatch.undo()

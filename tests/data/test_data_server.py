@@ -4,6 +4,7 @@ import dataclasses
 import os
 import socket
 import time
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -12,9 +13,7 @@ import torch
 from msgspec import structs
 from torch.utils.data import DataLoader, Dataset
 
-from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import (
-    Alive,
     LoaderRequest,
     Reply,
     RequestKind,
@@ -23,6 +22,7 @@ from taas_magic.data.protocol import (
     WorkerReady,
 )
 from taas_magic.data.worker import WorkerHandle
+from taas_magic.host.spec import FetcherSpec
 from taas_magic.messages import FetcherReport, of_fetcher
 from tests.data.data_rig import (
     Rows,
@@ -30,6 +30,7 @@ from tests.data.data_rig import (
     forkserver_for_this_module,  # noqa: F401
     linked,
     plain,
+    received,
     service,
 )
 
@@ -38,7 +39,9 @@ from tests.data.data_rig import (
     ("body_bytes", "wall_s", "commands"),
     [(64, 0.0, 64), (64, 0.001, 10), (64, 0.1, 2), (512 << 10, 0.0, 8), (64 << 20, 0.0, 2)],
 )
-def test_a_worker_is_told_as_much_as_is_worth_a_message(body_bytes, wall_s, commands):
+def test_a_worker_is_told_as_much_as_is_worth_a_message(
+    body_bytes: int, wall_s: float, commands: int
+) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, open(os.devnull) as arena:
         worker = WorkerHandle(0, 1, ours, is_suspect=False)
@@ -56,14 +59,14 @@ def test_a_worker_is_told_as_much_as_is_worth_a_message(body_bytes, wall_s, comm
 class Spawning(Service):
     """Its workers import torch before they say their first word, which takes a while."""
 
-    def spec(self, number):
+    def spec(self, number: int) -> FetcherSpec:
         spec = super().spec(number)
         loaders = [structs.replace(one, context="spawn") for one in spec.service.loaders]
         served = structs.replace(spec.service, loaders=tuple(loaders))
         return dataclasses.replace(spec, service=served)
 
 
-def worker_of(running):
+def worker_of(running: Service) -> psutil.Process:
     (parent,) = psutil.Process(running.processes[0][0].pid).children()
     while True:
         for child in parent.children():
@@ -72,7 +75,7 @@ def worker_of(running):
         time.sleep(0.001)
 
 
-def test_a_worker_that_ends_before_it_has_begun_is_started_again(tmp_path):
+def test_a_worker_that_ends_before_it_has_begun_is_started_again(tmp_path: Path) -> None:
     running = Spawning(tmp_path, {"train": DataLoader(Rows(8), 2)})
     try:
         worker_of(running).kill()
@@ -81,22 +84,22 @@ def test_a_worker_that_ends_before_it_has_begun_is_started_again(tmp_path):
         running.close()
 
 
-class Gated(Dataset):
+class Gated(Dataset[torch.Tensor]):
     """Large samples, once a file is there."""
 
-    def __init__(self, gate):
+    def __init__(self, gate: Path) -> None:
         self.gate = gate
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> torch.Tensor:
         while not self.gate.exists():
             time.sleep(0.01)
         return torch.ones(16 << 20, dtype=torch.uint8)
 
 
-def sent(running):
+def sent(running: Service) -> int:
     """How many batches the fetcher has begun to send."""
     control = running.processes[0][1]
     while not isinstance(said := of_fetcher(control.recv_bytes()), FetcherReport):
@@ -104,7 +107,7 @@ def sent(running):
     return said.loaders["train"].sent
 
 
-def test_memory_that_is_being_sent_is_not_lent(tmp_path):
+def test_memory_that_is_being_sent_is_not_lent(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Gated(tmp_path / "gate"), batch_size=None)) as running:
         links = [linked(running) for _ in range(2)]
         for link in links:
@@ -113,8 +116,7 @@ def test_memory_that_is_being_sent_is_not_lent(tmp_path):
         while sent(running) < 2:  # neither has read: what is sent to one is more than a pipe holds
             pass
         for link in links:
-            while isinstance(message := link.receive(Blocks(0))[0], Alive):
-                pass
+            message, _ = received(link)
             assert message.kind is ResponseKind.BATCH
             assert message.shared is None
             link.close()

@@ -1,18 +1,28 @@
 """Who gets which batch: against a plain model, for every size, world size and rule."""
 
+from collections.abc import Callable, Sequence
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 
 from taas_magic.data import sharding
-from taas_magic.data.sharding import VOID, Course, EpochPlace, NoSlot, Part, ScoutedCourse
+from taas_magic.data.sharding import (
+    VOID,
+    Course,
+    EpochPlace,
+    NoSlot,
+    Part,
+    ScoutedCourse,
+    Uneven,
+)
 
 worlds = st.integers(1, 5)
 rules = st.sampled_from(sharding.UNEVEN)
 
 
-def rows_of(slots, world_size, uneven):
-    """The model: deal slots into rows, one for each step."""
+def rows_of(slots: list[int], world_size: int, uneven: Uneven) -> list[list[int]]:
+    """Deal slots into rows, one for each step: the model."""
     rows = [slots[at : at + world_size] for at in range(0, len(slots), world_size)]
     if rows and len(rows[-1]) < world_size:
         if uneven == "drop":
@@ -22,8 +32,8 @@ def rows_of(slots, world_size, uneven):
     return rows
 
 
-def bounded(rows, units, counts):
-    kept, spent = [], 0
+def bounded(rows: list[list[int]], units: int | None, counts: Sequence[int]) -> list[list[int]]:
+    kept, spent = list[list[int]](), 0
     for row in rows:
         spent += sum(counts[slot] for slot in row)
         if units is not None and spent > units:
@@ -32,9 +42,11 @@ def bounded(rows, units, counts):
     return kept
 
 
-def walk(course, rank, answers, ahead=3, step=0):
+def walk(
+    course: Course | ScoutedCourse, answers: Callable[[int], int], ahead: int = 3, step: int = 0
+) -> list[int]:
     """Play a rank: ask ahead, learn the answers in order, take steps until the end."""
-    handed = []
+    handed: list[int] = []
     while True:
         for ask in course.asks(step + ahead):
             if answers(ask.slot) == VOID or isinstance(course, ScoutedCourse) or ask.mine:
@@ -48,7 +60,9 @@ def walk(course, rank, answers, ahead=3, step=0):
 
 
 @hypothesis.given(st.integers(0, 40), worlds, rules, st.none() | st.integers(0, 60))
-def test_a_plain_course_deals_like_the_model(batches, world_size, uneven, units):
+def test_a_plain_course_deals_like_the_model(
+    batches: int, world_size: int, uneven: Uneven, units: int | None
+) -> None:
     if uneven == "keep" and units is not None:
         rows = rows_of(list(range(min(batches, units))), world_size, uneven)
     else:
@@ -57,20 +71,22 @@ def test_a_plain_course_deals_like_the_model(batches, world_size, uneven, units)
         part = Part(rank, world_size, uneven, units)
         course = Course(part, batches)
         want = [row[rank] for row in rows if rank < len(row)]
-        assert walk(course, rank, lambda slot: 1) == want
+        assert walk(course, lambda slot: 1) == want
         assert len(course) == len(want)
 
 
 @hypothesis.given(
     st.lists(st.integers(0, 12), min_size=1, max_size=4), worlds, rules, st.integers(1, 6)
 )
-def test_streams_are_dealt_like_a_local_loaders(lengths, world_size, uneven, ahead):
+def test_streams_are_dealt_like_a_local_loaders(
+    lengths: list[int], world_size: int, uneven: Uneven, ahead: int
+) -> None:
     streams = len(lengths)
     present = [s for s in range(streams * 13) if s // streams < lengths[s % streams]]
     rows = rows_of(present, world_size, uneven)
     for rank in range(world_size):
         course = ScoutedCourse(Part(rank, world_size, uneven), None, streams)
-        handed = walk(course, rank, lambda s: 1 if s in present else VOID, ahead)
+        handed = walk(course, lambda s: 1 if s in present else VOID, ahead)
         assert handed == [row[rank] for row in rows if rank < len(row)]
 
 
@@ -81,58 +97,64 @@ def test_streams_are_dealt_like_a_local_loaders(lengths, world_size, uneven, ahe
     st.none() | st.integers(0, 80),
     st.integers(1, 6),
 )
-def test_hints_bound_all_ranks_at_the_same_step(counts, world_size, uneven, units, ahead):
+def test_hints_bound_all_ranks_at_the_same_step(
+    counts: list[int], world_size: int, uneven: Uneven, units: int | None, ahead: int
+) -> None:
     rows = bounded(rows_of(list(range(len(counts))), world_size, uneven), units, counts)
     for rank in range(world_size):
         course = ScoutedCourse(Part(rank, world_size, uneven, units), len(counts), 1)
-        handed = walk(course, rank, counts.__getitem__, ahead)
+        handed = walk(course, counts.__getitem__, ahead)
         assert handed == [row[rank] for row in rows if rank < len(row)]
 
 
 @hypothesis.given(
     st.lists(st.integers(0, 8), min_size=1, max_size=3), worlds, rules, st.integers(0, 9)
 )
-def test_a_course_goes_on_where_another_stopped(lengths, world_size, uneven, stop):
+def test_a_course_goes_on_where_another_stopped(
+    lengths: list[int], world_size: int, uneven: Uneven, stop: int
+) -> None:
     streams = len(lengths)
     present = [s for s in range(streams * 9) if s // streams < lengths[s % streams]]
 
-    def answers(slot):
+    def answers(slot: int) -> int:
         return 1 if slot in present else VOID
 
     for rank in range(world_size):
         part = Part(rank, world_size, uneven)
-        whole = walk(ScoutedCourse(part, None, streams), rank, answers)
+        whole = walk(ScoutedCourse(part, None, streams), answers)
         step = min(stop, len(whole))
         course = ScoutedCourse(part, None, streams)
         for ask in course.asks(step + 1):
             course.learn(ask.slot, answers(ask.slot))
         resumed = ScoutedCourse(part, None, streams, course.place(step))
-        assert walk(resumed, rank, answers, step=step) == whole[step:]
+        assert walk(resumed, answers, step=step) == whole[step:]
 
 
 @hypothesis.given(st.integers(1, 30), worlds, rules, st.integers(0, 9))
-def test_a_plain_course_goes_on_too(batches, world_size, uneven, stop):
+def test_a_plain_course_goes_on_too(
+    batches: int, world_size: int, uneven: Uneven, stop: int
+) -> None:
     for rank in range(world_size):
         course = Course(Part(rank, world_size, uneven), batches)
-        whole = walk(course, rank, lambda slot: 1)
+        whole = walk(course, lambda slot: 1)
         step = min(stop, len(whole))
         resumed = Course(Part(rank, world_size, uneven), batches, course.place(step))
-        assert walk(resumed, rank, lambda slot: 1, step=step) == whole[step:]
+        assert walk(resumed, lambda slot: 1, step=step) == whole[step:]
 
 
-def test_a_long_course_forgets_what_is_behind_it():
+def test_a_long_course_forgets_what_is_behind_it() -> None:
     course = ScoutedCourse(Part(1, 2), None, 3)
-    handed = walk(course, 1, lambda slot: 1 if slot < 9000 else VOID)
+    handed = walk(course, lambda slot: 1 if slot < 9000 else VOID)
     assert handed == list(range(1, 9000, 2))
     assert len(course._known) < 3000
 
 
-def test_hints_that_come_late_are_refused():
+def test_hints_that_come_late_are_refused() -> None:
     with pytest.raises(ValueError, match="batch 3 counts 5 units"):
         Course(Part(0, 1), 10).learn(3, 5)
 
 
-def test_an_unknown_row_waits():
+def test_an_unknown_row_waits() -> None:
     course = ScoutedCourse(Part(0, 2), None, 1)
     list(course.asks(2))
     course.learn(0, 1)
@@ -141,7 +163,7 @@ def test_an_unknown_row_waits():
     assert course.at(0) == 0
 
 
-def test_the_units_of_a_row():
+def test_the_units_of_a_row() -> None:
     course = ScoutedCourse(Part(0, 2), 4, 1)
     for ask in course.asks(2):
         course.learn(ask.slot, ask.slot + 1)
@@ -150,18 +172,18 @@ def test_the_units_of_a_row():
 
 
 @hypothesis.given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**40))
-def test_seeds_differ_by_place_and_fit_63_bits(seed, epoch, batch):
+def test_seeds_differ_by_place_and_fit_63_bits(seed: int, epoch: int, batch: int) -> None:
     value = sharding.seed_of(seed, epoch, batch)
     assert 0 <= value < 2**63
     assert value == sharding.seed_of(seed, epoch, batch) != sharding.seed_of(seed, epoch, batch + 1)
 
 
-def test_seeds_stay_what_they_are():
+def test_seeds_stay_what_they_are() -> None:
     assert sharding.seed_of(0, 0) == 520810605562734633
 
 
 @hypothesis.given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
-def test_batches_and_streams_keep_to_their_worker(slot, fetchers, workers):
+def test_batches_and_streams_keep_to_their_worker(slot: int, fetchers: int, workers: int) -> None:
     fetcher, worker = sharding.home(slot, None, fetchers, workers)
     assert worker == slot % workers
     assert fetcher == slot // workers % fetchers
@@ -170,5 +192,5 @@ def test_batches_and_streams_keep_to_their_worker(slot, fetchers, workers):
     )
 
 
-def test_place_is_plain_data():
+def test_place_is_plain_data() -> None:
     assert EpochPlace(*EpochPlace(4, 4, (0, 1))) == EpochPlace(4, 4, (0, 1))

@@ -1,7 +1,10 @@
 """What stands for a dataset in a rank shows the dataset's attributes, whatever their names."""
 
+from operator import attrgetter
+from pathlib import Path
+
 import pytest
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from tests.data.data_rig import Rows, forkserver_for_this_module, service  # noqa: F401
 
@@ -9,17 +12,18 @@ from tests.data.data_rig import Rows, forkserver_for_this_module, service  # noq
 class Filed(Rows):
     """A dataset with names that a stand-in could want for itself."""
 
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         super().__init__(size)
         self._path, self._copy, self._remote, self._about = "a", "b", "c", "d"
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_private_attributes_of_a_dataset_are_the_datasets_own(tmp_path, is_wrapped):
-    dataset = Subset(Filed(4), range(4)) if is_wrapped else Filed(4)
+def test_private_attributes_of_a_dataset_are_the_datasets_own(
+    tmp_path: Path, is_wrapped: bool
+) -> None:
+    dataset: Dataset[object] = Subset(Filed(4), range(4)) if is_wrapped else Filed(4)
     with service(tmp_path, DataLoader(dataset, 2)) as running:
-        shown = running.loader().dataset
-        shown = shown.dataset if is_wrapped else shown
+        shown = attrgetter("dataset.dataset" if is_wrapped else "dataset")(running.loader())
         found = [getattr(shown, name) for name in ("_path", "_copy", "_remote", "_about")]
         assert found == ["a", "b", "c", "d"]
         with pytest.raises(AttributeError, match=r"cannot set '_path' of .* in the notebook"):

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from taas_magic import registry
-from taas_magic.capture import pickling
 from taas_magic.data.sharding import seed_of
 from tests.harness import Notebook, Outcome
 
@@ -62,13 +60,6 @@ for name, loader in sorted(loaders.items()):
 """
 
 
-@pytest.fixture(autouse=True)
-def nothing_registered():
-    yield
-    registry._registered.clear()
-    pickling.STAND_INS.clear()
-
-
 def register(notebook: Notebook, source: str) -> None:
     """Define `loaders`, a dict, in the notebook, and register each of them by its name."""
     notebook.define(SHOW + source)
@@ -78,12 +69,14 @@ def register(notebook: Notebook, source: str) -> None:
     )
 
 
-def remote(notebook: Notebook, cpus: int, ranks: int, epochs: int = 1) -> dict[str, list[Any]]:
-    """What the ranks were handed, put together in the loaders' order, by loader."""
+def remote(
+    notebook: Notebook, cpus: int, ranks: int, epochs: int = 1
+) -> dict[str, list[list[object]]]:
+    """Return what the ranks were handed, put together in the loaders' order, by loader."""
     outcome = notebook.run(CELL.replace("EPOCHS", str(epochs)), f"--cpus {cpus}", gpus=ranks)
     assert outcome.error is None, outcome.shown
     lines = handed(outcome)
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[tuple[int, list[object]]]] = {}
     for (name, epoch), by_rank in lines.items():
         most = max(map(len, by_rank.values()))
         steps = [by_rank[rank][step] for step in range(most) for rank in sorted(by_rank)]
@@ -91,8 +84,8 @@ def remote(notebook: Notebook, cpus: int, ranks: int, epochs: int = 1) -> dict[s
     return {name: [steps for _, steps in sorted(found[name])] for name in found}
 
 
-def handed(outcome: Outcome) -> dict[tuple[str, int], dict[int, list[Any]]]:
-    found: dict[tuple[str, int], dict[int, list[Any]]] = {}
+def handed(outcome: Outcome) -> dict[tuple[str, int], dict[int, list[object]]]:
+    found: dict[tuple[str, int], dict[int, list[object]]] = {}
     for rank, lines in outcome.lines.items():
         for name, epoch, batch in map(json.loads, lines):
             found.setdefault((name, epoch), {}).setdefault(rank, []).append(batch)
@@ -100,16 +93,16 @@ def handed(outcome: Outcome) -> dict[tuple[str, int], dict[int, list[Any]]]:
 
 
 def defined(source: str) -> dict[str, Any]:
-    """What a source defines, in a module that a worker's pickles find."""
+    """Run a source in a module that a worker's pickles find; return what it defines."""
     module = sys.modules["taas_tests_local"] = types.ModuleType("taas_tests_local")
     exec(SHOW + source, vars(module))
     return vars(module)
 
 
-def local(source: str, epochs: int = 1) -> dict[str, list[Any]]:
-    """What local loaders of the same source give, seeded as each epoch is."""
+def local(source: str, epochs: int = 1) -> dict[str, list[list[object]]]:
+    """Return what local loaders of the same source give, seeded as each epoch is."""
     space = defined(source)
-    given: dict[str, list[Any]] = {}
+    given: dict[str, list[list[object]]] = {}
     for name, loader in space["make"]().items():
         for epoch in range(epochs):
             for part in (loader.sampler, loader.dataset):
@@ -121,7 +114,7 @@ def local(source: str, epochs: int = 1) -> dict[str, list[Any]]:
 
 
 def compare(notebook: Notebook, source: str, cpus: int, ranks: int, epochs: int = 1) -> None:
-    """A cell is handed what local loaders give, padded with the first batches to whole steps."""
+    """Assert that a cell gets what local loaders give, padded to whole steps by first batches."""
     register(notebook, source)
     found, expected = remote(notebook, cpus, ranks, epochs), local(source, epochs)
     for name in expected:
@@ -476,7 +469,7 @@ def caught(notebook: Notebook, cpus: int) -> dict[str, Any]:
 
 
 def caught_here() -> dict[str, Any]:
-    """What local loaders with one worker raise; torch itself makes nothing of a group."""
+    """Return what local loaders with one worker raise; torch itself makes nothing of a group."""
     space = defined(FAILING)
     lines: list[str] = []
     made = space["make"]()
@@ -701,7 +694,7 @@ def test_randomness_and_epochs_of_a_datasets_own_are_told(notebook: Notebook, cp
     assert "--cpus" in said[0]
     assert '"shuffled"' in said[1]
     assert "set_epoch" in said[1]
-    found, expected = {}, local(OWN_RANDOMNESS, epochs=3)
+    found, expected = dict[str, dict[int, list[object]]](), local(OWN_RANDOMNESS, epochs=3)
     outcome = notebook.run(CELL.replace("EPOCHS", "3"), f"--cpus {cpus}", gpus=1)
     assert outcome.error is None, outcome.shown
     lines = outcome.lines[0]

@@ -1,61 +1,52 @@
 """TLS on the way of batches, and FAULTS.md 47 to 50 on the port they come from."""
 
 import contextlib
-import resource
 import socket
 import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from torch.utils.data import DataLoader
 
 from taas_magic.data import service
+from taas_magic.data.service import Tls
 from taas_magic.errors import ProtocolError
 from taas_magic.messages import FetcherReport, of_fetcher
 from tests.data.data_proxy import Proxy
 from tests.data.data_rig import (
-    WAIT_S,
     Noise,
     Rows,
+    Service,
     address_of,
     forkserver_for_this_module,  # noqa: F401
+    is_dropped,
     linked,
+    over_tcp,
     plain,
+    stream,
 )
 from tests.data.data_rig import service as data_service
 
 
 @pytest.fixture(scope="module")
-def ours():
+def ours() -> Tls:
     return service.new_certificate()
 
 
 @pytest.fixture(params=["plain", "tls"])
-def running(request, tmp_path, ours):
+def running(request: pytest.FixtureRequest, tmp_path: Path, ours: Tls) -> Iterator[Service]:
     certificate = ours if request.param == "tls" else None
     with data_service(tmp_path, DataLoader(Noise(40, width=20_000), 2), tls=certificate) as it:
         yield it
 
 
-def over_tcp(running, **changes):
-    """The batches of an epoch, by TCP on this host too."""
-    has = running.changes["tls"]
-    arguments = {"direct": False, "tls": has.client if has else None}
-    return [plain(batch) for batch in running.loader(**arguments | changes)]
+def handed_over_tcp(running: Service) -> list[object]:
+    """Return the batches of an epoch, by TCP on this host too."""
+    return stream(running, direct=False, tls=client_of(running))
 
 
-def connection(running):
-    address = address_of(running)
-    return socket.create_connection((address.host, address.port), WAIT_S)
-
-
-def is_dropped(sock):
-    with contextlib.suppress(ConnectionError):
-        while sock.recv(1 << 16):
-            pass
-    return True
-
-
-def refused(running):
+def refused(running: Service) -> int:
     """How many peers the server has refused; waits until its fetcher says of one."""
     control, count = running.processes[0][1], 0
     while not count:
@@ -64,31 +55,33 @@ def refused(running):
     return count
 
 
-def test_batches_come_over_tls_as_they_come_without(running):
-    assert over_tcp(running) == over_tcp(running, local=True)
+def test_batches_come_over_tls_as_they_come_without(running: Service) -> None:
+    assert handed_over_tcp(running) == stream(running, local=True)
 
 
-def test_what_is_on_the_wire_is_not_the_batch(running):
-    seen = []
+def test_what_is_on_the_wire_is_not_the_batch(running: Service) -> None:
+    seen: list[bytes] = []
 
-    def look(number, data):
+    def look(number: int, data: bytes) -> bytes:
         seen.append(data)
         return data
 
-    proxy = Proxy(running.feed().directory, look)
+    proxy = Proxy(running.directory, look)
     (first, *_), *_ = running.loader(direct=False, directory=proxy, tls=client_of(running))
     proxy.close()
     said = bytes(first.numpy()) in b"".join(seen)
     assert said is (running.changes["tls"] is None)
 
 
-def client_of(running):
+def client_of(running: Service) -> Callable[[], ssl.SSLContext] | None:
     has = running.changes["tls"]
     return has.client if has else None
 
 
 @pytest.mark.parametrize("shows", ["another", "none"])
-def test_47_a_peer_without_the_runs_certificate_is_refused(tmp_path, ours, shows):
+def test_47_a_peer_without_the_runs_certificate_is_refused(
+    tmp_path: Path, ours: Tls, shows: str
+) -> None:
     with data_service(tmp_path, DataLoader(Rows(4), 2), tls=ours) as running:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         if shows == "another":
@@ -97,82 +90,52 @@ def test_47_a_peer_without_the_runs_certificate_is_refused(tmp_path, ours, shows
         with pytest.raises(OSError):
             linked(running, context, direct=False)
         assert refused(running) == 1
-        assert len(over_tcp(running)) == 2
+        assert len(handed_over_tcp(running)) == 2
 
 
-def test_47_a_server_without_the_runs_certificate_is_refused(tmp_path, ours):
+def test_47_a_server_without_the_runs_certificate_is_refused(tmp_path: Path, ours: Tls) -> None:
     another, loader = service.new_certificate(), DataLoader(Rows(4), 2)
     refuses = pytest.raises(ssl.SSLCertVerificationError)
     with data_service(tmp_path, loader, tls=another) as running, refuses:
         linked(running, ours.client(), direct=False)
 
 
-def test_47_a_plain_peer_of_a_server_with_tls_is_refused(tmp_path, ours):
+def test_47_a_plain_peer_of_a_server_with_tls_is_refused(tmp_path: Path, ours: Tls) -> None:
     with data_service(tmp_path, DataLoader(Rows(4), 2), tls=ours) as running:
         with pytest.raises((OSError, ProtocolError)):
             linked(running, direct=False)
         assert refused(running) == 1
-        assert len(over_tcp(running)) == 2
+        assert len(handed_over_tcp(running)) == 2
 
 
 @pytest.mark.parametrize("says", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, b"\0" * 500, b""])
-def test_48_strangers_are_dropped_and_the_run_goes_on(running, says):
+def test_48_strangers_are_dropped_and_the_run_goes_on(running: Service, says: bytes) -> None:
     batches = iter(running.loader(direct=False, tls=client_of(running)))
     handed = [plain(next(batches))]
-    with connection(running) as sock:
+    with over_tcp(running) as sock:
         sock.sendall(says)
         assert is_dropped(sock)
     handed += [plain(batch) for batch in batches]
-    assert handed == over_tcp(running, local=True)
+    assert handed == stream(running, local=True)
 
 
-def test_49_a_recorded_conversation_is_worth_nothing(running):
-    said = []
-    proxy = Proxy(running.feed().directory, lambda number, data: data)
-    forth = proxy._forth
-
-    def recording(rank, server):
-        forth(Recorder(rank, said), server)
-
-    proxy._forth = recording
+def test_49_a_recorded_conversation_is_worth_nothing(running: Service) -> None:
+    proxy = Proxy(running.directory, lambda number, data: data)
     assert len([*running.loader(direct=False, directory=proxy, tls=client_of(running))]) == 20
     proxy.close()
-    with connection(running) as sock:
-        sock.sendall(b"".join(said))
+    with over_tcp(running) as sock:
+        sock.sendall(b"".join(proxy.said))
         answers = bytearray()
         with contextlib.suppress(ConnectionError):
             while data := sock.recv(1 << 16):
                 answers += data
-    assert said
+    assert proxy.said
     assert len(answers) < 4096
     assert refused(running) == 1
 
 
-class Recorder:
-    """A socket that remembers what was read from it."""
-
-    def __init__(self, sock, said):
-        self._socket, self._said = sock, said
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self._socket.close()
-
-    def fileno(self):
-        return self._socket.fileno()
-
-    def recv(self, size):
-        data = self._socket.recv(size)
-        self._said.append(data)
-        return data
-
-
-def test_50_five_thousand_connections_at_once(running):
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(6000, limit[1]), limit[1]))
-    address, crowd = address_of(running), []
+def test_50_five_thousand_connections_at_once(running: Service, many_files: None) -> None:
+    address, crowd = address_of(running), list[socket.socket]()
     batches = iter(running.loader(direct=False, tls=client_of(running)))
     handed = [plain(next(batches))]
     try:
@@ -185,10 +148,9 @@ def test_50_five_thousand_connections_at_once(running):
     finally:
         for sock in crowd:
             sock.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    assert handed == over_tcp(running, local=True)
+    assert handed == stream(running, local=True)
 
 
-def test_a_key_shows_in_no_repr(ours):
+def test_a_key_shows_in_no_repr(ours: Tls) -> None:
     assert "PRIVATE" not in repr(ours)
     assert "PRIVATE" not in repr(service.Tls(ours.certificate, ours.key))

@@ -11,7 +11,7 @@ from taas_magic.data.accelerated import when_imported
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a package's module that can be imported."""
+    """Make a module in a package; return its name, by which it can be imported."""
     (tmp_path / "hooked").mkdir()
     (tmp_path / "hooked" / "__init__.py").write_text("")
     (tmp_path / "hooked" / "inner.py").write_text("value = 7\n")

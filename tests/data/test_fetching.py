@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from taas_magic import registry
-from taas_magic.capture import pickling
 from taas_magic.config import load_config
 from taas_magic.data import metrics
 from taas_magic.errors import PoolError, RankFailed
@@ -67,22 +65,15 @@ weights.tolist()
 """
 
 
-@pytest.fixture(autouse=True)
-def nothing_registered() -> Iterator[None]:
-    yield
-    registry._registered.clear()
-    pickling.STAND_INS.clear()
-
-
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration folder with a data pool of two hosts."""
+    """Make a configuration folder with a data pool of two hosts."""
     return settings_in(tmp_path_factory.mktemp("config"), SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def no_hosts_left(warm_notebook: Notebook, settings: Path) -> Iterator[None]:
-    """The data pool goes on from test to test; it is given back in the end, and leaves nothing."""
+    """Keep the data pool from test to test; give it back in the end, when nothing may be left."""
     with given_back(warm_notebook, settings, "data"):
         yield
 
@@ -94,7 +85,7 @@ def two_pools(
     no_hosts_left: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Notebook]:
-    """A notebook whose loaders run in pool `data`; no run leaves a fetcher."""
+    """Yield a notebook whose loaders run in pool `data`; no run leaves a fetcher."""
     enter(warm_notebook, settings, monkeypatch)
     warm_notebook.define(LOADERS)
     yield warm_notebook
@@ -169,7 +160,7 @@ while not os.path.exists("said"):
 
 @contextlib.contextmanager
 def said(notebook: Notebook, words: str) -> Iterator[None]:
-    """Has a file for what waits in UNTIL_SAID, once a note of the run has these words."""
+    """Have a file for what waits in UNTIL_SAID, once a note of the run has these words."""
     file = notebook.project / "said"
     is_said: Callable[[Line], bool] = lambda line: words in line.get("text", "")  # noqa: E731
     with (

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from taas_magic import registry
-from taas_magic.capture import pickling
 from taas_magic.config import load_config
 from taas_magic.data import metrics
 from taas_magic.notebook import pools
@@ -55,13 +53,6 @@ for number, batch in enumerate(loader):
 """
 
 
-@pytest.fixture(autouse=True)
-def nothing_registered() -> Iterator[None]:
-    yield
-    registry._registered.clear()
-    pickling.STAND_INS.clear()
-
-
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     with hosts_up(3) as hosts:
@@ -70,7 +61,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def far_pools(warm_notebook: Notebook, hosts: Hosts) -> Iterator[None]:
-    """The notebook's pools: `g` with host 1, `c` for data with hosts 2 and 3."""
+    """Set up the notebook's pools: `g` with host 1, `c` for data with hosts 2 and 3."""
     settings = warm_notebook.project / "taas.toml"
     data = ssh_pool("c", hosts, FETCHERS, gpus=0, more='role = "data"')
     settings.write_text(ssh_pool("g", hosts, [1], gpus=0) + data)
@@ -88,7 +79,7 @@ def far_pools(warm_notebook: Notebook, hosts: Hosts) -> Iterator[None]:
 
 
 def processes_of(hosts: Hosts, number: int) -> list[psutil.Process]:
-    """The processes of a host; none where its power is off."""
+    """Return the processes of a host; none where its power is off."""
     try:
         return hosts.processes(number)
     except psutil.NoSuchProcess:
@@ -99,7 +90,7 @@ def processes_of(hosts: Hosts, number: int) -> list[psutil.Process]:
 def remote(
     warm_notebook: Notebook, far_pools: None, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Notebook]:
-    """A notebook with these pools; after each test no fetcher is left on its hosts."""
+    """Yield a notebook with these pools; after each test no fetcher is left on its hosts."""
     monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
     monkeypatch.chdir(warm_notebook.project)
     warm_notebook.define(LOADERS)
@@ -111,7 +102,7 @@ def remote(
 
 
 def fetchers_on(hosts: Hosts) -> list[psutil.Process]:
-    """The fetchers and workers on the data pool's hosts: what a forkserver has started."""
+    """Return the fetchers and workers on the data pool's hosts: what a forkserver has started."""
     found = []
     for number in FETCHERS:
         for process in processes_of(hosts, number):
@@ -166,7 +157,7 @@ def test_data_goes_from_fetcher_host_to_rank_host_and_nowhere_else(
 
 
 def during(outcome_of: Callable[[], Outcome], hosts: Hosts, harm: Callable[[], None]) -> Outcome:
-    """A cell's outcome; something happens as soon as data flows to host 1."""
+    """Return a cell's outcome; do something as soon as data flows to host 1."""
     flowing = received(hosts, 1) + 300_000
     ended = threading.Event()
 
@@ -216,7 +207,7 @@ def test_15_16_17_a_bad_network_costs_time_and_nothing_else(
 
 
 def most_ready(outcome: Outcome) -> int:
-    """The most memory that a fetcher said its prepared batches take."""
+    """Return the most memory that a fetcher said its prepared batches take."""
     told = [one for event in outcome.of_kind("fetched") for one in event["loaders"].values()]
     return max(int(one["ready_bytes"]) for one in told)
 

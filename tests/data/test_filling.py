@@ -3,6 +3,7 @@
 import pytest
 
 from taas_magic.host.fetchers import workers_fill
+from taas_magic.messages import Event
 from taas_magic.notebook.run import Filling
 from taas_magic.plan import Prefill
 from tests.events import event
@@ -12,13 +13,22 @@ BYTES = Prefill(1000, "bytes")
 ALL = Prefill(0, "all")
 
 
-def fetched(number=0, ready=0, ready_bytes=0, spilled_bytes=0, idle=0, workers=2):
+def fetched(
+    number: int = 0,
+    ready: int = 0,
+    ready_bytes: int = 0,
+    spilled_bytes: int = 0,
+    idle: int = 0,
+    workers: int = 2,
+) -> Event:
     stats = {"ready": ready, "ready_bytes": ready_bytes, "spilled_bytes": spilled_bytes}
     loaders = {"train": stats | {"idle": idle, "workers": workers}}
     return event("fetched", number=number, loaders=loaders)
 
 
-def filling(prefill, *events, fetchers=1, loaders=1, units=None):
+def filling(
+    prefill: Prefill, *events: Event, fetchers: int = 1, loaders: int = 1, units: int | None = None
+) -> Filling:
     found = Filling(prefill, fetchers, loaders, units)
     for seen in events:
         found.take(seen)
@@ -38,11 +48,13 @@ def filling(prefill, *events, fetchers=1, loaders=1, units=None):
         (ALL, [fetched(ready=30, idle=1)], False),
     ],
 )
-def test_enough_is_what_was_asked_for(prefill, events, is_enough):
+def test_enough_is_what_was_asked_for(
+    prefill: Prefill, events: list[Event], is_enough: bool
+) -> None:
     assert filling(prefill, *events, fetchers=2, units=40).is_enough is is_enough
 
 
-def test_workers_that_can_prepare_no_more_are_enough():
+def test_workers_that_can_prepare_no_more_are_enough() -> None:
     full = fetched(0, ready=3, idle=2)
     assert filling(BATCHES, full).is_enough
     assert not filling(BATCHES, full, fetchers=2).is_enough, "the other has said nothing yet"
@@ -50,21 +62,21 @@ def test_workers_that_can_prepare_no_more_are_enough():
     assert filling(BATCHES, full, fetched(1, idle=2), fetchers=2).is_enough
 
 
-def test_ranks_start_when_all_fetchers_have_ended():
+def test_ranks_start_when_all_fetchers_have_ended() -> None:
     ended = [event("fetcher_ended", number=number) for number in (0, 1)]
     assert not filling(BATCHES, ended[0], fetchers=2).is_enough
     assert filling(BATCHES, *ended, fetchers=2).is_enough
     assert filling(BATCHES, ended[0], fetched(1, ready=9, idle=2), fetchers=2).is_enough
 
 
-def test_what_the_head_is_told():
+def test_what_the_head_is_told() -> None:
     said = filling(BYTES, fetched(ready_bytes=600)).event("cpu1")
     assert (said.host, said.done, said.wanted, said.unit) == ("cpu1", 600, 1000, "bytes")
     said = filling(ALL, loaders=2, units=40).event("")
     assert (said.done, said.wanted, said.unit) == (0, 80, "batches")
 
 
-def test_what_workers_prepare_for_it():
+def test_what_workers_prepare_for_it() -> None:
     assert workers_fill(None) == (0, 0)
     assert workers_fill(BATCHES) == (100, 0)
     assert workers_fill(BYTES) == (0, 1000)

@@ -6,7 +6,6 @@ import pytest
 from torch.utils.data import DataLoader
 
 import taas
-from taas_magic import registry
 from taas_magic.capture import pickling
 from taas_magic.data.loader import Feed, RemoteLoader, use_feed
 from taas_magic.data.own_servers import OwnServers
@@ -14,20 +13,7 @@ from taas_magic.registry import Registered
 from tests.data.data_rig import Lines, Rows
 
 
-@pytest.fixture(autouse=True)
-def nothing_registered():
-    forget_loaders()
-    yield
-    forget_loaders()
-
-
-def forget_loaders():
-    """Whatever module was tested before, too."""
-    registry._registered.clear()
-    pickling.STAND_INS.clear()
-
-
-def test_register_gives_the_loader_back():
+def test_register_gives_the_loader_back() -> None:
     loader = DataLoader(Rows(4))
     assert taas.register(loader, name="train", seed=3, uneven="drop") is loader
     assert taas.is_registered(loader)
@@ -39,7 +25,7 @@ def test_register_gives_the_loader_back():
     assert taas.registered() == {}
 
 
-def test_unregister_by_name_and_by_the_old_clients_name():
+def test_unregister_by_name_and_by_the_old_clients_name() -> None:
     taas.register(DataLoader(Rows(4)), name="a")
     taas.register(DataLoader(Rows(4)), name="b")
     taas.unregister("a")
@@ -48,14 +34,14 @@ def test_unregister_by_name_and_by_the_old_clients_name():
     taas.unregistered("b")
 
 
-def test_names_are_given():
+def test_names_are_given() -> None:
     first, second = taas.register(DataLoader(Rows(1))), taas.register(DataLoader(Rows(1)))
     assert [entry.loader for entry in taas.registered().values()] == [first, second]
     assert list(taas.registered()) == ["loader0", "loader1"]
 
 
 class Locked(Rows):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(4)
         self.state = {"lock": threading.Lock()}
 
@@ -68,13 +54,13 @@ class Locked(Rows):
         (DataLoader(Locked()), TypeError, r"train\.dataset\.state\['lock'\]"),
     ],
 )
-def test_what_cannot_be_registered(value, error, says):
+def test_what_cannot_be_registered(value: object, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         taas.register(value, name="train")
     assert taas.registered() == {}
 
 
-def test_registering_again_replaces():
+def test_registering_again_replaces() -> None:
     first = taas.register(DataLoader(Rows(4)), name="train")
     second = taas.register(DataLoader(Rows(4)), name="train")
     assert not taas.is_registered(first)
@@ -82,13 +68,13 @@ def test_registering_again_replaces():
     assert {name: entry.seed for name, entry in taas.registered().items()} == {"other": 5}
 
 
-def test_a_wrong_rule():
+def test_a_wrong_rule() -> None:
     with pytest.raises(ValueError, match="uneven needs pad, drop or keep; got"):
-        taas.register(DataLoader(Rows(4)), uneven="fill")
+        taas.register(DataLoader(Rows(4)), uneven="fill")  # type: ignore[arg-type]
     assert taas.registered() == {}
 
 
-def test_the_shape_says_what_the_loader_says():
+def test_the_shape_says_what_the_loader_says() -> None:
     loader = DataLoader(Rows(10), 3, num_workers=2, drop_last=True, timeout=5)
     shape = Registered("train", loader).packed().shape
     assert (shape.batches, shape.samples, shape.settings["batch_size"]) == (3, 10, 3)
@@ -97,7 +83,7 @@ def test_the_shape_says_what_the_loader_says():
     assert Registered("lines", DataLoader(Lines(3))).packed().shape.iterable
 
 
-def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are():
+def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are() -> None:
     loader, other = taas.register(DataLoader(Rows(10), 2), name="train"), DataLoader(Rows(3))
     pickler = pickling.ValuePickler({})
     pickler.add({"loaders": [loader, loader], "other": other})
@@ -120,7 +106,7 @@ def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are():
         own.close()
 
 
-def test_any_iterable_is_a_loader():
+def test_any_iterable_is_a_loader() -> None:
     batches = [[1, 2], [3]]
     travelling = Registered("plain", batches).packed()
     own = OwnServers(b"", lambda name: travelling.payload, int)
@@ -131,7 +117,7 @@ def test_any_iterable_is_a_loader():
         own.close()
 
 
-def test_no_torch_before_it_is_needed():
+def test_no_torch_before_it_is_needed() -> None:
     import subprocess
     import sys
 

@@ -70,7 +70,7 @@ def client() -> Iterator[BlockingKernelClient]:
 
 @pytest.fixture
 def execute(client: BlockingKernelClient) -> Execute:
-    """Runs code in the kernel; returns what a notebook would get, status and input left out."""
+    """Run code in the kernel; return what a notebook would get, status and input left out."""
     return lambda code: run_in(client, code, allow_stdin=False)
 
 

@@ -60,7 +60,7 @@ class Words(HTMLParser):
 
 
 def words_of_text(source: str) -> set[str]:
-    """The words of the text form that the HTML must have, too; a drawn bar is a progress there."""
+    """Return the text's words that the HTML must have, too; a drawn bar is a progress there."""
     return {word.rstrip(":") for word in re.sub(r"\|[^|]*\|| · ", " ", source).split()}
 
 

@@ -81,7 +81,7 @@ def slurm() -> Iterator[Slurm]:
 
 @pytest.fixture
 def submitting(slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The folder for the output of jobs; none is left after the test."""
+    """Yield the folder for the output of jobs; none is left after the test."""
     monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
     monkeypatch.setenv("PATH", PATH)
     monkeypatch.chdir(tmp_path)
@@ -110,7 +110,7 @@ def test_slurm_is_asked(slurm: Slurm, submitting: Path) -> None:
 
 
 async def settled(job_id: str, is_so: Callable[[BatchJob], bool]) -> BatchJob:
-    """A job as Slurm tells of it, once it is so."""
+    """Return a job as Slurm tells of it, once it is so."""
     system = find_system("slurm")
     assert system is not None
     while not is_so(job := (await system.look([job_id]))[job_id]):
@@ -136,7 +136,7 @@ def test_a_batch_system_that_cannot_be_asked_says_why(
 
 @pytest.fixture
 def pbs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pbs]:
-    """A queue with room for one job."""
+    """Yield a queue with room for one job."""
     with pbs_up(1) as up:
         for name, value in up.environ.items():
             monkeypatch.setenv(name, value)

@@ -54,7 +54,7 @@ POOLS = {
 
 @pytest.fixture(params=POOLS)
 def pool(request: pytest.FixtureRequest) -> PoolConfig:
-    """A pool of each engine."""
+    """Return a pool of each engine."""
     return POOLS[request.param]
 
 

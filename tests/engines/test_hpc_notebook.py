@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 def folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> Iterator[tuple[Path, Slurm]]:
-    """A copy of the notebook next to a taas.toml, and the Slurm that this names."""
+    """Yield a copy of the notebook next to a taas.toml, and the Slurm that this names."""
     shutil.copytree(ROOT / "kernels" / "taas", tmp_path / "jupyter" / "kernels" / "taas")
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")

@@ -54,7 +54,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def settings(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration folder with a pool of the hosts, one rank each, and one with wrong clocks."""
+    """Configure a pool of the hosts, one rank each, and one with wrong clocks."""
     folder = tmp_path_factory.mktemp("config")
     (folder / "sitecustomize.py").write_text(SHIFTED)
     python = folder / "python"
@@ -75,7 +75,7 @@ def settings(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hosts_given_back(warm_notebook: Notebook, settings: Path, hosts: Hosts) -> Iterator[None]:
-    """The pool goes on from test to test; in the end nothing of it is left on any host."""
+    """Keep the pool from test to test; in the end nothing of it may be left on any host."""
     with given_back(warm_notebook, settings, "far"):
         yield
     for number in range(1, hosts.count + 1):
@@ -90,7 +90,7 @@ def far(
     hosts_given_back: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Notebook]:
-    """A notebook with the pool; after each test the hosts are reached again."""
+    """Yield a notebook with the pool; after each test the hosts are reached again."""
     enter(warm_notebook, settings, monkeypatch)
     yield warm_notebook
     for number in range(1, hosts.count + 1):
@@ -100,7 +100,7 @@ def far(
 
 
 def left_on(hosts: Hosts, number: int) -> list[psutil.Process]:
-    """What of ours is still there on a host after a while; its sshd waits longer for a peer."""
+    """Return what of ours is left on a host after a while; its sshd waits longer for a peer."""
     return hosts.left(number, besides="sshd")
 
 
@@ -110,12 +110,12 @@ def first(outcome: Outcome) -> dict[str, object]:
 
 
 def run_on_all(notebook: Notebook, source: str, flags: str = "") -> Outcome:
-    """Runs a cell on all hosts."""
+    """Run a cell on all hosts."""
     return notebook.run(source, f"--pool far {flags}", gpus=3)
 
 
 def run_and_break(notebook: Notebook, tmp_path: Path, fault: Callable[[], None]) -> Outcome:
-    """Runs a cell that would go on for ever, and injects a fault when all ranks have met."""
+    """Run a cell that would go on for ever, and inject a fault when all ranks have met."""
     pipe = tmp_path / "ready"
     os.mkfifo(pipe)
     met: list[str] = []

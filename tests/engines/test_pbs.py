@@ -52,7 +52,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 def queue(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pbs]:
-    """A queue with a job on each of two hosts."""
+    """Yield a queue with a job on each of two hosts."""
     enter = [[str(SCRIPT), "exec", str(number)] for number in (1, 2)]
     with pbs_up(2, enter, parent=tmp_path_factory.getbasetemp()) as up:
         for name, value in {**hosts.environ, **up.environ}.items():
@@ -62,7 +62,7 @@ def queue(
 
 @pytest.fixture
 def pbs(notebook: Notebook, hosts: Hosts, queue: Pbs) -> Iterator[Pbs]:
-    """The same, named in the notebook's taas.toml; after the test its pool is down."""
+    """Yield the same, named in the notebook's taas.toml; after the test its pool is down."""
     settings = notebook.project / "taas.toml"
     settings.write_text(TOML.format(head=hosts.caller, start_timeout_s=100))
     yield queue

@@ -64,7 +64,7 @@ class Hpc:
     slurm: Slurm
 
     def configure(self, start_timeout_s: int = 100, **changed: str) -> None:
-        """Writes taas.toml; every job has a node of its own."""
+        """Write taas.toml; every job has a node of its own."""
         assert self.slurm.hosts is not None
         options = {
             "queue": '"debug"',
@@ -88,7 +88,7 @@ class Hpc:
 
     @contextmanager
     def once(self, condition: Callable[[], object], harm: Callable[[], object]) -> Iterator[None]:
-        """In a thread, does something as soon as it is so."""
+        """In a thread, do something as soon as it is so."""
         over = threading.Event()
 
         def wait() -> None:
@@ -104,7 +104,7 @@ class Hpc:
         waiting.join()
 
     def nodes_of_jobs(self) -> set[tuple[str, ...]]:
-        """The jobs that run, each with its node."""
+        """Return the jobs that run, each with its node."""
         lines = self.slurm.run("squeue", "--noheader", "--states=R", "--format=%i %N").splitlines()
         return {tuple(line.split()) for line in lines}
 
@@ -117,7 +117,7 @@ class Hpc:
         shutil.rmtree(self.notebook.state_dir / "runs", ignore_errors=True)
 
     def ranks_left(self) -> list[psutil.Process]:
-        """Processes of runs that are there now, on any host, and still are after a while."""
+        """Return processes of runs that are there now, on any host, and still are after a while."""
         hosts = self.slurm.hosts
         assert hosts is not None
         found = [p for number in (1, 2) for p in hosts.processes(number)]

@@ -118,7 +118,7 @@ WAIT_S = 100.0
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Waits for what comes in its own time."""
+    """Wait for what comes in its own time."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline
@@ -126,7 +126,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def programs(name: str) -> set[psutil.Process]:
-    """The processes below this one that run a module of farms."""
+    """Return the processes below this one that run a module of farms."""
     return {it for it in below(os.getpid()) if f"taas_magic.farms.{name}" in words(it)}
 
 
@@ -134,7 +134,7 @@ def programs(name: str) -> set[psutil.Process]:
 def planted(
     warm_notebook: Notebook, several_settings: Path, several_given_back: None
 ) -> Iterator[Notebook]:
-    """The notebook with a farm of two nodes, `farm`; closed at the end, and nothing is left."""
+    """Yield a notebook with a farm of two nodes, `farm`; close it at the end: nothing is left."""
     with pytest.MonkeyPatch.context() as patch, without_pytests_filter():
         enter(warm_notebook, several_settings, patch)
         warm_notebook.define(FUNCTIONS)

@@ -118,7 +118,7 @@ def settings(
 def user(
     warm_notebook: Notebook, settings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Notebook]:
-    """A notebook with these pools, a module of its own and a file of data."""
+    """Yield a notebook with these pools, a module of its own and a file of data."""
     enter(warm_notebook, settings, monkeypatch)
     with prepared(warm_notebook):
         yield warm_notebook
@@ -126,7 +126,7 @@ def user(
 
 @contextmanager
 def prepared(notebook: Notebook) -> Iterator[None]:
-    """The notebook has functions, a module and a file of data, for the time of the block."""
+    """Give the notebook functions, a module and a file of data, for the time of the block."""
     module, data = notebook.project / "scaling.py", notebook.project / "data.txt"
     module.write_text("def scale(x):\n    return 3 * x\n")
     data.write_text("1234567")
@@ -140,7 +140,7 @@ def prepared(notebook: Notebook) -> Iterator[None]:
 
 
 def processes_of(hosts: Hosts, number: int) -> list[psutil.Process]:
-    """The processes of a host; none where its power is off."""
+    """Return the processes of a host; none where its power is off."""
     try:
         return hosts.processes(number)
     except psutil.NoSuchProcess:
@@ -149,7 +149,7 @@ def processes_of(hosts: Hosts, number: int) -> list[psutil.Process]:
 
 @contextmanager
 def farm_of(notebook: Notebook, call: str) -> Iterator[Farm]:
-    """The farm that a cell makes, for the time of the block."""
+    """Yield the farm that a cell makes; close it behind the block."""
     notebook.define(f"farm = {call}")
     farm = notebook.shell.user_ns["farm"]
     assert isinstance(farm, Farm)
@@ -158,7 +158,7 @@ def farm_of(notebook: Notebook, call: str) -> Iterator[Farm]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Returns when it is so."""
+    """Return when it is so."""
     while not condition():
         threading.Event().wait(0.05)
 
@@ -209,7 +209,7 @@ def test_a_large_argument_goes_to_each_host_once(user: Notebook, hosts: Hosts) -
 
 
 def keyless(hosts: Hosts, number: int) -> list[str]:
-    """What tunnels and nodes listen on, on a host, and how many bytes they say without a key."""
+    """Return where tunnels and nodes of a host listen, and the bytes they say without a key."""
     return hosts.exec(number, sys.executable, "-c", KEYLESS).splitlines()
 
 
@@ -249,7 +249,7 @@ def test_a_host_that_is_powered_off_while_it_works_has_its_job_done_elsewhere(
 
 
 def batch_pool(kind: str, slurm: Slurm) -> str:
-    """A pool of jobs on the hosts of the Slurm, in taas.toml."""
+    """Return a pool of jobs on the hosts of the Slurm, in taas.toml."""
     assert slurm.hosts is not None
     return BATCH.format(kind=kind, cores=CORES, caller=slurm.hosts.caller)
 
@@ -264,7 +264,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 def batch(
     warm_notebook: Notebook, slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Notebook]:
-    """A notebook with a pool of Slurm jobs."""
+    """Yield a notebook with a pool of Slurm jobs."""
     settings = settings_in(tmp_path, batch_pool("SLURM", slurm))
     monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
     monkeypatch.setenv("PATH", PATH)

@@ -108,14 +108,14 @@ def settings(
 
 @pytest.fixture
 def sites(warm_notebook: Notebook, settings: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
-    """A notebook with the pool, and the two apps."""
+    """Return a notebook with the pool, and the two apps."""
     enter(warm_notebook, settings, monkeypatch)
     warm_notebook.define(APPS)
     return warm_notebook
 
 
 def federate(notebook: Notebook, per_host: dict[str, dict[str, str]], **config: int) -> Run:
-    """Runs the apps; `result` is what came back."""
+    """Run the apps; `result` is what came back."""
     notebook.shell.user_ns |= {"per_host": per_host, "config": config}
     with without_pytests_filter():
         notebook.define(
@@ -127,7 +127,7 @@ def federate(notebook: Notebook, per_host: dict[str, dict[str, str]], **config: 
 
 
 def holding(hosts: Hosts, number: int, text: str) -> list[str]:
-    """The files of a host, of those that were written in this test's time, that hold a text."""
+    """Return a host's files that were written in this test's time and hold a text."""
     written = f"find {' '.join(PLACES)} -type f -cnewer {SINCE}"
     found = hosts.exec(number, "sh", "-c", f"{written} -exec grep -lF {text} {{}} + 2>/dev/null; :")
     return found.split()

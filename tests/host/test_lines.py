@@ -32,7 +32,7 @@ AWKWARD = st.lists(
 
 
 def assemble(data: bytes, sizes: list[int] | None = None, limit_bytes: int = 64) -> list[str]:
-    """Feeds `data` in chunks of `sizes` bytes (repeated), or at once."""
+    """Feed `data` in chunks of `sizes` bytes (repeated), or at once."""
     assembler = LineAssembler(limit_bytes)
     lines: list[str] = []
     sizes = sizes or [len(data) or 1]
@@ -82,7 +82,7 @@ DONE = "steps: 100%|####| 9/9 [00:01<00:00, 9.00it/s]"
 
 
 def nested() -> bytes:
-    """What tqdm writes for an inner bar in an outer one, which is broken off."""
+    """Return what tqdm writes for an inner bar in an outer one, which is broken off."""
     text = "\r" + OUTER.format(0)
     for epoch in range(1, 3):
         text += "".join(f"\n\r{INNER.format(step)}\x1b[A" for step in range(9))

@@ -52,12 +52,12 @@ class Rank:
         self.heard.set()
 
     def say(self, message: Event | RankMessage) -> None:
-        """Writes a message as a rank does."""
+        """Write a message as a rank does."""
         for piece in link.pieces(encode(message), b"%d" % next(self._numbers)):
             os.write(self.message_pipe, piece)
 
     def heard_all(self, count: int) -> None:
-        """Waits until so many messages have come."""
+        """Wait until so many messages have come."""
         while len(self.messages) < count:
             assert self.heard.wait(100)
             self.heard.clear()

@@ -29,7 +29,7 @@ def spec(host_rank: int, ranks: int = 2) -> HostSpec:
 
 @pytest.fixture
 def meeting() -> Iterator[Rendezvous]:
-    """A rendezvous that a process of a forkserver serves."""
+    """Yield a rendezvous that a process of a forkserver serves."""
     found = Rendezvous(ADDRESS)
     found.start()
     yield found

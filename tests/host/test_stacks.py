@@ -49,7 +49,7 @@ def says_hang(event: Line) -> bool:
 
 
 def hung(notebook: Notebook, source: str, patch: pytest.MonkeyPatch, gpus: int = 2) -> list[Any]:
-    """Runs a cell that hangs until that is said; returns the report's rows, by rank."""
+    """Run a cell that hangs until that is said; return the report's rows, by rank."""
     with on_event(patch, says_hang, stop) as seen:
         outcome = notebook.run(source, HANG, gpus=gpus)
     assert isinstance(outcome.error, KeyboardInterrupt)

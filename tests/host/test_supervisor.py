@@ -24,7 +24,7 @@ def supervisor_command(lease_s: float | None) -> list[str]:
 
 @pytest.fixture
 def supervisor() -> Iterator[subprocess.Popen[bytes]]:
-    """A supervisor whose agent waits for its settings."""
+    """Yield a supervisor whose agent waits for its settings."""
     command = supervisor_command(None)
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
         seen = psutil.Process(process.pid)
@@ -61,7 +61,7 @@ def test_an_interrupt_does_not_reach_it(supervisor: subprocess.Popen[bytes]) -> 
 
 
 def longest_pause(supervisor: subprocess.Popen[bytes], for_s: float) -> float:
-    """Writes a byte to it now and then while it lives; how long it heard nothing meanwhile."""
+    """Write a byte to it now and then while it lives; return how long it heard nothing."""
     assert supervisor.stdin is not None
     pauses_s, at = [0.0], time.monotonic()
     until = at + for_s

@@ -109,7 +109,7 @@ def test_more_fetchers_are_never_slower(waited: float, fetchers: int, ranks: int
 
 
 def run_of(waited_s: float, cpu_s: float, host: str = "cpu1", **counts: float) -> Flow:
-    """A run of ten seconds with one fetcher, whose worker prepared all the time."""
+    """Return a run of ten seconds with one fetcher, whose worker prepared all the time."""
     rank = {"batches": 9, "units": 9, "bytes": 1e6, "span_s": 10.0, "waited_s": waited_s} | counts
     worker = {
         "fetch_s": 10.0,

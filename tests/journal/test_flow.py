@@ -16,7 +16,7 @@ def fetched(number: int, **stats: float) -> Event:
 
 
 def flow_of(*events: Event) -> Flow:
-    """The events, a second apart from 10 s on."""
+    """Return the events, a second apart from 10 s on."""
     flow = Flow()
     for number, seen in enumerate(events):
         flow.apply(seen, 10.0 + number)

@@ -24,7 +24,7 @@ PLAN = PlanHead("r1", "first", "local", 2)
 
 
 def make_run(run_id: str, *events: Event, name: str = "first") -> RunFolder:
-    """A run whose controller is gone."""
+    """Make a run whose controller is gone."""
     folder = RunFolder.create(run_id, structs.replace(PLAN, name=name), "print(1)")
     write(folder, *events).close()
     return folder

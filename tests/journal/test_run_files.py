@@ -25,7 +25,7 @@ def plan() -> Plan:
 
 @pytest.fixture
 def home(plan: Plan) -> RunFolder:
-    """The run's folder where the notebook is."""
+    """Return the run's folder where the notebook is."""
     folder = RunFolder.create("a-run", plan, "cell")
     folder.payload.write_bytes(bytes(range(256)) * 5000)
     (folder.path / "data").mkdir()

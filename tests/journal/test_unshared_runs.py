@@ -33,7 +33,7 @@ def hosts() -> Iterator[Hosts]:
 def settings(
     warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """A configuration folder with a pool of them; in the end it is given back."""
+    """Yield a configuration folder with a pool of them; in the end it is given back."""
     toml = ssh_pool("far", hosts, more="lease_s = 20")
     folder = settings_in(tmp_path_factory.mktemp("config"), toml)
     yield folder
@@ -46,7 +46,7 @@ def settings(
 def far(
     warm_notebook: Notebook, hosts: Hosts, settings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Notebook]:
-    """A notebook with the pool; after the test no folder of a run is left on its hosts."""
+    """Yield a notebook with the pool; after the test no folder of a run is left on its hosts."""
     enter(warm_notebook, settings, monkeypatch)
     yield warm_notebook
     for number in (1, 2):

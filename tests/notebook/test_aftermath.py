@@ -43,7 +43,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 @contextlib.contextmanager
 def small_disk(path: Path, options: str) -> Iterator[None]:
-    """A file system of its own in a folder."""
+    """Yield a file system of its own in a folder."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", path], check=True)
     try:
         yield
@@ -56,7 +56,7 @@ def tree(frontend: Frontend) -> list[psutil.Process]:
 
 
 def only(frontend: Frontend, word: str) -> psutil.Process:
-    """The one process below a kernel whose command has a word, once there is but one.
+    """Return the one process below a kernel whose command has a word, once there is but one.
 
     One that ends may still be there, and one that is about to be another program.
     """
@@ -78,13 +78,13 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def head(frontend: Frontend, request: str) -> str:
-    """The last state of a cell's head."""
+    """Return the last state of a cell's head."""
     shown = frontend.contents(request, "update_display_data")
     return str(shown[-1]["data"]["text/plain"])
 
 
 def error(frontend: Frontend, request: str) -> str:
-    """What a cell that failed shows, in one text."""
+    """Return what a cell that failed shows, in one text."""
     [shown] = frontend.contents(request, "error")
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(shown["traceback"]))
 
@@ -172,7 +172,7 @@ loader = taas.register(DataLoader(TensorDataset(torch.zeros(2)), batch_size=2))
 
 
 def fill_with_files(folder: Path) -> list[Path]:
-    """Makes files until there can be no more."""
+    """Make files until there can be no more."""
     made: list[Path] = []
     with contextlib.suppress(OSError):
         while True:
@@ -369,7 +369,7 @@ shell.run_line_magic("taas", "down")
 
 
 def shell_with() -> InteractiveShell:
-    """A shell with the extension, in a script."""
+    """Return a shell with the extension, in a script."""
     shell = InteractiveShell.instance()
     shell.run_line_magic("load_ext", "taas_magic")
     return shell

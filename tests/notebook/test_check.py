@@ -14,7 +14,7 @@ def row(facts: Facts | None, *findings: Finding, host: str = "gpu1") -> Row:
 
 
 def cells(shown: Row, means: str = "", here: Kernel = KERNEL) -> dict[str, str]:
-    """The row's cells by their heads, as they stand in the HTML."""
+    """Return the row's cells by their heads, as they stand in the HTML."""
     table = CheckReport([shown], here, {("g2.8", "gpu1"): means})._repr_html_()
     heads = [part.partition("</th>")[0].rpartition(">")[2] for part in table.split("<th")[1:]]
     parts = [part.partition("</td>")[0].partition(">")[2] for part in table.split("<td")[1:]]

@@ -28,7 +28,7 @@ pytestmark = [
 def manager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> Iterator[tuple[KernelManager, BlockingKernelClient]]:
-    """A kernel of the checkout's own kernelspec, in a folder that would break bad imports."""
+    """Yield a kernel of the checkout's own kernelspec, in a folder that would break bad imports."""
     shutil.copytree(KERNELSPEC, tmp_path / "jupyter" / "kernels" / "taas")
     project = tmp_path / "project"
     project.mkdir()
@@ -52,7 +52,7 @@ def client(manager: tuple[KernelManager, BlockingKernelClient]) -> BlockingKerne
 
 
 def output_of(client: BlockingKernelClient, code: str) -> tuple[str, str]:
-    """The status of a cell, and what it printed or raised."""
+    """Return the status of a cell, and what it printed or raised."""
     texts: list[str] = []
 
     def take(message: dict[str, dict[str, str]]) -> None:
@@ -64,7 +64,7 @@ def output_of(client: BlockingKernelClient, code: str) -> tuple[str, str]:
 
 
 def completions(client: BlockingKernelClient, code: str, cursor: int | None = None) -> list[str]:
-    """What Tab offers, each as the word that would stand there."""
+    """Return what Tab offers, each as the word that would stand there."""
     position = len(code) if cursor is None else cursor
     content = client.complete(code, position, reply=True, timeout=WAIT_S)["content"]
     assert content["cursor_end"] == position

@@ -49,7 +49,7 @@ def frontend(frontend_of_module: Frontend) -> Frontend:
 
 
 def rank_processes(frontend: Frontend, request: str) -> list[psutil.Process]:
-    """The ranks of an endless run, when both have said who they are."""
+    """Return the ranks of an endless run, when both have said who they are."""
     pids: list[str] = []
 
     def found_both() -> bool:
@@ -417,7 +417,7 @@ def test_a_terminal_shows_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def in_terminal(command: list[str]) -> str:
-    """What a terminal that a program was started in would show, its carriage returns left in."""
+    """Return what a terminal in which a program runs would show, its carriage returns left in."""
     primary, secondary = pty.openpty()
     process = subprocess.Popen(command, stdout=secondary, stderr=secondary)
     os.close(secondary)

@@ -95,7 +95,7 @@ def shell(
 
 
 def run(shell: InteractiveShell, cell: str) -> Exception | None:
-    """Runs a cell as a frontend does; returns what it raised."""
+    """Run a cell as a frontend does; return what it raised."""
     result = shell.run_cell(cell, store_history=True)
     error = result.error_before_exec or result.error_in_exec
     assert error is None or isinstance(error, Exception)
@@ -109,7 +109,7 @@ def asked_cell(launch: FakeLaunch) -> Cell:
 
 
 def a_run(run_id: str, state: str, log: str = "") -> journal.Writer:
-    """A run whose controller lives until the writer is closed."""
+    """Return a run whose controller lives until the writer is closed."""
     folder = RunFolder.create(run_id, PlanHead(run_id, "", "local", 2), "")
     writer = journal.Writer(folder)
     writer.append(StateChanged(state=state))

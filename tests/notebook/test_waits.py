@@ -71,7 +71,7 @@ OWN = Config(pools={"own": PoolConfig("own")})
 
 @pytest.fixture
 def own_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str) -> Iterator[Pool]:
-    """A pool of the test's own, whose process listens; it has no host yet."""
+    """Yield a pool of the test's own, whose process listens; it has no host yet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pools, "_pools", {})
     pool = pools.named("own", OWN)
@@ -195,7 +195,7 @@ def opens_a_pipe(process: psutil.Process) -> bool:
 
 
 def _read(path: Path) -> str:
-    """What is in a file of /proc; "" where what it tells of has ended."""
+    """Return what is in a file of /proc; "" where what it tells of has ended."""
     with contextlib.suppress(OSError):
         return path.read_text()
     return ""

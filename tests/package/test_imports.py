@@ -47,7 +47,7 @@ def within(tree: ast.AST, kind: type[ast.AST], having: str = "") -> set[ast.AST]
 
 
 def imported_by(module: str, late: bool = True) -> Iterator[str]:
-    """The package's modules that a module imports, but for the type checker alone.
+    """Yield the package's modules that a module imports, but for the type checker alone.
 
     Args:
         module: Its name.

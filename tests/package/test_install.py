@@ -25,7 +25,7 @@ pytest.importorskip("hatchling", reason="builds need hatchling, which `.[test]` 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what the build reads, so that it leaves nothing in the repository."""
+    """Copy what the build reads, so that it leaves nothing in the repository."""
     copy = tmp_path / "checkout"
     copy.mkdir()
     for name in SOURCES:
@@ -38,7 +38,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """The interpreter of a fresh environment that finds the dependencies of the tests' own."""
+    """Make a fresh environment that finds the tests' own dependencies; return its interpreter."""
     folder = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
@@ -54,7 +54,7 @@ def install(python: Path, *what: str) -> None:
 
 
 def said(python: Path, *words: str) -> str:
-    """What the environment's Python prints, started in a folder that holds none of our code."""
+    """Return what the environment's Python prints, started in a folder without our code."""
     elsewhere = {"PYTHONPATH", "JUPYTER_PATH"}
     environ = {name: value for name, value in os.environ.items() if name not in elsewhere}
     done = subprocess.run(

@@ -20,7 +20,7 @@ OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index")
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
-    """What PyPI has as taas 0.9.2, as far as pip sees it; it fails when it is imported."""
+    """Make what PyPI has as taas 0.9.2, as far as pip sees it; it fails when it is imported."""
     path = tmp_path / "taas-0.9.2-py3-none-any.whl"
     files = {
         "taas/__init__.py": "raise ImportError('this is the other taas')",
@@ -39,7 +39,7 @@ def wheel(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """The interpreter of an environment into which taas-magic is installed, as a user does it.
+    """Install taas-magic into an environment, as a user does it; return its interpreter.
 
     Dependencies, and pip, come from the environment of the tests.
     """
@@ -56,7 +56,7 @@ def python(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def front(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frontend]:
-    """A kernel "Python (TaaS)" of that environment."""
+    """Yield a kernel "Python (TaaS)" of that environment."""
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("PYTHONPATH")

@@ -77,7 +77,7 @@ class Pool(PoolHere):
         return await connect(self.scheduler.address, timeout=WAIT_S, **arguments)
 
     async def bad_host(self, name: str = "bad") -> Any:
-        """A connection of a host that has what every host is told."""
+        """Return a connection of a host that has what every host is told."""
         return await self.connect(self.keys.host(name))
 
     async def join(self, comm: Any, **told: Any) -> None:
@@ -85,7 +85,7 @@ class Pool(PoolHere):
 
 
 def registration(**told: Any) -> dict[str, Any]:
-    """What an agent says when it joins."""
+    """Return what an agent says when it joins."""
     usual = {
         "op": "register-worker",
         "reply": False,
@@ -114,7 +114,7 @@ Play = Callable[[Pool], Coroutine[Any, Any, None]]
 
 @pytest.fixture(scope="module")
 def with_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Play], None]]:
-    """Runs plays with the module's pool; none may cost it its host."""
+    """Run plays with the module's pool; none may cost it its host."""
     with pool_here(tmp_path_factory.mktemp("pool")) as (here, run):
         pool = Pool(here.scheduler, here.controller, here.keys, here.member)
 
@@ -330,7 +330,7 @@ def test_a_connection_that_drips_is_ended(
 
 
 def _read_end(visitor: socket.socket) -> None:
-    """Returns when the other side has ended the connection."""
+    """Return when the other side has ended the connection."""
     visitor.settimeout(WAIT_S)
     try:
         while visitor.recv(4096):
@@ -427,7 +427,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
 
 
 async def _refuses(controller: Controller, count: int) -> None:
-    """Returns when a pool has refused so many messages: they come on two connections."""
+    """Return when a pool has refused so many messages: they come on two connections."""
     for _ in range(10_000):
         if controller.members.refused >= count:
             return

@@ -30,13 +30,13 @@ Play = Callable[[HeadScheduler, Controller, Member], Coroutine[Any, Any, None]]
 
 @pytest.fixture(scope="module")
 def with_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Play], None]]:
-    """Runs plays with a pool and its host; the last of them may cost the host."""
+    """Run plays with a pool and its host; the last of them may cost the host."""
     with pool_here(tmp_path_factory.mktemp("pool")) as (here, run):
         yield lambda play: run(play(here.scheduler, here.controller, here.member))
 
 
 def named(name: str) -> Request[None]:
-    """A request of that name with nothing in it, which is to be answered with nothing."""
+    """Return a request of that name with nothing in it, which is to be answered with nothing."""
 
     class Named(Request[None]):
         @classmethod
@@ -134,12 +134,12 @@ def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], Non
 
 
 def supervisors() -> set[psutil.Process]:
-    """The supervisors of hosts of this process."""
+    """Return the supervisors of hosts of this process."""
     return {it for it in below(os.getpid()) if "taas_magic.host.supervisor" in words(it)}
 
 
 def new_one(known: set[psutil.Process]) -> psutil.Process:
-    """Returns the next supervisor that comes."""
+    """Return the next supervisor that comes."""
     while not (new := supervisors() - known):
         threading.Event().wait(0.01)
     return new.pop()

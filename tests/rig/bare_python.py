@@ -11,7 +11,7 @@ from taas_magic.setup.install import wanted
 
 
 def make_bare_python(folder: Path, packages: Iterable[str] = ("torch",), pip: bool = False) -> Path:
-    """Makes an environment whose packages are links to those of the tests' own.
+    """Make an environment whose packages are links to those of the tests' own.
 
     Args:
         folder: Where it is made.
@@ -30,7 +30,7 @@ def make_bare_python(folder: Path, packages: Iterable[str] = ("torch",), pip: bo
 
 
 def _entries(name: str) -> set[Path]:
-    """The files and folders of a package that lie directly in site-packages."""
+    """Return the files and folders of a package that lie directly in site-packages."""
     known = importlib.metadata.distribution(name)
     tops = {
         path.parts[0] for path in known.files or () if path.parts[0] not in ("..", "__pycache__")

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,11 @@ CONTEXT.set_forkserver_preload(["torch", "numpy", "sqlite3", "taas_magic.store.g
 
 
 def start(target: Any, *args: Any) -> Any:
-    """A process that begins as a rank does; it does not import what runs the tests."""
+    """Start a process that begins as a rank does; it does not import what runs the tests."""
     process = CONTEXT.Process(target=target, args=args)
     with plain_main():
         process.start()
     return process
-
-
-def end_forkserver() -> None:
-    """Ends what starts the held processes; the next one starts it again."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # the stub has no private names
 
 
 @dataclass(frozen=True)
@@ -141,7 +135,7 @@ def _enter(setting: Setting) -> Means:
 
 
 def become(user: int, group: int) -> None:
-    """Gives up root; the process stays its own to look at, as one that was started so would be."""
+    """Give up root; the process stays its own to look at, as one that was started so would be."""
     os.setgroups([])
     os.setgid(group)
     os.setuid(user)
@@ -159,7 +153,7 @@ def held(setting: Setting) -> Iterator[Held]:
 
 @contextmanager
 def new_store(user: tuple[int, int] | None) -> Iterator[Path]:
-    """A folder with `store`, `outside`, which belong to `user`."""
+    """Make a folder with `store`, `outside`, which belong to `user`."""
     base = Path(tempfile.mkdtemp(prefix="taas-test-"))
     base.chmod(0o755)
     store = base / "store"

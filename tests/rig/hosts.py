@@ -69,7 +69,7 @@ class Hosts:
         return f"{self.subnet}.{number}"
 
     def exec(self, number: int, *command: str) -> str:
-        """Runs a command in a host; returns its output.
+        """Run a command in a host; return its output.
 
         Raises:
             RuntimeError: It failed; with what it printed.
@@ -84,14 +84,14 @@ class Hosts:
         return [p for p in controller.children(recursive=True) if p.pid not in kept and _is_real(p)]
 
     def kill_processes(self, number: int, name: str = "") -> None:
-        """Kills all processes of a host whose name begins so; some go with others of them."""
+        """Kill all processes of a host whose name begins so; some go with others of them."""
         for process in self.processes(number):
             with suppress(psutil.NoSuchProcess):
                 if process.name().startswith(name):
                     process.kill()
 
     def left(self, number: int, besides: str = "-") -> list[psutil.Process]:
-        """What is still there after a while, of what is there now.
+        """Return what is still there after a while, of what is there now.
 
         Args:
             number: The host.
@@ -189,7 +189,7 @@ def _state_folder(number: int) -> Path:
 
 
 def _reserve_number() -> int:
-    """A number whose subnet, names and state folder nothing on this machine uses.
+    """Return a number whose subnet, names and state folder nothing on this machine uses.
 
     Making the folder reserves it: of two test processes only one can.
     """
@@ -209,7 +209,7 @@ def _reserve_number() -> int:
 
 
 def name_of(process: psutil.Process) -> str:
-    """A process's name; "" when it is gone."""
+    """Return a process's name; "" when it is gone."""
     with suppress(psutil.Error):
         return str(process.name())
     return ""

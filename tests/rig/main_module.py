@@ -1,14 +1,15 @@
-"""An empty main module, for a process that is to begin as if nobody ran tests."""
+"""Processes that are to begin as if nobody ran tests: their main module, and who forks them."""
 
 import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 
 
 @contextmanager
 def plain_main() -> Iterator[None]:
-    """Has an empty main module for the time of the block: what spawns a process looks at it.
+    """Have an empty main module for the time of the block: what spawns a process looks at it.
 
     Nothing else in sys.modules is touched, since other threads import meanwhile.
     """
@@ -17,3 +18,8 @@ def plain_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = own
+
+
+def end_forkserver() -> None:
+    """End this process's forkserver; whatever is started next starts it again."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # the stub has no private names

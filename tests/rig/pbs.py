@@ -56,7 +56,7 @@ class Pbs:
             return {job_id: job["state"] for job_id, job in state["jobs"].items()}
 
     def wait_until_empty(self) -> None:
-        """Waits until no job waits or runs."""
+        """Wait until no job waits or runs."""
         deadline = time.monotonic() + EMPTY_WITHIN_S
         while set(self.jobs().values()) - {"F"}:
             assert time.monotonic() < deadline, f"jobs did not end: {self.jobs()}"
@@ -70,7 +70,7 @@ class Pbs:
 def pbs_up(
     slots: int, commands: list[list[str]] | None = None, parent: Path | None = None
 ) -> Iterator[Pbs]:
-    """A queue for the time of the block.
+    """Run a queue for the time of the block.
 
     Args:
         slots: Jobs that may run at a time.
@@ -99,7 +99,7 @@ def pbs_up(
 
 @contextlib.contextmanager
 def _state(folder: Path) -> Iterator[State]:
-    """The queue's state, for one process at a time; what is changed is kept."""
+    """Yield the queue's state, for one process at a time; what is changed is kept."""
     path = folder / "state.json"
     with path.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -131,7 +131,7 @@ def _submit(folder: Path, script: Path) -> int:
 
 
 def _schedule(folder: Path) -> None:
-    """Starts what there is room for, in order of submission."""
+    """Start what there is room for, in order of submission."""
     with _state(folder) as state:
         jobs = state["jobs"]
         used = {job["slot"] for job in jobs.values() if job["state"] == "R"}
@@ -154,7 +154,7 @@ def _schedule(folder: Path) -> None:
 
 
 def _watch(folder: Path, job_id: str) -> int:
-    """Runs a job's script to its end, as PBS's mom does."""
+    """Run a job's script to its end, as PBS's mom does."""
     with _state(folder) as state:
         job = state["jobs"][job_id]
         if job["state"] == "F":

@@ -25,7 +25,7 @@ from tests.rig.hosts import Hosts
 
 
 def settings_in(folder: Path, toml: str) -> Path:
-    """Makes a folder one of configuration, with a taas.toml; returns it."""
+    """Make a folder one of configuration, with a taas.toml; return it."""
     (folder / "taas").mkdir()
     (folder / "taas" / "taas.toml").write_text(toml)
     return folder
@@ -39,7 +39,7 @@ def ssh_pool(
     gpus: int = 1,
     more: str = "",
 ) -> str:
-    """A pool of hosts in taas.toml, with as many cores as ranks.
+    """Return a pool of hosts in taas.toml, with as many cores as ranks.
 
     Args:
         name: Its name.
@@ -62,14 +62,14 @@ options = {{ ssh_config = "{hosts.ssh_config}" }}
 
 
 def enter(notebook: Notebook, settings: Path, patch: pytest.MonkeyPatch) -> None:
-    """Has this process be the notebook's kernel, with these settings."""
+    """Have this process be the notebook's kernel, with these settings."""
     patch.setenv("TAAS_STATE_DIR", str(notebook.state_dir))
     patch.setenv("XDG_CONFIG_HOME", str(settings))
     patch.chdir(notebook.project)
 
 
 def give_back(notebook: Notebook, settings: Path, *names: str) -> None:
-    """Ends pools that a notebook has by its settings."""
+    """End pools that a notebook has by its settings."""
     with pytest.MonkeyPatch.context() as patch:
         enter(notebook, settings, patch)
         for name in names:
@@ -102,7 +102,7 @@ class PoolHere:
 def pool_here(
     folder: Path,
 ) -> Iterator[tuple[PoolHere, Callable[[Coroutine[Any, Any, None]], None]]]:
-    """A pool for the time of the block, and what carries out a coroutine on its loop.
+    """Run a pool for the time of the block; yield it, and what carries out a coroutine on its loop.
 
     Between two coroutines the loop stands still. No process is left.
     """

@@ -79,7 +79,7 @@ class Slurm:
         return self.folder / "slurm.conf"
 
     def run(self, *command: str) -> str:
-        """Runs one of Slurm's commands; returns its output."""
+        """Run one of Slurm's commands; return its output."""
         environ = {**os.environ, "SLURM_CONF": str(self.conf), "PATH": PATH}
         done = subprocess.run(
             command, env=environ, capture_output=True, text=True, check=True, timeout=100
@@ -92,13 +92,13 @@ class Slurm:
         return dict(line.split() for line in lines)
 
     def cancel_all(self) -> None:
-        """Ends every job and waits until none is left."""
+        """End every job and wait until none is left."""
         if jobs := self.jobs():
             self.run("scancel", *jobs)
         self.wait_until_empty()
 
     def wait_until_empty(self) -> None:
-        """Waits until no job waits or runs."""
+        """Wait until no job waits or runs."""
         _wait(lambda: not self.jobs(), "jobs did not end")
 
 
@@ -193,7 +193,7 @@ def _has_idle_node(slurm: Slurm) -> bool:
 
 
 def _spool_of(slurm: Slurm) -> Path:
-    """The nodes' folder for jobs; a Slurm beside this one has another."""
+    """Return the nodes' folder for jobs; a Slurm beside this one has another."""
     return Path("/var/tmp") / slurm.folder.name
 
 

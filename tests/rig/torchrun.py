@@ -36,13 +36,13 @@ _IMPORTED = (
 
 
 def results(text: str) -> list[str]:
-    """The RESULT lines in a text, each once: ranks print in any order, and many print alike."""
+    """Return a text's RESULT lines, each once: ranks print in any order, and many print alike."""
     return sorted(set(re.findall(r"RESULT .*", _ANSI.sub("", text))))
 
 
 @cache
 def torchrun(script: Path, *arguments: str) -> list[str]:
-    """The RESULT lines of a script on two ranks, started by torchrun."""
+    """Return the RESULT lines of a script on two ranks, started by torchrun."""
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder) / "logs"
         options = ("--standalone", "--nproc_per_node", "2", "--redirects", "1", "--log-dir", logs)
@@ -57,7 +57,7 @@ def torchrun(script: Path, *arguments: str) -> list[str]:
 
 
 def recorded(script: Path, *arguments: str) -> list[str] | None:
-    """The same by the record; None where it has none of this script and these versions."""
+    """Return the same by the record; None where it has none of this script and these versions."""
     found: list[str] | None = _record().get(_key(script, arguments))
     return found
 
@@ -82,7 +82,7 @@ def _record() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Writes the record anew."""
+    """Write the record anew."""
     asked = [*((PROGRAMS / f"{name}.py", ()) for name in NAMES), (SCRIPT, ARGUMENTS)]
     found = {_key(script, words): torchrun(script, *words) for script, words in asked}
     RECORD.write_text(json.dumps(found, indent=1) + "\n")

@@ -41,7 +41,7 @@ def hosts(pythons: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def remote(notebook: Notebook, hosts: Hosts, pythons: dict[str, Path]) -> Iterator[Notebook]:
-    """A notebook whose pools are those hosts with those Pythons."""
+    """Yield a notebook whose pools are those hosts with those Pythons."""
     settings = notebook.project / "taas.toml"
     paths = {name: str(path) for name, path in pythons.items()}
     paths["old"] = next((name for name in old_pythons() if name.startswith("/")), "/none")

@@ -25,13 +25,13 @@ PARCEL = PackageFolder(
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python with torch alone."""
+    """Make a Python with torch alone."""
     return make_bare_python(tmp_path_factory.mktemp("bare") / "environment")
 
 
 @pytest.fixture(scope="module")
 def with_pip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python with torch and pip."""
+    """Make a Python with torch and pip."""
     return make_bare_python(tmp_path_factory.mktemp("pip") / "environment", pip=True)
 
 
@@ -44,7 +44,7 @@ def site_of(shell: SubShell) -> set[str]:
 
 
 def said_by(python: Path, path_entries: tuple[str, ...], code: str) -> str:
-    """What the prepared interpreter prints, started as an engine starts it."""
+    """Return what the prepared interpreter prints, started as an engine starts it."""
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(path_entries)}
     done = subprocess.run(
         [str(python), "-W", "ignore", "-c", code],

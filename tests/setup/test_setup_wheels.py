@@ -38,7 +38,7 @@ def make_wheel(folder: Path, name: str, tag: str, files: dict[str, str]) -> Path
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all that pip knows of."""
+    """Make a folder that is all that pip knows of."""
     folder = tmp_path / "index"
     folder.mkdir()
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):

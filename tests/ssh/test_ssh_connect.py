@@ -32,7 +32,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def no_threads(hosts: Hosts) -> Iterator[None]:
-    """What was closed has no thread left."""
+    """Assert that what was closed has no thread left."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
@@ -41,7 +41,7 @@ def no_threads(hosts: Hosts) -> Iterator[None]:
 
 
 def target(hosts: Hosts, tmp_path: Path, number: int = 1, first: str = "") -> Target:
-    """A host of the rig, with lines that go before the rig's configuration."""
+    """Return a host of the rig, with lines that go before the rig's configuration."""
     config = tmp_path / "ssh_config"
     config.write_text(f"Host *\n{first}\n{hosts.ssh_config.read_text()}")
     return find_target(hosts.name(number), read_config(str(config)))
@@ -52,7 +52,7 @@ def opened(where: Target) -> Connection:
 
 
 def opened_at_once(where: Target, count: int) -> list[Connection]:
-    """Connections that so many threads opened at the same time, closed."""
+    """Return connections that so many threads opened at the same time, closed."""
     made: list[Connection] = []
     threads = [threading.Thread(target=lambda: made.append(opened(where))) for _ in range(count)]
     for thread in threads:
@@ -71,7 +71,7 @@ def refusal(where: Target) -> str:
 
 
 def lets_in(where: Target) -> None:
-    """Logs in; where a command has run, sshd's log has the login."""
+    """Log in; where a command has run, sshd's log has the login."""
     connection = opened(where)
     assert connection.run("true").code == 0
     connection.close()
@@ -85,7 +85,7 @@ def answers(family: int, address: str | tuple[str, int]) -> bool:
 
 @contextlib.contextmanager
 def in_a_hole(hosts: Hosts, number: int) -> Iterator[None]:
-    """What is sent to a host vanishes, for the time of the block."""
+    """Let what is sent to a host vanish, for the time of the block."""
     hosts.hole(number)
     try:
         yield
@@ -200,7 +200,7 @@ def test_52_a_refused_login_says_who_where_and_what_was_tried(
 
 @pytest.fixture
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An ssh agent without keys."""
+    """Run an ssh agent without keys."""
     sock = tmp_path / "agent"
     with subprocess.Popen(["ssh-agent", "-D", "-a", sock], stdout=subprocess.DEVNULL) as agent:
         try:
@@ -222,7 +222,7 @@ def make_key(path: Path, phrase: str = "") -> Path:
 
 
 def with_key(hosts: Hosts, tmp_path: Path, key: Path, only: bool) -> Target:
-    """A host of the rig, with another IdentityFile than the rig's."""
+    """Return a host of the rig, with another IdentityFile than the rig's."""
     config = hosts.ssh_config.read_text().replace(str(hosts.state / "id_ed25519"), str(key))
     (tmp_path / "config").write_text(config if only else config.replace("IdentitiesOnly yes", ""))
     return find_target(hosts.name(1), read_config(str(tmp_path / "config")))
@@ -373,7 +373,7 @@ def test_a_cut_is_noticed(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def talk_to(connection: Connection, port: int, server: socket.socket) -> tuple[bytes, bytes]:
-    """What a server here hears through a port of the host, and what comes back there."""
+    """Return what a server here hears through a port of the host, and what comes back there."""
     said: list[bytes] = []
 
     def answer() -> None:

@@ -39,7 +39,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def remote(warm_notebook: Notebook, hosts: Hosts) -> Iterator["Remote"]:
-    """A notebook whose pools are SSH hosts; they stay up until the last test, which checks."""
+    """Yield a notebook with SSH hosts as pools; they stay up until the last test, which checks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
         patch.chdir(warm_notebook.project)
@@ -55,7 +55,7 @@ def remote(warm_notebook: Notebook, hosts: Hosts) -> Iterator["Remote"]:
 
 @pytest.fixture(autouse=True)
 def here(remote: "Remote", monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notebook's folders hold in every test."""
+    """Use the notebook's folders in every test."""
     monkeypatch.setenv("TAAS_STATE_DIR", str(remote.notebook.state_dir))
     monkeypatch.chdir(remote.notebook.project)
 
@@ -69,7 +69,7 @@ class Remote:
         self.settings.write_text("")
 
     def down(self) -> None:
-        """Ends all pools but the local one; their hosts are clean then."""
+        """End all pools but the local one; their hosts are clean then."""
         for name in self.config.pools.keys() - {"local"}:
             pools.down(name, self.config)
         for number in range(1, self.hosts.count + 1):
@@ -80,7 +80,7 @@ class Remote:
         return load_config(self.notebook.project)
 
     def pool(self, name: str, *numbers: int, **more: object) -> None:
-        """Adds a pool of hosts."""
+        """Add a pool of hosts."""
         values = {
             "engine": "ssh",
             "hosts": [self.hosts.name(number) for number in numbers],
@@ -100,7 +100,7 @@ class Remote:
         return self.notebook.run(source, f"--pool {pool}", gpus=gpus)
 
     def run_until(self, source: str, pool: str, harm: Callable[[], object]) -> Outcome:
-        """Runs a cell; does something to it once it has printed that it has begun."""
+        """Run a cell; do something to it once it has printed that it has begun."""
         known = set(self.runs())
         over = threading.Event()
 
@@ -145,7 +145,7 @@ def test_a_cell_runs_there(remote: Remote, hosts: Hosts) -> None:
 
 
 def environ(process: psutil.Process) -> str:
-    """The values of a process's environment; "" when it is gone."""
+    """Return the values of a process's environment; "" when it is gone."""
     with contextlib.suppress(psutil.Error):
         return " ".join(process.environ().values())
     return ""

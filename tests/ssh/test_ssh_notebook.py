@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 def folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> Iterator[tuple[Path, Hosts]]:
-    """A copy of the notebook with a taas.toml, and hosts that its user's ssh knows.
+    """Yield a copy of the notebook with a taas.toml, and hosts that its user's ssh knows.
 
     They share no folder with it.
     """
@@ -65,7 +65,7 @@ def folder(
 
 
 def ssh_config(hosts: Hosts) -> str:
-    """What a user has in ~/.ssh/config."""
+    """Return what a user has in ~/.ssh/config."""
     named = [f"Host {name}\n  HostName {hosts.address(n)}\n" for n, name in enumerate(NAMES, 1)]
     return "".join(named) + hosts.ssh_config.read_text()
 

@@ -17,6 +17,7 @@ from taas_magic.store.guard import Means
 from tests.children import attempts
 from tests.rig import held
 from tests.rig.held import Held, Raised, Setting, hash_of
+from tests.rig.main_module import end_forkserver
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts and Landlock are Linux's")
 
@@ -26,12 +27,12 @@ User = tuple[int, int] | None
 @pytest.fixture(scope="module", autouse=True)
 def forkserver_ends() -> Iterator[None]:
     yield
-    held.end_forkserver()
+    end_forkserver()
 
 
 @pytest.fixture(scope="module")
 def ordinary_user() -> Iterator[tuple[int, int]]:
-    """A user made for the tests, and removed."""
+    """Make a user for the tests, and remove it."""
     name = f"taas-test-{os.getpid()}"
     subprocess.run(["useradd", "--no-create-home", name], check=True)
     try:
@@ -71,7 +72,7 @@ def hold(base: Path, user: User, means: Means, **more: Any) -> Iterator[Held]:
 
 
 def refused_of(rank: Held, tried: list[Callable[[], None]], store: Path) -> list[str]:
-    """The names of the attempts that failed; none may have changed the store."""
+    """Return the names of the attempts that failed; none may have changed the store."""
     before, refused = hash_of(store), []
     for attempt in tried:
         try:
@@ -177,7 +178,7 @@ def test_the_guard_leaves_no_mount_and_keeps_the_tie_to_the_parent(base: Path, u
 
 
 def mounts_in(folder: Path) -> list[str]:
-    """The mounts that this process sees in a folder."""
+    """Return the mounts that this process sees in a folder."""
     return [
         line
         for line in Path("/proc/self/mountinfo").read_text().splitlines()

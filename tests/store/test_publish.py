@@ -14,7 +14,8 @@ import torch
 from taas_magic.errors import StoreError
 from taas_magic.store.publish import save
 from tests.children import saver
-from tests.rig.held import CONTEXT, end_forkserver, start
+from tests.rig.held import CONTEXT, start
+from tests.rig.main_module import end_forkserver
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -257,7 +257,7 @@ def test_any_tree_becomes_any_other(
 
 
 def make(store: Path, files: dict[str, bytes]) -> None:
-    """A tree anew; a file of a name under which another lies is left out."""
+    """Make a tree anew; leave out a file of a name under which another lies."""
     for path in sorted(store.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     for name, content in files.items():

@@ -451,7 +451,7 @@ def test_a_pth_file_comes_from_a_host_only_if_it_is_a_checkpoint(travel: Travel,
 
 
 def checkpoint() -> bytes:
-    """What torch.save writes."""
+    """Return what torch.save writes."""
     file = io.BytesIO()
     torch.save({"weights": torch.ones(2)}, file)
     return file.getvalue()

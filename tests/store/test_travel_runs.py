@@ -42,7 +42,7 @@ def hosts(warm_notebook: Notebook) -> Iterator[Hosts]:
 def settings(
     warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """A configuration folder with pools of them; in the end the pools are given back."""
+    """Make a configuration folder with pools of them; in the end the pools are given back."""
     tables = [ssh_pool(name, hosts, numbers, gpus=2) for name, numbers in POOLS.items()]
     toml = '[store]\nlimit = "4MiB"\n' + "".join(tables)
     folder = settings_in(tmp_path_factory.mktemp("config"), toml)
@@ -52,7 +52,7 @@ def settings(
 
 @pytest.fixture
 def far(warm_notebook: Notebook, settings: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
-    """A notebook with an empty project, whose pools do not have it."""
+    """Return a notebook with an empty project, whose pools do not have it."""
     enter(warm_notebook, settings, monkeypatch)
     for path in warm_notebook.project.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -258,7 +258,7 @@ time.sleep(600)
 
 
 def said(notebook: Notebook) -> list[str]:
-    """The lines of rank 0 in the newest run."""
+    """Return the lines of rank 0 in the newest run."""
     newest = max((notebook.state_dir / "runs").iterdir(), default=None)
     events = [line_of(event) for event in RunFolder(newest).read_events()] if newest else []
     lines = [event["lines"] for event in events if event["kind"] == "lines" and event["rank"] == 0]

@@ -43,14 +43,14 @@ class Travel:
         self.notes: list[str] = []
 
     def look_again(self) -> None:
-        """Has the desk take the store as it is now."""
+        """Have the desk take the store as it is now."""
         listed = self.desk.answer(0, ListStore(fresh=True))
         while listed is None:
             threading.Event().wait(0.01)
             listed = self.desk.answer(0, ListStore())
 
     def host(self, number: int = 0) -> Mirror:
-        """A mirror on a host of its own."""
+        """Make a mirror on a host of its own."""
         return take(self.rule.path, "me", self.folder / f"host-{number}")
 
     def mirrored(self, number: int = 0) -> tuple[Mirror, Manifest]:
@@ -59,7 +59,7 @@ class Travel:
 
     @contextmanager
     def running(self, number: int = 0, shared: tuple[str, ...] | None = None) -> Iterator[Path]:
-        """The mirror of a host while its ranks run; all is sent when the block ends."""
+        """Run the mirror of a host while its ranks run; all is sent when the block ends."""
         mirror, _ = self.mirrored(number)
         self.outbound = Outbound(mirror, wired(self.desk, number), self.notes.append, shared)
         self.outbound.start()

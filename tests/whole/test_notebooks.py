@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str) -> Path:
-    """A copy of the notebooks, and the checkout's own kernelspec."""
+    """Return a copy of the notebooks, and the checkout's own kernelspec."""
     shutil.copytree(ROOT / "kernels" / "taas", tmp_path / "jupyter" / "kernels" / "taas")
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")
@@ -44,7 +44,7 @@ def texts(notebook: NotebookNode) -> str:
 
 
 def executed(folder: Path, name: str, *pools: str) -> NotebookNode:
-    """A notebook of the copy with what its cells show now; its pools are taken down."""
+    """Return a notebook of the copy with what its cells show now; take its pools down."""
     notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
     down = "\n".join(f"%taas down {pool}" for pool in (*pools, ""))
     notebook.cells.append(nbformat.v4.new_code_cell(down))
@@ -61,7 +61,7 @@ def executed(folder: Path, name: str, *pools: str) -> NotebookNode:
 
 
 def stored(name: str) -> NotebookNode:
-    """A notebook as it lies in the project: valid, and without a path of the machine it ran on."""
+    """Return a notebook of the project: valid, and without a path of the machine it ran on."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
     assert str(ROOT) not in texts(notebook)

@@ -83,7 +83,7 @@ class Cell:
         return f"{HEAD} {self.marker.removeprefix('taas').strip()}\n{self.source}"
 
     def unguarded(self) -> "Cell":
-        """The cell without `if __name__ == "__main__":`, as people write it in notebooks."""
+        """Return the cell without `if __name__ == "__main__":`, as people write it in notebooks."""
         before, guard, after = self.source.partition(GUARD)
         return Cell(self.marker, before + textwrap.dedent(after)) if guard else self
 
@@ -95,7 +95,7 @@ def cells_of(name: str) -> list[Cell]:
 
 
 def check(found: list[str], script: Path, *arguments: str) -> None:
-    """Asserts that cells gave what torchrun gives: by its record, else by torchrun itself."""
+    """Assert that cells gave what torchrun gives: by its record, else by torchrun itself."""
     assert found
     if IS_LIVE or found != recorded(script, *arguments):
         assert found == torchrun(script, *arguments)
@@ -103,7 +103,7 @@ def check(found: list[str], script: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def frontend(frontend_of_module: Frontend) -> Frontend:
-    """The module's kernel, with no names of the program before and the scripts beside it."""
+    """Return the module's kernel, with no names of the program before and the scripts beside it."""
     frontend_of_module.run("%reset -f")
     frontend_of_module.run(
         f"import shutil; shutil.copytree({str(BESIDE)!r}, '.', dirs_exist_ok=True)"
@@ -112,7 +112,7 @@ def frontend(frontend_of_module: Frontend) -> Frontend:
 
 
 def run_cells(frontend: Frontend, cells: list[Cell]) -> list[str]:
-    """Runs cells one after another; gives the RESULT lines of them all."""
+    """Run cells one after another; give the RESULT lines of them all."""
     texts = []
     for cell in cells:
         request = frontend.send(cell.code)
@@ -153,7 +153,7 @@ def test_a_script_gives_in_a_cell_what_torchrun_gives(way: str, frontend: Fronte
 
 
 def check_guide(found: list[str]) -> None:
-    """Asserts that the guide's example has learned the digits, and that its model came back."""
+    """Assert that the guide's example has learned the digits, and that its model came back."""
     *_, last = [line for line in found if "epoch 9 rank 0" in line]
     accuracy = last.split()[-1]
     assert float(accuracy) > 0.8
@@ -187,7 +187,7 @@ def test_the_guides_example_after_its_pip_install(
 
 
 def copied_environment(folder: Path) -> Path:
-    """An environment with this checkout installed, and all else from the one of these tests.
+    """Return an environment with this checkout installed, and all else from the one of these tests.
 
     Returns:
         Its interpreter.
@@ -202,7 +202,7 @@ def copied_environment(folder: Path) -> Path:
 
 
 def use_python(kernelspec: Path, python: Path) -> None:
-    """Lets a kernel be started by another interpreter."""
+    """Let a kernel be started by another interpreter."""
     content = json.loads(kernelspec.read_text())
     content["argv"][0] = str(python)
     kernelspec.write_text(json.dumps(content))

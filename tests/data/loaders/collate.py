@@ -473,7 +473,7 @@ def in_workers_single_samples():
 
 
 def batches_are_the_ranks_own():
-    """A rank may write into what it was handed."""
+    """Let a rank write into what it was handed."""
 
     def written(loader):
         seen = []
@@ -500,6 +500,6 @@ def large_batches_outlive_the_iterator():
 
 
 def one_object_returned_again():
-    """The dataset hands out the same tensor each time and does not change it."""
+    """Hand out the same tensor each time; the dataset does not change it."""
     constant = torch.ones(3)
     return of(lambda i: constant, batch_size=None)

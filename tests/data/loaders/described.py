@@ -7,22 +7,30 @@ import dataclasses
 import enum
 import re
 import zlib
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
+
+Loader = DataLoader[Any]
+Script = Callable[[Any], object]
+Case = Loader | tuple[Loader, Script] | tuple[Loader, Script, dict[str, str]]
 
 
-def parts(made):
-    """A loader, its script and its options, of what a case has returned."""
-    return (*made, {})[:3] if isinstance(made, tuple) else (made, two_epochs, {})
+def parts(made: Case) -> tuple[Loader, Script, dict[str, str]]:
+    """Return a loader, its script and its options, of what a case has returned."""
+    if isinstance(made, DataLoader):
+        return made, two_epochs, {}
+    return made[0], made[1], made[2] if len(made) == 3 else {}
 
 
-def two_epochs(loader):
-    """The script of a case that names none."""
+def two_epochs(loader: Iterable[object]) -> list[list[object]]:
+    """Return two epochs: the script of a case that names none."""
     return [list(loader), list(loader)]
 
 
-def seen_of(script, loader):
+def seen_of(script: Script, loader: Iterable[object]) -> tuple[object, ...]:
     """Describe what a script gets of a loader, or what it raises."""
     try:
         return described(script(loader))
@@ -30,7 +38,7 @@ def seen_of(script, loader):
         return "raised", described(error)
 
 
-def described(value):
+def described(value: object) -> tuple[object, ...]:
     """Describe a value by its types, its shapes and all that is in it."""
     kind = type(value).__qualname__
     if isinstance(value, (type, enum.Enum)):
@@ -39,7 +47,7 @@ def described(value):
         return "error", kind, last_line(value)
     if isinstance(value, torch.Tensor):
         return kind, *tensor(value)
-    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+    if hasattr(value, "dtype") and hasattr(value, "shape") and hasattr(value, "tolist"):
         return kind, str(value.dtype), value.shape, repr(value.tolist())
     if isinstance(value, Mapping):
         return kind, *((key, described(item)) for key, item in value.items())
@@ -52,14 +60,14 @@ def described(value):
     return kind, repr(value)
 
 
-def last_line(error):
-    """What an error says, without what whoever carried it here has put before."""
+def last_line(error: BaseException) -> str:
+    """Return what an error says, without what whoever carried it here has put before."""
     lines = str(error).strip().splitlines() or [""]
     return re.sub(rf"^([\w.]*\.)?{type(error).__name__}(: |$)", "", lines[-1])
 
 
-def tensor(value):
-    """A tensor's attributes and numbers."""
+def tensor(value: torch.Tensor) -> tuple[object, ...]:
+    """Return a tensor's attributes and numbers."""
     about = str(value.dtype), str(value.layout), value.requires_grad
     if value.is_nested:
         return *about, *(tensor(part) for part in value.unbind())
@@ -71,21 +79,21 @@ def tensor(value):
     return *about, tuple(value.shape), tuple(order(value)), entries(value)
 
 
-def order(value):
+def order(value: torch.Tensor) -> list[int]:
     """In which order the dimensions lie in memory; a tensor with gaps may be packed on its way."""
     longer = [dimension for dimension in range(value.dim()) if value.shape[dimension] > 1]
     return sorted(longer, key=value.stride, reverse=True)
 
 
-def entries(value):
-    """A dense tensor's numbers; of a large one their checksum."""
+def entries(value: torch.Tensor) -> str | int:
+    """Return a dense tensor's numbers; of a large one their checksum."""
     if value.numel() <= 1000:
         return repr(value.tolist())
-    return zlib.crc32(value.detach().contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def named(value):
-    """What a list or tuple has besides its items: a named tuple's fields, a subclass's own."""
+def named(value: list[object] | tuple[object, ...]) -> tuple[object, ...]:
+    """Return what a list or tuple has besides its items: a named tuple's fields, its own."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return (value._fields,)
     own = getattr(value, "__dict__", None)

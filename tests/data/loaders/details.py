@@ -162,7 +162,7 @@ def kinds(seen):
 
 
 def at_the_first(loader):
-    """The exception of the first batch."""
+    """Return the exception of the first batch."""
     try:
         return next(iter(loader))
     except Exception as error:
@@ -170,7 +170,7 @@ def at_the_first(loader):
 
 
 def length(loader):
-    """The length, how many batches there are, and the length then."""
+    """Return the length, how many batches there are, and the length then."""
     return len(loader), len(list(loader)), len(loader)
 
 
@@ -188,7 +188,7 @@ def one_array_filled_by_collate_fn():
 
 
 def one_buffer_filled_again():
-    """The dataset fills one buffer for every sample; the sum tells which."""
+    """Fill one buffer for every sample, in the dataset; the sum tells which."""
     buffer = torch.zeros(3)
 
     def sums(loader):
@@ -351,7 +351,7 @@ def exception_group():
 
 
 def assignment_to_the_dataset():
-    """It has an effect or is refused."""
+    """Assign: it has an effect or is refused."""
 
     def assigned(loader):
         try:

@@ -53,7 +53,7 @@ class BadSampler:
 
 
 def events(loader):
-    """What each `next` gives or raises, until the end or the third exception."""
+    """Return what each `next` gives or raises, until the end or the third exception."""
     seen, batches = [], iter(loader)
     while sum(isinstance(event, Exception) for event in seen) < MOST_ERRORS:
         try:
@@ -66,7 +66,7 @@ def events(loader):
 
 
 def first_error(loader):
-    """The first exception; what comes before it may be prepared by several workers."""
+    """Return the first exception; what comes before it may be prepared by several workers."""
     try:
         return list(loader)
     except Exception as error:
@@ -74,7 +74,7 @@ def first_error(loader):
 
 
 def at_the_first(loader):
-    """The exception of the first batch."""
+    """Return the exception of the first batch."""
     try:
         return next(iter(loader))
     except Exception as error:
@@ -286,7 +286,7 @@ def of_a_sample_by_index():
 
 
 def with_two_arguments_in_a_worker():
-    """What cannot be made again from its text arrives as a RuntimeError, as in torch."""
+    """Raise what cannot be made again from its text: a RuntimeError arrives, as in torch."""
     loader = DataLoader(Raising(), batch_size=2, num_workers=1)
     return loader, lambda loader: kinds([at_the_first(loader)])
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.data.loaders import described
+from tests.data.loaders.described import Script
 from tests.data.loaders.share import SEED, Local, Share
 from tests.harness import Notebook, without_pytests_filter
 
-Script = Callable[[Any], Any]
-SeenByCase = dict[str, Any]
+SeenByCase = dict[str, object]
 
 
 class Setting(NamedTuple):
@@ -81,7 +81,7 @@ del cases, name, loader, script, options
 
 @contextlib.contextmanager
 def unfiltered() -> Iterator[None]:
-    """Leaves out that warnings are errors: of workers beyond the cores, of torchdata's making."""
+    """Leave out that warnings are errors: of workers beyond the cores, of torchdata's making."""
     with without_pytests_filter():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
@@ -89,7 +89,7 @@ def unfiltered() -> Iterator[None]:
 
 
 def cases_of(module: ModuleType) -> list[str]:
-    """The names of a module's cases."""
+    """Return the names of a module's cases."""
     functions = inspect.getmembers(module, inspect.isfunction)
     own = [function for _, function in functions if function.__module__ == module.__name__]
     return [function.__name__ for function in own if not inspect.signature(function).parameters]
@@ -117,7 +117,7 @@ class Seen:
         self._seen: dict[str, SeenBySetting | Exception] = {}
 
     def of(self, module: ModuleType) -> SeenBySetting:
-        """What each rank saw of each case, by setting."""
+        """Return what each rank saw of each case, by setting."""
         if module.__name__ not in self._seen:
             self._seen[module.__name__] = self._entered(module)
         found = self._seen[module.__name__]
@@ -126,7 +126,7 @@ class Seen:
         return found
 
     def _entered(self, module: ModuleType) -> SeenBySetting | Exception:
-        """What ranks saw, or why they could not: no case of the module tries again."""
+        """Return what ranks saw, or why they could not: no case of the module tries again."""
         with pytest.MonkeyPatch.context() as patch, unfiltered():
             patch.setenv("TAAS_STATE_DIR", str(self._notebook.state_dir))
             patch.chdir(self._notebook.project)
@@ -163,8 +163,8 @@ class Seen:
 
 
 @functools.cache
-def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: bool) -> Any:
-    """What a rank is to see of a case."""
+def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: bool) -> object:
+    """Return what a rank is to see of a case."""
     local, script, options = _local(module, name)
     if not local.loader.num_workers:
         local, *_ = _made(module, name)
@@ -179,15 +179,15 @@ def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: b
 
 
 @functools.lru_cache(1)
-def _local(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, Any]]:
-    """A case's local loader: what its workers have sent serves all ranks, as it is new memory.
+def _local(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, str]]:
+    """Return a case's local loader: what its workers send is new memory, and serves all ranks.
 
     Of one case only: each tensor that a worker has sent keeps a file open.
     """
     return _made(module, name)
 
 
-def _made(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, Any]]:
+def _made(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, str]]:
     with unfiltered():
         loader, script, options = described.parts(getattr(module, name)())
     return Local(loader), script, options

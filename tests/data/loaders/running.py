@@ -89,7 +89,7 @@ def numbers(size=11):
 
 
 def length(loader):
-    """The length, and how many batches there are."""
+    """Return the length, and how many batches there are."""
     return len(loader), len(list(loader)), len(loader)
 
 
@@ -329,7 +329,7 @@ def seed_of_the_ranks_does_not_count():
 
 
 def ranks_random_numbers_stay():
-    """A loader does not draw from the generators of the process that iterates it."""
+    """Draw no numbers from the generators of the process that iterates a loader."""
 
     def drawn(loader):
         torch.manual_seed(1), random.seed(1), np.random.seed(1)

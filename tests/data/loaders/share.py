@@ -27,7 +27,7 @@ class Epoch:
         self._is_over = False
         self._random = torch.Generator().manual_seed(seed).get_state()
         with self._own_random():
-            self._batches = iter(loader)
+            self._batches: Iterator[Any] = iter(loader)
         if loader.num_workers or has_generator(loader):
             self._take_all()
 
@@ -82,7 +82,7 @@ class Local:
         self._epochs: dict[int, Epoch] = {}
 
     def epoch(self, number: int) -> Epoch:
-        """An epoch; begins it when it is asked for first."""
+        """Return an epoch; begin it when it is asked for first."""
         if number not in self._epochs:
             self._set_epoch(number)
             self._epochs[number] = Epoch(self.loader, seed_of(SEED, number))
@@ -95,7 +95,7 @@ class Local:
 
     def _set_epoch(self, number: int) -> None:
         for one in (self.loader.batch_sampler, self.loader.sampler, self.loader.dataset):
-            if hasattr(one, "set_epoch"):
+            if one is not None and hasattr(one, "set_epoch"):
                 one.set_epoch(number)
 
 

@@ -94,7 +94,7 @@ class Drawing(Resumable):
 
 
 def in_the_middle(loader, taken=2):
-    """The rest, the rest again, and the next epoch."""
+    """Return the rest, the rest again, and the next epoch."""
     batches = iter(loader)
     first = list(itertools.islice(batches, taken))
     state = loader.state_dict()
@@ -137,7 +137,7 @@ def after_the_last_batch(loader):
 
 
 def twice(loader):
-    """A state of what goes on from a state."""
+    """Take a state of what goes on from a state."""
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     batches = iter(loader)
@@ -189,7 +189,7 @@ def during_another_iterator(loader):
 
 
 def unchanged_by_what_comes(loader):
-    """A state is not tied to the loader that it is of."""
+    """Take a state: it is not tied to the loader that it is of."""
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
@@ -229,7 +229,7 @@ def loaded_twice(loader):
 
 
 def loaded_and_asked_again(loader):
-    """A state that was loaded and not used is the state."""
+    """Load a state and take it again: not used, it is the same."""
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     loader.load_state_dict(loader.state_dict())
@@ -242,7 +242,7 @@ def after_set_epoch(loader):
 
 
 def before_set_epoch(loader):
-    """What `set_epoch` says of the epoch that the state is of changes nothing."""
+    """Call `set_epoch` with the epoch that the state is of, which changes nothing."""
     next(iter(loader))
     state = loader.state_dict()
     loader.load_state_dict(state)

@@ -37,7 +37,7 @@ OPTIONS = (
 
 
 def find() -> str | None:
-    """The browser's path; None where there is none."""
+    """Return the browser's path; None where there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -53,7 +53,7 @@ class Page:
         self._numbers = itertools.count(1)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Calls a method of the protocol; returns its result."""
+        """Call a method of the protocol; return its result."""
         number = next(self._numbers)
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
@@ -64,7 +64,7 @@ class Page:
                 return result
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited if it is a promise."""
+        """Return the value of a JavaScript expression, awaited if it is a promise."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -72,7 +72,7 @@ class Page:
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """Waits until an expression is true; returns its value."""
+        """Wait until an expression is true; return its value."""
         deadline = time.monotonic() + WAIT_S
         while not (value := self.evaluate(expression)):
             assert time.monotonic() < deadline, f"never true: {expression}; {self.text()[-3000:]}"
@@ -88,17 +88,17 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def type(self, text: str) -> None:
-        """Types text where the cursor is."""
+        """Type text where the cursor is."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
-        """Presses and releases a key."""
+        """Press and release a key."""
         values = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
         self.call("Input.dispatchKeyEvent", type="rawKeyDown", **values)
         self.call("Input.dispatchKeyEvent", type="keyUp", **values)
 
     def resize(self, width: int, height: int, scale: float = 1.0) -> None:
-        """Sets the size of the window in CSS pixels, and how many pixels each has."""
+        """Set the size of the window in CSS pixels, and how many pixels each has."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -108,14 +108,14 @@ class Page:
         )
 
     def picture(self, clip: dict[str, float] | None = None) -> bytes:
-        """A PNG of the window, or of a part of it (x, y, width, height)."""
+        """Return a PNG of the window, or of a part of it (x, y, width, height)."""
         part = {} if clip is None else {"clip": {**clip, "scale": 1}}
         return base64.b64decode(self.call("Page.captureScreenshot", **part)["data"])
 
 
 @contextmanager
 def open_page(executable: str, profile: Path) -> Iterator[Page]:
-    """A page of a browser of its own, for as long as the context.
+    """Yield a page of a browser of its own, for as long as the context.
 
     Args:
         executable: The browser.

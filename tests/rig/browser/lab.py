@@ -45,7 +45,7 @@ class Lab:
     process: "subprocess.Popen[bytes]"
 
     def get(self, path: str) -> Any:
-        """What its API answers."""
+        """Return what its API answers."""
         request = urllib.request.Request(
             f"{self.url}{path}", headers={"Authorization": f"token {self.token}"}
         )
@@ -66,7 +66,7 @@ class Lab:
 
 @contextmanager
 def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
-    """A JupyterLab with the checkout's kernel, for as long as the context.
+    """Yield a JupyterLab with the checkout's kernel, for as long as the context.
 
     Args:
         folder: Gets all that it writes besides notebooks.
@@ -102,26 +102,26 @@ def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
 
 
 def show_notebook(page: Page, lab: Lab, name: str) -> None:
-    """Shows a notebook."""
+    """Show a notebook."""
     page.go(f"{lab.url}/lab/tree/{name}?token={lab.token}")
     page.wait_for("!!document.querySelector('.jp-Notebook .jp-Cell') && !!window.jupyterapp")
 
 
 def open_notebook(page: Page, lab: Lab, name: str) -> None:
-    """Shows a notebook, and waits until its kernel is there."""
+    """Show a notebook, and wait until its kernel is there."""
     show_notebook(page, lab, name)
     # The page itself says "idle" before it is connected.
     wait_until(lambda: lab.is_ready(name), "the notebook gets no kernel")
 
 
 def command(page: Page, name: str) -> None:
-    """Carries out a command of JupyterLab, as its menus do; does not wait for its end."""
+    """Carry out a command of JupyterLab, as its menus do; do not wait for its end."""
     page.evaluate(f"void window.jupyterapp.commands.execute({json.dumps(name)})")
 
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that the system gives to nobody during the block, but to who asks for this one."""
+    """Yield a port that the system gives to nobody meanwhile, but to who asks for this one."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))

@@ -32,7 +32,7 @@ CLIP = f"""(() => {{
 
 
 def take(page: Page) -> bytes:
-    """Runs the notebook that the page shows; returns the picture when the run has ended."""
+    """Run the notebook that the page shows; return the picture when the run has ended."""
     page.resize(960, 1500, scale=1.5)
     command(page, "application:toggle-left-area")
     command(page, "notebook:run-all-cells")
