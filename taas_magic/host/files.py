@@ -53,7 +53,7 @@ _OF_FETCHER = re.compile(r"logs/fetcher-(\d+)\.log")
 _NAMED_AT_MOST = 5
 
 
-class RunFiles:
+class RunFolderCopy:
     """The folder of a run, below `cache`, on a host where the notebook's is not."""
 
     def __init__(self, spec: HostSpec, ask: Ask, cache: Path) -> None:
@@ -250,7 +250,7 @@ class HostFiles:
     def __init__(self, spec: HostSpec, place: Place, ask: Ask, emit: Emit) -> None:
         self._spec, self._place, self._ask, self._emit = spec, place, ask, emit
         self._has_rank_0 = spec.has_rank_0
-        self._folder: RunFiles | None = None
+        self._folder: RunFolderCopy | None = None
         self._travelling: Travelling | None = None
         self._ledger: Ledger | None = None
 
@@ -265,7 +265,7 @@ class HostFiles:
         # ranks and fetchers of a run may be on one host, each with the folder for themselves
         cache = Path(probe.cache_folder()) / ("fetching" if spec.fetches else "runs")
         if not _is_same(spec):
-            self._folder = RunFiles(spec, self._ask, cache)
+            self._folder = RunFolderCopy(spec, self._ask, cache)
             if not self._folder.bring_in(is_wanted):
                 return None
         store = spec.origin.store if spec.plan.store is not None else None

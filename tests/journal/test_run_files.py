@@ -9,7 +9,7 @@ from msgspec import structs
 
 from taas_magic.errors import ProtocolError
 from taas_magic.host import files as run_files
-from taas_magic.host.files import FileServer, HostFiles, RunFiles
+from taas_magic.host.files import FileServer, HostFiles, RunFolderCopy
 from taas_magic.host.spec import HostSpec, Origin, Place
 from taas_magic.journal.folder import RunFolder
 from taas_magic.plan import Flags, HostCapacity, Plan, make_plan
@@ -41,7 +41,7 @@ class Far:
         self.server = FileServer(HostSpec(plan, 0, str(home.path), Origin("/", {}, ())))
         self.host_rank = host_rank
         self.spec = HostSpec(plan, host_rank, f"/nowhere{home.path}", Origin("/", {}, ()))
-        self.files = RunFiles(self.spec, self.ask, cache)
+        self.files = RunFolderCopy(self.spec, self.ask, cache)
         self.here = Path(self.files.local(self.spec).run_dir)
 
     def ask(self, request: FileRequest[Any]) -> Any:

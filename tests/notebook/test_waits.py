@@ -158,6 +158,7 @@ def test_what_a_host_has_ready_is_replaced_where_it_is_gone_or_stopped(
     eventually(lambda: find(local.children(recursive=True)))
     [process] = find(local.children(recursive=True))
     harm(process)
+    eventually(lambda: status_of(process) in ("", psutil.STATUS_STOPPED))  # a signal takes a moment
     assert notebook.run("print('on')", gpus=1).lines == {0: ["on"]}
 
 
