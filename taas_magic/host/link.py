@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 REPORT_S = 1.0
 """How often a rank says what it was handed and how long it waited."""
 
+OTHERS_END_S = 0.4
+"""How long a rank that ends waits for the others: what Python takes to end one under torchrun."""
+
 _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 1 << 20
 
@@ -51,6 +54,11 @@ write their stacks on a signal; where torch's `record` writes what it raised.
 def rank_file(folder: Path, attempt: int, rank: int, what: RankFile) -> Path:
     """Return a file of a rank in the run's private folder; a restarted rank has new ones."""
     return folder / f"{attempt}-{rank}.{what}"
+
+
+def running_file(folder: Path, attempt: int) -> Path:
+    """Return the pipe that every rank of an attempt on this host has open while it runs."""
+    return folder / f"{attempt}.running"
 
 
 def ask(folder: Path, attempt: int, rank: int) -> None:
@@ -106,6 +114,9 @@ class Link:
         # for writing, too: so it never has an end, and may be opened before the agent does
         asked = rank_file(folder, attempt, rank, "ask")
         self._asked = os.open(asked, os.O_RDWR | os.O_NONBLOCK)
+        running = running_file(folder, attempt)
+        self._others = os.open(running, os.O_RDONLY | os.O_NONBLOCK)
+        self._running = os.open(running, os.O_WRONLY)
 
     @property
     def is_own(self) -> bool:
@@ -132,6 +143,18 @@ class Link:
             return False
         os.read(self._asked, 4096)
         return True
+
+    def await_others(self, hosts: int) -> None:
+        """Wait until all ranks of the run end, or `OTHERS_END_S` have passed.
+
+        Under torchrun nothing that a rank listens on closes sooner; another rank's
+        `init_process_group` may still be connecting to it. Ranks of another host are not seen.
+        """
+        if hosts == 1:
+            os.close(self._running)
+        poll = select.poll()
+        poll.register(self._others, 0)  # hung up when nobody has it open for writing any more
+        poll.poll(OTHERS_END_S * 1000)
 
     def send(self, message: Event | RankMessage | StoreMessage) -> None:
         """Write one message; blocks while the agent does not read."""

@@ -489,6 +489,7 @@ class Pump:
 
     def open(self, attempt: int, ranks: Iterable[int]) -> None:
         """Make the pipes of an attempt's ranks."""
+        os.mkfifo(link.running_file(self._pipes, attempt), 0o600)
         for rank in ranks:
             log_fd = link.make_pipe(link.rank_file(self._pipes, attempt, rank, "log"))
             message_fd = link.make_pipe(link.rank_file(self._pipes, attempt, rank, "messages"))

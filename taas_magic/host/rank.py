@@ -133,6 +133,8 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     _end_program()
     if not succeeded:
         sys.exit(1)
+    if dist.is_initialized():
+        link.await_others(hosts=int(environ["GROUP_WORLD_SIZE"]))
 
 
 def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:

@@ -133,6 +133,24 @@ threading.Thread(target=late).start()
             assert file.read() == "written"
 
 
+def test_a_rank_that_ends_keeps_its_connections_while_others_begin(notebook: Notebook) -> None:
+    """Gloo of another rank may still be connecting; under torchrun it has 0.4 s for that."""
+    source = """
+import atexit, os, select, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+first = torch.tensor([os.getpid()])
+dist.broadcast(first, 0)
+if dist.get_rank() == 0:
+    atexit.register(lambda: open("ended", "w").write(str(time.monotonic())))
+else:
+    select.select([os.pidfd_open(first.item())], [], [])
+    print(time.monotonic() - float(open("ended").read()) >= 0.4)
+"""
+    outcome = notebook.run(source)
+    assert outcome.error is None, outcome.shown
+    assert outcome.lines[1] == ["True"]
+
+
 def test_what_ends_with_the_program_finds_what_it_uses(notebook: Notebook) -> None:
     """Modules, functions and classes; also the last variable of all, and one of a cycle."""
     notebook.define("""
