@@ -9,8 +9,9 @@ import pickle
 import secrets
 import sys
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +46,7 @@ class Registered:
 
     Attributes:
         name: Its name in runs; "" as long as it has none.
+        held: Returns it; None once nothing of the notebook has it any more.
         seed: The seed of its randomness; None: the run's.
         uneven: What happens when its batches do not divide by the ranks: `pad`, `drop`, `keep`.
         is_named: Whether the user named it; else it goes by its variable, once it has one.
@@ -53,11 +55,16 @@ class Registered:
     """
 
     name: str
-    loader: Any
+    held: Callable[[], Any]
     seed: int | None = None
     uneven: Uneven = "pad"
     is_named: bool = True
     start: bytes | None = field(default=None, repr=False)
+
+    @property
+    def loader(self) -> Any:
+        """The loader itself, which the notebook has."""
+        return self.held()
 
     def packed(self) -> "PackedLoader":
         """Pickle what a run needs of it.
@@ -87,6 +94,7 @@ class PackedLoader(NamedTuple):
 
 
 _registered: dict[int, Registered] = {}
+"""By the loader's identity; one without a name as long as the notebook has it."""
 
 
 def register(
@@ -95,7 +103,8 @@ def register(
     """Have fetchers run this loader whenever a `%%taas` cell uses it.
 
     Registering again replaces: the same loader, one of the same name, or the one that was in the
-    same variable before. Runs begin with the sampler and the generator as they are now.
+    same variable before. One without a `name` is registered as long as the notebook has it.
+    Runs begin with the sampler and the generator as they are now.
 
     Args:
         loader: A DataLoader, or anything that can be iterated again and again.
@@ -128,11 +137,20 @@ def register(
     is_named = name is not None
     for key in [key for key, entry in _registered.items() if is_named and entry.name == name]:
         del _registered[key]
-    _registered[id(loader)] = Registered(name or "", loader, seed, uneven, is_named, start)
+    held = (lambda: loader) if is_named else _held(loader)
+    _registered[id(loader)] = Registered(name or "", held, seed, uneven, is_named, start)
     _name_by_variables()
     pickling.STAND_INS[type(loader)] = reduce_loader
     _warn_of_own_generators(loader)
     return loader
+
+
+def _held(loader: Any) -> Callable[[], Any]:
+    """Return what returns a loader as long as there is one: its data may be most of the memory."""
+    try:
+        return weakref.ref(loader)
+    except TypeError:  # a list, say
+        return lambda: loader
 
 
 def unregister(loader: Any) -> None:
@@ -141,16 +159,18 @@ def unregister(loader: Any) -> None:
     Raises:
         ValueError: It is not registered.
     """
-    found = registered().get(loader) if isinstance(loader, str) else _registered.get(id(loader))
-    if found is None:
-        have = ", ".join(sorted(registered())) or "none"
+    by_name = {name: entry.loader for name, entry in registered().items()}
+    found = by_name.get(loader) if isinstance(loader, str) else loader
+    if not is_registered(found):
+        have = ", ".join(sorted(by_name)) or "none"
         raise ValueError(f"unregister: this loader is not registered; registered: {have}")
-    del _registered[id(found.loader)]
+    del _registered[id(found)]
 
 
 def is_registered(loader: Any) -> bool:
     """Return whether fetchers run this loader."""
-    return id(loader) in _registered
+    entry = _registered.get(id(loader))  # another's, which has ended, has no loader any more
+    return entry is not None and entry.loader is loader
 
 
 def registered() -> dict[str, Registered]:
@@ -171,7 +191,7 @@ def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
         loader: Any loader.
         used: Takes it packed, by its name.
     """
-    if id(loader) not in _registered:
+    if not is_registered(loader):
         return NotImplemented
     entry = next(entry for entry in registered().values() if entry.loader is loader)
     from taas_magic.data.loader import arrive
@@ -285,11 +305,14 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
 
 
 def _name_by_variables() -> None:
-    """Name the loaders that the user did not name by their variables.
+    """Name the loaders that the user did not name by their variables; forget those that ended.
 
     One whose variable holds another registered loader now, and that no other variable holds, was
     replaced by it: the cell that registered it was run again.
     """
+    for key, entry in list(_registered.items()):
+        if entry.loader is None:
+            del _registered[key]
     variables = _variables()
     for key, entry in list(_registered.items()):
         if entry.is_named:

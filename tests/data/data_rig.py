@@ -214,7 +214,7 @@ class Service:
         local: bool = False,
         **changes: Unpack[FeedChanges],
     ) -> RemoteLoader:
-        made = Registered(name, self.loaders[name]).packed().shape
+        made = Registered(name, lambda: self.loaders[name]).packed().shape
         changed: ShapeChanges = {**shape} if shape else {}
         changed["settings"] = made.settings | changed.get("settings", {})
         own = OwnServers(self.key, self.payloads.__getitem__, int) if local else None

@@ -1,5 +1,6 @@
 """What may be registered, and what a registered loader becomes on its way to the ranks."""
 
+import gc
 import threading
 
 import pytest
@@ -76,11 +77,11 @@ def test_a_wrong_rule() -> None:
 
 def test_the_shape_says_what_the_loader_says() -> None:
     loader = DataLoader(Rows(10), 3, num_workers=2, drop_last=True, timeout=5)
-    shape = Registered("train", loader).packed().shape
+    shape = Registered("train", lambda: loader).packed().shape
     assert (shape.batches, shape.samples, shape.settings["batch_size"]) == (3, 10, 3)
     assert (shape.num_workers, shape.settings["timeout"], shape.iterable) == (2, 5, False)
     assert shape.attributes == {"size": 10, "width": 8, "classes": ["a", "b"]}
-    assert Registered("lines", DataLoader(Lines(3))).packed().shape.iterable
+    assert Registered("lines", lambda: DataLoader(Lines(3))).packed().shape.iterable
 
 
 def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are() -> None:
@@ -106,9 +107,17 @@ def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are() -> None:
         own.close()
 
 
+def test_a_loader_that_the_notebook_has_no_more_is_forgotten() -> None:
+    """Its data may be all of the memory: the cell that registers it is run again and again."""
+    for _ in range(2):
+        loaders = {"train": taas.register(DataLoader(Rows(4)))}
+        gc.collect()
+    assert [entry.loader for entry in taas.registered().values()] == [loaders["train"]]
+
+
 def test_any_iterable_is_a_loader() -> None:
     batches = [[1, 2], [3]]
-    travelling = Registered("plain", batches).packed()
+    travelling = Registered("plain", lambda: batches).packed()
     own = OwnServers(b"", lambda name: travelling.payload, int)
     remote = RemoteLoader(travelling.shape, Feed(0, 1, lambda name: travelling.payload, own=own))
     try:
