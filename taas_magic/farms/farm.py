@@ -7,6 +7,7 @@ each job as soon as it has ended, so that what was delivered stays, whatever bec
 import asyncio
 import concurrent.futures
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import logging
@@ -170,9 +171,7 @@ class Farm:
     def __init__(self, terms: FarmTerms, config: Config, shell: Any) -> None:
         self._shell, self._config, self.name = shell, config, terms.name
         self.folder = state_dir() / "farms" / self.name
-        farms = sorted(self.folder.parent.glob("farm-*"))  # by time, as their names have it
-        for old in farms[: -config.runs.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        _remove_ended(self.folder.parent, config.runs.keep)
         (self.folder / "jobs").mkdir(mode=0o700, parents=True)
         self.state = FarmState(self.name, ", ".join(terms.pools), terms.least, terms.most)
         self._process, place = _start(terms, self.folder)
@@ -661,6 +660,26 @@ def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
     return least, most
 
 
+def _remove_ended(folder: Path, keep: int) -> None:
+    """Remove the folders of all farms but the newest, and of none whose process lives."""
+    farms = sorted(folder.glob("farm-*"))  # by time, as their names have it
+    for old in farms[: max(0, len(farms) - keep)]:
+        if not _lives(old):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _lives(folder: Path) -> bool:
+    """Return whether a farm's process has its log."""
+    try:
+        with (folder / LOG).open("rb") as log:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # another kernel removes it, too
+        pass
+    return False
+
+
 def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], FarmPlace]:
     """Return the farm's process, and how one connects to it.
 
@@ -669,6 +688,7 @@ def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], Far
     """
     path = folder / LOG
     with path.open("ab") as log:
+        fcntl.flock(log, fcntl.LOCK_SH)  # held as long as the process has its log
         process = subprocess.Popen(
             spawn_command("taas_magic.farms.process"),
             stdin=subprocess.PIPE,

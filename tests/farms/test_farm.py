@@ -157,6 +157,16 @@ def names(planted: Notebook) -> dict[str, Any]:
     return found
 
 
+def test_the_folder_of_an_open_farm_stays(farm: Farm) -> None:
+    """However many farms were made after it; those that ended go."""
+    folders = farm.folder.parent
+    (folders / "farm-0").mkdir()
+    (folders / "farm-0" / farm_module.LOG).touch()
+    farm_module._remove_ended(folders, keep=0)
+    assert farm.folder in folders.iterdir()
+    assert folders / "farm-0" not in folders.iterdir()
+
+
 def test_results_come_back_as_they_are_ready_and_a_listener_hears_of_each(
     planted: Notebook, farm: Farm, names: dict[str, Any]
 ) -> None:
