@@ -146,7 +146,9 @@ class Job:
 
     def cancel(self) -> None:
         """End it, if it has not ended; one that runs is interrupted first."""
-        self._farm.cancel([self])
+        self.end("cancelled", error=JobFailed(f"job {self.name} was cancelled", name=self.name))
+        if (future := self._farm._forget(self.name)) is not None:
+            future.cancel()
 
     def when_done(self, listener: Callable[["Job"], None]) -> None:
         """Have a function called with the job when it has ended, or now if it has."""
@@ -264,9 +266,7 @@ class Farm:
     def cancel(self, jobs: Iterable[Job]) -> None:
         """End jobs; those that run are interrupted, and ended if they do not end by that."""
         for job in jobs:
-            job.end("cancelled", error=JobFailed(f"job {job.name} was cancelled", name=job.name))
-            if (future := self._forget(job.name)) is not None:
-                future.cancel()
+            job.cancel()
 
     @contextmanager
     def cancelling(self, jobs: Sequence[Job]) -> Iterator[None]:
