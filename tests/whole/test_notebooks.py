@@ -176,7 +176,7 @@ def test_the_cubes_notebook_is_stored_with_its_outputs() -> None:
 
 
 SAID_BY_FARMS = {
-    "farm": ("nodes is killed", "12 solutions, accuracy", "closed · 12 done"),
+    "farm": ("one of 2 nodes is killed", "12 solutions, accuracy", "closed · 12 done"),
     "sweep": ("ValueError: trial 7 has bad luck", "19 of 20 trials", "19 done, 1 failed"),
 }
 
