@@ -4,6 +4,7 @@ A registered loader stays what it is in the notebook. When a cell that uses it t
 ranks get under its name is a `RemoteLoader`, and the loader itself goes to the fetchers.
 """
 
+import contextlib
 import os
 import pickle
 import secrets
@@ -137,7 +138,7 @@ def register(
     is_named = name is not None
     for key in [key for key, entry in _registered.items() if is_named and entry.name == name]:
         del _registered[key]
-    held = (lambda: loader) if is_named else _held(loader)
+    held = _held(loader, is_named)
     _registered[id(loader)] = Registered(name or "", held, seed, uneven, is_named, start)
     _name_by_variables()
     pickling.STAND_INS[type(loader)] = reduce_loader
@@ -145,12 +146,15 @@ def register(
     return loader
 
 
-def _held(loader: Any) -> Callable[[], Any]:
-    """Return what returns a loader as long as there is one: its data may be most of the memory."""
-    try:
-        return weakref.ref(loader)
-    except TypeError:  # a list, say
-        return lambda: loader
+def _held(loader: Any, is_named: bool) -> Callable[[], Any]:
+    """Return what returns a loader; without a name as long as the notebook has it.
+
+    Its data may be most of the memory, and the cell that registers it is run again and again.
+    """
+    if not is_named:
+        with contextlib.suppress(TypeError):  # a list, say
+            return weakref.ref(loader)
+    return lambda: loader
 
 
 def unregister(loader: Any) -> None:

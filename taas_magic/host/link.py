@@ -148,7 +148,8 @@ class Link:
         """Wait until all ranks of the run end, or `OTHERS_END_S` have passed.
 
         Under torchrun nothing that a rank listens on closes sooner; another rank's
-        `init_process_group` may still be connecting to it. Ranks of another host are not seen.
+        `init_process_group` may still be connecting to it. When ranks of other hosts end is not
+        seen: with several hosts it always waits that long.
         """
         if hosts == 1:
             os.close(self._running)
