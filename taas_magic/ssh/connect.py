@@ -34,6 +34,9 @@ LOOPBACK = "127.0.0.1"
 _END_S = 2.0
 _TICK_S = 0.1
 _PROBE_S = 2
+_TCP_RTO_MAX_MS = 44
+"""Linux's option for the longest pause before something is sent again (linux/tcp.h, since 6.15); the
+socket module has no name for it."""
 _RELAY_CHUNK_BYTES = 1 << 16
 _LONGEST_LINE = 4096
 _AT_ONCE = 4
@@ -374,7 +377,9 @@ def _connect(
 def _notice_silence(sock: socket.socket, silence_s: float) -> None:
     """Have the system close a connection whose other end does not answer.
 
-    ssh's own keepalive only sends; that nothing is acknowledged is known to TCP alone.
+    ssh's own keepalive only sends; that nothing is acknowledged is known to TCP alone. What was
+    lost is sent again after a second at most: TCP doubles that pause with each loss, so that on a
+    link that loses much a host would hear nothing for longer than its lease.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -382,6 +387,8 @@ def _notice_silence(sock: socket.socket, silence_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_s * 1000))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+        with contextlib.suppress(OSError):  # Linux before 6.15 has no such option
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
 class KeptCommand:
