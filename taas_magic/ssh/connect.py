@@ -35,8 +35,8 @@ _END_S = 2.0
 _TICK_S = 0.1
 _PROBE_S = 2
 _TCP_RTO_MAX_MS = 44
-"""Linux's option for the longest pause before something is sent again (linux/tcp.h, since 6.15); the
-socket module has no name for it."""
+"""Linux's option for the longest pause before something is sent again (linux/tcp.h, since 6.15);
+the socket module has no name for it."""
 _RELAY_CHUNK_BYTES = 1 << 16
 _LONGEST_LINE = 4096
 _AT_ONCE = 4

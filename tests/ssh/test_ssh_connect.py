@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,14 @@ import pytest
 
 from taas_magic.errors import PoolError
 from taas_magic.ssh.config import Target, find_target, read_config
-from taas_magic.ssh.connect import Connection, Stopped, close_tunnel, connect, open_tunnel
+from taas_magic.ssh.connect import (
+    _TCP_RTO_MAX_MS,
+    Connection,
+    Stopped,
+    close_tunnel,
+    connect,
+    open_tunnel,
+)
 from tests.eventually import WITHIN_S, eventually
 from tests.rig.hosts import Hosts, hosts_up
 
@@ -370,6 +378,38 @@ def test_a_cut_is_noticed(hosts: Hosts, tmp_path: Path) -> None:
         connection.transport.join(WITHIN_S)
         assert not connection.is_open
     connection.close()
+
+
+def test_what_is_lost_is_sent_again_each_second(hosts: Hosts, tmp_path: Path) -> None:
+    connection = connect(target(hosts, tmp_path, 2), threading.Event(), WITHIN_S, silence_s=60)
+    sock = connection.transport.sock
+    assert isinstance(sock, socket.socket)
+    if not has_rto_max(sock):
+        pytest.skip("Linux before 6.15 cannot be told so")
+    with in_a_hole(hosts, 2):
+        connection.transport.send_ignore()
+        eventually(lambda: retransmissions(sock)[0] >= DOUBLED_PAST_A_SECOND)
+        assert retransmissions(sock)[1] <= 1.0
+    connection.close()
+
+
+DOUBLED_PAST_A_SECOND = 4
+"""Losses after which TCP, from its least pause of 0.2 s on, would wait for three seconds."""
+
+
+def has_rto_max(sock: socket.socket) -> bool:
+    try:
+        return sock.getsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS) > 0
+    except OSError:
+        return False
+
+
+def retransmissions(sock: socket.socket) -> tuple[int, float]:
+    """Return how often the oldest bytes were sent again, and the next pause in seconds."""
+    n_times, rto_us = struct.unpack_from(
+        "2xB5xI", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 12)
+    )
+    return n_times, rto_us / 1e6
 
 
 def talk_to(connection: Connection, port: int, server: socket.socket) -> tuple[bytes, bytes]:
