@@ -685,3 +685,23 @@ while not farm.status().counts()["running"]:
 """)
     kernel_of_its_own.process.kill()
     eventually(lambda: not carriers(no_leftovers))
+
+
+def test_each_slot_has_a_gpu_of_its_own(kernel_of_its_own: Frontend, tmp_path: Path) -> None:
+    """Two jobs at a time, each of which waits for the other, see one of the kernel's GPUs each."""
+    (tmp_path / "project" / "taas.toml").write_text("[pools.local]\ngpus = 2")
+    request = kernel_of_its_own.run(f"""import os, time
+os.environ["CUDA_VISIBLE_DEVICES"] = "4,5"
+import taas
+def gpus_beside(mine, other):
+    open(mine, "w").close()
+    while not os.path.exists(other):
+        time.sleep(0.02)
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+farm = taas.farm("local", gpus=1)
+marks = "{tmp_path}/first", "{tmp_path}/second"
+jobs = [farm.submit(gpus_beside, *marks), farm.submit(gpus_beside, *marks[::-1])]
+print("gpus", sorted(job.result() for job in jobs))
+farm.close()
+""")
+    assert "gpus ['4', '5']" in kernel_of_its_own.text(request)
