@@ -105,7 +105,7 @@ class Scheduler:
             ready_bytes=self.buffer.ready_bytes,
             fetch_s=sum(self._wall_s.values()),
             fetch_most_s=max(self._wall_s.values(), default=0.0),
-            idle=sum(not one.told for one in self._workers.values()),
+            idle=sum(one.is_idle for one in self._workers.values()),
             spilled_bytes=disk.used_bytes if disk else 0,
             spill_refused=bool(disk and disk.is_full),
         )

@@ -125,6 +125,11 @@ class WorkerHandle:
         return self.pid > 0 and not self.is_gone and len(self.told) <= self._depth // 2
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it has begun, and has nothing to do."""
+        return self.pid > 0 and not self.told
+
+    @property
     def room(self) -> int:
         """How many commands more it may be told."""
         return self._depth - len(self.told)

@@ -23,7 +23,7 @@ from taas_magic.data.protocol import (
 )
 from taas_magic.data.worker import WorkerHandle
 from taas_magic.host.spec import FetcherSpec
-from taas_magic.messages import FetcherReport, of_fetcher
+from taas_magic.messages import FetcherCounts, FetcherReport, of_fetcher
 from tests.data.data_rig import (
     Rows,
     Service,
@@ -84,6 +84,24 @@ def test_a_worker_that_ends_before_it_has_begun_is_started_again(tmp_path: Path)
         running.close()
 
 
+def counted(running: Service) -> FetcherCounts:
+    """Return what the fetcher says next of its loader."""
+    control = running.processes[0][1]
+    while not isinstance(said := of_fetcher(control.recv_bytes()), FetcherReport):
+        pass
+    return said.loaders["train"]
+
+
+def test_a_worker_that_has_not_begun_is_not_idle(tmp_path: Path) -> None:
+    """With `--prefill`, ranks start when all workers are idle: they can prepare no more then."""
+    running = Spawning(tmp_path, {"train": DataLoader(Rows(8), 2)})
+    try:
+        while not (said := counted(running)).prepared:
+            assert not said.idle
+    finally:
+        running.close()
+
+
 class Gated(Dataset[torch.Tensor]):
     """Large samples, once a file is there."""
 
@@ -99,22 +117,14 @@ class Gated(Dataset[torch.Tensor]):
         return torch.ones(16 << 20, dtype=torch.uint8)
 
 
-def sent(running: Service) -> int:
-    """How many batches the fetcher has begun to send."""
-    control = running.processes[0][1]
-    while not isinstance(said := of_fetcher(control.recv_bytes()), FetcherReport):
-        pass
-    return said.loaders["train"].sent
-
-
 def test_memory_that_is_being_sent_is_not_lent(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Gated(tmp_path / "gate"), batch_size=None)) as running:
         links = [linked(running) for _ in range(2)]
         for link in links:
             link.send([(Requests(RequestKind.GET, 0, (0,)), b"")])
         (tmp_path / "gate").touch()
-        while sent(running) < 2:  # neither has read: what is sent to one is more than a pipe holds
-            pass
+        while counted(running).sent < 2:
+            pass  # neither has read: what is sent to one is more than a pipe holds
         for link in links:
             message, _ = received(link)
             assert message.kind is ResponseKind.BATCH
