@@ -244,9 +244,11 @@ def reporting(fed: "Feed | None", link: Link) -> Iterator[None]:
         while not ended.wait(REPORT_S):
             report()
 
-    threading.Thread(target=report_again, name="taas-feed", daemon=True).start()
+    reports = threading.Thread(target=report_again, name="taas-feed", daemon=True)
+    reports.start()
     try:
         yield
     finally:
         ended.set()
+        reports.join()  # what it has counted before must not be this rank's last word
         report()

@@ -1,6 +1,13 @@
-"""The proof over what ranks were handed."""
+"""What a rank says of what it was handed, and the proof over it."""
+
+import threading
+
+import pytest
 
 from taas_magic.data import metrics
+from taas_magic.data.loader import Feed
+from taas_magic.host import link
+from taas_magic.messages import Event, RankCounts, RankMessage, RankReport, StoreMessage
 
 
 def line(
@@ -27,3 +34,42 @@ def test_the_ledger_names_what_was_handed_out_twice() -> None:
 
 def test_the_ledger_knows_what_is_missing() -> None:
     assert metrics.missing([line(), line(rank=1, batches=2)], 6) == [5]
+
+
+class Handed(Feed):
+    """A rank that was handed so many batches."""
+
+    batches = 0
+
+    def counts(self) -> dict[str, RankCounts]:
+        return {"train": RankCounts(batches=self.batches)}
+
+
+class Busy(link.Link):
+    """Takes long for what the rank says now and then: until it has said its last, if it can."""
+
+    def __init__(self) -> None:
+        self.said: list[int] = []
+        self.began, self.over = threading.Event(), threading.Event()
+
+    def send(self, message: Event | RankMessage | StoreMessage) -> None:
+        assert isinstance(message, RankReport)
+        if threading.current_thread() is not threading.main_thread():
+            self.began.set()
+            self.over.wait(0.2)
+        self.said.append(message.loaders["train"].batches)
+        self.over.set()
+
+
+def test_the_last_that_a_rank_says_is_all_that_it_was_handed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "REPORT_S", 0.001)
+    handed, busy = Handed(0, 1, lambda name: b""), Busy()
+    with link.reporting(handed, busy):
+        assert busy.began.wait(100)
+        handed.batches = 7
+    for thread in threading.enumerate():
+        if thread.name == "taas-feed":
+            thread.join()
+    assert busy.said[-1] == 7
