@@ -107,35 +107,51 @@ def test_a_rank_that_pauses_in_the_middle_of_a_pass_loses_nothing(tmp_path: Path
         assert remote.counts.retried == 0
 
 
-class SlowToUnpickle(Rows):
+class TakesItsTime(Rows):
+    """For one thing, which it begins when a rank waits: when there is a file."""
+
+    def __init__(self, size: int, gate: Path) -> None:
+        super().__init__(size)
+        self.gate = gate
+
+    def await_rank(self) -> None:
+        while not self.gate.exists():
+            time.sleep(0.01)
+
+
+class SlowToUnpickle(TakesItsTime):
     def __setstate__(self, state: dict[str, object]) -> None:
-        time.sleep(LONG_S)
         self.__dict__.update(state)
+        self.await_rank()
+        time.sleep(LONG_S)
 
 
-class HoldsTheLock(Rows):
+class HoldsTheLock(TakesItsTime):
     """Its first item is a long call that keeps the interpreter to itself."""
 
     def __getitem__(self, index: int) -> object:
         if not index:
+            self.await_rank()
             ctypes.PyDLL(None).usleep(int(LONG_S * 1e6))
         return super().__getitem__(index)
 
 
 def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path: Path) -> None:
     """Two such datasets, at the same time."""
-    loaders = {kind.__name__: DataLoader(kind(10), 2) for kind in (SlowToUnpickle, HoldsTheLock)}
+    gates = {kind: tmp_path / kind.__name__ for kind in (SlowToUnpickle, HoldsTheLock)}
+    loaders = {gate.name: DataLoader(kind(10, gate), 2) for kind, gate in gates.items()}
     with data_service(tmp_path, loaders) as running, ThreadPoolExecutor() as threads:
         remotes = [running.loader(name, lease=PATIENT) for name in loaders]
-        for indices, took_s in threads.map(taken, remotes):
+        for indices, took_s in threads.map(taken, remotes, gates.values()):
             assert indices == [[n, n + 1] for n in range(0, 10, 2)]
             assert took_s > PATIENT.fetch_s, "it took its time"
         assert [remote.counts.retried for remote in remotes] == [0, 0]
 
 
-def taken(remote: RemoteLoader) -> tuple[list[object], float]:
-    """Return the indices of all batches, and how long that took."""
+def taken(remote: RemoteLoader, gate: Path) -> tuple[list[object], float]:
+    """Return the indices of all batches, and how long that took since the gate was opened."""
     began = time.monotonic()
+    gate.touch()
     return [plain(batch)[1] for batch in remote], time.monotonic() - began
 
 
