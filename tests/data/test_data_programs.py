@@ -82,8 +82,8 @@ signal.signal(signal.SIGALRM, ring)
 batches = iter(loader)
 next(batches)
 Path("draft").write_text(str(os.getpid()))
-os.rename("draft", "rank")
 try:
+    os.rename("draft", "rank")  # from here on the signal may come
     next(batches)
 except (KeyboardInterrupt, TimeoutError) as error:
     print(type(error).__name__)
