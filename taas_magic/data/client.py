@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from taas_magic.data import encode, protocol
-from taas_magic.data.connection import FetcherLink, Silent
+from taas_magic.data.connection import FetcherLink, Silent, is_of_the_cell
 from taas_magic.data.dataset import Raised
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import LoaderRequest, Opened, RequestKind, Response, ResponseKind
@@ -327,8 +327,10 @@ class Client:
             try:
                 link.cancel()
                 self._route.give_back(number, link)
-            except OSError:
+            except OSError as error:
                 link.close()
+                if is_of_the_cell(error):
+                    raise
         self._links.clear()
         self._where.clear()
         self._here.clear()
@@ -383,6 +385,8 @@ class Client:
                 if number not in self._links:
                     self._links[number] = self._route.connect(number)
             except (OSError, ProtocolError) as error:
+                if is_of_the_cell(error):
+                    raise
                 self._route.failed(number, error, time.monotonic() - began)
                 continue
             self._links[number].unsent.append(ask)
@@ -397,6 +401,8 @@ class Client:
                 if link.unsent:
                     link.request()
             except OSError as error:
+                if is_of_the_cell(error):
+                    raise
                 self._lost(number, error)
 
     def _until(self, ask: LoaderRequest) -> None:
@@ -411,8 +417,8 @@ class Client:
             try:
                 self._receive(number)
             except (OSError, ProtocolError) as error:
-                if isinstance(error, TimeoutError) and error.errno is None:
-                    raise  # what a signal handler of the cell raised: the system's has a number
+                if is_of_the_cell(error):
+                    raise
                 silent_s = time.monotonic() - heard
                 if isinstance(error, Silent) and silent_s < self._route.patience_s:
                     continue

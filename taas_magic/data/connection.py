@@ -11,6 +11,7 @@ import os
 import socket
 import ssl
 import struct
+import sys
 import time
 import weakref
 from collections import deque
@@ -33,11 +34,24 @@ _FEW_BYTES = 32 << 10
 """Bodies up to this are copied out: a batch that is kept must not keep a whole chunk."""
 
 _FDS_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
+_NOT_THE_CELLS = {__name__.partition(".")[0], *sys.stdlib_module_names}
 _ALL_BUT_SLOT = operator.attrgetter("kind", "epoch", "detail")
 
 
 class Silent(OSError):
     """Nothing came for a tick."""
+
+
+def is_of_the_cell(error: BaseException) -> bool:
+    """Return whether a signal's handler of the cell raised it: it says nothing of a connection.
+
+    A handler runs between any two steps of the main thread, and is the last in the traceback.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    module = frames.tb_frame.f_globals.get("__name__", "") if frames is not None else __name__
+    return module.partition(".")[0] not in _NOT_THE_CELLS
 
 
 class FetcherLink:
@@ -329,9 +343,9 @@ class Inbox:
                 got = self._socket.recv_into(room, flags=flags)
         except (BlockingIOError, ssl.SSLWantReadError):
             raise Silent("nothing came") from None
-        except TimeoutError:
-            if not self._is_tls:
-                raise  # a signal handler of the cell did
+        except TimeoutError as error:
+            if is_of_the_cell(error) or not self._is_tls:
+                raise
             raise Silent("nothing came") from None
         if not got:
             raise ConnectionError("the peer closed the connection")

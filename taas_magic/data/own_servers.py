@@ -17,6 +17,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
+from taas_magic.data.connection import is_of_the_cell
 from taas_magic.data.scheduler import ServedLoader
 from taas_magic.data.server import Server
 from taas_magic.data.worker import begin_process
@@ -82,7 +83,9 @@ class OwnServers:
                 answer.settimeout(timeout_s)
                 name = answer.recv(_NAME_BYTES)
                 why = "ended before it listened"
-            except TimeoutError:
+            except TimeoutError as error:
+                if is_of_the_cell(error):
+                    raise
                 name, why = b"", f"did not start within {timeout_s:g} s"
             except ConnectionError as error:
                 name, why = b"", f"cannot be started ({error})"

@@ -1,6 +1,8 @@
 """Frames from a socket: whole, in order, wherever the stream is cut, and in memory that is safe."""
 
+import contextlib
 import os
+import signal
 import socket
 import struct
 import threading
@@ -16,7 +18,7 @@ from taas_magic.data import encode, protocol
 from taas_magic.data.client import Client, Route
 from taas_magic.data.connection import FetcherLink, Inbox, Silent
 from taas_magic.data.encode import checksum
-from taas_magic.data.memory import Blocks
+from taas_magic.data.memory import Blocks, Lent
 from taas_magic.data.protocol import (
     FromServer,
     LoaderRequest,
@@ -206,16 +208,15 @@ def test_what_may_not_be_said_is_refused_before_its_body() -> None:
 class Link(FetcherLink):
     """Breaks when it is told; a real one cannot be made to break between two frames of a chunk."""
 
-    breaks = False
-
     def __init__(self) -> None:
         self.address = Address(0, "cpu1", 7000, "", "")
-        self.asked, self.unsent = deque(), []
-        self.close = weakref.finalize(self, int)
+        self.asked, self.unsent, self.lent = deque(), [], Lent(int)
+        ends = contextlib.ExitStack()
+        self._socket, _ = map(ends.enter_context, socket.socketpair())
+        self.close = weakref.finalize(self, ends.close)
 
-    def send(self, messages: object) -> None:
-        if self.breaks:
-            raise ConnectionError("cut")
+    def cut(self) -> None:
+        self._socket.close()
 
 
 def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
@@ -229,7 +230,7 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
     client = Client(route, Blocks(0))
     client._order = 5
     client.ask([SlotRequest(slot, True) for slot in range(4)])
-    links[0].breaks = True
+    links[0].cut()
     body = encode.encode(7)
     # Of another order than the one that holds, so it is asked for once more: on a broken link.
     response = Response(ResponseKind.BATCH, 0, 0, order=9, head_bytes=len(body.head))
@@ -237,6 +238,41 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
     again = [LoaderRequest(RequestKind.GET, 0, slot) for slot in range(1, 4)]
     assert sorted(links[1].asked) == sorted([LoaderRequest(RequestKind.ORDER, 0, 0), *again])
     assert client.retried == 4
+
+
+def ring(number: int, frame: object) -> None:
+    """Be a cell's handler of SIGALRM."""
+    raise TimeoutError("took too long")
+
+
+def rings(*_: object) -> None:
+    """Be what a signal interrupts."""
+    signal.raise_signal(signal.SIGALRM)
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, ring)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("during", ["connect", "send", "receive", "cancel"])
+def test_what_a_signals_handler_raises_is_no_fault_of_a_fetcher(
+    monkeypatch: pytest.MonkeyPatch, alarm: None, during: str
+) -> None:
+    route, _ = route_to(1)
+    link, client, ask = Link(), Client(route, Blocks(0)), SlotRequest(0, True)
+    monkeypatch.setattr(route, "connect", rings if during == "connect" else lambda number: link)
+    monkeypatch.setattr(link, "send", rings if during == "send" else link.send)
+    monkeypatch.setattr(link, "receive", rings)
+    monkeypatch.setattr(link, "cancel", rings)
+    monkeypatch.setattr(route, "failed", lambda *said: pytest.fail(f"aside: {said}"))
+    with pytest.raises(TimeoutError, match="took too long"):
+        if during == "cancel":
+            client.ask([ask])
+            client.close()
+        client.reply(ask)
 
 
 def route_to(fetchers: int) -> tuple[Route, list[float]]:
