@@ -243,6 +243,7 @@ class Big(Rows):
         return big
 
 
+@pytest.mark.timeout(600)  # a busy machine takes a minute to give 2 GB to each of three
 @pytest.mark.parametrize("direct", [True, False])
 def test_26_a_batch_of_2_gb(tmp_path: Path, direct: bool) -> None:
     size = (2 << 30) + 4096
