@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from taas_magic.data import encode, protocol
-from taas_magic.data.connection import FetcherLink, Silent, is_of_the_cell
+from taas_magic.data.connection import FetcherLink, Silence, Silent, is_of_the_cell
 from taas_magic.data.dataset import Raised
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import LoaderRequest, Opened, RequestKind, Response, ResponseKind
@@ -408,6 +408,7 @@ class Client:
     def _until(self, ask: LoaderRequest) -> None:
         """Receive until `ask` is answered."""
         began = heard = time.monotonic()
+        silence = Silence()
         while ask in self._where:
             if self.is_left:
                 raise CancelledError
@@ -416,13 +417,15 @@ class Client:
             number = self._where[ask]
             try:
                 self._receive(number)
+            except Silent as error:
+                if silence.go_on() < self._route.patience_s:
+                    continue
+                self._lost(number, error, silence.seconds)
             except (OSError, ProtocolError) as error:
                 if is_of_the_cell(error):
                     raise
-                silent_s = time.monotonic() - heard
-                if isinstance(error, Silent) and silent_s < self._route.patience_s:
-                    continue
-                self._lost(number, error, silent_s)
+                self._lost(number, error, time.monotonic() - heard)
+            silence.end()
             heard = time.monotonic()
 
     def _receive(self, number: int) -> None:

@@ -199,6 +199,31 @@ class FetcherLink:
                     raise TimeoutError("it does not answer") from None
 
 
+class Silence:
+    """How long nothing has come, of the time that this process listened.
+
+    When it was away itself, stopped, or held up by a call of the cell that keeps the interpreter,
+    what came meanwhile is there when it listens again: that counts as one tick.
+
+    Attributes:
+        seconds: So long.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self._since = 0.0, time.monotonic()
+
+    def end(self) -> None:
+        """Take note that something came, or that it begins to listen."""
+        self.seconds, self._since = 0.0, time.monotonic()
+
+    def go_on(self) -> float:
+        """Take note that nothing came for a tick; return for how long now."""
+        now = time.monotonic()
+        self.seconds += min(now - self._since, ALIVE_S)
+        self._since = now
+        return self.seconds
+
+
 class Inbox:
     """The receiving end of a connection.
 
@@ -217,7 +242,7 @@ class Inbox:
         self._start = self._end = 0
         self._now: protocol.Heard | None = None
         self._latest_bytes = 0
-        self._heard = time.monotonic()
+        self._silence = Silence()
         self._descriptors: deque[int] = deque()
 
     def receive(self, blocks: Blocks) -> tuple[FromServer, memoryview]:
@@ -228,7 +253,7 @@ class Inbox:
             OSError, ProtocolError: The connection is of no use any more, or a body was damaged on
                 its way.
         """
-        self._heard = time.monotonic()  # the rank may have done something else for an hour
+        self._silence.end()  # the rank may have done something else for an hour
         while (whole := self.here()) is None:
             if self._now is not None and self._now.body_bytes > _LARGE_BYTES:
                 return self._large(self._now, blocks)
@@ -349,11 +374,11 @@ class Inbox:
             raise Silent("nothing came") from None
         if not got:
             raise ConnectionError("the peer closed the connection")
-        self._heard = time.monotonic()
+        self._silence.end()
         return got
 
     def _check_patience(self) -> None:
-        if time.monotonic() - self._heard > self._patience_s:
+        if self._silence.go_on() > self._patience_s:
             raise ConnectionError(
                 f"the peer stopped in the middle of a frame for {self._patience_s} s"
             )

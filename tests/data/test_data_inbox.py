@@ -6,17 +6,20 @@ import signal
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from taas_magic.data import encode, protocol
+from taas_magic.data import client as client_module
+from taas_magic.data import connection, encode, protocol
 from taas_magic.data.client import Client, Route
-from taas_magic.data.connection import FetcherLink, Inbox, Silent
+from taas_magic.data.connection import FetcherLink, Inbox, Silence, Silent
 from taas_magic.data.encode import checksum
 from taas_magic.data.memory import Blocks, Lent
 from taas_magic.data.protocol import (
@@ -30,7 +33,7 @@ from taas_magic.data.protocol import (
     SharedBody,
     SharedPlace,
 )
-from taas_magic.data.sharding import SlotRequest
+from taas_magic.data.sharding import VOID, SlotRequest
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
 from taas_magic.messages import Address, LoaderPlace
@@ -273,6 +276,44 @@ def test_what_a_signals_handler_raises_is_no_fault_of_a_fetcher(
             client.ask([ask])
             client.close()
         client.reply(ask)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the seconds that connections and clients see."""
+    now = [0.0]
+    for module in (connection, client_module):
+        stopped = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+        monkeypatch.setattr(module, "time", stopped)
+    return now
+
+
+def test_of_the_time_in_which_a_rank_did_not_listen_one_tick_is_silence(clock: list[float]) -> None:
+    silence, found = Silence(), list[float]()
+    for clock[0] in (1.0, 1.25, 3600.0):
+        found.append(silence.go_on())
+    assert found == [1.0, 1.25, 2.25]
+    silence.end()
+    assert silence.seconds == 0.0
+
+
+def test_a_rank_that_was_away_looks_again_before_it_gives_a_fetcher_up(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    (route, _), link = route_to(1), Link()
+    client, came = Client(route, Blocks(0)), [Response(ResponseKind.VOID, 0, 0)]
+
+    def receive(blocks: Blocks) -> tuple[FromServer, memoryview]:
+        if not clock[0]:
+            clock[0] = 3600.0  # the machine stood still, or a call of the cell kept Python
+            raise Silent
+        return came.pop(), memoryview(b"")
+
+    monkeypatch.setattr(route, "connect", lambda number: link)
+    monkeypatch.setattr(link, "receive", receive)
+    monkeypatch.setattr(link, "here", lambda: None)
+    assert client.reply(SlotRequest(0, True)).units == VOID
+    assert client.retried == 0
 
 
 def route_to(fetchers: int) -> tuple[Route, list[float]]:
