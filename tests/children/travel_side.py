@@ -7,6 +7,7 @@ python -m tests.children.travel_side host SOCKET STORE CACHE
 import itertools
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,25 @@ SIZES = {"small": 10_000, "out/middle": 300_000, "out/large": 3_000_000}
 """The files that a host writes again and again, each of one digit only."""
 
 
+def received(connection: Connection) -> Any:
+    """Return the next message.
+
+    Raises:
+        EOFError: The other side is gone, perhaps in the middle of a message.
+    """
+    try:
+        return connection.recv()
+    except OSError as error:
+        raise EOFError from error
+
+
 def serve(desk: Desk, listener: Listener) -> None:
     """Answer one host until it is gone."""
-    with listener.accept() as host:
+    with listener.accept() as host, suppress(EOFError):
         while True:
-            try:
-                host.send(desk.answer(0, host.recv()))
-            except (EOFError, ConnectionError):
-                return
+            answer = desk.answer(0, received(host))
+            with suppress(ConnectionError):  # then nothing more comes, either
+                host.send(answer)
 
 
 def asking(desk: Connection) -> Ask:
@@ -40,7 +52,7 @@ def asking(desk: Connection) -> Ask:
         with lock:
             try:
                 desk.send(request)
-                return desk.recv()
+                return received(desk)
             except (EOFError, ConnectionError) as error:
                 raise PoolError("the desk is gone") from error
 
