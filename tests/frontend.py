@@ -3,6 +3,7 @@
 import os
 import queue
 import shutil
+import socket
 import tempfile
 import time
 from collections import defaultdict
@@ -13,24 +14,60 @@ from typing import Any
 
 import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.connect import LocalPortCache
 from jupyter_client.manager import KernelManager, start_new_kernel
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
 ROOT = Path(__file__).parent.parent
 WAIT_S = 100.0
 
+HOLD = "from tests.frontend import HeldPorts\nHeldPorts.instance()\n"
+"""A `jupyter_config.py`, for programs that start kernels."""
+
 Message = dict[str, Any]
+
+
+class HeldPorts(LocalPortCache):
+    """Keeps the ports that a kernel is told to listen on: no other process is given one of them.
+
+    jupyter_client looks which ones are free, and the kernel listens on them a second later.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._holders: dict[int, socket.socket] = {}
+
+    def find_available_port(self, ip: str) -> int:
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the kernel's own has
+        holder.bind((ip, 0))
+        port: int = holder.getsockname()[1]
+        self._holders[port] = holder
+        self.currently_used_ports.add(port)
+        return port
+
+    def return_port(self, port: int) -> None:
+        super().return_port(port)
+        if (holder := self._holders.pop(port, None)) is not None:
+            holder.close()
+
+
+HeldPorts.instance()
 
 
 def environment(folder: Path) -> dict[str, str]:
     """Environment variables under which the checkout's kernel is found; its files go to a folder.
 
     Args:
-        folder: Gets the kernelspec, IPython's profile, and the state of runs and pools.
+        folder: Gets the kernelspec, Jupyter's settings, IPython's profile, and the state of runs
+            and pools.
     """
     kernels = folder / "jupyter" / "kernels"
     shutil.copytree(ROOT / "kernels" / "taas", kernels / "taas", dirs_exist_ok=True)
+    (folder / "settings").mkdir(exist_ok=True)
+    (folder / "settings" / "jupyter_config.py").write_text(HOLD)
     return {
+        "JUPYTER_CONFIG_DIR": str(folder / "settings"),
         "JUPYTER_PATH": str(kernels.parent),
         "JUPYTER_PREFER_ENV_PATH": "0",
         "IPYTHONDIR": str(folder / "ipython"),

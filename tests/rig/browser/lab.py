@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.frontend import environment
+from tests.frontend import HOLD, environment
 from tests.rig.browser.chromium import WAIT_S, Page
 
 SETTINGS = {
@@ -77,6 +77,7 @@ def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
         settings = folder / "config" / name
         settings.parent.mkdir(parents=True)
         settings.write_text(json.dumps(values))
+    (folder / "config" / "jupyter_config.py").write_text(HOLD)
     environ = {
         **os.environ,
         **environment(folder),
