@@ -221,6 +221,7 @@ def test_65_torn_run_folders_hurt_nobody(scene: Scene) -> None:
         frontend.run("%%taas --gpus 1 --name whole\nprint('next')")
         runs = scene.state / "runs"
         [whole] = runs.iterdir()
+        wait_until(lambda: not (whole / "payload").exists())  # it is removed last
         for name, plan in (("1-empty", ""), ("1-torn", '{"name": "x", "po'), ("1-list", "[]")):
             (runs / name).mkdir()
             (runs / name / "plan.json").write_text(plan)
@@ -281,7 +282,8 @@ def test_61_a_pool_that_stands_still_for_longer_than_the_lease_loses_no_run(scen
 @pytest.mark.parametrize("how", ["kill agent", "stop agent", "kill supervisor", "stop supervisor"])
 def test_62_warm_up_watches_what_it_started(scene: Scene, how: str) -> None:
     deed, what = how.split()
-    with scene.kernel(TAAS_WARM="0") as frontend:
+    go = scene.folder / "go"
+    with scene.kernel(TAAS_WARM="0", PYTHONPATH=warm_only_after(go, scene)) as frontend:
         request = frontend.send(NEXT)
         only(frontend, "taas_magic.host.agent")
         process = only(frontend, f"taas_magic.host.{what}")
@@ -292,7 +294,19 @@ def test_62_warm_up_watches_what_it_started(scene: Scene, how: str) -> None:
         assert "before it was ready" in error(frontend, request)
         assert re.search(r"\(/.*/pool\.log\)", error(frontend, request))
         assert took_s < PoolConfig("local").start_timeout_s, f"{took_s:.1f} s"
+        go.touch()
         assert "[0] next" in frontend.text(frontend.run(NEXT))
+
+
+def warm_only_after(go: Path, scene: Scene) -> str:
+    """Have no host of the local pool warm before a file is there; return PYTHONPATH for that."""
+    modules, config = scene.folder / "modules", scene.folder / "config"
+    for folder in (modules, config):
+        folder.mkdir()
+    settings_in(config, '[pools.local]\nengine = "local"\npreload = ["waits_for_it"]\n')
+    waits = f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\n"
+    (modules / "waits_for_it.py").write_text(waits)
+    return os.pathsep.join([str(modules), environment(scene.folder)["PYTHONPATH"]])
 
 
 def test_62_a_torch_that_cannot_be_imported_is_told_with_the_logs_last_lines(scene: Scene) -> None:
@@ -332,7 +346,8 @@ def test_a_kernel_that_dies_while_its_run_is_launched_leaves_no_run(scene: Scene
         frontend.process.kill()
         newest = max(runs.iterdir())
         wait_until(lambda: "kernel is gone" in (newest / "events.jsonl").read_text())
-        forkserver.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):  # after 5 s its host ends it
+            forkserver.resume()
         wait_until(lambda: record(RunFolder(newest)).state in ENDED_STATES)
         assert not left_of(kept)
 
@@ -345,8 +360,10 @@ import os, subprocess
 from tests.notebook.test_aftermath import shell_with
 shell = shell_with()
 assert shell.run_cell('''%%taas --gpus 1
-import subprocess
-subprocess.Popen(["setpriv", "--reuid=65534", "--clear-groups", "sleep", "601"])
+import psutil, subprocess, time
+stays = subprocess.Popen(["setpriv", "--reuid=65534", "--clear-groups", "sleep", "601"])
+while psutil.Process(stays.pid).name() != "sleep":  # it is another user's from then on
+    time.sleep(0.01)
 other = subprocess.Popen(["sleep", "600"])
 print("other", other.pid, flush=True)
 ''').success

@@ -168,15 +168,20 @@ def test_run_all_stops_at_a_failing_cell_with_one_message(frontend: Frontend) ->
     assert frontend.text(cells[2]) == ""
 
 
-def test_the_log_of_a_rank_that_raised_has_its_traceback(frontend: Frontend) -> None:
+def test_the_log_of_a_rank_that_raised_has_its_traceback(
+    frontend: Frontend, tmp_path: Path
+) -> None:
+    said = tmp_path / "said"  # by rank 0, which would be ended with the other, however far it came
     request = frontend.send(
-        "%%taas --gpus 2\nimport os\nprint('before', os.environ['RANK'])\n"
-        "if os.environ['RANK'] == '1':\n    print('no end', end='', flush=True)\n    1 / 0"
+        "%%taas --gpus 2\nimport os, time\nprint('before', os.environ['RANK'], flush=True)\n"
+        f"if os.environ['RANK'] == '0':\n    open({str(said)!r}, 'w').close()\n"
+        f"else:\n    while not os.path.exists({str(said)!r}):\n        time.sleep(0.01)\n"
+        "    print('no end', end='', flush=True)\n    1 / 0"
     )
     number = frontend.finish(request)["execution_count"]
     shown = frontend.text(frontend.run("%taas logs"))
     assert shown.startswith("rank 1, which failed first:\nbefore 1\nno end\nTraceback (most")
-    assert re.search(rf'"Cell In\[{number}\]", line 6.*\nZeroDivisionError: division', shown, re.S)
+    assert re.search(rf'"Cell In\[{number}\]", line 10.*\nZeroDivisionError: division', shown, re.S)
     assert "taas_magic" not in shown and "IPython" not in shown
     assert frontend.text(frontend.run("%taas logs --rank 0")) == "before 0\n"
     printed = frontend.text(request)

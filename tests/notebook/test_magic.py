@@ -356,7 +356,8 @@ def test_loading_warms_the_local_pool_in_a_thread(
         return SimpleNamespace(start=lambda: None)
 
     monkeypatch.delenv("TAAS_WARM")
-    monkeypatch.setattr("taas_magic.notebook.magic.threading.Thread", thread)
+    # not of the module itself: other threads of this process start some, too
+    monkeypatch.setattr("taas_magic.notebook.magic.threading", SimpleNamespace(Thread=thread))
     taas_magic.load_ipython_extension(shell)
     assert launch.asked == []
     threads[0]["target"](*threads[0]["args"])
