@@ -177,12 +177,13 @@ class Chaos:
     def _look_for_old(self, frontend: Frontend, harm: str) -> None:
         """Remember what has left the tree, and find what should have gone by now."""
         now = time.monotonic()
-        tree = self._tree(frontend)
-        for process in carriers(self._token):
+        seen = carriers(self._token)
+        tree = self._tree(frontend)  # looked at last: what begins meanwhile is in it, or not seen
+        for process in seen:
             if process not in tree:
                 self._doomed.setdefault(process, (now, harm))
         for process, (since, why) in list(self._doomed.items()):
-            if is_over(process):
+            if is_over(process) or process in tree:
                 del self._doomed[process]
             elif now - since > GONE_WITHIN_S:
                 self.result.left.append(f"{why}: process {describe(process)}")
