@@ -113,9 +113,9 @@ def _empty(shell: InteractiveShell) -> None:
 def _left_behind(files_before: set[str]) -> list[str]:
     """Return what is there besides the pool itself: processes, ports, shared memory."""
     tree = below(os.getpid())
-    left = [f"process {process}" for process in tree if not _is_kept(process)]
+    left = [f"process {process.pid} {words(process)}" for process in tree if not _is_kept(process)]
     forks = {process for process in tree if FORKSERVER in words(process)}
-    left += [f"rank {fork}" for fork in forks - forkservers(tree) - waiting_servers(tree)]
+    left += [f"rank {fork.pid}" for fork in forks - forkservers(tree) - waiting_servers(tree)]
     ports = listening_ports(tree)
     left += [f"ports {sorted(ports)}"] if len(ports) > 2 else []  # the scheduler's and the agent's
     new = shared_memory() - files_before

@@ -83,7 +83,7 @@ def given_back(notebook: Notebook, settings: Path, *names: str) -> Iterator[None
     yield
     give_back(notebook, settings, *names)
     tree = below(psutil.Process().pid)
-    left = set(tree) - before - waiting_servers(tree)
+    left = {it for it in tree if not is_tracker(it)} - before - waiting_servers(tree)
     _, alive = psutil.wait_procs(left, timeout=GONE_WITHIN_S)
     assert not alive
 
