@@ -206,6 +206,7 @@ time.sleep(600)
 
     def cut() -> None:
         eventually(lambda: "writing" in said(far), STARTED_WITHIN_S)
+        eventually(lambda: list(far.project.glob("*.txt")))
         processes.extend(hosts.processes(3))
         hosts.cut(3)
 
