@@ -152,8 +152,9 @@ class LineAssembler:
 
     def _whole_lines(self, body: bytes) -> list[str]:
         pieces = body.split(b"\n")
-        is_plain = b"\r" not in body and CURSOR_UP not in body and len(self._rows) == 1
-        if is_plain and max(map(len, pieces)) <= self._limit_bytes:
+        is_plain = b"\r" not in body and CURSOR_UP not in body
+        is_blank = len(self._rows) == 1 and not self._rows[0].head  # a bar above may have ended
+        if is_plain and is_blank and max(map(len, pieces)) <= self._limit_bytes:
             return body.decode("utf-8", "replace").split("\n")
         lines = []
         for piece in pieces:

@@ -4,7 +4,7 @@ import time
 import tracemalloc
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from taas_magic.host.output import PROGRESS_LIMIT_BYTES, LineAssembler, LogBudget
@@ -115,7 +115,12 @@ def test_text_printed_after_a_bar_is_a_line_at_once() -> None:
     assert LineAssembler(1000).feed(data) == [f"{OUTER.format(1)}loss 0.5"]
 
 
+BAR_THEN_TEXT = b"\r 50%|# | 1/2 [00:01<00:01, 1.0it/s]\nabc\x1b[Adef\n\n"
+"""A bar that text replaces, with text in the row below it."""
+
+
 @given(data=AWKWARD, sizes=st.lists(st.integers(1, 7), min_size=1), limit=st.sampled_from([3, 64]))
+@example(data=BAR_THEN_TEXT, sizes=[BAR_THEN_TEXT.index(b"\n") + 1], limit=64)
 def test_lines_do_not_depend_on_how_bytes_are_chunked(
     data: bytes, sizes: list[int], limit: int
 ) -> None:
@@ -123,6 +128,7 @@ def test_lines_do_not_depend_on_how_bytes_are_chunked(
 
 
 @given(data=AWKWARD, cut=st.integers(0, 100))
+@example(data=BAR_THEN_TEXT, cut=BAR_THEN_TEXT.index(b"\n") + 1)
 def test_progress_does_not_depend_on_how_bytes_are_chunked(data: bytes, cut: int) -> None:
     whole, parts = LineAssembler(), LineAssembler()
     whole.feed(data)
