@@ -9,7 +9,7 @@ import pytest
 
 from taas_magic.errors import RankFailed, RunLost, RunTimeout
 from tests.events import Line
-from tests.harness import Notebook, Outcome, left_of, on_event, processes
+from tests.harness import AFTER_BEATS, Notebook, Outcome, left_of, on_event, processes
 
 ALL_REDUCE = """
 import os, sys, time, torch, torch.distributed as dist
@@ -61,11 +61,11 @@ def test_an_abort_in_native_code_shows_its_last_words(notebook: Notebook) -> Non
 
 
 def test_a_stopped_rank_is_named_with_its_stack(notebook: Notebook) -> None:
-    source = """
+    source = f"""
+{AFTER_BEATS}
 def stuck_here():
     if rank == 1:
         os.kill(os.getpid(), 19)
-time.sleep(2.5)  # its beats say where it stands
 stuck_here()
 dist.all_reduce(torch.ones(1))
 """
@@ -106,13 +106,19 @@ def test_sys_exit_with_a_code_fails(notebook: Notebook) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a memory limit takes root")
-def test_out_of_memory_is_told_from_a_kill(notebook: Notebook, memory_limit: Path) -> None:
+def test_out_of_memory_is_told_from_a_kill(
+    notebook: Notebook, memory_limit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = tmp_path / "go"
     source = f"""
-import os
+import os, time
 open({str(memory_limit / "cgroup.procs")!r}, "w").write(str(os.getpid()))
+while not os.path.exists({str(go)!r}):  # what says that it hangs has looked at its cgroup before
+    time.sleep(0.2)
 grown = [bytearray(1 << 20) for _ in range(2000)]
 """
-    outcome = notebook.run(source, gpus=1)
+    with on_event(monkeypatch, lambda it: it["kind"] == "hang", lambda run: go.touch()):
+        outcome = notebook.run(source, "--hang 2s", gpus=1)
     assert first(outcome)["signal"] == "SIGKILL"
     assert "killed by the memory limit of its cgroup" in outcome.shown
 
