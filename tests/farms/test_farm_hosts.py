@@ -78,7 +78,10 @@ import psutil, socket, ssl
 context = ssl.create_default_context()
 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 for seen in psutil.net_connections("tcp4"):
-    words = " ".join(psutil.Process(seen.pid).cmdline()) if seen.status == "LISTEN" else ""
+    try:
+        words = " ".join(psutil.Process(seen.pid).cmdline()) if seen.status == "LISTEN" else ""
+    except psutil.Error:  # it has ended just now
+        continue
     name = "node" if "farms.node" in words else words[:4]
     address, port = seen.laddr
     if name not in ("node", "sshd") or port == 22:

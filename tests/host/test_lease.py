@@ -114,12 +114,11 @@ def test_a_host_that_is_halted_for_less_than_its_lease_goes_on(
     several: Notebook,
 ) -> None:
     source = """
-import psutil, signal, subprocess, sys
+import psutil, subprocess
 if rank == 2:
     agent = psutil.Process().parent().parent().pid
-    words = f"sleep 2; kill -CONT {agent}"
+    words = f"kill -STOP {agent}; sleep 2; kill -CONT {agent}"
     subprocess.Popen(["sh", "-c", words])
-    os.kill(agent, signal.SIGSTOP)
     time.sleep(4)
 dist.barrier()
 print("done")

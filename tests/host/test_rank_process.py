@@ -142,8 +142,11 @@ first = torch.tensor([os.getpid()])
 dist.broadcast(first, 0)
 if dist.get_rank() == 0:
     atexit.register(lambda: open("ended", "w").write(str(time.monotonic())))
+    dist.recv(first, 1)
 else:
-    select.select([os.pidfd_open(first.item())], [], [])
+    process = os.pidfd_open(first.item())
+    dist.send(first, 0)  # only now may it end
+    select.select([process], [], [])
     print(time.monotonic() - float(open("ended").read()) >= 0.4)
 """
     outcome = notebook.run(source)

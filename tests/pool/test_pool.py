@@ -165,10 +165,10 @@ def test_a_pool_without_kernels_ends_by_itself(
 @pytest.mark.usefixtures("no_leftovers")
 def test_a_pool_is_ended_while_it_comes_up(tmp_path: Path) -> None:
     pool = Pool(PoolConfig("local"), tmp_path)
-    before = psutil.Process().children()
+    before = set(psutil.Process().children())
     with ThreadPoolExecutor() as threads:
         opening = threads.submit(pool.connect)
-        while psutil.Process().children() == before:
+        while not set(psutil.Process().children()) - before:
             threading.Event().wait(0.001)
         pool.down()  # its process does not hold its lock yet
         opening.result()

@@ -474,11 +474,13 @@ def another_sshd(hosts: Hosts, tmp_path: Path, change: str) -> Iterator[Target]:
     """
     script = f"sed 's/^Port .*/Port 2222/; {change}' /run/rig/sshd_config > /run/rig/other"
     hosts.exec(2, "sh", "-c", f"{script}; /usr/sbin/sshd -f /run/rig/other")
-    eventually(lambda: answers(socket.AF_INET, (hosts.address(2), 2222)))  # it forks before it does
+    place = (hosts.address(2), 2222)
+    eventually(lambda: answers(socket.AF_INET, place))  # it forks before it does
     try:
         yield target(hosts, tmp_path, 2, "Port 2222")
     finally:
         hosts.exec(2, "pkill", "-f", "rig/other")
+        eventually(lambda: not answers(socket.AF_INET, place))  # the next one needs the port
 
 
 def test_files_arrive_where_there_is_no_sftp_and_a_login_script_prints(
