@@ -381,7 +381,9 @@ def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
         ended = [it for it in nodes_of(hanging) if "did not come" in it.why]
         if not ended:  # it was here before it was stopped: the next one
             known.add(node)
+            came = hanging.status().here
             node.kill()
+            until(lambda came=came: all(it.state != "here" for it in came))  # type: ignore[misc]
     assert ended[0].why == "it did not come within 5 s"
     until(lambda: nodes_of(hanging)[-1] is not ended[0])
     _, alive = psutil.wait_procs([node], timeout=WAIT_S)
@@ -527,8 +529,9 @@ for thread in threads: thread.join()
 
 
 def test_a_job_that_is_cancelled_while_its_arguments_come_is_not_called(
-    several: Notebook, names: dict[str, Any], tmp_path: Path
+    several: Notebook, farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
+    until(lambda: len(farm.status().here) == 2)  # no other node comes now
     known = programs("node")
     several.define("slow = taas.farm('many', nodes=1)\nlarge = numpy.ones(1 << 24)")
     slow, marks = names["slow"], [tmp_path / str(number) for number in range(2)]
