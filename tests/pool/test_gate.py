@@ -46,6 +46,7 @@ from taas_magic.plan import Flags, HostCapacity, make_plan
 from taas_magic.pool import gate, hosts
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import HeadScheduler
+from taas_magic.pool.runs import PoolRun
 from taas_magic.store.manifest import (
     ListChanges,
     ListRunFiles,
@@ -416,8 +417,11 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                 assert "Expected `int`, got `str` - at `$.parts[0][1]`" in str(answer)
                 await _refuses(controller, 9)
                 assert controller.members.refused == 9
+                run = controller._runs["a-run"]
+                assert isinstance(run, PoolRun)
                 for host in made:
                     host.leave()
+                await run.over.wait()  # its end is in the journal then
 
     asyncio.run(live())
     told = [json.loads(line) for line in folder.events.read_text().splitlines()]
