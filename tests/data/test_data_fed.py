@@ -93,7 +93,7 @@ import time
 
 batches, began = iter(loader), time.monotonic()
 for batch in batches:
-    time.sleep(0.3 + 20 * (time.monotonic() - began))  # long for what it waited, however slow
+    time.sleep(0.3 + 12 * (time.monotonic() - began))  # long for what it waited, however slow
     began = time.monotonic()
 """
 
