@@ -34,6 +34,8 @@ LOOPBACK = "127.0.0.1"
 _END_S = 2.0
 _TICK_S = 0.1
 _PROBE_S = 2
+_ENDED = SSHException, OSError, EOFError
+"""What paramiko raises when a channel or its connection has ended, whichever side notices first."""
 _TCP_RTO_MAX_MS = 44
 """Linux's option for the longest pause before something is sent again (linux/tcp.h, since 6.15);
 the socket module has no name for it."""
@@ -92,7 +94,7 @@ class Connection:
         try:
             channel = self.transport.open_session(timeout=CONNECT_TIMEOUT_S)
             channel.exec_command(command)
-        except (SSHException, OSError, EOFError) as error:
+        except _ENDED as error:
             raise self.lost(f"{command.split()[0]} was not started", error) from error
         return channel
 
@@ -110,7 +112,7 @@ class Connection:
             reader.start()
             try:
                 stdout = channel.makefile("rb").read()
-            except (OSError, EOFError) as error:
+            except _ENDED as error:
                 raise self.lost(f"{shlex.split(command)[0]} gave no answer", error) from error
             reader.join(timeout_s)
             return Done(channel.recv_exit_status(), stdout, b"".join(errors))
@@ -143,13 +145,13 @@ class Connection:
 
 
 def _write_all(channel: Channel, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # it ended without reading it; its exit status tells
+    with contextlib.suppress(*_ENDED):  # it ended without reading it; its exit status tells
         channel.sendall(data)
         channel.shutdown_write()
 
 
 def _read_errors(channel: Channel, into: list[bytes]) -> None:
-    with contextlib.suppress(OSError):  # nothing came in time; who reads the output says so
+    with contextlib.suppress(*_ENDED):  # nothing came in time; who reads the output says so
         while data := channel.recv_stderr(65536):
             into.append(data)
 
@@ -252,7 +254,7 @@ def _handshake(sock: socket.socket | Channel, patience: _Patience) -> Iterator[N
     watcher.start()
     try:
         yield
-    except (SSHException, OSError, EOFError) as error:
+    except _ENDED as error:
         patience.check("SSH handshake")
         if isinstance(error, AuthFailure):
             raise PoolError(refusal(target, error)) from error
@@ -432,19 +434,19 @@ class KeptCommand:
     def close(self, timeout_s: float) -> bool:
         """End its standard input and wait until it has ended; says whether it has."""
         self._closing.set()
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(*_ENDED):
             self._channel.shutdown_write()
         return self.ended.wait(timeout_s)
 
     def _beat(self, first_line: bytes) -> None:
-        with contextlib.suppress(OSError, EOFError):  # it is over; its output ends too
+        with contextlib.suppress(*_ENDED):  # it is over; its output ends too
             self._channel.sendall(first_line)
             while not self._closing.wait(self._beat_s):
                 self._channel.sendall(b"\n")
 
     def _read(self) -> None:
         output = self._channel.makefile("rb")
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(*_ENDED):
             while line := output.readline(_LONGEST_LINE):
                 text = line.decode(errors="replace").rstrip()
                 self._tail.append(text)
@@ -512,13 +514,13 @@ def close_tunnel(connection: Connection, port: int) -> None:
     tunnels of the connection.
     """
     connection.tunnels.pop(port, None)
-    with contextlib.suppress(SSHException, OSError, EOFError):  # the connection has ended
+    with contextlib.suppress(*_ENDED):  # the connection has ended
         connection.transport.global_request("cancel-tcpip-forward", (LOOPBACK, port), wait=False)
 
 
 def _relay(channel: Channel, address: tuple[str, int]) -> None:
     """Carry bytes both ways until either side is at its end."""
-    with contextlib.suppress(EOFError), channel:  # the connection may go before the channel
+    with contextlib.suppress(*_ENDED), channel:  # the connection may go before the channel
         try:
             sock = socket.create_connection(address)
         except OSError:
@@ -536,8 +538,8 @@ def _relay(channel: Channel, address: tuple[str, int]) -> None:
 def _pump(
     read: Callable[[int], bytes], write: Callable[[bytes], Any], close: Callable[[], Any]
 ) -> None:
-    with contextlib.suppress(OSError, EOFError):  # either end may go at any time, in any way
+    with contextlib.suppress(*_ENDED):  # either end may go at any time, in any way
         while data := read(_RELAY_CHUNK_BYTES):
             write(data)
-    with contextlib.suppress(OSError, EOFError):
+    with contextlib.suppress(*_ENDED):
         close()

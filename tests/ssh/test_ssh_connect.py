@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from paramiko import Channel
 
 from taas_magic.errors import PoolError
 from taas_magic.ssh.config import Target, find_target, read_config
@@ -377,6 +378,25 @@ def test_a_cut_is_noticed(hosts: Hosts, tmp_path: Path) -> None:
     with in_a_hole(hosts, 2):
         connection.transport.join(WITHIN_S)
         assert not connection.is_open
+    connection.close()
+
+
+def test_a_connection_may_end_while_a_command_gets_its_input(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes it ends in silence; one that raised would fail this test."""
+    start = Connection.start
+
+    def start_and_cut(self: Connection, command: str) -> Channel:
+        channel = start(self, command)
+        sock = self.transport.sock
+        assert isinstance(sock, socket.socket)
+        sock.shutdown(socket.SHUT_WR)
+        return channel
+
+    monkeypatch.setattr(Connection, "start", start_and_cut)
+    connection = opened(target(hosts, tmp_path))
+    assert connection.run("cat").code == -1
     connection.close()
 
 
