@@ -44,7 +44,7 @@ class Ready(Dataset[torch.Tensor]):
         self.memory = bytearray(size)
 
     def __len__(self) -> int:
-        return 100_000
+        return 10_000_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.frombuffer(self.memory, dtype=torch.uint8)
