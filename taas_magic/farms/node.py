@@ -43,17 +43,23 @@ from taas_magic.farms.terms import (
 from taas_magic.host import forkserver
 from taas_magic.host.spec import REACH, TORCHRUN_NAMES
 from taas_magic.host.supervisor import host_folder
-from taas_magic.host.system import LOOPBACK, count_gpus, die_with_parent, signal_name, spawn_command
+from taas_magic.host.system import (
+    CALM_DASK,
+    LOOPBACK,
+    count_gpus,
+    die_with_parent,
+    signal_name,
+    spawn_command,
+)
 from taas_magic.leases import NODE_START_S
 
 GRACE_S = 5.0
 """How long a job that was cancelled may take to end, after SIGINT."""
 
 DASK_SETTINGS = {
+    **CALM_DASK,
     "distributed.admin.low-level-log-length": 0,
-    "distributed.admin.tick.interval": "1s",
     "distributed.comm.offload": False,  # what is large are bytes, which are sent as they are
-    "distributed.worker.profile.enabled": False,
 }
 
 LINES_BYTES = 256 << 10

@@ -45,16 +45,16 @@ from taas_magic.farms.terms import (
     NodeTerms,
 )
 from taas_magic.host.spec import HostSpec
-from taas_magic.host.system import LOOPBACK
+from taas_magic.host.system import CALM_DASK, LOOPBACK
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event, Failure, RunEnded
 from taas_magic.plan import Flags, make_plan, new_run_id
 from taas_magic.pool.client import Pool, Wait
 
 DASK_SETTINGS = {
+    **CALM_DASK,
     "distributed.admin.low-level-log-length": 0,  # results are among what is logged
     "distributed.admin.max-error-length": 1 << 20,
-    "distributed.admin.tick.interval": "1s",
     "distributed.deploy.lost-worker-timeout": "100ms",
     "distributed.scheduler.allowed-failures": LOST_NODES,
     "distributed.scheduler.worker-saturation": 1.0,  # what waits, waits where any node can take it

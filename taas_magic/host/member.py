@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import dask
 import distributed.batched
 from distributed import Security, Worker
 from distributed.comm import get_address_host
@@ -345,6 +346,7 @@ async def serve(words: bytes) -> None:
     """
     settings = unpack(words, AgentSettings)
     logging.getLogger("distributed").setLevel(logging.WARNING)
+    dask.config.set(system.CALM_DASK)
     use_steady_clock()
     address = system.choose_address(
         settings.interface, os.environ, get_address_host(settings.scheduler)

@@ -27,12 +27,13 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.base import LOG, Engine, find_engine, log_tail
 from taas_magic.engines.keys import SecurityOptions
 from taas_magic.errors import PoolError
-from taas_magic.host.system import spawn_command
+from taas_magic.host.system import CALM_DASK, spawn_command
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import pack, unpack
 from taas_magic.setup.facts import Kernel, this_kernel
 
 DASK_SETTINGS = {
+    **CALM_DASK,
     "distributed.admin.low-level-log-length": 1,
     "distributed.deploy.lost-worker-timeout": "100ms",
     "distributed.scheduler.active-memory-manager.start": False,
