@@ -469,11 +469,14 @@ class RankShell(InteractiveShell):
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         self.user_module, self.user_ns = main, main.__dict__
         self.init_user_ns()
-        # Python's own, which take an exit code; IPython's ask a terminal to close
+        # Python's own: IPython's exit and quit take no exit code, its open no descriptor below 3
         main.__dict__.update({name: vars(builtins)[name] for name in ("exit", "quit")})
+        del main.__dict__["open"]
         self._at_start = dict(main.__dict__)
         self.link, self.shows = link, shows
         self.colors = colors
+        if hasattr(self.InteractiveTB, "set_colors"):  # IPython 8: its own `colors` leaves it out
+            self.InteractiveTB.set_colors(colors)
         # Lightning takes a set ps1 for an interactive session, in which it refuses to use DDP
         for name in ("ps1", "ps2", "ps3"):
             sys.__dict__.pop(name, None)

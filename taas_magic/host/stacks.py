@@ -69,7 +69,8 @@ _WAITING = {
 _WCHAN = (
     (re.compile(r"futex"), "a lock, in a C call"),
     (re.compile(r"nanosleep"), "a sleep"),
-    (re.compile(r"poll|select|sk_wait|inet_|unix_stream|tcp_"), "a connection, in a C call"),
+    (re.compile(r"select"), "a connection or a sleep, in a C call"),
+    (re.compile(r"poll|sk_wait|inet_|unix_stream|tcp_"), "a connection, in a C call"),
     (re.compile(r"pipe"), "a pipe"),
     (re.compile(r"do_wait|waitid"), "a child process, in a C call"),
 )

@@ -47,6 +47,7 @@ DIRECT = (
     "msgspec>=0.19",
     "pathspec>=0.12",
     "psutil>=5.9",
+    "tomli>=2; python_version < '3.11'",
 )
 """What `taas_magic.host` imports; pyproject.toml has the same bounds."""
 

@@ -371,7 +371,6 @@ _OPENS = (
     ("lzma", "_builtin_open"),
     ("tarfile", "bltn_open"),
     ("numpy.lib._datasource", "_open"),
-    ("IPython.core.interactiveshell", "io_open"),
 )
 """Where `open` is found: all but the first three took it when they were imported."""
 

