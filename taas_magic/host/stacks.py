@@ -10,6 +10,7 @@ fetchers and their workers. Of programs that a rank started only /proc tells.
 import faulthandler
 import os
 import re
+import sys
 import signal
 import threading
 import time
@@ -66,11 +67,14 @@ _WAITING = {
 }
 """What waits in a file of the standard library waits for."""
 
+_POLL = "a connection, in a C call"
+if sys.version_info < (3, 11):  # whose sleep is select(2)
+    _POLL = "a connection or a sleep, in a C call"
+
 _WCHAN = (
     (re.compile(r"futex"), "a lock, in a C call"),
     (re.compile(r"nanosleep"), "a sleep"),
-    (re.compile(r"select"), "a connection or a sleep, in a C call"),
-    (re.compile(r"poll|sk_wait|inet_|unix_stream|tcp_"), "a connection, in a C call"),
+    (re.compile(r"poll|select|sk_wait|inet_|unix_stream|tcp_"), _POLL),
     (re.compile(r"pipe"), "a pipe"),
     (re.compile(r"do_wait|waitid"), "a child process, in a C call"),
 )
