@@ -10,8 +10,8 @@ fetchers and their workers. Of programs that a rank started only /proc tells.
 import faulthandler
 import os
 import re
-import sys
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
