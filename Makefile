@@ -32,10 +32,14 @@ clean:
 	$(PYTHON) -m venv .venv
 
 # Editable, so that a change of the code needs no new install; a change of the files below does.
-.venv/.examples: pyproject.toml constraints.txt $(wildcard kernels/taas/*) | .venv/bin/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[examples]'
+# Not compiled: Python compiles the tenth of these modules that is used when it first imports them.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+NEEDED := pyproject.toml constraints.txt $(wildcard kernels/taas/*)
+
+.venv/.examples: $(NEEDED) | .venv/bin/python
+	$(PIP_INSTALL) -e '.[examples]'
 	touch $@
 
-.venv/.test: .venv/.examples
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[examples,test]'
-	touch $@
+.venv/.test: $(NEEDED) | .venv/bin/python
+	$(PIP_INSTALL) -e '.[examples,test]'
+	touch .venv/.examples $@

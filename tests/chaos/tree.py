@@ -23,8 +23,6 @@ GONE_WITHIN_S = 60.0
 STOPPED_S = 2.0
 """How long a kernel or a pool stays stopped: nobody else can end them."""
 
-LEAST_ROUNDS = 4
-
 MODULES = {
     "pool": "taas_magic.pool.process",
     "agent": "taas_magic.host.agent",
@@ -89,25 +87,16 @@ class Chaos:
         self._doomed: dict[psutil.Process, tuple[float, str]] = {}
         self.result = Result()
 
-    def play(
-        self,
-        rounds: int,
-        say: Callable[[str], None] = lambda text: None,
-        enough_s: float = float("inf"),
-    ) -> Result:
+    def play(self, rounds: int, say: Callable[[str], None]) -> Result:
         """Do so many rounds, then end the kernel and look for what is left.
 
         Args:
             rounds: How many.
             say: Called with a line for each.
-            enough_s: After so long no other round begins, if LEAST_ROUNDS are done.
         """
         with self._scene.kernel(**{TOKEN: self._token}) as frontend:
             frontend.run(LOADER)
-            until = time.monotonic() + enough_s
-            while (done := self.result.harms.total()) < rounds:
-                if done >= LEAST_ROUNDS and time.monotonic() > until:
-                    break
+            while self.result.harms.total() < rounds:
                 self._round(frontend, say)
         self.result.left += left_after_a_while(self._all_left)
         return self.result
