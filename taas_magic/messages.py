@@ -13,7 +13,6 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, get_args
 
-import msgpack
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field, structs
 
@@ -853,14 +852,7 @@ def to_bytes(value: object) -> bytes:
     try:
         return msgspec.msgpack.encode(value)
     except (UnicodeEncodeError, OverflowError):  # ten times slower, and rarely needed
-        plain = msgspec.to_builtins(value, builtin_types=(bytes,))
-        packed: bytes = msgpack.packb(plain, default=_digits, unicode_errors="surrogatepass")
-        return packed
-
-
-def _digits(number: int) -> msgpack.ExtType:
-    """Encode a whole number of more than 64 bits."""
-    return msgpack.ExtType(0, str(number).encode())
+        return pack(value)
 
 
 def from_bytes(packed: bytes, kind: type[_T]) -> _T:
@@ -870,11 +862,8 @@ def from_bytes(packed: bytes, kind: type[_T]) -> _T:
         ValueError: It is no such value.
     """
     try:
-        return msgspec.msgpack.decode(packed, type=kind)
-    except (ValueError, TypeError, RecursionError):
-        options = {"use_list": False, "strict_map_key": False, "unicode_errors": "surrogatepass"}
-    try:
-        plain = msgpack.unpackb(packed, ext_hook=lambda code, digits: int(digits), **options)
-    except (TypeError, RecursionError, msgpack.UnpackException) as error:
+        # the first byte of a JSON text is to msgpack a small number, after which nothing comes
+        is_json = len(packed) > 1 and packed[0] < 0x80
+        return unpack(bytes(packed), kind) if is_json else msgspec.msgpack.decode(packed, type=kind)
+    except (TypeError, RecursionError) as error:
         raise ValueError(f"it is no message: {error}") from error
-    return msgspec.convert(plain, kind)
