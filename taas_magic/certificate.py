@@ -17,8 +17,7 @@ def make(name: str) -> tuple[str, str]:
 
     Whoever holds the key can sign for others, too: where that matters, see `Authority`.
     """
-    key = ec.generate_private_key(ec.SECP256R1())
-    return _self_signed(name, key), _key_pem(key)
+    return _issue(name, name, "", (x509.BasicConstraints(ca=True, path_length=0), True))
 
 
 def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
@@ -26,22 +25,18 @@ def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
 
     They are signed by a certificate with its key as `make` returns them.
     """
-    issuer = x509.load_pem_x509_certificate(certificate.encode())
-    signer = serialization.load_pem_private_key(key.encode(), None)
-    assert isinstance(signer, ec.EllipticCurvePrivateKey)
-    own = ec.generate_private_key(ec.SECP256R1())
+    issuer = x509.load_pem_x509_certificate(certificate.encode()).subject
+    name = str(issuer.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
     names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
-    name = str(issuer.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
-    builder = _builder(address, name, own).add_extension(names, critical=False)
-    return _pem(builder.sign(signer, hashes.SHA256())), _key_pem(own)
+    return _issue(address, name, key, (names, False))
 
 
 class Authority:
     """Signs certificates of clients; its own key leaves this process by no method."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._key = name, ec.generate_private_key(ec.SECP256R1())
-        self.certificate = _self_signed(name, self._key)
+        self._name = name
+        self.certificate, self._key = make(name)
 
     def issue(self, name: str, identity: str, serves: bool = False) -> tuple[str, str]:
         """Make a key pair and a certificate by which its holder connects to others, as PEM.
@@ -50,43 +45,36 @@ class Authority:
             identity: A URI that says who the holder is.
             serves: Whether others may connect to it as well.
         """
-        key = ec.generate_private_key(ec.SECP256R1())
-        builder = _builder(name, self._name, key)
         names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity)])
         limits = x509.BasicConstraints(ca=False, path_length=None)
         uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] * serves)]
         purposes = x509.ExtendedKeyUsage(uses)
-        for extension, critical in ((names, False), (limits, True), (purposes, True)):
-            builder = builder.add_extension(extension, critical)
-        return _pem(builder.sign(self._key, hashes.SHA256())), _key_pem(key)
+        return _issue(name, self._name, self._key, (names, False), (limits, True), (purposes, True))
 
 
-def _self_signed(name: str, key: ec.EllipticCurvePrivateKey) -> str:
-    limits = x509.BasicConstraints(ca=True, path_length=0)
-    builder = _builder(name, name, key).add_extension(limits, critical=True)
-    return _pem(builder.sign(key, hashes.SHA256()))
-
-
-def _builder(name: str, issuer: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-    subject, signer = (x509.NameAttribute(NameOID.COMMON_NAME, it) for it in (name, issuer))
-    return (
+def _issue(
+    name: str, issuer: str, signer: str, *extensions: tuple[x509.ExtensionType, bool]
+) -> tuple[str, str]:
+    """Make a key pair and a certificate as PEM; without the key of a signer it signs itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    signs = serialization.load_pem_private_key(signer.encode(), None) if signer else key
+    assert isinstance(signs, ec.EllipticCurvePrivateKey)
+    subject, by = (x509.NameAttribute(NameOID.COMMON_NAME, it) for it in (name, issuer))
+    builder = (
         x509.CertificateBuilder()
         .subject_name(x509.Name([subject]))
-        .issuer_name(x509.Name([signer]))
+        .issuer_name(x509.Name([by]))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(_FROM)
         .not_valid_after(_UNTIL)
     )
-
-
-def _pem(certificate: x509.Certificate) -> str:
-    return certificate.public_bytes(serialization.Encoding.PEM).decode()
-
-
-def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:
-    return key.private_bytes(
+    for extension, is_critical in extensions:
+        builder = builder.add_extension(extension, is_critical)
+    made = builder.sign(signs, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    pem = key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
-    ).decode()
+    )
+    return made.decode(), pem.decode()
