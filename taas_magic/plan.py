@@ -6,6 +6,7 @@ fewer, they are shared: loaders share fetchers first, then fetchers share hosts.
 handed depends on none of this (docs/data.md).
 """
 
+import itertools
 import keyword
 import secrets
 import time
@@ -76,10 +77,8 @@ def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[P
     if data_pool:
         return config.pool(data_pool), ""
     for_data = [pool for pool in config.pools.values() if pool.role == "data"]
-    if not for_data:
-        return config.pool(ranks_pool), ""
-    first, *others = for_data
-    if not others:
+    first = for_data[0] if for_data else config.pool(ranks_pool)
+    if len(for_data) < 2:
         return first, ""
     names = ", ".join(f'"{pool.name}"' for pool in for_data)
     note = f'pools {names} have role "data": "{first.name}" is taken; --data-pool NAME chooses'
@@ -105,11 +104,10 @@ def place_fetchers(
     """
     groups = max(1, min(len(loaders), pool.max_hosts // cpus))
     hosts = min(groups * cpus, pool.max_hosts)
+    places = enumerate(itertools.product(range(groups), range(cpus)))
     fetchers = tuple(
         FetcherPlan(number, index, tuple(loaders[group::groups]), number % hosts)
-        for number, (group, index) in enumerate(
-            (group, index) for group in range(groups) for index in range(cpus)
-        )
+        for number, (group, index) in places
     )
     per_host = -(-len(fetchers) // hosts)
     notes = (note, _shared(len(loaders), cpus, pool, len(fetchers)))
@@ -129,9 +127,9 @@ def _shared(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
     wanted, have = cpus * loaders, pool.max_hosts
     if wanted <= have:
         return ""
-    asked = f"--cpus {cpus} for {loaders} loaders" if loaders > 1 else f"--cpus {cpus}"
-    has = "1 host" if have == 1 else f"{have} hosts"
-    shared = f"{fetchers} fetchers share {'it' if have == 1 else 'them'}"
+    asked = f"--cpus {cpus}" + f" for {loaders} loaders" * (loaders > 1)
+    has, them = ("1 host", "it") if have == 1 else (f"{have} hosts", "them")
+    shared = f"{fetchers} fetchers share {them}"
     if fetchers <= have:
         shared = "the loaders share fetchers"
     return f'{asked} asks for {wanted} hosts, pool "{pool.name}" has {has}: {shared}'
@@ -323,7 +321,13 @@ def make_plan(
     Raises:
         UsageError: The pool cannot hold so many ranks, or not evenly.
     """
-    room, hosts = _lay_out(flags, host, max_hosts)
+    per_host = 1 if flags.federated else host.gpus or MAX_RANKS_PER_CPU_HOST
+    n_hosts = -(-flags.gpus // per_host)
+    _check_fits(flags, host, per_host, n_hosts, max_hosts)
+    room = Room(flags.max_gpus, per_host, host.cores, flags.uneven_hosts)
+    hosts = _host_plans(max(flags.gpus, _most_on(room, n_hosts)), n_hosts, host.cores)
+    where = "" if flags.pool == LOCAL else f' in pool "{flags.pool}"'
+    no_gpu = f"{NO_GPU}{where}; running {flags.gpus} CPU process{'es' * (flags.gpus > 1)}"
     return Plan(
         run_id=run_id,
         name=flags.name,
@@ -337,7 +341,7 @@ def make_plan(
         cpus=flags.cpus,
         units=flags.units,
         prefill=flags.prefill,
-        notes=() if host.gpus else (_no_gpu(flags),),
+        notes=() if host.gpus else (no_gpu,),
         store=store,
         room=room if flags.max_gpus else None,
         federated=flags.federated,
@@ -355,16 +359,6 @@ def next_size(plan: Plan) -> Plan | None:
             hosts = _host_plans(ranks, n_hosts, room.cores)
             return structs.replace(plan, world_size=ranks, hosts=hosts)
     return None
-
-
-def _lay_out(flags: Flags, host: HostCapacity, max_hosts: int) -> tuple[Room, tuple[HostPlan, ...]]:
-    """Return how far the run may grow, and the shares of the hosts that it begins with."""
-    per_host = 1 if flags.federated else host.gpus or MAX_RANKS_PER_CPU_HOST
-    n_hosts = -(-flags.gpus // per_host)
-    _check_fits(flags, host, per_host, n_hosts, max_hosts)
-    room = Room(flags.max_gpus, per_host, host.cores, flags.uneven_hosts)
-    world_size = max(flags.gpus, _most_on(room, n_hosts))
-    return room, _host_plans(world_size, n_hosts, host.cores)
 
 
 def _check_fits(
@@ -398,8 +392,3 @@ def _host_plans(world_size: int, n_hosts: int, cores: int) -> tuple[HostPlan, ..
         first = plans[-1].first_rank + plans[-1].ranks if plans else 0
         plans.append(HostPlan(number, first, ranks, max(1, cores // ranks)))
     return tuple(plans)
-
-
-def _no_gpu(flags: Flags) -> str:
-    where = "" if flags.pool == LOCAL else f' in pool "{flags.pool}"'
-    return f"{NO_GPU}{where}; running {flags.gpus} CPU process{'es' * (flags.gpus > 1)}"
