@@ -22,6 +22,7 @@ _BUDGET_S = 5.0
 _DEPTH = 40
 _NAME_CHARS = 40
 _ADVICE: Advice = {
+    "open it inside the cell": ("IOBase",),
     "create it inside the cell": ("async_generator", "Executor"),
     "make a list of it, or create it inside the cell": ("generator",),
     "await it first, or create it inside the cell": ("coroutine",),
@@ -231,8 +232,6 @@ def _advice(value: Any, names: list[str]) -> str | None:
         return _PROCESS_BOUND
     if _is_compiled(value):
         return _COMPILED
-    if "IOBase" in names or "_IOBase" in names:
-        return "open it inside the cell"
     if any(name in ("lock", "RLock") for name in names):
         return _IN_THE_CELL
     return _by_name(names, _ADVICE)

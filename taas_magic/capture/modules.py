@@ -83,14 +83,9 @@ def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
 
 def local_folders(project: Path) -> tuple[Path, ...]:
     """Return the project, and what else `sys.path` names that belongs to no Python installation."""
-    return _local_folders(project.resolve(), Path.cwd(), tuple(sys.path))
-
-
-@lru_cache(maxsize=8)
-def _local_folders(project: Path, current: Path, path: tuple[str, ...]) -> tuple[Path, ...]:
-    entries = ((current / entry).resolve() for entry in path)
+    entries = (Path(entry).resolve() for entry in sys.path)
     others = (e for e in entries if _INSTALLED.isdisjoint(e.parts) and not _within(e, _SYSTEM))
-    return tuple(dict.fromkeys([project, *others]))
+    return tuple(dict.fromkeys([project.resolve(), *others]))
 
 
 def is_local(path: Path, folders: Sequence[Path]) -> bool:

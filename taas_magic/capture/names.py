@@ -89,6 +89,13 @@ def nested_codes(code: CodeType) -> Iterator[CodeType]:
     return (constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
+def _all_codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield `code` and all that is nested in it."""
+    yield code
+    for inner in nested_codes(code):
+        yield from _all_codes(inner)
+
+
 def _imported(module: str, from_names: object) -> Iterator[str]:
     yield module
     if isinstance(from_names, tuple):
@@ -199,7 +206,7 @@ class UsedNames:
             case ast.For() | ast.AsyncFor():
                 self._evaluate(node.iter)
                 self._loads(node.target)
-                self._branch(node.body, set(_bound(node.target)))
+                self._branch(node.body, _bound(node.target))
                 self._branch(node.orelse)
             case ast.With() | ast.AsyncWith():
                 self._with(node)
@@ -292,9 +299,7 @@ def _assigned(node: ast.stmt) -> Iterator[str]:
         case ast.Assign():
             for target in node.targets:
                 yield from _bound(target)
-        case ast.AugAssign():
-            yield from _bound(node.target)
-        case ast.AnnAssign() if node.value is not None:
+        case ast.AugAssign() | ast.AnnAssign() if node.value is not None:
             yield from _bound(node.target)
         case ast.Import():
             yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
@@ -302,24 +307,17 @@ def _assigned(node: ast.stmt) -> Iterator[str]:
             yield from (alias.asname or alias.name for alias in node.names if alias.name != "*")
 
 
-def _bound(target: ast.expr) -> Iterator[str]:
-    match target:
-        case ast.Name():
-            yield target.id
-        case ast.Tuple() | ast.List():
-            for element in target.elts:
-                yield from _bound(element)
-        case ast.Starred():
-            yield from _bound(target.value)
+def _bound(target: ast.expr) -> set[str]:
+    """Return names that a target sets or deletes."""
+    names = (node for node in ast.walk(target) if isinstance(node, ast.Name))
+    return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
 
 
 def _captured(pattern: ast.pattern) -> Iterator[str]:
     for node in ast.walk(pattern):
-        match node:
-            case ast.MatchAs() | ast.MatchStar() if node.name is not None:
-                yield node.name
-            case ast.MatchMapping() if node.rest is not None:
-                yield node.rest
+        if isinstance(node, ast.MatchAs | ast.MatchStar | ast.MatchMapping):
+            name = node.rest if isinstance(node, ast.MatchMapping) else node.name
+            yield from [name] if name else []
 
 
 def _may_swallow(context: ast.expr) -> bool:
@@ -348,7 +346,8 @@ def unknown_result(
     code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
     if not names or _may_set_any(source, code):
         return None
-    has = {*_stored(code, "STORE_NAME", "STORE_GLOBAL"), *captured}
+    stored = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
+    has = {*stored, *_set_by_global(code), *captured}
     missing = [name for name in names if name not in has]
     missing = [name for name in missing if name not in _set_by_functions(namespace)]
     return _unknown(missing[0], has, missing[0] in namespace) if missing else None
@@ -372,22 +371,13 @@ def _may_set_any(source: str, code: CodeType) -> bool:
     """Return whether only running the cell tells what it sets: exec, a magic, a star import."""
     stars = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
     is_star = any(alias.name == "*" for node in stars for alias in node.names)
-    return is_star or not _SETS_ANY_NAME.isdisjoint(_looked_up(code))
+    return is_star or any(not _SETS_ANY_NAME.isdisjoint(it.co_names) for it in _all_codes(code))
 
 
-def _looked_up(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in nested_codes(code):
-        yield from _looked_up(inner)
-
-
-def _stored(code: CodeType, *operations: str) -> Iterator[str]:
-    """Yield global names that code sets by these operations, and functions in it by `global`."""
-    for step in dis.get_instructions(code):
-        if step.opname in operations:
-            yield step.argval
-    for inner in nested_codes(code):
-        yield from _stored(inner, "STORE_GLOBAL")
+def _set_by_global(code: CodeType) -> set[str]:
+    """Return names that code, or a function in it, sets by `global`."""
+    steps = (step for each in _all_codes(code) for step in dis.get_instructions(each))
+    return {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
 
 
 def _set_by_functions(namespace: Mapping[str, Any]) -> set[str]:
@@ -395,4 +385,4 @@ def _set_by_functions(namespace: Mapping[str, Any]) -> set[str]:
     classes = [vars(value) for value in namespace.values() if isinstance(value, type)]
     found = [value for names in (namespace, *classes) for value in list(names.values())]
     functions = (value for value in found if isinstance(value, FunctionType))
-    return {name for each in functions for name in _stored(each.__code__, "STORE_GLOBAL")}
+    return {name for each in functions for name in _set_by_global(each.__code__)}

@@ -197,17 +197,9 @@ def _collect_recursion_limit() -> int:
     return limit if limit > _DEFAULT_RECURSION_LIMIT else 0
 
 
-def _apply_recursion_limit(limit: int) -> None:
-    sys.setrecursionlimit(max(limit, sys.getrecursionlimit()))
-
-
 def _collect_start_method() -> str:
     method = multiprocessing.get_start_method(allow_none=True)
     return method if method and method != multiprocessing.get_all_start_methods()[0] else ""
-
-
-def _apply_start_method(method: str) -> None:
-    multiprocessing.set_start_method(method, force=True)
 
 
 def _collect_torch() -> dict[str, Any]:
@@ -304,8 +296,13 @@ class _Part(NamedTuple):
 
 _PARTS = {
     "argv": _Part(_collect_argv, _apply_argv),
-    "recursion_limit": _Part(_collect_recursion_limit, _apply_recursion_limit),
-    "start_method": _Part(_collect_start_method, _apply_start_method),
+    "recursion_limit": _Part(
+        _collect_recursion_limit,
+        lambda limit: sys.setrecursionlimit(max(limit, sys.getrecursionlimit())),
+    ),
+    "start_method": _Part(
+        _collect_start_method, lambda name: multiprocessing.set_start_method(name, force=True)
+    ),
     "numpy": _Part(_collect_numpy, _apply_numpy),
     "matplotlib": _Part(_collect_matplotlib, _apply_matplotlib),
     "torch": _Part(_collect_torch, _apply_torch),

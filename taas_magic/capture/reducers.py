@@ -289,10 +289,6 @@ def target_device(device: str) -> str:
     return f"cuda:{int(local_rank) % torch.cuda.device_count()}"
 
 
-def _reduce_generator(generator: "torch.Generator") -> Reduced:
-    return _rebuild_generator, (generator.device.type, generator.get_state())
-
-
 def _rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
     """Make a generator, afresh on another kind of device: the state means nothing there."""
     import torch
@@ -351,7 +347,7 @@ def torch_reducers(seen: Storages) -> dict[type, Callable[[Any], Any] | None]:
         torch.Tensor: _reduce_tensor,
         torch.UntypedStorage: lambda storage: _reduce_untyped(storage, seen),
         torch.TypedStorage: lambda storage: _reduce_typed(storage, seen),
-        torch.Generator: _reduce_generator,
+        torch.Generator: lambda it: (_rebuild_generator, (it.device.type, it.get_state())),
         torch.utils.data.DataLoader: reduce_loader,
         torch.memory_format: _reduce_torch_name,
         torch.qscheme: _reduce_torch_name,
