@@ -223,7 +223,7 @@ class Writer:
     ) -> None:
         self.folder = folder
         self._on_incomplete, self._limit_bytes = on_incomplete, limit_bytes
-        self._waiting: queue.SimpleQueue[bytes | str | threading.Event | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[bytes | str | None] = queue.SimpleQueue()
         self._appended_bytes = self._handled_bytes = 0
         self._descriptor: int | None = None
         self._is_torn = self._is_incomplete = self._has_left_out = False
@@ -242,12 +242,6 @@ class Writer:
         self._appended_bytes += len(line)
         self._waiting.put(line)
 
-    def flush(self) -> None:
-        """Return when all that was appended is written."""
-        done = threading.Event()
-        self._waiting.put(done)
-        done.wait()
-
     def close(self) -> None:
         """Return when all is written, or was not in CLOSE_S."""
         self._waiting.put(None)
@@ -262,16 +256,14 @@ class Writer:
 
     def _run(self) -> None:
         while (taken := self._waiting.get()) is not None:
-            if isinstance(taken, bytes):
-                try:
-                    self._write(taken)
-                except OSError as error:
-                    self._say_incomplete(f"{reason_of(error)} ({self.folder.events})")
-                self._handled_bytes += len(taken)
-            elif isinstance(taken, str):
+            if isinstance(taken, str):
                 self._say_incomplete(taken)
-            else:
-                taken.set()
+                continue
+            try:
+                self._write(taken)
+            except OSError as error:
+                self._say_incomplete(f"{reason_of(error)} ({self.folder.events})")
+            self._handled_bytes += len(taken)
         if self._descriptor is not None:
             os.close(self._descriptor)
 
@@ -484,27 +476,18 @@ def prune(keep_runs: int, keep_bytes: int) -> None:
     total = 0
     for index, folder in enumerate(_folders()):
         total += _size_bytes(folder.path)
-        is_beyond = index >= keep_runs or total > keep_bytes
-        # a journal takes long to read
-        if _is_broken(folder) or (is_beyond and _has_ended(folder)):
-            shutil.rmtree(folder.path, ignore_errors=True)
+        with contextlib.suppress(OSError, ValueError):  # it is being made or removed
+            if _may_go(folder, is_beyond=index >= keep_runs or total > keep_bytes):
+                shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _has_ended(folder: RunFolder) -> bool:
+def _may_go(folder: RunFolder, is_beyond: bool) -> bool:
+    """Return whether a run is one to remove and has ended, or its folder has long had no plan."""
     try:
-        return record(folder).state in ENDED_STATES
-    except (OSError, ValueError):  # it is being removed
-        return False
-
-
-def _is_broken(folder: RunFolder) -> bool:
-    """Return whether it is a folder without a plan, and not one being made or removed."""
-    with contextlib.suppress(OSError):
-        try:
-            folder.plan()
-        except (ValueError, FileNotFoundError):
-            return time.time() - folder.path.stat().st_mtime > _YOUNG_S
-    return False
+        folder.plan()
+    except (ValueError, FileNotFoundError):
+        return time.time() - folder.path.stat().st_mtime > _YOUNG_S
+    return is_beyond and record(folder).state in ENDED_STATES  # a journal takes long to read
 
 
 def _size_bytes(path: Path) -> int:

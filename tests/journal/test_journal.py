@@ -19,6 +19,7 @@ from taas_magic.journal.analysis import Flow, load_of
 from taas_magic.journal.folder import PlanHead, RunFolder, Writer
 from taas_magic.messages import Display, Event, encode, event_of
 from tests.events import event, line_of
+from tests.eventually import eventually
 
 PLAN = PlanHead("r1", "first", "local", 2)
 
@@ -34,7 +35,7 @@ def write(folder: RunFolder, *events: Event) -> Writer:
     writer = Writer(folder)
     for seen in events:
         writer.append(seen)
-    writer.flush()
+    eventually(lambda: writer._handled_bytes == writer._appended_bytes)
     return writer
 
 

@@ -23,6 +23,7 @@ from taas_magic.messages import HostStatus, PoolStatus, StateChanged
 from taas_magic.notebook import pools
 from taas_magic.notebook.pools import PoolRow
 from taas_magic.plan import Flags
+from tests.eventually import eventually
 
 
 class FakeLaunch(ModuleType):
@@ -113,7 +114,7 @@ def a_run(run_id: str, state: str, log: str = "") -> journal.Writer:
     folder = RunFolder.create(run_id, PlanHead(run_id, "", "local", 2), "")
     writer = journal.Writer(folder)
     writer.append(StateChanged(state=state))
-    writer.flush()
+    eventually(lambda: any(folder.read_events()))
     folder.log(1).write_text(log)
     return writer
 
