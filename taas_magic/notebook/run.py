@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from msgspec import structs
 
@@ -118,19 +118,12 @@ class Interrupts:
             KeyboardInterrupt: The user has interrupted.
         """
         background = Background(lambda tell: work())
-        background.watch(self, patience, meanwhile=meanwhile)
-        if not futures.wait([background.outcome], LEAVE_S).done:
-            _raise_interrupted()
-        return background.outcome.result()
+        return background.wait(self, patience=patience, meanwhile=meanwhile, leave_s=LEAVE_S)
 
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if the user has interrupted."""
-        if self.count:
-            _raise_interrupted()
-
-
-def _raise_interrupted() -> NoReturn:
-    raise interrupted("Stopped by you before the ranks started; nothing was returned.")
+    def check(self, patience: int = 1) -> None:
+        """Raise KeyboardInterrupt if the user has interrupted so often."""
+        if self.count >= patience:
+            raise interrupted("Stopped by you before the ranks started; nothing was returned.")
 
 
 class Background(Generic[T]):
@@ -153,25 +146,18 @@ class Background(Generic[T]):
         )
         self.thread.start()
 
-    def wait(self, interrupts: Interrupts, say: Callable[[str], None]) -> T:
-        """Return what the work returns; `say` is called with each line that is told, once.
-
-        Raises:
-            Exception: What the work raised.
-            KeyboardInterrupt: The user has interrupted.
-        """
-        self.watch(interrupts, 1, say=say)
-        interrupts.check()
-        return self.outcome.result()
-
-    def watch(
+    def wait(
         self,
         interrupts: Interrupts,
-        patience: int,
         say: Callable[[str], None] = lambda line: None,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Return when the work is done, or the user has interrupted so often."""
+        patience: int = 1,
+        leave_s: float = 0.0,
+    ) -> T:
+        """Return what the work returns; `say` is called with each line that is told, once.
+
+        Raises as `Interrupts.attend`, after `leave_s` more.
+        """
         interrupts.wake = lambda: self._news.put([])
         said: set[str] = set()
         while interrupts.count < patience:
@@ -180,13 +166,16 @@ class Background(Generic[T]):
                 lines = self._news.get(timeout=0 if is_done else MEANWHILE_S)
             except queue.Empty:
                 if is_done:
-                    return
+                    break
                 meanwhile()
                 continue
             for line in lines:
                 if line not in said:
                     said.add(line)
                     say(line)
+        if not (leave_s and futures.wait([self.outcome], leave_s).done):
+            interrupts.check(patience)
+        return self.outcome.result()
 
     def _run(self) -> None:
         try:
