@@ -335,6 +335,17 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _SIZE_FACTORS[(match[2] or "").lower()])
 
 
+def size_text(n_bytes: float, base: int = 1000) -> str:
+    """Return bytes with a unit: `812 bytes`, `6.4 MB`; to base 1024 `1.5 GiB`."""
+    if n_bytes < base:
+        return f"{n_bytes:.0f} bytes"
+    for unit in ("kB", "MB", "GB") if base == 1000 else ("KiB", "MiB", "GiB"):
+        n_bytes /= base
+        if n_bytes < base - 0.05:
+            return f"{n_bytes:.1f} {unit}"
+    return f"{n_bytes / base:.1f} {'TB' if base == 1000 else 'TiB'}"
+
+
 def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
     """Read a table of the file; `given` are settings that are no keys of it.
 

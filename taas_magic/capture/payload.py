@@ -16,7 +16,6 @@ from taas_magic.capture.culprit import Destination, type_name
 from taas_magic.capture.modules import ModuleSource, collect, install, needed_modules
 from taas_magic.capture.names import (
     THE_CELL,
-    UsedNames,
     code_use,
     used_names,
     why_used_by,
@@ -29,6 +28,7 @@ from taas_magic.capture.pickling import (
     read_archive,
     write_archive,
 )
+from taas_magic.config import size_text
 from taas_magic.errors import CaptureError
 from taas_magic.messages import unpack
 
@@ -125,8 +125,10 @@ def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
     value = namespace[name]
     if name in _MODULE_NAMES or name in _HISTORY:
         return True
-    if name in _SHELL_NAMES:
-        return any(owner.partition(".")[0] in ("IPython", "ipykernel") for owner in _owners(value))
+    if name in _SHELL_NAMES:  # IPython's `open` calls itself `io`'s
+        scope = getattr(value, "__globals__", {})
+        owners = (getattr(value, "__module__", ""), type(value).__module__, scope.get("__name__"))
+        return any(str(it).partition(".")[0] in ("IPython", "ipykernel") for it in owners)
     if name in ("In", "Out"):
         return value is namespace.get("_ih" if name == "In" else "_oh")
     if _INPUT.fullmatch(name):
@@ -137,14 +139,6 @@ def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
     return False
 
 
-def _owners(value: Any) -> list[str]:
-    """Return modules that a value may come from; IPython's `open` calls itself `io`'s."""
-    scope = getattr(value, "__globals__", {})
-    names = (getattr(value, "__module__", ""), type(value).__module__, scope.get("__name__"))
-    return [name for name in names if isinstance(name, str)]
-
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LISTED = 3
 
 
@@ -292,11 +286,25 @@ def capture(
         SyntaxError: The cell is not Python.
     """
     gathering = _Gathering(namespace, problems, to)
-    python = transform(cell.source)
+    pickler, python = gathering.pickler, transform(cell.source)
     used = used_names(python, cell.filename)
-    gathering.pickler.add(process_state.collect())
+    pickler.add(process_state.collect())
     gathering.take(used.why)
-    payload = _assemble(cell, python, used, gathering, project, source_of)
+    modules = collect([*used.imports, *pickler.modules], project)
+    found = {name: source_of(name) for name in sorted(pickler.filenames)}
+    sources = {name: source for name, source in found.items() if source is not None}
+    sources[cell.filename] = CellSource(cell.raw, cell.label)
+    texts = [source.text for source in sources.values()]
+    payload = Payload(
+        cell=cell,
+        captured=tuple(gathering.captured),
+        modules=modules,
+        sources=sources,
+        submodules=_submodules(gathering.modules, used.attributes),
+        requires=needed_modules(python, pickler.modules, modules, texts),
+        loaders=pickler.replaced,
+        data=pickler.pickled(),
+    )
     if payload.size_bytes > limit_bytes:
         gathering.refuse(_too_large(payload, limit_bytes))
     return payload
@@ -319,32 +327,6 @@ def read(path: Path) -> LoadedPayload:
     return LoadedPayload(**structs.asdict(about), archive=mapped)
 
 
-def _assemble(
-    cell: Cell,
-    python: str,
-    used: UsedNames,
-    gathering: _Gathering,
-    project: Path,
-    source_of: Callable[[str], CellSource | None],
-) -> Payload:
-    modules = collect([*used.imports, *gathering.pickler.modules], project)
-    filenames = sorted(gathering.pickler.filenames)
-    sources = {name: source for name in filenames if (source := source_of(name)) is not None}
-    sources[cell.filename] = CellSource(cell.raw, cell.label)
-    submodules = _submodules(gathering.modules, used.attributes)
-    texts = [source.text for source in sources.values()]
-    return Payload(
-        cell=cell,
-        captured=tuple(gathering.captured),
-        modules=modules,
-        sources=sources,
-        submodules=submodules,
-        requires=needed_modules(python, gathering.pickler.modules, modules, texts),
-        loaders=gathering.pickler.replaced,
-        data=gathering.pickler.pickled(),
-    )
-
-
 def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[str, ...]:
     """Return what a rank that imports only `xml` would lack, where `import xml.dom` binds it."""
     packages = [module.__name__ for module in modules if hasattr(module, "__path__")]
@@ -359,19 +341,9 @@ def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[st
 
 def _too_large(payload: Payload, limit_bytes: int) -> CaptureError:
     biggest = sorted(payload.captured, key=lambda c: c.size_bytes, reverse=True)[:_LISTED]
-    listed = ", ".join(f"`{c.name}` {size_text(c.size_bytes)}" for c in biggest)
+    listed = ", ".join(f"`{c.name}` {size_text(c.size_bytes, 1024)}" for c in biggest)
     return CaptureError(
-        f"the cell uses {size_text(payload.size_bytes)} of the notebook's values, more than "
-        f"{size_text(limit_bytes)}: {listed}; load large data inside the cell, or raise "
+        f"the cell uses {size_text(payload.size_bytes, 1024)} of the notebook's values, more than "
+        f"{size_text(limit_bytes, 1024)}: {listed}; load large data inside the cell, or raise "
         "`[capture] limit` in taas.toml"
     )
-
-
-def size_text(size_bytes: int) -> str:
-    """Return a size as people read it: `1.5 GiB`."""
-    size = float(size_bytes)
-    for unit in _UNITS:
-        if size < 1024 or unit == _UNITS[-1]:
-            break
-        size /= 1024
-    return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"

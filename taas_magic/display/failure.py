@@ -132,9 +132,21 @@ def details(failure: Failure) -> list[str]:
     return lines
 
 
-def others(first: Failure | None, failures: Sequence[Failure]) -> list[str]:
-    """Return the failures besides the first, equal causes of many ranks in one line."""
-    rest = [failure for failure in failures if not same(first, failure)]
+def others(first: Failure | None, failures: Sequence[Failure]) -> tuple[str, list[str]]:
+    """Say what failed besides the first: how many ranks, in one line, and how.
+
+    Equal causes of many ranks are one line. Where nothing did, and of a `--timeout`, it is "".
+    """
+    if first is not None and first.how == "timeout":
+        return "", []
+    rest = [it for it in failures if first is None or _process(it) != _process(first)]
+    n_consequences = sum(failure.consequence for failure in rest)
+    counts = {" because of this": n_consequences, ", too": len(rest) - n_consequences}
+    summary = "; ".join(
+        f"{n_ranks:,} other rank{'s' * (n_ranks > 1)} failed{how}"
+        for how, n_ranks in counts.items()
+        if n_ranks
+    )
     alike: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
     for failure in rest:
         if failure.rank is not None:
@@ -145,25 +157,15 @@ def others(first: Failure | None, failures: Sequence[Failure]) -> list[str]:
     ]
     lines += [headline(failure) for failure in rest if failure.rank is None]
     left_out = len(lines) - MAX_OTHERS
-    return lines if left_out <= 0 else [*lines[:MAX_OTHERS], f"… and {left_out:,} more"]
+    return summary, lines if left_out <= 0 else [*lines[:MAX_OTHERS], f"… and {left_out:,} more"]
+
+
+def _process(failure: Failure) -> tuple[int | None, str, int | None]:
+    return failure.rank, failure.host, failure.pid
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {rank_ranges(sorted(ranks))}"
-
-
-def others_summary(first: Failure | None, failures: Sequence[Failure]) -> str:
-    """Say how many ranks failed besides the first, in one line; "" for none."""
-    if first is not None and first.how == "timeout":
-        return ""
-    rest = [failure for failure in failures if not same(first, failure)]
-    n_consequences = sum(failure.consequence for failure in rest)
-    counts = {" because of this": n_consequences, ", too": len(rest) - n_consequences}
-    return "; ".join(
-        f"{n_ranks:,} other rank{'s' * (n_ranks > 1)} failed{how}"
-        for how, n_ranks in counts.items()
-        if n_ranks
-    )
 
 
 def stood(failures: Sequence[Failure]) -> list[str]:
@@ -186,12 +188,6 @@ def _notebook_line(stack: Sequence[str]) -> str:
     assert found is not None
     code = stack[at + 1].strip() if at + 1 < len(stack) and at + 1 not in frames else ""
     return f"{found['file']}, line {found['line']}" + (f": {cut(code, LINE_CHARS)}" if code else "")
-
-
-def same(first: Failure | None, failure: Failure) -> bool:
-    """Return whether two failure events are of the same process."""
-    who = failure.rank, failure.host, failure.pid
-    return first is not None and who == (first.rank, first.host, first.pid)
 
 
 def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure | None:
@@ -225,8 +221,8 @@ def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreEr
     words = headline(first) if first else words
     is_timeout = first is not None and first.how == "timeout"
     lines = stood(failures) if is_timeout else details(first) if first else []
-    if summary := others_summary(first, failures):
-        lines += [f"{summary}:", *(f"    {line}" for line in others(first, failures))]
+    summary, more = others(first, failures)
+    lines += [f"{summary}:", *(f"    {line}" for line in more)] if summary else []
     if first and _is_of_store(first):
         return StoreError("\n".join([words, *lines]))
     if ended.state == "LOST" or (first and first.how == "host"):

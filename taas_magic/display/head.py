@@ -7,7 +7,7 @@ comes from outside is escaped.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import PurePosixPath
@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from taas_magic.display.failure import cut, headline, others, others_summary
-from taas_magic.display.log import harmless, rank_ranges, size_text
+from taas_magic.config import size_text
+from taas_magic.display.failure import cut, headline, others
+from taas_magic.display.log import harmless, rank_ranges
 from taas_magic.journal.analysis import Flow, LoaderFlow, advice
 from taas_magic.journal.folder import ENDED_STATES
 from taas_magic.messages import (
@@ -249,8 +250,8 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         yield f"note: {note}", _row(f"note: {escape(note)}", "opacity:0.8")
     if outcome := headline(state.first) if state.first else cut(state.why, WORDS_CHARS):
         yield outcome, _row(escape(outcome), f"color:{COLOURS['FAILED']}")
-    if summary := others_summary(state.first, state.failures):
-        lines = others(state.first, state.failures)
+    summary, lines = others(state.first, state.failures)
+    if summary:
         style = "padding:0px 0px 0px 16px;opacity:0.8"
         body = "".join(_row(escape(line), style) for line in lines)
         details = f"<details><summary>{escape(summary)}</summary>{body}</details>"
@@ -363,15 +364,6 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table, a row each, with cells one below the other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def table_html(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table as HTML; the cells of its rows are HTML already."""
-    names = "".join(f"<th style='{CELL};opacity:0.6'>{name}</th>" for name in head)
-    lines = ("".join(f"<td style='{CELL}'>{cell}</td>" for cell in row) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    style = f"border-collapse:collapse;{CODE};font-size:12px"
-    return f"<table style='{style}'><tr>{names}</tr>{body}</table>"
 
 
 def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[str, list[Fact]]]:
@@ -493,7 +485,11 @@ def hang_lines(rows: Sequence[RankStand], now: float) -> list[str]:
 
 def _hang_html(rows: Sequence[RankStand], now: float) -> str:
     title = _row(escape(_hang_title(rows, now)), f"color:{COLOURS['INTERRUPTED']}")
-    return title + table_html(_HANG_HEAD, [map(escape, it) for it in _hang_cells(rows, now)])
+    cells = "".join(f"<th style='{CELL};opacity:0.6'>{name}</th>" for name in _HANG_HEAD)
+    for row in _hang_cells(rows, now):
+        cells += "</tr><tr>" + "".join(f"<td style='{CELL}'>{escape(cell)}</td>" for cell in row)
+    style = f"border-collapse:collapse;{CODE};font-size:12px"
+    return f"{title}<table style='{style}'><tr>{cells}</tr></table>"
 
 
 def _hang_title(rows: Sequence[RankStand], now: float) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from taas_magic.config import size_text
 from taas_magic.host.output import LogBudget
 from taas_magic.messages import Lines, LinesDropped
 
@@ -73,10 +74,8 @@ class Folder:
         self._all: tuple[int, ...] = ()
         self._waiting: defaultdict[int, deque[str]] = defaultdict(deque)
         self._groups: dict[str, set[int]] = {}
-        self._n_waiting = 0
         self._n_alike: Counter[str] = Counter()
         self._deadlines: deque[tuple[float, int, int]] = deque()
-        self._n_held: defaultdict[int, int] = defaultdict(int)
         self._n_released: defaultdict[int, int] = defaultdict(int)
 
     def push(self, rank: int, lines: Sequence[str], now: float) -> list[Shown]:
@@ -89,10 +88,9 @@ class Folder:
         queue = self._waiting[rank]
         comes_first = not queue
         queue.extend(lines)
-        self._n_waiting += comes_first
         self._n_alike.update(lines)
-        self._n_held[rank] += len(lines)
-        self._deadlines.append((now + self._hold_s, rank, self._n_held[rank]))
+        last = self._n_released[rank] + len(queue)
+        self._deadlines.append((now + self._hold_s, rank, last))
         if comes_first and self._join(rank, lines[0]):
             shown += self._release(lines[0])
         return shown + self._release_unmatched()
@@ -128,7 +126,7 @@ class Folder:
         The lowest rank's goes first: rank 0 is the one that says more than the others.
         """
         shown: list[Shown] = []
-        while self._n_waiting == self._world_size:
+        while len(self._waiting) == self._world_size:
             unmatched = [
                 text for text, group in self._groups.items() if self._n_alike[text] == len(group)
             ]
@@ -157,12 +155,13 @@ class Folder:
                 queue = self._waiting[rank]
                 queue.popleft()
                 self._n_released[rank] += 1
-                self._n_waiting -= not queue
-                self._n_alike[text] -= 1
-                if not self._n_alike[text]:
-                    del self._n_alike[text]
-                if queue and self._join(rank, queue[0]):
+                if not queue:
+                    del self._waiting[rank]
+                elif self._join(rank, queue[0]):
                     ready.append(queue[0])
+            self._n_alike[text] -= len(group)
+            if not self._n_alike[text]:
+                del self._n_alike[text]
         return shown
 
 
@@ -379,14 +378,3 @@ def harmless(text: str) -> str:
 
 def _short(line: str) -> str:
     return harmless(line if len(line) <= LINE_CHARS else f"{line[:LINE_CHARS]}…")
-
-
-def size_text(n_bytes: float) -> str:
-    """Return bytes with a unit: `812 bytes`, `6.4 MB`."""
-    if n_bytes < 1000:
-        return f"{n_bytes:.0f} bytes"
-    for unit in ("kB", "MB", "GB"):
-        n_bytes /= 1000
-        if n_bytes < 999.95:
-            return f"{n_bytes:.1f} {unit}"
-    return f"{n_bytes / 1000:.1f} TB"

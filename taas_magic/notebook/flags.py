@@ -11,14 +11,13 @@ import math
 import re
 import shlex
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, NoReturn
 
-from IPython.core.error import UsageError as IPythonUsageError
-from IPython.core.magic_arguments import argument, magic_arguments
+from IPython.core.magic_arguments import MagicArgumentParser
 
 from taas_magic.config import Config, DataConfig, parse_size
 from taas_magic.errors import UsageError
@@ -210,8 +209,8 @@ class Flag:
         """The name in `Flags`."""
         return _FIELDS.get(self.name, self.name.removeprefix("--").replace("-", "_"))
 
-    def decorator(self) -> Callable[..., Any]:
-        """Return the flag as IPython's `@argument`."""
+    def add_to(self, parser: MagicArgumentParser) -> None:
+        """Have a parser read it."""
         example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
         settings: dict[str, Any] = {"help": (self.help + example).replace("%", "%%")}
         if self.metavar:
@@ -219,8 +218,7 @@ class Flag:
             settings |= {"metavar": self.metavar, "action": action, "type": self._value}
         else:
             settings["action"] = "store_true"
-        decorated: Callable[..., Any] = argument(self.name, dest=self.field, **settings)
-        return decorated
+        parser.add_argument(self.name, dest=self.field, **settings)
 
     def _value(self, text: str) -> Any:
         try:
@@ -376,41 +374,50 @@ FLAGS = (
 BY_NAME = {flag.name: flag for flag in FLAGS}
 
 
-def _cell_flags() -> None:
+class FlagParser(MagicArgumentParser):
+    """Reads the values of flags; what is wrong is said in our words."""
+
+    def __init__(self, flags: Sequence[Flag], description: str = "") -> None:
+        super().__init__("%taas", description=description)
+        # "--gpu" is told from "--gpus" rather than taken for it.
+        self.allow_abbrev = False
+        self._flags = flags
+        for flag in flags:
+            flag.add_to(self)
+
+    def error(self, message: str) -> NoReturn:
+        """Say argparse's "argument --gpus: expected one argument"."""
+        flag = next((flag for flag in self._flags if f" {flag.name}:" in message), None)
+        if flag is not None:
+            says = f"needs {flag.possible}" if flag.metavar else "takes no value"
+            message = f"{flag.name} {says}"
+        raise UsageError(message) from None
+
+
+_PARSER = FlagParser(
+    FLAGS,
     """Run this cell as N torch.distributed ranks.
 
-    Every rank runs the cell with the notebook's functions, classes and variables that the cell
-    uses, under torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). Logs appear
-    below the cell; the first failure becomes the cell's exception; --out brings values back.
-    {expressions} and $variables of the notebook are filled in.
+Every rank runs the cell with the notebook's functions, classes and variables that the cell
+uses, under torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). Logs appear
+below the cell; the first failure becomes the cell's exception; --out brings values back.
+{expressions} and $variables of the notebook are filled in.
 
-    Examples::
+Examples::
 
-        %%taas --gpus 2
-        %%taas --gpus 8 --cpus 4 --units 20M --out model,history
-        %%taas --gpus {n} --pool g2.8 --timeout 2h --max-restarts 2 --name "first try"
+    %%taas --gpus 2
+    %%taas --gpus 8 --cpus 4 --units 20M --out model,history
+    %%taas --gpus {n} --pool g2.8 --timeout 2h --max-restarts 2 --name "first try"
 
-    The same as a comment, so that the cell stays plain Python::
+The same as a comment, so that the cell stays plain Python::
 
-        #!g2.8
-        #pragma taas --gpus 8 --out model
+    #!g2.8
+    #pragma taas --gpus 8 --out model
 
-    `%taas?` tells of status, logs, stacks, stop, pools, warm and down.
-    """
-
-
-def _parser() -> Any:
-    function: Any = _cell_flags
-    for flag in reversed(FLAGS):
-        function = flag.decorator()(function)
-    parser = magic_arguments("%taas")(function).parser
-    # "--gpu" is told from "--gpus" rather than taken for it.
-    parser.allow_abbrev = False
-    return parser
-
-
-_PARSER = _parser()
-HELP: str = _cell_flags.__doc__ or ""
+`%taas?` tells of status, logs, stacks, stop, pools, warm and down.
+""",
+)
+HELP: str = _PARSER.format_help()
 """What `%%taas?` shows."""
 
 
@@ -471,10 +478,7 @@ def _words(line: str) -> list[str]:
 
 
 def _parse_words(words: list[str]) -> dict[str, Any]:
-    try:
-        answer, rest = _PARSER.parse_known_args(words)
-    except IPythonUsageError as error:
-        raise UsageError(_missing(str(error))) from None
+    answer, rest = _PARSER.parse_known_args(words)
     if rest:
         raise UsageError(_unknown(rest[0]))
     given = [word.partition("=")[0] for word in words]
@@ -485,14 +489,6 @@ def _parse_words(words: list[str]) -> dict[str, Any]:
     settings["env"] = dict(settings.get("env", ()))
     settings["shared_writes"] = tuple(settings.get("shared_writes", ()))
     return settings
-
-
-def _missing(message: str) -> str:
-    """Say argparse's "argument --gpus: expected one argument", in our words."""
-    flag = next((flag for flag in FLAGS if f" {flag.name}:" in message), None)
-    if flag is None:
-        return message
-    return f"{flag.name} needs {flag.possible}" if flag.metavar else f"{flag.name} takes no value"
 
 
 def _unknown(word: str) -> str:

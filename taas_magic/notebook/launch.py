@@ -17,7 +17,7 @@ from taas_magic import registry
 from taas_magic.capture import modules, payload
 from taas_magic.capture.names import unknown_result
 from taas_magic.capture.payload import Cell, CellSource, Payload
-from taas_magic.config import Config
+from taas_magic.config import Config, size_text
 from taas_magic.display.view import View
 from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageError
 from taas_magic.host.spec import HostSpec, Origin, environ_changes
@@ -142,7 +142,14 @@ def _carry_out(
         if data_pool is not None:
             fetchers = Fetching(data_pool, spec, run.put, waits=data_pool is not pool)
             stack.callback(fetchers.close, interrupts)
-        _wait_for_hosts(run, pool, fetchers, interrupts)
+        try:  # what never had hosts leaves no trace
+            if not plan.prefill:
+                pools.wait_for(pool, interrupts, len(plan.hosts))
+            if fetchers:
+                fetchers.wait(interrupts, pools.say)
+        except (PoolError, KeyboardInterrupt):
+            run.discard()
+            raise
         last_run = run
         gpus = plan.world_size if pool.capacity().gpus else 0
         view = View(plan, run.path, log_ranks=log_ranks, gpus=gpus)
@@ -156,20 +163,6 @@ def _carry_out(
             fetchers.pass_on(pool)
         journal.prune(config.runs.keep, config.runs.keep_bytes)  # while the ranks start
         run.follow(pool, view, interrupts)
-
-
-def _wait_for_hosts(
-    run: Run, pool: Pool, fetchers: Fetching | None, interrupts: Interrupts
-) -> None:
-    """Return when the hosts are there that the run begins with; else it leaves no trace."""
-    try:
-        if not run.plan.prefill:
-            pools.wait_for(pool, interrupts, len(run.plan.hosts))
-        if fetchers:
-            fetchers.wait(interrupts, pools.say)
-    except (PoolError, KeyboardInterrupt):
-        run.discard()
-        raise
 
 
 def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
@@ -306,9 +299,9 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 
 def _payload_lines(captured: Payload) -> list[str]:
-    lines = [f"travels, {payload.size_text(captured.size_bytes)} in all:"]
+    lines = [f"travels, {size_text(captured.size_bytes, 1024)} in all:"]
     for value in captured.captured:
-        size = payload.size_text(value.size_bytes)
+        size = size_text(value.size_bytes, 1024)
         lines.append(f"  {value.name}: {value.type_name}, {size} ({value.why})")
     if not captured.captured:
         lines.append("  nothing")

@@ -28,9 +28,9 @@ from IPython.core.display_functions import display
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from taas_magic.capture.modules import claim_taas, release_taas
-from taas_magic.config import LOCAL, Config, closest, load_config
+from taas_magic.config import LOCAL, Config, closest, load_config, size_text
 from taas_magic.display.head import columns, duration
-from taas_magic.display.log import harmless, size_text
+from taas_magic.display.log import harmless
 from taas_magic.errors import UsageError, interrupted
 from taas_magic.host.output import LineAssembler
 from taas_magic.journal import folder as journal
@@ -40,18 +40,19 @@ from taas_magic.notebook.flags import (
     BY_NAME,
     FLAGS,
     REPEATED,
+    Flag,
+    FlagParser,
     misplaced_pragma,
     nothing_below,
     transform_pragma,
     whole,
 )
-from taas_magic.plan import Flags
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from taas_magic.capture.payload import Cell
-    from taas_magic.notebook.pools import CheckReport, PoolRow
+    from taas_magic.notebook.pools import PoolRow
 
 
 @magics_class
@@ -104,22 +105,7 @@ class TaasMagics(Magics):
         settings = self.settings()
         if not body.strip():
             raise UsageError(nothing_below(self._raw_cell))
-        asked = flags.parse(line, settings)
-        self._run(asked, self._cell(line, body), settings)
-
-    run_cell.__doc__ = flags.HELP
-
-    @line_magic("taas")
-    def run_line(self, line: str) -> None:
-        """Carry out `%taas LINE` and show what it says; raises as `run_command`."""
-        with _one_line("Stopped by you."):
-            shown = run_command(line, self.settings())
-        if isinstance(shown, str):
-            _say(shown)
-        else:
-            display(shown)
-
-    def _run(self, asked: Flags, cell: "Cell", settings: Config) -> None:
+        asked, cell = flags.parse(line, settings), self._cell(line, body)
         from taas_magic.notebook import launch
 
         if note := settings.pool_note(asked.pool):
@@ -129,6 +115,18 @@ class TaasMagics(Magics):
             return
         with _one_line("Stopped by you before the ranks started."):
             launch.execute(asked, cell, self.shell, settings)
+
+    run_cell.__doc__ = flags.HELP
+
+    @line_magic("taas")
+    def run_line(self, line: str) -> None:
+        """Carry out `%taas LINE` and show what it says; raises as `run_command`."""
+        with _one_line("Stopped by you."):
+            shown = run_command(line, self.settings())
+        if type(shown) is str:
+            _say(shown)
+        else:
+            display(shown)
 
     def _cell(self, line: str, body: str) -> "Cell":
         from taas_magic.capture.payload import Cell, cell_number
@@ -186,8 +184,11 @@ TAAS_IS_HERE = (
     "name. No restart is needed."
 )
 # Also without its percent sign, as IPython's automagic takes it, and in a %%bash cell.
-_INSTALL = re.compile(r"\s*[!%]{0,2}\s*(?:\S+\s+-m\s+|uv\s+)?pip[\d.]*\s+install\s(.+)")
-_REQUIREMENT = re.compile(r"(?:.*/)?taas(?:$|\s*[=<>~!;\[@]|-\d)")
+_INSTALLS_TAAS = re.compile(
+    r"^\s*[!%]{0,2}\s*(?:\S+\s+-m\s+|uv\s+)?pip[\d.]*\s+install\s"
+    r"(?:[^#\n]*[\s'\"/])?taas(?:$|[\s'\"=<>~!;\[@]|-\d)",
+    re.MULTILINE,
+)
 
 
 def installs_taas(raw_cell: str) -> bool:
@@ -195,14 +196,7 @@ def installs_taas(raw_cell: str) -> bool:
 
     The DataSphere guide begins with `%pip install taas`.
     """
-    words: list[str] = []
-    for found in map(_INSTALL.fullmatch, raw_cell.splitlines()):
-        if found is not None:
-            try:
-                words += shlex.split(found[1], comments=True)
-            except ValueError:
-                words += found[1].split()
-    return any(_REQUIREMENT.match(word) for word in words)
+    return _INSTALLS_TAAS.search(raw_cell) is not None
 
 
 def load(shell: "InteractiveShell") -> None:
@@ -272,7 +266,7 @@ _SHOWN_BYTES = 500_000
 """A browser bears so much of a log in a cell; what comes before that is named by its file."""
 
 
-def run_command(line: str, settings: Config) -> "str | CheckReport":
+def run_command(line: str, settings: Config) -> str:
     """Carry out `%taas LINE`; return what to show.
 
     Raises:
@@ -301,9 +295,12 @@ def _status(words: Sequence[str], settings: Config) -> str:
     return "\n".join(columns(rows)) if rows[1:] else "no runs"
 
 
+_LOGS_FLAGS = FlagParser([Flag("--rank", "R", whole(0), "a rank's number (--rank 3)")])
+
+
 def _logs(words: Sequence[str], settings: Config) -> str:
-    words, asked = _take_rank(words)
-    record = journal.find(_take("logs", words, 1))
+    given, words = _LOGS_FLAGS.parse_known_args(words)
+    asked, record = given.rank, journal.find(_take("logs", words, 1))
     rank = asked if asked is not None else record.failed_rank or 0
     shown = _end_of(record.log_path(rank))
     if not shown:
@@ -348,7 +345,7 @@ def _stacks(words: Sequence[str], settings: Config) -> str:
     return stacks_text(pools.stacks(record, settings), launch.labels_of_cells(shell))
 
 
-def _pools(words: Sequence[str], settings: Config) -> "str | CheckReport":
+def _pools(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools
 
     if words and words[0] == "--check":
@@ -378,7 +375,7 @@ def _down(words: Sequence[str], settings: Config) -> str:
     return f'Pool "{pool.name}" is down.'
 
 
-_COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], "str | CheckReport"]]] = {
+_COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], str]]] = {
     "status": ("status", "your newest runs, of any kernel", _status),
     "logs": (
         "logs [RUN] [--rank R]",
@@ -418,22 +415,6 @@ def _take(name: str, words: Sequence[str], most: int) -> str | None:
             f'%taas {name} does not take "{words[most]}". It is used as: %taas {_COMMANDS[name][0]}'
         )
     return words[0] if words else None
-
-
-def _take_rank(words: Sequence[str]) -> tuple[list[str], int | None]:
-    """Return the words without `--rank R`, and R; None where it is not there."""
-    rest = list(words)
-    at = next((i for i, word in enumerate(rest) if re.match(r"--rank(=|$)", word)), None)
-    if at is None:
-        return rest, None
-    _, equals, text = rest.pop(at).partition("=")
-    if not equals and at < len(rest):
-        text = rest.pop(at)
-    try:
-        return rest, whole(0)(text)
-    except ValueError:
-        got = f'; got "{text}"' if text else ""
-        raise UsageError(f"--rank needs a rank's number (--rank 3){got}") from None
 
 
 def _running(run_id: str | None) -> RunRecord:

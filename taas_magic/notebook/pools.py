@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from taas_magic.config import Config, PoolConfig
-from taas_magic.display.head import COLOURS, FRAME, columns, table_html
-from taas_magic.display.log import size_text
+from taas_magic.config import Config, size_text
+from taas_magic.display.head import columns
 from taas_magic.engines.base import find_engine
 from taas_magic.errors import PoolError, StoreError
 from taas_magic.host.spec import share_id
@@ -154,83 +153,71 @@ def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
                 agents = named(pool.name, config).call(question)
                 found += [facts.judged(pool, each, here, packages) for each in agents]
             elif pool.name not in known:
-                found.append(_none_up(pool))
+                todo = f"%taas warm {pool.name} takes one now"
+                todo = f"They are checked when a run takes them; {todo}"
+                none_up = Finding(REMARK, "no host is up", todo)
+                found.append(Row(pool.name, "", None, (none_up,)))
     means = {(name, host.host): host.means for name, hosts in up.items() for host in hosts}
-    return CheckReport(found, here, means)
-
-
-def _none_up(pool: PoolConfig) -> Row:
-    todo = f"They are checked when a run takes them; %taas warm {pool.name} takes one now"
-    return Row(pool.name, "", None, (Finding(REMARK, "no host is up", todo),))
+    return report(found, here, means)
 
 
 _HEAD = ("pool", "host", "python", "torch", "taas", "GPUs", "disk", "clock", "interface", "store")
 _MARKS = {ERROR: "✗", WARNING: "!", REMARK: "·"}
-_COLOUR_OF = {ERROR: COLOURS["FAILED"], WARNING: COLOURS["INTERRUPTED"], REMARK: "inherit"}
 
 
-class CheckReport:
-    """The hosts of pools as one table, with all findings and what to do.
+class CheckReport(str):
+    """The hosts of pools as one table, with all findings and what to do."""
 
-    Args:
-        here: What they were asked by.
-        means: What holds a host's ranks off the project store, by pool and host, where it is up.
-    """
-
-    def __init__(
-        self, rows: Sequence[Row], here: Kernel, means: Mapping[tuple[str, str], str]
-    ) -> None:
-        self._rows, self._here, self._means = rows, here, means
-
-    def __repr__(self) -> str:
-        """Return it as plain text; a host's findings stand below it."""
-        head, *lines = columns([_HEAD, *map(self._cells, self._rows)])
-        shown = [head]
-        for row, line in zip(self._rows, lines, strict=True):
-            shown.append(line)
-            for finding in row.findings:
-                shown.append(f"    {_MARKS[finding.level]} {finding.what}")
-                shown += [f"      {finding.todo}"] * bool(finding.todo)
-        return "\n".join([*shown, self._summary()])
+    __repr__ = str.__str__
 
     def _repr_html_(self) -> str:
-        """Return it as HTML; all that comes from hosts is escaped."""
-        rows = [
-            [*map(escape, self._cells(row)), "".join(map(_finding_html, row.findings)) or "none"]
-            for row in self._rows
-        ]
-        summary = f"<div style='margin:4px 0px 0px 0px'>{escape(self._summary())}</div>"
-        return f"<div style='{FRAME}'>{table_html([*_HEAD, 'findings'], rows)}{summary}</div>"
+        """Return it as HTML that breaks no line; all that comes from hosts is escaped."""
+        return f"<pre style='white-space:pre;overflow-x:auto'>{escape(self)}</pre>"
 
-    def _summary(self) -> str:
-        """Say how many hosts can be used."""
-        hosts = [row for row in self._rows if row.host]
-        unfit = [row.host for row in hosts if not row.is_fit]
-        without = f"; not {', '.join(unfit)}" if unfit else ""
-        return f"fit for runs: {len(hosts) - len(unfit)} of {len(hosts)} hosts{without}"
 
-    def _cells(self, row: Row) -> tuple[str, ...]:
-        """Return what stands in a host's row, but for the findings."""
-        seen = row.facts
-        if seen is None or not seen.system:
-            python = seen.python if seen else "?"
-            return (row.pool, row.host or "none is up", python, *["?"] * (len(_HEAD) - 3))
-        reached = seen.interface_of(seen.reached_at)
-        store = "shared" if seen.sees_store else "travels"
-        means = self._means.get((row.pool, row.host))
-        return (
-            row.pool,
-            row.host,
-            seen.python,
-            seen.torch or "none",
-            _ours(seen, self._here),
-            f"{seen.gpus} {', '.join(dict.fromkeys(seen.gpu_names))}".rstrip(),
-            f"{size_text(seen.free_bytes)} free",
-            f"{seen.ahead_s:+.1f} s",
-            # the one at which the host was reached is the one that ranks will use
-            f"{reached} {seen.reached_at}" if reached else ", ".join(seen.interfaces),
-            f"{store}, held by {means}" if means else store,
-        )
+def report(rows: Sequence[Row], here: Kernel, means: Mapping[tuple[str, str], str]) -> CheckReport:
+    """Return what `%taas pools --check` shows; a host's findings stand below it.
+
+    Args:
+        here: What the hosts were asked by.
+        means: What holds a host's ranks off the project store, by pool and host, where it is up.
+    """
+    cells = (_cells(row, here, means.get((row.pool, row.host), "")) for row in rows)
+    head, *lines = columns([_HEAD, *cells])
+    shown = [head]
+    for row, line in zip(rows, lines, strict=True):
+        shown.append(line)
+        for finding in row.findings:
+            shown.append(f"    {_MARKS[finding.level]} {finding.what}")
+            shown += [f"      {finding.todo}"] * bool(finding.todo)
+    hosts = [row for row in rows if row.host]
+    unfit = [row.host for row in hosts if not row.is_fit]
+    without = f"; not {', '.join(unfit)}" if unfit else ""
+    fit = f"fit for runs: {len(hosts) - len(unfit)} of {len(hosts)} hosts{without}"
+    return CheckReport("\n".join([*shown, fit]))
+
+
+def _cells(row: Row, here: Kernel, means: str) -> tuple[str, ...]:
+    """Return what stands in a host's row."""
+    seen = row.facts
+    if seen is None or not seen.system:
+        python = seen.python if seen else "?"
+        return (row.pool, row.host or "none is up", python, *["?"] * (len(_HEAD) - 3))
+    reached = seen.interface_of(seen.reached_at)
+    store = "shared" if seen.sees_store else "travels"
+    return (
+        row.pool,
+        row.host,
+        seen.python,
+        seen.torch or "none",
+        _ours(seen, here),
+        f"{seen.gpus} {', '.join(dict.fromkeys(seen.gpu_names))}".rstrip(),
+        f"{size_text(seen.free_bytes)} free",
+        f"{seen.ahead_s:+.1f} s",
+        # the one at which the host was reached is the one that ranks will use
+        f"{reached} {seen.reached_at}" if reached else ", ".join(seen.interfaces),
+        f"{store}, held by {means}" if means else store,
+    )
 
 
 def _ours(seen: Facts, here: Kernel) -> str:
@@ -241,12 +228,6 @@ def _ours(seen: Facts, here: Kernel) -> str:
         return "installed"
     there = all(name in seen.sites for name in parcels)
     return "in its cache" if there else "comes on first use"
-
-
-def _finding_html(finding: Finding) -> str:
-    mark = f"<b style='color:{_COLOUR_OF[finding.level]}'>{_MARKS[finding.level]}</b>"
-    todo = f"<div style='opacity:0.75'>{escape(finding.todo)}</div>" if finding.todo else ""
-    return f"<div style='white-space:pre-wrap'>{mark} {escape(finding.what)}{todo}</div>"
 
 
 def down(name: str, config: Config) -> None:

@@ -10,7 +10,6 @@ from taas_magic.display.failure import (
     headline,
     no_gpu_advice,
     others,
-    others_summary,
     stood,
     to_exception,
 )
@@ -129,10 +128,9 @@ def test_consequences_are_collapsed() -> None:
         for rank in (0, 1, 2, 4, 5, 6)
     ]
     rest.append(failure(7, "exit", exitcode=5))
-    assert others_summary(first, [first, *rest]) == (
-        "6 other ranks failed because of this; 1 other rank failed, too"
-    )
-    assert others(first, [first, *rest]) == [
+    summary, lines = others(first, [first, *rest])
+    assert summary == "6 other ranks failed because of this; 1 other rank failed, too"
+    assert lines == [
         "ranks 0-2,4-6: RuntimeError: peer closed (a consequence)",
         "rank 7: exited with code 5",
     ]
@@ -140,7 +138,7 @@ def test_consequences_are_collapsed() -> None:
 
 def test_many_different_failures_are_bounded() -> None:
     rest = [failure(rank, message=f"no {rank}") for rank in range(4, 1000)]
-    lines = others(failure(), rest)
+    _, lines = others(failure(), rest)
     assert len(lines) == 11
     assert lines[-1] == "… and 986 more"
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from taas_magic.config import size_text
 from taas_magic.display import log
-from taas_magic.display.log import HOLD_S, LogText, harmless, size_text
+from taas_magic.display.log import HOLD_S, LogText, harmless
 from taas_magic.messages import Lines, LinesDropped
 
 

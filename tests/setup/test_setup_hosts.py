@@ -107,8 +107,7 @@ def test_the_check_shows_all_hosts_with_what_to_do(remote: Notebook, hosts: Host
     assert f"its own name {hosts.name(1)} resolves to 127.0.1.1" in text
     assert "torch 1.13.1 there" in text and "pip install 'torch==" in text
     assert f"fit for runs: 2 of 4 hosts; not {', '.join(hosts.names)}" == lines[-1]
-    html = report._repr_html_()
-    assert "<table" in html and "torch 1.13.1 there" in html
+    assert "torch 1.13.1 there" in report._repr_html_()
 
 
 @pytest.mark.skipif(not old_pythons(), reason="no Python older than 3.8 on this machine")
