@@ -101,31 +101,24 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
         or only a copy made by pickling fails, the nearest part known to fail.
     """
     deadline = time.monotonic() + _BUDGET_S
-    seen = {id(value)}
-    kept = [value]  # an id is only unique while its object lives
+    seen = {id(value): value}  # an id is only unique while its object lives
     path = name
-
-    def first_failing(value: Any) -> tuple[str, Any] | None:
-        for step, child in _parts(value):
-            if time.monotonic() > deadline:
-                return None
-            if id(child) in seen:
-                continue
-            seen.add(id(child))
-            kept.append(child)
-            try:
-                dump(child)
-            except Exception:
-                return step, child
-        return None
-
     for _ in range(_DEPTH):
         if is_process_bound(type(value)) or is_shard(type(value)) or _is_compiled(value):
             break  # no part of it is to blame
-        if (failing := first_failing(value)) is None:
+        for step, child in _parts(value):
+            if time.monotonic() > deadline:
+                return path, value
+            if id(child) in seen:
+                continue
+            seen[id(child)] = child
+            try:
+                dump(child)
+            except Exception:
+                path, value = path + step, child
+                break
+        else:
             break
-        step, value = failing
-        path += step
     return path, value
 
 

@@ -282,6 +282,7 @@ def _imports(module: ModuleSource) -> frozenset[str]:
 
 _NOT_NEEDED = {"taas_magic", "taas", "cloudpickle", "__main__", "__mp_main__"}
 _BRANCHES = (ast.If, ast.While, ast.Match)
+_BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 def needed_modules(
@@ -315,33 +316,21 @@ def imported(source: str, functions: bool = True, branches: bool = False) -> Ite
         functions: Also what functions import when they are called.
         branches: Also what only a branch, or a `try` that knows what to do instead, imports.
     """
-    yield from _in(_tree(source).body, functions, branches)
-
-
-def _in(statements: Iterable[ast.stmt], functions: bool, branches: bool) -> Iterator[str]:
-    for node in statements:
+    waiting: list[ast.AST] = [_tree(source)]
+    for node in waiting:
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module.partition(".")[0]
         elif _is_entered(node, functions, branches):
-            yield from _in(_inside(node), functions, branches)
+            waiting += (it for it in ast.iter_child_nodes(node) if isinstance(it, _BLOCKS))
 
 
-def _is_entered(node: ast.stmt, functions: bool, branches: bool) -> bool:
+def _is_entered(node: ast.AST, functions: bool, branches: bool) -> bool:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return functions
     may_be_left_out = isinstance(node, _BRANCHES) or bool(getattr(node, "handlers", None))
     return branches or not may_be_left_out
-
-
-def _inside(node: ast.stmt) -> Iterator[ast.stmt]:
-    """Yield the statements directly within a statement, in any of its blocks."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt):
-            yield child
-        elif isinstance(child, ast.ExceptHandler | ast.match_case):
-            yield from child.body
 
 
 def _is_installed(name: str) -> bool:

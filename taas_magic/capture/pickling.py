@@ -298,9 +298,9 @@ class ValuePickler(cloudpickle.Pickler):
 
     def _handler(self, kind: type) -> Handler | None:
         if self._to != "notebook" and is_process_bound(kind):
-            return _refuse_process_bound
+            return functools.partial(_refuse, "belongs to the process that made it")
         if self._to == "fetchers" and is_shard(kind):
-            return _refuse_shard
+            return functools.partial(_refuse, "is one rank's share of the data")
         return next((h for base, h in self._rules.items() if issubclass(kind, base)), None)
 
     def _make_rules(self) -> dict[type, Handler | None]:
@@ -377,12 +377,8 @@ class ValuePickler(cloudpickle.Pickler):
             self.needs[name] = None
 
 
-def _refuse_process_bound(value: Any) -> Any:
-    raise pickle.PicklingError(f"a {type(value).__name__} belongs to the process that made it")
-
-
-def _refuse_shard(value: Any) -> Any:
-    raise pickle.PicklingError(f"a {type(value).__name__} is one rank's share of the data")
+def _refuse(why: str, value: Any) -> Any:
+    raise pickle.PicklingError(f"a {type(value).__name__} {why}")
 
 
 def _is_importable(definition: Any) -> bool:
