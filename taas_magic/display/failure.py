@@ -78,26 +78,16 @@ def cause(failure: Failure) -> str:
     """Say what happened, in one line without the place."""
     message = cut(harmless(failure.message.strip()))
     first_line = message.partition("\n")[0]
-    match failure.how:
-        case "raised":
-            words = failure.etype or "an exception"
-        case "signal":
-            words = f"killed by {failure.signal or 'a signal'}"
-        case "exit":
-            words = f"exited with code {failure.exitcode}"
-        case "end":
-            code = failure.signal or f"exit code {failure.exitcode}"
-            words = f"failed after the cell's end: {code}"
-        case "left":
-            words = "ended before the other ranks did"
-        case "stopped":
-            words = "stopped from outside (SIGSTOP)"
-        case "timeout":
-            words = "stopped"
-        case "host":
-            words = "" if _is_of_store(failure) else "lost"
-        case how:
-            words = how
+    words = {
+        "raised": failure.etype or "an exception",
+        "signal": f"killed by {failure.signal or 'a signal'}",
+        "exit": f"exited with code {failure.exitcode}",
+        "end": f"failed after the cell's end: {failure.signal or f'exit code {failure.exitcode}'}",
+        "left": "ended before the other ranks did",
+        "stopped": "stopped from outside (SIGSTOP)",
+        "timeout": "stopped",
+        "host": "" if _is_of_store(failure) else "lost",
+    }.get(failure.how, failure.how)
     return cut(": ".join(filter(None, (words, first_line))), HEADLINE_CHARS)
 
 
