@@ -86,12 +86,7 @@ def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[P
 
 
 def place_fetchers(
-    loaders: Sequence[str],
-    cpus: int,
-    pool: PoolConfig,
-    cores: int,
-    rank_hosts: int = 0,
-    note: str = "",
+    loaders: Sequence[str], cpus: int, pool: PoolConfig, cores: int, rank_hosts: int = 0
 ) -> DataPlan:
     """Put fetchers on hosts.
 
@@ -100,7 +95,6 @@ def place_fetchers(
         cpus: Hosts for each of them; at least one.
         cores: Processors of each of the pool's hosts.
         rank_hosts: How many of its hosts run the ranks; 0: those of another pool do.
-        note: Something to be said besides.
     """
     groups = max(1, min(len(loaders), pool.max_hosts // cpus))
     hosts = min(groups * cpus, pool.max_hosts)
@@ -110,7 +104,7 @@ def place_fetchers(
         for number, (group, index) in places
     )
     per_host = -(-len(fetchers) // hosts)
-    notes = (note, _shared(len(loaders), cpus, pool, len(fetchers)))
+    shared = _shared(len(loaders), cpus, pool, len(fetchers))
     return DataPlan(
         pool=pool.name,
         hosts=hosts,
@@ -118,7 +112,7 @@ def place_fetchers(
         fetchers=fetchers,
         crosses=not rank_hosts or pool.max_hosts > 1,
         cores=max(1, cores // per_host),
-        notes=tuple(text for text in notes if text),
+        notes=(shared,) if shared else (),
     )
 
 
@@ -270,9 +264,8 @@ def split_name(text: str) -> tuple[str, int]:
         ValueError: It is not a variable's name, or what follows `@` is no rank.
     """
     name, at, rank = text.partition("@")
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(text)
-    if at and rank != "last" and not (rank.isascii() and rank.isdigit()):
+    is_rank = not at or rank == "last" or (rank.isascii() and rank.isdigit())
+    if not name.isidentifier() or keyword.iskeyword(name) or not is_rank:
         raise ValueError(text)
     return name, LAST if rank == "last" else int(rank or 0)
 

@@ -153,11 +153,10 @@ def _carry_out(
         last_run = run
         gpus = plan.world_size if pool.capacity().gpus else 0
         view = View(plan, run.path, log_ranks=log_ranks, gpus=gpus)
-        if fetchers and plan.prefill:
-            run.fill(fetchers, view, interrupts)
-            with run.giving_up(view):
-                pools.wait_for(pool, interrupts, len(plan.hosts))
         with run.giving_up(view):
+            if fetchers and plan.prefill:
+                run.fill(fetchers, view, interrupts)
+                pools.wait_for(pool, interrupts, len(plan.hosts))
             run.start(pool, spec, fetchers.said() if fetchers else [], view, interrupts)
         if fetchers:
             fetchers.pass_on(pool)
@@ -191,16 +190,10 @@ def with_fetchers(plan: Plan, flags: Flags, loaders: Sequence[str], config: Conf
         return structs.replace(plan, prefill=None)
     settings, note = choose_data_pool(plan.pool, flags.data_pool, config)
     pool = pools.named(settings.name, config)
-    own = pool is pools.named(plan.pool, config)
-    data = place_fetchers(
-        loaders,
-        plan.cpus,
-        settings,
-        pool.capacity().cores,
-        rank_hosts=len(plan.hosts) if own else 0,
-        note=note,
-    )
-    return structs.replace(plan, data=data, notes=(*plan.notes, *data.notes))
+    rank_hosts = len(plan.hosts) if pool is pools.named(plan.pool, config) else 0
+    data = place_fetchers(loaders, plan.cpus, settings, pool.capacity().cores, rank_hosts)
+    notes = (*plan.notes, *([note] if note else []), *data.notes)
+    return structs.replace(plan, data=data, notes=notes)
 
 
 def out_problem(flags: Flags, captured: Payload, shell: "InteractiveShell") -> str | None:

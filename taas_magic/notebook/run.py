@@ -44,7 +44,7 @@ from taas_magic.messages import (
     StateChanged,
     StoreReceipt,
 )
-from taas_magic.plan import Plan, Prefill
+from taas_magic.plan import Plan
 from taas_magic.pool.client import Pool, Wait
 from taas_magic.store.receipt import Receipt
 
@@ -286,18 +286,13 @@ class Fetching:
 
 
 class Filling:
-    """How far a run's fetchers have come, before its ranks start.
+    """How far a run's fetchers have come, before its ranks start, of what `--prefill` asks for."""
 
-    Args:
-        prefill: What is asked for.
-        fetchers: How many there are.
-        loaders: How many loaders they run.
-        units: The bound of `--units`, for each loader.
-    """
-
-    def __init__(self, prefill: Prefill, fetchers: int, loaders: int, units: int | None) -> None:
-        self._prefill, self._fetchers = prefill, fetchers
-        self.wanted = prefill.amount if prefill.unit != "all" else loaders * (units or 0)
+    def __init__(self, plan: Plan) -> None:
+        assert plan.prefill is not None and plan.data is not None
+        self._unit, self._fetchers = plan.prefill.unit, len(plan.data.fetchers)
+        bound = len(plan.data.loaders) * (plan.units or 0)
+        self.wanted = bound if self._unit == "all" else plan.prefill.amount
         self._stats: dict[int, list[FetcherCounts]] = {}
         self._ended: set[int] = set()
 
@@ -312,7 +307,7 @@ class Filling:
     @property
     def done(self) -> int:
         """How much is ready, in memory and on disk."""
-        if self._prefill.unit == "bytes":
+        if self._unit == "bytes":
             return self._sum("ready_bytes") + self._sum("spilled_bytes")
         return self._sum("ready")
 
@@ -330,7 +325,7 @@ class Filling:
 
     def event(self, host: str) -> Prefilling:
         """Return what is said of it, when a fetcher of that host has come further."""
-        unit = "bytes" if self._prefill.unit == "bytes" else "batches"
+        unit = "bytes" if self._unit == "bytes" else "batches"
         return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
 
     def _sum(self, name: str) -> int:
@@ -399,23 +394,19 @@ class Run(RunFiles):
             PoolError: It was not there in `--timeout`.
             KeyboardInterrupt: The user did not want to wait.
         """
-        assert self.plan.prefill is not None and self.plan.data is not None
-        data, limit_s = self.plan.data, self.plan.timeout_s
-        fetchers, loaders = len(data.fetchers), len(data.loaders)
-        filling = Filling(self.plan.prefill, fetchers, loaders, self.plan.units)
+        filling, limit_s = Filling(self.plan), self.plan.timeout_s
         deadline = time.monotonic() + limit_s if limit_s is not None else None
         interrupts.wake = lambda: self._events.put(None)
-        with self.giving_up(view):
-            while not filling.is_enough:
-                for seen in (events := list(self._wait(view))):
-                    if filling.take(seen):
-                        fetching.say(filling.event(seen.host))
-                self._show(view, events)
-                interrupts.check()
-                if deadline is not None and time.monotonic() > deadline:
-                    stands = filling.event("")
-                    came = f"{stands.done:,} of {stands.wanted:,} {stands.unit}"
-                    raise PoolError(f"exceeded --timeout {limit_s:g}s: --prefill had {came}")
+        while not filling.is_enough:
+            for seen in (events := list(self._wait(view))):
+                if filling.take(seen):
+                    fetching.say(filling.event(seen.host))
+            self._show(view, events)
+            interrupts.check()
+            if deadline is not None and time.monotonic() > deadline:
+                stands = filling.event("")
+                came = f"{stands.done:,} of {stands.wanted:,} {stands.unit}"
+                raise PoolError(f"exceeded --timeout {limit_s:g}s: --prefill had {came}")
 
     @contextmanager
     def giving_up(self, view: View) -> Iterator[None]:

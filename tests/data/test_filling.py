@@ -1,11 +1,13 @@
 """When ranks may start: `--prefill` against what fetchers say."""
 
 import pytest
+from msgspec import structs
 
+from taas_magic.config import PoolConfig
 from taas_magic.host.fetchers import workers_fill
 from taas_magic.messages import Event
 from taas_magic.notebook.run import Filling
-from taas_magic.plan import Prefill
+from taas_magic.plan import Flags, HostCapacity, Prefill, make_plan, place_fetchers
 from tests.events import event
 
 BATCHES = Prefill(100, "batches")
@@ -29,7 +31,10 @@ def fetched(
 def filling(
     prefill: Prefill, *events: Event, fetchers: int = 1, loaders: int = 1, units: int | None = None
 ) -> Filling:
-    found = Filling(prefill, fetchers, loaders, units)
+    names = tuple(f"loader{number}" for number in range(loaders))
+    plan = make_plan(Flags(gpus=1, units=units, prefill=prefill), HostCapacity(0, 1), "r1")
+    data = place_fetchers(names, fetchers, PoolConfig("local", max_hosts=fetchers), cores=1)
+    found = Filling(structs.replace(plan, data=data))
     for seen in events:
         found.take(seen)
     return found
