@@ -9,6 +9,7 @@ A line waits at most `hold_s` for the other ranks to print it too, less than any
 longer when each of them has printed something else.
 """
 
+import math
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -98,19 +99,19 @@ class Folder:
     def due(self, now: float) -> list[Shown]:
         """Return the lines that have waited long enough."""
         shown: list[Shown] = []
-        while (deadline := self.next_due()) is not None and deadline <= now:
+        while self.next_due() <= now:
             _, rank, _ = self._deadlines[0]
             shown += self._release(self._waiting[rank][0])
         return shown
 
-    def next_due(self) -> float | None:
-        """Return when `due` will have something to return; None when nothing waits."""
+    def next_due(self) -> float:
+        """Return when `due` will have something to return; infinity when nothing waits."""
         while self._deadlines:
             deadline, rank, number = self._deadlines[0]
             if number > self._n_released[rank]:
                 return deadline
             self._deadlines.popleft()
-        return None
+        return math.inf
 
     def flush(self) -> list[Shown]:
         """Return all that waits."""
@@ -306,12 +307,9 @@ class LogText:
         self.flush()
         self._note_dropped(now)
 
-    def next_due(self) -> float | None:
-        """Return when `due` will have something to add; None while nothing waits."""
-        due = self._folder.next_due()
-        if not self._dropped:
-            return due
-        return self._note_at if due is None else min(due, self._note_at)
+    def next_due(self) -> float:
+        """Return when `due` will have something to add; infinity while nothing waits."""
+        return min(self._folder.next_due(), self._note_at if self._dropped else math.inf)
 
     @property
     def has_text(self) -> bool:

@@ -5,6 +5,7 @@ ipywidgets: a display with an id is updated in place, which JupyterLab, Notebook
 nbclient all render. Runs in the cell's thread.
 """
 
+import math
 import shutil
 import sys
 import time
@@ -271,18 +272,15 @@ class View:
     def tick(self, now: float) -> None:
         """Write what is to be shown by now."""
         self._log.due(now)
-        write_due = self._write_due()
-        if write_due is not None and write_due <= now:
+        if self._write_due() <= now:
             self._write(now)
-        due = self._head_due()
-        if due is not None and due <= now:
+        if self._head_due() <= now:
             self._head_at, self._head_is_stale = now, False
             self._screen.show(self._state, now)
 
-    def next_due(self) -> float | None:
-        """Return when to call `tick` although no event came; None when there is no need to."""
-        dues = (self._log.next_due(), self._head_due(), self._write_due())
-        return min((due for due in dues if due is not None), default=None)
+    def next_due(self) -> float:
+        """Return when to call `tick` although no event came; infinity when there is no need to."""
+        return min(self._log.next_due(), self._head_due(), self._write_due())
 
     def close(self) -> None:
         """Write all that is left and the head as it stands."""
@@ -291,15 +289,15 @@ class View:
         self._write(now)
         self._screen.close(self._state, now)
 
-    def _write_due(self) -> float | None:
+    def _write_due(self) -> float:
         if not self._log.has_text:
-            return None
+            return math.inf
         return self._written_at + max(WRITE_GAP_S, FULL_CELL_GAP_S * self._log.fullness)
 
-    def _head_due(self) -> float | None:
+    def _head_due(self) -> float:
         if self._head_is_stale:
             return self._head_at + HEAD_GAP_S
-        return None if self._state.has_ended else self._head_at + HEAD_TICK_S
+        return math.inf if self._state.has_ended else self._head_at + HEAD_TICK_S
 
     def _write(self, now: float) -> None:
         if not self._log.has_text:

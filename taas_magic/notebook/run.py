@@ -517,7 +517,7 @@ class Run(RunFiles):
 
     def _wait(self, view: View, until: float = float("inf")) -> Iterable[Event]:
         """Wait for events, and no longer than until then; return all that are there."""
-        due = min(until, view.next_due() or until)
+        due = min(until, view.next_due())
         timeout_s = min(CHECK_S, max(0.0, due - time.monotonic()))
         try:
             first = self._events.get(timeout=timeout_s)

@@ -182,7 +182,7 @@ def test_a_line_that_no_rank_printed_comes_after_what_was_printed() -> None:
 
 def test_next_due() -> None:
     text = log_text(2)
-    assert text.next_due() is None
+    assert text.next_due() == float("inf")
     text.lines(lines(0, "held"), 5.0)
     assert text.next_due() == pytest.approx(5.0 + HOLD_S)
     text.dropped(dropped(0, 1, 1))

@@ -1,5 +1,6 @@
 """Equal lines of many ranks become one; each rank's order is kept; no line waits long."""
 
+import math
 from collections import defaultdict
 
 import pytest
@@ -26,7 +27,7 @@ def test_a_line_of_all_ranks_is_shown_once_as_soon_as_the_last_prints_it() -> No
     assert folder.push(0, ["x"], 0.01) == []
     assert folder.next_due() == HOLD_S
     assert folder.push(1, ["x"], 0.02) == [Shown((0, 1, 2), "x")]
-    assert folder.next_due() is None
+    assert folder.next_due() == math.inf
 
 
 def test_a_line_of_some_ranks_is_shown_once_when_its_time_is_over() -> None:
@@ -65,7 +66,7 @@ def test_a_rank_that_prints_alone_waits_no_longer_than_its_time() -> None:
     folder = Folder(2, HOLD_S)
     assert folder.push(0, ["loss 0.5", "loss 0.4"], 2.0) == []
     assert folder.due(2.0 + HOLD_S) == [Shown((0,), "loss 0.5"), Shown((0,), "loss 0.4")]
-    assert folder.next_due() is None
+    assert folder.next_due() == math.inf
 
 
 def test_each_line_waits_its_own_time_in_its_order() -> None:
@@ -109,9 +110,9 @@ def test_nothing_is_lost_doubled_or_reordered_and_nothing_waits_too_long(
         printed[rank] += lines
         shown += folder.push(rank, lines, now)
         deadline = folder.next_due()
-        assert deadline is None or now < deadline <= now + HOLD_S
+        assert deadline == math.inf or now < deadline <= now + HOLD_S
     shown += folder.flush()
-    assert folder.next_due() is None
+    assert folder.next_due() == math.inf
     assert lines_by_rank(shown) == {rank: lines for rank, lines in printed.items() if lines}
     assert all(list(ranks) == sorted(set(ranks)) for ranks, _ in shown)
 
