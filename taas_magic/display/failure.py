@@ -194,13 +194,9 @@ def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure |
             text = text.replace(filename, label)
         return text
 
-    return structs.replace(
-        failure,
-        traceback=[labelled(line) for line in failure.traceback],
-        stack=[labelled(line) for line in failure.stack],
-        tail=[labelled(line) for line in failure.tail],
-        message=labelled(failure.message),
-    )
+    names = ("traceback", "stack", "tail")
+    lines = {name: [labelled(line) for line in getattr(failure, name)] for name in names}
+    return structs.replace(failure, message=labelled(failure.message), **lines)
 
 
 def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreError:

@@ -356,7 +356,14 @@ def _pools(words: Sequence[str], settings: Config) -> str:
     rows = [("pool", "engine", "state", "host", "does", "since", "GPU-hours")]
     rows += [cells for pool in found for cells in _pool_cells(pool)]
     source = settings.source or "there is no taas.toml: all runs on this machine"
-    return "\n".join([*columns(rows), *_cost_lines(found), f"({source})"])
+    # what each pool with GPUs has cost since it began, with hosts given back
+    costs = [
+        f'pool "{pool.name}": {pool.status.gpu_hours:.2f} GPU-hours, '
+        f"{pool.status.used_gpu_hours / pool.status.gpu_hours:.0%} of them in runs"
+        for pool in found
+        if pool.status.gpu_hours
+    ]
+    return "\n".join([*columns(rows), *costs, f"({source})"])
 
 
 def _warm(words: Sequence[str], settings: Config) -> str:
@@ -441,17 +448,6 @@ def _pool_cells(pool: "PoolRow") -> list[tuple[str, str, str, str, str, str, str
         rows.append((*names, host.host, does, duration(host.had_s), f"{host.gpu_hours:.2f}"))
         names = ("", "", "")
     return rows or [(*names, "", "", "", "")]
-
-
-def _cost_lines(pools: Sequence["PoolRow"]) -> list[str]:
-    """Return what each pool with GPUs has cost since it began, with hosts given back."""
-    return [
-        f'pool "{pool.name}": '
-        f"{pool.status.gpu_hours:.2f} GPU-hours, "
-        f"{pool.status.used_gpu_hours / pool.status.gpu_hours:.0%} of them in runs"
-        for pool in pools
-        if pool.status.gpu_hours
-    ]
 
 
 _HEAD = re.compile(r"\s*(?:%%taas|#\s?pragma\s+taas)\s(.*)")
