@@ -424,7 +424,7 @@ class FileServer:
             assert rule is not None
             folder = state_folder(rule.path)
             if self._spec.reads_only:  # others may use the store at the same time
-                self._desk = Desk(rule, folder / "readers", writer=-1, is_alone=False)
+                self._desk = Desk(rule, folder / "readers", writer=-1)
             elif self._spec.fetches:
                 self._desk = Desk(rule, folder / "fetchers", writer=-1)
             else:

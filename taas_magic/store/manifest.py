@@ -3,8 +3,8 @@
 Version control, caches, secrets and what `.taasignore` names stay; what shells, ssh, git, Python or
 this package would believe never comes from a host. Case and invisible characters tell no names
 apart here: file systems may not tell them either. Of the rest, regular files are known by their
-hash (`Hashes`), and all that lies in a store is its `Manifest`. Files are cut and packed into
-messages of at most `CHUNK_BYTES`, of which a host asks for so many at a time as its link bears.
+hash (`Hashes`), and all that lies in a store is its `Manifest`. Files are cut into pieces, of which
+a message carries so many as the link bears, at most `CHUNK_BYTES`.
 Paths are checked on both sides: a host may be hostile to the notebook, and the notebook's tree may
 hold names that a host cannot have.
 """
@@ -14,15 +14,14 @@ import os
 import re
 import time
 import unicodedata
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 from pathspec import GitIgnoreSpec
 
 from taas_magic.errors import StoreError
@@ -218,19 +217,15 @@ class Hashes:
         known = self._known.get(seen.path)
         if known is not None and known[0] == _key(seen.status):
             return known[1]
-        descriptor = tree.open_file(seen.path)
-        try:
-            before = os.fstat(descriptor)
+        with tree.open_file(seen.path) as file:
+            before = os.fstat(file.fileno())
             digest = hashlib.sha256()
-            for block in blocks(descriptor):
+            for block in blocks(file):
                 digest.update(block)
-            sha256 = digest.hexdigest()
             settled = time.time_ns() - max(before.st_ctime_ns, before.st_mtime_ns) > _FRESH_NS
-            if settled and _key(before) == _key(os.fstat(descriptor)):
-                self.remember(seen.path, before, sha256)
-        finally:
-            os.close(descriptor)
-        return sha256
+            if settled and _key(before) == _key(os.fstat(file.fileno())):
+                self.remember(seen.path, before, digest.hexdigest())
+        return digest.hexdigest()
 
     def remember(self, path: str, status: os.stat_result, sha256: str) -> None:
         """Take down the hash of a file that is as `status` says."""
@@ -262,12 +257,10 @@ class Hashes:
         os.replace(beside, self._file)
 
 
-def blocks(descriptor: int) -> Iterator[bytes]:
-    """Yield a file from its beginning, in blocks."""
-    offset = 0
-    while block := os.pread(descriptor, _BLOCK_BYTES, offset):
+def blocks(file: FileIO) -> Iterator[bytes]:
+    """Yield a file, in blocks."""
+    while block := file.read(_BLOCK_BYTES):
         yield block
-        offset += len(block)
 
 
 def _key(status: os.stat_result) -> Key:
@@ -336,15 +329,14 @@ class ChangeList(Struct):
     changes: list[Change]
 
 
-@dataclass
-class Survey:
+class Survey(Struct):
     """A tree as it was walked, nothing of it read yet."""
 
-    files: list[Seen] = field(default_factory=list)
-    folders: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    secrets: list[str] = field(default_factory=list)
-    cases: Cases = field(default_factory=Cases)
+    cases: Cases
+    files: list[Seen] = []
+    folders: list[str] = []
+    skipped: dict[str, str] = {}
+    secrets: list[str] = []
 
 
 def ignore_of(tree: Tree) -> Ignore:
@@ -354,8 +346,8 @@ def ignore_of(tree: Tree) -> Ignore:
         StoreError: A line of it is no pattern.
     """
     lines: list[str] = []
-    with suppress(FileNotFoundError), open(tree.open_file(FILE_NAME), errors="replace") as file:
-        lines = file.read().splitlines()
+    with suppress(FileNotFoundError), tree.open_file(FILE_NAME) as file:
+        lines = file.read().decode(errors="replace").splitlines()
     try:
         return Ignore(lines)
     except ValueError as error:
@@ -363,10 +355,11 @@ def ignore_of(tree: Tree) -> Ignore:
 
 
 def survey(tree: Tree, ignore: Ignore) -> Survey:
-    """Walk a tree; what cannot travel is left out, and said."""
-    found = Survey()
+    """Walk a tree; what cannot travel is left out, and said; what a kill left unfinished goes."""
+    found = Survey(Cases())
 
     def takes(seen: Seen) -> bool:
+        tree.remove_leftover(seen.path)
         if ignore.leaves_out(seen.path, seen.is_folder):
             return False
         if ignore.is_secret(seen.path):
@@ -449,9 +442,6 @@ CHUNK_BYTES = 4 << 20
 """What one message carries at most; and what is in memory of a file at a time."""
 
 MAX_PARTS = 1000
-_SAMPLE_BYTES = 1 << 16
-_PAYS_BELOW = 0.7
-
 _FIRST_BYTES, _LEAST_BYTES = 1 << 18, 1 << 16
 _QUICK_S, _SLOW_S = 0.25, 1.0
 
@@ -461,12 +451,17 @@ Part = tuple[str, int, int]
 """Path, offset, bytes."""
 
 
-class Bundle(Struct, frozen=True):
-    """Parts of files: the bytes of each, -1 for what could not be read; and all of them."""
+class Piece(Struct, frozen=True, array_like=True):
+    """The next bytes of a file.
 
-    sizes: list[int]
+    Attributes:
+        entry: The file; its hash is "" while more follows.
+        offset: Of the bytes; 0 begins the file anew.
+    """
+
+    entry: Entry
+    offset: int
     data: bytes
-    packed: bool
 
 
 class FileRequest(Request[_T], Generic[_T], kw_only=True):
@@ -516,8 +511,8 @@ class ListStore(FileRequest[Manifest | None]):
     fresh: bool = False
 
 
-class ReadStore(FileRequest[Bundle]):
-    """Give parts of files that are in the list or in the news."""
+class ReadStore(FileRequest[list[bytes | None]]):
+    """Give parts of files that are in the list or in the news; None is what cannot be read."""
 
     parts: list[Part]
 
@@ -532,32 +527,15 @@ class PublishFiles(FileRequest[dict[str, str]]):
     """Take over what a host has changed; answered by why, by path, of what is refused.
 
     Attributes:
-        contents: Those of the files, in their order.
         removed: Files that are gone there; they go after all that is new is in its place.
         folders: Folders that were made, outer ones first.
         removed_folders: Folders that are gone there, inner ones first.
     """
 
-    files: Sequence[Entry] = ()
-    contents: Bundle = Bundle([], b"", False)
-    removed: Sequence[str] = ()
-    folders: Sequence[str] = ()
-    removed_folders: Sequence[str] = ()
-
-
-class PublishPart(FileRequest[str]):
-    """Take the next part of a large file; the answer says why it is refused, or "".
-
-    Attributes:
-        offset: Of the part; 0 begins the file anew.
-        contents: The part.
-        end: With the last part, what the file is.
-    """
-
-    path: str
-    offset: int
-    contents: Bundle
-    end: Entry | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    removed_folders: list[str] = field(default_factory=list)
 
 
 class Ask(Protocol):
@@ -611,43 +589,3 @@ def batches(entries: Iterable[Entry], pace: Pace) -> Iterator[list[Part]]:
                 break
     if batch:
         yield batch
-
-
-def pack_parts(parts: Sequence[bytes | None]) -> Bundle:
-    """Return parts as one message; None stands for what could not be read."""
-    data = b"".join(part for part in parts if part is not None)
-    sizes = [-1 if part is None else len(part) for part in parts]
-    is_packed = _compresses(data)
-    return Bundle(sizes, zlib.compress(data, 1) if is_packed else data, is_packed)
-
-
-def unpack_parts(bundle: Bundle) -> list[bytes | None]:
-    """Undo `pack_parts`; never make more of a message than a chunk.
-
-    Raises:
-        ValueError: It is no such message.
-    """
-    sizes, data = bundle.sizes, bundle.data
-    total = sum(size for size in sizes if size > 0)
-    if total > CHUNK_BYTES:
-        raise ValueError(f"a message of {total:,} bytes; at most {CHUNK_BYTES:,} are possible")
-    if bundle.packed:
-        try:
-            data = zlib.decompressobj().decompress(data, total + 1)
-        except zlib.error as error:
-            raise ValueError(f"a message that cannot be unpacked: {error}") from error
-    if len(data) != total:
-        raise ValueError(f"a message of {len(data):,} bytes that says it has {total:,}")
-    parts: list[bytes | None] = []
-    offset = 0
-    for size in sizes:
-        parts.append(None if size < 0 else data[offset : offset + size])
-        offset += max(size, 0)
-    return parts
-
-
-def _compresses(data: bytes) -> bool:
-    """Return whether compression pays, judged by a piece from the middle."""
-    middle = max(0, (len(data) - _SAMPLE_BYTES) // 2)
-    sample = data[middle : middle + _SAMPLE_BYTES]
-    return len(sample) > 512 and len(zlib.compress(sample, 1)) < _PAYS_BELOW * len(sample)

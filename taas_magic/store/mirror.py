@@ -18,7 +18,6 @@ from pathlib import Path
 
 from taas_magic import probe
 from taas_magic.errors import StoreError, TaasError
-from taas_magic.store import tree as trees
 from taas_magic.store.manifest import (
     Ask,
     Entry,
@@ -30,7 +29,6 @@ from taas_magic.store.manifest import (
     ReadStore,
     batches,
     blocks,
-    unpack_parts,
 )
 from taas_magic.store.rule import locked
 from taas_magic.store.tree import Arrival, DamagedError, Tree, why_unsafe
@@ -58,6 +56,7 @@ class Mirror:
 
     def __init__(self, folder: Path, until_end: ExitStack) -> None:
         self._until_end = until_end
+        shutil.rmtree(folder / "arriving", ignore_errors=True)  # what a kill has left
         for name in ("tree", "arriving"):
             (folder / name).mkdir(exist_ok=True)
         self.path = os.path.realpath(folder / "tree")
@@ -66,7 +65,6 @@ class Mirror:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         self.staging = os.open(folder / "arriving", flags)
         until_end.callback(os.close, self.staging)
-        trees.clear(self.staging)
         self.hashes = Hashes(folder / "hashes.json")
         self.folders: set[str] = set()
 
@@ -166,18 +164,13 @@ def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
     tree, wanted = mirror.tree, {entry.path for entry in want.files}
     files, folders, odd = _look(mirror, wanted)
     want_folders = set(want.folders)
-    gone = [path for path in files if path not in wanted] + odd
-    blocking = want_folders.intersection(gone)
-    for path in blocking:
-        tree.remove(path)
     missing = [path for path in want.folders if path not in folders]
     for path in missing:
         with suppress(OSError):  # it is made when what blocks it is gone
             tree.make_folder(path)
     to_fetch = _copy_what_is_here(mirror, want, files, folders)
-    for path in gone:
-        if path not in blocking:
-            tree.remove(path)
+    for path in [*(path for path in files if path not in wanted), *odd]:
+        tree.remove(path)
     for path in reversed(folders):
         if path not in want_folders:
             tree.remove_folder(path)
@@ -227,20 +220,16 @@ def _look(
 
 
 def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
-    """Make a file from one of the mirror that has its content; return False if that is gone."""
-    try:
-        descriptor = mirror.tree.open_file(source)
-    except OSError:
-        return False
+    """Make a file from one of the mirror that has its content; return whether that was possible."""
     arrival = Arrival(mirror.staging)
     try:
-        for block in blocks(descriptor):
-            arrival.write(block)
+        with mirror.tree.open_file(source) as file:
+            for block in blocks(file):
+                arrival.write(block)
         _settle(mirror, arrival, entry)
-    except DamagedError:
+    except OSError:
         return False
     finally:
-        os.close(descriptor)
         arrival.discard()
     return True
 
@@ -253,7 +242,7 @@ def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> list[str]:
     pace = Pace()
     try:
         for batch in batches(entries, pace):
-            parts = unpack_parts(pace.ask(ask, ReadStore(batch)))
+            parts = pace.ask(ask, ReadStore(batch))
             for (path, offset, size), part in zip(batch, parts, strict=True):
                 arrival = arrivals.get(path) or arrivals.setdefault(path, Arrival(mirror.staging))
                 arrival.write(part or b"")
@@ -276,9 +265,9 @@ def _settle(mirror: Mirror, arrival: Arrival, entry: Entry) -> None:
     """
     try:
         arrival.verify(entry.path, entry.size, entry.sha256)
-        arrival.date(entry.mtime_ns)
+        os.utime(arrival.file, ns=(entry.mtime_ns, entry.mtime_ns))
         # known before it is there, so that nobody takes its appearance for a rank's doing
-        mirror.hashes.remember(entry.path, arrival.status(), entry.sha256)
+        mirror.hashes.remember(entry.path, os.fstat(arrival.file), entry.sha256)
         arrival.place(mirror.tree, entry.path, executable=entry.executable)
     finally:
         arrival.discard()

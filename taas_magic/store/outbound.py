@@ -16,12 +16,12 @@ import select
 import signal
 import stat
 import struct
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from io import FileIO
 
 from taas_magic.errors import TaasError
 from taas_magic.store.manifest import (
@@ -31,10 +31,9 @@ from taas_magic.store.manifest import (
     Entry,
     Ignore,
     Pace,
+    Piece,
     PublishFiles,
-    PublishPart,
     ignore_of,
-    pack_parts,
 )
 from taas_magic.store.mirror import Mirror
 from taas_magic.store.rule import is_below
@@ -65,24 +64,23 @@ class _Watch:
     def __init__(self, root: str, skips: Callable[[str], bool]) -> None:
         self._root, self._skips = root, skips
         self._folders: dict[int, str] = {}
-        self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._over = os.eventfd(0)
         self._poll = select.poll()
-        self._poll.register(self._woken, select.POLLIN)
-        self._inotify = _LIBC.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK) if _has_it() else -1
+        self._poll.register(self._over, select.POLLIN)
+        self._inotify = _LIBC.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
         self._is_blind = self._inotify < 0
         if self._inotify >= 0:
             self._poll.register(self._inotify, select.POLLIN)
             self._add("")
 
     def close(self) -> None:
-        for descriptor in (self._woken, self._wakes, self._inotify):
+        for descriptor in (self._over, self._inotify):
             if descriptor >= 0:
                 os.close(descriptor)
 
     def wake(self) -> None:
-        """End the `wait` of another thread."""
-        with suppress(BlockingIOError):
-            os.write(self._wakes, b"!")
+        """End the `wait` of another thread, and all that follow."""
+        os.eventfd_write(self._over, 1)
 
     def wait(self, timeout_s: float | None) -> tuple[set[str], bool]:
         """Wait until something has changed, a time has passed, or `wake` is called.
@@ -93,8 +91,6 @@ class _Watch:
         if self._is_blind:
             timeout_s = BLIND_S if timeout_s is None else min(timeout_s, BLIND_S)
         self._poll.poll(None if timeout_s is None else timeout_s * 1000)
-        with suppress(BlockingIOError):
-            os.read(self._woken, 1 << 16)
         paths, overflowed = set[str](), False
         for watch, mask, name in self._events():
             if mask & _Q_OVERFLOW:
@@ -152,34 +148,28 @@ def _below(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def _has_it() -> bool:
-    return sys.platform == "linux"
-
-
-def is_being_written(descriptor: int) -> bool:
+def is_being_written(file: FileIO) -> bool:
     """Return whether any process has the file open to write it, as far as this system can say.
 
     The system grants a read lease on a file (fcntl(2), F_SETLEASE) only where nobody writes; it is
     given back at once. Who opens the file in that moment would have a signal sent to this process,
     which is made one that is ignored.
     """
-    if sys.platform != "linux":
-        return False
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except BlockingIOError:
         return True
     except OSError:
         return False  # this file system has no leases
     with suppress(OSError):
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return False
 
 
-def has_changed(descriptor: int, before: os.stat_result) -> bool:
+def has_changed(file: FileIO, before: os.stat_result) -> bool:
     """Return whether a file is another than it was."""
-    now = os.fstat(descriptor)
+    now = os.fstat(file.fileno())
     return (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
 
 
@@ -187,22 +177,6 @@ SMALL_BYTES = 1 << 18
 """Files up to this size go many to a message."""
 
 _FRESH_NS = 100_000_000
-
-
-@dataclass
-class _Parcel:
-    """What goes in one message."""
-
-    folders: list[str] = field(default_factory=list)
-    files: list[tuple[Entry, bytes, os.stat_result]] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
-    removed_folders: list[str] = field(default_factory=list)
-
-    def is_full(self, enough: int) -> bool:
-        """Return whether it has so many bytes, or can take no more."""
-        changes = [*self.folders, *self.files, *self.removed, *self.removed_folders]
-        size = sum(len(data) for _, data, _ in self.files)
-        return len(changes) >= MAX_PARTS or size >= min(enough, CHUNK_BYTES - SMALL_BYTES)
 
 
 class _Sender:
@@ -217,144 +191,134 @@ class _Sender:
         self._ignore = ignore_of(mirror.tree)
         self._stays: set[str] = set()
         self._pace = Pace()
+        self._asked = PublishFiles()
+        self._statuses: dict[str, os.stat_result] = {}
         self.written: dict[str, int] = {}
         self.refused: dict[str, str] = {}
 
     def send_small(self, paths: Iterable[str]) -> list[str]:
         """Send what there is to be said of some paths; return which are large files."""
         large: list[str] = []
-        parcel = _Parcel()
         for path in sorted(paths):
             try:
-                self._look(path, parcel, large)
+                if self._look(path):
+                    large.append(path)
             except UnsafeError as error:
                 self._refuse(path, error.why)
-            if parcel.is_full(self._pace.size):
-                self._send(parcel)
-                parcel = _Parcel()
-        self._send(parcel)
+            asked = self._asked
+            n_gone = len(asked.removed) + len(asked.removed_folders)
+            n_bytes = sum(len(piece.data) for piece in asked.pieces)
+            enough = min(self._pace.size, CHUNK_BYTES - SMALL_BYTES)
+            if n_bytes >= enough or n_gone + len(asked.pieces) + len(asked.folders) >= MAX_PARTS:
+                self._send()
+        self._send()
         return large
 
-    def send_large(self, path: str, between: Callable[[], None]) -> None:
-        """Send a file part by part.
+    def send_large(self, path: str) -> Iterator[None]:
+        """Send a file piece by piece, one a step; if it changes on its way it is left."""
+        try:
+            for piece in self._pieces(path):
+                self._asked.pieces.append(piece)
+                if path in self._send():
+                    return
+                yield
+        except UnsafeError as error:
+            self._refuse(path, error.why)
 
-        Args:
-            path: The file; if it changes on its way it is left, since it will be closed again.
-            between: Called after every part, so that small files need not wait for a large one.
+    def _pieces(self, path: str) -> Iterator[Piece]:
+        """Read a file, a small one as one piece; end where somebody writes it: it will be closed.
+
+        Raises:
+            UnsafeError: It cannot be read.
         """
         try:
-            descriptor = self._mirror.tree.open_file(path)
-        except OSError:
-            return  # gone meanwhile: that is an event of its own
-        try:
-            before = os.fstat(descriptor)
-            if is_being_written(descriptor) or self._is_known(path, before):
-                return
-            sha256, offset, refused = hashlib.sha256(), 0, ""
-            while offset < before.st_size and not refused:
-                part = os.pread(descriptor, self._pace.size, offset)
-                if not part or has_changed(descriptor, before):
+            file = self._mirror.tree.open_file(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return  # that is an event of its own
+        except OSError as error:
+            raise UnsafeError(path, str(error.strerror)) from error
+        with file:
+            self._statuses[path] = before = os.fstat(file.fileno())
+            sha256, offset, is_last = hashlib.sha256(), 0, False
+            while not is_last:
+                size = self._pace.size if before.st_size > SMALL_BYTES else SMALL_BYTES
+                data = file.read(size)
+                is_last = offset + len(data) >= before.st_size
+                if is_being_written(file) or has_changed(file, before):
                     return
-                sha256.update(part)
-                is_last = offset + len(part) == before.st_size
-                end = Entry.of(Seen(path, before), sha256.hexdigest()) if is_last else None
-                asked = PublishPart(path, offset, pack_parts([part]), end)
-                refused = self._pace.ask(self._ask, asked)
-                offset += len(part)
-                between()
-            self._take_answer(path, refused, before, sha256.hexdigest())
-        finally:
-            os.close(descriptor)
+                sha256.update(data)
+                entry = Entry.of(Seen(path, before), sha256.hexdigest() if is_last else "")
+                yield Piece(entry, offset, data)
+                offset += len(data)
 
-    def _is_known(self, path: str, status: os.stat_result) -> bool:
-        """Return whether the store has this file; the time stamp of a new one does not tell."""
-        settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
-        return settled and self._mirror.hashes.is_same(path, status)
-
-    def _look(self, path: str, parcel: _Parcel, large: list[str]) -> None:
-        """Put into the parcel what there is to be said of a path; a large file into `large`."""
+    def _look(self, path: str) -> bool:
+        """Take down what there is to be said of a path; return whether it is a large file."""
         mirror = self._mirror
         if why := why_unsafe(path) or self._ignore.why_not_back(path):
             raise UnsafeError(path, why)
         status = mirror.tree.status(path)
         if status is None:
-            self._add_gone(path, parcel)
+            self._add_gone(path)
         elif stat.S_ISDIR(status.st_mode):
             if path in mirror.hashes:  # it was a file
-                self._send(_Parcel(removed=[path]))
+                self._asked.removed.append(path)
+                self._send()
             if path not in mirror.folders:
-                parcel.folders.append(path)
+                self._asked.folders.append(path)
         elif what := oddity(status):
             raise UnsafeError(path, what)
         else:
             if path in mirror.folders:  # it was a folder
-                gone = _Parcel()
-                self._add_gone(path, gone)
-                self._send(gone)
+                self._add_gone(path)
+                self._send()
             if status.st_size > SMALL_BYTES:
-                large.append(path)
-            else:
-                self._add_file(path, parcel)
+                # the time stamp of a new file does not tell
+                settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
+                return not (settled and mirror.hashes.is_same(path, status))
+            self._add_file(path)
+        return False
 
-    def _add_gone(self, path: str, parcel: _Parcel) -> None:
+    def _add_gone(self, path: str) -> None:
         """Have what is known to be in the store at a path, and below it, removed there, too."""
         mirror = self._mirror
         self.refused.pop(path, None)
         if path in mirror.hashes:
-            parcel.removed.append(path)
+            self._asked.removed.append(path)
         if path in mirror.folders:
             below = [folder for folder in list(mirror.folders) if is_below(folder, path)]
-            parcel.removed_folders += sorted(below, reverse=True)
-            parcel.removed += [file for file in mirror.hashes.paths() if is_below(file, path)]
+            self._asked.removed_folders += sorted(below, reverse=True)
+            self._asked.removed += [it for it in mirror.hashes.paths() if is_below(it, path)]
 
-    def _add_file(self, path: str, parcel: _Parcel) -> None:
-        """Read a small file, if nobody writes it and it is not the one that the store has."""
-        try:
-            descriptor = self._mirror.tree.open_file(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return  # gone meanwhile, or its folder has become a file
-        try:
-            before = os.fstat(descriptor)
-            data = os.pread(descriptor, SMALL_BYTES + 1, 0)
-            settled = not is_being_written(descriptor) and not has_changed(descriptor, before)
-        finally:
-            os.close(descriptor)
-        entry = Entry.of(Seen(path, before), hashlib.sha256(data).hexdigest())
-        if not settled or len(data) != before.st_size:
+    def _add_file(self, path: str) -> None:
+        """Read a small file, if it is not the one that the store has."""
+        piece = next(self._pieces(path), None)
+        if piece is None or not piece.entry.sha256:
             return  # whoever writes it will close it
-        if self._mirror.hashes.is_content(path, entry.sha256):
-            self._mirror.hashes.remember(path, before, entry.sha256)
+        if self._mirror.hashes.is_content(path, piece.entry.sha256):
+            self._mirror.hashes.remember(path, self._statuses.pop(path), piece.entry.sha256)
         else:
-            parcel.files.append((entry, data, before))
+            self._asked.pieces.append(piece)
 
-    def _send(self, parcel: _Parcel) -> None:
-        if parcel == _Parcel():
-            return
-        asked = PublishFiles(
-            files=[entry for entry, _, _ in parcel.files],
-            contents=pack_parts([data for _, data, _ in parcel.files]),
-            removed=parcel.removed,
-            folders=parcel.folders,
-            removed_folders=parcel.removed_folders,
-        )
+    def _send(self) -> dict[str, str]:
+        """Send what was taken down; return why, by path, of what was refused."""
+        asked, self._asked = self._asked, PublishFiles()
+        if asked == self._asked:
+            return {}
         refused = self._pace.ask(self._ask, asked)
-        for entry, _, status in parcel.files:
-            self._take_answer(entry.path, refused.pop(entry.path, ""), status, entry.sha256)
-        for path in parcel.removed:
+        for entry in (piece.entry for piece in asked.pieces if piece.entry.sha256):
+            path, status = entry.path, self._statuses.pop(entry.path)
+            if path not in refused:
+                self._mirror.hashes.remember(path, status, entry.sha256)
+                self.refused.pop(path, None)
+                self.written[path] = entry.size
+        for path in asked.removed:
             self._mirror.hashes.forget(path)
             self.written.pop(path, None)
-        self._mirror.folders.update(set(parcel.folders) - set(refused))
-        self._mirror.folders.difference_update(parcel.removed_folders)
+        self._mirror.folders.update(set(asked.folders) - set(refused))
+        self._mirror.folders.difference_update(asked.removed_folders)
         for path, why in refused.items():
             self._refuse(path, why)
-
-    def _take_answer(self, path: str, why: str, status: os.stat_result, sha256: str) -> None:
-        if why:
-            self._refuse(path, why)
-            return
-        self._mirror.hashes.remember(path, status, sha256)
-        self.refused.pop(path, None)
-        self.written[path] = status.st_size
+        return refused
 
     def _refuse(self, path: str, why: str) -> None:
         if self.refused.get(path) == why:
@@ -370,7 +334,7 @@ SETTLE_S = 0.05
 """How long a change is left alone: a file that was written beside its place is soon renamed."""
 
 QUIET_S = 0.2
-"""How long a file that was just sent is left alone, or as long as sending it took."""
+"""How long a file that was just sent is left alone."""
 
 
 class Outbound:
@@ -398,6 +362,7 @@ class Outbound:
         self._ignore = Ignore()
         self._watch = _Watch(mirror.path, lambda path: self._ignore.leaves_out(path, folder=True))
         self._due: dict[str, float] = {}
+        self._large: dict[str, Iterator[None]] = {}
         self._quiet_until: dict[str, float] = {}
         self._finishing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="taas-store-out", daemon=True)
@@ -418,10 +383,13 @@ class Outbound:
             while not self._finishing.is_set():
                 first = min(self._due.values(), default=None)
                 wait_s = None if first is None else max(0.0, first - time.monotonic())
-                self._mark(*self._watch.wait(wait_s))
-                self._send(self._take_due())
+                self._mark(*self._watch.wait(0 if self._large else wait_s))
+                self._send_due()
+            for sending in self._large.values():
+                deque(sending, maxlen=0)  # to its end
             self._mark(self._watch.wait(0)[0], everything=True)
-            self._send(list(self._due))
+            for path in self._sender.send_small(self._due):
+                deque(self._sender.send_large(path), maxlen=0)
         except (OSError, TaasError) as error:
             self._note(f"what is written no longer gets into the project store: {error}")
 
@@ -436,31 +404,21 @@ class Outbound:
     def _is_sent(self, path: str) -> bool:
         return self._shared is None or any(is_below(path, folder) for folder in self._shared)
 
-    def _take_due(self) -> list[str]:
-        now = time.monotonic()
-        due = [path for path, when in self._due.items() if when <= now]
+    def _send_due(self) -> None:
+        """Send the small files that are due, and the next piece of a large one.
+
+        What changes on its way is looked at again after that.
+        """
+        now, on_the_way = time.monotonic(), self._large
+        due = [path for path, at in self._due.items() if at <= now and path not in on_the_way]
         for path in due:
             del self._due[path]
-        return due
-
-    def _send(self, paths: Sequence[str]) -> None:
-        for path in self._send_small(paths):
-            began = time.monotonic()
-            self._sender.send_large(path, self._between)
-            ended = time.monotonic()
-            self._quiet_until[path] = ended + max(QUIET_S, ended - began)
-
-    def _send_small(self, paths: Sequence[str]) -> list[str]:
-        large = self._sender.send_small(paths)
-        self._quiet_until.update(dict.fromkeys(paths, time.monotonic() + QUIET_S))
-        return large
-
-    def _between(self) -> None:
-        """Send what became due while a large file is on its way before its next part."""
-        if not self._finishing.is_set():
-            self._mark(*self._watch.wait(0))
-            for path in self._send_small(self._take_due()):
-                self._due[path] = time.monotonic()
+        large = self._sender.send_small(due)
+        self._quiet_until.update(dict.fromkeys(due, time.monotonic() + QUIET_S))
+        self._large |= {path: self._sender.send_large(path) for path in large}
+        first = next(iter(self._large), None)
+        if first is not None and next(self._large[first], self) is self:  # it is over
+            del self._large[first]
 
     def _differing(self) -> Iterator[str]:
         """Yield paths at which the mirror is not as the store is known to be."""

@@ -4,11 +4,12 @@ A path is relative, its parts are joined by `/`. It is checked, then walked part
 with O_NOFOLLOW), so that a link, also one that takes the place of a folder at the worst moment,
 ends the walk instead of leading it away.
 
-A file that arrives is written beside its place, verified, and moved there in one step. The folder's
-name is written down first; whoever opens the store next clears the folders on that list.
+A file that arrives is written beside its place, verified, and moved there in one step. It is locked
+until then: so whoever looks the store through next tells what a dead writer has left.
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
@@ -17,7 +18,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from io import FileIO
 
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 3500
@@ -172,12 +173,6 @@ class Tree:
         """Free the descriptor; nothing can be reached by it any more."""
         os.close(self._descriptor)
 
-    def __enter__(self) -> "Tree":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @contextmanager
     def folder(self, path: str, make: bool = False) -> Iterator[int]:
         """Yield the descriptor of a folder; "" is the root.
@@ -205,8 +200,8 @@ class Tree:
         finally:
             os.close(here)
 
-    def open_file(self, path: str) -> int:
-        """Return a descriptor to read a regular file.
+    def open_file(self, path: str) -> FileIO:
+        """Open a regular file to read it.
 
         Raises:
             UnsafeError: It is something else, or its path is unsafe.
@@ -221,7 +216,7 @@ class Tree:
         except UnsafeError:
             os.close(descriptor)
             raise
-        return descriptor
+        return FileIO(descriptor)
 
     def status(self, path: str) -> os.stat_result | None:
         """Return the status of what lies at a path, itself; None if nothing does.
@@ -251,6 +246,13 @@ class Tree:
         folder, name = parted(path)
         with suppress(FileNotFoundError), self.folder(folder) as here:
             os.unlink(name, dir_fd=here)
+
+    def remove_leftover(self, path: str) -> None:
+        """Remove a file if it is an arrival whose writer is dead: nobody has its lock."""
+        if path.rpartition("/")[2].startswith(ARRIVING):
+            with suppress(OSError), self.open_file(path) as file:  # it is gone, or being written
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                self.remove(path)
 
     def remove_folder(self, path: str) -> bool:
         """Remove an empty folder; return whether it is gone now."""
@@ -299,12 +301,12 @@ def _open_folder(part: str, here: int, path: str) -> int:
         raise UnsafeError(path, f"{part} on its path is {kind}") from error
 
 
-class DamagedError(OSError):
+class DamagedError(UnsafeError):
     """Raised where what arrived is not what was sent; names the file."""
 
     def __init__(self, path: str, size: int, received: int) -> None:
         what = f"{received:,} of {size:,} bytes" if received != size else "its hash differs"
-        super().__init__(f"{path} was damaged on its way: {what}")
+        super().__init__(path, f"{path} was damaged on its way: {what}")
 
 
 _BEGINS_BYTES = 16
@@ -317,18 +319,22 @@ class Arrival:
         staging: Descriptor of a folder on the destination's file system, in which it is written.
 
     Attributes:
+        name: Its name there until it is placed.
+        file: Its descriptor.
         received: How many bytes have come.
         begins: The first of them.
     """
 
     def __init__(self, staging: int) -> None:
         self._staging = os.dup(staging)
-        self._name = ARRIVING + secrets.token_hex(8)
+        self.name = ARRIVING + secrets.token_hex(8)
         try:
-            self._file = os.open(self._name, _NEW, 0o666, dir_fd=self._staging)
+            self.file = os.open(self.name, _NEW, 0o666, dir_fd=self._staging)
         except OSError:
             os.close(self._staging)
             raise
+        with suppress(OSError):  # this file system has no locks: then leftovers stay
+            fcntl.flock(self.file, fcntl.LOCK_EX)
         self._hash = hashlib.sha256()
         self.received, self.begins = 0, b""
         self._is_open = True
@@ -344,7 +350,7 @@ class Arrival:
         self._hash.update(view)
         self.received += len(view)
         while view:
-            view = view[os.write(self._file, view) :]
+            view = view[os.write(self.file, view) :]
 
     def verify(self, path: str, size: int, sha256: str) -> None:
         """Make sure that all of it came as it was sent.
@@ -354,18 +360,6 @@ class Arrival:
         """
         if self.received != size or self._hash.hexdigest() != sha256:
             raise DamagedError(path, size, self.received)
-
-    def status(self) -> os.stat_result:
-        """Return its status; all but the time of the last change stays so when it is placed."""
-        return os.fstat(self._file)
-
-    def date(self, mtime_ns: int) -> None:
-        """Set the time of its last change, in nanoseconds since 1970."""
-        os.utime(self._file, ns=(mtime_ns, mtime_ns))
-
-    def flush(self) -> None:
-        """Force it to the disk, so that a power cut after it was placed leaves it whole."""
-        os.fsync(self._file)
 
     def place(self, tree: Tree, path: str, *, executable: bool) -> None:
         """Move it to its place, in the stead of the file that is there; an old file's mode stays.
@@ -380,69 +374,23 @@ class Arrival:
         old = tree.status(path)
         if old is not None and (what := oddity(old)):
             raise UnsafeError(path, f"{what} of that name is there")
-        mode = (old or self.status()).st_mode & 0o777  # else what this process gives new files
+        # without an old file, the mode that this process gives new ones
+        mode = (old or os.fstat(self.file)).st_mode & 0o777
         may_run = (mode & 0o444) >> 2
-        os.fchmod(self._file, mode | may_run if executable else mode & ~0o111)
+        os.fchmod(self.file, mode | may_run if executable else mode & ~0o111)
         folder, name = parted(path)
         with tree.folder(folder) as here:
-            os.replace(self._name, name, src_dir_fd=self._staging, dst_dir_fd=here)
+            os.replace(self.name, name, src_dir_fd=self._staging, dst_dir_fd=here)
         self._close()
 
     def discard(self) -> None:
         """Leave nothing of it; do nothing to one that was placed or discarded."""
         if self._is_open:
             with suppress(FileNotFoundError):
-                os.unlink(self._name, dir_fd=self._staging)
+                os.unlink(self.name, dir_fd=self._staging)
             self._close()
 
     def _close(self) -> None:
         self._is_open = False
-        os.close(self._file)
+        os.close(self.file)
         os.close(self._staging)
-
-
-def clear(staging: int) -> None:
-    """Remove what arrivals in a folder have left that were killed."""
-    for name in os.listdir(staging):
-        if name.startswith(ARRIVING):
-            with suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=staging)
-
-
-class Intents:
-    """The list of a store's folders in which unfinished files may be.
-
-    Args:
-        file: The list; each path ends in a NUL.
-        tree: The store.
-    """
-
-    def __init__(self, file: Path, tree: Tree) -> None:
-        self._file, self._tree = file, tree
-        self._listed: set[str] = set()
-
-    def add(self, folder: str) -> None:
-        """List a folder, before anything unfinished is put there."""
-        if folder not in self._listed:
-            with self._file.open("a", encoding="utf-8", newline="") as lines:
-                lines.write(folder + "\0")
-            self._listed.add(folder)
-
-    def make_token(self) -> str:
-        """Make an empty file in the store's own folder; return its name."""
-        self.add("")
-        name = ARRIVING + secrets.token_hex(8)
-        with self._tree.folder("") as here:
-            os.close(os.open(name, _NEW, 0o600, dir_fd=here))
-        return name
-
-    def clear(self) -> None:
-        """Remove what is unfinished, and then the list."""
-        folders: list[str] = []
-        with suppress(FileNotFoundError):
-            folders = self._file.read_text(encoding="utf-8").split("\0")[:-1]
-        for folder in folders:
-            with suppress(OSError), self._tree.folder(folder) as here:
-                clear(here)
-        self._file.unlink(missing_ok=True)
-        self._listed.clear()

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from taas_magic.store import outbound as inotify
 from taas_magic.store.desk import Desk
-from taas_magic.store.manifest import Bundle, Entry, FileRequest, PublishFiles, PublishPart
+from taas_magic.store.manifest import Entry, FileRequest, Piece, PublishFiles
 from taas_magic.store.mirror import News
 from tests.eventually import WITHIN_S, eventually
 from tests.store.travel_rig import Travel, descriptors, tree_of, wired
@@ -29,7 +30,14 @@ def travel(tmp_path: Path) -> Travel:
 
 
 def published(request: FileRequest[Any]) -> list[str]:
-    return [entry.path for entry in request.files] if isinstance(request, PublishFiles) else []
+    if not isinstance(request, PublishFiles):
+        return []
+    return [piece.entry.path for piece in request.pieces if piece.entry.sha256]
+
+
+def is_going_on(request: FileRequest[Any]) -> bool:
+    """Return whether it has a piece of a file that does not begin it."""
+    return isinstance(request, PublishFiles) and any(piece.offset for piece in request.pieces)
 
 
 def reads(path: Path, content: bytes) -> Callable[[], bool]:
@@ -90,8 +98,8 @@ def test_many_small_files_fill_no_slow_link(travel: Travel, tmp_path: Path) -> N
         (aside / f"{number}.bin").write_bytes(os.urandom(50_000))
 
     def spy(request: FileRequest[Any]) -> Any:
-        if isinstance(request, PublishFiles) and request.files:
-            sent.append(sum(entry.size for entry in request.files))
+        if isinstance(request, PublishFiles) and request.pieces:
+            sent.append(sum(len(piece.data) for piece in request.pieces))
         return ask(request)
 
     with travel.running() as mirror:
@@ -157,7 +165,7 @@ def test_a_large_file_arrives_whole_and_small_ones_pass_it(travel: Travel) -> No
     ask = wired(travel.desk)
 
     def slow(request: FileRequest[Any]) -> Any:
-        if isinstance(request, PublishPart) and request.offset:
+        if is_going_on(request):
             on_the_way.set()
             assert go_on.wait(WITHIN_S)
         return ask(request)
@@ -179,7 +187,7 @@ def test_a_large_file_that_is_rewritten_on_its_way_arrives_as_it_was_last(travel
     last = os.urandom(3_000_000)
 
     def rewriting(request: FileRequest[Any]) -> Any:
-        if isinstance(request, PublishPart) and request.offset and not rewritten.is_set():
+        if is_going_on(request) and not rewritten.is_set():
             rewritten.set()
             (mirror / "big.pt").write_bytes(last)
         return ask(request)
@@ -257,24 +265,34 @@ def test_a_lying_host_writes_nothing_outside(travel: Travel, tmp_path: Path) -> 
         ".git/hooks/a",
     ]
     bad += ["", "nul\0", "x" * 300]
-    empty = Bundle([0] * len(bad), b"", False)
-    hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    files = [Entry(path, 0, hash_of_nothing) for path in bad]
-    assert ask(PublishFiles(files, empty)).keys() == set(bad)
+    assert ask(PublishFiles([empty(path) for path in bad])).keys() == set(bad)
     assert ask(PublishFiles(folders=bad)).keys() == set(bad)
     assert {"../out", "way-out/x", "link.txt"} <= ask(PublishFiles(removed=bad)).keys()
     for path in bad:
-        assert ask(PublishPart(path, 0, Bundle([0], b"", False), files[0]))
+        assert ask(PublishFiles(in_two(path, b"ab"))).keys() == {path}
     assert set(os.listdir(travel.store)) == {"way-out", "link.txt", "Known"}
     assert os.listdir(tmp_path / "outside") == [] and not (tmp_path / "out").exists()
+
+
+def empty(path: str) -> Piece:
+    """Return all of an empty file."""
+    hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    return Piece(Entry(path, 0, hash_of_nothing, True), 0, b"")
+
+
+def in_two(path: str, content: bytes) -> list[Piece]:
+    """Return a file in two pieces."""
+    whole = Entry(path, len(content), hashlib.sha256(content).hexdigest())
+    at = len(content) // 2
+    begun = structs.replace(whole, sha256="")
+    return [Piece(begun, 0, content[:at]), Piece(whole, at, content[at:])]
 
 
 def test_what_does_not_match_its_hash_is_refused(travel: Travel) -> None:
     """FAULTS 40, on the way back."""
     (travel.store / "m.pt").write_text("old")
     ask = wired(travel.desk)
-    contents = Bundle([3], b"new", False)
-    refused = ask(PublishFiles([Entry("m.pt", 3, "0" * 64)], contents))
+    refused = ask(PublishFiles([Piece(Entry("m.pt", 3, "0" * 64), 0, b"new")]))
     assert "m.pt was damaged on its way" in refused["m.pt"]
     assert tree_of(travel.store) == {"m.pt": b"old"}
 
@@ -334,17 +352,14 @@ def test_news_are_not_sent_back(tmp_path: Path) -> None:
 
 
 def publish(ask: Any, path: str, content: bytes) -> None:
-    import hashlib
-
     entry = Entry(path, len(content), hashlib.sha256(content).hexdigest())
-    contents = Bundle([len(content)], content, False)
-    assert ask(PublishFiles([entry], contents)) == {}
+    assert ask(PublishFiles([Piece(entry, 0, content)])) == {}
 
 
 def test_without_inotify_a_look_now_and_then_does(
     travel: Travel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inotify, "_has_it", lambda: False)
+    monkeypatch.setattr(inotify._LIBC, "inotify_init1", lambda flags: -1)
     with travel.running() as mirror:
         (mirror / "out").mkdir()
         (mirror / "out" / "m.pt").write_bytes(b"one")
@@ -422,15 +437,11 @@ def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
     desk = Desk(travel.rule, travel.folder / "other-state")
     ask = wired(desk)
     before = tree_of(travel.store)
-    empty = Bundle([0] * len(BELIEVED), b"", False)
-    hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    files = [Entry(path, 0, hash_of_nothing, True) for path in BELIEVED]
-    assert ask(PublishFiles(files, empty)).keys() == set(BELIEVED)
-    assert ask(PublishFiles(removed=BELIEVED)).keys() == set(BELIEVED)
-    assert ask(PublishFiles(folders=BELIEVED)).keys() == set(BELIEVED)
-    for entry in files:
-        assert ask(PublishPart(entry.path, 0, Bundle([0], b"", False), entry))
-        assert ask(PublishPart("fine", 0, Bundle([0], b"", False), entry))
+    assert ask(PublishFiles([empty(path) for path in BELIEVED])).keys() == set(BELIEVED)
+    assert ask(PublishFiles(removed=[*BELIEVED])).keys() == set(BELIEVED)
+    assert ask(PublishFiles(folders=[*BELIEVED])).keys() == set(BELIEVED)
+    for path in BELIEVED:
+        assert ask(PublishFiles(in_two(path, b"ab"))).keys() == {path}
     assert tree_of(travel.store) == before
     desk.close()
 
@@ -444,9 +455,9 @@ def test_a_pth_file_comes_from_a_host_only_if_it_is_a_checkpoint(travel: Travel,
     ask = wired(travel.desk)
     for content, is_refused in ((b"import os\n", True), (b"", True), (checkpoint(), False)):
         entry = Entry(name, len(content), hashlib.sha256(content).hexdigest())
-        contents = Bundle([len(content)], content, False)
-        assert bool(ask(PublishFiles([entry], contents))) == is_refused
-        assert bool(ask(PublishPart(name, 0, contents, entry))) == is_refused
+        assert bool(ask(PublishFiles([Piece(entry, 0, content)]))) == is_refused
+        for piece in (two := in_two(name, content)):
+            assert bool(ask(PublishFiles([piece]))) == (is_refused and piece is two[-1])
         assert (travel.store / name).exists() != is_refused
 
 

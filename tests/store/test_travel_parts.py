@@ -3,7 +3,7 @@
 import hashlib
 import os
 import time
-import zlib
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,17 +15,15 @@ from taas_magic.errors import ProtocolError
 from taas_magic.messages import KeptOutFile, StoreReceipt, UnsentFile, WrittenFile
 from taas_magic.store.manifest import (
     CHUNK_BYTES,
-    Bundle,
     Entry,
     Hashes,
     Ignore,
     MakeToken,
     Pace,
-    PublishPart,
+    Piece,
+    PublishFiles,
     ReadStore,
     batches,
-    pack_parts,
-    unpack_parts,
 )
 from taas_magic.store.receipt import Receipt
 from taas_magic.store.rule import Identity
@@ -58,20 +56,6 @@ def test_paths_that_differ_by_case_or_by_how_a_letter_is_made() -> None:
     assert cases.clash("Data/X") == ""
 
 
-@given(st.lists(st.one_of(st.none(), st.binary(max_size=2000), st.just(bytes(5000)))))
-def test_what_is_packed_is_unpacked(parts: list[bytes | None]) -> None:
-    assert unpack_parts(pack_parts(parts)) == parts
-
-
-def test_a_message_that_would_grow_beyond_all_bounds_is_refused() -> None:
-    bomb = zlib.compress(bytes(50 << 20))
-    for sizes, packed in (([10], True), ([CHUNK_BYTES + 1], True), ([10], False)):
-        with pytest.raises(ValueError):
-            unpack_parts(Bundle(sizes, bomb, packed))
-    with pytest.raises(ValueError):
-        unpack_parts(Bundle([10], b"no zlib", True))
-
-
 @given(st.lists(st.integers(0, 3 << 20), max_size=20))
 def test_batches_cover_every_byte_once_and_in_order(sizes: list[int]) -> None:
     entries = [Entry(str(number), size, "") for number, size in enumerate(sizes)]
@@ -100,7 +84,7 @@ def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path) -> None:
     file.write_bytes(b"one")
     just_now = time.time() + 1000  # however long this test is held up
     os.utime(file, (just_now, just_now))
-    with Tree(tmp_path / "tree") as tree:
+    with closing(Tree(tmp_path / "tree")) as tree:
         hashes = Hashes(tmp_path / "hashes.json")
         seen = Seen("a", file.stat())
         assert hashes.of(tree, seen) == hashlib.sha256(b"one").hexdigest()
@@ -122,7 +106,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "outside" / "file").write_text("secret")
     (tmp_path / "tree" / "way").symlink_to(tmp_path / "outside")
     (tmp_path / "tree" / "link").symlink_to(tmp_path / "outside" / "file")
-    with Tree(tmp_path / "tree") as tree:
+    with closing(Tree(tmp_path / "tree")) as tree:
         for path in ("way/file", "link", "way"):
             with pytest.raises(UnsafeError):
                 tree.open_file(path)
@@ -169,8 +153,8 @@ def test_questions_that_the_desk_does_not_have(tmp_path: Path) -> None:
     desk = Travel(tmp_path).desk
     with pytest.raises(ProtocolError, match="too much at once"):
         wired(desk)(ReadStore([("a", 0, 1 << 30)]))
-    with pytest.raises(ProtocolError, match="message"):
-        wired(desk)(PublishPart("a", 0, Bundle([10], b"short", False)))
+    with pytest.raises(ProtocolError, match="too much at once"):
+        wired(desk)(PublishFiles([Piece(Entry("a", 9, ""), 0, bytes(CHUNK_BYTES + 1))]))
 
 
 def test_a_receipt_says_what_did_not_come_back() -> None:
