@@ -232,20 +232,17 @@ class Discarded(Watched):
         self.note(place)
         return path
 
-    def subject(self, place: str, *, folder: bool = False) -> str | None:
+    def subject(self, place: str, *, folder: bool = False) -> str:
         """See `Watched.subject`: the rank's own, or what stands in for rank 0's."""
         self.note(place)
         return self.own(place) or self._stand_in(folder or os.path.isdir(place))
 
-    def source(self, place: str) -> str | None:
+    def source(self, place: str) -> str:
         """See `Watched.source`: the rank's own, or a copy of the store's file."""
-        self.note(place)
-        if own := self.own(place):
-            return own
-        stand_in = self._stand_in(os.path.isdir(place))
-        if os.path.isfile(place):
-            self._copy(place, stand_in)
-        return stand_in
+        path = self.subject(place)
+        if os.path.isfile(place) and path != self.own(place):
+            self._copy(place, path)
+        return path
 
     def _counterpart(self, place: str) -> str:
         return os.path.join(self._tree, os.path.relpath(place, self.store))
@@ -279,12 +276,12 @@ def install(view: Watched) -> None:
     Calls that only read are replaced where a rank may have files of its own to show. Imports torch
     and numpy, which a rank has in memory.
     """
-    for name, wrap in _writing_calls(view).items():
-        _replace(name, wrap)
+    for name, leads in _writing_calls(view).items():
+        _replace(name, leads)
     if isinstance(view, Discarded):
-        for name, wrap in _reading_calls(view).items():
-            _replace(name, wrap)
-    _replace_open(_open(view, open))
+        for name, leads in _reading_calls(view).items():
+            _replace(name, leads)
+    _replace_open(_led(open, partial(_open, view)))
     _lead_torch_writer(view)
     _lead_temporary_files()
     if isinstance(view, Refused | Discarded):
@@ -296,42 +293,42 @@ def install(view: Watched) -> None:
         _tell_of_locks(view)
         # Entry by entry, it would stumble over what rank 0 removes at the same time.
         removes = view.plain()(shutil.rmtree)  # led as a whole, and not in what it calls itself
-        rmtree = _write_call(view, partial(view.subject, folder=True), removes)
+        rmtree = _led(removes, partial(_write, view, partial(view.subject, folder=True)))
         setattr(shutil, "rmtree", rmtree)  # noqa: B010
 
 
-def _writing_calls(view: Watched) -> dict[str, Callable[[_Call], _Call]]:
-    """Return, for each call of `os` that changes a file system, what wraps it."""
-    makes = partial(_write_call, view, view.target)
-    removes = partial(_write_call, view, view.subject)
-    changes = partial(_write_call, view, view.subject, follow=True)
-    moves = partial(_move_call, view, shutil.move)
+def _writing_calls(view: Watched) -> dict[str, _Call]:
+    """Return, for each call of `os` that changes a file system, what leads it."""
+    makes = partial(_write, view, view.target)
+    removes = partial(_write, view, view.subject)
+    changes = partial(_write, view, view.subject, follow=True)
+    moves = partial(_move, view, shutil.move)
     return {
         "open": partial(_os_open, view),
         "mkdir": makes,
         "mkfifo": makes,
         "mknod": makes,
-        "symlink": partial(_symlink_call, view),
+        "symlink": partial(_symlink, view),
         "remove": removes,
         "unlink": removes,
-        "rmdir": partial(_write_call, view, partial(view.subject, folder=True)),
+        "rmdir": partial(_write, view, partial(view.subject, folder=True)),
         "chmod": changes,
         "chown": changes,
         "lchown": removes,  # of a link itself
         "utime": changes,
         "setxattr": changes,
         "removexattr": changes,
-        "truncate": partial(_write_call, view, partial(view.target, keep=True), follow=True),
+        "truncate": partial(_write, view, partial(view.target, keep=True), follow=True),
         "rename": moves,
         "replace": moves,
-        "link": partial(_move_call, view, shutil.copyfile),
+        "link": partial(_move, view, shutil.copyfile),
     }
 
 
-def _reading_calls(view: Watched) -> dict[str, Callable[[_Call], _Call]]:
-    """Return, for each call of `os` that only looks, what wraps it."""
-    reads = partial(_read_call, view, follow=True)
-    reads_link = partial(_read_call, view, follow=False)
+def _reading_calls(view: Watched) -> dict[str, _Call]:
+    """Return, for each call of `os` that looks at a file system, what leads it."""
+    reads = partial(_look, view)
+    reads_link = partial(_look, view, follow=False)
     return {
         "stat": reads,
         "lstat": reads_link,
@@ -340,12 +337,22 @@ def _reading_calls(view: Watched) -> dict[str, Callable[[_Call], _Call]]:
         "listxattr": reads,
         "chdir": reads,
         "access": partial(_access, view),
-        "listdir": partial(_list_call, view, _names),
-        "scandir": partial(_list_call, view, _entries),
+        "listdir": partial(_list, view, _names),
+        "scandir": partial(_list, view, _entries),
     }
 
 
-def _replace(name: str, wrap: Callable[[_Call], _Call]) -> None:
+def _led(real: _Call, leads: _Call) -> _Call:
+    """Return what to put in a call's place: `leads` makes it, and gets the call itself first."""
+
+    @functools.wraps(real)
+    def call(*args: Any, **kw: Any) -> Any:
+        return leads(real, *args, **kw)
+
+    return call
+
+
+def _replace(name: str, leads: _Call) -> None:
     """Replace a call of `os`, where this system has it.
 
     What a notebook imported by `from os import listdir` arrives here as posix.listdir.
@@ -353,7 +360,7 @@ def _replace(name: str, wrap: Callable[[_Call], _Call]) -> None:
     real = getattr(os, name, None)
     if real is None:
         return
-    call = wrap(real)
+    call = _led(real, leads)
     call.__module__ = "os"
     for module in (os, sys.modules["posix"]):
         setattr(module, name, call)
@@ -429,14 +436,20 @@ def _call_led(
 
 
 def _look(
-    view: Watched, real: _Call, path: Path, folder: int | None, *args: Any, follow: bool, **kw: Any
+    view: Watched,
+    real: _Call,
+    path: Path,
+    *args: Any,
+    dir_fd: int | None = None,
+    follow: bool = True,
+    **kw: Any,
 ) -> Any:
     """Call with the store's file where there is one, else with the rank's own."""
-    first = path if view.busy or folder is not None else view.asked(path)
+    first = path if view.busy or dir_fd is not None else view.asked(path)
     try:
-        return _call_led(real, path, first, folder, *args, **kw)
+        return _call_led(real, path, first, dir_fd, *args, **kw)
     except FileNotFoundError:
-        own = _own_file(view, path, folder, follow=follow)
+        own = _own_file(view, path, dir_fd, follow=follow)
         if own is None:
             raise
     return _call_led(real, path, own, None, *args, **kw)
@@ -447,133 +460,91 @@ def _writable(view: Watched, place: str, *, keep: bool = False) -> str | None:
     return None if os.path.isdir(place) else view.target(place, keep=keep)
 
 
-def _open(view: Watched, real: _Call) -> _Call:
-    @functools.wraps(real)
-    def call(
-        file: Path,
-        mode: str = "r",
-        buffering: int = -1,
-        encoding: str | None = None,
-        errors: str | None = None,
-        newline: str | None = None,
-        closefd: bool = True,
-        opener: Any = None,
-    ) -> Any:
-        rest = (mode, buffering, encoding, errors, newline, closefd, opener)
-        if opener is not None or isinstance(file, int):
-            return real(file, *rest)  # an opener opens by os.open
-        if set(mode) & set("wxa+"):
-            target = partial(_writable, view, keep=not set(mode) & set("wx"))
-            return _call_led(real, file, *_lead(view, target, file, follow=True), *rest)
-        return _look(view, real, file, None, *rest, follow=True)
-
-    return call
+def _open(view: Watched, real: _Call, file: Path, mode: str = "r", *args: Any, **kw: Any) -> Any:
+    if isinstance(file, int) or kw.get("opener") or any(args[5:]):
+        return real(file, mode, *args, **kw)  # an opener opens by os.open
+    if set(mode) & set("wxa+"):
+        target = partial(_writable, view, keep=not set(mode) & set("wx"))
+        return _call_led(real, file, *_lead(view, target, file, follow=True), mode, *args, **kw)
+    return _look(view, real, file, mode, *args, **kw)
 
 
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def _os_open(view: Watched, real: _Call) -> _Call:
-    @functools.wraps(real)
-    def call(path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if flags & _WRITE_FLAGS:
-            target = partial(_writable, view, keep=not flags & (os.O_TRUNC | os.O_EXCL))
-            led = _lead(view, target, path, dir_fd, follow=not flags & os.O_NOFOLLOW)
-            return int(_call_led(real, path, *led, flags, mode))
-        return int(_look(view, real, path, dir_fd, flags, mode, follow=True))
-
-    return call
-
-
-def _write_call(
-    view: Watched, decide: Callable[[str], str | None], real: _Call, *, follow: bool = False
-) -> _Call:
-    """Wrap a call that changes what is at one path."""
-
-    @functools.wraps(real)
-    def call(path: Path, *args: Any, dir_fd: int | None = None, **kw: Any) -> Any:
-        to_end = follow and kw.get("follow_symlinks", True)
-        led = _lead(view, decide, path, dir_fd, follow=to_end)
-        return _call_led(real, path, *led, *args, **kw)
-
-    return call
+def _os_open(
+    view: Watched,
+    real: _Call,
+    path: Path,
+    flags: int,
+    mode: int = 0o777,
+    *,
+    dir_fd: int | None = None,
+) -> Any:
+    if not flags & _WRITE_FLAGS:
+        return _look(view, real, path, flags, mode, dir_fd=dir_fd)
+    target = partial(_writable, view, keep=not flags & (os.O_TRUNC | os.O_EXCL))
+    led = _lead(view, target, path, dir_fd, follow=not flags & os.O_NOFOLLOW)
+    return _call_led(real, path, *led, flags, mode)
 
 
-def _move_call(view: Watched, across: _Call, real: _Call) -> _Call:
-    """Wrap a call of two paths; `across` does it where a rank's own file is on another disk."""
-
-    @functools.wraps(real)
-    def call(
-        src: Path,
-        dst: Path,
-        *,
-        src_dir_fd: int | None = None,
-        dst_dir_fd: int | None = None,
-        **kw: Any,
-    ) -> None:
-        source, src_folder = _lead(view, view.source, src, src_dir_fd)
-        target, dst_folder = _lead(view, view.target, dst, dst_dir_fd)
-        try:
-            real(source, target, src_dir_fd=src_folder, dst_dir_fd=dst_folder, **kw)
-        except OSError as error:
-            if error.errno != errno.EXDEV or (source is src and target is dst):
-                raise
-            with view.plain():
-                across(source, target)
-
-    return call
+def _write(
+    view: Watched,
+    decide: Callable[[str], str | None],
+    real: _Call,
+    path: Path,
+    *args: Any,
+    dir_fd: int | None = None,
+    follow: bool = False,
+    **kw: Any,
+) -> Any:
+    """Change what is at one path."""
+    to_end = follow and kw.get("follow_symlinks", True)
+    led = _lead(view, decide, path, dir_fd, follow=to_end)
+    return _call_led(real, path, *led, *args, **kw)
 
 
-def _symlink_call(view: Watched, real: _Call) -> _Call:
-    @functools.wraps(real)
-    def call(src: Path, dst: Path, *args: Any, dir_fd: int | None = None, **kw: Any) -> None:
-        target, folder = _lead(view, view.target, dst, dir_fd)
-        if target is not dst:  # what a relative link starts at is another folder now
-            src = os.path.join(os.path.dirname(os.path.abspath(dst)), src)
-        real(src, target, *args, dir_fd=folder, **kw)
-
-    return call
-
-
-def _read_call(view: Watched, real: _Call, *, follow: bool) -> _Call:
-    """Wrap a call that looks at one path."""
-
-    @functools.wraps(real)
-    def call(path: Path, *args: Any, dir_fd: int | None = None, **kw: Any) -> Any:
-        return _look(view, real, path, dir_fd, *args, follow=follow, **kw)
-
-    return call
-
-
-def _access(view: Watched, real: _Call) -> _Call:
-    """Wrap `os.access`; that a path can be written is true, if not where the rank thinks."""
-
-    @functools.wraps(real)
-    def call(path: Path, mode: int, *, dir_fd: int | None = None, **kw: Any) -> bool:
-        if real(path, mode, dir_fd=dir_fd, **kw):
-            return True
-        place = view.ask(lambda place: view.own(place) or place, path, dir_fd)
-        return place is not None and bool(real(place, mode & ~os.W_OK))
-
-    return call
-
-
-def _list_call(view: Watched, join: Callable[[Path, list[Any], Any], Any], real: _Call) -> _Call:
-    """Wrap a call that lists a folder; `join` makes one answer of the store's and the rank's."""
-
-    @functools.wraps(real)
-    def call(path: Path = None) -> Any:
-        path = "." if path is None else path
-        own = _own_file(view, path)
-        if own is None:
-            return real(path)
-        store = view.asked(path)
+def _move(view: Watched, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
+    """Make a call of two paths; `across` does it where a rank's own file is on another disk."""
+    source, kw["src_dir_fd"] = _lead(view, view.source, src, kw.get("src_dir_fd"))
+    target, kw["dst_dir_fd"] = _lead(view, view.target, dst, kw.get("dst_dir_fd"))
+    try:
+        real(source, target, **kw)
+    except OSError as error:
+        if error.errno != errno.EXDEV or (source is src and target is dst):
+            raise
         with view.plain():
-            is_there = os.path.isdir(store)
-        mine = real(os.fsencode(own) if isinstance(path, bytes) else own)
-        return join(path, list(real(store)) if is_there else [], mine)
+            across(source, target)
 
-    return call
+
+def _symlink(view: Watched, real: _Call, src: Path, dst: Path, *args: Any, **kw: Any) -> None:
+    target, kw["dir_fd"] = _lead(view, view.target, dst, kw.get("dir_fd"))
+    if target is not dst:  # what a relative link starts at is another folder now
+        src = os.path.join(os.path.dirname(os.path.abspath(dst)), src)
+    real(src, target, *args, **kw)
+
+
+def _access(
+    view: Watched, real: _Call, path: Path, mode: int, *, dir_fd: int | None = None, **kw: Any
+) -> bool:
+    """Tell whether a path can be used; to be written it can, if not where the rank thinks."""
+    if real(path, mode, dir_fd=dir_fd, **kw):
+        return True
+    place = view.ask(lambda place: view.own(place) or place, path, dir_fd)
+    return place is not None and bool(real(place, mode & ~os.W_OK))
+
+
+def _list(view: Watched, join: _Call, real: _Call, path: Path = None) -> Any:
+    """List a folder; `join` makes one answer of the store's and the rank's."""
+    path = "." if path is None else path
+    own = _own_file(view, path)
+    if own is None:
+        return real(path)
+    store = view.asked(path)
+    with view.plain():
+        is_there = os.path.isdir(store)
+    mine = real(os.fsencode(own) if isinstance(path, bytes) else own)
+    return join(path, list(real(store)) if is_there else [], mine)
 
 
 def _names(path: Path, theirs: list[Any], mine: list[Any]) -> list[Any]:
@@ -599,10 +570,11 @@ class _Entry:
         return self.path
 
 
-class _Entries(contextlib.AbstractContextManager["_Entries"]):
-    """What `os.scandir` returns: an iterator that can be closed."""
+class _Entries(contextlib.ExitStack):
+    """What `os.scandir` returns: an iterator that can be closed, which changes nothing here."""
 
     def __init__(self, entries: Iterator[Any]) -> None:
+        super().__init__()
         self._entries = entries
 
     def __iter__(self) -> Iterator[Any]:
@@ -610,12 +582,6 @@ class _Entries(contextlib.AbstractContextManager["_Entries"]):
 
     def __next__(self) -> Any:
         return next(self._entries)
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def close(self) -> None:
-        """Do nothing: the folders were read to their ends already."""
 
 
 def _lead_torch_writer(view: Watched) -> None:
@@ -650,37 +616,30 @@ def _save_atomically(view: Watched) -> None:
     """Make rank 0's `torch.save` into the store `taas.save`: no kill leaves half a checkpoint."""
     import torch
 
-    real = torch.save
-
-    @functools.wraps(real)
-    def save(obj: object, f: Any, *args: Any, **kw: Any) -> None:
+    def save(real: _Call, obj: object, f: Any, *args: Any, **kw: Any) -> None:
         is_path = isinstance(f, (str, os.PathLike))
         write: Callable[..., None] = publish.save if is_path and view.ask(str, f) else real
         write(obj, f, *args, **kw)
 
-    torch.save = torch.serialization.save = save
+    torch.save = torch.serialization.save = _led(torch.save, save)
 
 
 def _tell_of_locks(view: Discarded) -> None:
     """Have `fcntl`'s locks say that a lock on a file of the rank's own keeps no other rank out."""
 
-    def wrap(real: _Call) -> _Call:
-        @functools.wraps(real)
-        def call(file: Any, operation: int, *args: Any) -> Any:
-            path = _path_of(file if isinstance(file, int) else file.fileno())
-            if view.is_own(path) and not operation & fcntl.LOCK_UN:
-                said = (
-                    f"the lock on {os.path.basename(path)} keeps no other rank out: only rank 0 "
-                    "writes to the project store, and this rank locks a file of its own. Lock a "
-                    "file outside the store, or of a folder of --shared-writes"
-                )
-                warnings.warn(said, RuntimeWarning, stacklevel=2)
-            return real(file, operation, *args)
-
-        return call
+    def lock(real: _Call, file: Any, operation: int, *args: Any) -> Any:
+        path = _path_of(file if isinstance(file, int) else file.fileno())
+        if view.is_own(path) and not operation & fcntl.LOCK_UN:
+            said = (
+                f"the lock on {os.path.basename(path)} keeps no other rank out: only rank 0 "
+                "writes to the project store, and this rank locks a file of its own. Lock a "
+                "file outside the store, or of a folder of --shared-writes"
+            )
+            warnings.warn(said, RuntimeWarning, stacklevel=3)
+        return real(file, operation, *args)
 
     for name in ("flock", "lockf"):
-        setattr(fcntl, name, wrap(getattr(fcntl, name)))
+        setattr(fcntl, name, _led(getattr(fcntl, name), lock))
 
 
 def _is_the_stores(view: Watched, file: Any) -> bool:
@@ -699,13 +658,12 @@ def _lead_torch_maps(view: Watched) -> None:
     """
     import torch
 
-    real = torch.from_file
-
     def shown(place: str) -> str | None:
         return None if os.path.exists(place) else view.own(place)
 
-    @functools.wraps(real)
-    def from_file(filename: Any, shared: bool | None = None, *args: Any, **kw: Any) -> Any:
+    def from_file(
+        real: _Call, filename: Any, shared: bool | None = None, *args: Any, **kw: Any
+    ) -> Any:
         decide: Callable[[str], str | None] = shown
         if shared and isinstance(view, Discarded) and _is_the_stores(view, filename):
             shared = False
@@ -714,7 +672,7 @@ def _lead_torch_maps(view: Watched) -> None:
         led, _ = _lead(view, decide, filename, follow=True)
         return real(led, shared, *args, **kw)
 
-    torch.from_file = from_file
+    torch.from_file = _led(torch.from_file, from_file)
 
 
 def _map_privately(view: Watched) -> None:
@@ -726,11 +684,9 @@ def _map_privately(view: Watched) -> None:
         return
     import numpy
 
-    real: Any = numpy.memmap.__new__
-    signature = inspect.signature(real)
+    signature = inspect.signature(numpy.memmap.__new__)
 
-    @functools.wraps(real)
-    def new(*args: Any, **kw: Any) -> Any:
+    def new(real: _Call, *args: Any, **kw: Any) -> Any:
         asked = signature.bind(*args, **kw)
         asked.apply_defaults()
         if asked.arguments["mode"] in ("r+", "readwrite"):
@@ -738,4 +694,5 @@ def _map_privately(view: Watched) -> None:
             asked.arguments["mode"] = "c" if is_the_stores else "r+"
         return real(*asked.args, **asked.kwargs)
 
-    setattr(numpy.memmap, "__new__", staticmethod(new))  # noqa: B010
+    led: Any = staticmethod(_led(numpy.memmap.__new__, new))
+    setattr(numpy.memmap, "__new__", led)  # noqa: B010
