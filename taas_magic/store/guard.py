@@ -2,7 +2,7 @@
 
 `hold` is called in a rank, freshly forked, before any of the user's code; what the rank starts
 inherits it. Of the means that a host offers the strongest is used: a read-only mount, else
-Landlock. `strongest` finds it once, by trying, in a process that is thrown away: half a user
+Landlock. `strongest` finds it once, by trying, in processes that are thrown away: half a user
 namespace cannot be left again.
 
     means                  as          a refused change gives   lets through
@@ -25,10 +25,12 @@ import functools
 import os
 import re
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
@@ -54,32 +56,33 @@ class Means(str, Enum):
 
 @functools.cache
 def strongest() -> Means:
-    """Return what this host offers, found once a process by trying it (some 0.1 s).
+    """Return what this host offers, found once a process by trying it (some 0.1 s each).
 
     A host on which even the trial fails offers nothing but Python.
     """
-    if sys.platform != "linux":
-        return Means.PYTHON
-    command = [sys.executable, "-c", "from taas_magic.store.guard import main; main()"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    try:
-        found = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_TIMEOUT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return Means.PYTHON
-    return Means[found.stdout.strip()]
+    with suppress(OSError), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for means in candidates(os.geteuid())[:-1]:
+            trial = f"from taas_magic.store import guard; guard.trial({means.name!r}, {folder!r})"
+            with suppress(subprocess.SubprocessError):
+                subprocess.run(
+                    [sys.executable, "-c", trial],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=_PROBE_TIMEOUT_S,
+                    check=True,
+                )
+                return means
+    return Means.PYTHON
 
 
-def main() -> None:
-    """Print the name of the strongest means that works."""
-    print(next(means for means in candidates(os.geteuid()) if _works(means)).name)  # noqa: T201
+def trial(means: str, folder: str) -> None:
+    """Hold this process off a folder; fail where that is not possible, or does not hold."""
+    _apply(Means[means], folder, [])
+    with suppress(OSError):
+        os.mkdir(os.path.join(folder, "trial"))
+        sys.exit("the folder can be changed")
 
 
 def candidates(user: int) -> tuple[Means, ...]:
@@ -89,30 +92,6 @@ def candidates(user: int) -> tuple[Means, ...]:
     """
     mount = Means.MOUNT if user == 0 else Means.USER_MOUNT
     return (mount, Means.LANDLOCK, Means.PYTHON)
-
-
-def _works(means: Means) -> bool:
-    """Try a means on a folder of its own, in a child that ends with it."""
-    with tempfile.TemporaryDirectory() as folder:
-        child = os.fork()
-        if child == 0:
-            try:
-                os._exit(0 if _holds(means, folder) else 1)
-            finally:
-                os._exit(1)
-        return os.waitpid(child, 0)[1] == 0
-
-
-def _holds(means: Means, folder: str) -> bool:
-    try:
-        _apply(means, folder, [])
-    except OSError:
-        return False
-    try:
-        os.mkdir(os.path.join(folder, "probe"))
-    except OSError:
-        return True
-    return means is Means.PYTHON
 
 
 def hold(
@@ -369,24 +348,15 @@ _REFER = 1 << 13
 _TRUNCATE = 1 << 14
 
 
-class _RulesetAttr(ctypes.Structure):
-    _fields_ = (("handled_access_fs", ctypes.c_uint64),)
-
-
-class _PathBeneathAttr(ctypes.Structure):
-    _pack_ = 1
-    _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
-
-
 def _restrict_by_landlock(folder: str, holes: Sequence[str]) -> None:
     """Refuse this process, and what it starts, every change below `folder`, for good."""
     abi = _landlock(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_CREATE_VERSION))
     rights = _WRITE_FILE | _REMOVE_AND_MAKE  # of those that this kernel can refuse
     rights |= _REFER if abi >= 2 else 0
     rights |= _TRUNCATE if abi >= 3 else 0
-    attributes = _RulesetAttr(rights)
-    size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    rules = _landlock(_CREATE_RULESET, ctypes.byref(attributes), size, ctypes.c_uint32(0))
+    handled = struct.pack("=Q", rights)  # struct landlock_ruleset_attr
+    size = ctypes.c_size_t(len(handled))
+    rules = _landlock(_CREATE_RULESET, handled, size, ctypes.c_uint32(0))
     try:
         for path in (*_neighbours(folder), *holes):
             _allow(rules, path, rights)
@@ -421,9 +391,9 @@ def _allow(rules: int, path: str, rights: int) -> None:
             return
         if not stat.S_ISDIR(mode):
             rights &= _WRITE_FILE | _TRUNCATE
-        rule = _PathBeneathAttr(rights, descriptor)
+        rule = struct.pack("=Qi", rights, descriptor)  # struct landlock_path_beneath_attr
         kind = ctypes.c_int(_RULE_PATH_BENEATH)
-        _landlock(_ADD_RULE, ctypes.c_int(rules), kind, ctypes.byref(rule), ctypes.c_uint32(0))
+        _landlock(_ADD_RULE, ctypes.c_int(rules), kind, rule, ctypes.c_uint32(0))
     finally:
         os.close(descriptor)
 
