@@ -11,6 +11,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from taas_magic.messages import (
     WrittenFile,
 )
 from taas_magic.store.publish import remove_leftover
+from taas_magic.store.tree import Seen, Tree
 
 LOOK_LIMIT_S = 0.25
 """How long a store may be looked through; of a larger one, rank 0's own notes are all there is."""
@@ -145,29 +147,23 @@ def changed(
         whether all of the store was looked through.
     """
     deadline = time.monotonic() + limit_s
-    found, folders, left_out = set(), [store], set(shared)
-    while folders:
-        for entry in _entries(folders.pop()):
-            if entry.is_dir(follow_symlinks=False):
-                is_hidden = entry.name.startswith(".") or entry.name == "__pycache__"
-                is_leftover = remove_leftover(Path(entry.path))
-                if not (is_leftover or is_hidden or entry.path in left_out):
-                    folders.append(entry.path)
-            elif not entry.name.endswith(_NOTEBOOK):
-                status = _status(entry.path)
-                if status is not None and status.st_ctime_ns >= since_ns:
-                    found.add(entry.path)
-        if time.monotonic() >= deadline:
-            return found, False
+    found, left_out = set(), {os.path.relpath(folder, store) for folder in shared}
+
+    def takes(seen: Seen) -> bool:
+        name = os.path.basename(seen.path)
+        if not seen.is_folder:
+            return not name.endswith(_NOTEBOOK)
+        is_leftover = remove_leftover(Path(store, seen.path))
+        is_hidden = name.startswith(".") or name == "__pycache__"
+        return not (is_leftover or is_hidden or seen.path in left_out)
+
+    with suppress(OSError), closing(Tree(store)) as tree:
+        for seen in tree.walk(takes):
+            if not seen.is_folder and seen.status.st_ctime_ns >= since_ns:
+                found.add(os.path.join(store, seen.path))
+            if time.monotonic() >= deadline:
+                return found, False
     return found, True
-
-
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError:
-        return []  # gone meanwhile, or not ours to read: then not ours to have written
 
 
 def _status(path: str) -> os.stat_result | None:

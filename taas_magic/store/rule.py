@@ -14,6 +14,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from msgspec import Struct
@@ -210,31 +211,24 @@ def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
     folder.mkdir(mode=0o700, exist_ok=True)
     since = time.strftime("%H:%M:%S")
     owner = StoreOwner(store, run_id, name, os.getpid(), platform.node(), user_name(), since)
-    with locked(folder / "all", wait=True):
-        for other in folder.glob("*.lock"):
-            _refuse_overlap(store, other)
-        lock = _take(path, owner)
-    try:
-        yield
-    finally:
+    with ExitStack() as held:
         with locked(folder / "all", wait=True):
-            path.unlink(missing_ok=True)
-            os.close(lock)
-
-
-def _take(path: Path, owner: StoreOwner) -> int:
-    """Lock a file and write its owner into it; return the descriptor that holds the lock."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        path.write_bytes(pack(owner))
-    except OSError as error:
-        os.close(lock)
-        raise StoreError(
-            f"the project store cannot be marked as used by this run in {path.parent}: "
-            f"{reason_of(error)}; make room there"
-        ) from error
-    return lock
+            for other in folder.glob("*.lock"):
+                _refuse_overlap(store, other)
+            held.enter_context(locked(path, wait=True))
+            try:
+                path.write_bytes(pack(owner))
+            except OSError as error:
+                raise StoreError(
+                    f"the project store cannot be marked as used by this run in {folder}: "
+                    f"{reason_of(error)}; make room there"
+                ) from error
+        try:
+            yield
+        finally:
+            with locked(folder / "all", wait=True):
+                path.unlink(missing_ok=True)
+                held.close()
 
 
 def _refuse_overlap(store: str, path: Path) -> None:
