@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from paramiko import (
     Agent,
@@ -29,7 +29,7 @@ from paramiko import (
     SSHException,
     Transport,
 )
-from paramiko.auth_strategy import AuthFailure, AuthSource, AuthStrategy, InMemoryPrivateKey
+from paramiko.auth_strategy import AuthFailure, AuthSource, AuthStrategy
 from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
 from paramiko.ssh_exception import BadAuthenticationType
 
@@ -241,13 +241,15 @@ class KnownHosts(MissingHostKeyPolicy):
             elif _is_named(self._portless, entry.hostnames):
                 self._of_any_port.append((path, entry.key))
 
-    def types(self) -> list[str]:
-        """Return signature algorithms of the keys that are known of the host: it is to use one."""
-        found: list[str] = []
-        for _, key in self._known or self._of_any_port:
-            name = key.get_name()
-            found += ["rsa-sha2-512", "rsa-sha2-256"] if name == "ssh-rsa" else [name]
-        return list(dict.fromkeys(found))
+    def make_transport(self, sock: Any, **options: Any) -> Transport:
+        """Have the host show a key of a type that is known of it, where it has several."""
+        transport = Transport(sock, **options)
+        offered = transport.get_security_options()
+        known = {key.get_name() for _, key in self._known or self._of_any_port}
+        if "ssh-rsa" in known:
+            known |= {"rsa-sha2-512", "rsa-sha2-256"}
+        offered.key_types = sorted(offered.key_types, key=lambda name: name not in known)
+        return transport
 
     def missing_host_key(self, client: SSHClient, hostname: str, key: PKey) -> None:
         """Return when `key` is known to be the host's own.
@@ -340,7 +342,7 @@ class UserKeys(AuthStrategy):
                     yield _Key(target.user, f"agent's key {key.fingerprint}", key)
             for path, blob in blobs.items():
                 if blob not in offered:
-                    yield _KeyFile(target.user, path)
+                    yield _Key(target.user, path)
         finally:
             if agent:
                 agent.close()
@@ -359,36 +361,27 @@ def _agent_answers() -> bool:
     return False
 
 
-class _Key(InMemoryPrivateKey):
-    """A key, and what to call it when the host refuses it."""
+class _Key(AuthSource):
+    """A key, and what to call it when the host refuses it.
 
-    def __init__(self, user: str, name: str, key: PKey) -> None:
-        super().__init__(user, key)
-        self._name = name
+    Args:
+        key: None reads the file `name`, when its turn comes.
+    """
+
+    def __init__(self, user: str, name: str, key: PKey | None = None) -> None:
+        super().__init__(user)
+        self._name, self._key = name, key
 
     def __repr__(self) -> str:
         return self._name
 
     def authenticate(self, transport: Transport) -> list[str]:
-        if more := super().authenticate(transport):
+        key = _load(self._name) if self._key is None else self._key
+        if more := transport.auth_publickey(self.username, key):
             raise SSHException(
                 f"the host asks for {', '.join(more)} besides, which cannot be given"
             )
         return []
-
-
-class _KeyFile(AuthSource):
-    """A key's file, read when its turn comes."""
-
-    def __init__(self, user: str, path: str) -> None:
-        super().__init__(user)
-        self._path = path
-
-    def __repr__(self) -> str:
-        return self._path
-
-    def authenticate(self, transport: Transport) -> list[str]:
-        return _Key(self.username, self._path, _load(self._path)).authenticate(transport)
 
 
 def _load(path: str) -> PKey:

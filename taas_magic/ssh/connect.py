@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from paramiko import Channel, SSHClient, SSHException, Transport
+from paramiko import Channel, SSHClient, SSHException
 from paramiko.auth_strategy import AuthFailure
 
 from taas_magic.errors import PoolError
@@ -189,7 +189,7 @@ def connect(
                 banner_timeout=timeout_s,
                 auth_timeout=timeout_s,
                 channel_timeout=timeout_s,
-                transport_factory=_make_transport(known),
+                transport_factory=known.make_transport,
                 auth_strategy=UserKeys(target),
             )
         return Connection(target, client, undo.pop_all())
@@ -265,19 +265,6 @@ def _handshake(sock: socket.socket | Channel, patience: _Patience) -> Iterator[N
     finally:
         done.set()
         watcher.join()
-
-
-def _make_transport(known: KnownHosts) -> Callable[..., Transport]:
-    """Have the host show a key of a type that is known of it, where it has several."""
-
-    def make(sock: Any, **options: Any) -> Transport:
-        transport = Transport(sock, **options)
-        offered = transport.get_security_options()
-        first = [name for name in known.types() if name in offered.key_types]
-        offered.key_types = [*first, *(name for name in offered.key_types if name not in first)]
-        return transport
-
-    return make
 
 
 def _close(client: SSHClient) -> None:
@@ -520,19 +507,15 @@ def close_tunnel(connection: Connection, port: int) -> None:
 
 def _relay(channel: Channel, address: tuple[str, int]) -> None:
     """Carry bytes both ways until either side is at its end."""
-    with contextlib.suppress(*_ENDED), channel:  # the connection may go before the channel
-        try:
-            sock = socket.create_connection(address)
-        except OSError:
-            return  # the pool is just ending; the host sees its end of it close
-        with sock:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            back = threading.Thread(
-                target=_pump, args=(sock.recv, channel.sendall, channel.close), daemon=True
-            )
-            back.start()
-            _pump(channel.recv, sock.sendall, lambda: sock.shutdown(socket.SHUT_RDWR))
-            back.join()
+    # the connection may go before the channel, or the pool before both: the host sees them close
+    with contextlib.suppress(*_ENDED), channel, socket.create_connection(address) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        back = threading.Thread(
+            target=_pump, args=(sock.recv, channel.sendall, channel.close), daemon=True
+        )
+        back.start()
+        _pump(channel.recv, sock.sendall, lambda: sock.shutdown(socket.SHUT_RDWR))
+        back.join()
 
 
 def _pump(
