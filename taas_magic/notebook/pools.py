@@ -142,9 +142,11 @@ def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
             f"project store {store}: it cannot be written: {error.strerror}"
         ) from error
     with mark:
-        here = facts.this_kernel(mark.name)
+        here = facts.this_kernel()
         up = {row.name: row.status.hosts for row in rows(config)}
-        found = facts.check(asked, lambda pool, stop: find_engine(pool).ways(stop), here, packages)
+        found = facts.check(
+            asked, lambda pool, stop: find_engine(pool).ways(stop), here, packages, mark.name
+        )
         known = {row.pool for row in found}
         for pool in asked:
             if pool.name not in known and up[pool.name]:

@@ -133,13 +133,11 @@ class Kernel(Struct, frozen=True):
 
     Attributes:
         ours: Digest of taas-magic's files.
-        mark: A file in the project store by which hosts know it; "" asks nobody.
     """
 
     python: str
     torch: str
     ours: str
-    mark: str = ""
 
 
 def minor(version: str) -> str:
@@ -147,13 +145,9 @@ def minor(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def this_kernel(mark: str = "") -> Kernel:
-    """Return what the process that asks is like, with a mark; torch is not imported."""
-    return structs.replace(_this_kernel(), mark=mark)
-
-
 @lru_cache(maxsize=1)
-def _this_kernel() -> Kernel:
+def this_kernel() -> Kernel:
+    """Return what the process that asks is like; torch is not imported."""
     ours = probe.digest(probe.package_files(str(Path(__file__).parent.parent)))
     return Kernel(platform.python_version(), importlib.metadata.version("torch"), ours)
 
@@ -262,9 +256,7 @@ def judge(
         *_python(facts, here),
         *_disk(facts),
         *_network(facts, interface),
-        *_gpus(facts, gpus),
-        *_clock(facts),
-        *_replaced(facts, packages),
+        *_warnings(facts, gpus, packages),
     ]
     return sorted(found, key=lambda finding: (ERROR, WARNING, REMARK).index(finding.level))
 
@@ -339,25 +331,21 @@ def _network(facts: Facts, interface: str | None) -> Iterator[Finding]:
         yield Finding(REMARK, f"{what}; nothing to do: ranks are told their interface")
 
 
-def _gpus(facts: Facts, promised: int | None) -> Iterator[Finding]:
+def _warnings(
+    facts: Facts, promised: int | None, packages: Mapping[str, Wanted]
+) -> Iterator[Finding]:
+    """Find what is not as it should be, though runs can do with it."""
     if promised is not None and facts.gpus < promised:
         what = f"{facts.gpus} GPUs there, gpus = {promised} in taas.toml"
         yield Finding(WARNING, what, "Ranks without one run on the CPU: correct the number")
     if facts.gpus and facts.torch and not facts.cuda:
         what = f"torch {facts.torch} there was built without CUDA: its {facts.gpus} GPUs stay idle"
         yield Finding(WARNING, what, "Install torch's CUDA build there")
-
-
-def _clock(facts: Facts) -> Iterator[Finding]:
     if abs(facts.ahead_s) > CLOCK_S:
         side = "ahead of" if facts.ahead_s > 0 else "behind"
         what = f"its clock is {abs(facts.ahead_s):,.0f} s {side} this machine's"
         yield Finding(WARNING, what, "Runs do not mind; times in files will: set it, or use NTP")
-
-
-def _replaced(facts: Facts, packages: Mapping[str, Wanted]) -> Iterator[Finding]:
-    """Find packages of the host's environment that ours will come before on `sys.path`."""
-    other = [
+    other = [  # packages of the host's environment that ours will come before on `sys.path`
         f"{each.name} {facts.versions[each.name]} (here {each.version})"
         for each in lacking(packages, facts)
         if facts.versions.get(each.name)
@@ -395,49 +383,44 @@ def check(
     ways: Callable[[PoolConfig, threading.Event], Ways],
     here: Kernel,
     packages: Mapping[str, Wanted],
+    mark: str = "",
 ) -> list[Row]:
     """Ask the hosts of pools, all at the same time. May be interrupted at any moment.
 
     Args:
         ways: From a pool to the ways to its hosts, which are opened here and given up when the
             event is set; none for hosts that are not there until a run takes them.
+        mark: A file in the project store by which hosts know it; "" asks nobody.
 
     Returns:
         A row for each host, in the order of the pools and their hosts.
     """
+
+    def ask_one(pool: PoolConfig, host: str, way: AbstractContextManager[Shell] | None) -> Row:
+        try:
+            if way is None:
+                facts = of_this_machine(host, packages, mark)
+            else:
+                with way as shell:
+                    facts = ask_host(shell, pool.python, packages, mark=mark)
+        except TaasError as error:
+            what = str(error).removeprefix(f"host {host}: ")
+            return Row(pool.name, host, None, (Finding(ERROR, what),))
+        return judged(pool, facts, here, packages)
+
     stop = threading.Event()
     executor = ThreadPoolExecutor(MAX_AT_ONCE, "taas-check")
     asked = []
     try:
         for pool in pools:
             if pool.engine == "local":
-                asked.append(executor.submit(_ask, pool, here, packages, socket.gethostname()))
-            for name, way in ways(pool, stop).items():
-                asked.append(executor.submit(_ask, pool, here, packages, name, way))
+                asked.append(executor.submit(ask_one, pool, socket.gethostname(), None))
+            for host, way in ways(pool, stop).items():
+                asked.append(executor.submit(ask_one, pool, host, way))
         return [row.result() for row in asked]
     finally:
         stop.set()
         executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _ask(
-    pool: PoolConfig,
-    here: Kernel,
-    packages: Mapping[str, Wanted],
-    host: str,
-    way: AbstractContextManager[Shell] | None = None,
-) -> Row:
-    """Return the row of a host; of this machine without a way."""
-    try:
-        if way is None:
-            facts = of_this_machine(host, packages, here.mark)
-        else:
-            with way as shell:
-                facts = ask_host(shell, pool.python, packages, mark=here.mark)
-    except TaasError as error:
-        what = str(error).removeprefix(f"host {host}: ")
-        return Row(pool.name, host, None, (Finding(ERROR, what),))
-    return judged(pool, facts, here, packages)
 
 
 def judged(pool: PoolConfig, facts: Facts, here: Kernel, packages: Mapping[str, Wanted]) -> Row:

@@ -276,10 +276,9 @@ def platforms_of(facts: Facts) -> Iterator[str]:
 
 def installed_files(name: str, tags: frozenset[Tag]) -> Files | None:
     """Return a package's files in this environment; None where they would not work on the host."""
-    try:
-        known = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
+    if installed(name) is None:
         return None
+    known = importlib.metadata.distribution(name)
     lines = (known.read_text("WHEEL") or "").splitlines()
     built_for = {
         tag for line in lines if line.startswith("Tag:") for tag in parse_tag(line[4:].strip())
