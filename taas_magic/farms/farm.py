@@ -52,7 +52,6 @@ from taas_magic.farms.terms import (
     News,
     NodeNews,
     Part,
-    PartName,
 )
 from taas_magic.host.system import spawn_command
 from taas_magic.journal.folder import state_dir
@@ -74,18 +73,17 @@ SEEN_S = 10.0
 WATCH_S = 0.5
 """How often the table is shown anew, and it is looked whether the farm's process lives."""
 
-CALLED = "taas_job"
+CALLED = "_taas_job"
 """The name that a function travels by which is no variable of the notebook under its own."""
 
 _naming = threading.Lock()
 """Held while a function has that name: threads may submit at once."""
 
 
-class Job:
+class Job(JobState):
     """A call of a function in a farm.
 
     Attributes:
-        name: Its name: the function's, and a number.
         args: What the function is called with.
         kwargs: The same, by name.
         folder: Its folder: what it printed (`output.log`), and what it saved by `taas.save`.
@@ -94,25 +92,14 @@ class Job:
     def __init__(
         self, farm: "Farm", name: str, args: tuple[Any, ...], kwargs: dict[str, Any], folder: Path
     ) -> None:
-        self.name, self.args, self.kwargs, self.folder = name, args, kwargs, folder
+        super().__init__(name)
+        self.args, self.kwargs, self.folder = args, kwargs, folder
         self._farm = farm
-        self.seen = JobState(name)
         self._outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         where = f" on {self.host}" if self.host else ""
         return f"<job {self.name}: {self.state}{where}>"
-
-    @property
-    def state(self) -> str:
-        """How it stands: "queued", "running", "done", "failed" or "cancelled"."""
-        return self.seen.state
-
-    @property
-    def host(self) -> str:
-        """The host that runs it, or ran it last; "" before."""
-        return self.seen.host
 
     def done(self) -> bool:
         """Return whether it has ended, in whatever way."""
@@ -146,25 +133,18 @@ class Job:
 
     def cancel(self) -> None:
         """End it, if it has not ended; one that runs is interrupted first."""
-        self.end("cancelled", error=JobFailed(f"job {self.name} was cancelled", name=self.name))
+        self.conclude("cancelled", JobFailed(f"job {self.name} was cancelled", name=self.name))
         if (future := self._farm._forget(self.name)) is not None:
             future.cancel()
 
-    def when_done(self, listener: Callable[["Job"], None]) -> None:
-        """Have a function called with the job when it has ended, or now if it has."""
-        self._outcome.add_done_callback(lambda outcome: listener(self))
-
-    def end(self, state: str, result: Any = None, error: BaseException | None = None) -> None:
+    def conclude(self, state: str, error: BaseException | None, result: Any = None) -> None:
         """Take how it ended; what comes first counts."""
-        with self._lock:
-            if self.seen.is_over:
-                return
-            self.seen.end(state)
-        self._farm.state.changes += 1
-        if error is None:
-            self._outcome.set_result(result)
-        else:
-            self._outcome.set_exception(error)
+        if self.end(state):
+            self._farm.state.changes += 1
+            if error is None:
+                self._outcome.set_result(result)
+            else:
+                self._outcome.set_exception(error)
 
 
 class Farm:
@@ -189,7 +169,7 @@ class Farm:
         self._ended: queue.SimpleQueue[News | None] = queue.SimpleQueue()
         self._solved: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._client.subscribe_topic(TOPIC, self._hear)
-        self._view = table.LiveTable(self.state, shell)
+        self._show(update=False)
         threading.Thread(target=self._collect, name="taas-farm", daemon=True).start()
         threading.Thread(target=self._watch, name="taas-farm-watch", daemon=True).start()
         threading.Thread(target=self._tell, name="taas-farm-tell", daemon=True).start()
@@ -249,11 +229,12 @@ class Farm:
         """
         waiting = list(self._unfinished() if jobs is None else jobs)
         with self.cancelling(waiting):
-            ended: queue.SimpleQueue[Job] = queue.SimpleQueue()
-            for job in waiting:
-                job.when_done(ended.put)
-            for _ in waiting:
-                yield ended.get()
+            jobs_of = {job._outcome: job for job in waiting}
+            ended: queue.SimpleQueue[concurrent.futures.Future[Any]] = queue.SimpleQueue()
+            for outcome in jobs_of:
+                outcome.add_done_callback(ended.put)
+            for _ in jobs_of:
+                yield jobs_of[ended.get()]
 
     def on_solution(self, listener: Callable[[Job], None]) -> None:
         """Have a function called with each job that has returned, in a thread of the farm's."""
@@ -287,6 +268,7 @@ class Farm:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._why_over = self._why_over or "it is closed"
         self.cancel(self._unfinished())
         self._ended.put(None)
         self._client.close(timeout=2)
@@ -300,7 +282,13 @@ class Farm:
             self._process.kill()
             self._process.wait()
         self.state.close()
-        self._view.refresh()
+        self._show()
+
+    def _show(self, update: bool = True) -> None:
+        """Show the table below the cell that made the farm."""
+        transient = {"display_id": self.name}
+        bundle = table.bundle(self.state)
+        self._shell.display_pub.publish(bundle, transient=transient, update=update)
 
     def _unfinished(self) -> list[Job]:
         with self._lock:
@@ -315,8 +303,8 @@ class Farm:
     ) -> list[Job]:
         from taas_magic.farms.worker import run_job
 
-        if why := self._why_none():
-            raise PoolError(f"{self.name} takes no jobs: {why}; make another farm")
+        if self._why_over:
+            raise PoolError(f"{self.name} takes no jobs: {self._why_over}; make another farm")
         if not calls:
             return []
         packed = [_pack_arguments(*call, self._shell.user_ns) for call in calls]
@@ -336,18 +324,15 @@ class Farm:
             parts.append([shared, *map(self._shelf.part, call.parts)])
         names = [job.name for job in jobs]
         for job in jobs:
-            self.state.add(job.seen)
+            self.state.add(job)
         with self._lock, warnings.catch_warnings():  # Dask advises to scatter: the shelf does
             warnings.filterwarnings("ignore", message="Sending large graph")
             # in one message: to submit a job costs Dask as much as to run it
             futures = self._client.map(run_job, told, parts, key=names, retries=retries, pure=False)
             self._jobs.update(zip(names, zip(jobs, futures, parts, strict=True), strict=True))
-        if why := self._why_none():  # meanwhile
-            self._end_all(why)
+        if self._why_over:  # meanwhile
+            self._give_up(self._why_over)
         return jobs
-
-    def _why_none(self) -> str:
-        return self._why_over or ("it is closed" if self._closed.is_set() else "")
 
     def _pack(self, function: Callable[..., Any], call: "_Call") -> tuple[str, bytes, str]:
         """Capture a function with all that it, and arguments of it, use of the notebook.
@@ -375,6 +360,7 @@ class Farm:
 
     def _watch(self) -> None:
         """Show how the farm stands, and end jobs of which nothing more will be heard."""
+        shown = 0
         while not self._closed.wait(WATCH_S):
             if not self._why_over and self._process.poll() is not None:
                 self._lose()
@@ -383,7 +369,9 @@ class Farm:
                 names = [name for name, it in self._jobs.items() if it[1].status in over]
             for name in names:
                 self._ended.put(JobNews(name, "", "erred"))
-            self._view.refresh()
+            if shown != self.state.changes:
+                shown = self.state.changes
+                self._show()
 
     def _lose(self) -> None:
         """End all jobs: the farm's process has ended, or is not connected any more."""
@@ -396,12 +384,10 @@ class Farm:
         self._give_up(f"{why} ({self.folder / LOG})")
 
     def _give_up(self, why: str) -> None:
+        """Take no more jobs, and end those that there are."""
         self._why_over = why
-        self._end_all(why)
-
-    def _end_all(self, why: str) -> None:
         for job in self._unfinished():
-            job.end("failed", error=PoolError(f"job {job.name} of {self.name}: {why}"))
+            job.conclude("failed", PoolError(f"job {job.name} of {self.name}: {why}"))
             self._forget(job.name)
 
     def _collect(self) -> None:
@@ -434,12 +420,12 @@ class Farm:
 
         with contextlib.suppress(FutureCancelledError, OSError):
             if (error := future.exception()) is not None:
-                job.end("failed", error=self._failure(job, error))
-        if not job.seen.is_over:
+                job.conclude("failed", self._failure(job, error))
+        if not job.is_over:
             self._lose()
 
     def _deliver(self, job: Job, said: JobResult) -> None:
-        job.seen.host, job.seen.took_s = self.state.host_of(said.node), said.took_s
+        job.host, job.took_s = self.state.host_of(said.node), said.took_s
         try:
             for path, data in [(_below(job.folder, name), it) for name, it in said.files.items()]:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -448,9 +434,9 @@ class Farm:
             views = [memoryview(bytearray(part)) for part in buffers]
             result = pickling.loads(data, views, namespace=self._shell.user_ns)
         except BaseException as error:  # of whatever kind the user's `__setstate__` raises
-            job.end("failed", error=error)
+            job.conclude("failed", error)
             return
-        job.end("done", result)
+        job.conclude("done", None, result)
         self._solved.put(job)
 
     def _tell(self) -> None:
@@ -467,7 +453,7 @@ class Farm:
 
         ended = error.outcome if isinstance(error, JobEnded) else JobOutcome("failed")
         if isinstance(error, JobEnded):
-            job.seen.host = self.state.host_of(error.node)
+            job.host = self.state.host_of(error.node)
             head = f"job {job.name} on host {job.host}: {error}".removesuffix(": ")
         elif isinstance(error, KilledWorker):
             head = f"job {job.name} was on {LOST_NODES + 1} nodes that were lost"
@@ -501,7 +487,7 @@ class _Shelf:
     def __init__(self, client: "Client") -> None:
         self._client, self._lock = client, threading.Lock()
         self._numbers = itertools.count()
-        self._known: dict[str, PartName] = {}
+        self._known: dict[str, str] = {}
         self._users: Counter[str] = Counter()
 
     def part(self, part: Any, is_shared: bool = False) -> Part:
@@ -515,8 +501,8 @@ class _Shelf:
         with self._lock:
             if mark not in self._known:
                 # another name each time: what is dropped may be on its way still
-                name = PartName(mark, next(self._numbers))
-                self._call(PUT, name=name.text, data=to_serialize(bytes(data))).result()
+                name = f"{mark}-{next(self._numbers)}"
+                self._call(PUT, name=name, data=to_serialize(bytes(data))).result()
                 self._known[mark] = name
             self._users[mark] += 1
             return self._known[mark]
@@ -524,12 +510,13 @@ class _Shelf:
     def drop(self, parts: Collection[Part]) -> None:
         """Count that a job does not need its parts any more."""
         with self._lock:
-            for part in parts:
-                if isinstance(part, PartName):
-                    self._users[part.mark] -= 1
-                    if not self._users[part.mark]:
-                        del self._users[part.mark], self._known[part.mark]
-                        self._call(DROP, name=part.text)
+            for name in parts:
+                if isinstance(name, str):
+                    mark = name.partition("-")[0]
+                    self._users[mark] -= 1
+                    if not self._users[mark]:
+                        del self._users[mark], self._known[mark]
+                        self._call(DROP, name=name)
 
     def _call(self, op: str, **arguments: Any) -> Any:
         calling = getattr(self._client.scheduler, op)(**arguments)
@@ -578,14 +565,11 @@ def _named(function: Callable[..., Any], namespace: dict[str, Any]) -> Iterator[
     if own and namespace.get(own) is function:
         yield own
         return
-    before = namespace.get(CALLED)
     namespace[CALLED] = function
     try:
         yield CALLED
     finally:
-        namespace.pop(CALLED)
-        if before is not None:
-            namespace[CALLED] = before
+        del namespace[CALLED]
 
 
 def _below(folder: Path, name: str) -> Path:
@@ -664,20 +648,10 @@ def _remove_ended(folder: Path, keep: int) -> None:
     """Remove the folders of all farms but the newest, and of none whose process lives."""
     farms = sorted(folder.glob("farm-*"))  # by time, as their names have it
     for old in farms[: max(0, len(farms) - keep)]:
-        if not _lives(old):
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def _lives(folder: Path) -> bool:
-    """Return whether a farm's process has its log."""
-    try:
-        with (folder / LOG).open("rb") as log:
+        # its process lives, and has its log; or another kernel removes it, too
+        with contextlib.suppress(BlockingIOError, FileNotFoundError), (old / LOG).open("ab") as log:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:  # another kernel removes it, too
-        pass
-    return False
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], FarmPlace]:

@@ -94,7 +94,7 @@ def _settle(setting: JobSetting) -> None:
         setting.store,
         "a job",
         means=Means(setting.means),
-        scratch=Path(setting.scratch),
+        scratch=Path(f"{setting.scratch}-{os.getpid()}-{time.monotonic_ns()}"),
         run_folder=setting.files,
         note=lambda path: None,
     )

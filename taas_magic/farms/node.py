@@ -37,7 +37,6 @@ from taas_magic.farms.terms import (
     JobSetting,
     NodeSetting,
     NodeTerms,
-    Part,
     PlacedCall,
 )
 from taas_magic.host import forkserver
@@ -169,7 +168,7 @@ class Slots:
                 environ={**setting.jobs.environ, "CUDA_VISIBLE_DEVICES": mine},
                 means=means,
                 files=str(self._jobs),
-                scratch=str(folder / f"scratch-{number}"),
+                scratch=str(folder / "scratch"),
             )
             self._free.append(Slot(job))
 
@@ -179,7 +178,7 @@ class Slots:
             slot.cancel()
 
     async def run(
-        self, call: JobCall, parts: Awaitable[list[Part]], say: Callable[[JobNews], None]
+        self, call: JobCall, parts: Awaitable[list[bytes | Blob]], say: Callable[[JobNews], None]
     ) -> JobResult:
         """Run a job in a slot that is free: Dask runs no more jobs at a time than there are.
 
@@ -237,10 +236,9 @@ class Slot:
         self._control: Any = None
         self._output: Any = None
         self._events: Any = None
-        self._cancelled_at: float | None = None
-        self._again = False
+        self._is_cancelled = self._again = False
+        self._late: asyncio.TimerHandle | None = None
         self._job_setting = ""
-        self._starts = 0
 
     async def run(self, placed: PlacedCall, say: Say) -> JobOutcome:
         """Run a job; returns how it ended."""
@@ -251,7 +249,7 @@ class Slot:
         self._job_setting = placed.call.setting
         lines = _Lines(say)
         try:
-            if self._cancelled_at is not None:  # before it had a process
+            if self._is_cancelled:  # before it had a process
                 raise EOFError
             if sum(map(len, (placed.payload, *placed.arguments))) > INLINE_BYTES:
                 await asyncio.to_thread(self._control.send_bytes, pickle.dumps(placed))
@@ -269,18 +267,20 @@ class Slot:
 
     async def rest(self) -> None:
         """Be ready for another job; the last one is not cancelled any more."""
-        if self._cancelled_at is not None or not self._again:
+        if self._late is not None:
+            self._late.cancel()
+        if self._is_cancelled or not self._again:
             await asyncio.to_thread(self.close)
-        self._cancelled_at, self._again = None, False
+        self._is_cancelled = self._again = False
 
     def cancel(self) -> None:
-        """Interrupt the job."""
-        if self._cancelled_at is None:
-            self._cancelled_at = began = time.monotonic()
+        """Interrupt the job; where that does not end it, its process is killed."""
+        if not self._is_cancelled:
+            self._is_cancelled = True
             if (process := self._process) is not None:
                 _signal(process.pid, 2)
                 loop = asyncio.get_running_loop()
-                loop.call_later(GRACE_S, self._end_late, process, began)
+                self._late = loop.call_later(GRACE_S, _signal, process.pid, 9)
 
     def close(self) -> None:
         """End the process, and what it has started; blocks."""
@@ -298,13 +298,12 @@ class Slot:
 
     def _renew(self) -> None:
         self.close()
-        self._starts += 1
-        scratch = f"{self._setting.scratch}-{self._starts}"
-        setting = structs.replace(self._setting, scratch=scratch)
         self._control, theirs = forkserver.pipe()
         self._output, written = get_context("forkserver").Pipe(duplex=False)
         try:
-            process = forkserver.start("taas_magic.farms.job.job_main", setting, theirs, written)
+            process = forkserver.start(
+                "taas_magic.farms.job.job_main", self._setting, theirs, written
+            )
         except PoolError:
             _leave()
         theirs.close()
@@ -352,7 +351,7 @@ class Slot:
             return b""
 
     def _died(self) -> JobOutcome:
-        if self._cancelled_at is not None:
+        if self._is_cancelled:
             return JobOutcome("cancelled", "Cancelled")
         connection.wait([self._process.sentinel], _END_S)
         code = forkserver.exitcode(self._process) or 0
@@ -360,10 +359,6 @@ class Slot:
             _leave()
         how = f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}"
         return JobOutcome("failed", "JobDied", f"its process {self._process.pid} {how}")
-
-    def _end_late(self, process: Any, began: float) -> None:
-        if self._process is process and self._cancelled_at == began:
-            _signal(process.pid, 9)
 
 
 def _leave() -> NoReturn:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from taas_magic.display.head import CODE, FRAME
+from taas_magic.display.head import FRAME, columns, table_html
 from taas_magic.display.log import harmless
 from taas_magic.farms.terms import NODE_STATES, JobNews, NodeNews
 
@@ -15,9 +15,16 @@ LINE_CHARS = 100
 ENDED = ("done", "failed", "cancelled")
 
 
-@dataclass
+@dataclass(eq=False)
 class JobState:
-    """A job as the table has it; once it has ended, it stays so, whichever thread says what."""
+    """A job as the table has it; once it has ended, it stays so, whichever thread says what.
+
+    Attributes:
+        name: Its name: the function's, and a number.
+        state: How it stands: "queued", "running", "done", "failed" or "cancelled".
+        host: The host that runs it, or ran it last; "" before.
+        took_s: Seconds that its call took; 0 before it has returned.
+    """
 
     name: str
     state: str = "queued"
@@ -38,20 +45,11 @@ class JobState:
             if not self.is_over:
                 self.state = state
 
-    def end(self, state: str) -> None:
-        """Let it have ended."""
+    def end(self, state: str) -> bool:
+        """Let it have ended; returns whether it had not before."""
         with self.lock:
-            self.state = state
-
-
-@dataclass
-class NodeState:
-    """A node as the table has it."""
-
-    name: str
-    state: str = ""
-    host: str = ""
-    why: str = ""
+            was_over, self.state = self.is_over, self.state if self.is_over else state
+        return not was_over
 
 
 @dataclass
@@ -64,7 +62,7 @@ class FarmState:
     most: int
     slots: int = 1
     jobs: dict[str, JobState] = field(default_factory=dict)
-    nodes: dict[str, NodeState] = field(default_factory=dict)
+    nodes: dict[str, NodeNews] = field(default_factory=dict)
     is_closed: bool = False
     changes: int = 0
 
@@ -100,7 +98,7 @@ class FarmState:
         return {state: found[state] for state in ("queued", "running", *ENDED)}
 
     @property
-    def here(self) -> list[NodeState]:
+    def here(self) -> list[NodeNews]:
         """The nodes that take jobs."""
         return [node for node in list(self.nodes.values()) if node.state == "here"]
 
@@ -115,13 +113,13 @@ class FarmState:
         return sum(took) / len(took) * left / max(1, len(self.here) * self.slots)
 
     def _take_node(self, said: NodeNews) -> None:
-        node = self.nodes.setdefault(said.node, NodeState(said.node))
+        node = self.nodes.setdefault(said.node, said)
         node.host = said.host or node.host
         if NODE_STATES.index(said.state) >= NODE_STATES.index(node.state):
             node.state, node.why = said.state, said.why
         if node.state in ("lost", "left"):
             for job in list(self.jobs.values()):
-                if job.node == node.name and job.state == "running":
+                if job.node == node.node and job.state == "running":
                     job.go_on("queued")
 
     def __repr__(self) -> str:
@@ -144,7 +142,7 @@ def head(state: FarmState) -> str:
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     """Return nodes, then jobs: those that run, that failed, that ended last."""
     nodes = [n for n in list(state.nodes.values()) if n.state != "left"]
-    found = [(n.name, n.state, n.host, n.why.partition("\n")[0]) for n in nodes[-SHOWN_JOBS:]]
+    found = [(n.node, n.state, n.host, n.why.partition("\n")[0]) for n in nodes[-SHOWN_JOBS:]]
     order = {"running": 0, "failed": 1, "cancelled": 2, "done": 3, "queued": 4}
     jobs = sorted(reversed(list(state.jobs.values())), key=lambda job: order[job.state])
     found += [(job.name, job.state, job.host, job.last_line) for job in jobs[:SHOWN_JOBS]]
@@ -154,32 +152,8 @@ def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
 def bundle(state: FarmState) -> dict[str, str]:
     """Return the table for a notebook's output; in HTML all that comes from hosts is escaped."""
     first, cells = head(state), rows(state)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-    begin = "<td style='text-align:left;padding:1px 10px 1px 0px'>"
-    filled = ["".join(f"{begin}{escape(cell)}</td>" for cell in row) for row in cells]
-    body = "".join(f"<tr>{row}</tr>" for row in filled)
-    table = f"<table style='border-collapse:collapse;{CODE};font-size:12px'>{body}</table>"
+    table = table_html(["name", "state", "host", "last line"], (map(escape, row) for row in cells))
     return {
-        "text/plain": "\n".join([first, *(f"  {line}" for line in lines)]),
+        "text/plain": "\n".join([first, *(f"  {line}" for line in columns(cells))]),
         "text/html": f"<div style='{FRAME}'><div>{escape(first)}</div>{table}</div>",
     }
-
-
-class LiveTable:
-    """Shows the table under the cell that made the farm."""
-
-    def __init__(self, state: FarmState, shell: Any) -> None:
-        self._state, self._shell = state, shell
-        self._shown = state.changes
-        self._publish(update=False)
-
-    def refresh(self) -> None:
-        """Show it again if it has changed."""
-        if self._shown != self._state.changes:
-            self._shown = self._state.changes
-            self._publish(update=True)
-
-    def _publish(self, update: bool) -> None:
-        transient = {"display_id": self._state.name}
-        self._shell.display_pub.publish(bundle(self._state), transient=transient, update=update)

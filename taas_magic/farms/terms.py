@@ -28,25 +28,8 @@ LOST_NODES = 3
 Security = dict[str, str | bool]
 """Keyword arguments of dask's `Security`."""
 
-Part = Any
-"""A part of what a job is given: bytes; a `PartName`; where it is run, a `Blob`."""
-
-
-class PartName(Struct, frozen=True):
-    """A large part, as a job is told it.
-
-    Attributes:
-        mark: What is in it, as a hash.
-        number: How often parts were put into the farm's process before.
-    """
-
-    mark: str
-    number: int
-
-    @property
-    def text(self) -> str:
-        """Its name in the farm's process."""
-        return f"{self.mark}-{self.number}"
+Part = bytes | str
+"""A part of what a job is given; of a large one, its name in the farm's process."""
 
 
 class Blob:
@@ -125,7 +108,7 @@ class JobSetting(Struct, frozen=True):
         store: The rule of the project store, with this host's path.
         means: What holds it off the store.
         files: The folder below which jobs save.
-        scratch: A folder to make, for what it may not write to the store.
+        scratch: How the folder's name begins that each makes for what the store may not have.
     """
 
     environ: dict[str, str]
@@ -224,7 +207,7 @@ class JobResult(Struct, tag="result"):
     files: dict[str, Any]
 
 
-NODE_STATES = ("", "asked for", "starting", "here", "left", "lost", "given up")
+NODE_STATES = ("asked for", "starting", "here", "left", "lost", "given up")
 """In the order in which a node may have them; after "here" it has at most one more."""
 
 

@@ -20,7 +20,6 @@ from taas_magic.farms.terms import (
     JobCall,
     JobNews,
     Part,
-    PartName,
 )
 
 if TYPE_CHECKING:
@@ -47,13 +46,13 @@ class NodeWorker(Worker):
             listener.stop()
         return self
 
-    async def part(self, part: Part) -> Part:
+    async def part(self, part: Part) -> bytes | Blob:
         """Return a part as this node has it, when it has come."""
-        if not isinstance(part, PartName):
+        if isinstance(part, bytes):
             return part
-        if (name := part.text) not in self._parts:
-            self._parts[name] = asyncio.ensure_future(self._bring(name))
-        return await self._parts[name]
+        if part not in self._parts:
+            self._parts[part] = asyncio.ensure_future(self._bring(part))
+        return await self._parts[part]
 
     async def _bring(self, name: str) -> Blob:
         try:

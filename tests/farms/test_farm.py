@@ -20,7 +20,7 @@ from taas_magic.capture import pickling
 from taas_magic.errors import CaptureError, JobFailed, PoolError, ProtocolError, UsageError
 from taas_magic.farms import farm as farm_module
 from taas_magic.farms.farm import Farm, Job
-from taas_magic.farms.table import FarmState, JobState, NodeState, bundle
+from taas_magic.farms.table import FarmState, JobState, bundle
 from taas_magic.farms.terms import FarmPlace, JobNews, JobResult, NodeNews
 from tests.conftest import carriers
 from tests.eventually import eventually
@@ -312,7 +312,7 @@ def test_a_job_whose_node_dies_is_done_elsewhere_and_another_node_comes(
     until(lambda: len(farm.status().here) == 2)
 
 
-def nodes_of(farm: Farm) -> list[NodeState]:
+def nodes_of(farm: Farm) -> list[NodeNews]:
     return list(farm.status().nodes.values())
 
 
@@ -360,7 +360,7 @@ def test_a_job_that_ends_while_it_is_submitted_is_heard(
 
     monkeypatch.setattr(farm._client, "map", submit_and_wait)
     job = farm.submit(train, 3)
-    assert job.result().value == 9 and job.seen.took_s
+    assert job.result().value == 9 and job.took_s
     assert (job.folder / "output.log").read_text() == "training 3\n"
 
 
@@ -372,7 +372,7 @@ def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
     several.define("import taas\nhanging = taas.farm('many', nodes=1)")
     hanging = several.shell.user_ns["hanging"]
     assert isinstance(hanging, Farm)
-    ended: list[NodeState] = []
+    ended: list[NodeNews] = []
     while not ended:
         until(lambda: programs("node") - known)
         node = node_besides(known)

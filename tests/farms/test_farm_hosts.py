@@ -168,7 +168,7 @@ def until(condition: Callable[[], object]) -> None:
 
 def begun(job: Job) -> bool:
     """Whether a job has printed something where it runs now."""
-    return job.state == "running" and job.seen.last_line == "begun"
+    return job.state == "running" and job.last_line == "begun"
 
 
 def received(hosts: Hosts, number: int) -> int:
