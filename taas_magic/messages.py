@@ -677,7 +677,7 @@ class WaitForHosts(Request[Started]):
 
     Attributes:
         owner: The Dask client of the kernel; when it is gone, so is its wait.
-        wait: By what it gives up this wait.
+        wait: By what it is given up (`Halt`).
         has_run: Whether a cell waits with it, and not the warming alone.
     """
 
@@ -685,13 +685,6 @@ class WaitForHosts(Request[Started]):
     wait: str
     hosts: int
     has_run: bool = True
-
-
-class GiveUp(Request[None]):
-    """Give up one of a kernel's waits."""
-
-    owner: str
-    wait: str
 
 
 class Relay(Request[None]):
@@ -702,7 +695,10 @@ class Relay(Request[None]):
 
 
 class Halt(Request[None]):
-    """Interrupt (`interrupt`) or end (`kill`) a run's ranks, or its fetchers; they may be over."""
+    """Interrupt (`interrupt`) or end (`kill`) a run's ranks, or its fetchers; they may be over.
+
+    In the place of a run's id, that of a wait for hosts gives it up.
+    """
 
     run_id: str
     how: str

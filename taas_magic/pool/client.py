@@ -20,7 +20,6 @@ from taas_magic.messages import (
     EndPool,
     Event,
     GetStatus,
-    GiveUp,
     Halt,
     PoolStatus,
     Request,
@@ -167,7 +166,7 @@ class Pool:
         """Give up a wait: its `open`, in another thread, raises PoolError."""
         wait.is_given_up = True
         if self._client is not None:
-            self.call(GiveUp(self._client.id, wait.id))
+            self.halt(wait.id, "kill")
 
     def connect(self, tell: Callable[[list[str]], None] = lambda lines: None) -> None:
         """Return when the pool's process answers; starts it if need be. It takes no host.
@@ -261,7 +260,7 @@ class Pool:
             self.retire()
 
     def halt(self, run_id: str, how: str) -> None:
-        """Interrupt (`interrupt`) or end (`kill`) a run; does not wait for its end."""
+        """Interrupt (`interrupt`) or end (`kill`) a run, or a wait; does not wait for its end."""
         self.call(Halt(run_id, how))
 
     def status(self) -> PoolStatus:

@@ -28,7 +28,6 @@ from taas_magic.messages import (
     GetFacts,
     GetStacks,
     GetStatus,
-    GiveUp,
     Halt,
     HostStatus,
     Note,
@@ -62,32 +61,30 @@ class Kernels:
 
     Args:
         linger_s: How long the pool goes on without a kernel, once it has had one.
-        is_busy: Says whether the pool has runs.
     """
 
-    def __init__(self, members: Members, linger_s: float, is_busy: Callable[[], bool]) -> None:
-        self._members, self._linger_s, self._is_busy = members, linger_s, is_busy
+    def __init__(self, members: Members, linger_s: float) -> None:
+        self._members, self._linger_s = members, linger_s
         self.connected: set[str] = set()
-        self._waiting: dict[tuple[str, str], asyncio.Future[list[Member]]] = {}
-        self._lingering: asyncio.TimerHandle | None = None
+        self._waiting: dict[str, tuple[str, asyncio.Future[list[Member]]]] = {}
+        self._stays_until = time.monotonic() + max(FIRST_S, linger_s)
         self.over = asyncio.Event()
         """Nobody needs the pool any more."""
-        self._linger(max(FIRST_S, linger_s))
 
-    def come(self, client: str) -> None:
-        """Take down that a kernel has connected."""
-        self.connected.add(client)
-        if self._lingering is not None:
-            self._lingering.cancel()
+    def look(self, has_runs: bool) -> None:
+        """See whether somebody needs the pool."""
+        now = time.monotonic()
+        if self.connected or has_runs:
+            self._stays_until = now + self._linger_s
+        elif now >= self._stays_until:
+            self.over.set()
 
     def go(self, client: str) -> None:
         """Take down that a kernel has left or died."""
         self.connected.discard(client)
-        for owner, wait in list(self._waiting):
+        for wait, (owner, _) in list(self._waiting.items()):
             if owner == client:
-                self._waiting.pop((owner, wait)).cancel()
-        if not self.connected:
-            self._linger(self._linger_s)
+                self.give_up(wait)
 
     async def ready(self, asked: WaitForHosts) -> Started:
         """Return when so many hosts are there and can start ranks at once.
@@ -97,7 +94,7 @@ class Kernels:
         if self.over.is_set():
             return Started(error="its process is ending", is_ending=True)
         waiting = asyncio.ensure_future(self._members.take(asked.hosts, has_run=asked.has_run))
-        self._waiting[asked.owner, asked.wait] = waiting
+        self._waiting[asked.wait] = asked.owner, waiting
         try:
             return Started(hosts=[member.name for member in await waiting])
         except PoolError as error:
@@ -107,21 +104,12 @@ class Kernels:
                 raise
             return Started(error="nobody waits for its hosts any more")
         finally:
-            self._waiting.pop((asked.owner, asked.wait), None)
+            self._waiting.pop(asked.wait, None)
 
-    async def give_up(self, asked: GiveUp) -> None:
+    def give_up(self, wait: str) -> None:
         """Give up one of a kernel's waits: hosts that nobody uses are given back."""
-        if waiting := self._waiting.pop((asked.owner, asked.wait), None):
-            waiting.cancel()
-
-    def _linger(self, wait_s: float) -> None:
-        self._lingering = asyncio.get_running_loop().call_later(wait_s, self._end_if_alone)
-
-    def _end_if_alone(self) -> None:
-        if self.connected or self._is_busy():
-            self._linger(self._linger_s)
-        else:
-            self.over.set()
+        if wait in self._waiting:
+            self._waiting[wait][1].cancel()
 
 
 LOOK_S = 1.0
@@ -193,13 +181,13 @@ class Upkeep:
         """Return whether a host stays: it runs something, or has not been idle for long enough."""
         if member.runs or member.idle_since is None or self._idle_timeout_s is None:
             return True
-        return self._clock() - max(member.idle_since, member.taken_at) < self._idle_timeout_s
+        return self._clock() - member.idle_since < self._idle_timeout_s
 
 
 Tell = Callable[[Event], None]
 
 BEAT_S = 1.0
-"""How often the pool's process tells its kernels that it lives."""
+"""How often the pool's process tells its kernels that it lives, and sees whether it has any."""
 
 END_S = 10.0
 """How long what is written at a run's end may take."""
@@ -222,14 +210,13 @@ class Controller(SchedulerPlugin):
         self._runs: dict[str, Share] = {}
         self._tasks = Tasks()
         self.members = Members(scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost)
-        self._kernels = Kernels(self.members, linger_s, lambda: bool(self._runs))
+        self._kernels = Kernels(self.members, linger_s)
         self._upkeep = Upkeep(self.members, pool.idle_timeout_s)
         scheduler.add_plugin(self)
         scheduler.stream_handlers[EVENT] = self._on_event
         scheduler.handlers |= handlers(
             {
                 WaitForHosts: self._kernels.ready,
-                GiveUp: self._kernels.give_up,
                 Launch: self.launch,
                 Relay: self.relay,
                 Halt: self.halt,
@@ -251,7 +238,9 @@ class Controller(SchedulerPlugin):
 
     async def launch(self, asked: Launch) -> Started:
         """Start a run, or its fetchers, on as many hosts as its plan has."""
-        owner, first = asked.owner, self._told(asked.spec)
+        # of the environment, another machine is told only what changed
+        first = asked.spec if self._is_local else without_environ(asked.spec)
+        owner = asked.owner
         if first.fetches:
             return await self._fetch(owner, first)
         tell = self._teller(owner, first.plan.run_id)
@@ -327,7 +316,8 @@ class Controller(SchedulerPlugin):
             await run.relay(asked.said)
 
     async def halt(self, asked: Halt) -> None:
-        """Interrupt or kill a run on all its hosts."""
+        """Interrupt or kill a run on all its hosts, or give up a wait."""
+        self._kernels.give_up(asked.run_id)
         if run := self._runs.get(asked.run_id):
             await run.halt(asked.how)
 
@@ -375,7 +365,7 @@ class Controller(SchedulerPlugin):
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
         """Take down that a kernel has connected; called by Dask."""
-        self._kernels.come(client)
+        self._kernels.connected.add(client)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """End the runs of a kernel that has left or died; called by Dask."""
@@ -385,14 +375,11 @@ class Controller(SchedulerPlugin):
                 self._tasks.start(run.halt("interrupt"))
         self._kernels.go(client)
 
-    def _told(self, spec: HostSpec) -> HostSpec:
-        """Return what hosts are told: of the environment, another machine only what changed."""
-        return spec if self._is_local else without_environ(spec)
-
     async def _beat(self) -> None:
         """Tell the kernels that this process lives and its loop runs, until it is cancelled."""
         while True:
             self._scheduler.log_event(POOL_BEAT, {})
+            self._kernels.look(has_runs=bool(self._runs))
             await asyncio.sleep(BEAT_S)
 
     def _teller(self, owner: str, run_id: str) -> Tell:

@@ -40,9 +40,9 @@ class Member:
         name: What the notebook calls it; "" until it has said so.
         means: What holds its ranks off the project store.
         place: Where its ranks and fetchers are reached by those of other hosts.
-        taken_at: When it was last given to somebody, by this process's monotonic clock.
         had_s: How long it is had.
-        idle_since: Since when it has no run, by the same clock; None while it has one.
+        idle_since: Since when it has no run and was given to nobody, by this process's monotonic
+            clock; None until that is seen.
         has: Modules that are known to be installed there; None while nothing is known.
         pending: The calls that it has not answered, by their numbers.
     """
@@ -58,7 +58,6 @@ class Member:
     runs: set[str] = field(default_factory=set)
     gpus: int = 0
     leaves: bool = False
-    taken_at: float = float("-inf")
     had_s: float = 0.0
     idle_since: float | None = None
     has: set[str] | None = None
@@ -209,14 +208,16 @@ class Members(SchedulerPlugin):
                 self._tasks.start(self.release())
         taken = self.choose(count, keep)
         for member in taken:
-            member.taken_at = time.monotonic()
+            member.idle_since = None
         return taken
 
     def choose(self, count: int, keep: Collection[str] = ()) -> list[Member]:
         """Return so many of the hosts that are there: those to keep, then those that run least."""
-        kept = [member for member in self.all() if member.address in keep]
-        others = [member for member in self.all() if member.address not in keep]
-        return (kept + sorted(others, key=lambda member: len(member.runs)))[:count]
+
+        def order(member: Member) -> int:
+            return -1 if member.address in keep else len(member.runs)
+
+        return sorted(self.all(), key=order)[:count]
 
     async def release(
         self, stays: Callable[[Member], bool] = lambda member: bool(member.runs)

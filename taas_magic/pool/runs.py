@@ -401,18 +401,10 @@ class PoolFetchers(Share):
         await self._files.close()
 
     async def halt(self, how: str) -> None:
-        """End the fetchers; returns when they are gone.
-
-        Raises:
-            PoolError: A host did not say so in time; it is ended if it does not soon.
-        """
+        """End the fetchers; returns when they are gone, or their hosts are about to be ended."""
         await super().halt("kill")
-        try:
+        with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._gone(), FETCHERS_END_S)
-        except asyncio.TimeoutError:
-            left = ", ".join(it.member.name for it in self._parts.values() if not it.ended)
-            text = f"fetchers on {left} did not end within {FETCHERS_END_S:.0f} s"
-            raise PoolError(text) from None
 
     @property
     def _data(self) -> DataPlan:
@@ -462,7 +454,8 @@ class PoolRun(Share):
         self.over = over
         self._attempt = self._restarts = 0
         self._fetchers: dict[int, LoaderPlaces] = {}
-        self._growth = Growth(members, self._changed.set)
+        self._growth: asyncio.Task[tuple[Plan, list[Member]]] | None = None
+        """The search for hosts of a larger attempt."""
         self._ways = contextlib.AsyncExitStack()
         self._started = time.monotonic()
         self._ran_since: float | None = None
@@ -486,7 +479,7 @@ class PoolRun(Share):
                 outcome = Outcome("INTERRUPTED")
             else:
                 break
-        self._growth.close()
+        self._seek(None)
         lost = await self._end()
         await self._files.close()
         failures = [*outcome.failures, *lost]
@@ -551,9 +544,9 @@ class PoolRun(Share):
             if (outcome := decide(parts, time.monotonic())) is not None:
                 return outcome
             settling = any(part.report for part in parts)
-            found = None if settling or self.is_halted else self._growth.found()
-            if found is not None:
-                await self._grow(*found)
+            growth = None if settling or self.is_halted else self._growth
+            if growth is not None and growth.done():
+                await self._grow(*growth.result())
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), TICK_S if settling else None)
             self._changed.clear()
@@ -572,6 +565,24 @@ class PoolRun(Share):
         self._restarts += 1
         await self._start_attempt(self._seated(members))
         return True
+
+    def _seek(self, larger: Plan | None) -> None:
+        """Look from now on for the hosts of a larger attempt, if there may be one."""
+        if self._growth is not None:
+            self._growth.cancel()
+            self._growth = None
+        if larger is not None:
+            self._growth = asyncio.create_task(self._find(larger, self._parts))
+            self._growth.add_done_callback(lambda _: self._changed.set())
+
+    async def _find(self, plan: Plan, has: Collection[str]) -> tuple[Plan, list[Member]]:
+        """Return a plan and its hosts, once there are so many that run nothing else."""
+        while True:
+            with contextlib.suppress(PoolError):
+                members = await self._members.take(len(plan.hosts), keep=has)
+                if not any(m.runs for m in members if m.address not in has):
+                    return plan, members
+            await asyncio.sleep(AGAIN_S)
 
     async def _grow(self, plan: Plan, members: list[Member]) -> None:
         """Start all ranks again, with those of hosts that have come since."""
@@ -609,7 +620,7 @@ class PoolRun(Share):
         else:
             for part in others:
                 part.ended = part.member.address not in running
-        self._growth.seek(self.plan, self._parts)
+        self._seek(next_size(self.plan))
 
     async def _start_ranks(self, part: HostPart, spec: HostSpec, running: set[str]) -> int:
         """Start an attempt on a host; returns the port of the ranks' store, 0 if it failed."""
@@ -635,47 +646,6 @@ class PoolRun(Share):
         await self._ways.aclose()
         reports = [part.report for part in there if part.report is not None]
         return [f for report in reports if report.state == "LOST" for f in report.failures]
-
-
-class Growth:
-    """What one run may grow to.
-
-    Args:
-        on_found: Called when hosts for a larger attempt are there.
-    """
-
-    def __init__(self, members: Members, on_found: Callable[[], None]) -> None:
-        self._members, self._on_found = members, on_found
-        self._search: asyncio.Task[tuple[Plan, list[Member]]] | None = None
-
-    def seek(self, plan: Plan, has: Collection[str]) -> None:
-        """Look for more hosts than it `has`, by their addresses, from now on, if it may grow."""
-        self.close()
-        larger = next_size(plan)
-        if larger is not None:
-            self._search = asyncio.create_task(self._find(larger, has))
-            self._search.add_done_callback(lambda _: self._on_found())
-
-    def found(self) -> tuple[Plan, list[Member]] | None:
-        """Return the larger plan and its hosts, once they are there."""
-        search = self._search
-        return search.result() if search and search.done() and not search.cancelled() else None
-
-    def close(self) -> None:
-        """End the search."""
-        if self._search is not None:
-            self._search.cancel()
-            self._search = None
-
-    async def _find(self, plan: Plan, has: Collection[str]) -> tuple[Plan, list[Member]]:
-        while True:
-            try:
-                members = await self._members.take(len(plan.hosts), keep=has)
-            except PoolError:
-                members = []
-            if members and not any(m.runs for m in members if m.address not in has):
-                return plan, members
-            await asyncio.sleep(AGAIN_S)
 
 
 def _ranks_of(event: Event) -> set[int]:

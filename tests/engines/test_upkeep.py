@@ -41,9 +41,11 @@ def test_a_host_is_given_back_once_it_was_idle_for_long_enough() -> None:
 
 def test_a_host_that_was_just_taken_stays() -> None:
     pool = Pool()
+    pool.pass_s(29)
     for host in pool.hosts:
-        host.taken_at = 30.0
-    assert not pool.pass_s(89)
+        host.idle_since = None
+    assert not pool.pass_s(1)
+    assert not pool.pass_s(59)
     assert pool.pass_s(1)
 
 

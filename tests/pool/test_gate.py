@@ -29,7 +29,6 @@ from taas_magic.messages import (
     GetFacts,
     GetStacks,
     GetStatus,
-    GiveUp,
     Greet,
     Halt,
     HostHello,
@@ -180,7 +179,7 @@ def test_who_may_ask_what_and_who_answers(
     """A new request belongs into one of these sets; hosts and vehicles may ask no other."""
     by_hosts: Kinds = {ListRunFiles, ReadRunFile, WriteRunFile, MakeToken, ListStore, ReadStore}
     by_hosts |= {ListChanges, PublishFiles}
-    by_kernels: Kinds = {WaitForHosts, GiveUp, Launch, Relay, Halt, GetStatus, GetStacks}
+    by_kernels: Kinds = {WaitForHosts, Launch, Relay, Halt, GetStatus, GetStacks}
     by_kernels |= {GetFacts, EndPool}
     of_hosts: Kinds = {Greet, GetFacts, StartShare, Halt, EndRun, PlaceFetcher, GetStacks}
     kinds = {it for it in leaves(Request) if it.__module__.startswith("taas_magic.")}
