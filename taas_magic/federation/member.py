@@ -7,8 +7,6 @@ SuperLink's for the run's (Control API), that of a registered SuperNode (Fleet A
 """
 
 import contextlib
-import json
-import math
 import os
 import secrets
 import shutil
@@ -27,6 +25,7 @@ from typing import Any
 import cloudpickle
 import httpx
 import psutil
+import tomli_w
 from cryptography.hazmat.primitives import serialization
 from flwr.cli.build import build_fab_from_files
 from flwr.clientapp import ClientApp
@@ -207,7 +206,7 @@ class _Host:
         supernode = ["flower-supernode", "--superlink", superlink, "--isolation", "process"]
         supernode += ["--root-certificates", str(self._root), "--host", LOOPBACK]
         supernode += ["--auth-supernode-private-key", str(self._write("node.key", key.decode()))]
-        supernode += ["--node-config", str(self._write("node.toml", _toml(config)))]
+        supernode += ["--node-config", str(self._write("node.toml", tomli_w.dumps(config)))]
         supernode += ["--superexec-auth-secret-file", str(secret)]
         port = self._start_listening("SuperNode", LOOPBACK, supernode)
         self._start_superexec("SuperNode's SuperExec", f"{LOOPBACK}:{port}", secret, tls=False)
@@ -325,27 +324,14 @@ class _Bearer:
 
 def _bundle(config: Mapping[str, Any]) -> str:
     """Return the pyproject.toml of a Flower app, which says where the two apps are found."""
-    return f"""[project]
-name = "notebook"
-version = "0"
-[tool.flwr.app]
-publisher = "taas"
-[tool.flwr.app.components]
-serverapp = "taas_magic.federation.flower:server_app"
-clientapp = "taas_magic.federation.flower:client_app"
-[tool.flwr.app.config]
-{_toml(config)}"""
-
-
-def _toml(values: Mapping[str, Any]) -> str:
-    """Return texts, numbers and truth values as TOML."""
-    return "".join(f"{_in_toml(name)} = {_in_toml(value)}\n" for name, value in values.items())
-
-
-def _in_toml(value: Any) -> str:
-    """Return a value as TOML has it, whose forms are JSON's but for `inf` and `nan`."""
-    is_finite = not isinstance(value, float) or math.isfinite(value)
-    return json.dumps(value, ensure_ascii=False) if is_finite else str(float(value))
+    places = {
+        "serverapp": "taas_magic.federation.flower:server_app",
+        "clientapp": "taas_magic.federation.flower:client_app",
+    }
+    app = {"publisher": "taas", "components": places, "config": dict(config)}
+    project = {"name": "notebook", "version": "0"}
+    text: str = tomli_w.dumps({"project": project, "tool": {"flwr": {"app": app}}})
+    return text
 
 
 def _free_port(host: str) -> int:
