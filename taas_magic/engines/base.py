@@ -1,9 +1,10 @@
 """The contract of an engine: where a pool's hosts come from.
 
-An engine opens a Dask `SpecCluster` whose members run `AgentWorker`; all else (which run gets which
-hosts, events, the journal, giving hosts back) is the controller's and the same for every engine.
-A new one is a class after `Engine`, and its line in `_ENGINES`. No module of an engine imports Dask
-at its top: a kernel asks for `capacity`, and the pool's process for `prepare`, before that.
+An engine opens the pool's scheduler, which the agents of its hosts join (`AgentWorker`); all else
+(which run gets which hosts, events, the journal, giving hosts back) is the controller's and the
+same for every engine. A new one is a class after `Engine`, or after `HostsEngine` if it starts each
+host itself, and its line in `_ENGINES`. No module of an engine imports Dask at its top: a kernel
+asks for `capacity`, and the pool's process for `prepare`, before that.
 """
 
 import asyncio
@@ -11,19 +12,19 @@ import importlib
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Generator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from taas_magic.config import PoolConfig
-from taas_magic.errors import UsageError
+from taas_magic.errors import PoolError, UsageError
 from taas_magic.host.system import LOOPBACK
 from taas_magic.plan import HostCapacity
 from taas_magic.setup.facts import Shell
 
 if TYPE_CHECKING:
-    from distributed import SpecCluster
+    from distributed import Scheduler
 
     from taas_magic.engines.keys import Keys
 
@@ -47,18 +48,17 @@ class Engine(ABC):
 
     def __init__(self, pool: PoolConfig) -> None:
         self.pool = pool
-        self.cluster: Any = None
         self._numbers = itertools.count()
-        self._turn = asyncio.Lock()
-        """Hosts that are being given back and hosts that are asked for may have the same names."""
 
     @abstractmethod
     def capacity(self) -> HostCapacity:
         """Return what one host offers, known without taking one."""
 
     @abstractmethod
-    def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
-        """Make the cluster, not yet awaited, with a scheduler and no host; keep it as `cluster`.
+    def open(
+        self, scheduler: type, keys: "Keys", folder: str
+    ) -> AbstractAsyncContextManager["Scheduler"]:
+        """Run the pool's scheduler while the block lasts, first with no host; then end all hosts.
 
         Args:
             folder: The pool's private folder on this machine.
@@ -75,6 +75,7 @@ class Engine(ABC):
         """
         return {}
 
+    @abstractmethod
     async def bring(self, count: int) -> list[str]:
         """Ask for hosts until `count` were asked for; called again and again while they come.
 
@@ -84,14 +85,10 @@ class Engine(ABC):
         Raises:
             PoolError: One of them will not come.
         """
-        self.ask_for(count)
-        await self.cluster
-        return []
 
+    @abstractmethod
     async def give_back(self, keep: Collection[str]) -> None:
         """Give back all hosts, come or to come, but those whose agents are named."""
-        left = [name for name in self.cluster.worker_spec if str(name) not in keep]
-        await self.cluster.scale_down(left)
 
     @asynccontextmanager
     async def way(self, agent: str, address: str) -> AsyncIterator[str]:
@@ -110,92 +107,118 @@ class Engine(ABC):
         """Return what is known of a host that was lost, in one line; "" when nothing is."""
         return ""
 
-    def ask_for(self, count: int) -> None:
-        """Ask for hosts until `count` were asked for, by names that no host had before.
-
-        Dask closes, 15 s after a worker has left (`distributed.deploy.lost-worker-timeout`), what
-        then has its name and has not joined; and `scale` gives names anew.
-        """
-        for _ in range(count - len(self.cluster.worker_spec)):
-            name = f"{self.pool.name}-{next(self._numbers)}"
-            self.cluster.worker_spec[name] = self.cluster.new_spec
-
-    async def ensure(self, count: int) -> list[str]:
-        """Call `bring` when nothing is being given back. Who stops waiting does not undo half.
-
-        A host that was asked for at that moment would otherwise be known to nobody.
-        """
-
-        async def bring() -> list[str]:
-            async with self._turn:
-                return await self.bring(count)
-
-        return await asyncio.shield(bring())
-
-    async def release(self, keep: Collection[str]) -> None:
-        """Call `give_back` when nothing is being asked for."""
-        async with self._turn:
-            await self.give_back(keep)
-
-    async def end(self) -> None:
-        """Give all hosts back, for good: who still waits for some has no turn any more.
-
-        Otherwise Dask would wait, as the cluster closes, for hosts that are coming.
-        """
-        await self._turn.acquire()
-        await self.give_back(())
+    def new_name(self) -> str:
+        """Return a name that no host had before."""
+        return f"{self.pool.name}-{next(self._numbers)}"
 
 
-class DaskHost:
-    """A host as Dask's `SpecCluster` knows it: distributed's `ProcessInterface`.
+class Host(ABC):
+    """A host that a `HostsEngine` starts.
 
-    Not by inheritance, as that would import Dask.
+    Attributes:
+        name: By which Dask will know its agent.
+        coming: `start`, which the engine has begun.
     """
 
-    def __init__(self) -> None:
-        from distributed.core import Status
+    coming: "asyncio.Task[None]"
 
-        self.status = Status.created
-        self._starting = asyncio.Lock()
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def __await__(self) -> Generator[Any, None, "DaskHost"]:
-        return self._started().__await__()
-
+    @abstractmethod
     async def start(self) -> None:
-        """Bring the host up; may return before its agent has joined."""
+        """Bring the host up; returns when its agent has joined.
 
-    async def close(self) -> None:
-        """End what is left of the host; called once it has been asked to leave the pool."""
-        from distributed.core import Status
+        Raises:
+            PoolError: It will not come.
+        """
 
-        self.status = Status.closed
+    @abstractmethod
+    async def end(self) -> None:
+        """End what there is of the host, wherever `start` stands."""
 
-    async def _started(self) -> "DaskHost":
-        from distributed.core import Status
+    @abstractmethod
+    async def why_lost(self) -> str:
+        """See `Engine.why_lost`; the host is ended after that."""
 
-        async with self._starting:
-            if self.status == Status.created:
-                await self.start()
-                self.status = Status.running
-        return self
+    def news(self) -> str:
+        """Return what it has been doing for long, as a line for the user; "" when it is not."""
+        return ""
 
 
-def make_cluster(engine: Engine, scheduler: type, keys: "Keys", host: type) -> "SpecCluster":
-    """Return a cluster whose scheduler listens on this machine's loopback.
+class HostsEngine(Engine):
+    """An engine that starts each of its hosts.
 
-    Args:
-        host: A class of `DaskHost`, called with the scheduler's address, `engine` and `name`.
+    Attributes:
+        hosts: Those that are there or coming, by name.
+        ending: What ends others, which were given back or lost.
     """
-    from distributed import Security, SpecCluster
 
-    secure = {"protocol": "tls://", "security": Security(**keys.scheduler())}
-    return SpecCluster(
-        scheduler={"cls": scheduler, "options": {"host": LOOPBACK, **secure}},
-        worker={"cls": host, "options": {"engine": engine}},
-        security=Security(**keys.kernel()),
-        asynchronous=True,
-        name=engine.pool.name,
-    )
+    keys: "Keys"
+    folder: str
+    scheduler: "Scheduler"
+
+    def __init__(self, pool: PoolConfig) -> None:
+        super().__init__(pool)
+        self.hosts: dict[str, Host] = {}
+        self.ending: set[asyncio.Task[None]] = set()
+        self._is_over = False
+
+    @abstractmethod
+    def make_host(self, name: str) -> Host:
+        """Return a host, not started."""
+
+    @asynccontextmanager
+    async def open(self, scheduler: type, keys: "Keys", folder: str) -> AsyncIterator["Scheduler"]:
+        """See `Engine.open`: it listens on this machine's loopback."""
+        from distributed import Security
+
+        self.keys, self.folder = keys, folder
+        secure = Security(**keys.scheduler())
+        async with scheduler(host=LOOPBACK, protocol="tls://", security=secure) as self.scheduler:
+            try:
+                yield self.scheduler
+            finally:
+                self._is_over = True  # who still waits for hosts gets none
+                await self.give_back(())
+                await asyncio.gather(*self.ending)
+
+    async def bring(self, count: int) -> list[str]:
+        """See `Engine.bring`; a host that has failed is told once, and forgotten."""
+        while len(self.hosts) < count and not self._is_over:
+            host = self.make_host(self.new_name())
+            self.hosts[host.name] = host
+            host.coming = asyncio.create_task(host.start())
+        failures = []
+        for name, host in list(self.hosts.items()):
+            is_over = host.coming.done() and not host.coming.cancelled()
+            if is_over and (error := host.coming.exception()) is not None:
+                failures.append(str(error))
+                del self.hosts[name]
+        if failures:
+            raise PoolError("\n".join(dict.fromkeys(failures)))
+        return sorted(filter(None, (host.news() for host in self.hosts.values())))
+
+    async def give_back(self, keep: Collection[str]) -> None:
+        """See `Engine.give_back`."""
+        left = [host for name, host in self.hosts.items() if name not in keep]
+        await asyncio.gather(*map(self._end, left))
+        await asyncio.gather(*(host.coming for host in left), return_exceptions=True)
+
+    async def why_lost(self, agent: str) -> str:
+        """See `Engine.why_lost`; what is left of the host is ended."""
+        if (host := self.hosts.get(agent)) is None:
+            return ""
+        why = await host.why_lost()
+        if agent in self.hosts:
+            self._end(host)
+        return why
+
+    def _end(self, host: Host) -> "asyncio.Task[None]":
+        del self.hosts[host.name]
+        self.ending.add(ending := asyncio.create_task(host.end()))
+        ending.add_done_callback(self.ending.discard)
+        return ending
 
 
 def find_engine(pool: PoolConfig) -> Engine:

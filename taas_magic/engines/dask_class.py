@@ -13,7 +13,8 @@ import inspect
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from taas_magic.messages import AgentKeys, GetAgentKeys, handlers
 from taas_magic.plan import HostCapacity
 
 if TYPE_CHECKING:
-    from distributed import SpecCluster
+    from distributed import Scheduler, SpecCluster
 
     from taas_magic.engines.keys import Keys
 
@@ -42,6 +43,8 @@ class DaskClassEngine(Engine):
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
         self._vehicles = Vehicles(None, None)
+        self._turn = asyncio.Lock()
+        """Hosts that are being given back and hosts that are asked for may have the same names."""
         package = pool.engine.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             extra = "taas-magic[jobqueue]" if package == _BATCH_PACKAGE else package
@@ -55,7 +58,8 @@ class DaskClassEngine(Engine):
         cores = self.pool.cores or self.pool.options.get("cores") or probe.cores()
         return HostCapacity(self.pool.gpus or 0, int(cores))
 
-    def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
+    @asynccontextmanager
+    async def open(self, scheduler: type, keys: "Keys", folder: str) -> AsyncIterator["Scheduler"]:
         """See `Engine.open`; raises UsageError where the class cannot be used."""
         from distributed import Security
 
@@ -69,7 +73,7 @@ class DaskClassEngine(Engine):
             system = str(cluster_class.job_cls.config_name)
             options = batch_options(pool, options, system, Path(folder))
             self._vehicles = Vehicles(find_system(system), Path(options["log_directory"]))
-        self.cluster = cluster = _make_cluster(pool, cluster_class, options)
+        self._cluster = cluster = _make_cluster(pool, cluster_class, options)
         place = _scheduler_place(cluster)
         cluster.worker_spec.clear()  # hosts are taken when a run needs them
 
@@ -81,32 +85,54 @@ class DaskClassEngine(Engine):
             "cls": make_scheduler,
             "options": {**place, "protocol": "tls://", "security": secure, "dashboard": False},
         }
-        return cluster
+        async with cluster:
+            try:
+                yield cluster.scheduler
+            finally:
+                # Who still waits for hosts has no turn any more: Dask would wait for those.
+                await self._turn.acquire()
+                await self._keep(())
 
     async def bring(self, count: int) -> list[str]:
-        """See `Engine.bring`; the batch system is asked about jobs whose hosts have not joined."""
+        """See `Engine.bring`; the batch system is asked about jobs whose hosts have not joined.
+
+        Who stops waiting does not undo half: a host that was asked for at that moment would be
+        known to nobody.
+        """
+        return await asyncio.shield(self._bring(count))
+
+    async def _bring(self, count: int) -> list[str]:
         from distributed import Status
 
-        cluster = self.cluster
-        names = [str(worker.name) for worker in cluster.scheduler.workers.values()]
-        agents = {vehicle_of(name) for name in names} - {""}
-        lines = await self._vehicles.look([*map(str, cluster.worker_spec)], names, agents)
-        self.ask_for(count)
-        try:
-            await cluster
-        except (RuntimeError, OSError) as error:  # OSError: the system's command is not here
-            workers = cluster.workers.items()
-            await cluster.scale_down([n for n, it in workers if it.status != Status.running])
-            text = str(error)  # all that dask-jobqueue says; of that, what the command wrote
-            gist = text.partition("stderr:\n")[2].strip() or text
-            raise PoolError(f"{self.pool.engine} could not start a host: {gist}") from error
-        self._vehicles.note(cluster.workers.items())
-        return lines
+        async with self._turn:
+            cluster = self._cluster
+            names = [str(worker.name) for worker in cluster.scheduler.workers.values()]
+            agents = {vehicle_of(name) for name in names} - {""}
+            lines = await self._vehicles.look([*map(str, cluster.worker_spec)], names, agents)
+            # no host has the name of an earlier one: Dask closes, 15 s after a worker has left
+            # (`distributed.deploy.lost-worker-timeout`), what then has its name and has not joined
+            for _ in range(count - len(cluster.worker_spec)):
+                cluster.worker_spec[self.new_name()] = cluster.new_spec
+            try:
+                await cluster
+            except (RuntimeError, OSError) as error:  # OSError: the system's command is not here
+                workers = cluster.workers.items()
+                await cluster.scale_down([n for n, it in workers if it.status != Status.running])
+                text = str(error)  # all that dask-jobqueue says; of that, what the command wrote
+                gist = text.partition("stderr:\n")[2].strip() or text
+                raise PoolError(f"{self.pool.engine} could not start a host: {gist}") from error
+            self._vehicles.note(cluster.workers.items())
+            return lines
 
     async def give_back(self, keep: Collection[str]) -> None:
         """See `Engine.give_back`; a host is given back with the vehicle that brought its agent."""
+        async with self._turn:
+            await self._keep(keep)
+
+    async def _keep(self, keep: Collection[str]) -> None:
         kept = {vehicle_of(name) for name in keep}
-        await super().give_back(kept)
+        left = [name for name in self._cluster.worker_spec if str(name) not in kept]
+        await self._cluster.scale_down(left)
         self._vehicles.forget(kept)
 
     async def why_lost(self, agent: str) -> str:
@@ -339,22 +365,16 @@ class BatchSystem:
         return self.parse(out.decode(errors="replace")), complaint
 
 
-def _squeue(job_ids: Collection[str]) -> list[str]:
-    asked = f"--jobs={','.join(job_ids)}"
-    return ["squeue", "--noheader", "--states=all", asked, "--format=%i|%T|%r"]
-
-
-def _qstat(job_ids: Collection[str]) -> list[str]:
-    return ["qstat", "-f", *job_ids]
-
-
-def _qstat_history(job_ids: Collection[str]) -> list[str]:
-    return ["qstat", "-x", "-f", *job_ids]
-
+_SQUEUE = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r"]
 
 SYSTEMS: Mapping[str, BatchSystem] = {
-    "slurm": BatchSystem("Slurm", _squeue, parse_squeue),
-    "pbs": BatchSystem("PBS", _qstat, parse_qstat, _qstat_history),
+    "slurm": BatchSystem("Slurm", lambda ids: [*_SQUEUE, f"--jobs={','.join(ids)}"], parse_squeue),
+    "pbs": BatchSystem(
+        title="PBS",
+        command=lambda ids: ["qstat", "-f", *ids],
+        parse=parse_qstat,
+        history=lambda ids: ["qstat", "-x", "-f", *ids],
+    ),
 }
 """By the name that dask-jobqueue has for each."""
 
@@ -392,16 +412,17 @@ class Vehicles:
         self._system, self._output = system, output
         self._jobs: dict[str, str] = {}
         self._served: set[str] = set()
-        """Jobs that need not be watched: their agents have joined, or nobody wants them."""
+        """Those whose jobs need not be watched: their agents have joined, or nobody wants them."""
         self._looked = float("-inf")
         self._said: list[str] = []
 
     def note(self, workers: Iterable[tuple[object, Any]]) -> None:
         """Learn the jobs of a cluster's workers: pairs of name and worker object."""
-        for name, worker in workers:
+        for name, worker in ((str(name), worker) for name, worker in workers):
             job_id = getattr(worker, "job_id", None)
-            if job_id and str(job_id) not in self._jobs:
-                self._jobs[str(job_id)] = str(name)
+            if job_id and self._jobs.get(name) != str(job_id):
+                self._jobs[name] = str(job_id)
+                self._served.discard(name)  # a worker that was lost has another job, and its name
                 self._looked = float("-inf")
 
     async def look(
@@ -417,28 +438,25 @@ class Vehicles:
         Raises:
             PoolError: A job has ended before its agent joined.
         """
-        self._served |= {job_id for job_id, name in self._jobs.items() if name in agents}
+        self._served |= set(agents)
         if time.monotonic() - self._looked < LOOK_S:
             return self._said
-        awaited = {j: name for j, name in self._jobs.items() if j not in self._served}
-        jobs = await self._ask(awaited)
+        jobs = await self._ask({n: j for n, j in self._jobs.items() if n not in self._served})
         self._looked = time.monotonic()
-        self._said = [
-            f"{name}: {self._about(name, up, awaited, jobs)}"
-            for name in sorted(set(asked) - set(agents))
-        ]
+        awaited = sorted(set(asked) - set(agents))
+        self._said = [f"{name}: {self._about(jobs.get(name), name in up)}" for name in awaited]
         return self._said
 
     def forget(self, kept: Collection[str]) -> None:
         """Stop watching vehicles that nobody wants any more: all but those kept."""
-        self._served |= {job_id for job_id, name in self._jobs.items() if name not in kept}
+        self._served |= self._jobs.keys() - set(kept)
 
     async def why_lost(self, name: str) -> str:
         """Return what the batch system says of a lost host's job; "" when it says nothing."""
-        job_id = next((j for j in reversed(self._jobs) if self._jobs[j] == name), None)
+        job_id = self._jobs.get(name)
         if job_id is None or self._system is None:
             return ""
-        self._served.add(job_id)
+        self._served.add(name)
         deadline = time.monotonic() + SETTLE_S
         job = await self._find(job_id)
         while job is not None and not job.ended and time.monotonic() < deadline:
@@ -454,7 +472,7 @@ class Vehicles:
             return None
 
     async def _ask(self, awaited: dict[str, str]) -> dict[str, BatchJob]:
-        """Return the state of jobs; those of which nothing is known are left out.
+        """Return the jobs of vehicles, which are awaited with those ids.
 
         Raises:
             PoolError: One has ended.
@@ -462,27 +480,23 @@ class Vehicles:
         if self._system is None or not awaited:
             return {}
         try:
-            jobs = await self._system.look(awaited)
+            jobs = await self._system.look(awaited.values())
         except OSError as error:
-            return {j: BatchJob(j, "of unknown state", str(error), False) for j in awaited}
-        for job_id, name in awaited.items():
+            state = "of unknown state", str(error), False
+            return {name: BatchJob(job_id, *state) for name, job_id in awaited.items()}
+        for name, job_id in awaited.items():
             job = jobs.get(job_id)
             if job is None or job.ended:
-                self._served.add(job_id)
+                self._served.add(name)
                 tail = output_tail(self._output, job_id) if self._output else ""
                 wrote = f":\n{tail}" if tail else " nothing"
                 raise PoolError(
                     f"{self._system.title} job {job_id} ended before host {name} was ready: "
                     f"{job or 'known no more'}; it wrote{wrote}"
                 )
-        return jobs
+        return {name: jobs[job_id] for name, job_id in awaited.items()}
 
-    def _about(
-        self, name: str, up: Collection[str], awaited: dict[str, str], jobs: dict[str, BatchJob]
-    ) -> str:
-        own = [jobs[j] for j, vehicle in awaited.items() if vehicle == name and j in jobs]
-        title = self._system.title if self._system else ""
-        said = [f"{title} job {job.job_id} {job}" for job in own]
-        if name in up:
-            said.append("its Dask worker has joined, the agent starts")
+    def _about(self, job: BatchJob | None, is_up: bool) -> str:
+        said = [f"{self._system.title} job {job.job_id} {job}"] if self._system and job else []
+        said += ["its Dask worker has joined, the agent starts"] * is_up
         return "; ".join(said) or "asked for"

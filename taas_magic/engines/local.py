@@ -7,32 +7,25 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from taas_magic import probe
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import CLOSE_S, LOG, DaskHost, Engine, log_tail, make_cluster
+from taas_magic.engines.base import CLOSE_S, LOG, Host, HostsEngine, log_tail
 from taas_magic.errors import PoolError
 from taas_magic.host.system import LOOPBACK, count_gpus, spawn_command, supervisor_arguments
 from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
 
-if TYPE_CHECKING:
-    from distributed import SpecCluster
-
-    from taas_magic.engines.keys import Keys
-
 TROUBLE_S = 1.5
-"""How long a host that is coming may be in trouble; Dask forgets one that has left in 0.1 s."""
+"""How long a host that is coming may be in trouble; one that has just left is soon forgotten."""
+
+_LOOK_S = 0.5
 
 
-class LocalEngine(Engine):
+class LocalEngine(HostsEngine):
     """Starts a supervisor, and through it the agent, on this machine."""
-
-    keys: "Keys"
-    folder: str
 
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
@@ -55,65 +48,53 @@ class LocalEngine(Engine):
         command += supervisor_arguments(None, self.pool.preload)
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
-    def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
-        """See `Engine.open`."""
-        self.keys, self.folder = keys, folder
-        self.cluster = make_cluster(self, scheduler, keys, _LocalHost)
-        return self.cluster
-
-    async def bring(self, count: int) -> list[str]:
-        """See `Engine.bring`; a host that ends or stops before it has joined is given back."""
-        said = await super().bring(count)
-        for name, host in list(self.cluster.workers.items()):
-            if name not in self.cluster.observed:
-                try:
-                    host.check()
-                except PoolError:  # given back: who asks next would be told the same again
-                    await self.cluster.scale_down([name])
-                    raise
-        return said
-
-    async def why_lost(self, agent: str) -> str:
-        """See `Engine.why_lost`; what is left of the host is ended, lest two ranks 0 write."""
-        host = self.cluster.workers.get(agent)
-        if host is not None:
-            await host.end()
-        return ""
+    def make_host(self, name: str) -> Host:
+        """See `HostsEngine.make_host`."""
+        return _LocalHost(self, name)
 
 
-class _LocalHost(DaskHost):
+class _LocalHost(Host):
     """A supervisor and its agent on this machine."""
 
-    def __init__(self, scheduler: str, engine: LocalEngine, name: str) -> None:
-        super().__init__()
-        pool = engine.pool
+    def __init__(self, engine: LocalEngine, name: str) -> None:
+        super().__init__(name)
         self._engine = engine
-        self._settings = AgentSettings(
-            scheduler=scheduler,
-            security=engine.keys.host(name),
-            name=name,
-            host_name=f"{socket.gethostname()}-{name}" if pool.max_hosts > 1 else "",
+        self._supervisor: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        """See `Host.start`; a host that is stopped will not come."""
+        engine, pool = self._engine, self._engine.pool
+        settings = AgentSettings(
+            scheduler=engine.scheduler.address,
+            security=engine.keys.host(self.name),
+            name=self.name,
+            host_name=f"{socket.gethostname()}-{self.name}" if pool.max_hosts > 1 else "",
             interface=LOOPBACK,
             is_foreign=False,
             local_directory=engine.folder,
             lease_s=pool.lease_s,
         )
-        self._supervisor: subprocess.Popen[bytes] | None = None
-        self._in_trouble_since: float | None = None
-
-    async def start(self) -> None:
-        self._supervisor = self._engine.take_supervisor()
-        assert self._supervisor.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: `check` says why
-            self._supervisor.stdin.write(pack(self._settings) + b"\n")
-            self._supervisor.stdin.flush()
-
-    async def close(self) -> None:
-        await self.end()
-        await super().close()
+        self._supervisor = supervisor = engine.take_supervisor()
+        assert supervisor.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: the log says why
+            supervisor.stdin.write(pack(settings) + b"\n")
+            supervisor.stdin.flush()
+        well_at = time.monotonic()
+        while self.name not in engine.scheduler.aliases:
+            if not (trouble := _trouble(supervisor)):
+                well_at = time.monotonic()
+            elif time.monotonic() - well_at > TROUBLE_S:
+                await self.end()
+                tail = log_tail(Path(engine.folder) / LOG)
+                raise PoolError(
+                    f"this host {trouble} before it was ready. The log ends with:\n{tail}"
+                )
+            await asyncio.sleep(_LOOK_S)
 
     async def end(self) -> None:
         """Close the supervisor's lease; returns when no process of the host is left."""
+        if asyncio.current_task() is not self.coming:
+            self.coming.cancel()
         supervisor = self._supervisor
         if supervisor is None:
             return
@@ -127,28 +108,20 @@ class _LocalHost(DaskHost):
             supervisor.kill()
             supervisor.wait()
 
-    def check(self) -> None:
-        """Look at a host that has not joined.
-
-        Raises:
-            PoolError: It will not: it has ended, or one of its processes is stopped. With the last
-                lines of the log.
-        """
-        trouble, now = self._trouble(), time.monotonic()
-        since = self._in_trouble_since = (self._in_trouble_since or now) if trouble else None
-        if since is not None and now - since > TROUBLE_S:
-            tail = log_tail(Path(self._engine.folder) / LOG)
-            raise PoolError(f"this host {trouble} before it was ready. The log ends with:\n{tail}")
-
-    def _trouble(self) -> str:
-        if self._supervisor is None:
-            return ""
-        code = self._supervisor.poll()
-        if code is not None:
-            return f"ended (exit code {code})"
-        with contextlib.suppress(psutil.NoSuchProcess):
-            supervisor = psutil.Process(self._supervisor.pid)
-            for process in (supervisor, *supervisor.children(recursive=True)):
-                if process.status() == psutil.STATUS_STOPPED:
-                    return f"was stopped (SIGSTOP to process {process.pid})"
+    async def why_lost(self) -> str:
+        """See `Host.why_lost`; it is ended first, lest two ranks 0 write."""
+        await self.end()
         return ""
+
+
+def _trouble(supervisor: subprocess.Popen[bytes]) -> str:
+    """Return what is wrong with a host that is coming; "" for nothing."""
+    code = supervisor.poll()
+    if code is not None:
+        return f"ended (exit code {code})"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        first = psutil.Process(supervisor.pid)
+        for process in (first, *first.children(recursive=True)):
+            if process.status() == psutil.STATUS_STOPPED:
+                return f"was stopped (SIGSTOP to process {process.pid})"
+    return ""

@@ -9,14 +9,13 @@ import asyncio
 import logging
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import CLOSE_S, DaskHost, Engine, make_cluster
+from taas_magic.engines.base import CLOSE_S, Host, HostsEngine
 from taas_magic.errors import PoolError, TaasError
 from taas_magic.host.system import LOOPBACK, entry_code, supervisor_arguments
 from taas_magic.leases import SSH_BEATS_PER_LEASE
@@ -36,12 +35,6 @@ from taas_magic.ssh.connect import (
     shell_words,
 )
 
-if TYPE_CHECKING:
-    from distributed import SpecCluster
-
-    from taas_magic.engines.keys import Keys
-
-_LOOK_S = 0.25
 _POLL_S = 0.05
 _END_S = 1.0
 
@@ -56,23 +49,14 @@ _log = logging.getLogger("taas.ssh")
 _T = TypeVar("_T")
 
 
-class SshEngine(Engine):
-    """Starts a supervisor, and through it the agent, on each host over SSH.
-
-    Attributes:
-        refusals: What is wrong with hosts that could not be had.
-    """
-
-    keys: "Keys"
+class SshEngine(HostsEngine):
+    """Starts a supervisor, and through it the agent, on each host over SSH."""
 
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
-        self.refusals: list[str] = []
-        self._hosts: weakref.WeakSet[_SshHost] = weakref.WeakSet()
-        self._coming: asyncio.Future[Any] | None = None
-        self._free: list[str] = []
+        self._free = list(pool.hosts)
         self._leaving = 0
-        self._given_back = asyncio.Condition()
+        self._threads = ThreadPoolExecutor(2 * len(pool.hosts) or 1, "taas-ssh")
 
     def capacity(self) -> HostCapacity:
         """Return what taas.toml says; what it leaves out is asked of the hosts, once in a process.
@@ -84,60 +68,52 @@ class SshEngine(Engine):
             return HostCapacity(self.pool.gpus, self.pool.cores)
         key = repr((self.pool.hosts, self.pool.python, self.pool.options))
         if key not in _asked:
-            _asked[key] = _ask_capacity(self.pool)
+            _asked[key] = self._ask_capacity()
         found = _asked[key]
         gpus = found.gpus if self.pool.gpus is None else self.pool.gpus
         return HostCapacity(gpus, self.pool.cores or found.cores)
 
     def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """See `Engine.ways`: each is an SSH connection."""
-        return {target.label: _way(target, stop) for target in _targets(self.pool)}
-
-    def open(self, scheduler: type, keys: "Keys", folder: str) -> "SpecCluster":
-        """See `Engine.open`."""
-        self.keys, self._free = keys, list(self.pool.hosts)
-        self._executor = ThreadPoolExecutor(2 * len(self._free), "taas-ssh")
-        self.cluster = make_cluster(self, scheduler, keys, _SshHost)
-        return self.cluster
-
-    async def bring(self, count: int) -> list[str]:
-        """Bring hosts up, for a moment at a time.
-
-        Returns:
-            What those are doing that take long.
+        """See `Engine.ways`: each is an SSH connection.
 
         Raises:
-            PoolError: One of them could not be had.
+            UsageError: A name, or ssh's configuration, cannot be understood.
         """
-        self.ask_for(count)
-        if self._coming is None or self._coming.done():
-            self._drop_failed()
-            self._coming = asyncio.ensure_future(self.cluster)
-        await asyncio.wait({self._coming}, timeout=_LOOK_S)
-        if self.refusals:
-            refusals, self.refusals = self.refusals, []
-            raise PoolError("\n".join(dict.fromkeys(refusals)))
-        error = self._coming.exception() if self._coming.done() else None
-        if error is not None and not isinstance(error, PoolError):
-            raise error
-        return sorted(filter(None, (host.news() for host in self._hosts)))
+        config = read_config(self.pool.options.get("ssh_config"))
+        targets = [find_target(host, config) for host in self.pool.hosts]
+        return {target.label: _way(target, stop) for target in targets}
 
-    def _drop_failed(self) -> None:
-        """Forget hosts that failed: Dask would take them for hosts that are coming."""
-        from distributed.core import Status
+    def _ask_capacity(self) -> HostCapacity:
+        """Return what the first host that answers offers; the hosts of a pool are alike.
 
-        workers = self.cluster.workers
-        for name in [name for name, host in workers.items() if host.status == Status.failed]:
-            del workers[name]
+        It may be interrupted at any time: nothing blocks in the caller's own thread.
 
-    async def give_back(self, keep: Collection[str]) -> None:
-        """See `Engine.give_back`; attempts to bring other hosts up end first."""
-        for host in self._hosts:
-            if host.name not in keep:
-                host.give_up()
-        self.refusals = []
-        self._drop_failed()
-        await super().give_back(keep)
+        Raises:
+            PoolError: None of the hosts answers.
+        """
+        stop = threading.Event()
+
+        def ask(way: AbstractContextManager[Shell]) -> HostCapacity:
+            with way as shell:
+                found = ask_host(shell, self.pool.python)
+            return HostCapacity(found.gpus, found.cores)
+
+        executor = ThreadPoolExecutor(len(self.pool.hosts), "taas-ask")
+        failures = []
+        try:
+            asking = [executor.submit(ask, way) for way in self.ways(stop).values()]
+            for asked in as_completed(asking):
+                if (error := asked.exception()) is None:
+                    return asked.result()
+                failures.append(str(error))
+            raise PoolError("\n".join(failures))
+        finally:
+            stop.set()
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def make_host(self, name: str) -> Host:
+        """See `HostsEngine.make_host`."""
+        return _SshHost(self, name)
 
     @asynccontextmanager
     async def way(self, agent: str, address: str) -> AsyncIterator[str]:
@@ -146,7 +122,8 @@ class SshEngine(Engine):
         Raises:
             PoolError: The host is gone, or forwards no port.
         """
-        connection = next((it.connection for it in self._hosts if it.name == agent), None)
+        host = self.hosts.get(agent)
+        connection = host.connection if isinstance(host, _SshHost) else None
         if connection is None:
             raise PoolError(f"host {agent} is gone")
         port = await self.in_thread(open_tunnel, connection, *_address_of(address))
@@ -155,28 +132,20 @@ class SshEngine(Engine):
         finally:
             await self.in_thread(close_tunnel, connection, port)
 
-    async def why_lost(self, agent: str) -> str:
-        """See `Engine.why_lost`: what the host's SSH connection tells of its end."""
-        hosts = [host for host in self._hosts if host.name == agent]
-        said = [await self.in_thread(host.why_lost) for host in hosts]
-        return next(filter(None, said), "")
+    async def take(self, besides: Collection[str], stop: threading.Event) -> str | None:
+        """Return a free host, awaiting those that are being given back; None if all are taken.
 
-    def note(self, host: "_SshHost") -> None:
-        """Know a host from the first on: Dask knows it once it is up."""
-        self._hosts.add(host)
-
-    async def take(self, besides: Collection[str]) -> str | None:
-        """Return a free host, awaiting those that are being given back; None if all are taken."""
-
-        def find() -> str | None:
-            return next((host for host in self._free if host not in besides), None)
-
-        async with self._given_back:
-            await self._given_back.wait_for(lambda: find() or not self._leaving)
-            host = find()
+        Args:
+            stop: Set when none is wanted any more.
+        """
+        while not stop.is_set():
+            host = next((host for host in self._free if host not in besides), None)
             if host is not None:
                 self._free.remove(host)
-            return host
+            if host is not None or not (self._leaving or self.ending):
+                return host
+            await asyncio.sleep(_POLL_S)
+        return None
 
     async def put_back(self, host: str, end: Callable[[], None]) -> None:
         """Make a host free again, once `end` has returned; it is taken after the others.
@@ -188,15 +157,13 @@ class SshEngine(Engine):
         try:
             await self.in_thread(end)
         finally:
-            async with self._given_back:
-                self._leaving -= 1
-                self._free.append(host)
-                self._given_back.notify_all()
+            self._leaving -= 1
+            self._free.append(host)
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run what blocks. Dask's and asyncio's own threads are too few for all hosts at once."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, work, *arguments)
+        return await loop.run_in_executor(self._threads, work, *arguments)
 
 
 @contextmanager
@@ -208,55 +175,12 @@ def _way(target: Target, stop: threading.Event) -> Iterator[Shell]:
         connection.close()
 
 
-def _targets(pool: PoolConfig) -> list[Target]:
-    """Return the hosts of a pool, as ssh's configuration has them.
-
-    Raises:
-        UsageError: A name, or the configuration, cannot be understood.
-    """
-    config = read_config(pool.options.get("ssh_config"))
-    return [find_target(host, config) for host in pool.hosts]
-
-
-def _ask_capacity(pool: PoolConfig) -> HostCapacity:
-    """Return what the first host that answers offers; the hosts of a pool are alike.
-
-    It may be interrupted at any time: nothing blocks in the caller's own thread.
-
-    Raises:
-        PoolError: None of the hosts answers.
-    """
-    stop = threading.Event()
-
-    def ask(target: Target) -> HostCapacity:
-        with _way(target, stop) as shell:
-            found = ask_host(shell, pool.python)
-        return HostCapacity(found.gpus, found.cores)
-
-    executor = ThreadPoolExecutor(len(pool.hosts), "taas-ask")
-    failures = []
-    try:
-        asked = {executor.submit(ask, target) for target in _targets(pool)}
-        while asked:
-            done, asked = wait(asked, return_when=FIRST_COMPLETED)
-            for future in done:
-                error = future.exception()
-                if error is None:
-                    return future.result()
-                failures.append(str(error))
-        raise PoolError("\n".join(failures))
-    finally:
-        stop.set()
-        executor.shutdown(wait=False, cancel_futures=True)
-
-
-class _SshHost(DaskHost):
+class _SshHost(Host):
     """A supervisor and its agent on a free host of the pool."""
 
-    def __init__(self, scheduler: str, engine: SshEngine, name: str) -> None:
-        super().__init__()
-        self._scheduler, self._engine, self.name = scheduler, engine, name
-        engine.note(self)
+    def __init__(self, engine: SshEngine, name: str) -> None:
+        super().__init__(name)
+        self._engine = engine
         self._host: str | None = None
         """As taas.toml has it; ssh's configuration of it is read anew by each that connects."""
         self.connection: Connection | None = None
@@ -270,11 +194,9 @@ class _SshHost(DaskHost):
         Raises:
             PoolError: None could be brought up, or it was given up.
         """
-        from distributed.core import Status
-
         until = time.monotonic() + _SHARE * self._engine.pool.start_timeout_s
         failures: dict[str, str] = {}
-        while (host := await self._engine.take(failures)) is not None:
+        while (host := await self._engine.take(failures, self._stop)) is not None:
             self._host, joined = host, False
             try:
                 await self._engine.in_thread(self._bring_up, host)
@@ -283,7 +205,7 @@ class _SshHost(DaskHost):
                 return
             except Stopped:
                 break
-            except Exception as error:  # else Dask takes the host for one that is coming
+            except Exception as error:  # of whatever kind: another host may do
                 if self._stop.is_set():
                     break
                 is_ours = isinstance(error, TaasError)
@@ -295,35 +217,30 @@ class _SshHost(DaskHost):
                 self._do("")
                 if not joined:
                     await self._leave()
-        self.status = Status.failed
         if self._stop.is_set():
             raise PoolError("nobody waits for it any more")
-        refusal = "\n".join(failures.values()) or "all of its hosts are taken"
-        self._engine.refusals.append(refusal)
-        raise PoolError(refusal)
+        raise PoolError("\n".join(failures.values()) or "all of its hosts are taken")
 
-    async def close(self) -> None:
-        await self._leave()
-        await super().close()
-
-    def give_up(self) -> None:
-        """End the attempt to bring a host up, wherever it stands; returns at once."""
-        from distributed.core import Status
-
-        if self.status == Status.created:
-            self._stop.set()
+    async def end(self) -> None:
+        """See `Host.end`; an attempt to bring a host up is given up first."""
+        self._stop.set()
+        if not self.coming.done():
             if self.connection is not None:
                 self.connection.transport.close()
+            await asyncio.wait({self.coming})
+        await self._leave()
 
     def news(self) -> str:
         """Return what it has been doing for long; "" when it is not."""
         slow = self._doing and time.monotonic() - self._since > _SLOW_S
         return f"host {self._host}: {self._doing}" if slow and self._host else ""
 
-    def why_lost(self) -> str:
-        """Return what is known of its end, from its connection's; blocks for a moment."""
+    async def why_lost(self) -> str:
+        """See `Host.why_lost`: what its SSH connection tells of its end."""
         command, connection = self._command, self.connection
-        if command is None or connection is None or not command.ended.wait(_END_S):
+        if command is None or connection is None:
+            return ""
+        if not await self._engine.in_thread(command.ended.wait, _END_S):
             return ""
         if not connection.is_open:
             error = connection.transport.get_exception()
@@ -342,7 +259,7 @@ class _SshHost(DaskHost):
         self.connection = connection = connect(target, self._stop, limit_s, pool.lease_s)
         self._do("still putting packages into its cache, as on every first use")
         path_entries = prepare(connection, pool)
-        address, port = _address_of(self._scheduler)
+        address, port = _address_of(self._engine.scheduler.address)
         settings = AgentSettings(
             scheduler=f"tls://{LOOPBACK}:{open_tunnel(connection, address, port)}",
             security=self._engine.keys.host(name),
@@ -367,7 +284,7 @@ class _SshHost(DaskHost):
     async def _join(self, host: str, until: float) -> None:
         """Return when the agent is a member of the pool."""
         assert self._command is not None
-        while self.name not in self._engine.cluster.scheduler.aliases:
+        while self.name not in self._engine.scheduler.aliases:
             if self._stop.is_set():
                 raise Stopped
             if self._command.ended.is_set():

@@ -230,7 +230,7 @@ class Members(SchedulerPlugin):
         if not self._takes:
             for member in self._members.values():
                 member.leaves = member.leaves or not stays(member)
-            await self._source.release({m.agent for m in self._members.values() if not m.leaves})
+            await self._source.give_back({m.agent for m in self._members.values() if not m.leaves})
 
     async def call(self, address: str, request: Request[_T]) -> _T:
         """Ask a host's agent; returns what it answers.
@@ -320,7 +320,7 @@ class Members(SchedulerPlugin):
                 await self._changed.wait_for(lambda: len(self.all()) != known)
 
         while len(self.all()) < count:
-            self._say(await self._source.ensure(count))
+            self._say(await self._source.bring(count))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(change(len(self.all())), ASK_AGAIN_S)
 

@@ -249,9 +249,9 @@ async def _keep(engine: Engine, folder: Path, words: PoolWords) -> None:
     dask.config.set({**DASK_SETTINGS, "temporary-directory": str(folder)})
     use_steady_clock()
     keys = Keys()
-    async with engine.open(HeadScheduler, keys, str(folder)) as cluster:
-        controller = Controller(cluster.scheduler, engine, engine.pool, words.linger_s)
-        place = PoolPlace(cluster.scheduler_address, keys.kernel(), words.project, this_kernel())
+    async with engine.open(HeadScheduler, keys, str(folder)) as scheduler:
+        controller = Controller(scheduler, engine, engine.pool, words.linger_s)
+        place = PoolPlace(scheduler.address, keys.kernel(), words.project, this_kernel())
         path, beside = folder / "pool.json", folder / "pool.new"
         beside.touch(0o600)
         try:
@@ -260,4 +260,3 @@ async def _keep(engine: Engine, folder: Path, words: PoolWords) -> None:
             await controller.over.wait()
         finally:
             path.unlink(missing_ok=True)
-            await engine.end()

@@ -74,15 +74,15 @@ def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Pa
     async def live() -> None:
         engine = find_engine(pool)
         engine.prepare()  # the first host is ahead of its time, the second one is not
-        async with engine.open(HeadScheduler, Keys(), str(tmp_path)) as cluster:
+        async with engine.open(HeadScheduler, Keys(), str(tmp_path)) as scheduler:
             watching = Watching()
-            cluster.scheduler.add_plugin(watching)
-            members = Members(cluster.scheduler, engine, pool.start_timeout_s, pool.lease_s)
+            scheduler.add_plugin(watching)
+            members = Members(scheduler, engine, pool.start_timeout_s, pool.lease_s)
             [member] = await members.take(1)
             assert member.name and member.place
-            await engine.release({member.agent})
+            await engine.give_back({member.agent})
             assert members.all() == [member]
-            await engine.release(())
+            await engine.give_back(())
             await watching.reached(0)
             [again] = await members.take(1)
             assert again is not member
@@ -114,12 +114,11 @@ def test_a_host_that_fails_in_an_unforeseen_way_is_said_each_time(
 
     async def ask() -> None:
         engine = find_engine(pool)
-        async with engine.open(HeadScheduler, Keys(), str(tmp_path)) as cluster:
-            members = Members(cluster.scheduler, engine, pool.start_timeout_s, pool.lease_s)
+        async with engine.open(HeadScheduler, Keys(), str(tmp_path)) as scheduler:
+            members = Members(scheduler, engine, pool.start_timeout_s, pool.lease_s)
             for _ in range(2):
                 with pytest.raises(PoolError, match=WHY[name]):
                     await members.take(1)
-            await engine.end()
             gc.collect()  # Dask minds a host that failed, as long as an error's frames hold it
 
     monkeypatch.setattr(ssh, "connect", fail)

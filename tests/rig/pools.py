@@ -119,7 +119,7 @@ def pool_here(
 @asynccontextmanager
 async def _opened(folder: Path) -> AsyncIterator[PoolHere]:
     engine, keys = find_engine(PoolConfig("local", lease_s=60)), Keys()
-    async with engine.open(HeadScheduler, keys, str(folder)) as cluster:
-        controller = Controller(cluster.scheduler, engine, engine.pool, linger_s=600)
+    async with engine.open(HeadScheduler, keys, str(folder)) as scheduler:
+        controller = Controller(scheduler, engine, engine.pool, linger_s=600)
         [member] = await controller.members.take(1)
-        yield PoolHere(cluster.scheduler, controller, keys, member)
+        yield PoolHere(scheduler, controller, keys, member)
