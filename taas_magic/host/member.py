@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import dask
@@ -99,9 +99,7 @@ class Lease:
 
     def __init__(self, lease_s: float, expire: Callable[[], None]) -> None:
         self.lease_s, self._expire = lease_s, expire
-        self._good_until = time.monotonic() + lease_s
-        self._ended = threading.Event()
-        self._watch = threading.Thread(target=self._watch_out, name="taas-lease", daemon=True)
+        self._good_until = 0.0
 
     @property
     def beat_s(self) -> float:
@@ -111,26 +109,20 @@ class Lease:
     def start(self) -> None:
         """Count from now on."""
         self._good_until = time.monotonic() + self.lease_s
-        self._watch.start()
-
-    def beat(self) -> float:
-        """Return a beat: the time at which it is sent, by this host's monotonic clock."""
-        return time.monotonic()
+        threading.Thread(target=self._watch, name="taas-lease", daemon=True).start()
 
     def heard(self, beat: float) -> None:
-        """Take down that a beat was answered; one not sent, or old, counts for nothing."""
+        """Take down that a beat was answered, which has the time at which it was sent.
+
+        One not sent, or old, counts for nothing.
+        """
         if beat <= time.monotonic():
             self._good_until = max(self._good_until, beat + self.lease_s)
 
-    def close(self) -> None:
-        """End the watch."""
-        self._ended.set()
-
-    def _watch_out(self) -> None:
-        while not self._ended.wait(max(0.0, self._good_until - time.monotonic())):
-            if time.monotonic() >= self._good_until:
-                self._expire()
-                return
+    def _watch(self) -> None:
+        while (left_s := self._good_until - time.monotonic()) > 0:
+            time.sleep(left_s)
+        self._expire()
 
 
 def end_agent(lease_s: float) -> None:
@@ -140,68 +132,8 @@ def end_agent(lease_s: float) -> None:
     os._exit(EXPIRED)
 
 
-class Head:
-    """Calls the controller, answers its calls, sends it events, and beats.
-
-    Args:
-        worker: The agent's Dask worker, not started yet.
-        answers: What answers the controller, by kinds of requests.
-    """
-
-    def __init__(
-        self, worker: Worker, lease: Lease, answers: Mapping[type[Request[Any]], Answer]
-    ) -> None:
-        self._worker, self._lease, self._handlers = worker, lease, handlers(answers)
-        self._tasks: set[asyncio.Task[None]] = set()
-        worker.stream_handlers[CALL] = self._on_call
-        worker.stream_handlers[HEARD] = lease.heard
-
-    def ask(self, request: Request[_T]) -> _T:
-        """Ask the controller; blocks, in any thread but the event loop's.
-
-        Raises:
-            PoolError: It could not be reached, or did not answer in time.
-        """
-        loop = self._worker.loop.asyncio_loop
-        asking = ask(self._worker.scheduler, request)
-        answer = asyncio.run_coroutine_threadsafe(asking, loop)
-        try:
-            return answer.result(ASK_TIMEOUT_S)
-        except concurrent.futures.TimeoutError:
-            answer.cancel()
-            late = f"the pool did not answer {request.op()} in {ASK_TIMEOUT_S:.0f} s"
-            raise PoolError(late) from None
-        except OSError as error:
-            raise PoolError(f"the pool does not answer {request.op()}: {error}") from error
-
-    def emit(self, run_id: str, event: Event) -> None:
-        """Send an event of a run; any thread may call it."""
-        message = {"op": EVENT, "run_id": run_id, "event": encode(event)}
-        self._worker.loop.add_callback(self._worker.batched_send, message)
-
-    async def beat(self) -> None:
-        """Beat until it is cancelled."""
-        while True:
-            self._worker.batched_send({"op": BEAT, "beat": self._lease.beat()})
-            await asyncio.sleep(self._lease.beat_s)
-
-    def _on_call(self, id: int, name: str, request: bytes) -> None:
-        task = asyncio.ensure_future(self._answer(id, name, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _answer(self, number: int, name: str, request: bytes) -> None:
-        try:
-            answer, error = await self._handlers[name](request), ""
-        except Exception as failed:  # the controller hears of it, and the pool's log has it all
-            logger.exception("the call %s failed", name)
-            answer, error = b"", escaped(f"{type(failed).__name__}: {failed}")
-        said = {"op": ANSWER, "id": number, "answer": answer, "error": error}
-        self._worker.batched_send(said)
-
-
 class AgentWorker(Worker):
-    """The agent; one a host. It takes no Dask tasks.
+    """The agent; one a host. It takes no Dask tasks: the controller calls it.
 
     Args:
         problems: What every run is told of this host.
@@ -219,9 +151,10 @@ class AgentWorker(Worker):
             startup_information=said,
             **kwargs,
         )
-        self._place, self._problems = place, problems
+        self._place, self._lease, self._problems = place, lease, problems
         self._shares: dict[str, HostShare] = {}
         self._has_all, self._completing = False, threading.Lock()
+        self._answering: set[asyncio.Task[None]] = set()
         answers: dict[type[Request[Any]], Answer] = {
             Greet: self.hello,
             GetFacts: self.facts,
@@ -231,7 +164,8 @@ class AgentWorker(Worker):
             PlaceFetcher: self.tell,
             GetStacks: self.stacks,
         }
-        self.head = Head(self, lease, answers)
+        self._answers = handlers(answers)
+        self.stream_handlers |= {CALL: self._on_call, HEARD: lease.heard}
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Open no port for Dask's web pages: they would ask nobody for a key."""
@@ -277,10 +211,10 @@ class AgentWorker(Worker):
             if not isinstance(run, HostRun):
                 raise PoolError(f"run {run_id} has ended here")
             return await asyncio.to_thread(run.again, spec)
-        emit = functools.partial(self.head.emit, run_id)
+        emit = functools.partial(self._emit, run_id)
 
         def ask_files(request: FileRequest[_T]) -> _T:
-            return self.head.ask(structs.replace(request, run_id=run_id))
+            return self._ask(structs.replace(request, run_id=run_id))
 
         kind = HostFetchers if spec.fetches else HostRun
         share = await asyncio.to_thread(kind, spec, self._place, emit, self._is_alone, ask_files)
@@ -320,6 +254,12 @@ class AgentWorker(Worker):
         except PoolError as error:  # it has ended just now
             logger.warning("%s", error)
 
+    async def beat(self) -> None:
+        """Beat until it is cancelled."""
+        while True:
+            self.batched_send({"op": BEAT, "beat": time.monotonic()})
+            await asyncio.sleep(self._lease.beat_s)
+
     async def watch_forkserver(self) -> None:
         """Leave the pool when no run can start here any more and none is here."""
         while True:
@@ -337,6 +277,41 @@ class AgentWorker(Worker):
 
     def _is_alone(self) -> bool:
         return len(self._shares) == 1
+
+    def _ask(self, request: Request[_T]) -> _T:
+        """Ask the controller; blocks, in any thread but the event loop's.
+
+        Raises:
+            PoolError: It could not be reached, or did not answer in time.
+        """
+        asking = ask(self.scheduler, request)
+        answer = asyncio.run_coroutine_threadsafe(asking, self.loop.asyncio_loop)
+        try:
+            return answer.result(ASK_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            answer.cancel()
+            late = f"the pool did not answer {request.op()} in {ASK_TIMEOUT_S:.0f} s"
+            raise PoolError(late) from None
+        except OSError as error:
+            raise PoolError(f"the pool does not answer {request.op()}: {error}") from error
+
+    def _emit(self, run_id: str, event: Event) -> None:
+        """Send an event of a run; any thread may call it."""
+        message = {"op": EVENT, "run_id": run_id, "event": encode(event)}
+        self.loop.add_callback(self.batched_send, message)
+
+    def _on_call(self, id: int, name: str, request: bytes) -> None:
+        task = asyncio.ensure_future(self._answer(id, name, request))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, number: int, name: str, request: bytes) -> None:
+        try:
+            answer, error = await self._answers[name](request), ""
+        except Exception as failed:  # the controller hears of it, and the pool's log has it all
+            logger.exception("the call %s failed", name)
+            answer, error = b"", escaped(f"{type(failed).__name__}: {failed}")
+        self.batched_send({"op": ANSWER, "id": number, "answer": answer, "error": error})
 
 
 async def serve(words: bytes) -> None:
@@ -369,7 +344,7 @@ async def serve(words: bytes) -> None:
     async with agent:
         if place.is_foreign:  # here, the supervisor's lease is a pipe, which no stall can cut
             lease.start()
-        tasks = [*map(asyncio.ensure_future, (agent.head.beat(), agent.watch_forkserver()))]
+        tasks = [*map(asyncio.ensure_future, (agent.beat(), agent.watch_forkserver()))]
         await agent.finished()
         for task in tasks:
             task.cancel()
