@@ -7,7 +7,7 @@ host_run.py    a share of a run on this host; its ranks, attempt by attempt
 fetchers.py    the other share: a run's fetchers; fetcher.py: such a process
 watch.py       judges the ranks; stacks.py: where they stand; output.py: what they print
 rank.py        the process that runs the cell (tracebacks.py, results.py, cell_main.py)
-link.py        a rank's pipes to its agent, and where its loaders get their batches
+link.py        a rank's pipes to its agent
 rendezvous.py  where ranks meet: torch's store, and horovod's server
 forkserver.py  starts ranks and fetchers from a process that has torch imported
 system.py      GPUs, network addresses and processes of this host

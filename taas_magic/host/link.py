@@ -1,11 +1,11 @@
-"""What a rank is connected to: its agent, by two pipes, and the run's fetchers, by its feed.
+"""The two pipes between a rank and its agent.
 
 The log pipe carries what the rank and its children write to descriptors 1 and 2, bytes as they
 are. The message pipe carries JSON objects: failures, displays, notes, heartbeats, each in pieces
 (`pieces`), since threads and forks of a rank write to it at the same time, and may be ended. Files
 in a private folder of the host name them, so that nothing of a rank's start depends on descriptors
-that a forkserver can pass on (it passes 256 at most). The feed gives registered loaders their
-batches, and says what it handed out. Imported by the agent, too: it imports no torch.
+that a forkserver can pass on (it passes 256 at most). Imported by the agent, too: it imports no
+torch.
 """
 
 import errno
@@ -14,26 +14,13 @@ import itertools
 import os
 import select
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from taas_magic import messages
-from taas_magic.data import service
-from taas_magic.data.accelerated import teach_accelerate, when_imported
-from taas_magic.data.service import Service
-from taas_magic.host.spec import TORCHRUN_NAMES
-from taas_magic.journal.folder import RunFolder
-from taas_magic.leases import FetchLease
-from taas_magic.messages import Event, RankMessage, RankReport, StoreMessage
-
-if TYPE_CHECKING:
-    from taas_magic.data.loader import Feed
-
-REPORT_S = 1.0
-"""How often a rank says what it was handed and how long it waited."""
+from taas_magic.messages import Event, RankMessage, StoreMessage
 
 OTHERS_END_S = 0.4
 """How long a rank that ends waits for the others: what Python takes to end one under torchrun."""
@@ -162,93 +149,3 @@ class Link:
         sender = b"%d.%d" % (os.getpid(), next(self._numbers))
         for piece in pieces(messages.encode(message), sender):
             os.write(self._messages, piece)
-
-
-@contextmanager
-def feed(run_dir: Path, rank: int, attempt: int) -> Iterator["Feed | None"]:
-    """Have registered loaders that this rank unpickles inside the block fed by the run's fetchers.
-
-    Without fetchers the rank has servers of its own, whose first process is forked here: to be
-    entered before the rank has another thread, or runs any of the user's code.
-
-    Yields:
-        What the rank knows of the run's data service; None where the cell uses no loader.
-    """
-    served = service.read(run_dir)
-    if served is None:
-        yield None
-        return
-    from taas_magic.data.loader import use_feed
-
-    here = _feed_of(served, run_dir, rank, attempt)
-    use_feed(here)
-    when_imported("accelerate.accelerator", teach_accelerate)
-    try:
-        yield here
-    finally:
-        if here.own is not None:
-            here.own.close()
-
-
-def _feed_of(served: Service, run_dir: Path, rank: int, attempt: int) -> "Feed":
-    from taas_magic.data.loader import Feed
-    from taas_magic.data.metrics import BatchLedger
-    from taas_magic.data.own_servers import OwnServers
-
-    folder = service.folder_of(run_dir)
-
-    def payload_of(name: str) -> bytes:
-        return service.payload_file(run_dir, name).read_bytes()
-
-    own = None
-    if not served.fetchers:
-        own = OwnServers(served.key, payload_of, lambda: _become_a_fetcher(run_dir))
-    return Feed(
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        payload=payload_of,
-        directory=service.FolderDirectory(folder / "fetchers") if served.fetchers else None,
-        key=served.key,
-        tls=served.tls.client if served.tls else None,
-        units=served.units,
-        seed=served.seed,
-        ledger=BatchLedger(folder / "ledger", attempt, rank),
-        window_bytes=served.settings.rank_buffer_bytes // 2,
-        lease=FetchLease(served.settings.fetch_s),
-        own=own,
-    )
-
-
-def _become_a_fetcher(run_dir: Path) -> None:
-    """Make this fork of a rank what a fetcher is: a dataset that deals by rank would deal twice."""
-    from taas_magic.capture import payload
-
-    for name in TORCHRUN_NAMES:
-        os.environ.pop(name, None)
-    payload.read(RunFolder(run_dir).payload).set_state()
-
-
-@contextmanager
-def reporting(fed: "Feed | None", link: Link) -> Iterator[None]:
-    """Say now and then what was handed out, and once more at the end of the block."""
-    if fed is None:
-        yield
-        return
-    ended = threading.Event()
-
-    def report() -> None:
-        if counts := fed.counts():
-            link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))
-
-    def report_again() -> None:
-        while not ended.wait(REPORT_S):
-            report()
-
-    reports = threading.Thread(target=report_again, name="taas-feed", daemon=True)
-    reports.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        reports.join()  # what it has counted before must not be this rank's last word
-        report()

@@ -40,13 +40,18 @@ from traitlets.config import Config
 from taas_magic.capture import payload
 from taas_magic.capture.modules import claim_taas, install
 from taas_magic.capture.payload import Cell, CellSource
-from taas_magic.data.accelerated import when_imported
+from taas_magic.data import service
+from taas_magic.data.accelerated import teach_accelerate, when_imported
+from taas_magic.data.loader import Feed, use_feed
+from taas_magic.data.metrics import BatchLedger
+from taas_magic.data.own_servers import OwnServers
+from taas_magic.data.service import Service
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, rendezvous, results, stacks, tracebacks
-from taas_magic.host.link import Link, feed, rank_file, reporting
-from taas_magic.host.spec import ProcessSpec
+from taas_magic.host.link import Link, rank_file
+from taas_magic.host.spec import TORCHRUN_NAMES, HostSpec, ProcessSpec
 from taas_magic.host.system import die_with_parent
-from taas_magic.leases import RANK_BEAT_S
+from taas_magic.leases import RANK_BEAT_S, FetchLease
 from taas_magic.messages import (
     ClearOutput,
     Display,
@@ -56,6 +61,7 @@ from taas_magic.messages import (
     RankFinished,
     RankHeld,
     RankLeft,
+    RankReport,
     RankReported,
     RankSight,
     RankTouched,
@@ -118,11 +124,11 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     except Exception as error:  # what is not held runs nothing of the user's
         tracebacks.send(link, error, traceback.format_exc())
         os._exit(1)
-    with feed(spec.share.folder.path, rank, attempt) as fed:
+    with _feed(spec.share, rank) as fed:
         # it starts them; of the numbers of nested levels the first is that of a rank
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
         _use_gloo_without_cuda(link)
-        with _heartbeat(link), reporting(fed, link):
+        with _heartbeat(link, fed):
             succeeded = _run(RankShell.instance(), spec, link, rank)
             if not link.is_own:  # a child that the cell forked, and that ran on to the cell's end
                 flush()
@@ -182,6 +188,62 @@ def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int, scratch: str) 
             link.send(Note(text=HELD_BY_PYTHON))
 
 
+@contextmanager
+def _feed(share: HostSpec, rank: int) -> Iterator[Feed | None]:
+    """Have registered loaders that this rank unpickles inside the block fed by the run's fetchers.
+
+    Without fetchers the rank has servers of its own, whose first process is forked here: to be
+    entered before the rank has another thread, or runs any of the user's code.
+
+    Yields:
+        What the rank knows of the run's data service; None where the cell uses no loader.
+    """
+    served = service.read(share.folder.path)
+    if served is None:
+        yield None
+        return
+    here = _feed_of(served, share, rank)
+    use_feed(here)
+    when_imported("accelerate.accelerator", teach_accelerate)
+    try:
+        yield here
+    finally:
+        if here.own is not None:
+            here.own.close()
+
+
+def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:
+    folder = service.folder_of(share.folder.path)
+
+    def payload_of(name: str) -> bytes:
+        return service.payload_file(share.folder.path, name).read_bytes()
+
+    own = None
+    if not served.fetchers:
+        own = OwnServers(served.key, payload_of, lambda: _become_a_fetcher(share))
+    return Feed(
+        rank=rank,
+        world_size=share.plan.world_size,
+        payload=payload_of,
+        directory=service.FolderDirectory(folder / "fetchers") if served.fetchers else None,
+        key=served.key,
+        tls=served.tls.client if served.tls else None,
+        units=served.units,
+        seed=served.seed,
+        ledger=BatchLedger(folder / "ledger", share.attempt, rank),
+        window_bytes=served.settings.rank_buffer_bytes // 2,
+        lease=FetchLease(served.settings.fetch_s),
+        own=own,
+    )
+
+
+def _become_a_fetcher(share: HostSpec) -> None:
+    """Make this fork of a rank what a fetcher is: a dataset that deals by rank would deal twice."""
+    for name in TORCHRUN_NAMES:
+        os.environ.pop(name, None)
+    payload.read(share.folder.payload).set_state()
+
+
 def _use_gloo_without_cuda(link: Link) -> None:
     """Let `init_process_group("nccl")` and `Accelerator()` work without a GPU, by gloo."""
     if torch.cuda.is_available():
@@ -203,18 +265,28 @@ def _use_gloo_without_cuda(link: Link) -> None:
 
 
 @contextmanager
-def _heartbeat(link: Link) -> Iterator[None]:
-    """Say in a thread where the main thread stands: at each beat, and in full when asked."""
-    main, ended = threading.get_ident(), threading.Event()
+def _heartbeat(link: Link, fed: Feed | None) -> Iterator[None]:
+    """Say in a thread, at each beat, where the main thread stands and what it was handed.
+
+    Where it stands is said in full when asked, what it was handed once more at the block's end.
+    """
+    main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
+
+    def report() -> None:
+        if fed is not None and (counts := fed.counts()):
+            link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))
 
     def beat() -> None:
         while not ended.is_set():
             if link.is_asked(RANK_BEAT_S):
                 link.send(RankSight(tracebacks.threads(main), _pending()))
-            else:
-                begun, spins = _progress()
-                stack = tracebacks.where(main)
-                link.send(RankBeat(stack=stack, collectives=begun, spins=spins))
+                continue
+            begun, spins = _progress()
+            stack = tracebacks.where(main)
+            link.send(RankBeat(stack=stack, collectives=begun, spins=spins))
+            with reporting:
+                if not ended.is_set():
+                    report()
 
     thread = threading.Thread(target=beat, name="taas-heartbeat", daemon=True)
     thread.start()
@@ -222,6 +294,8 @@ def _heartbeat(link: Link) -> Iterator[None]:
         yield
     finally:
         ended.set()
+        with reporting:  # what the thread has counted before must not be this rank's last word
+            report()
 
 
 def _recorded(details: bool) -> dict[str, dict[str, Any]]:

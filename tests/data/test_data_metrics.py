@@ -1,12 +1,14 @@
 """What a rank says of what it was handed, and the proof over it."""
 
 import threading
+import time
 
 import pytest
 
 from taas_magic.data import metrics
 from taas_magic.data.loader import Feed
-from taas_magic.host import link
+from taas_magic.host import rank
+from taas_magic.host.link import Link
 from taas_magic.messages import Event, RankCounts, RankMessage, RankReport, StoreMessage
 
 
@@ -45,15 +47,20 @@ class Handed(Feed):
         return {"train": RankCounts(batches=self.batches)}
 
 
-class Busy(link.Link):
+class Busy(Link):
     """Takes long for what the rank says now and then: until it has said its last, if it can."""
 
     def __init__(self) -> None:
         self.said: list[int] = []
         self.began, self.over = threading.Event(), threading.Event()
 
+    def is_asked(self, timeout_s: float) -> bool:
+        time.sleep(timeout_s)
+        return False
+
     def send(self, message: Event | RankMessage | StoreMessage) -> None:
-        assert isinstance(message, RankReport)
+        if not isinstance(message, RankReport):
+            return
         if threading.current_thread() is not threading.main_thread():
             self.began.set()
             self.over.wait(0.2)
@@ -64,12 +71,12 @@ class Busy(link.Link):
 def test_the_last_that_a_rank_says_is_all_that_it_was_handed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(link, "REPORT_S", 0.001)
+    monkeypatch.setattr(rank, "RANK_BEAT_S", 0.001)
     handed, busy = Handed(0, 1, lambda name: b""), Busy()
-    with link.reporting(handed, busy):
+    with rank._heartbeat(busy, handed):
         assert busy.began.wait(100)
         handed.batches = 7
     for thread in threading.enumerate():
-        if thread.name == "taas-feed":
+        if thread.name == "taas-heartbeat":
             thread.join()
     assert busy.said[-1] == 7
