@@ -291,11 +291,11 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class _Order:
-    """What the controller said follows: another attempt, or, without a spec, the end."""
+class _Again:
+    """What the controller said follows: another attempt."""
 
-    spec: HostSpec | None = None
-    rendezvous: Rendezvous | None = None
+    spec: HostSpec
+    rendezvous: Rendezvous | None
     obeyed: threading.Event = field(default_factory=threading.Event)
     """The last attempt's ranks are gone, and what they wrote is where other hosts find it."""
 
@@ -312,7 +312,8 @@ class HostRun(HostShare):
         self._deadline = began + timeout_s if timeout_s is not None else None
         self._attempt: Attempt | None = None
         self._pump: Pump | None = None
-        self._order: _Order | None = None
+        self._next: _Again | None = None
+        self._is_over = False
         self._gone_wrong: tuple[str, list[Failure]] | None = None
         self._entries = dict(spec.fetchers)
         self._run_dir: Path | None = None
@@ -325,9 +326,9 @@ class HostRun(HostShare):
             The port of the attempt's store, on the first host.
         """
         meeting = _rendezvous_of(spec)
-        order = _Order(spec, meeting)
-        self._command(order)
-        order.obeyed.wait(OBEY_S)
+        self._next = again = _Again(spec, meeting)
+        self.wakeup.set()
+        again.obeyed.wait(OBEY_S)
         return meeting.port if meeting else 0
 
     def stacks(self) -> RunStacks:
@@ -343,17 +344,8 @@ class HostRun(HostShare):
                 for number, entry in list(self._entries.items()):
                     service.write_entry(folder, number, entry)
 
-    def _command(self, order: _Order) -> None:
-        self._order = order
-        self.wakeup.set()
-
-    def _take_order(self) -> _Order | None:
-        order, self._order = self._order, None
-        return order
-
     def _is_wanted(self) -> bool:
-        order = self._order
-        return self.stopped_at is None and (order is None or order.spec is not None)
+        return self.stopped_at is None and not self._is_over
 
     def tell(self, told: Told) -> None:
         """See `HostShare.tell`; ranks hear the first halt as SIGINT at once."""
@@ -363,7 +355,8 @@ class HostRun(HostShare):
             case Halt() if is_first and self._attempt is not None:
                 self._attempt.ranks.interrupt()
             case EndRun():  # all hosts have settled
-                self._command(_Order())
+                self._is_over = True
+                self.wakeup.set()
             case PlaceFetcher():
                 self._entries[told.number] = told.entry
                 self._place_fetchers()
@@ -374,14 +367,12 @@ class HostRun(HostShare):
         self._run_dir = folder.path
         self._place_fetchers()
         self._pump = Pump(self.folder, folder, self.emit, self._on_message)
-        order = self._take_order()
-        while True:
-            if order is not None:
-                if order.spec is None:
-                    return
-                self._make_ready(order, order.spec)
+        while not self._is_over:
+            if (again := self._next) is not None:
+                self._next = None
+                self._make_ready(again)
             attempt = self._start_ranks(self._pump)
-            order = self._judge(attempt)
+            self._judge(attempt)
             attempt.close()
 
     def _start_ranks(self, pump: Pump) -> Attempt:
@@ -389,50 +380,46 @@ class HostRun(HostShare):
         attempt = self._attempt = Attempt(spec, self.host, pump, self.folder, self.emit)
         if self.stopped_at is not None:
             attempt.ranks.interrupt()
+        port = spec.master_port
         if meeting is None:
-            rendezvous.reach(spec.master_addr, spec.master_port)
-        environ = spec.environ(self.place)
-        process_spec = ProcessSpec(spec, self.folder, environ, guard.strongest())
-        if meeting is not None:
+            rendezvous.reach(spec.master_addr, port)
+        else:
             meeting.start()
-        attempt.start(process_spec, meeting.port if meeting else spec.master_port)
+            port = meeting.port
+        environ = spec.environ(self.place)
+        attempt.start(ProcessSpec(spec, self.folder, environ, guard.strongest()), port)
         return attempt
 
-    def _judge(self, attempt: Attempt) -> _Order:
+    def _judge(self, attempt: Attempt) -> None:
         """Look at the ranks whenever something changed, until the controller says what follows."""
-        while (order := self._take_order()) is None:
+        while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
             if attempt.verdict is None:
                 attempt.look(self._deadline, self.stopped_at, self._killed)
-        return order
 
-    def _make_ready(self, order: _Order, spec: HostSpec) -> None:
+    def _make_ready(self, again: _Again) -> None:
         """Have the files of the next attempt here, and let the other hosts begin theirs."""
         if self._rendezvous is not None:
             self._rendezvous.close()
-        self._rendezvous = order.rendezvous
+        self._rendezvous = again.rendezvous
         try:
-            self.spec = self._files.again(spec)
+            self.spec = self._files.again(again.spec)
         finally:
-            order.obeyed.set()
+            again.obeyed.set()
 
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Take what a rank says; called by the pump's thread."""
-        attempt = self._attempt
+        if self._attempt is not None:
+            self._attempt.ranks.hear(rank, message)
         if isinstance(message, RankMessage):
-            if attempt is not None:
-                attempt.ranks.note(rank, message)
-                self.wakeup.set()
-            return
-        if attempt is not None:
-            attempt.ranks.hear(rank, message)
-        if isinstance(message, StoreMessage):
+            self.wakeup.set()
+        elif isinstance(message, StoreMessage):
             self._files.take(rank, message)
-            return
-        if isinstance(message, RankEvent):
-            message.rank = rank
-        self.emit(message)
+        else:
+            if isinstance(message, RankEvent):
+                message.rank = rank
+            self.emit(message)
 
     def _fail(self, error: Exception) -> None:
         self._gone_wrong = "FAILED", [host_failure(self.host, error)]
@@ -451,8 +438,8 @@ class HostRun(HostShare):
         return last.verdict.state, last.failures
 
     def _ending(self) -> tuple[Callable[[], None], ...]:
-        if self._order is not None:  # nobody else does what it says
-            self._order.obeyed.set()
+        if self._next is not None:  # nobody else does what it says
+            self._next.obeyed.set()
         parts = self._attempt, self._rendezvous, self._pump
         return tuple(part.close for part in parts if part is not None)
 

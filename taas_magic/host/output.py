@@ -406,7 +406,7 @@ class _MessageStream:
     def __init__(self, rank: int, fd: int) -> None:
         self.rank, self.fd = rank, fd
         self._rest = b""
-        self._begun: dict[bytes, _Parts] = {}
+        self._begun: dict[bytes, tuple[list[bytes], int]] = {}
         self._is_broken = False
         self.is_open = True
 
@@ -414,28 +414,31 @@ class _MessageStream:
         """Return the messages that bytes complete; a note for what is none, or too large."""
         *pieces, rest = (self._rest + data).split(b"\n")
         self._rest = rest[-select.PIPE_BUF :]
-        whole = [parts for piece in pieces if (parts := self._put(piece)) is not None]
-        return [message for parts in whole if (message := self._read(parts)) is not None]
+        return [message for piece in pieces if (message := self._put(piece)) is not None]
 
-    def _put(self, piece: bytes) -> "_Parts | None":
+    def _put(self, piece: bytes) -> Event | RankMessage | StoreMessage | None:
         """Take a piece of a message; returns the message when it is whole."""
         head, _, part = piece.partition(b" ")
         is_last, sender = head.startswith(link.LAST), head[1:]
-        message = self._begun.pop(sender, None) or _Parts()
-        message.add(part)
+        parts, size_bytes = self._begun.pop(sender, ([], 0))
+        size_bytes += len(part)
+        if size_bytes <= MESSAGE_LIMIT_BYTES:
+            parts.append(part)
         if is_last:
-            return message
-        self._begun[sender] = message
+            return self._read(parts, size_bytes)
+        self._begun[sender] = parts, size_bytes
         if len(self._begun) > MOST_BEGUN:
             del self._begun[next(iter(self._begun))]
         return None
 
-    def _read(self, message: "_Parts") -> Event | RankMessage | StoreMessage | None:
-        if message.size_bytes > MESSAGE_LIMIT_BYTES:
-            size = f"{message.size_bytes / 1e6:,.0f} MB"
-            return Note(text=f"rank {self.rank} sent {size} at once: not shown")
+    def _read(
+        self, parts: list[bytes], size_bytes: int
+    ) -> Event | RankMessage | StoreMessage | None:
+        if size_bytes > MESSAGE_LIMIT_BYTES:
+            text = f"rank {self.rank} sent {size_bytes / 1e6:,.0f} MB at once: not shown"
+            return Note(text=text)
         try:
-            return messages.of_rank(b"".join(message.parts))
+            return messages.of_rank(b"".join(parts))
         except DecodeError:
             is_first, self._is_broken = not self._is_broken, True
         text = f"something on rank {self.rank} wrote what is no message where its messages go"
@@ -444,19 +447,6 @@ class _MessageStream:
     def close(self) -> None:
         self.is_open = False
         os.close(self.fd)
-
-
-class _Parts:
-    """What has come of a message, as far as it is not too large."""
-
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.size_bytes = 0
-
-    def add(self, part: bytes) -> None:
-        self.size_bytes += len(part)
-        if self.size_bytes <= MESSAGE_LIMIT_BYTES:
-            self.parts.append(part)
 
 
 class Pump:

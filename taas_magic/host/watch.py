@@ -367,8 +367,8 @@ class Ranks:
         with self._lock:
             return list(self._states.values())
 
-    def note(self, rank: int, message: RankMessage) -> None:
-        """Take down what a rank says of itself."""
+    def hear(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
+        """Take down what a rank says; it comes forward, unless it only says where it stands."""
         now = time.monotonic()
         with self._lock:
             state = self._states[rank]
@@ -397,17 +397,13 @@ class Ranks:
                         state.forward_at = now
                     state.beat_at, state.stack = now, message.stack
                     state.collectives, state.spins = message.collectives, message.spins
+                case RankReport():
+                    batches = {name: counts.batches for name, counts in message.loaders.items()}
+                    if batches == state.batches:
+                        return  # nothing new
+                    state.batches = batches
             if not isinstance(message, RankBeat | RankSight):
                 state.forward_at = now
-
-    def hear(self, rank: int, message: Event | StoreMessage) -> None:
-        """Take down that a rank said something else; a report of nothing new does not count."""
-        if isinstance(message, RankReport):
-            batches = {name: counts.batches for name, counts in message.loaders.items()}
-            if batches == self._states[rank].batches:
-                return
-            self._states[rank].batches = batches
-        self.came_forward(rank, time.monotonic())
 
     def came_forward(self, rank: int, at: float) -> None:
         """Take down that a rank wrote, computed, or was handed something."""
