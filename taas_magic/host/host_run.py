@@ -26,12 +26,12 @@ from taas_magic.data import service
 from taas_magic.errors import PoolError
 from taas_magic.host import forkserver, link, rendezvous
 from taas_magic.host.files import HostFiles
-from taas_magic.host.output import Pump, Wakeup
+from taas_magic.host.output import OnMessage, Pump, Wakeup
 from taas_magic.host.rendezvous import Rendezvous
 from taas_magic.host.spec import Emit, HostSpec, Place, ProcessSpec, torchrun_variables
 from taas_magic.host.stacks import Stand
 from taas_magic.host.supervisor import run_folder
-from taas_magic.host.system import end_all, leftovers, named, signal_name
+from taas_magic.host.system import end_all, leftovers, named
 from taas_magic.host.watch import Ranks, Verdict, decide, failure_of, guilty, host_failure
 from taas_magic.messages import (
     EndRun,
@@ -180,32 +180,42 @@ class HostShare(ABC):
 
 
 class Attempt:
-    """The ranks of one attempt on this host; `pipes` is the folder of their pipes."""
+    """The ranks of one attempt on this host.
 
-    def __init__(self, spec: HostSpec, host: str, pump: Pump, pipes: Path, emit: Emit) -> None:
-        self._spec, self._host = spec, host
-        self._pump, self._pipes, self._emit = pump, pipes, emit
+    Attributes:
+        folder: What the ranks share with the agent; theirs alone.
+        pump: Reads their pipes.
+    """
+
+    def __init__(
+        self, spec: HostSpec, place: Place, folder: Path, emit: Emit, on_message: OnMessage
+    ) -> None:
+        self._spec, self._place, self._emit = spec, place, emit
+        self.folder = folder / str(spec.attempt)
+        self.folder.mkdir(mode=0o700)
         first = spec.share.first_rank
         self._numbers = range(first, first + spec.share.ranks)
         self.ranks = Ranks(self._numbers)
-        self.stand = Stand(spec.plan.hang_s, spec.attempt, self.ranks, pump, pipes, emit)
+        self.pump = Pump(self.folder, spec.folder, self._numbers, emit, on_message)
+        hang_s = spec.plan.hang_s
+        self.stand = Stand(hang_s, spec.attempt, self.ranks, self.pump, self.folder, emit)
         self._processes: dict[int, Any] = {}
         self.verdict: Verdict | None = None
         """How the ranks stand; None while they run."""
         self.failures: list[Failure] = []
         """Why they failed, if they did."""
 
-    def start(self, process_spec: ProcessSpec, port: int) -> None:
+    def start(self, port: int) -> None:
         """Start the ranks, and say that they have started; they meet at `port`."""
-        attempt = self._spec.attempt
-        self._pump.open(attempt, self._numbers)
+        spec = self._spec
+        about = ProcessSpec(spec, self.folder, spec.environ(self._place), guard.strongest())
         for local_rank, rank in enumerate(self._numbers):
-            error_file = link.rank_file(self._pipes, attempt, rank, "error.json")
-            environ = torchrun_variables(self._spec, local_rank, port, error_file)
-            self._processes[rank] = forkserver.start(RANK, process_spec, environ)
+            error_file = link.rank_file(self.folder, rank, "error.json")
+            environ = torchrun_variables(spec, local_rank, port, error_file)
+            self._processes[rank] = forkserver.start(RANK, about, environ)
         pids = {rank: process.pid for rank, process in self._processes.items()}
         self.ranks.started(pids)
-        self._emit(RanksStarted(attempt=attempt, pids=pids))
+        self._emit(RanksStarted(attempt=spec.attempt, pids=pids))
 
     @property
     def sentinels(self) -> list[int]:
@@ -216,9 +226,8 @@ class Attempt:
         """Ask the system about the ranks and `decide`; acts on the verdict, if there is one."""
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
-                self._pump.drain(rank)  # all that it said counts
-                stack = link.rank_file(self._pipes, self._spec.attempt, rank, "stack")
-                self.ranks.ended(rank, code, stack)
+                self.pump.drain(rank)  # all that it said counts
+                self.ranks.ended(rank, code, link.rank_file(self.folder, rank, "stack"))
         now, states = time.monotonic(), self.ranks.states()
         self.ranks.poll(now)
         verdict = decide(states, now, deadline, interrupted_at)
@@ -270,15 +279,14 @@ class Attempt:
     def _report(self, verdict: Verdict) -> list[Failure]:
         """Return the host's failures; of ranks that succeeded, those that left by themselves."""
         if verdict.cause == "host":
-            return [host_failure(self._host, PoolError(forkserver.why_ended()))]
+            return [host_failure(self._place.host, PoolError(forkserver.why_ended()))]
         return [
             failure_of(
                 state,
                 verdict,
-                host=self._host,
+                host=self._place.host,
                 log_path=self._spec.told_log(state.rank),
-                tail=self._pump.tail(state.rank),
-                signal_name=signal_name(state.exitcode or 0),
+                tail=self.pump.tail(state.rank),
                 timeout_s=self._spec.plan.timeout_s,
             )
             for state in guilty(self.ranks.states(), verdict.cause)
@@ -311,7 +319,7 @@ class HostRun(HostShare):
         began = time.monotonic() - spec.ran_s
         self._deadline = began + timeout_s if timeout_s is not None else None
         self._attempt: Attempt | None = None
-        self._pump: Pump | None = None
+        self._pumps: list[Pump] = []
         self._next: _Again | None = None
         self._is_over = False
         self._gone_wrong: tuple[str, list[Failure]] | None = None
@@ -363,21 +371,21 @@ class HostRun(HostShare):
 
     def _work(self) -> None:
         """Start the ranks, and again as often as the controller says; returns at the run's end."""
-        folder = self.spec.folder
-        self._run_dir = folder.path
+        self._run_dir = self.spec.folder.path
         self._place_fetchers()
-        self._pump = Pump(self.folder, folder, self.emit, self._on_message)
         while not self._is_over:
             if (again := self._next) is not None:
                 self._next = None
                 self._make_ready(again)
-            attempt = self._start_ranks(self._pump)
+            attempt = self._start_ranks()
             self._judge(attempt)
             attempt.close()
 
-    def _start_ranks(self, pump: Pump) -> Attempt:
+    def _start_ranks(self) -> Attempt:
         spec, meeting = self.spec, self._rendezvous
-        attempt = self._attempt = Attempt(spec, self.host, pump, self.folder, self.emit)
+        attempt = Attempt(spec, self.place, self.folder, self.emit, self._on_message)
+        self._attempt = attempt
+        self._pumps.append(attempt.pump)  # what an attempt has left may go on to write
         if self.stopped_at is not None:
             attempt.ranks.interrupt()
         port = spec.master_port
@@ -386,8 +394,7 @@ class HostRun(HostShare):
         else:
             meeting.start()
             port = meeting.port
-        environ = spec.environ(self.place)
-        attempt.start(ProcessSpec(spec, self.folder, environ, guard.strongest()), port)
+        attempt.start(port)
         return attempt
 
     def _judge(self, attempt: Attempt) -> None:
@@ -440,7 +447,7 @@ class HostRun(HostShare):
     def _ending(self) -> tuple[Callable[[], None], ...]:
         if self._next is not None:  # nobody else does what it says
             self._next.obeyed.set()
-        parts = self._attempt, self._rendezvous, self._pump
+        parts = self._attempt, self._rendezvous, *self._pumps
         return tuple(part.close for part in parts if part is not None)
 
 

@@ -38,20 +38,19 @@ write their stacks on a signal; where torch's `record` writes what it raised.
 """
 
 
-def rank_file(folder: Path, attempt: int, rank: int, what: RankFile) -> Path:
-    """Return a file of a rank in the run's private folder; a restarted rank has new ones."""
-    return folder / f"{attempt}-{rank}.{what}"
+RUNNING = "running"
+"""The pipe that every rank of an attempt on this host has open while it runs."""
 
 
-def running_file(folder: Path, attempt: int) -> Path:
-    """Return the pipe that every rank of an attempt on this host has open while it runs."""
-    return folder / f"{attempt}.running"
+def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
+    """Return a file of a rank in the private folder of its attempt."""
+    return folder / f"{rank}.{what}"
 
 
-def ask(folder: Path, attempt: int, rank: int) -> None:
+def ask(folder: Path, rank: int) -> None:
     """Ask a rank where it stands; one that does not listen (any more) is not asked."""
     try:
-        pipe = os.open(rank_file(folder, attempt, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)
+        pipe = os.open(rank_file(folder, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
         if error.errno not in (errno.ENXIO, errno.ENOENT):
             raise
@@ -91,19 +90,17 @@ def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
 class Link:
     """A rank's end of its pipes. Any thread may send, and any fork of the rank."""
 
-    def __init__(self, folder: Path, attempt: int, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int) -> None:
         self._pid = os.getpid()
         self._numbers = itertools.count()
-        self._messages = os.open(rank_file(folder, attempt, rank, "messages"), os.O_WRONLY)
-        self._log = os.open(rank_file(folder, attempt, rank, "log"), os.O_WRONLY)
+        self._messages = os.open(rank_file(folder, rank, "messages"), os.O_WRONLY)
+        self._log = os.open(rank_file(folder, rank, "log"), os.O_WRONLY)
         with suppress(OSError):  # the user's share of pipe memory is used up: 64 KiB work too
             fcntl.fcntl(self._log, _F_SETPIPE_SZ, _PIPE_BYTES)
         # for writing, too: so it never has an end, and may be opened before the agent does
-        asked = rank_file(folder, attempt, rank, "ask")
-        self._asked = os.open(asked, os.O_RDWR | os.O_NONBLOCK)
-        running = running_file(folder, attempt)
-        self._others = os.open(running, os.O_RDONLY | os.O_NONBLOCK)
-        self._running = os.open(running, os.O_WRONLY)
+        self._asked = os.open(rank_file(folder, rank, "ask"), os.O_RDWR | os.O_NONBLOCK)
+        self._others = os.open(folder / RUNNING, os.O_RDONLY | os.O_NONBLOCK)
+        self._running = os.open(folder / RUNNING, os.O_WRONLY)
 
     @property
     def is_own(self) -> bool:

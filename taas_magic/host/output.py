@@ -449,24 +449,27 @@ class _MessageStream:
         os.close(self.fd)
 
 
+OnMessage = Callable[[int, Event | RankMessage | StoreMessage], None]
+"""Is called in the pump's thread with (rank, message) for what is not a log."""
+
+
 class Pump:
-    """The reading end of all pipes of a run on this host.
+    """The reading end of all pipes of an attempt's ranks on this host.
 
     Args:
-        pipes: The private folder that holds the named pipes.
+        pipes: The private folder in which it makes the named pipes.
         folder: The run's folder, for the log files.
-        on_message: Called in the pump's thread with (rank, message) for what is not a log.
     """
 
     def __init__(
         self,
         pipes: Path,
         folder: RunFolder,
+        ranks: Iterable[int],
         emit: Emit,
-        on_message: Callable[[int, Event | RankMessage | StoreMessage], None],
+        on_message: OnMessage,
     ) -> None:
-        self._pipes, self._folder = pipes, folder
-        self._emit, self._on_message = emit, on_message
+        self._folder, self._emit, self._on_message = folder, emit, on_message
         self._selector = selectors.DefaultSelector()
         self._wakeup = Wakeup()
         self._selector.register(self._wakeup, selectors.EVENT_READ)
@@ -475,30 +478,25 @@ class Pump:
         self._closing = threading.Event()
         self._to_drain: list[tuple[int, threading.Event]] = []
         self._lock = threading.Lock()
+        os.mkfifo(pipes / link.RUNNING, 0o600)
+        for rank in ranks:
+            log_fd = link.make_pipe(link.rank_file(pipes, rank, "log"))
+            message_fd = link.make_pipe(link.rank_file(pipes, rank, "messages"))
+            os.mkfifo(link.rank_file(pipes, rank, "ask"), 0o600)
+            self._logs[rank] = stream = _LogStream(rank, log_fd, folder.log(rank))
+            self._selector.register(log_fd, selectors.EVENT_READ, stream)
+            said = _MessageStream(rank, message_fd)
+            self._selector.register(message_fd, selectors.EVENT_READ, said)
         self._thread = threading.Thread(target=self._run, name="taas-pump", daemon=True)
         self._thread.start()
 
-    def open(self, attempt: int, ranks: Iterable[int]) -> None:
-        """Make the pipes of an attempt's ranks."""
-        os.mkfifo(link.running_file(self._pipes, attempt), 0o600)
-        for rank in ranks:
-            log_fd = link.make_pipe(link.rank_file(self._pipes, attempt, rank, "log"))
-            message_fd = link.make_pipe(link.rank_file(self._pipes, attempt, rank, "messages"))
-            os.mkfifo(link.rank_file(self._pipes, attempt, rank, "ask"), 0o600)
-            with self._lock:
-                self._logs[rank] = stream = _LogStream(rank, log_fd, self._folder.log(rank))
-                self._selector.register(log_fd, selectors.EVENT_READ, stream)
-                messages = _MessageStream(rank, message_fd)
-                self._selector.register(message_fd, selectors.EVENT_READ, messages)
-        self._wakeup.set()
-
     def tail(self, rank: int) -> list[str]:
         """Return the last lines that a rank wrote."""
-        return self._logs[rank].budget.tail if rank in self._logs else []
+        return self._logs[rank].budget.tail
 
     def heard_at(self, rank: int) -> float:
         """Return when a rank, or what it started, last wrote; by the monotonic clock."""
-        return self._logs[rank].heard_at if rank in self._logs else 0.0
+        return self._logs[rank].heard_at
 
     def drain(self, rank: int) -> None:
         """Return when all has been read that a rank, which has ended, wrote to its pipes."""

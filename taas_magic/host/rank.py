@@ -106,21 +106,21 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     agent = multiprocessing.parent_process()
     if agent is None or not agent.is_alive():
         os._exit(1)  # it, and so the forkserver, ended before this process asked to end with it
-    rank, attempt = int(environ["RANK"]), int(environ["TORCHELASTIC_RESTART_COUNT"])
+    rank = int(environ["RANK"])
     # until the cell can have it (`_run`), an interrupt ends the rank without a word
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    link = Link(spec.folder, attempt, rank)
+    link = Link(spec.folder, rank)
     link.send(RankUp(os.getpid()))
     link.redirect_output()
-    faulthandler.enable(rank_file(spec.folder, attempt, rank, "stack").open("w"))
-    stacks.listen(rank_file(spec.folder, attempt, rank, "stacks"))
+    faulthandler.enable(rank_file(spec.folder, rank, "stack").open("w"))
+    stacks.listen(rank_file(spec.folder, rank, "stacks"))
     _become_a_program(spec, environ)
     if rendezvous.has_horovod():
         found = rendezvous.ask_horovod(os.environ, lambda text: link.send(Note(text=text)))
         os.environ.update({**found, **spec.share.plan.env})
     claim_taas()
     try:
-        _hold_to_store_rule(spec, link, rank, f"scratch-{attempt}-{rank}")
+        _hold_to_store_rule(spec, link, rank)
     except Exception as error:  # what is not held runs nothing of the user's
         tracebacks.send(link, error, traceback.format_exc())
         os._exit(1)
@@ -168,7 +168,7 @@ def _read_environ_again() -> None:
         torch._logging._init_logs()  # type: ignore[attr-defined]
 
 
-def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int, scratch: str) -> None:
+def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
     """Make the store rank 0's alone to write; before any thread and any of the user's code."""
     rule = spec.share.plan.store
     if rule is None or spec.share.reads_only:
@@ -178,7 +178,7 @@ def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int, scratch: str) 
         f"rank {rank}",
         writes=rank == 0,
         means=spec.means,
-        scratch=spec.folder / scratch,
+        scratch=spec.folder / f"scratch-{rank}",
         run_folder=spec.share.run_dir,
         note=lambda path: link.send(RankTouched(path)),
     )

@@ -238,7 +238,7 @@ class ProcessSpec:
 
     Attributes:
         share: The host's share of the run, with this host's paths.
-        folder: The run's folder under TMPDIR: named pipes, scratch folders.
+        folder: That of the attempt, or of the fetchers, under TMPDIR: pipes, scratch folders.
         environ: Environment variables; of a rank, torchrun's override them, and `--env` those.
         means: What this host has to hold it to the rule of the project store.
     """

@@ -224,20 +224,14 @@ class Stand:
     Args:
         hang_s: After how long that is said; 0: never.
         pump: Knows when ranks wrote something.
-        pipes: The folder of their pipes.
+        folder: What the ranks share with the agent.
     """
 
     def __init__(
-        self,
-        hang_s: float,
-        attempt: int,
-        ranks: Ranks,
-        pump: Pump,
-        pipes: Path,
-        emit: Emit,
+        self, hang_s: float, attempt: int, ranks: Ranks, pump: Pump, folder: Path, emit: Emit
     ) -> None:
         self._hang_s, self._attempt = hang_s, attempt
-        self._ranks, self._pump, self._pipes, self._emit = ranks, pump, pipes, emit
+        self._ranks, self._pump, self._folder, self._emit = ranks, pump, folder, emit
         self._own_s: dict[int, float] = {}
         self._all_s: dict[int, float] = {}
         self._sampled_at = time.monotonic()
@@ -331,7 +325,7 @@ class Stand:
         """Ask ranks for their stacks; returns when they are there, or will not come."""
         asked = time.monotonic()
         for state in states:
-            link.ask(self._pipes, self._attempt, state.rank)
+            link.ask(self._folder, state.rank)
         awaited = list(states)
         while awaited and time.monotonic() < asked + ANSWER_S:
             time.sleep(_WAIT_S)
@@ -352,8 +346,7 @@ class Stand:
         sight.answers = state.sight is not None or time.monotonic() - state.beat_at < _BEATS_S
         if state.sight is not None:
             sight.pending, sight.threads = state.sight.pending, state.sight.threads
-        file = link.rank_file(self._pipes, self._attempt, state.rank, "stacks")
-        _complete(sight, file, self._ranks.cells)
+        _complete(sight, link.rank_file(self._folder, state.rank, "stacks"), self._ranks.cells)
         sight.threads = sight.threads or last_seen(state.stack)
         return sight
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from taas_magic.errors import TaasError
-from taas_magic.host.system import status_of
+from taas_magic.host.system import signal_name, status_of
 from taas_magic.leases import STOPPED_S
 from taas_magic.messages import (
     Event,
@@ -277,11 +277,10 @@ def failure_of(
     host: str,
     log_path: str,
     tail: list[str],
-    signal_name: str,
     timeout_s: float | None = None,
 ) -> Failure:
     """Return why a rank failed; docs/events.md says what each field means."""
-    kind = _kind(state, verdict)
+    kind, by_signal = _kind(state, verdict), signal_name(state.exitcode or 0)
     said = state.message or state.hint
     return Failure(
         rank=state.rank,
@@ -292,11 +291,11 @@ def failure_of(
         message=f"exceeded --timeout {timeout_s:g}s" if kind == "timeout" else said,
         traceback=state.traceback,
         stack=[] if state.traceback else state.stack,
-        signal=signal_name,
+        signal=by_signal,
         exitcode=state.exitcode,
         consequence=kind == "raised" and is_consequence(state.etype, state.message),
         log_path=log_path,
-        advice=_ADVICE.get(signal_name or kind, ""),
+        advice=_ADVICE.get(by_signal or kind, ""),
         tail=[] if kind == "raised" else tail,
     )
 

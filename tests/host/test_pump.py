@@ -42,10 +42,9 @@ class Rank:
         self.messages: list[Event | RankMessage | StoreMessage] = []
         self.heard = threading.Event()
         self._numbers = itertools.count()
-        self.pump = Pump(folder, run, self.events.append, self._take)
-        self.pump.open(0, [0])
-        self.output = os.open(link.rank_file(folder, 0, 0, "log"), os.O_WRONLY)
-        self.message_pipe = os.open(link.rank_file(folder, 0, 0, "messages"), os.O_WRONLY)
+        self.pump = Pump(folder, run, [0], self.events.append, self._take)
+        self.output = os.open(link.rank_file(folder, 0, "log"), os.O_WRONLY)
+        self.message_pipe = os.open(link.rank_file(folder, 0, "messages"), os.O_WRONLY)
 
     def _take(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         self.messages.append(message)
