@@ -18,14 +18,6 @@ from typing import Any
 PAYLOAD = "TAAS_PAYLOAD"
 """The environment variable that names the run's payload on this host."""
 
-_DEFINITIONS = (
-    ast.Import,
-    ast.ImportFrom,
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-    ast.ClassDef,
-)
-
 _loading = threading.RLock()
 _is_loaded = False
 
@@ -46,7 +38,8 @@ def definitions(tree: ast.Module) -> ast.Module:
 
 
 def _only_defines(statement: ast.stmt) -> bool:
-    if isinstance(statement, _DEFINITIONS):
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    if isinstance(statement, functions | ast.ClassDef | ast.Import | ast.ImportFrom):
         return True
     if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
         return False

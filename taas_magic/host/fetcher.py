@@ -43,7 +43,7 @@ REPORT_S = 0.5
 
 
 class Fetcher:
-    """The server of all loaders on one host, and what the agent wants to know of it."""
+    """The server of all loaders on one host, which tells the agent how it stands."""
 
     def __init__(self, spec: FetcherSpec) -> None:
         self._spec, served = spec, spec.service
@@ -65,21 +65,26 @@ class Fetcher:
             for name, count in self._workers.items()
         }
 
-    def about(self) -> FetcherStarted:
-        """Return what an agent wants to know of it once."""
-        return FetcherStarted(
-            number=self._spec.plan.number,
-            pid=os.getpid(),
-            cores=probe.cores(),
-            workers=self._workers,
-            entry=self.entry(),
-        )
+    def serve(self, control: Connection) -> None:
+        """Serve, and say how the fetcher stands, until it is to end."""
+        number = self._spec.plan.number
+        started = FetcherStarted(number=number, pid=os.getpid(), cores=probe.cores())
+        started.workers, started.entry = self._workers, self.entry()
+        _say(control, started)
+        over: list[bool] = []
+        self.server.watch(control, lambda: over.append(True))
+        reported = time.monotonic()
+        while not over:
+            self.server.step(REPORT_S)
+            if time.monotonic() - reported >= REPORT_S and _has_room(control):
+                reported = time.monotonic()
+                for sentence in self._notes():
+                    _say(control, Note(text=sentence))
+                _say(control, FetcherReport(number=number, loaders=self.server.stats()))
+        if _has_room(control):
+            _say(control, FetcherReport(number=number, loaders=self.server.stats()))
 
-    def report(self) -> FetcherReport:
-        """Return how it stands."""
-        return FetcherReport(number=self._spec.plan.number, loaders=self.server.stats())
-
-    def notes(self) -> list[str]:
+    def _notes(self) -> list[str]:
         """Return what the user should know; each is said once."""
         spill, said = self._spec.spill, self.server.warnings()
         if spill is None or self._has_warned:
@@ -148,7 +153,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
             folder = service.folder_of(spec.run_dir) / "fetchers"
             file = service.write_entry(folder, spec.plan.number, fetcher.entry())
             try:
-                _serve(fetcher, control)
+                fetcher.serve(control)
             finally:
                 file.unlink(missing_ok=True)
                 fetcher.close()
@@ -181,23 +186,6 @@ def _take(setting: ProcessSpec, number: int) -> None:
             note=lambda path: None,  # workers write, and children say nothing: the agent looks
         )
     payload.read(share.folder.payload).set_state()
-
-
-def _serve(fetcher: Fetcher, control: Connection) -> None:
-    """Serve, and say how the fetcher stands, until it is to end."""
-    _say(control, fetcher.about())
-    over: list[bool] = []
-    fetcher.server.watch(control, lambda: over.append(True))
-    reported = time.monotonic()
-    while not over:
-        fetcher.server.step(REPORT_S)
-        if time.monotonic() - reported >= REPORT_S and _has_room(control):
-            reported = time.monotonic()
-            for sentence in fetcher.notes():
-                _say(control, Note(text=sentence))
-            _say(control, fetcher.report())
-    if _has_room(control):
-        _say(control, fetcher.report())
 
 
 def _has_room(control: Connection) -> bool:

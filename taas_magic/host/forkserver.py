@@ -73,6 +73,7 @@ def begin(modules: Sequence[str]) -> None:
 
     Must run in the main thread: the forkserver ends with the thread that started it (prctl(2)).
     """
+    global _server
     os.environ.update({_PRELOAD: ",".join(modules), _AGENT_PID: str(os.getpid())})
     # Nothing in torch's imports may make a CUDA context, which no fork survives: torch then asks
     # NVML instead of CUDA whether there is a GPU.
@@ -81,8 +82,8 @@ def begin(modules: Sequence[str]) -> None:
     resource_tracker.ensure_running()
     before = psutil.Process().children()
     forkserver.ensure_running()
-    [server] = [child for child in psutil.Process().children() if child not in before]
-    threading.Thread(target=_watch, args=(server,), name="taas-forkserver", daemon=True).start()
+    [_server] = [child for child in psutil.Process().children() if child not in before]
+    threading.Thread(target=_watch, args=(_server,), name="taas-forkserver", daemon=True).start()
 
 
 def _watch(server: psutil.Process) -> None:
@@ -114,13 +115,12 @@ def warm_up() -> list[str]:
     Raises:
         PoolError: The forkserver has ended.
     """
-    global _server, _is_warm
+    global _is_warm
     try:
-        pid, problems = _reported()
-        server = psutil.Process(pid)
-    except (EOFError, OSError, psutil.NoSuchProcess) as error:
+        problems = _reported()
+    except (EOFError, OSError, PoolError) as error:
         raise PoolError("the forkserver could not import torch and what ranks need") from error
-    _server, _is_warm = server, True
+    _is_warm = True
     return problems
 
 
@@ -138,19 +138,19 @@ def import_rest() -> None:
         raise PoolError(why_ended()) from error
 
 
-def _reported() -> tuple[int, list[str]]:
-    """Return what `report` says in a fork, once the forkserver has done all before it."""
+def _reported() -> list[str]:
+    """Return the forkserver's `_problems`, which a fork sends once all before it is done."""
     ours, theirs = pipe()
     with ours:
         process = start(f"{__name__}.report", theirs)
         theirs.close()
-        pid, problems = ours.recv()
+        problems: list[str] = ours.recv()
     process.join()
-    return pid, list(problems)
+    return problems
 
 
 def is_alive() -> bool:
-    """Return whether the forkserver that was warmed up lives, and nobody has given it up."""
+    """Return whether the forkserver lives, and nobody has given it up."""
     return not _is_over and (_server is None or status_of(_server) != "")
 
 
@@ -235,8 +235,8 @@ def pipe() -> tuple[Connection, Connection]:
 
 
 def report(control: Connection) -> None:
-    """Send the forkserver's process id, and `_problems`, to the agent; in a fork."""
-    control.send((os.getppid(), _problems))
+    """Send `_problems` to the agent; in a fork."""
+    control.send(_problems)
 
 
 def _preload() -> None:

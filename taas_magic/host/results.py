@@ -148,7 +148,6 @@ class ResultSender:
         self._failed = False
         self._written = 0
         self._missing: dict[str, str] = {}
-        self._told: set[str] = set()
 
     def send(
         self, namespace: Mapping[str, Any], out: Sequence[str], *, value: Any, failed: bool
@@ -227,7 +226,7 @@ class ResultSender:
             return
         if pickler.unwrapped:
             listed = ", ".join(name for name in values if name != VALUE)
-            self._tell_once(f"--out {listed}: of a DistributedDataParallel its `.module` comes")
+            self._note(f"--out {listed}: of a DistributedDataParallel its `.module` comes")
 
     def _put_gathered(self, name: str, value: Any, keeps: bool) -> None:
         """Gather a sharded value with all other ranks, and write it where it is kept."""
@@ -241,7 +240,7 @@ class ResultSender:
             self._miss(name, why)
         elif keeps:
             if _has_model(value):
-                self._tell_once(f"--out {name}: of a sharded model its full state_dict() comes")
+                self._note(f"--out {name}: of a sharded model its full state_dict() comes")
             self._put({name: whole})
 
     def _write(self, pickled: Pickled, about: Brought) -> None:
@@ -249,11 +248,6 @@ class ResultSender:
         path = self._folder / f"{self._attempt}-{self._rank}-{self._written}"
         pickling.write_archive(path, pickled, about)
         self._written += 1
-
-    def _tell_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            self._note(text)
 
 
 def is_sharded(value: Any) -> bool:
