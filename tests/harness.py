@@ -172,18 +172,6 @@ def forkservers(tree: Iterable[psutil.Process]) -> set[psutil.Process]:
     return found
 
 
-def waiting_servers(tree: Iterable[psutil.Process]) -> set[psutil.Process]:
-    """Of each forkserver the child that waits to serve the next rendezvous.
-
-    It is the only child of a forkserver that stays between runs.
-    """
-    found: set[psutil.Process] = set()
-    for server in forkservers(tree):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.update(server.children()[:1])
-    return found
-
-
 def words(process: psutil.Process) -> str:
     """Return a process's command line; "" when it is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):

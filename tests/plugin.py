@@ -31,7 +31,6 @@ from tests.harness import (
     mapped,
     remove_cgroup,
     shared_memory,
-    waiting_servers,
     words,
 )
 from tests.rig.pools import enter, given_back, settings_in
@@ -115,7 +114,7 @@ def _left_behind(files_before: set[str]) -> list[str]:
     tree = below(os.getpid())
     left = [f"process {process.pid} {words(process)}" for process in tree if not _is_kept(process)]
     forks = {process for process in tree if FORKSERVER in words(process)}
-    left += [f"rank {fork.pid}" for fork in forks - forkservers(tree) - waiting_servers(tree)]
+    left += [f"rank {fork.pid}" for fork in forks - forkservers(tree)]
     ports = listening_ports(tree)
     left += [f"ports {sorted(ports)}"] if len(ports) > 2 else []  # the scheduler's and the agent's
     new = shared_memory() - files_before

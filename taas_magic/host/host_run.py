@@ -392,9 +392,10 @@ class HostRun(HostShare):
         if meeting is None:
             rendezvous.reach(spec.master_addr, port)
         else:
-            meeting.start()
             port = meeting.port
         attempt.start(port)
+        if meeting is not None:  # after them: who connects earlier waits in the kernel
+            meeting.start()
         return attempt
 
     def _judge(self, attempt: Attempt) -> None:

@@ -29,7 +29,7 @@ from tornado.ioloop import IOLoop
 
 from taas_magic import probe
 from taas_magic.errors import PoolError
-from taas_magic.host import forkserver, rendezvous, system
+from taas_magic.host import forkserver, system
 from taas_magic.host.fetchers import HostFetchers
 from taas_magic.host.host_run import HostRun, HostShare, Told
 from taas_magic.host.spec import AGENT, ANSWER, BEAT, CALL, EVENT, HEARD, Place, StartShare
@@ -247,10 +247,8 @@ class AgentWorker(Worker):
     def _after_run(self) -> None:
         """Have ready what the next run starts with."""
         try:
-            if forkserver.is_alive():
-                rendezvous.prepare()
-                if not self._shares:
-                    self._complete()
+            if forkserver.is_alive() and not self._shares:
+                self._complete()
         except PoolError as error:  # it has ended just now
             logger.warning("%s", error)
 
@@ -329,7 +327,6 @@ async def serve(words: bytes) -> None:
     place = Place(settings.host_name or socket.gethostname(), address, settings.is_foreign)
     guard.strongest()  # found while the forkserver imports
     problems = forkserver.warm_up()
-    rendezvous.prepare()
     lease = Lease(settings.lease_s, functools.partial(end_agent, settings.lease_s))
     agent = AgentWorker(
         settings.scheduler,

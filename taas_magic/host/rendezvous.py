@@ -1,30 +1,26 @@
 """Where the ranks of an attempt meet: torch's TCPStore, and horovod's server where it is installed.
 
 torchrun's agent serves the store itself; ours imports no torch. The agent binds the port, so that
-all hosts can be told of it at once, and a process of the forkserver, which waits for it since the
-last run, serves it. Every attempt has a store of its own: in an old one its ranks would find where
+all hosts can be told of it at once, and starts a process of the forkserver that serves it once the
+ranks are started. Every attempt has a store of its own: in an old one its ranks would find where
 those of the last attempt listened.
 
 Horovod's ranks find each other over an HTTP server of horovod's own. The same process runs it, and
 leaves its port in the store, from which ranks make what `horovodrun` would tell them.
 """
 
-import contextlib
 import functools
 import importlib
 import importlib.util
-import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-import psutil
-
 from taas_magic.errors import PoolError
 from taas_magic.host import forkserver
-from taas_magic.host.system import die_with_parent, status_of
+from taas_magic.host.system import die_with_parent
 
 STORE_TIMEOUT_S = 300.0
 REACH_TIMEOUT_S = 30.0
@@ -34,49 +30,6 @@ _BACKLOG = 1024
 _HOROVOD_SERVER = "horovod.runner.http.http_server"
 _HOROVOD_KEY = "taas/horovod"
 _HOROVOD_ANSWER_S = 60.0
-
-
-class _Server:
-    """A process that serves one store, once it is given the socket; used in the agent."""
-
-    def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair()
-        with theirs:
-            self._process: Any = forkserver.start(f"{__name__}.serve", theirs)
-
-    def is_fit(self) -> bool:
-        """Return whether it can serve: somebody may have killed or stopped it while it waited."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            status = status_of(psutil.Process(self._process.pid))
-            return status not in ("", psutil.STATUS_STOPPED)
-        return False
-
-    def serve(self, listener: socket.socket, address: str) -> None:
-        socket.send_fds(self._ours, [address.encode()], [listener.fileno()])
-
-    def close(self) -> None:
-        self._ours.close()
-        self._process.kill()
-        forkserver.forget(self._process)
-
-
-_spare: queue.SimpleQueue[_Server] = queue.SimpleQueue()
-
-
-def prepare() -> None:
-    """Have a process wait for the next attempt; any thread may call it, in the agent."""
-    if _spare.empty():
-        _spare.put(_Server())
-
-
-def _take() -> _Server:
-    """Return a process that can serve: the one that waits, or a new one, as runs begin together."""
-    with contextlib.suppress(queue.Empty):
-        spare = _spare.get_nowait()
-        if spare.is_fit():
-            return spare
-        spare.close()
-    return _Server()
 
 
 class Rendezvous:
@@ -90,19 +43,19 @@ class Rendezvous:
         self._address = address
         self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self.port: int = self._listener.getsockname()[1]
-        self._server: _Server | None = None
+        self._server: Any = None
 
     def start(self) -> None:
-        """Have a process serve it."""
-        self._server = _take()
-        self._server.serve(self._listener, self._address)
+        """Have a process serve it; who has come already waits in the kernel."""
+        self._server = forkserver.start(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
 
     def close(self) -> None:
         """End it; called when the attempt's ranks are gone."""
         self._listener.close()
         if self._server is not None:
-            self._server.close()
+            self._server.kill()
+            forkserver.forget(self._server)
             self._server = None
 
 
@@ -122,24 +75,14 @@ def reach(address: str, port: int) -> None:
         ) from error
 
 
-def serve(control: socket.socket) -> None:
-    """Serve a store on the socket that comes over `control`, until that is closed.
-
-    Runs in a process of the forkserver.
-    """
+def serve(listener: socket.socket, address: str) -> None:
+    """Serve a store on a socket until it is killed; a process of the forkserver."""
     import torch.distributed as dist
 
     die_with_parent()
-    if has_horovod():  # imported before it is needed; what is wrong with it is said later
-        with contextlib.suppress(Exception):
-            importlib.import_module(_HOROVOD_SERVER)
-    address, descriptors, _, _ = socket.recv_fds(control, 1024, 1)
-    if not descriptors:
-        return
-    listener = socket.socket(fileno=descriptors[0])
     make_store = functools.partial(
         dist.TCPStore,  # type: ignore[attr-defined]
-        address.decode(),
+        address,
         listener.getsockname()[1],
         is_master=True,
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
@@ -150,9 +93,8 @@ def serve(control: socket.socket) -> None:
         store = make_store()
     except NotImplementedError:  # the libuv store of torch 2.4 takes no listening socket
         store = make_store(use_libuv=False)
-    store.set(_HOROVOD_KEY, _serve_horovod(address.decode()))
-    control.recv(1)
-    del store
+    store.set(_HOROVOD_KEY, _serve_horovod(address))
+    threading.Event().wait()
 
 
 @functools.cache

@@ -28,7 +28,6 @@ from tests.harness import (
     forkservers,
     left_of,
     on_event,
-    waiting_servers,
     words,
 )
 
@@ -147,16 +146,12 @@ def test_a_pool_that_stops_while_it_starts_is_replaced(
 
 
 @pytest.mark.parametrize("harm", [psutil.Process.suspend, psutil.Process.kill])
-@pytest.mark.parametrize("find", [forkservers, waiting_servers])
 def test_what_a_host_has_ready_is_replaced_where_it_is_gone_or_stopped(
-    notebook: Notebook,
-    find: Callable[[list[psutil.Process]], set[psutil.Process]],
-    harm: Callable[[psutil.Process], None],
+    notebook: Notebook, harm: Callable[[psutil.Process], None]
 ) -> None:
     assert notebook.run("pass", gpus=1).error is None
     local = process_of(pools.named("local", Config()))
-    eventually(lambda: find(local.children(recursive=True)))
-    [process] = find(local.children(recursive=True))
+    [process] = forkservers(local.children(recursive=True))
     harm(process)
     eventually(lambda: status_of(process) in ("", psutil.STATUS_STOPPED))  # a signal takes a moment
     assert notebook.run("print('on')", gpus=1).lines == {0: ["on"]}

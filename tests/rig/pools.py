@@ -20,7 +20,7 @@ from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.hosts import Member
 from tests.conftest import GONE_WITHIN_S, is_tracker
-from tests.harness import Notebook, below, waiting_servers
+from tests.harness import Notebook, below
 from tests.rig.hosts import Hosts
 
 
@@ -83,7 +83,7 @@ def given_back(notebook: Notebook, settings: Path, *names: str) -> Iterator[None
     yield
     give_back(notebook, settings, *names)
     tree = below(psutil.Process().pid)
-    left = {it for it in tree if not is_tracker(it)} - before - waiting_servers(tree)
+    left = {it for it in tree if not is_tracker(it)} - before
     _, alive = psutil.wait_procs(left, timeout=GONE_WITHIN_S)
     assert not alive
 
