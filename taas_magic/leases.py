@@ -7,7 +7,7 @@ ARCHITECTURE.md has it with what follows when a lease runs out. `lease_s` is a s
 from typing import NamedTuple
 
 BEATS_PER_LEASE = 4
-"""Of a host to its pool, each answered, and of the pool to a host's supervisor."""
+"""Of a host to its pool, each answered."""
 
 SSH_BEATS_PER_LEASE = 8
 """Of the pool to a host's supervisor over SSH."""

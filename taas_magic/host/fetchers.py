@@ -185,8 +185,6 @@ class HostFetchers(HostShare):
             if not one.is_up:
                 fetchers = one.spec.service.fetchers
                 ended.entry = _failed_entry(one.spec.plan.loaders, fetchers, text)
-                folder = service.folder_of(one.spec.run_dir) / "fetchers"
-                service.write_entry(folder, one.spec.plan.number, ended.entry)
         forkserver.forget(one.process)
         self.emit(ended)
 

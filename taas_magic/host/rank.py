@@ -154,18 +154,14 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update({**spec.environ, **environ, **spec.share.plan.env})
     os.environ[cell_main.PAYLOAD] = str(spec.share.folder.payload)
-    _read_environ_again()
+    # torch looked for these when it was imported
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+    if any(name in os.environ for name in ("TORCH_LOGS", "TORCH_TRACE")):
+        torch._logging._init_logs()  # type: ignore[attr-defined]
     tempfile.tempdir = None  # found anew: TMPDIR may be another
     os.chdir(spec.share.origin.cwd)
     sys.path[:] = spec.share.origin.sys_path
     sys.argv[:] = ["taas"]
-
-
-def _read_environ_again() -> None:
-    """Have torch do what the environment asks for, which it looked for when it was imported."""
-    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
-    if any(name in os.environ for name in ("TORCH_LOGS", "TORCH_TRACE")):
-        torch._logging._init_logs()  # type: ignore[attr-defined]
 
 
 def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:

@@ -12,7 +12,7 @@ import shutil
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -75,14 +75,21 @@ def plain(error: BaseException) -> str:
 
 def leave_out_ours(error: BaseException) -> None:
     """Take this package's frames out of an exception and out of what caused it."""
-    waiting, met = [error], set()
+    for one in _chain(error):
+        one.__traceback__ = _without_ours(one.__traceback__)
+
+
+def _chain(first: Any) -> Iterator[Any]:
+    """Yield an exception, or the description of one, with its causes and its parts, each once."""
+    waiting, met = [first], set()
     while waiting:
         one = waiting.pop()
-        if id(one) not in met:
+        if one is not None and id(one) not in met:
             met.add(id(one))
-            one.__traceback__ = _without_ours(one.__traceback__)
-            parts = getattr(one, "exceptions", None) if is_group(one) else None
-            waiting += filter(None, (one.__cause__, one.__context__, *(parts or ())))
+            yield one
+            has_parts = is_group(one) or isinstance(one, traceback.TracebackException)
+            parts = getattr(one, "exceptions", None) if has_parts else None
+            waiting += [one.__cause__, one.__context__, *(parts or ())]
 
 
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
@@ -195,14 +202,8 @@ def cut(text: str, limit_chars: int) -> str:
 
 def _tidy(described: Any) -> None:
     """Tidy the frames of an exception, of its causes and of its parts."""
-    waiting, met = [described], set()
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in met:
-            continue
-        met.add(id(one))
+    for one in _chain(described):
         _tidy_frames(one.stack)
-        waiting += [one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())]
         filename = getattr(one, "filename", None)  # of a syntax error
         if filename in _labels:
             one.filename = _labels[filename]

@@ -8,7 +8,6 @@ everything on the host ends. A module of its own: such a worker, and the engine,
 """
 
 import asyncio
-import contextlib
 import secrets
 import socket
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from collections.abc import Sequence
 from distributed import Worker, WorkerPlugin
 
 from taas_magic.host.system import spawn_command, supervisor_arguments
-from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import AgentSettings, GetAgentKeys, ask, pack
 
 _MARK = "@"
@@ -49,7 +47,7 @@ class Vehicle(WorkerPlugin):
         self._interface, self._lease_s = interface, lease_s
         self._preload = list(preload)
         self._supervisor: asyncio.subprocess.Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._following: asyncio.Task[None] | None = None
 
     async def setup(self, worker: Worker) -> None:
         """Start the host; called by Dask when a worker has joined, also an agent: left alone."""
@@ -63,10 +61,9 @@ class Vehicle(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         """End the host; called by Dask when the worker closes."""
-        for task in self._tasks:
-            task.cancel()
-        if self._supervisor is None:
+        if self._supervisor is None or self._following is None:
             return
+        self._following.cancel()
         assert self._supervisor.stdin is not None
         self._supervisor.stdin.close()
         try:
@@ -97,17 +94,7 @@ class Vehicle(WorkerPlugin):
             lease_s=self._lease_s,
         )
         self._supervisor.stdin.write(pack(settings) + b"\n")
-        self._tasks = [
-            asyncio.create_task(self._beat(self._supervisor.stdin)),
-            asyncio.create_task(self._follow(worker, self._supervisor)),
-        ]
-
-    async def _beat(self, lease: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):  # the supervisor has ended: `_follow` sees it
-            while True:
-                await asyncio.sleep(self._lease_s / BEATS_PER_LEASE)
-                lease.write(b"\n")
-                await lease.drain()
+        self._following = asyncio.create_task(self._follow(worker, self._supervisor))
 
     async def _follow(self, worker: Worker, supervisor: asyncio.subprocess.Process) -> None:
         """End the vehicle with its agent, so that the batch system gets the host back."""
