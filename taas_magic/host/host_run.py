@@ -97,7 +97,6 @@ class HostShare(ABC):
         self._files = HostFiles(spec, place, ask, emit)
         self.wakeup = Wakeup()
         self.stopped_at: float | None = None
-        self._killed = False
 
     def run(self) -> None:
         """Run to the end, and emit `HostEnded` when nothing of the share is left here."""
@@ -131,9 +130,10 @@ class HostShare(ABC):
     def tell(self, told: Told) -> None:
         """Take what the pool tells this share; called by another thread."""
         if isinstance(told, Halt):
-            if self.stopped_at is None:
+            if told.how == "kill":
+                self.stopped_at = float("-inf")  # every grace is over
+            elif self.stopped_at is None:
                 self.stopped_at = time.monotonic()
-            self._killed = self._killed or told.how == "kill"
             self.wakeup.set()
 
     @abstractmethod
@@ -222,8 +222,13 @@ class Attempt:
         """What becomes readable when a rank ends, of those whose end has not been seen."""
         return [process.sentinel for process in self._running().values()]
 
-    def look(self, deadline: float | None, interrupted_at: float | None, is_killed: bool) -> None:
-        """Ask the system about the ranks and `decide`; acts on the verdict, if there is one."""
+    def look(self, deadline: float | None, interrupted_at: float | None) -> None:
+        """Ask the system about the ranks and `decide`; acts on the verdict, if there is one.
+
+        From `interrupted_at` on, each rank hears SIGINT as soon as it would.
+        """
+        if interrupted_at is not None:
+            self.ranks.interrupt()
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
                 self.pump.drain(rank)  # all that it said counts
@@ -231,8 +236,6 @@ class Attempt:
         now, states = time.monotonic(), self.ranks.states()
         self.ranks.poll(now)
         verdict = decide(states, now, deadline, interrupted_at)
-        if verdict is None and is_killed:
-            verdict = Verdict("INTERRUPTED", "interrupt")
         failed = verdict is not None and verdict.state == "FAILED"
         if failed and forkserver.took_along({state.exitcode for state in states}):
             verdict = Verdict("FAILED", "host")
@@ -356,12 +359,9 @@ class HostRun(HostShare):
         return self.stopped_at is None and not self._is_over
 
     def tell(self, told: Told) -> None:
-        """See `HostShare.tell`; ranks hear the first halt as SIGINT at once."""
-        is_first = self.stopped_at is None
+        """See `HostShare.tell`; ranks hear the first halt as SIGINT."""
         super().tell(told)
         match told:
-            case Halt() if is_first and self._attempt is not None:
-                self._attempt.ranks.interrupt()
             case EndRun():  # all hosts have settled
                 self._is_over = True
                 self.wakeup.set()
@@ -386,8 +386,6 @@ class HostRun(HostShare):
         attempt = Attempt(spec, self.place, self.folder, self.emit, self._on_message)
         self._attempt = attempt
         self._pumps.append(attempt.pump)  # what an attempt has left may go on to write
-        if self.stopped_at is not None:
-            attempt.ranks.interrupt()
         port = spec.master_port
         if meeting is None:
             rendezvous.reach(spec.master_addr, port)
@@ -404,7 +402,7 @@ class HostRun(HostShare):
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
             if attempt.verdict is None:
-                attempt.look(self._deadline, self.stopped_at, self._killed)
+                attempt.look(self._deadline, self.stopped_at)
 
     def _make_ready(self, again: _Again) -> None:
         """Have the files of the next attempt here, and let the other hosts begin theirs."""

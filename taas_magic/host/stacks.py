@@ -246,7 +246,9 @@ class Stand:
         if not self._hang_s or passed_s < pause_s or self._collecting.locked():
             return
         # while this host stood still, no rank could come forward
-        self._ranks.excuse(max(0.0, passed_s - 2 * pause_s), now)
+        stood_s = max(0.0, passed_s - 2 * pause_s)
+        for state in self._ranks.states():
+            state.forward_at = min(now, state.forward_at + stood_s)
         self._sample(now)
         still_s = now - still_since(self._ranks.states(), now)
         if still_s < self._looks_s[0]:
@@ -303,7 +305,7 @@ class Stand:
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
         pids = [state.pid for state in self._ranks.states() if not state.ended]
         for state in self._ranks.states():
-            self._ranks.came_forward(state.rank, self._pump.heard_at(state.rank))
+            state.forward_at = max(state.forward_at, self._pump.heard_at(state.rank))
         own_s = {pid: _cpu_s(pid) for pid in pids}
         if not self._take_used(self._own_s, own_s, least_s, now):
             self._take_used(self._all_s, _cpu_s_below(pids), least_s, now)
@@ -316,7 +318,7 @@ class Stand:
         for state in self._ranks.states():
             used_s = used.get(state.pid, 0.0) - before.get(state.pid, used.get(state.pid, 0.0))
             if used_s >= least_s and not state.spins:
-                self._ranks.came_forward(state.rank, now)
+                state.forward_at = now
                 is_any = True
         before.update(used)
         return is_any

@@ -101,7 +101,7 @@ class RankState:
     sight_at: float = 0.0
     process: psutil.Process | None = None
     is_up: bool = False
-    """Whether it would hear an interrupt."""
+    """Whether it would hear an interrupt; not any more once it was sent one."""
     kills: dict[str, int] = field(default_factory=dict)
     """Counts of what the system killed for want of memory, as `oom_kills` found them."""
     batches: dict[str, int] = field(default_factory=dict)
@@ -348,7 +348,6 @@ class Ranks:
     def __init__(self, ranks: Iterable[int] = ()) -> None:
         self._lock = threading.Lock()
         self._states = {rank: RankState(rank, pid=0) for rank in ranks}
-        self._interrupted = False
         self.cells: dict[str, tuple[str, str]] = {}
         """Label and source of the notebook's cells, by the names that the kernel gave them."""
 
@@ -374,8 +373,6 @@ class Ranks:
             match message:
                 case RankUp():
                     state.is_up, state.pid = True, message.pid
-                    if self._interrupted:
-                        _send(message.pid, signal.SIGINT)
                 case RankRaised():
                     state.failed_at = state.failed_at or now
                     state.is_reporting = True
@@ -403,18 +400,6 @@ class Ranks:
                     state.batches = batches
             if not isinstance(message, RankBeat | RankSight):
                 state.forward_at = now
-
-    def came_forward(self, rank: int, at: float) -> None:
-        """Take down that a rank wrote, computed, or was handed something."""
-        with self._lock:
-            state = self._states[rank]
-            state.forward_at = max(state.forward_at, at)
-
-    def excuse(self, seconds: float, now: float) -> None:
-        """Take down that for so long, until now, nothing could be seen of any rank."""
-        with self._lock:
-            for state in self._states.values():
-                state.forward_at = min(now, state.forward_at + seconds)
 
     def ended(self, rank: int, exitcode: int, stack: Path) -> None:
         """Take down that a rank is gone, and why, if it should not have ended.
@@ -445,22 +430,16 @@ class Ranks:
                     state.kills = {**oom_kills(state.pid), **state.kills}
 
     def interrupt(self) -> None:
-        """Send SIGINT to every rank, as soon as it has said that it would hear it."""
+        """Send SIGINT, once, to every rank that has said that it would hear it."""
         with self._lock:
-            self._interrupted = True
             for state in self._states.values():
                 if state.is_up and not state.ended:
-                    _send(state.pid, signal.SIGINT)
+                    state.is_up = False
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(state.pid, signal.SIGINT)
 
     def alive(self) -> list[psutil.Process]:
         """Return the ranks' processes that are still there."""
         with self._lock:
             processes = [state.process for state in self._states.values()]
         return [process for process in processes if process is not None and status_of(process)]
-
-
-def _send(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return  # it has just ended, or is not the user's any more: the clean-up names it
