@@ -23,13 +23,13 @@ What a supervisor that was killed has left, the next one of the same user remove
 
 import fcntl
 import os
-import selectors
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,20 +48,24 @@ def main() -> int:
     lease_s, preload = float(sys.argv[1]) or None, sys.argv[2]
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    wakeups = _wakeups_of_sigchld()
+    signal.signal(signal.SIGTERM, _leave)
     try:
         with host_folder() as folder:
-            return _supervise(preload, folder, wakeups, lease_s)
+            return _supervise(preload, folder, lease_s)
     except PoolError as error:
         sys.exit(str(error))
 
 
-def _supervise(preload: str, folder: Path, wakeups: int, lease_s: float | None) -> int:
+def _supervise(preload: str, folder: Path, lease_s: float | None) -> int:
     """Run an agent, and leave nothing of it; returns its exit code."""
     command = [*spawn_command("taas_magic.host.agent"), preload, str(folder)]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
-        _stay_until_end(agent, wakeups, lease_s)
+        threading.Thread(target=_hold_lease, args=(agent, lease_s), daemon=True).start()
+        while (child := os.wait())[0] != agent.pid:
+            pass  # an orphan has ended
+        agent.returncode = os.waitstatus_to_exitcode(child[1])
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     finally:
         _end_below(agent)
         _end_agent(agent)
@@ -69,56 +73,24 @@ def _supervise(preload: str, folder: Path, wakeups: int, lease_s: float | None) 
     return agent.returncode or 0
 
 
-def _wakeups_of_sigchld() -> int:
-    """Return a descriptor that becomes readable when a child ends."""
-    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    return reading
+def _leave(*_: object) -> None:
+    """Handle SIGTERM, once: what follows is not to be interrupted."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(0)
 
 
-def _stay_until_end(agent: subprocess.Popen[bytes], wakeups: int, lease_s: float | None) -> None:
-    """Return when the agent has ended, or nobody holds the lease any more."""
-    selector = selectors.DefaultSelector()
-    selector.register(0, selectors.EVENT_READ)
-    selector.register(wakeups, selectors.EVENT_READ)
-    heard = time.monotonic()
-    line: bytes | None = b""
-    while agent.poll() is None:
-        left_s = None if lease_s is None else heard + lease_s - time.monotonic()
-        ready = [key.fd for key, _ in selector.select(left_s)]
-        if not ready:
-            sys.stderr.write(f"nothing heard from the pool for {lease_s} s: this host ends\n")
-            return
-        if wakeups in ready:
-            os.read(wakeups, 65536)
-            _reap_orphans(agent)
-        if 0 in ready:
-            data = os.read(0, 65536)
-            if not data:
-                return
-            heard = time.monotonic()
-            if line is not None:
-                line = _tell(agent, line + data)
-
-
-def _tell(agent: subprocess.Popen[bytes], heard: bytes) -> bytes | None:
-    """Pass the first line on; returns what there is of it so far, None once it is passed on."""
-    line, end, _ = heard.partition(b"\n")
-    if not end:
-        return heard
+def _hold_lease(agent: subprocess.Popen[bytes], lease_s: float | None) -> None:
+    """Tell the agent the first line; make the main thread leave when nobody holds the lease."""
     assert agent.stdin is not None
-    with suppress(BrokenPipeError):  # it has just ended; the loop sees that next
-        agent.stdin.write(line + end)
-        agent.stdin.flush()
-    return None
-
-
-def _reap_orphans(agent: subprocess.Popen[bytes]) -> None:
-    for child in psutil.Process().children():
-        if child.pid != agent.pid and child.status() == psutil.STATUS_ZOMBIE:
-            os.waitpid(child.pid, os.WNOHANG)
+    heard = b""
+    while (ready := select.select([0], [], [], lease_s)[0]) and (data := os.read(0, 65536)):
+        if not agent.stdin.closed and b"\n" in (heard := heard + data):
+            with suppress(BrokenPipeError):  # it has just ended, which the main thread sees
+                agent.stdin.write(heard[: heard.index(b"\n") + 1])
+                agent.stdin.close()
+    if not ready:
+        sys.stderr.write(f"nothing heard from the pool for {lease_s} s: this host ends\n")
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 def _end_below(agent: subprocess.Popen[bytes]) -> None:
