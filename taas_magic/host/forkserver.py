@@ -61,7 +61,8 @@ _context = multiprocessing.get_context("forkserver")
 # two threads that read the same one leave one of them without it.
 _lock = threading.Lock()
 _server: psutil.Process | None = None
-_is_warm = _is_over = False
+_is_warm = _has_rest = _is_over = False
+_importing = threading.Lock()
 _begun_at: float | None = None
 _why = "this host's forkserver has ended"
 _problems: list[str] = []
@@ -130,12 +131,16 @@ def import_rest() -> None:
     Raises:
         PoolError: The forkserver has ended.
     """
-    assert _server is not None
-    try:
-        _server.send_signal(signal.SIGUSR1)
-        _reported()
-    except (EOFError, psutil.NoSuchProcess) as error:
-        raise PoolError(why_ended()) from error
+    global _has_rest
+    with _importing:
+        if _has_rest or _server is None:
+            return
+        try:
+            _server.send_signal(signal.SIGUSR1)
+            _reported()
+        except (EOFError, psutil.NoSuchProcess) as error:
+            raise PoolError(why_ended()) from error
+        _has_rest = True
 
 
 def _reported() -> list[str]:

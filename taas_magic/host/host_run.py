@@ -200,10 +200,8 @@ class Attempt:
         hang_s = spec.plan.hang_s
         self.stand = Stand(hang_s, spec.attempt, self.ranks, self.pump, self.folder, emit)
         self._processes: dict[int, Any] = {}
-        self.verdict: Verdict | None = None
-        """How the ranks stand; None while they run."""
-        self.failures: list[Failure] = []
-        """Why they failed, if they did."""
+        self.ended: tuple[str, list[Failure]] | None = None
+        """How the ranks ended, and why, if they failed; None while they run."""
 
     def start(self, port: int) -> None:
         """Start the ranks, and say that they have started; they meet at `port`."""
@@ -240,7 +238,6 @@ class Attempt:
         if failed and forkserver.took_along({state.exitcode for state in states}):
             verdict = Verdict("FAILED", "host")
         if verdict is not None:
-            self.verdict = verdict
             self._settle(verdict)
         else:
             self.stand.look(now)
@@ -263,11 +260,10 @@ class Attempt:
 
     def _settle(self, verdict: Verdict) -> None:
         """Say how the ranks stand, before anything that takes time; end them if they failed."""
-        failures = self._report(verdict)
-        if verdict.state == "FAILED":
-            self.failures = failures
-            for failure in failures:
-                self._emit(RankFailure(failure=failure))
+        failures, has_failed = self._report(verdict), verdict.state == "FAILED"
+        self.ended = verdict.state, failures if has_failed else []
+        for failure in failures if has_failed else ():
+            self._emit(RankFailure(failure=failure))
         self._emit(
             Settled(
                 attempt=self._spec.attempt,
@@ -277,7 +273,7 @@ class Attempt:
             )
         )
         if verdict.state != "SUCCEEDED":
-            self._end_ranks(FAILED_GRACE_S if verdict.state == "FAILED" else 0.0)
+            self._end_ranks(FAILED_GRACE_S if has_failed else 0.0)
 
     def _report(self, verdict: Verdict) -> list[Failure]:
         """Return the host's failures; of ranks that succeeded, those that left by themselves."""
@@ -401,7 +397,7 @@ class HostRun(HostShare):
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
-            if attempt.verdict is None:
+            if attempt.ended is None:
                 attempt.look(self._deadline, self.stopped_at)
 
     def _make_ready(self, again: _Again) -> None:
@@ -436,12 +432,8 @@ class HostRun(HostShare):
         self._gone_wrong = "LOST", [failure]
 
     def _how_it_ended(self) -> tuple[str, list[Failure]]:
-        last = self._attempt
-        if self._gone_wrong is not None:
-            return self._gone_wrong
-        if last is None or last.verdict is None:
-            return "INTERRUPTED", []
-        return last.verdict.state, last.failures
+        ended = self._attempt.ended if self._attempt is not None else None
+        return self._gone_wrong or ended or ("INTERRUPTED", [])
 
     def _ending(self) -> tuple[Callable[[], None], ...]:
         if self._next is not None:  # nobody else does what it says

@@ -153,7 +153,6 @@ class AgentWorker(Worker):
         )
         self._place, self._lease, self._problems = place, lease, problems
         self._shares: dict[str, HostShare] = {}
-        self._has_all, self._completing = False, threading.Lock()
         self._answering: set[asyncio.Task[None]] = set()
         answers: dict[type[Request[Any]], Answer] = {
             Greet: self.hello,
@@ -187,7 +186,7 @@ class AgentWorker(Worker):
         if not forkserver.is_alive():
             raise PoolError(forkserver.why_ended())
         if not asked.has_run:
-            await asyncio.to_thread(self._complete)
+            await asyncio.to_thread(forkserver.import_rest)
         return HostHello(
             host=self._place.host,
             address=self._place.address,
@@ -248,7 +247,7 @@ class AgentWorker(Worker):
         """Have ready what the next run starts with."""
         try:
             if forkserver.is_alive() and not self._shares:
-                self._complete()
+                forkserver.import_rest()
         except PoolError as error:  # it has ended just now
             logger.warning("%s", error)
 
@@ -265,13 +264,6 @@ class AgentWorker(Worker):
             if not (forkserver.is_alive() or self._shares):
                 self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")
                 return
-
-    def _complete(self) -> None:
-        """Have the forkserver import all, once: before the first run, or after it."""
-        with self._completing:
-            if not self._has_all:
-                forkserver.import_rest()
-                self._has_all = True
 
     def _is_alone(self) -> bool:
         return len(self._shares) == 1
