@@ -405,8 +405,6 @@ class RankMessage(Struct, tag_field="kind", kw_only=True):
 class RankUp(RankMessage, tag="up"):
     """It would hear an interrupt from now on."""
 
-    pid: int
-
 
 class RankBeat(RankMessage, tag="beat", kw_only=True):
     """It lives.

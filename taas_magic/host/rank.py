@@ -110,7 +110,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     # until the cell can have it (`_run`), an interrupt ends the rank without a word
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     link = Link(spec.folder, rank)
-    link.send(RankUp(os.getpid()))
+    link.send(RankUp())
     link.redirect_output()
     faulthandler.enable(rank_file(spec.folder, rank, "stack").open("w"))
     stacks.listen(rank_file(spec.folder, rank, "stacks"))

@@ -372,7 +372,7 @@ class Ranks:
             state = self._states[rank]
             match message:
                 case RankUp():
-                    state.is_up, state.pid = True, message.pid
+                    state.is_up = True
                 case RankRaised():
                     state.failed_at = state.failed_at or now
                     state.is_reporting = True
