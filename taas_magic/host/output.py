@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO
 
 from msgspec import DecodeError
@@ -476,8 +477,7 @@ class Pump:
         self._logs: dict[int, _LogStream] = {}
         self._flushed_at = self._progress_at = 0.0
         self._closing = threading.Event()
-        self._to_drain: list[tuple[int, threading.Event]] = []
-        self._lock = threading.Lock()
+        self._to_drain: SimpleQueue[tuple[int, threading.Event]] = SimpleQueue()
         os.mkfifo(pipes / link.RUNNING, 0o600)
         for rank in ranks:
             log_fd = link.make_pipe(link.rank_file(pipes, rank, "log"))
@@ -501,8 +501,7 @@ class Pump:
     def drain(self, rank: int) -> None:
         """Return when all has been read that a rank, which has ended, wrote to its pipes."""
         done = threading.Event()
-        with self._lock:
-            self._to_drain.append((rank, done))
+        self._to_drain.put((rank, done))
         self._wakeup.set()
         done.wait(DRAIN_S)
 
@@ -519,9 +518,8 @@ class Pump:
             has_lines = any(stream.pending for stream in self._logs.values())
             due_s = COALESCE_S if has_lines else PROGRESS_S if self._progress_due() else None
             self._read_ready(due_s)
-            with self._lock:
-                asked, self._to_drain = self._to_drain, []
-            for rank, done in asked:
+            while not self._to_drain.empty():
+                rank, done = self._to_drain.get()
                 self._read_all([stream for stream in self._streams() if stream.rank == rank])
                 done.set()
             self._flush(time.monotonic())

@@ -248,13 +248,10 @@ def _cgroup_files(pid: int) -> list[Path]:
 
 def _count(file: Path) -> int | None:
     try:
-        lines = file.read_text().splitlines()
+        found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
     except OSError:
         return None
-    for line in lines:
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
-    return None
+    return int(found[1]) if found is not None else None
 
 
 _SHELL, _OURS = "/IPython/core/", "/taas_magic/"
@@ -345,7 +342,7 @@ class Ranks:
         ranks: Their global ranks; known before the processes are, since a fast rank speaks first.
     """
 
-    def __init__(self, ranks: Iterable[int] = ()) -> None:
+    def __init__(self, ranks: Iterable[int]) -> None:
         self._lock = threading.Lock()
         self._states = {rank: RankState(rank, pid=0) for rank in ranks}
         self.cells: dict[str, tuple[str, str]] = {}
