@@ -3,8 +3,8 @@
 supervisor.py  starts the agent and outlives it; has the host's folder under TMPDIR
 agent.py       starts the forkserver, then joins the pool (member.py) under a lease
 spec.py        what a host is told of a run; the words between pool and agents
-host_run.py    a share of a run on this host; its ranks, attempt by attempt
-fetchers.py    the other share: a run's fetchers; fetcher.py: such a process
+host_run.py    a share of a run on this host: its ranks, attempt by attempt, or its fetchers
+fetcher.py     a fetcher's process
 watch.py       judges the ranks; stacks.py: where they stand; output.py: what they print
 rank.py        the process that runs the cell (tracebacks.py, results.py, cell_main.py)
 link.py        a rank's pipes to its agent

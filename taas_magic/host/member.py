@@ -30,8 +30,7 @@ from tornado.ioloop import IOLoop
 from taas_magic import probe
 from taas_magic.errors import PoolError
 from taas_magic.host import forkserver, system
-from taas_magic.host.fetchers import HostFetchers
-from taas_magic.host.host_run import HostRun, HostShare, Told
+from taas_magic.host.host_run import HostFetchers, HostRun, HostShare, Told
 from taas_magic.host.spec import AGENT, ANSWER, BEAT, CALL, EVENT, HEARD, Place, StartShare
 from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import (

@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from taas_magic.config import PoolConfig
-from taas_magic.host.fetchers import workers_fill
+from taas_magic.host.host_run import workers_fill
 from taas_magic.messages import Event
 from taas_magic.notebook.run import Filling
 from taas_magic.plan import Flags, HostCapacity, Prefill, make_plan, place_fetchers
