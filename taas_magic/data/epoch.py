@@ -6,6 +6,7 @@ What comes next is what the course says (`sharding`), from what the fetchers ans
 import itertools
 import queue
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -13,13 +14,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from msgspec import structs
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from taas_magic.data.client import Client, Delivered
-from taas_magic.data.metrics import EpochTimer, sampled
 from taas_magic.data.protocol import Opened
 from taas_magic.data.sharding import Course, EpochPlace, NoSlot, Part, ScoutedCourse, SlotRequest
 from taas_magic.errors import ProtocolError
+from taas_magic.messages import RankCounts
 
 if TYPE_CHECKING:
     from taas_magic.data.loader import RemoteLoader
@@ -30,6 +32,9 @@ _THREAD_FROM_BYTES = 1 << 20
 _LOOK_EVERY = 16
 _MOST_STEPS = 256
 _READY_BATCHES = 2
+_SAMPLE_EVERY = 16
+_LEFT_S = 30.0
+"""A pass that nobody asked for so long is taken to be left."""
 
 _EVERY_EPOCH_ALIKE = (
     'the dataset of loader "{}" counts its epochs in its attribute {!r}, but every epoch starts '
@@ -44,6 +49,58 @@ class Step(NamedTuple):
     received: Delivered
     row_units: int
     after: EpochPlace
+
+
+class EpochTimer:
+    """Time of one pass; adds what is over to the loader's counts."""
+
+    def __init__(self, counts: RankCounts) -> None:
+        self._counts = counts
+        self._began = self._stopped = 0.0
+        self._waits_since = 0.0
+
+    def start(self) -> None:
+        """Note that the cell waits."""
+        self._waits_since = time.perf_counter()
+        self._began = self._began or self._waits_since
+
+    def stop(self) -> None:
+        """Note that the cell goes on."""
+        self._stopped = time.perf_counter()
+        waited_s, self._waits_since = self._stopped - self._waits_since, 0.0
+        self._counts.waited_s += waited_s
+        if not self._counts.batches:
+            self._counts.first_s += waited_s
+
+    def end(self) -> None:
+        """Note that the pass is over."""
+        self._counts.span_s += self._stopped - self._began
+        self._began = self._stopped = 0.0
+
+    def counted(self) -> RankCounts:
+        """Return the loader's counts, with the time of this pass if it goes on; any thread may."""
+        found = structs.replace(self._counts)
+        now, began, waits_since = time.perf_counter(), self._began, self._waits_since
+        if began:
+            waiting_s = now - waits_since if waits_since else 0.0
+            found.waited_s += waiting_s
+            found.span_s += (now if waits_since else min(now, self._stopped + _LEFT_S)) - began
+            if not found.batches:
+                found.first_s += waiting_s
+        return found
+
+
+def _sampled(source: Iterator[Step], counts: RankCounts) -> Iterator[Step]:
+    """Yield from `source`; measure now and then what of its time this thread computed."""
+    wall_s = cpu_s = 0.0
+    # The first one waits for the fetchers to begin, which says nothing about receiving.
+    for number, item in enumerate(source, 1):
+        if number % _SAMPLE_EVERY == 2:
+            counts.receive_s += time.perf_counter() - wall_s
+            counts.receive_cpu_s += time.thread_time() - cpu_s
+        yield item
+        if number % _SAMPLE_EVERY == 1:
+            wall_s, cpu_s = time.perf_counter(), time.thread_time()
 
 
 class EpochIterator(Iterator[Any]):
@@ -73,7 +130,7 @@ class EpochIterator(Iterator[Any]):
         self.timer.start()
         try:
             if self._steps is None:
-                self._steps = sampled(self._begin(), self._loader.counts)
+                self._steps = _sampled(self._begin(), self._loader.counts)
             step = next(self._steps)
         except BaseException:
             self.timer.stop()

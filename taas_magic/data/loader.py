@@ -19,15 +19,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from taas_magic.data.buffer import FetcherShare
 from taas_magic.data.client import Client, Route
 from taas_magic.data.epoch import EpochIterator
-from taas_magic.data.metrics import BatchLedger
 from taas_magic.data.order import load_beside
-from taas_magic.data.own_servers import OwnServers
 from taas_magic.data.scheduler import ServedLoader
-from taas_magic.data.service import Directory, machine
-from taas_magic.data.sharding import EpochPlace, Part, Uneven
+from taas_magic.data.server import OwnServers
+from taas_magic.data.service import BatchLedger, Directory, machine
+from taas_magic.data.sharding import EpochPlace, FetcherShare, Part, Uneven
 from taas_magic.data.sharding import steps as steps_of
 from taas_magic.data.worker import WorkerSpec
 from taas_magic.leases import FetchLease

@@ -71,14 +71,13 @@ def largest_file_bytes() -> int:
 
 
 class Arena:
-    """An anonymous file of one worker's: nothing is left of it when its users are gone."""
+    """An anonymous file that one worker writes: nothing is left of it when its users are gone."""
 
-    def __init__(self) -> None:
-        self.descriptor = os.memfd_create("taas-batches", os.MFD_CLOEXEC)
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self._memory = descriptor, Mapping(descriptor)
         self._most = largest_file_bytes()
         self._spans, self._size = Spans(), min(_FIRST_BYTES, self._most)
-        os.ftruncate(self.descriptor, self._size)
-        self._memory = Mapping(self.descriptor)
+        os.ftruncate(descriptor, self._size)
 
     def take(self, size: int) -> tuple[int, memoryview]:
         """Return the offset of a free span, and its memory.

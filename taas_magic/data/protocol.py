@@ -410,21 +410,15 @@ def proven(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool
 
 
 class WorkerChange(Struct, frozen=True, array_like=True):
-    """A server has its workers' parent start a worker, and hears that it was started, or has ended.
+    """A server has its workers' parent start a worker, or hears that one has ended.
 
     Attributes:
-        exitcode: None: it is to start, or was started; then the server's end of its socket comes
-            with the message.
+        pid: Of the one that has ended; 0: it is to start, and its end of its socket comes along.
     """
 
     number: int
-    exitcode: int | None = None
-
-
-class WorkerReady(Struct, frozen=True, array_like=True):
-    """A worker's first message: its process; its arena's descriptor comes with it."""
-
-    pid: int
+    pid: int = 0
+    exitcode: int = 0
 
 
 class Command(Struct, frozen=True, array_like=True, gc=False):

@@ -1,32 +1,490 @@
-"""The workers of one loader, as their server has them: started, told what to do next, heard.
+"""What a fetcher has ready of one loader, who waits for what, and which worker prepares what next.
 
 Runs in a fetcher's server, on its loop, and never waits: told by the ranks' connections what is
-wanted (`buffer`), it tells workers what to prepare (`worker`) and says whose answer has come.
+wanted, it tells workers what to prepare (`worker`) and says whose answer has come.
+
+What is prepared is bounded in bytes. What ranks wait for comes first, the connections in turn, each
+in the order of its asking; when nobody waits, the fetcher works ahead on its own share. When memory
+is used up, it writes what nobody has asked for to disk, or waits, except that a connection may
+always have the batch that it has to send next: so a slow rank never starves another one.
+
+What lies here of epochs that all ranks should be past is forgotten. A rank that is not gets the
+same answers, prepared again.
 """
 
 import itertools
+import mmap
 import multiprocessing
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Hashable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, KeysView
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import structs
 
 from taas_magic.data import protocol, worker
-from taas_magic.data.buffer import Ahead, Buffer, Disk, FetcherShare, Prepared
 from taas_magic.data.memory import largest_file_bytes
-from taas_magic.data.protocol import LoaderRequest, Reply, RequestKind, ResponseKind
-from taas_magic.data.worker import WorkerHandle, WorkerSpec
+from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
+from taas_magic.data.sharding import VOID, FetcherShare
+from taas_magic.data.worker import CONTROL_BYTES, WorkerHandle, WorkerSpec, spilled_file
 from taas_magic.messages import FetcherCounts
-
-_read_change = msgspec.msgpack.Decoder(protocol.WorkerChange).decode
 
 _TRIES = 10
 _MAX_LOST = 100
+_NEXT_EPOCH_BATCHES = 2
+_KEEP_EPOCHS = 2
+_KEEP_COUNTS = 1 << 14
+_ANSWER_BYTES = 1280
+"""What a prepared answer in memory takes beside its data: of small batches, most."""
+
+
+@dataclass
+class Disk:
+    """Where batches lie that memory has no room for.
+
+    Attributes:
+        is_full: Whether a worker found no room; nothing more is written then.
+    """
+
+    folder: Path
+    limit_bytes: int
+    used_bytes: int = 0
+    is_full: bool = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may be written."""
+        return not self.is_full and self.used_bytes < self.limit_bytes
+
+
+class Prepared:
+    """What a worker prepared: a batch, a value, a failure, or that there is nothing.
+
+    Args:
+        worker: Who prepared it; None: nobody, `text` is the body.
+        text: A body that lies in no arena.
+        disk: Where the body lies; None: in the worker's arena.
+
+    Attributes:
+        memory_bytes: What its body takes of memory.
+    """
+
+    __slots__ = ("_disk", "_holders", "_text", "_worker", "memory_bytes", "reply")
+
+    def __init__(
+        self,
+        reply: Reply,
+        worker: WorkerHandle | None = None,
+        text: bytes = b"",
+        disk: Disk | None = None,
+    ) -> None:
+        self.reply, self._worker, self._text, self._disk = reply, worker, text, disk
+        self.memory_bytes = reply.body_bytes
+        if disk is not None:
+            disk.used_bytes += reply.body_bytes
+            self.memory_bytes = 0
+        self._holders = 1
+
+    @property
+    def arena(self) -> WorkerHandle | None:
+        """Whose memory it lies in, if a rank of this host may map that."""
+        return self._worker if self._disk is None else None
+
+    def body(self) -> memoryview:
+        """Return its bytes."""
+        if self._disk is not None:
+            with self._file.open("rb") as file:
+                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        if self._worker is None or not self.reply.body_bytes:
+            return memoryview(self._text)
+        return self._worker.memory.view(self.reply.offset, self.reply.body_bytes)
+
+    @property
+    def _file(self) -> Path:
+        assert self._disk is not None
+        return spilled_file(self._disk.folder, self.reply.number)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether anybody else waits for it or is being sent it: then no rank may change it."""
+        return self._holders > 1
+
+    def hold(self) -> None:
+        """Count one more who holds it."""
+        self._holders += 1
+
+    def release(self) -> None:
+        """Count one less who holds it; the last one's release frees its memory."""
+        self._holders -= 1
+        if self._holders:
+            return
+        if self._disk is not None:
+            self._file.unlink(missing_ok=True)
+            self._disk.used_bytes -= self.reply.body_bytes
+        elif self._worker is not None and self.reply.body_bytes:
+            self._worker.frees.append(self.reply.offset)
+
+
+class Ahead:
+    """The order in which a fetcher's workers work ahead, each on what it has to prepare.
+
+    Args:
+        is_filled: Says whether there is as much as is to be ready before ranks ask.
+    """
+
+    def __init__(self, share: FetcherShare, is_filled: Callable[[], bool] = lambda: True) -> None:
+        self._share, self._is_filled = share, is_filled
+        self._is_asked = False
+        self._opened: dict[int, Opened | None] = {}
+        self._ends: dict[int, int] = {}
+        self._epoch = self._slot = 0
+        self._walks: dict[int, Iterator[LoaderRequest | None]] = {}
+
+    def next(self, worker: int = 0) -> LoaderRequest | None:
+        """Return what a worker is to prepare; None: nothing, for now."""
+        if worker not in self._walks:
+            self._walks[worker] = self._walk(worker, self._epoch, self._slot)
+        return next(self._walks[worker], None)
+
+    def restart(self) -> None:
+        """Go through it again: something that was being prepared is lost."""
+        self._walks.clear()
+
+    def reached(self, epoch: int, slot: int) -> None:
+        """Take note that a rank had to ask for a batch: what is worth preparing lies behind it."""
+        self._is_asked = True
+        if epoch > self._epoch:
+            self._ends = {at: end for at, end in self._ends.items() if at >= epoch}
+            self._opened = {at: opened for at, opened in self._opened.items() if at >= epoch}
+        if epoch > self._epoch or (epoch == self._epoch and slot >= self._slot):
+            self._epoch, self._slot = epoch, slot + 1
+            self.restart()
+
+    def opened(self, epoch: int, opened: Opened | None) -> None:
+        """Take note of an epoch's length; None: its sampler raised."""
+        self._opened[epoch] = opened
+
+    def ended(self, epoch: int, slot: int) -> None:
+        """Take note that there is no batch in a slot: not worth going on behind it."""
+        self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
+
+    def _walk(self, worker: int, epoch: int, first_slot: int) -> Iterator[LoaderRequest | None]:
+        left = self._share.units
+        for ahead in itertools.count():
+            while ahead > 1 and self._is_enough():
+                yield None
+            if epoch + ahead not in self._opened and not worker:
+                yield LoaderRequest(RequestKind.OPEN, epoch + ahead, 0)
+            while epoch + ahead not in self._opened:
+                yield None
+            opened = self._opened[epoch + ahead]
+            if opened is None:
+                return
+            done = 0
+            for slot in self._slots(worker, epoch + ahead, opened, 0 if ahead else first_slot):
+                while ahead and done >= _NEXT_EPOCH_BATCHES and self._is_enough():
+                    yield None
+                if left is not None and slot >= left:
+                    return
+                yield LoaderRequest(RequestKind.GET, epoch + ahead, slot)
+                done += 1
+            if ahead and not done:
+                return
+            end = self._ends.get(epoch + ahead, opened.batches)
+            left = left if left is None or end is None else left - end
+
+    def _is_enough(self) -> bool:
+        return self._is_asked or self._is_filled()
+
+    def _slots(self, worker: int, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
+        """Yield a worker's slots of an epoch, as long as there are any."""
+        for slot in self._share.slots(worker, opened.streams, first_slot):
+            at_end = self._ends.get(epoch, opened.batches)
+            if at_end is not None and slot >= at_end:
+                return
+            yield slot
+
+
+class _Entry:
+    """How it stands with one request: queued, being prepared, or prepared; and who waits for it.
+
+    Attributes:
+        queued: The worker and the connection in whose queue it is, until a worker prepares it.
+    """
+
+    __slots__ = ("prepared", "queued", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: dict[Hashable, None] = {}
+        self.queued: tuple[int | None, Hashable] | None = None
+        self.prepared: Prepared | None = None
+
+
+class Buffer:
+    """Answers that are ready or wanted.
+
+    Args:
+        budget_bytes: How much memory they may take.
+        ahead: What is prepared when nobody waits.
+        home: The worker that has to prepare a request; None: any may.
+
+    Attributes:
+        ready_batches: How many of the answers are batches.
+        ready_bytes: The memory of all of them.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        ahead: Ahead,
+        home: Callable[[LoaderRequest], int | None] = lambda request: None,
+    ) -> None:
+        self._budget_bytes, self.ahead, self._home = budget_bytes, ahead, home
+        self._entries: dict[LoaderRequest, _Entry] = {}
+        self._unasked: dict[LoaderRequest, None] = {}
+        self._counts: OrderedDict[LoaderRequest, int] = OrderedDict()
+        # By worker, so that one with nothing to do need not look through what others have.
+        self._queues: dict[int | None, OrderedDict[Hashable, dict[LoaderRequest, None]]] = {}
+        self._due: dict[Hashable, LoaderRequest] = {}
+        self._questions: dict[LoaderRequest, None] = {}
+        self._doing = self._latest_epoch = self._batch_bytes = 0
+        self.ready_batches = self.ready_bytes = self._memory_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether memory is used up, by what is being prepared, too: each like the latest batch."""
+        return self._memory_bytes + self._doing * self._batch_bytes >= self._budget_bytes
+
+    @property
+    def oldest_epoch(self) -> int:
+        """The first epoch that ranks may still ask for."""
+        return max(0, self._latest_epoch - _KEEP_EPOCHS + 1)
+
+    @property
+    def has_open(self) -> bool:
+        """Whether anything that is wanted has not been given to a worker."""
+        return bool(self._queues)
+
+    def want(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
+        """Take note that `who` waits for what is requested, or only for what it counts."""
+        if only_count and self.units(request) is not None:
+            return
+        if request.epoch > self._latest_epoch:
+            self._latest_epoch = request.epoch
+            oldest = self.oldest_epoch
+            for old in [old for old in self._unasked if old.epoch < oldest]:
+                self._remove(old)
+            for old in [old for old in self._counts if old.epoch < oldest]:
+                del self._counts[old]
+        entry = self._entries.get(request)
+        if entry is None:
+            entry = self._entries[request] = _Entry()
+            self._queue(who, request, entry)
+        elif not entry.waiting:
+            self._unasked.pop(request, None)
+        entry.waiting[who] = None
+
+    def forget(self, who: Hashable) -> None:
+        """Let `who` wait for nothing; what is prepared stays for whoever asks again."""
+        self._due.pop(who, None)
+        for request in [one for one, entry in self._entries.items() if who in entry.waiting]:
+            self._leave(who, request)
+
+    def take(self, who: Hashable, request: LoaderRequest) -> Prepared | None:
+        """Return what `who` sends next; it is held for the caller, who releases it.
+
+        Returns:
+            None as long as it is not ready.
+        """
+        entry = self._entries.get(request)
+        if entry is None or entry.prepared is None:
+            self._stand_by(who, request)
+            return None
+        prepared = entry.prepared
+        prepared.hold()
+        self._leave(who, request)
+        if not entry.waiting:
+            self._remove(request)
+        return prepared
+
+    def count(self, who: Hashable, request: LoaderRequest) -> int | None:
+        """Return what the batch that `who` asks for next counts (VOID: none); None: not known."""
+        units = self.units(request)
+        if units is None:
+            self._stand_by(who, request)
+        else:
+            self._leave(who, request)
+        return units
+
+    def units(self, request: LoaderRequest) -> int | None:
+        """Return what a batch counts, also of one that lies here no more; None: not known."""
+        entry = self._entries.get(request)
+        if entry is None or entry.prepared is None:
+            return self._counts.get(request)
+        return entry.prepared.reply.units
+
+    def choose(
+        self, worker: int, follows: Callable[[LoaderRequest], bool] | None = None
+    ) -> LoaderRequest | None:
+        """Return what a worker is to prepare now; it counts as being done from here on.
+
+        Args:
+            follows: Whether it can without going back in a stream; None: it always can.
+        """
+        if not self._queues:
+            return None
+        if self.is_full:
+            self.make_room()
+        request = self._due_of(worker) if self.is_full else self._wanted_of(worker, follows)
+        if request is not None:
+            self._unqueue(request, self._entries[request])
+            if request.kind is RequestKind.GET:
+                self.ahead.reached(request.epoch, request.slot)
+            self._doing += 1
+        return request
+
+    def choose_ahead(self, worker: int) -> LoaderRequest | None:
+        """Return what a worker prepares when nobody waits; it counts as being done from here on."""
+        while (request := self.ahead.next(worker)) is not None:
+            if request not in self._entries and request not in self._counts:
+                self._entries[request] = _Entry()
+                self._doing += 1
+                return request
+        return None
+
+    def put(self, request: LoaderRequest, prepared: Prepared) -> KeysView[Hashable]:
+        """Lay what was prepared ready; return who waits for it."""
+        entry = self._entries[request]
+        self._doing -= 1
+        if request.kind is RequestKind.GET:
+            if not request.detail:
+                self._take_count(request, prepared.reply.units)
+            self._batch_bytes = prepared.memory_bytes or self._batch_bytes
+        entry.prepared = prepared
+        self._tally(request, prepared, 1)
+        if not entry.waiting:
+            self._unasked[request] = None
+        return entry.waiting.keys()
+
+    def lost(self, request: LoaderRequest) -> None:
+        """Take note that who was preparing a request is gone."""
+        entry = self._entries[request]
+        self._doing -= 1
+        if entry.waiting:
+            self._queue(next(iter(entry.waiting)), request, entry, at_once=True)
+        else:
+            del self._entries[request]
+            self.ahead.restart()
+
+    def make_room(self) -> None:
+        """Throw away what nobody has asked for, the latest first: it can be prepared again."""
+        for request in sorted(self._unasked, reverse=True):
+            if not self.is_full:
+                return
+            prepared = self._entries[request].prepared
+            if prepared is not None and prepared.memory_bytes:
+                self._counts.pop(request, None)
+                self._remove(request)
+
+    def _take_count(self, request: LoaderRequest, units: int) -> None:
+        self._counts[request] = units
+        if len(self._counts) > _KEEP_COUNTS:
+            self._counts.popitem(last=False)
+        if units == VOID:
+            self.ahead.ended(request.epoch, request.slot)
+
+    def _stand_by(self, who: Hashable, request: LoaderRequest) -> None:
+        """Note that `who` can send nothing before this, which may have been here and forgotten."""
+        self.want(who, request)
+        self._due[who] = request
+
+    def _wanted_of(
+        self, worker: int, follows: Callable[[LoaderRequest], bool] | None
+    ) -> LoaderRequest | None:
+        """Return what ranks want of a worker, the connections in turn."""
+        homes = [home for home in (worker, None) if home in self._queues]
+        if not homes:
+            return None
+        chosen = next(iter(next(iter(self._queues[homes[0]].values()))))
+        if follows is not None and chosen.kind is RequestKind.GET:
+            queues = (queue for home in homes for queue in self._queues[home].values())
+            chosen = next(filter(follows, itertools.chain.from_iterable(queues)), chosen)
+        queued = self._entries[chosen].queued
+        assert queued is not None
+        self._queues[queued[0]].move_to_end(queued[1])
+        return chosen
+
+    def _due_of(self, worker: int) -> LoaderRequest | None:
+        """Return what needs no room, or a connection waits for before all else."""
+        for request in itertools.chain(self._due.values(), self._questions):
+            entry = self._entries.get(request)
+            if entry is not None and entry.queued and entry.queued[0] in (worker, None):
+                return request
+        return None
+
+    def _queue(
+        self, who: Hashable, request: LoaderRequest, entry: _Entry, at_once: bool = False
+    ) -> None:
+        """Have a worker prepare a request, when it is the turn of `who`."""
+        home = self._home(request)
+        queues = self._queues.setdefault(home, OrderedDict())
+        asked = queues.get(who)
+        if asked is None or at_once:
+            queues[who] = {request: None, **(asked or {})}
+        else:
+            asked[request] = None
+        entry.queued = home, who
+        if request.kind is not RequestKind.GET:
+            self._questions[request] = None
+
+    def _unqueue(self, request: LoaderRequest, entry: _Entry) -> None:
+        """Take a request out of its queue, if it is in one."""
+        if entry.queued is None:
+            return
+        home, who = entry.queued
+        entry.queued = None
+        self._questions.pop(request, None)
+        queues = self._queues[home]
+        del queues[who][request]
+        if not queues[who]:
+            del queues[who]
+        if not queues:
+            del self._queues[home]
+
+    def _leave(self, who: Hashable, request: LoaderRequest) -> None:
+        """Let `who` wait for a request no more, and nobody prepare it where nobody else does."""
+        entry = self._entries.get(request)
+        if entry is None or who not in entry.waiting:
+            return
+        del entry.waiting[who]
+        if self._due and self._due.get(who) == request:
+            del self._due[who]
+        if entry.queued is not None and (not entry.waiting or entry.queued[1] == who):
+            self._unqueue(request, entry)
+            if entry.waiting:
+                self._queue(next(iter(entry.waiting)), request, entry)
+            else:
+                del self._entries[request]
+        elif entry.prepared is not None and not entry.waiting:
+            self._unasked[request] = None
+
+    def _remove(self, request: LoaderRequest) -> None:
+        self._unasked.pop(request, None)
+        prepared = self._entries.pop(request).prepared
+        assert prepared is not None
+        self._tally(request, prepared, -1)
+        prepared.release()
+
+    def _tally(self, request: LoaderRequest, prepared: Prepared, sign: int) -> None:
+        size = prepared.memory_bytes
+        self.ready_bytes += sign * size
+        self._memory_bytes += sign * (size + _ANSWER_BYTES if size else 0)
+        self.ready_batches += sign * (request.kind is RequestKind.GET)
 
 
 @dataclass(frozen=True)
@@ -105,7 +563,7 @@ class Scheduler:
             ready_bytes=self.buffer.ready_bytes,
             fetch_s=sum(self._wall_s.values()),
             fetch_most_s=max(self._wall_s.values(), default=0.0),
-            idle=sum(one.is_idle for one in self._workers.values()),
+            idle=sum(not one.told for one in self._workers.values()),
             spilled_bytes=disk.used_bytes if disk else 0,
             spill_refused=bool(disk and disk.is_full),
         )
@@ -174,22 +632,21 @@ class Scheduler:
         return buffer.ready_batches >= served.fill_batches and ready_bytes >= served.fill_bytes
 
     def _start(self, number: int) -> None:
-        self._control.send(msgspec.msgpack.encode(protocol.WorkerChange(number)))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one = WorkerHandle(number, next(self._arenas), ours, number in self._suspects)
+        change = msgspec.msgpack.encode(protocol.WorkerChange(number))
+        with theirs:
+            socket.send_fds(self._control, [change], [theirs.fileno()])
+        self._workers[number] = one
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(one))
 
     def _hear_parent(self) -> None:
-        said, descriptors, _, _ = socket.recv_fds(self._control, 64, 1)
+        said = self._control.recv(CONTROL_BYTES)
         if not said:
             raise RuntimeError(
                 f'the process that starts the workers of loader "{self._spec.loader}" has ended'
             )
-        number, exitcode = structs.astuple(_read_change(said))
-        if exitcode is not None:
-            self._lose(number, exitcode)
-            return
-        sock = socket.socket(fileno=descriptors[0])
-        one = WorkerHandle(number, next(self._arenas), sock, number in self._suspects)
-        self._workers[number] = one
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(one))
+        self._lose(msgspec.msgpack.decode(said, type=protocol.WorkerChange))
 
     def _hear(self, one: WorkerHandle) -> None:
         if one.is_gone:
@@ -227,8 +684,9 @@ class Scheduler:
             self._selector.unregister(one.socket)
             one.close()
 
-    def _lose(self, number: int, exitcode: int) -> None:
+    def _lose(self, ended: protocol.WorkerChange) -> None:
         """Start a worker that has ended again; the first of its requests may be what ended it."""
+        number, exitcode = ended.number, ended.exitcode
         one = self._workers.pop(number)
         self._hear(one)  # what it said before it ended
         self._hang_up(one)
@@ -239,7 +697,7 @@ class Scheduler:
             how = f"was killed by {signal.Signals(-exitcode).name}"
         said = (
             f'worker {number} of {self._spec.where} (loader "{self._spec.loader}", '
-            f"pid {one.pid}) {how}; it was started again"
+            f"pid {ended.pid}) {how}; it was started again"
         )
         self._lost += 1
         if self._lost > _MAX_LOST:

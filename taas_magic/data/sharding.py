@@ -15,6 +15,7 @@ them.
 """
 
 import hashlib
+import itertools
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +57,38 @@ def home(
         stream = slot % streams
         return stream % fetchers, stream // fetchers % workers
     return divmod(slot // stride % (fetchers * workers), workers)
+
+
+@dataclass(frozen=True)
+class FetcherShare:
+    """Which slots of a loader are a fetcher's as long as nothing is broken.
+
+    Attributes:
+        index: The fetcher's place among the fetchers of the loader.
+        stride: Distance of the slots that they are asked for (see `home`).
+    """
+
+    index: int = 0
+    fetchers: int = 1
+    workers: int = 1
+    stride: int = 1
+    first: int = 0
+    units: int | None = None
+
+    def home(self, slot: int, streams: int | None) -> tuple[int, int]:
+        """Return the fetcher, and its worker, that prepare a slot."""
+        return home(slot, streams, self.fetchers, self.workers, self.stride)
+
+    def slots(self, worker: int, streams: int | None, first_slot: int) -> Iterator[int]:
+        """Yield the slots from `first_slot` on that a worker of the fetcher prepares, endlessly."""
+        if streams is None:
+            step = self.stride * self.fetchers * self.workers
+            begin = self.first + self.stride * (self.index * self.workers + worker)
+            return itertools.count(begin + step * max(0, -(-(first_slot - begin) // step)), step)
+        mine = [one for one in range(streams) if self.home(one, streams) == (self.index, worker)]
+        items = itertools.count(first_slot // streams) if mine else ()
+        slots = (item * streams + stream for item in items for stream in mine)
+        return (slot for slot in slots if slot >= first_slot)
 
 
 def steps(batches: int, rank: int, world_size: int, uneven: Uneven) -> int:

@@ -17,7 +17,7 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -56,8 +56,10 @@ and of slow ones, which a rank waits for in their order, each worker should have
 _MOST_FREES = 64
 """With one message: this, too, has to have room in a worker's socket."""
 
-_CONTROL_BYTES = 64
-"""The longest message between a server and its workers' parent."""
+CONTROL_BYTES = 64
+"""The longest message between a server and its workers' parent, and the first one to a worker."""
+
+_CLOEXEC = socket.MSG_CMSG_CLOEXEC
 
 _pack = msgspec.msgpack.Encoder().encode
 _read_orders = msgspec.msgpack.Decoder(protocol.Orders).decode
@@ -88,9 +90,9 @@ class WorkerSpec:
     context: str = "fork"
 
 
-def spilled_file(folder: Path, pid: int, number: int) -> Path:
-    """Return where a worker lays a batch on disk."""
-    return folder / f"{pid}-{number}"
+def spilled_file(folder: Path, number: int) -> Path:
+    """Return where a worker lays what a command asks for on disk."""
+    return folder / f"{number}"
 
 
 class WorkerHandle:
@@ -101,10 +103,9 @@ class WorkerHandle:
         is_suspect: Whether one of this number has ended: it is told one command at a time.
 
     Attributes:
-        memory: What it has written.
+        memory: Its arena, which it is given by the first message: what it has written.
         frees: Spans of its arena that nobody reads any more; it is told with the next command.
         told: Requests that it has not answered, by the number of the command.
-        pid: Its process; 0 as long as that has not begun.
         is_gone: Whether it has closed its end.
     """
 
@@ -112,22 +113,18 @@ class WorkerHandle:
         self.number, self.arena, self.socket = number, arena, sock
         self._most = 1 if is_suspect else _MOST_DEPTH
         self._depth = min(self._most, _LEAST_DEPTH)
-        self.memory: Mapping
+        self.memory = Mapping(os.memfd_create("taas-batches", os.MFD_CLOEXEC))
+        socket.send_fds(sock, [b"arena"], [self.memory.descriptor])
         self.frees: list[int] = []
         self.told: dict[int, LoaderRequest] = {}
-        self.pid, self.is_gone = 0, False
+        self.is_gone = False
         self._commands: list[Command] = []
         self._files: list[int] = []
 
     @property
     def has_room(self) -> bool:
         """Whether it may be told more. As long as it has enough to do, it is not disturbed."""
-        return self.pid > 0 and not self.is_gone and len(self.told) <= self._depth // 2
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it has begun, and has nothing to do."""
-        return self.pid > 0 and not self.told
+        return not self.is_gone and len(self.told) <= self._depth // 2
 
     @property
     def room(self) -> int:
@@ -165,25 +162,19 @@ class WorkerHandle:
             os.close(file)
 
     def hear(self) -> Iterator[Reply]:
-        """Yield what it says, which has come; its first word is about itself.
+        """Yield what it says, which has come.
 
         Raises:
             EOFError: It has ended.
         """
         try:
-            message, descriptors, _, _ = socket.recv_fds(
-                self.socket, MESSAGE_BYTES, 1, socket.MSG_DONTWAIT
-            )
+            message = self.socket.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except ConnectionResetError:
             raise EOFError from None
         if not message:
             raise EOFError
-        if not self.pid:
-            self.pid = msgspec.msgpack.decode(message, type=protocol.WorkerReady).pid
-            self.memory = Mapping(descriptors[0])
-            return
         largest, slowest_s = 0, 1e-6
         for reply in _read_replies(message):
             if reply.kind is ResponseKind.BATCH:
@@ -204,15 +195,14 @@ class Worker:
     """Prepares what it is told to; lives as long as its process.
 
     Args:
+        arena: Descriptor of the file that batches go to.
         loader: The loader, where it was unpickled for all workers.
     """
 
     def __init__(
-        self, spec: WorkerSpec, number: int, sock: socket.socket, loader: Any = None
+        self, spec: WorkerSpec, number: int, sock: socket.socket, arena: int, loader: Any = None
     ) -> None:
-        self._spec, self._socket, self._arena = spec, sock, Arena()
-        # The server hears of the worker before the dataset is unpickled, which may take minutes.
-        socket.send_fds(sock, [_pack(protocol.WorkerReady(os.getpid()))], [self._arena.descriptor])
+        self._spec, self._socket, self._arena = spec, sock, Arena(arena)
         self._source: Source | None = None
         self._hold_back_s = 0.0
         self._broken: Failed | None = None
@@ -287,10 +277,10 @@ class Worker:
     def _spill(self, number: int, body: encode.Encoded) -> bool:
         """Write a batch to disk; return whether there was room."""
         assert self._spec.spill is not None
-        path = spilled_file(self._spec.spill, os.getpid(), number)
+        path = spilled_file(self._spec.spill, number)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
                 file.writelines(body.parts())
         except OSError as error:
@@ -355,8 +345,8 @@ def _failed(failure: Failed) -> _Prepared:
 def parent_main(spec: WorkerSpec, control: socket.socket, servers: socket.socket) -> None:
     """Run the process whose children are the workers of one loader.
 
-    It starts one when it is told to, answers with the server's end of its socket, and says when it
-    has ended. Without a server it ends, and they with it.
+    It starts one when it is told to, and says when it has ended. Without a server it ends, and they
+    with it.
 
     Args:
         control: Its end of the socket to the server.
@@ -366,22 +356,28 @@ def parent_main(spec: WorkerSpec, control: socket.socket, servers: socket.socket
     begin_process()
     context: Any = multiprocessing.get_context(spec.context)
     loader = _preload(spec)
+    inherited = control if spec.context == "fork" else None
     processes: dict[int, Any] = {}
     try:
         while True:
             sentinels = {process.sentinel: number for number, process in processes.items()}
             for ready in wait([control, *sentinels]):
                 if ready is control:
-                    said = control.recv(_CONTROL_BYTES)
+                    said, sockets, _, _ = socket.recv_fds(control, CONTROL_BYTES, 1, _CLOEXEC)
                     if not said:
                         return
                     number = msgspec.msgpack.decode(said, type=protocol.WorkerChange).number
-                    processes[number] = _start(number, spec, context, loader, control)
+                    with socket.socket(fileno=sockets[0]) as theirs:
+                        arguments = spec, number, theirs, loader, inherited
+                        process = context.Process(target=_worker_main, args=arguments)
+                        process.start()
+                    processes[number] = process
                 else:
                     number = sentinels[ready]
                     process = processes.pop(number)
                     process.join()
-                    control.send(_pack(protocol.WorkerChange(number, process.exitcode)))
+                    ended = protocol.WorkerChange(number, process.pid, process.exitcode)
+                    control.send(_pack(ended))
     except (BrokenPipeError, ConnectionResetError):
         return  # the server is gone
     finally:
@@ -401,32 +397,16 @@ def _preload(spec: WorkerSpec) -> Any:
         return None  # each worker tries it again, and can say of which batch it is the end
 
 
-def _start(number: int, spec: WorkerSpec, context: Any, loader: Any, control: socket.socket) -> Any:
-    """Start a worker, and give the server its end of the socket to it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    inherited = (control, ours) if spec.context == "fork" else ()
-    arguments = (spec, number, theirs, loader, inherited)
-    process = context.Process(target=_worker_main, args=arguments, name="taas-worker")
-    with ours, theirs:
-        process.start()
-        socket.send_fds(control, [_pack(protocol.WorkerChange(number))], [ours.fileno()])
-    return process
-
-
 def _worker_main(
-    spec: WorkerSpec,
-    number: int,
-    sock: socket.socket,
-    loader: Any,
-    inherited: Sequence[socket.socket],
+    spec: WorkerSpec, number: int, sock: socket.socket, loader: Any, inherited: socket.socket | None
 ) -> None:
     begin_process()
-    for other in inherited:
-        other.close()
-    try:
-        Worker(spec, number, sock, loader).run()
-    except (BrokenPipeError, ConnectionResetError):
-        return  # the server is gone
+    if inherited is not None:
+        inherited.close()
+    with suppress(BrokenPipeError, ConnectionResetError):  # the server is gone
+        _, arena, _, _ = socket.recv_fds(sock, CONTROL_BYTES, 1, _CLOEXEC)
+        if arena:
+            Worker(spec, number, sock, arena[0], loader).run()
 
 
 def begin_process() -> None:

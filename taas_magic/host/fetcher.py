@@ -18,10 +18,10 @@ from taas_magic import messages, probe
 from taas_magic.capture import payload
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data import service
-from taas_magic.data.buffer import FetcherShare
 from taas_magic.data.scheduler import ServedLoader
 from taas_magic.data.server import Server
 from taas_magic.data.service import Served
+from taas_magic.data.sharding import FetcherShare
 from taas_magic.data.worker import WorkerSpec
 from taas_magic.host import stacks
 from taas_magic.host.spec import FetcherSpec, ProcessSpec

@@ -43,8 +43,7 @@ from taas_magic.capture.payload import Cell, CellSource
 from taas_magic.data import service
 from taas_magic.data.accelerated import teach_accelerate, when_imported
 from taas_magic.data.loader import Feed, use_feed
-from taas_magic.data.metrics import BatchLedger
-from taas_magic.data.own_servers import OwnServers
+from taas_magic.data.server import OwnServers
 from taas_magic.data.service import Service
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, rendezvous, results, stacks, tracebacks
@@ -226,7 +225,7 @@ def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:
         tls=served.tls.client if served.tls else None,
         units=served.units,
         seed=served.seed,
-        ledger=BatchLedger(folder / "ledger", share.attempt, rank),
+        ledger=service.BatchLedger(folder / "ledger", share.attempt, rank),
         window_bytes=served.settings.rank_buffer_bytes // 2,
         lease=FetchLease(served.settings.fetch_s),
         own=own,

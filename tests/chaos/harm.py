@@ -13,8 +13,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from taas_magic.data import metrics
-from taas_magic.data.service import Directory, Tls
+from taas_magic.data.service import Directory, Tls, audit, missing
 from tests.data.data_proxy import Proxy
 from tests.data.data_rig import Noise, Service, service
 
@@ -183,9 +182,9 @@ def play(
             assert got[0] == digest
             assert torch.equal(got[1], weights)
         lines = running.handed()
-        assert metrics.audit(lines) == []
+        assert audit(lines) == []
         for generation in {line.generation for line in lines}:
             for turn in range(2):
                 one = [n for n in lines if (n.generation, n.turn) == (generation, turn)]
-                assert metrics.missing(one, rows // 4) == []
+                assert missing(one, rows // 4) == []
     return done

@@ -22,12 +22,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import Unpack
 
 from taas_magic.config import DataConfig
-from taas_magic.data import metrics
 from taas_magic.data import service as about
 from taas_magic.data.connection import FetcherLink, Silent
 from taas_magic.data.loader import Feed, RemoteLoader
 from taas_magic.data.memory import Blocks
-from taas_magic.data.own_servers import OwnServers
 from taas_magic.data.protocol import (
     Alive,
     Challenge,
@@ -41,6 +39,7 @@ from taas_magic.data.protocol import (
     Welcome,
     pack,
 )
+from taas_magic.data.server import OwnServers
 from taas_magic.data.service import Directory, FolderDirectory, Tls
 from taas_magic.data.sharding import Uneven
 from taas_magic.host.fetcher import fetcher_main
@@ -143,7 +142,7 @@ class FeedChanges(TypedDict, total=False):
     directory: Directory
     units: int
     tls: Callable[[], ssl.SSLContext] | None
-    ledger: metrics.BatchLedger
+    ledger: about.BatchLedger
     window_bytes: int
     lease: FetchLease
     direct: bool
@@ -233,11 +232,11 @@ class Service:
         feed = dataclasses.replace(feed, **changes)
         return RemoteLoader(dataclasses.replace(made, **changed), feed)
 
-    def ledger(self, rank: int = 0, generation: int = 0) -> metrics.BatchLedger:
-        return metrics.BatchLedger(self.folder / "ledger", generation, rank)
+    def ledger(self, rank: int = 0, generation: int = 0) -> about.BatchLedger:
+        return about.BatchLedger(self.folder / "ledger", generation, rank)
 
-    def handed(self) -> list[metrics.Handed]:
-        return metrics.read_ledgers(self.folder / "ledger")
+    def handed(self) -> list[about.Handed]:
+        return about.read_ledgers(self.folder / "ledger")
 
     def close(self) -> None:
         for own in self.own:

@@ -5,8 +5,9 @@ from itertools import islice, takewhile
 
 import pytest
 
-from taas_magic.data.buffer import Ahead, FetcherShare
 from taas_magic.data.protocol import LoaderRequest, Opened, RequestKind
+from taas_magic.data.scheduler import Ahead
+from taas_magic.data.sharding import FetcherShare
 
 
 def ahead_of(enough: Callable[[], bool] = lambda: True, **share: int) -> Ahead:

@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from taas_magic.data.buffer import Ahead, Buffer, Disk, FetcherShare, Prepared
 from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
-from taas_magic.data.sharding import VOID
+from taas_magic.data.scheduler import Ahead, Buffer, Disk, Prepared
+from taas_magic.data.sharding import VOID, FetcherShare
 from taas_magic.data.worker import WorkerHandle
 
 BATCH_BYTES = 64 << 10
@@ -26,7 +26,7 @@ class Arena(WorkerHandle):
     """What an answer knows of the worker whose memory it lies in."""
 
     def __init__(self) -> None:
-        self.frees, self.pid = [], 77
+        self.frees = []
 
 
 def answer(
@@ -412,7 +412,7 @@ def test_many_small_batches_take_no_more_memory_than_there_is() -> None:
 def test_what_lies_on_disk_takes_no_memory_and_its_file_goes_with_it(tmp_path: Path) -> None:
     disk, buffer = Disk(tmp_path, 10 * BATCH_BYTES), buffer_of(batches=4)
     for slot in range(4):
-        file = tmp_path / f"77-{slot}"
+        file = tmp_path / f"{slot}"
         file.write_bytes(bytes([slot]) * BATCH_BYTES)
         assert buffer.choose_ahead(0) == key(slot)
         buffer.put(key(slot), answer(slot, disk=disk))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from taas_magic.data import metrics, protocol
+from taas_magic.data import protocol
 from taas_magic.data.protocol import (
     Challenge,
     ProtocolState,
@@ -21,6 +21,7 @@ from taas_magic.data.protocol import (
     ResponseKind,
     Role,
 )
+from taas_magic.data.service import audit, missing
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
 from tests.data.data_proxy import Proxy
@@ -59,8 +60,8 @@ def test_17_a_reset_in_the_middle_of_a_batch(tmp_path: Path) -> None:
         handed = [plain(batch) for batch in remote]
         assert handed == stream(running, local=True)
         assert remote.counts.retried > 0
-        assert metrics.audit(running.handed()) == []
-        assert metrics.missing(running.handed(), 12) == []
+        assert audit(running.handed()) == []
+        assert missing(running.handed(), 12) == []
         proxy.close()
         ledger.close()
 
@@ -150,7 +151,7 @@ def test_22_a_rank_dies_after_it_received_a_batch(tmp_path: Path) -> None:
         second = running.ledger(generation=1)
         assert len(list(running.loader(ledger=second))) == 10
         lines = running.handed()
-        assert metrics.audit(lines) == []
+        assert audit(lines) == []
         assert [(line.generation, line.batches) for line in lines] == [(0, 4), (1, 10)]
         first.close()
         second.close()

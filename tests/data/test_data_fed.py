@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from taas_magic.data import metrics
+from taas_magic.data import service
 from taas_magic.errors import RankFailed
 from taas_magic.journal import folder as journal
 from tests.events import Line
@@ -130,10 +130,10 @@ def test_all_units_may_be_ready_before(notebook: Notebook) -> None:
     assert sum(most.values()) >= 16
 
 
-def handed(outcome: Outcome) -> list[metrics.Handed]:
+def handed(outcome: Outcome) -> list[service.Handed]:
     assert outcome.run is not None
-    found = metrics.read_ledgers(outcome.run.path / "data" / "ledger")
-    assert metrics.audit(found) == []
+    found = service.read_ledgers(outcome.run.path / "data" / "ledger")
+    assert service.audit(found) == []
     return found
 
 

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import SequentialSampler as Sequential
 
-from taas_magic.data import metrics, sharding
+from taas_magic.data import sharding
+from taas_magic.data.service import audit, missing
 from taas_magic.data.sharding import Uneven, seed_of
 from tests.data.data_rig import (
     SEED,
@@ -324,9 +325,9 @@ def test_the_ledger_has_every_batch_once(tmp_path: Path) -> None:
             for _ in range(2):
                 assert len(list(remote)) == 6
         lines = running.handed()
-        assert metrics.audit(lines) == []
+        assert audit(lines) == []
         first = [line for line in lines if line.turn == 0]
-        assert metrics.missing(first, 11) == []
+        assert missing(first, 11) == []
         assert sum(line.batches for line in lines) == 24
         for ledger in ledgers:
             ledger.close()

@@ -71,7 +71,7 @@ def test_a_hole_is_used_again_before_the_end_grows() -> None:
 
 
 def test_an_arena_of_batches_that_come_and_go_does_not_grow() -> None:
-    arena = Arena()
+    arena = Arena(os.memfd_create("batches"))
     for _ in range(50):
         spans = [arena.take(size) for size in (100, 3 * MEGABYTE, 5000)]
         for place, room in spans:
@@ -81,7 +81,7 @@ def test_an_arena_of_batches_that_come_and_go_does_not_grow() -> None:
 
 
 def test_an_arena_grows_under_what_is_looked_at() -> None:
-    arena = Arena()
+    arena = Arena(os.memfd_create("batches"))
     _, first = arena.take(100)
     first[:] = b"x" * 100
     offset, _ = arena.take(3 << 30)
@@ -107,7 +107,7 @@ class Writer:
 
     @staticmethod
     def _work(sock: socket.socket) -> int:
-        arena = Arena()
+        arena = Arena(os.memfd_create("batches"))
         socket.send_fds(sock, [b"here"], [arena.descriptor])
         while said := sock.recv(64).split():
             if said[0] == b"free":

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 import taas
 from taas_magic.capture import pickling
 from taas_magic.data.loader import Feed, RemoteLoader, use_feed
-from taas_magic.data.own_servers import OwnServers
+from taas_magic.data.server import OwnServers
 from taas_magic.registry import Registered
 from tests.data.data_rig import Lines, Rows
 
