@@ -78,7 +78,7 @@ class Registered:
         _refuse_a_loaded_state(self.name, self.loader)
         parts = parts_of(self.loader, self.start)
         payload = _pickled(self.name, parts)
-        return PackedLoader(self, _shape_of(self, as_data_loader(self.loader), parts), payload)
+        return PackedLoader(_shape_of(self, as_data_loader(self.loader), parts), payload)
 
 
 class PackedLoader(NamedTuple):
@@ -89,7 +89,6 @@ class PackedLoader(NamedTuple):
         payload: Its parts, pickled for the fetchers.
     """
 
-    entry: Registered
     shape: "LoaderShape"
     payload: bytes
 
@@ -228,12 +227,9 @@ def serve(
     seed = torch.initial_seed() & (1 << 63) - 1
     served = tuple(
         service.Served(
-            name,
-            shape.num_workers,
-            shape.context,
-            seed if entry.seed is None else entry.seed,
+            shape.name, shape.num_workers, shape.context, seed if shape.seed is None else shape.seed
         )
-        for name, (entry, shape, _) in loaders.items()
+        for shape, _ in loaders.values()
     )
     certificate = service.new_certificate() if tls else None
     key = secrets.token_bytes(32)
@@ -314,16 +310,11 @@ def _name_by_variables() -> None:
     One whose variable holds another registered loader now, and that no other variable holds, was
     replaced by it: the cell that registered it was run again.
     """
-    for key, entry in list(_registered.items()):
-        if entry.loader is None:
-            del _registered[key]
     variables = _variables()
     for key, entry in list(_registered.items()):
-        if entry.is_named:
-            continue
-        variable = _variable_of(entry.loader, entry.name)
-        holder = variables.get(entry.name)
-        if variable is None and holder is not entry.loader and is_registered(holder):
+        loader, holder = entry.loader, variables.get(entry.name)
+        is_lost = not entry.is_named and _variable_of(loader, entry.name) is None
+        if loader is None or (is_lost and holder is not loader and is_registered(holder)):
             del _registered[key]
     for key, entry in list(_registered.items()):
         variable = None if entry.is_named else _variable_of(entry.loader, entry.name)

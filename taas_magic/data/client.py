@@ -65,8 +65,7 @@ class Route:
         self._found = LoaderPlace(fetchers=0)
         self._look_again_at = 0.0
         self._links: weakref.WeakSet[FetcherLink] = weakref.WeakSet()
-        self._idle: dict[int, list[FetcherLink]] = {}
-        self._blocks: list[Blocks] = []
+        self._idle: list[tuple[dict[int, FetcherLink], Blocks]] = []
         self._paused: dict[int, tuple[float, float]] = {}
         self._silent_s = 0.0
         self._reasons: dict[int, str] = {}
@@ -101,13 +100,11 @@ class Route:
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 
     def connect(self, number: int) -> FetcherLink:
-        """Return a connection to a fetcher, an idle one if there is one.
+        """Return a new connection to a fetcher.
 
         Raises:
-            OSError, ProtocolError: It does not answer; it is aside now.
+            OSError, ProtocolError: It does not answer.
         """
-        with suppress(KeyError, IndexError):  # another thread may take the last one at any time
-            return self._idle[number].pop()
         address = self._found.addresses.get(number)
         if address is None:
             raise ConnectionError(f"fetcher {number} has not started yet")
@@ -116,19 +113,15 @@ class Route:
         self._links.add(link)
         return link
 
-    def give_back(self, number: int, link: FetcherLink) -> None:
-        """Keep a connection."""
-        self._idle.setdefault(number, []).append(link)
+    def take(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], Blocks]:
+        """Return the connections of a pass that is over and its memory to receive into, if any."""
+        with suppress(IndexError):  # another thread may take the last ones at any time
+            return self._idle.pop()
+        return {}, Blocks(keep_bytes)
 
-    def blocks(self, keep_bytes: int) -> Blocks:
-        """Return memory to receive into: that of a pass that is over, if there is some."""
-        with suppress(IndexError):
-            return self._blocks.pop()
-        return Blocks(keep_bytes)
-
-    def keep(self, blocks: Blocks) -> None:
-        """Keep the memory of a pass that is over for the next one."""
-        self._blocks.append(blocks)
+    def give_back(self, links: dict[int, FetcherLink], blocks: Blocks) -> None:
+        """Keep what a pass had for the next one."""
+        self._idle.append((links, blocks))
 
     def leave(self) -> None:
         """Leave all connections to the process that this one was forked from.
@@ -155,8 +148,9 @@ class Route:
         Raises:
             RunLost: No fetcher has answered for `fetch_s`.
         """
-        for link in self._idle.pop(number, ()):
-            link.close()
+        for links, _ in list(self._idle):
+            if number in links:
+                links.pop(number).close()
         _, pause_s = self._paused.get(number, (0.0, _FIRST_PAUSE_S / 2))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if silent_s > ALIVE_S:
@@ -184,8 +178,9 @@ class Route:
 
     def close(self) -> None:
         """Close the idle connections."""
-        for link in (link for links in self._idle.values() for link in links):
-            link.close()
+        for links, _ in self._idle:
+            for link in links.values():
+                link.close()
         self._idle.clear()
 
     def _up(self) -> list[int]:
@@ -247,7 +242,7 @@ class Client:
     (ORDER), and any worker for the batch by those, in the place of the first request.
 
     Args:
-        blocks: Memory to receive into, which the route keeps behind the pass.
+        keep_bytes: How much memory is kept to receive into again.
         timeout_s: `DataLoader(timeout=…)`: how long a batch may take; 0: as long as it takes, while
             its fetcher says that it is alive.
 
@@ -255,10 +250,9 @@ class Client:
         is_left: Set from another thread: whoever waits for an answer gives up within a tick.
     """
 
-    def __init__(self, route: Route, blocks: Blocks, timeout_s: float = 0.0) -> None:
-        self._route, self._blocks, self._timeout_s = route, blocks, timeout_s
-        self.is_left = False
-        self._links: dict[int, FetcherLink] = {}
+    def __init__(self, route: Route, keep_bytes: int, timeout_s: float = 0.0) -> None:
+        self._route, self._timeout_s, self.is_left = route, timeout_s, False
+        self._links, self._blocks = route.take(keep_bytes)
         self._where: dict[LoaderRequest, int] = {}
         self._here: dict[LoaderRequest, tuple[Response, memoryview]] = {}
         self._tries: dict[LoaderRequest, int] = {}
@@ -323,18 +317,17 @@ class Client:
 
     def close(self) -> None:
         """End the pass; what is under way is not wanted any more."""
-        for number, link in self._links.items():
+        for number, link in list(self._links.items()):
             try:
                 link.cancel()
-                self._route.give_back(number, link)
             except OSError as error:
-                link.close()
+                self._links.pop(number).close()
                 if is_of_the_cell(error):
                     raise
-        self._links.clear()
         self._where.clear()
         self._here.clear()
-        self._route.keep(self._blocks)
+        self._route.give_back(self._links, self._blocks)
+        self._links = {}
 
     def _request(self, ask: SlotRequest) -> LoaderRequest:
         kind = RequestKind.GET if ask.mine else RequestKind.PEEK
@@ -401,8 +394,6 @@ class Client:
                 if link.unsent:
                     link.request()
             except OSError as error:
-                if is_of_the_cell(error):
-                    raise
                 self._lost(number, error)
 
     def _until(self, ask: LoaderRequest) -> None:
@@ -422,8 +413,6 @@ class Client:
                     continue
                 self._lost(number, error, silence.seconds)
             except (OSError, ProtocolError) as error:
-                if is_of_the_cell(error):
-                    raise
                 self._lost(number, error, time.monotonic() - heard)
             silence.end()
             heard = time.monotonic()
@@ -481,7 +470,14 @@ class Client:
         return None
 
     def _lost(self, number: int, error: Exception, silent_s: float = 0.0) -> None:
-        """Close a connection that is of no use any more; ask elsewhere what it still owes."""
+        """Close a connection that is of no use any more; ask elsewhere what it still owes.
+
+        Raises:
+            RunLost: No fetcher is left to ask.
+            OSError: `error` itself, where the cell raised it.
+        """
+        if is_of_the_cell(error):
+            raise error
         link = self._links.pop(number)
         link.close()
         owed = [*link.asked, *link.unsent]

@@ -362,7 +362,7 @@ class RemoteLoader(DataLoader[Any]):
             if self._route is None:
                 self._route = self._new_route()
             route = self._route
-        return Client(route, route.blocks(2 * self.feed.window_bytes), self.timeout)
+        return Client(route, 2 * self.feed.window_bytes, self.timeout)
 
     def forget_route(self) -> None:
         """Leave this process's connections to the process that it was forked from."""

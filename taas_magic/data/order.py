@@ -16,7 +16,6 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
@@ -148,10 +147,9 @@ class Endless:
         if batch < self._first:
             self._restart()
         while self._first + len(self._seen) <= batch:
-            with _random_state_kept():
-                _set_random_state(self._random)
-                more = [_copied(indices) for indices in itertools.islice(self._rest, _ENDLESS_STEP)]
-                self._random = _random_state()
+            _set_random_state(self._random)
+            more = [_copied(indices) for indices in itertools.islice(self._rest, _ENDLESS_STEP)]
+            self._random = _random_state()
             if not more:
                 raise IndexError(batch)
             self._seen.extend(more)
@@ -163,9 +161,7 @@ class Endless:
     def _restart(self) -> None:
         self._seen: deque[Any] = deque()
         self._first = 0
-        with _random_state_kept():
-            self._rest = self._begin()
-            self._random = _random_state()
+        self._rest, self._random = self._begin(), _random_state()
 
 
 class _Packed:
@@ -286,13 +282,3 @@ def _set_random_state(state: Any) -> None:
     random.setstate(python_state)
     if _numpy:
         _numpy.random.set_state(numpy_state)
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Leave the process's random numbers as they are, whatever is drawn inside."""
-    before = _random_state()
-    try:
-        yield
-    finally:
-        _set_random_state(before)

@@ -37,11 +37,6 @@ from taas_magic.data.sharding import VOID
 MESSAGE_BYTES = 128 << 10
 """The longest message between a server and a worker."""
 
-DETAIL_BYTES = 512
-"""What of a request travels in its command; more than that comes as a file.
-
-All orders that lie with a worker have room in its socket, so that its server never waits."""
-
 _PRELOAD_FROM_BYTES = 8 << 20
 _HOLD_BACK_S = 0.0005
 """For how long a reply may wait for the next one: a message costs more than a small batch. One that
@@ -132,10 +127,13 @@ class WorkerHandle:
         return self._depth - len(self.told)
 
     def tell(self, number: int, request: LoaderRequest, to_disk: bool = False) -> None:
-        """Lay a command ready; the reply to it has the same `number`."""
+        """Lay a command ready; the reply to it has the same `number`.
+
+        All that lies with a worker has room in its socket, so that its server never waits: what a
+        request says besides, which few do and may be large, comes as a file.
+        """
         self.told[number] = request
-        has_file = len(request.detail) > DETAIL_BYTES
-        if has_file:
+        if has_file := bool(request.detail):
             file = os.memfd_create("taas-detail", os.MFD_CLOEXEC)
             with os.fdopen(file, "wb", closefd=False) as writer:
                 writer.write(request.detail)

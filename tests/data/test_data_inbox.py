@@ -230,7 +230,7 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
     monkeypatch.setattr(route, "pick", lambda slot, streams: 1 if 0 in aside else 0)
     monkeypatch.setattr(route, "connect", links.__getitem__)
     monkeypatch.setattr(route, "failed", lambda number, why, silent_s: aside.add(number))
-    client = Client(route, Blocks(0))
+    client = Client(route, 0)
     client._order = 5
     client.ask([SlotRequest(slot, True) for slot in range(4)])
     links[0].cut()
@@ -265,7 +265,7 @@ def test_what_a_signals_handler_raises_is_no_fault_of_a_fetcher(
     monkeypatch: pytest.MonkeyPatch, alarm: None, during: str
 ) -> None:
     route, _ = route_to(1)
-    link, client, ask = Link(), Client(route, Blocks(0)), SlotRequest(0, True)
+    link, client, ask = Link(), Client(route, 0), SlotRequest(0, True)
     monkeypatch.setattr(route, "connect", rings if during == "connect" else lambda number: link)
     monkeypatch.setattr(link, "send", rings if during == "send" else link.send)
     monkeypatch.setattr(link, "receive", rings)
@@ -301,7 +301,7 @@ def test_a_rank_that_was_away_looks_again_before_it_gives_a_fetcher_up(
     monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
     (route, _), link = route_to(1), Link()
-    client, came = Client(route, Blocks(0)), [Response(ResponseKind.VOID, 0, 0)]
+    client, came = Client(route, 0), [Response(ResponseKind.VOID, 0, 0)]
 
     def receive(blocks: Blocks) -> tuple[FromServer, memoryview]:
         if not clock[0]:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from taas_magic.data import encode, protocol, service, worker
+from taas_magic.data import encode, protocol, service
 from taas_magic.data.connection import FetcherLink
 from taas_magic.data.loader import RemoteLoader
 from taas_magic.data.protocol import (
@@ -472,9 +472,7 @@ def test_a_server_does_not_wait_for_a_worker_that_takes_its_time() -> None:
         while one.has_room:
             for _ in range(1 if len(one.told) < one.room else one.room):
                 number = len(one.told)
-                one.tell(
-                    number, LoaderRequest(RequestKind.GET, 0, number, bytes(worker.DETAIL_BYTES))
-                )
+                one.tell(number, LoaderRequest(RequestKind.GET, 0, number, bytes(1 << 16)))
             one.frees += range(10_000)
             one.send(0)
         assert len(one.told) == 64
