@@ -9,7 +9,7 @@ says so instead of waiting for ever.
 import ssl
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -47,7 +47,6 @@ class Route:
 
     Args:
         direct: Whether shared memory may be used on one host.
-        clock: Seconds, monotonic.
     """
 
     def __init__(
@@ -58,10 +57,9 @@ class Route:
         tls: ssl.SSLContext | None = None,
         direct: bool = True,
         lease: FetchLease = FetchLease(),  # noqa: B008
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._loader, self._directory, self._key = loader, directory, key
-        self._tls, self._direct, self._lease, self._clock = tls, direct, lease, clock
+        self._tls, self._direct, self._lease = tls, direct, lease
         self._found = LoaderPlace(fetchers=0)
         self._look_again_at = 0.0
         self._links: weakref.WeakSet[FetcherLink] = weakref.WeakSet()
@@ -155,7 +153,7 @@ class Route:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if silent_s > ALIVE_S:
             pause_s = _PAUSE_PER_SILENCE * silent_s
-        self._paused[number] = self._clock() + pause_s, pause_s
+        self._paused[number] = time.monotonic() + pause_s, pause_s
         who = self._found.addresses.get(number, f"fetcher {number}")
         self._reasons[number] = f"{who} {_why_useless(error)}"
         self._silent_s += silent_s
@@ -170,7 +168,7 @@ class Route:
             )
         if not self._up():
             # Every fetcher is aside: wait for the first to be tried again.
-            now = self._clock()
+            now = time.monotonic()
             first = min((until for until, _ in self._paused.values()), default=now)
             pause_s = max(0.0, min(first - now, 0.25))
             time.sleep(pause_s)
@@ -184,26 +182,26 @@ class Route:
         self._idle.clear()
 
     def _up(self) -> list[int]:
-        now, aside = self._clock(), self._paused
+        now, aside = time.monotonic(), self._paused
         return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]
 
     def _await_fetchers(self) -> None:
         """Wait for the first fetcher; look now and then for those that had not started yet."""
         found = self._found
         if found.addresses:
-            if len(found.addresses) < found.fetchers and self._clock() >= self._look_again_at:
-                self._look_again_at = self._clock() + _LOOK_AGAIN_S
+            if len(found.addresses) < found.fetchers and time.monotonic() >= self._look_again_at:
+                self._look_again_at = time.monotonic() + _LOOK_AGAIN_S
                 found = self._directory(self._loader)
                 self._found = found if found.addresses else self._found
             return
-        deadline = self._clock() + self._lease.start_s
+        deadline = time.monotonic() + self._lease.start_s
         while True:
             found = self._found = self._directory(self._loader)
             if found.addresses:
                 return
             if found.failed:
                 raise RunLost(f'no fetcher of loader "{self._loader}": {found.failed}')
-            if self._clock() > deadline:
+            if time.monotonic() > deadline:
                 raise RunLost(
                     f'no fetcher of loader "{self._loader}" has started within '
                     f"{self._lease.start_s:g} s; the run's log says why"

@@ -89,13 +89,19 @@ class FetcherLink:
         self._cancelled = 0
         self._connect_until = time.monotonic() + connect_s
         self._socket = self._connect(tls, direct, connect_s)
+        self._is_tls = isinstance(self._socket, ssl.SSLSocket)
         self.lent = Lent(self._socket.close)
         self._inbox = Inbox(self._socket, ProtocolState(Role.RANK), patience_s)
         self.close = weakref.finalize(self, self.lent.close)
         """Close the connection, once nobody reads the fetcher's memory any more: as long as it is
         open, the fetcher leaves that memory alone."""
         try:
-            _tick(self._socket)
+            if self._is_tls:
+                self._socket.settimeout(ALIVE_S)
+            else:  # in the kernel
+                self._socket.settimeout(None)
+                timeval = struct.pack("ll", int(ALIVE_S), 0)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
             self._introduce(loader, key)
         except BaseException:
             self.close()
@@ -106,10 +112,11 @@ class FetcherLink:
         parts = [protocol.pack(message, len(body)) + body for message, body in messages]
         if gone := self.lent.gone():
             parts.insert(0, protocol.pack(protocol.Free(gone)))
-        if isinstance(self._socket, ssl.SSLSocket):
+        if self._is_tls:
             self._socket.settimeout(None)
         self._socket.sendall(b"".join(parts))
-        _tick(self._socket, only_tls=True)
+        if self._is_tls:
+            self._socket.settimeout(ALIVE_S)
 
     def request(self) -> None:
         """Send what was laid ready; requests that are alike but for their slot share a message."""
@@ -382,16 +389,6 @@ class Inbox:
             raise ConnectionError(
                 f"the peer stopped in the middle of a frame for {self._patience_s} s"
             )
-
-
-def _tick(sock: socket.socket, only_tls: bool = False) -> None:
-    """Make every receive give up after a tick, in the kernel where possible."""
-    if isinstance(sock, ssl.SSLSocket):
-        sock.settimeout(ALIVE_S)
-    elif not only_tls:
-        sock.settimeout(None)
-        timeval = struct.pack("ll", int(ALIVE_S), 0)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
 
 def _check(response: Response, total: int) -> None:

@@ -9,7 +9,7 @@ where it has one).
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -339,23 +339,19 @@ def streams_of(loader: Any) -> int | None:
     return workers if isinstance(loader.dataset, IterableDataset) else None
 
 
+@dataclass
 class Cursor:
     """How far one stream of one epoch has come."""
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        epoch: int,
-        stream: int,
-        item: int,
-        info: Any,
-        snapshots: "Snapshots",
-    ) -> None:
-        self.epoch, self.stream, self.item, self.info = epoch, stream, item, info
-        self._loader, self._dataset, self._snapshots = loader, loader.dataset, snapshots
-        self._samples: Iterator[Any] | None = None
-        self._ended = False
-        self._ints: list[dict[str, int]] = []
+    loader: Any
+    epoch: int
+    stream: int
+    item: int
+    info: Any
+    snapshots: "Snapshots"
+    _samples: Iterator[Any] | None = None
+    _ended: bool = False
+    _ints: list[dict[str, int]] = field(default_factory=list)
 
     def next_batch(self) -> Any:
         """Return the stream's next batch.
@@ -366,14 +362,14 @@ class Cursor:
         if self._ended:
             raise Ended
         if self.item <= _LOOKS_AT_INTS:
-            self._ints.append(_ints_of(self._dataset))
+            self._ints.append(_ints_of(self.loader.dataset))
         at = self.item
         self.item += 1  # what raises has had its turn: a local loader goes on behind it, too
         if self._samples is None:
-            self._samples = iter(self._dataset)
+            self._samples = iter(self.loader.dataset)
         else:
-            self._snapshots.pass_by(self._dataset, at)
-        return self._loader.collate_fn(self._gather(self._samples))
+            self.snapshots.pass_by(self.loader.dataset, at)
+        return self.loader.collate_fn(self._gather(self._samples))
 
     @property
     def counter(self) -> str:
@@ -384,19 +380,19 @@ class Cursor:
         if not self._ended or len(self._ints) <= _LOOKS_AT_INTS:
             return ""
         before, first, second = self._ints
-        after = _ints_of(self._dataset)
+        after = _ints_of(self.loader.dataset)
         counted = (n for n in before if after.get(n) == before[n] + 1 and first[n] == second[n])
         return next(counted, "")
 
     def _gather(self, samples: Iterator[Any]) -> Any:
-        count, items = self._loader.batch_size, list[Any]()
+        count, items = self.loader.batch_size, list[Any]()
         while len(items) < (count or 1):
             try:
                 items.append(next(samples))
             except StopIteration:
                 self._ended = True
                 break
-        is_short = count is not None and self._loader.drop_last and len(items) < count
+        is_short = count is not None and self.loader.drop_last and len(items) < count
         if not items or is_short:
             raise Ended
         return items[0] if count is None else items

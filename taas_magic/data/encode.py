@@ -458,27 +458,15 @@ def checksum(data: bytes | memoryview) -> int:
     of a body one by one, and sees every flipped, lost or overwritten run of bits that TCP's own
     16-bit sum lets through. It runs without the interpreter lock.
     """
-    size = len(data)
-    rest = int.from_bytes(data[size - (size & 7) :], "little") if size & 7 else 0
-    return (sum_of_words(data, size >> 3) + rest) & SUM_MASK
+    size, words = len(data), len(data) >> 3
+    total = int.from_bytes(data[size - (size & 7) :], "little") if size & 7 else 0
+    if _numpy:  # costs a third of what torch's call does
+        total += int(_numpy.add.reduce(_numpy.frombuffer(data, _WORD, words)))
+    elif words:  # frombuffer warns of memory that it may not write
+        total += int(torch.frombuffer(bytearray(data), dtype=torch.int64, count=words).sum())
+    return total & SUM_MASK
 
 
 @lru_cache(_MOST_FORMS)
 def _sum_of_head(head: bytes) -> int:
     return checksum(head)
-
-
-def with_numpy(data: bytes | memoryview, words: int) -> int:
-    """Return the sum of the first words, modulo 2**64; costs a third of what torch's call does."""
-    return int(_numpy.add.reduce(_numpy.frombuffer(data, _WORD, words)))
-
-
-def with_torch(data: bytes | memoryview, words: int) -> int:
-    """Return the same where torch has no numpy beside it."""
-    if not words:
-        return 0
-    # frombuffer warns of memory that it may not write.
-    return int(torch.frombuffer(bytearray(data), dtype=torch.int64, count=words).sum()) & SUM_MASK
-
-
-sum_of_words = with_numpy if _numpy else with_torch

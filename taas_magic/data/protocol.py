@@ -246,14 +246,6 @@ def layout(head_bytes: int, sizes: Iterable[int]) -> tuple[list[int], int]:
     return offsets, at
 
 
-class State(enum.Enum):
-    """Where one side of a connection stands."""
-
-    GREETING = "greeting"
-    PROVING = "proving"
-    READY = "ready"
-
-
 class Role(enum.Enum):
     """Who listens."""
 
@@ -261,22 +253,27 @@ class Role(enum.Enum):
     RANK = "rank"
 
 
-class _MayHear:
-    """What may be said in a state: which messages, of what size, and the state it leads to."""
+class _State:
+    """Where one side of a connection stands: which messages it may hear, and of what size."""
 
-    def __init__(self, then: State, most_bytes: int, messages: Any) -> None:
-        self.then, self.most_bytes = then, most_bytes
+    def __init__(self, name: str, most_bytes: int, messages: Any) -> None:
+        self.name, self.most_bytes = name, most_bytes
         self.names = " or ".join(one.__name__ for one in get_args(messages) or (messages,))
         self.read = msgspec.msgpack.Decoder[Any](messages).decode
 
 
-_TABLE = {
-    (Role.SERVER, State.PROVING): _MayHear(State.READY, 1 << 11, Proof),
-    (Role.SERVER, State.READY): _MayHear(State.READY, 1 << 20, Requests | Free | Cancel),
-    (Role.RANK, State.GREETING): _MayHear(State.PROVING, 1 << 11, Challenge),
-    (Role.RANK, State.PROVING): _MayHear(State.READY, 1 << 13, Welcome | Rejected),
-    (Role.RANK, State.READY): _MayHear(State.READY, 1 << 13, Response | Alive | Cancelled),
+_STATES = {
+    Role.SERVER: (
+        _State("proving", 1 << 11, Proof),
+        _State("ready", 1 << 20, Requests | Free | Cancel),
+    ),
+    Role.RANK: (
+        _State("greeting", 1 << 11, Challenge),
+        _State("proving", 1 << 13, Welcome | Rejected),
+        _State("ready", 1 << 13, Response | Alive | Cancelled),
+    ),
 }
+"""Each message leads to the next state; the last one stays."""
 
 
 class Heard(NamedTuple):
@@ -292,7 +289,7 @@ class ProtocolState:
 
     def __init__(self, role: Role) -> None:
         self._role = role
-        self._go_to(State.PROVING if role is Role.SERVER else State.GREETING)
+        self._now, *self._later = _STATES[role]
 
     def hear(self, data: memoryview) -> Heard | None:
         """Read the message whose header begins with `data`; None as long as it is not whole.
@@ -324,8 +321,8 @@ class ProtocolState:
             raise ProtocolError("a frame's message is damaged: its checksum does not match")
         message = self._read(packed)
         _check_size(message, body_bytes)
-        if self._now.then is not self.state:
-            self._go_to(self._now.then)
+        if self._later:
+            self._now = self._later.pop(0)
         return Heard(message, header_bytes, body_bytes)
 
     def _read(self, packed: memoryview) -> Any:
@@ -333,13 +330,9 @@ class ProtocolState:
             return self._now.read(packed)
         except msgspec.DecodeError as error:
             raise ProtocolError(
-                f"a {self._role.value} that is {self.state.value} may not hear this, only "
+                f"a {self._role.value} that is {self._now.name} may not hear this, only "
                 f"{self._now.names}: {error}"
             ) from None
-
-    def _go_to(self, state: State) -> None:
-        # Every frame comes by here, so what may be heard now is at hand.
-        self.state, self._now = state, _TABLE[self._role, state]
 
 
 def _check_size(message: Any, body_bytes: int) -> None:

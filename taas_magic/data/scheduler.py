@@ -251,7 +251,6 @@ class Buffer:
         # By worker, so that one with nothing to do need not look through what others have.
         self._queues: dict[int | None, OrderedDict[Hashable, dict[LoaderRequest, None]]] = {}
         self._due: dict[Hashable, LoaderRequest] = {}
-        self._questions: dict[LoaderRequest, None] = {}
         self._doing = self._latest_epoch = self._batch_bytes = 0
         self.ready_batches = self.ready_bytes = self._memory_bytes = 0
 
@@ -420,8 +419,8 @@ class Buffer:
         return chosen
 
     def _due_of(self, worker: int) -> LoaderRequest | None:
-        """Return what needs no room, or a connection waits for before all else."""
-        for request in itertools.chain(self._due.values(), self._questions):
+        """Return what a connection waits for before all else."""
+        for request in self._due.values():
             entry = self._entries.get(request)
             if entry is not None and entry.queued and entry.queued[0] in (worker, None):
                 return request
@@ -439,8 +438,6 @@ class Buffer:
         else:
             asked[request] = None
         entry.queued = home, who
-        if request.kind is not RequestKind.GET:
-            self._questions[request] = None
 
     def _unqueue(self, request: LoaderRequest, entry: _Entry) -> None:
         """Take a request out of its queue, if it is in one."""
@@ -448,7 +445,6 @@ class Buffer:
             return
         home, who = entry.queued
         entry.queued = None
-        self._questions.pop(request, None)
         queues = self._queues[home]
         del queues[who][request]
         if not queues[who]:

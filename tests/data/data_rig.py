@@ -35,7 +35,6 @@ from taas_magic.data.protocol import (
     ProtocolState,
     Response,
     Role,
-    State,
     Welcome,
     pack,
 )
@@ -341,7 +340,7 @@ def ready(role: Role) -> ProtocolState:
     for message in before:
         found = state.hear(memoryview(pack(message)))
         assert found is not None and found.message == message
-    assert state.state is State.READY
+    assert not state._later
     return state
 
 

@@ -214,6 +214,7 @@ class Link(FetcherLink):
     def __init__(self) -> None:
         self.address = Address(0, "cpu1", 7000, "", "")
         self.asked, self.unsent, self.lent = deque(), [], Lent(int)
+        self._is_tls = False
         ends = contextlib.ExitStack()
         self._socket, _ = map(ends.enter_context, socket.socketpair())
         self.close = weakref.finalize(self, ends.close)
@@ -226,7 +227,7 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     links, aside = [Link(), Link()], set[int]()
-    route, _ = route_to(2)
+    route = route_to(2)
     monkeypatch.setattr(route, "pick", lambda slot, streams: 1 if 0 in aside else 0)
     monkeypatch.setattr(route, "connect", links.__getitem__)
     monkeypatch.setattr(route, "failed", lambda number, why, silent_s: aside.add(number))
@@ -264,7 +265,7 @@ def alarm() -> Iterator[None]:
 def test_what_a_signals_handler_raises_is_no_fault_of_a_fetcher(
     monkeypatch: pytest.MonkeyPatch, alarm: None, during: str
 ) -> None:
-    route, _ = route_to(1)
+    route = route_to(1)
     link, client, ask = Link(), Client(route, 0), SlotRequest(0, True)
     monkeypatch.setattr(route, "connect", rings if during == "connect" else lambda number: link)
     monkeypatch.setattr(link, "send", rings if during == "send" else link.send)
@@ -300,7 +301,7 @@ def test_of_the_time_in_which_a_rank_did_not_listen_one_tick_is_silence(clock: l
 def test_a_rank_that_was_away_looks_again_before_it_gives_a_fetcher_up(
     monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
-    (route, _), link = route_to(1), Link()
+    route, link = route_to(1), Link()
     client, came = Client(route, 0), [Response(ResponseKind.VOID, 0, 0)]
 
     def receive(blocks: Blocks) -> tuple[FromServer, memoryview]:
@@ -316,30 +317,29 @@ def test_a_rank_that_was_away_looks_again_before_it_gives_a_fetcher_up(
     assert client.retried == 0
 
 
-def route_to(fetchers: int) -> tuple[Route, list[float]]:
-    """Return the ways to so many fetchers, and a clock that stands still until it is set."""
-    now = [0.0]
+def route_to(fetchers: int) -> Route:
+    """Return the ways to so many fetchers."""
     found = {number: Address(number, "cpu1", 7000 + number, "", "") for number in range(fetchers)}
     place = LoaderPlace(fetchers=fetchers, workers=fetchers, addresses=found)
-    return Route("train", lambda _: place, b"", lease=FetchLease(4.0), clock=lambda: now[0]), now
+    return Route("train", lambda _: place, b"", lease=FetchLease(4.0))
 
 
-def test_a_fetcher_that_says_nothing_is_asked_seldom() -> None:
-    route, now = route_to(2)
+def test_a_fetcher_that_says_nothing_is_asked_seldom(clock: list[float]) -> None:
+    route = route_to(2)
     assert route.pick(0, None) == 0
     route.failed(0, Silent(), silent_s=2.0)
     for at, picked in ((0.0, 1), (19.0, 1), (21.0, 0)):
-        now[0] = at
+        clock[0] = at
         route.answered(1)
         assert route.pick(0, None) == picked
 
 
-def test_each_fetcher_is_tried_before_all_are_lost() -> None:
-    route, now = route_to(3)
+def test_each_fetcher_is_tried_before_all_are_lost(clock: list[float]) -> None:
+    route = route_to(3)
     tried: list[int] = []
     with pytest.raises(RunLost) as lost:
         for _ in range(9):
-            now[0] += 100.0  # all pauses are over
+            clock[0] += 100.0  # all pauses are over
             tried.append(route.pick(0, None))
             assert route.patience_s >= 1.0
             route.failed(tried[-1], Silent(), silent_s=route.patience_s)

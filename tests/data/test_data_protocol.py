@@ -30,7 +30,6 @@ from taas_magic.data.protocol import (
     Role,
     SharedBody,
     SharedPlace,
-    State,
     Welcome,
     prove,
     proven,
@@ -207,13 +206,13 @@ def test_what_the_table_does_not_list_is_refused_and_changes_nothing(
     state_of: Callable[[], ProtocolState], message: FromRank | FromServer
 ) -> None:
     state = state_of()
-    before = state.state
+    before = state._now
     if message in MAY_HEAR[state_of]:
         assert heard(state, message).message == message
         return
     with pytest.raises(ProtocolError, match="may not hear this"):
         heard(state, message)
-    assert state.state is before
+    assert state._now is before
 
 
 @pytest.mark.parametrize("state_of", [SERVER, RANK])
@@ -221,7 +220,7 @@ def test_a_connection_that_is_ready_stays_so(state_of: Callable[[], ProtocolStat
     state = state_of()
     for message in MAY_HEAR[state_of]:
         heard(state, message)
-        assert state.state is State.READY
+        assert not state._later
 
 
 @hypothesis.settings(deadline=None)
