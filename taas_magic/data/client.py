@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from taas_magic.data import encode, protocol
-from taas_magic.data.connection import FetcherLink, Silence, Silent, is_of_the_cell
+from taas_magic.data.connection import FetcherLink, Silent, is_of_the_cell
 from taas_magic.data.dataset import Raised
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import LoaderRequest, Opened, RequestKind, Response, ResponseKind
@@ -397,7 +397,7 @@ class Client:
     def _until(self, ask: LoaderRequest) -> None:
         """Receive until `ask` is answered."""
         began = heard = time.monotonic()
-        silence = Silence()
+        silent_s = 0.0
         while ask in self._where:
             if self.is_left:
                 raise CancelledError
@@ -407,13 +407,13 @@ class Client:
             try:
                 self._receive(number)
             except Silent as error:
-                if silence.go_on() < self._route.patience_s:
+                silent_s += ALIVE_S
+                if silent_s < self._route.patience_s:
                     continue
-                self._lost(number, error, silence.seconds)
+                self._lost(number, error, silent_s)
             except (OSError, ProtocolError) as error:
                 self._lost(number, error, time.monotonic() - heard)
-            silence.end()
-            heard = time.monotonic()
+            silent_s, heard = 0.0, time.monotonic()
 
     def _receive(self, number: int) -> None:
         """Take the next frame of a fetcher, and all that have come with it."""

@@ -39,7 +39,11 @@ _ALL_BUT_SLOT = operator.attrgetter("kind", "epoch", "detail")
 
 
 class Silent(OSError):
-    """Nothing came for a tick."""
+    """Nothing came for a tick, `ALIVE_S`; how long a peer is silent is counted in these.
+
+    When this process was away itself, stopped, or held up by a call of the cell that keeps the
+    interpreter, what came meanwhile is there when it listens again: all of that is one tick.
+    """
 
 
 def is_of_the_cell(error: BaseException) -> bool:
@@ -206,31 +210,6 @@ class FetcherLink:
                     raise TimeoutError("it does not answer") from None
 
 
-class Silence:
-    """How long nothing has come, of the time that this process listened.
-
-    When it was away itself, stopped, or held up by a call of the cell that keeps the interpreter,
-    what came meanwhile is there when it listens again: that counts as one tick.
-
-    Attributes:
-        seconds: So long.
-    """
-
-    def __init__(self) -> None:
-        self.seconds, self._since = 0.0, time.monotonic()
-
-    def end(self) -> None:
-        """Take note that something came, or that it begins to listen."""
-        self.seconds, self._since = 0.0, time.monotonic()
-
-    def go_on(self) -> float:
-        """Take note that nothing came for a tick; return for how long now."""
-        now = time.monotonic()
-        self.seconds += min(now - self._since, ALIVE_S)
-        self._since = now
-        return self.seconds
-
-
 class Inbox:
     """The receiving end of a connection.
 
@@ -249,7 +228,7 @@ class Inbox:
         self._start = self._end = 0
         self._now: protocol.Heard | None = None
         self._latest_bytes = 0
-        self._silence = Silence()
+        self._silent_s = 0.0
         self._descriptors: deque[int] = deque()
 
     def receive(self, blocks: Blocks) -> tuple[FromServer, memoryview]:
@@ -260,7 +239,7 @@ class Inbox:
             OSError, ProtocolError: The connection is of no use any more, or a body was damaged on
                 its way.
         """
-        self._silence.end()  # the rank may have done something else for an hour
+        self._silent_s = 0.0
         while (whole := self.here()) is None:
             if self._now is not None and self._now.body_bytes > _LARGE_BYTES:
                 return self._large(self._now, blocks)
@@ -381,11 +360,12 @@ class Inbox:
             raise Silent("nothing came") from None
         if not got:
             raise ConnectionError("the peer closed the connection")
-        self._silence.end()
+        self._silent_s = 0.0
         return got
 
     def _check_patience(self) -> None:
-        if self._silence.go_on() > self._patience_s:
+        self._silent_s += ALIVE_S
+        if self._silent_s > self._patience_s:
             raise ConnectionError(
                 f"the peer stopped in the middle of a frame for {self._patience_s} s"
             )

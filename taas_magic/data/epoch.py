@@ -42,6 +42,12 @@ _EVERY_EPOCH_ALIKE = (
     "method set_epoch(epoch), which is called before each epoch"
 )
 
+_ANOTHER_ORDER = (
+    'loader "{}": the loaded state is from the middle of epoch {}, and the epoch has another order '
+    "now: the sampler, the generator, batch_size or the dataset has changed. Register the loader "
+    "as it was when the state was saved, or start a new epoch (loader.set_epoch)"
+)
+
 
 class Step(NamedTuple):
     """What a rank is handed in one step, and where the epoch goes on after it."""
@@ -163,7 +169,8 @@ class EpochIterator(Iterator[Any]):
         loader, feed = self._loader, self._loader.feed
         self._client = loader.client()
         opened = self.opened = self._client.open(self.epoch)
-        loader.check_order(self.order, opened.order, self.epoch)
+        if self.order and self.order != opened.order:
+            raise ValueError(_ANOTHER_ORDER.format(loader.name, self.epoch))
         self.order = opened.order
         loader.give_states(self._client, opened.streams or 1)
         if opened.counter and not feed.rank:
@@ -172,7 +179,8 @@ class EpochIterator(Iterator[Any]):
             step = self.after.position // feed.world_size
             about = loader.name, self._turn, self.epoch, feed.world_size, step
             self._line = feed.ledger.begin(*about)
-        part = loader.part()
+        left = None if feed.units is None else feed.units - loader.counts.spent
+        part = Part(feed.rank, feed.world_size, loader.shape.uneven, left)
         return Walk(self._client, opened, part, self.after, feed.window_bytes).steps()
 
     def _hand_out(self, step: Step) -> Any:

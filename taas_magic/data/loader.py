@@ -25,7 +25,7 @@ from taas_magic.data.order import load_beside
 from taas_magic.data.scheduler import ServedLoader
 from taas_magic.data.server import OwnServers
 from taas_magic.data.service import BatchLedger, Directory, machine
-from taas_magic.data.sharding import EpochPlace, FetcherShare, Part, Uneven
+from taas_magic.data.sharding import EpochPlace, FetcherShare, Uneven
 from taas_magic.data.sharding import steps as steps_of
 from taas_magic.data.worker import WorkerSpec
 from taas_magic.leases import FetchLease
@@ -301,20 +301,6 @@ class RemoteLoader(DataLoader[Any]):
             theirs, ours = (_streams_text(one["streams_of"]) for one in (state, mine))
             raise ValueError(f"{about}: the state is of {theirs}, the loader has {ours}")
 
-    def check_order(self, expected: int, order: int, epoch: int) -> None:
-        """Refuse to go on in the middle of an epoch that has another order now.
-
-        Raises:
-            ValueError: The order is not the expected one.
-        """
-        if expected and expected != order:
-            raise ValueError(
-                f'loader "{self.name}": the loaded state is from the middle of epoch {epoch}, and '
-                "the epoch has another order now: the sampler, the generator, batch_size or the "
-                "dataset has changed. Register the loader as it was when the state was saved, or "
-                "start a new epoch (loader.set_epoch)"
-            )
-
     def with_states(self, position: dict[str, Any]) -> dict[str, Any]:
         """Add to a position where the streams of the dataset stood there, or a little before."""
         epoch, place = position["epoch"], EpochPlace(*position["place"])
@@ -349,12 +335,6 @@ class RemoteLoader(DataLoader[Any]):
         if self._original is None:
             self._original = pickle.loads(self.feed.payload(self.name))
         return self._original.dataset
-
-    def part(self) -> Part:
-        """Return what is this rank's, and how much of it is left."""
-        feed, units = self.feed, self.feed.units
-        left = None if units is None else units - self.counts.spent
-        return Part(feed.rank, feed.world_size, self.shape.uneven, left)
 
     def client(self) -> Client:
         """Make the client that the batches of one pass come from."""

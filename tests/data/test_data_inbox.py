@@ -19,7 +19,7 @@ import pytest
 from taas_magic.data import client as client_module
 from taas_magic.data import connection, encode, protocol
 from taas_magic.data.client import Client, Route
-from taas_magic.data.connection import FetcherLink, Inbox, Silence, Silent
+from taas_magic.data.connection import FetcherLink, Inbox, Silent
 from taas_magic.data.encode import checksum
 from taas_magic.data.memory import Blocks, Lent
 from taas_magic.data.protocol import (
@@ -287,15 +287,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         stopped = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
         monkeypatch.setattr(module, "time", stopped)
     return now
-
-
-def test_of_the_time_in_which_a_rank_did_not_listen_one_tick_is_silence(clock: list[float]) -> None:
-    silence, found = Silence(), list[float]()
-    for clock[0] in (1.0, 1.25, 3600.0):
-        found.append(silence.go_on())
-    assert found == [1.0, 1.25, 2.25]
-    silence.end()
-    assert silence.seconds == 0.0
 
 
 def test_a_rank_that_was_away_looks_again_before_it_gives_a_fetcher_up(
