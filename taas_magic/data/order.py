@@ -144,23 +144,20 @@ class Endless:
         Raises:
             IndexError: The sampler ended before it.
         """
-        if batch < self._first:
+        if batch < self._drawn - len(self._seen):
             self._restart()
-        while self._first + len(self._seen) <= batch:
+        while self._drawn <= batch:
             _set_random_state(self._random)
             more = [_copied(indices) for indices in itertools.islice(self._rest, _ENDLESS_STEP)]
             self._random = _random_state()
             if not more:
                 raise IndexError(batch)
             self._seen.extend(more)
-            while len(self._seen) > _KEEP_ENDLESS:
-                self._seen.popleft()
-                self._first += 1
-        return self._seen[batch - self._first]
+            self._drawn += len(more)
+        return self._seen[batch - self._drawn]
 
     def _restart(self) -> None:
-        self._seen: deque[Any] = deque()
-        self._first = 0
+        self._seen, self._drawn = deque[Any](maxlen=_KEEP_ENDLESS), 0
         self._rest, self._random = self._begin(), _random_state()
 
 
