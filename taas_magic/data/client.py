@@ -418,13 +418,12 @@ class Client:
     def _receive(self, number: int) -> None:
         """Take the next frame of a fetcher, and all that have come with it."""
         link = self._links[number]
-        whole: tuple[protocol.FromServer, memoryview] | None = link.receive(self._blocks)
-        self._route.answered(number)
-        while whole is not None and self._links.get(number) is link:
-            message, body = whole
+        for message, body in link.receive(self._blocks):
+            self._route.answered(number)
             if isinstance(message, Response):
                 self._take(link, message, body)
-            whole = link.here()
+            if self._links.get(number) is not link:
+                return
 
     def _take(self, link: FetcherLink, response: Response, body: memoryview) -> None:
         """Take the response to the oldest request on a connection."""

@@ -15,7 +15,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from taas_magic.data import protocol
 from taas_magic.data.encode import SUM_MASK, checksum
@@ -144,38 +144,28 @@ class FetcherLink:
         """Close it in a fork; the process that made it goes on with it."""
         self._socket.close()
 
-    def receive(self, blocks: Blocks) -> tuple[FromServer, memoryview]:
-        """Return the next message and its body, which lies in one of `blocks` or is shared.
+    def receive(self, blocks: Blocks) -> Iterator[tuple[FromServer, memoryview]]:
+        """Yield the next message, and all that have come with it, but for what was cancelled.
+
+        Each with its body, which lies in one of `blocks` or is shared.
 
         Raises:
             Silent: Nothing came for a tick; the connection is as good as before.
             OSError, ProtocolError: The connection is of no use any more, or a body was damaged on
                 its way.
         """
-        while (whole := self._wanted(*self._inbox.receive(blocks))) is None:
-            pass
-        return whole
-
-    def here(self) -> tuple[FromServer, memoryview] | None:
-        """Return the next message if all of it has come already."""
-        while (whole := self._inbox.here()) is not None:
-            if (wanted := self._wanted(*whole)) is not None:
-                return wanted
-        return None
-
-    def _wanted(
-        self, message: FromServer, body: memoryview
-    ) -> tuple[FromServer, memoryview] | None:
-        """Map a body that is shared; None for a message that belongs to what was cancelled."""
-        if isinstance(message, Response) and (shared := message.shared) is not None:
-            if shared.is_new:
-                self.lent.add(shared.place.arena, self._inbox.descriptor())
-            body = self.lent.look(shared.place, shared.size)
-        if not self._cancelled:
-            return message, body
-        if isinstance(message, protocol.Cancelled):
-            self._cancelled -= 1
-        return None
+        whole: tuple[FromServer, memoryview] | None = self._inbox.receive(blocks)
+        while whole is not None:
+            message, body = whole
+            if isinstance(message, Response) and (shared := message.shared) is not None:
+                if shared.is_new:
+                    self.lent.add(shared.place.arena, self._inbox.descriptor())
+                body = self.lent.look(shared.place, shared.size)
+            if not self._cancelled:
+                yield message, body
+            elif isinstance(message, protocol.Cancelled):
+                self._cancelled -= 1
+            whole = self._inbox.here()
 
     def _connect(self, tls: ssl.SSLContext | None, direct: bool, connect_s: float) -> socket.socket:
         address = self.address

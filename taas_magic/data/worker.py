@@ -201,18 +201,17 @@ class Worker:
         self, spec: WorkerSpec, number: int, sock: socket.socket, arena: int, loader: Any = None
     ) -> None:
         self._spec, self._socket, self._arena = spec, sock, Arena(arena)
-        self._source: Source | None = None
+        self._source: Source | Failed
         self._hold_back_s = 0.0
-        self._broken: Failed | None = None
         try:
             self._source = Source(spec.payload, spec.loader, spec.seed, spec.where, number, loader)
             if self._source.streams is None:
                 self._hold_back_s = _HOLD_BACK_S
         except Failed as failure:
-            self._broken = failure
+            self._source = failure
         except (Exception, SystemExit) as error:
             where = f'in {spec.where} (loader "{spec.loader}", when it was unpickled)'
-            self._broken = Failed(error, where)
+            self._source = Failed(error, where)
         self._replies: list[Reply] = []
         self._replied, self._cpu = 0.0, time.thread_time()
 
@@ -231,7 +230,7 @@ class Worker:
     def _obey(self, orders: protocol.Orders, files: list[int]) -> None:
         for offset in orders.frees:
             self._arena.free(offset)
-        if self._source is not None:
+        if isinstance(self._source, Source):
             self._source.forget_before(orders.oldest_epoch)
         for command in orders.commands:
             request = command.request
@@ -289,9 +288,8 @@ class Worker:
 
     def _prepare(self, request: LoaderRequest) -> "_Prepared":
         try:
-            if self._broken is not None:
-                raise self._broken
-            assert self._source is not None
+            if isinstance(self._source, Failed):
+                raise self._source
             return self._answer(self._source, request)
         except Ended:
             return ResponseKind.VOID, encode.NOTHING, VOID, 0

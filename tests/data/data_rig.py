@@ -316,7 +316,8 @@ def heard(link: FetcherLink) -> tuple[FromServer, memoryview]:
     """Return the next frame, however long it takes."""
     while True:
         with contextlib.suppress(Silent):
-            return link.receive(Blocks(0))
+            for whole in link.receive(Blocks(0)):
+                return whole
 
 
 def received(link: FetcherLink) -> tuple[Response, memoryview]:

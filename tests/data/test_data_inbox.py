@@ -295,15 +295,14 @@ def test_a_rank_that_was_away_looks_again_before_it_gives_a_fetcher_up(
     route, link = route_to(1), Link()
     client, came = Client(route, 0), [Response(ResponseKind.VOID, 0, 0)]
 
-    def receive(blocks: Blocks) -> tuple[FromServer, memoryview]:
+    def receive(blocks: Blocks) -> list[tuple[FromServer, memoryview]]:
         if not clock[0]:
             clock[0] = 3600.0  # the machine stood still, or a call of the cell kept Python
             raise Silent
-        return came.pop(), memoryview(b"")
+        return [(came.pop(), memoryview(b""))]
 
     monkeypatch.setattr(route, "connect", lambda number: link)
     monkeypatch.setattr(link, "receive", receive)
-    monkeypatch.setattr(link, "here", lambda: None)
     assert client.reply(SlotRequest(0, True)).units == VOID
     assert client.retried == 0
 
