@@ -22,12 +22,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from taas_magic.data.client import Client, Route
 from taas_magic.data.epoch import EpochIterator
 from taas_magic.data.order import load_beside
-from taas_magic.data.scheduler import ServedLoader
 from taas_magic.data.server import OwnServers
 from taas_magic.data.service import BatchLedger, Directory, machine
 from taas_magic.data.sharding import EpochPlace, FetcherShare, Uneven
 from taas_magic.data.sharding import steps as steps_of
-from taas_magic.data.worker import WorkerSpec
+from taas_magic.data.worker import ServedLoader
 from taas_magic.leases import FetchLease
 from taas_magic.messages import Address, LoaderPlace, RankCounts
 
@@ -359,18 +358,15 @@ class RemoteLoader(DataLoader[Any]):
         # would see in a fetcher: no rank, no random numbers of the cell.
         assert feed.own is not None
         count = max(1, self.shape.num_workers)
-        spec = WorkerSpec(
+        served = ServedLoader(
             b"",
             name,
             self._seed,
             f"the fetcher of rank {feed.rank} on host {socket.gethostname()}",
-            counts=feed.units is not None,
-            context=self.shape.context or "fork",
+            FetcherShare(0, 1, count, feed.world_size, feed.rank, feed.units),
+            count * _OWN_BUFFER_BYTES,
+            self.shape.context or "fork",
         )
-        share = FetcherShare(
-            workers=count, stride=feed.world_size, first=feed.rank, units=feed.units
-        )
-        served = ServedLoader(spec, share, count * _OWN_BUFFER_BYTES)
         unix = feed.own.start(served, feed.lease.start_s)
         address = Address(0, "", 0, unix, machine())
         found = LoaderPlace(fetchers=1, workers=count, addresses={0: address})

@@ -31,7 +31,7 @@ from taas_magic.data import protocol, worker
 from taas_magic.data.memory import largest_file_bytes
 from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID, FetcherShare
-from taas_magic.data.worker import CONTROL_BYTES, WorkerHandle, WorkerSpec, spilled_file
+from taas_magic.data.worker import CONTROL_BYTES, ServedLoader, WorkerHandle, spilled_file
 from taas_magic.messages import FetcherCounts
 
 _TRIES = 10
@@ -483,25 +483,6 @@ class Buffer:
         self.ready_batches += sign * (request.kind is RequestKind.GET)
 
 
-@dataclass(frozen=True)
-class ServedLoader:
-    """One loader of a server.
-
-    Attributes:
-        budget_bytes: How much prepared data may wait in memory.
-        spill_bytes: How much may wait on disk.
-        fill_batches: Before any rank asks, so many are prepared, of later epochs, too.
-        fill_bytes: The same in bytes; 0 of both: of the first epoch, as many as there is room for.
-    """
-
-    spec: WorkerSpec
-    share: FetcherShare
-    budget_bytes: int
-    spill_bytes: int = 0
-    fill_batches: int = 0
-    fill_bytes: int = 0
-
-
 class Scheduler:
     """One loader of a server: its buffer, its workers, and what they have counted.
 
@@ -523,13 +504,13 @@ class Scheduler:
         ready: Callable[[Hashable], None],
         note: Callable[[str], None],
     ) -> None:
-        self._served, self._spec, self._ready, self._note = served, served.spec, ready, note
+        self._served, self._ready, self._note = served, ready, note
         self._selector, self._arenas = selector, arenas
         # half: spans that ranks still read lie among those that are free again
         fits_bytes = served.share.workers * (largest_file_bytes() // 2)
         budget_bytes = min(served.budget_bytes, fits_bytes)
         self.buffer = Buffer(budget_bytes, Ahead(served.share, self._is_filled), self._home)
-        folder = served.spec.spill
+        folder = served.spill
         self._disk = Disk(folder, served.spill_bytes) if folder is not None else None
         self._streams: int | None = None
         self._positions: dict[int, tuple[int, int]] = {}
@@ -542,7 +523,7 @@ class Scheduler:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Forked before there is any connection that a child could keep open.
         context: Any = multiprocessing.get_context("fork")
-        arguments = (served.spec, theirs, self._control)
+        arguments = (served, theirs, self._control)
         self._parent = context.Process(target=worker.parent_main, args=arguments)
         self._parent.start()
         theirs.close()
@@ -640,7 +621,7 @@ class Scheduler:
         said = self._control.recv(CONTROL_BYTES)
         if not said:
             raise RuntimeError(
-                f'the process that starts the workers of loader "{self._spec.loader}" has ended'
+                f'the process that starts the workers of loader "{self._served.name}" has ended'
             )
         self._lose(msgspec.msgpack.decode(said, type=protocol.WorkerChange))
 
@@ -692,7 +673,7 @@ class Scheduler:
         if exitcode < 0:
             how = f"was killed by {signal.Signals(-exitcode).name}"
         said = (
-            f'worker {number} of {self._spec.where} (loader "{self._spec.loader}", '
+            f'worker {number} of {self._served.where} (loader "{self._served.name}", '
             f"pid {ended.pid}) {how}; it was started again"
         )
         self._lost += 1

@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
@@ -42,10 +42,10 @@ from taas_magic.data.protocol import (
     Role,
     SharedPlace,
 )
-from taas_magic.data.scheduler import Prepared, Scheduler, ServedLoader
+from taas_magic.data.scheduler import Prepared, Scheduler
 from taas_magic.data.service import Tls, peer_uid
 from taas_magic.data.sharding import VOID
-from taas_magic.data.worker import begin_process
+from taas_magic.data.worker import ServedLoader, begin_process
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import ALIVE_S, PROOF_S
 from taas_magic.messages import FetcherCounts
@@ -228,7 +228,7 @@ class Server:
     """
 
     def __init__(
-        self, key: bytes, loaders: dict[str, ServedLoader], listen: str = "", tls: Tls | None = None
+        self, key: bytes, loaders: Iterable[ServedLoader], listen: str = "", tls: Tls | None = None
     ) -> None:
         self._key = key
         self._began = time.monotonic()
@@ -241,8 +241,8 @@ class Server:
         self._looked = 0.0
         arenas = itertools.count(1)
         self._loaders = {
-            name: Scheduler(served, self._selector, arenas, self._has_answer, self._notes.append)
-            for name, served in loaders.items()
+            one.name: Scheduler(one, self._selector, arenas, self._has_answer, self._notes.append)
+            for one in loaders
         }
         self._tls = tls.server() if tls is not None else None
         # As many open files as the system lets this process have: every connection is one.
@@ -613,9 +613,7 @@ class OwnServers:
             except ConnectionError as error:
                 name, why = b"", f"cannot be started ({error})"
         if not name:
-            raise RunLost(
-                f'loader "{served.spec.loader}": {served.spec.where} {why}; see the rank\'s log'
-            )
+            raise RunLost(f'loader "{served.name}": {served.where} {why}; see the rank\'s log')
         return name.decode()
 
     def close(self) -> None:
@@ -656,9 +654,8 @@ class OwnServers:
     def _serve(self, served: ServedLoader, answer: socket.socket, life: socket.socket) -> None:
         """Serve one loader until the rank is gone."""
         self._prepare()
-        name = served.spec.loader
-        spec = dataclasses.replace(served.spec, payload=self._payload(name))
-        server = Server(self._key, {name: dataclasses.replace(served, spec=spec)})
+        payload = self._payload(served.name)
+        server = Server(self._key, [dataclasses.replace(served, payload=payload)])
         answer.send(server.addresses[2].encode())
         answer.close()
         over: list[bool] = []

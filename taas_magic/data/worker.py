@@ -32,7 +32,7 @@ from taas_magic.data import encode, protocol
 from taas_magic.data.dataset import Ended, Failed, Source, own_units
 from taas_magic.data.memory import Arena, Mapping
 from taas_magic.data.protocol import Command, LoaderRequest, Reply, RequestKind, ResponseKind
-from taas_magic.data.sharding import VOID
+from taas_magic.data.sharding import VOID, FetcherShare
 
 MESSAGE_BYTES = 128 << 10
 """The longest message between a server and a worker."""
@@ -64,25 +64,33 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
-    """What the workers of one loader need to know.
+class ServedLoader:
+    """One loader of a server: what the server and its workers need to know.
 
     Attributes:
+        payload: The loader, pickled.
         where: The fetcher and its host, for messages.
+        budget_bytes: How much prepared data may wait in memory.
+        context: multiprocessing's start method; `fork` shares a large dataset between workers.
         sums: Whether batches go over a wire that nothing else sees to.
         spill: Folder for batches that memory has no room for.
-        counts: Whether batches may say themselves what they count (`--units`).
-        context: multiprocessing's start method; `fork` shares a large dataset between workers.
+        spill_bytes: How much may wait there.
+        fill_batches: Before any rank asks, so many are prepared, of later epochs, too.
+        fill_bytes: The same in bytes; 0 of both: of the first epoch, as many as there is room for.
     """
 
     payload: bytes = field(repr=False)
-    loader: str
+    name: str
     seed: int
     where: str
+    share: FetcherShare
+    budget_bytes: int
+    context: str = "fork"
     sums: bool = False
     spill: Path | None = None
-    counts: bool = False
-    context: str = "fork"
+    spill_bytes: int = 0
+    fill_batches: int = 0
+    fill_bytes: int = 0
 
 
 def spilled_file(folder: Path, number: int) -> Path:
@@ -198,19 +206,21 @@ class Worker:
     """
 
     def __init__(
-        self, spec: WorkerSpec, number: int, sock: socket.socket, arena: int, loader: Any = None
+        self, served: ServedLoader, number: int, sock: socket.socket, arena: int, loader: Any = None
     ) -> None:
-        self._spec, self._socket, self._arena = spec, sock, Arena(arena)
+        self._served, self._socket, self._arena = served, sock, Arena(arena)
         self._source: Source | Failed
         self._hold_back_s = 0.0
         try:
-            self._source = Source(spec.payload, spec.loader, spec.seed, spec.where, number, loader)
+            self._source = Source(
+                served.payload, served.name, served.seed, served.where, number, loader
+            )
             if self._source.streams is None:
                 self._hold_back_s = _HOLD_BACK_S
         except Failed as failure:
             self._source = failure
         except (Exception, SystemExit) as error:
-            where = f'in {spec.where} (loader "{spec.loader}", when it was unpickled)'
+            where = f'in {served.where} (loader "{served.name}", when it was unpickled)'
             self._source = Failed(error, where)
         self._replies: list[Reply] = []
         self._replied, self._cpu = 0.0, time.thread_time()
@@ -251,10 +261,10 @@ class Worker:
             try:
                 offset, room = self._arena.take(body.body_bytes)
             except OSError as error:
-                where = f'with batch {request.slot} of loader "{self._spec.loader}"'
+                where = f'with batch {request.slot} of loader "{self._served.name}"'
                 kind, body, units, order = _failed(Failed(error, where))
                 offset, room = self._arena.take(body.body_bytes)
-            is_summed = self._spec.sums and kind is ResponseKind.BATCH
+            is_summed = self._served.sums and kind is ResponseKind.BATCH
             body_sum = body.copy_to(room, is_summed)
         now, cpu = time.perf_counter(), time.thread_time()
         sizes = len(body.head), body.body_bytes, offset, body_sum
@@ -273,8 +283,8 @@ class Worker:
 
     def _spill(self, number: int, body: encode.Encoded) -> bool:
         """Write a batch to disk; return whether there was room."""
-        assert self._spec.spill is not None
-        path = spilled_file(self._spec.spill, number)
+        assert self._served.spill is not None
+        path = spilled_file(self._served.spill, number)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -296,7 +306,7 @@ class Worker:
         except Failed as failure:
             return _failed(failure)
         except Exception as error:
-            where = f'while batch {request.slot} of loader "{self._spec.loader}" was being pickled'
+            where = f'while batch {request.slot} of loader "{self._served.name}" was being pickled'
             return _failed(Failed(error, where))
 
     def _answer(self, source: Source, request: LoaderRequest) -> "_Prepared":
@@ -307,7 +317,7 @@ class Worker:
             return ResponseKind.BATCH, body, 1 if units is None else units, source.digest(epoch)
         if kind is RequestKind.OPEN:
             opened = source.open(epoch)
-            if self._spec.counts:
+            if self._served.share.units is not None:
                 # What is raised here is raised again when the batch itself is asked for.
                 with suppress(Ended, Failed):
                     counted = own_units(source.prepare(epoch, 0)) is not None
@@ -338,7 +348,7 @@ def _failed(failure: Failed) -> _Prepared:
     return ResponseKind.ERROR, encode.raw(body), 1, 0
 
 
-def parent_main(spec: WorkerSpec, control: socket.socket, servers: socket.socket) -> None:
+def parent_main(served: ServedLoader, control: socket.socket, servers: socket.socket) -> None:
     """Run the process whose children are the workers of one loader.
 
     It starts one when it is told to, and says when it has ended. Without a server it ends, and they
@@ -350,9 +360,9 @@ def parent_main(spec: WorkerSpec, control: socket.socket, servers: socket.socket
     """
     servers.close()
     begin_process()
-    context: Any = multiprocessing.get_context(spec.context)
-    loader = _preload(spec)
-    inherited = control if spec.context == "fork" else None
+    context: Any = multiprocessing.get_context(served.context)
+    loader = _preload(served)
+    inherited = control if served.context == "fork" else None
     processes: dict[int, Any] = {}
     try:
         while True:
@@ -364,7 +374,7 @@ def parent_main(spec: WorkerSpec, control: socket.socket, servers: socket.socket
                         return
                     number = msgspec.msgpack.decode(said, type=protocol.WorkerChange).number
                     with socket.socket(fileno=sockets[0]) as theirs:
-                        arguments = spec, number, theirs, loader, inherited
+                        arguments = served, number, theirs, loader, inherited
                         process = context.Process(target=_worker_main, args=arguments)
                         process.start()
                     processes[number] = process
@@ -382,19 +392,23 @@ def parent_main(spec: WorkerSpec, control: socket.socket, servers: socket.socket
             process.join()
 
 
-def _preload(spec: WorkerSpec) -> Any:
+def _preload(served: ServedLoader) -> Any:
     """Unpickle a large dataset once, whose pages all workers then share."""
-    if spec.context != "fork" or len(spec.payload) < _PRELOAD_FROM_BYTES:
+    if served.context != "fork" or len(served.payload) < _PRELOAD_FROM_BYTES:
         return None
     torch.set_num_threads(1)
     try:
-        return pickle.loads(spec.payload)
+        return pickle.loads(served.payload)
     except Exception:
         return None  # each worker tries it again, and can say of which batch it is the end
 
 
 def _worker_main(
-    spec: WorkerSpec, number: int, sock: socket.socket, loader: Any, inherited: socket.socket | None
+    served: ServedLoader,
+    number: int,
+    sock: socket.socket,
+    loader: Any,
+    inherited: socket.socket | None,
 ) -> None:
     begin_process()
     if inherited is not None:
@@ -402,7 +416,7 @@ def _worker_main(
     with suppress(BrokenPipeError, ConnectionResetError):  # the server is gone
         _, arena, _, _ = socket.recv_fds(sock, CONTROL_BYTES, 1, _CLOEXEC)
         if arena:
-            Worker(spec, number, sock, arena[0], loader).run()
+            Worker(served, number, sock, arena[0], loader).run()
 
 
 def begin_process() -> None:

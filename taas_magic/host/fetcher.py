@@ -18,11 +18,10 @@ from taas_magic import messages, probe
 from taas_magic.capture import payload
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data import service
-from taas_magic.data.scheduler import ServedLoader
 from taas_magic.data.server import Server
 from taas_magic.data.service import Served
 from taas_magic.data.sharding import FetcherShare
-from taas_magic.data.worker import WorkerSpec
+from taas_magic.data.worker import ServedLoader
 from taas_magic.host import stacks
 from taas_magic.host.spec import FetcherSpec, ProcessSpec
 from taas_magic.host.system import die_with_parent
@@ -51,7 +50,7 @@ class Fetcher:
         mine = [loader for loader in served.loaders if loader.name in spec.plan.loaders]
         self._workers = {loader.name: loader.num_workers or spec.cores for loader in mine}
         self._of_all = max(1, sum(self._workers.values()))
-        loaders = {loader.name: self._served(place, loader) for place, loader in enumerate(mine)}
+        loaders = [self._served(place, loader) for place, loader in enumerate(mine)]
         self.server = Server(served.key, loaders, spec.listen, served.tls)
 
     def entry(self) -> LoaderPlaces:
@@ -111,18 +110,15 @@ class Fetcher:
         spec, served, count = self._spec, self._spec.service, self._workers[loader.name]
         parts = served.fetchers * self._of_all
         return ServedLoader(
-            WorkerSpec(
-                service.payload_file(spec.run_dir, loader.name).read_bytes(),
-                loader.name,
-                loader.seed,
-                spec.who,
-                sums=bool(spec.listen) and served.tls is None,
-                spill=spec.spill / f"{place}" if spec.spill is not None else None,
-                counts=served.units is not None,
-                context=loader.context or "fork",
-            ),
+            service.payload_file(spec.run_dir, loader.name).read_bytes(),
+            loader.name,
+            loader.seed,
+            spec.who,
             FetcherShare(spec.plan.index, served.fetchers, count, units=served.units),
             served.settings.buffer_bytes * count // self._of_all,
+            loader.context or "fork",
+            sums=bool(spec.listen) and served.tls is None,
+            spill=spec.spill / f"{place}" if spec.spill is not None else None,
             spill_bytes=served.settings.spill_bytes * count // self._of_all,
             fill_batches=-(-spec.fill_batches * count // parts),
             fill_bytes=-(-spec.fill_bytes * count // parts),

@@ -260,6 +260,7 @@ def test_questions_for_other_things_than_batches_need_no_room(kind: RequestKind)
     buffer = buffer_of(0)
     one = key(0, kind=kind)
     buffer.want("rank", one)
+    assert buffer.take("rank", one) is None
     assert buffer.choose(0) == one
 
 
