@@ -527,9 +527,12 @@ class Scheduler:
         self._parent = context.Process(target=worker.parent_main, args=arguments)
         self._parent.start()
         theirs.close()
-        for number in range(served.share.workers):
-            self._start(number)
         selector.register(self._control, selectors.EVENT_READ, self._hear_parent)
+
+    def start(self) -> None:
+        """Start the workers; once the parents of all loaders' workers are forked."""
+        for number in range(self._served.share.workers):
+            self._start(number)
 
     def stats(self) -> FetcherCounts:
         """Return what it has counted."""

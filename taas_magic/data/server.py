@@ -248,6 +248,8 @@ class Server:
         # As many open files as the system lets this process have: every connection is one.
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+        for loader in self._loaders.values():
+            loader.start()
         self._listeners = _listen(listen)
         host, port = self._listeners[1].getsockname()[:2] if listen else ("", 0)
         self.addresses = host, port, self._listeners[0].getsockname()[1:].decode()
