@@ -324,11 +324,6 @@ class RemoteLoader(DataLoader[Any]):
         if self._route is not None:
             self._route.close()
 
-    def sample(self, index: Any) -> Any:
-        """Return `dataset[index]`, from a fetcher."""
-        with closing(self.client()) as client:
-            return client.sample(index)
-
     def original(self) -> Any:
         """Return the dataset itself, unpickled in this rank."""
         if self._original is None:
@@ -526,7 +521,8 @@ class RemoteDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         if self._taas_copy is not None:
             return self._taas_copy[index]
-        return self._taas_loader.sample(index)
+        with closing(self._taas_loader.client()) as client:
+            return client.sample(index)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in _OURS:

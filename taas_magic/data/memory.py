@@ -70,43 +70,8 @@ def largest_file_bytes() -> int:
     return limit if limit != resource.RLIM_INFINITY else 1 << 62
 
 
-class Arena:
-    """An anonymous file that one worker writes: nothing is left of it when its users are gone."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor, self._memory = descriptor, Mapping(descriptor)
-        self._most = largest_file_bytes()
-        self._spans, self._size = Spans(), min(_FIRST_BYTES, self._most)
-        os.ftruncate(descriptor, self._size)
-
-    def take(self, size: int) -> tuple[int, memoryview]:
-        """Return the offset of a free span, and its memory.
-
-        Raises:
-            OSError: No file of this process may be so large.
-        """
-        offset = self._spans.take(size)
-        if self._spans.end > self._most:
-            needed_mb, most_mb = self._spans.end / 1e6, self._most / 1e6
-            self._spans.give_back(offset)
-            raise OSError(
-                errno.EFBIG,
-                f"the batches that a worker has prepared, {needed_mb:,.0f} MB, lie in one file of "
-                f"shared memory, and no file may be larger than {most_mb:,.0f} MB here (ulimit "
-                "-f): raise that limit where the pool is started",
-            )
-        while self._spans.end > self._size:
-            self._size = min(2 * self._size, self._most)
-            os.ftruncate(self.descriptor, self._size)
-        return offset, self._memory.view(offset, size)
-
-    def free(self, offset: int) -> None:
-        """Take the span at `offset` back: nobody reads it any more."""
-        self._spans.give_back(offset)
-
-
 class Mapping:
-    """An arena, mapped.
+    """An arena, mapped: an anonymous file that one worker writes.
 
     Attributes:
         descriptor: The arena's, for those who are to map it, too; the mapping owns it.
@@ -131,6 +96,41 @@ class Mapping:
     def view(self, offset: int, size: int) -> memoryview:
         """Return a span's memory."""
         return self.mapped(offset + size)[offset : offset + size]
+
+
+class Arena(Mapping):
+    """The worker's view of its arena: nothing is left of that file when its users are gone."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self._most = largest_file_bytes()
+        self._spans, self._size = Spans(), min(_FIRST_BYTES, self._most)
+        os.ftruncate(descriptor, self._size)
+
+    def take(self, size: int) -> tuple[int, memoryview]:
+        """Return the offset of a free span, and its memory.
+
+        Raises:
+            OSError: No file of this process may be so large.
+        """
+        offset = self._spans.take(size)
+        if self._spans.end > self._most:
+            needed_mb, most_mb = self._spans.end / 1e6, self._most / 1e6
+            self._spans.give_back(offset)
+            raise OSError(
+                errno.EFBIG,
+                f"the batches that a worker has prepared, {needed_mb:,.0f} MB, lie in one file of "
+                f"shared memory, and no file may be larger than {most_mb:,.0f} MB here (ulimit "
+                "-f): raise that limit where the pool is started",
+            )
+        while self._spans.end > self._size:
+            self._size = min(2 * self._size, self._most)
+            os.ftruncate(self.descriptor, self._size)
+        return offset, self.view(offset, size)
+
+    def free(self, offset: int) -> None:
+        """Take the span at `offset` back: nobody reads it any more."""
+        self._spans.give_back(offset)
 
 
 class Lent:

@@ -16,7 +16,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -31,21 +31,16 @@ _ENDLESS_STEP = 1024
 _KEEP_ENDLESS = 16 * _ENDLESS_STEP
 
 
-class Indices(Protocol):
-    """The batches of one epoch, each a list of indices (or one index)."""
-
-    def __getitem__(self, batch: int, /) -> Any: ...
-
-
 class Epoch(NamedTuple):
     """One epoch's order.
 
     Attributes:
+        indices: Its batches by their numbers, each a list of indices (or one index).
         batches: How many there are; None where the sampler does not know.
         digest: Hash of the order, 0 where it has no end.
     """
 
-    indices: Indices
+    indices: "Endless | _Packed | list[Any]"
     batches: int | None
     digest: int
 

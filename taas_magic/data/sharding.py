@@ -152,9 +152,6 @@ class Course:
                 left = steps(part.units, part.rank, part.world_size, "keep")
             self._steps = min(self._steps, self._first + left)
 
-    def __len__(self) -> int:
-        return self._steps
-
     def asks(self, until_step: int) -> Iterator[SlotRequest]:
         """Yield what is to be asked for so that steps before `until_step` can be taken."""
         while self._asked < min(until_step, self._steps):
