@@ -354,7 +354,6 @@ def _shape_of(entry: Registered, loader: Any, parts: "LoaderParts") -> "LoaderSh
         samples=_length(dataset),
         iterable=iterable,
         has_batch_sampler=parts.batch_sampler is not None,
-        has_own_batch_sampler=parts.batch_sampler is not None and loader.batch_size is None,
         drawn=None if parts.sampler is None else _length(parts.sampler),
         varies=_may_vary(parts),
         uneven=entry.uneven,

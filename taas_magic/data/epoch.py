@@ -57,45 +57,6 @@ class Step(NamedTuple):
     after: EpochPlace
 
 
-class EpochTimer:
-    """Time of one pass; adds what is over to the loader's counts."""
-
-    def __init__(self, counts: RankCounts) -> None:
-        self._counts = counts
-        self._began = self._stopped = 0.0
-        self._waits_since = 0.0
-
-    def start(self) -> None:
-        """Note that the cell waits."""
-        self._waits_since = time.perf_counter()
-        self._began = self._began or self._waits_since
-
-    def stop(self) -> None:
-        """Note that the cell goes on."""
-        self._stopped = time.perf_counter()
-        waited_s, self._waits_since = self._stopped - self._waits_since, 0.0
-        self._counts.waited_s += waited_s
-        if not self._counts.batches:
-            self._counts.first_s += waited_s
-
-    def end(self) -> None:
-        """Note that the pass is over."""
-        self._counts.span_s += self._stopped - self._began
-        self._began = self._stopped = 0.0
-
-    def counted(self) -> RankCounts:
-        """Return the loader's counts, with the time of this pass if it goes on; any thread may."""
-        found = structs.replace(self._counts)
-        now, began, waits_since = time.perf_counter(), self._began, self._waits_since
-        if began:
-            waiting_s = now - waits_since if waits_since else 0.0
-            found.waited_s += waiting_s
-            found.span_s += (now if waits_since else min(now, self._stopped + _LEFT_S)) - began
-            if not found.batches:
-                found.first_s += waiting_s
-        return found
-
-
 def _sampled(source: Iterator[Step], counts: RankCounts) -> Iterator[Step]:
     """Yield from `source`; measure now and then what of its time this thread computed."""
     wall_s = cpu_s = 0.0
@@ -127,22 +88,23 @@ class EpochIterator(Iterator[Any]):
         self._steps: Iterator[Step] | ReceiveThread | None = None
         self._line = -1
         self._pins = loader.pin_memory and torch.cuda.is_available()
-        self.timer = EpochTimer(loader.counts)
+        self._began = self._waits_since = self._stopped = 0.0
         self.ended = False
 
     def __next__(self) -> Any:
         if self.ended:
             raise StopIteration
-        self.timer.start()
+        self._waits_since = time.perf_counter()
+        self._began = self._began or self._waits_since
         try:
             if self._steps is None:
                 self._steps = _sampled(self._begin(), self._loader.counts)
             step = next(self._steps)
         except BaseException:
-            self.timer.stop()
+            self._stop_waiting()
             self.close()
             raise
-        self.timer.stop()
+        self._stop_waiting()
         return self._hand_out(step)
 
     def __len__(self) -> int:
@@ -153,10 +115,12 @@ class EpochIterator(Iterator[Any]):
         if self.ended:
             return
         self.ended = True
-        self.timer.end()
+        counts = self._loader.counts
+        counts.span_s += self._stopped - self._began
+        self._began = self._stopped = 0.0
         if self._client is None:
             return
-        self._loader.counts.retried += self._client.retried
+        counts.retried += self._client.retried
         if isinstance(self._steps, ReceiveThread):
             self._steps.stop()
         else:
@@ -164,6 +128,25 @@ class EpochIterator(Iterator[Any]):
 
     def __del__(self) -> None:
         self.close()
+
+    def counted(self) -> RankCounts:
+        """Return the loader's counts, with the time of this pass if it goes on; any thread may."""
+        found = structs.replace(self._loader.counts)
+        now, began, waits_since = time.perf_counter(), self._began, self._waits_since
+        if began:
+            waiting_s = now - waits_since if waits_since else 0.0
+            found.waited_s += waiting_s
+            found.span_s += (now if waits_since else min(now, self._stopped + _LEFT_S)) - began
+            if not found.batches:
+                found.first_s += waiting_s
+        return found
+
+    def _stop_waiting(self) -> None:
+        counts, self._stopped = self._loader.counts, time.perf_counter()
+        waited_s, self._waits_since = self._stopped - self._waits_since, 0.0
+        counts.waited_s += waited_s
+        if not counts.batches:
+            counts.first_s += waited_s
 
     def _begin(self) -> Iterator[Step]:
         loader, feed = self._loader, self._loader.feed

@@ -62,7 +62,6 @@ class LoaderShape:
         batches: Batches of the first epoch; None where it does not say.
         samples: Length of its dataset; None where it has none.
         context: multiprocessing's start method of its workers, "" for the default.
-        has_own_batch_sampler: Whether the batch sampler is the user's own.
         drawn: How many samples its sampler draws; None where that does not say.
         varies: Whether the number of batches may change from epoch to epoch.
         uneven: What happens when batches do not divide by the ranks.
@@ -80,7 +79,6 @@ class LoaderShape:
     settings: dict[str, Any]
     context: str = ""
     has_batch_sampler: bool = False
-    has_own_batch_sampler: bool = False
     drawn: int | None = None
     varies: bool = False
     uneven: Uneven = "pad"
@@ -220,7 +218,7 @@ class RemoteLoader(DataLoader[Any]):
 
     def counted(self) -> RankCounts:
         """Return what this rank was handed so far; any thread may ask."""
-        return self.counts if self._current is None else self._current.timer.counted()
+        return self.counts if self._current is None else self._current.counted()
 
     def set_epoch(self, epoch: int) -> None:
         """Set which epoch the next iterator gives; it still begins where a loaded state stands."""
@@ -491,7 +489,7 @@ class RemoteBatchSampler(_Sampler, Sampler[Any]):
 
     def __init__(self, loader: RemoteLoader, sampler: RemoteSampler) -> None:
         self._loader = loader
-        if not loader.shape.has_own_batch_sampler:
+        if loader.shape.settings["batch_size"] is not None:  # else it is the user's own
             self.sampler = sampler
 
     def __len__(self) -> int:
