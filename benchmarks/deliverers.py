@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from msgspec import structs
 from torch.utils.data import DataLoader, Dataset
 
 from taas_magic.config import DataConfig
@@ -22,7 +23,7 @@ from taas_magic.data.loader import Feed, LoaderShape, RemoteLoader
 from taas_magic.data.service import Tls
 from taas_magic.host.fetcher import fetcher_main
 from taas_magic.host.spec import FetcherSpec
-from taas_magic.messages import FetcherReport, FetcherStarted, of_fetcher
+from taas_magic.messages import FetcherReport, FetcherStarted, LoaderPlace, of_fetcher
 from taas_magic.plan import FetcherPlan
 
 Take = Callable[[], object]
@@ -169,8 +170,15 @@ def service(
     for _, control in running:
         assert isinstance(of_fetcher(control.recv_bytes()), FetcherStarted)
     client = tls.client if tls else None
-    directory = services.FolderDirectory(services.folder_of(folder) / "fetchers")
-    feed = Feed(0, 1, lambda name: payload, directory, key, tls=client, direct=direct)
+    near = services.FolderDirectory(services.folder_of(folder) / "fetchers")
+
+    def far(name: str) -> LoaderPlace:
+        """Return where fetchers are, as for a rank of another host: batches go by TCP."""
+        place = near(name)
+        found = {at: address._replace(machine="") for at, address in place.addresses.items()}
+        return structs.replace(place, addresses=found)
+
+    feed = Feed(0, 1, lambda name: payload, near if direct else far, key, tls=client)
     try:
         yield Service(loader, feed, [control for _, control in running])
     finally:

@@ -44,9 +44,6 @@ class Route:
     """A rank's ways to the fetchers of one loader; its connections and memory are used again.
 
     Several threads may use it, each with a client of its own.
-
-    Args:
-        direct: Whether shared memory may be used on one host.
     """
 
     def __init__(
@@ -55,11 +52,10 @@ class Route:
         directory: Directory,
         key: bytes,
         tls: ssl.SSLContext | None = None,
-        direct: bool = True,
         lease: FetchLease = FetchLease(),  # noqa: B008
     ) -> None:
         self._loader, self._directory, self._key = loader, directory, key
-        self._tls, self._direct, self._lease = tls, direct, lease
+        self._tls, self._lease = tls, lease
         self._found = LoaderPlace(fetchers=0)
         self._look_again_at = 0.0
         self._links: weakref.WeakSet[FetcherLink] = weakref.WeakSet()
@@ -107,7 +103,7 @@ class Route:
         if address is None:
             raise ConnectionError(f"fetcher {number} has not started yet")
         patience = self.patience_s, self._lease.silent_s
-        link = FetcherLink(address, self._loader, self._key, self._tls, self._direct, *patience)
+        link = FetcherLink(address, self._loader, self._key, self._tls, *patience)
         self._links.add(link)
         return link
 

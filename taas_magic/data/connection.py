@@ -63,7 +63,6 @@ class FetcherLink:
 
     Args:
         tls: Context for TCP; not used on one host, where no wire is.
-        direct: Whether a Unix socket and shared memory may be used.
         connect_s: How long the handshake may take, in all.
         patience_s: How long a frame may stand still in the middle.
 
@@ -83,7 +82,6 @@ class FetcherLink:
         loader: str,
         key: bytes,
         tls: ssl.SSLContext | None = None,
-        direct: bool = True,
         connect_s: float = 5.0,
         patience_s: float = 5.0,
     ) -> None:
@@ -92,7 +90,7 @@ class FetcherLink:
         self.unsent: list[LoaderRequest] = []
         self._cancelled = 0
         self._connect_until = time.monotonic() + connect_s
-        self._socket = self._connect(tls, direct, connect_s)
+        self._socket = self._connect(tls, connect_s)
         self._is_tls = isinstance(self._socket, ssl.SSLSocket)
         self.lent = Lent(self._socket.close)
         self._inbox = Inbox(self._socket, ProtocolState(Role.RANK), patience_s)
@@ -167,9 +165,9 @@ class FetcherLink:
                 self._cancelled -= 1
             whole = self._inbox.here()
 
-    def _connect(self, tls: ssl.SSLContext | None, direct: bool, connect_s: float) -> socket.socket:
+    def _connect(self, tls: ssl.SSLContext | None, connect_s: float) -> socket.socket:
         address = self.address
-        if direct and address.unix and address.machine == machine():
+        if address.unix and address.machine == machine():
             return _connect_unix(address.unix, connect_s)
         sock = socket.create_connection((address.host, address.port), connect_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

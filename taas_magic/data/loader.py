@@ -105,7 +105,6 @@ class Feed:
         tls: What makes a client context, for fetchers on other hosts.
         ledger: Where it is written what was handed out.
         window_bytes: How much a rank asks for ahead.
-        direct: Whether shared memory may be used on one host.
         own: What starts this rank's own servers.
     """
 
@@ -120,7 +119,6 @@ class Feed:
     ledger: BatchLedger | None = None
     window_bytes: int = 128 << 20
     lease: FetchLease = FetchLease()  # noqa: RUF009
-    direct: bool = True
     own: OwnServers | None = None
     loaders: "list[RemoteLoader]" = field(default_factory=list)
 
@@ -346,7 +344,7 @@ class RemoteLoader(DataLoader[Any]):
         feed, name = self.feed, self.shape.name
         if feed.directory is not None:
             tls = feed.tls() if feed.tls else None
-            return Route(name, feed.directory, feed.key, tls, feed.direct, feed.lease)
+            return Route(name, feed.directory, feed.key, tls, feed.lease)
         # With as many workers as the loader has: one at least, so that the dataset sees what it
         # would see in a fetcher: no rank, no random numbers of the cell.
         assert feed.own is not None

@@ -18,6 +18,7 @@ import cloudpickle
 import psutil
 import pytest
 import torch
+from msgspec import structs
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import Unpack
 
@@ -44,7 +45,7 @@ from taas_magic.data.sharding import Uneven
 from taas_magic.host.fetcher import fetcher_main
 from taas_magic.host.spec import FetcherSpec
 from taas_magic.leases import FetchLease
-from taas_magic.messages import Address, FetcherStarted, of_fetcher
+from taas_magic.messages import Address, FetcherStarted, LoaderPlace, of_fetcher
 from taas_magic.plan import FetcherPlan
 from taas_magic.registry import Registered
 from tests.rig.main_module import end_forkserver, plain_main
@@ -147,6 +148,17 @@ class FeedChanges(TypedDict, total=False):
     direct: bool
 
 
+def from_afar(directory: Directory) -> Directory:
+    """Return the same for a rank of another host, which gets its batches by TCP."""
+
+    def found(loader: str) -> LoaderPlace:
+        place = directory(loader)
+        far = {at: address._replace(machine="") for at, address in place.addresses.items()}
+        return structs.replace(place, addresses=far)
+
+    return found
+
+
 class Service:
     """Fetchers for some loaders, in processes of their own; and ranks' loaders."""
 
@@ -228,7 +240,9 @@ class Service:
             lease=FetchLease(fetch_s=WAIT_S, start_s=WAIT_S),
             own=own,
         )
-        feed = dataclasses.replace(feed, **changes)
+        if not changes.pop("direct", True) and feed.directory is not None:
+            feed.directory = from_afar(changes.pop("directory", feed.directory))
+        feed = dataclasses.replace(feed, **changes)  # type: ignore[misc]
         return RemoteLoader(dataclasses.replace(made, **changed), feed)
 
     def ledger(self, rank: int = 0, generation: int = 0) -> about.BatchLedger:
@@ -308,8 +322,9 @@ def linked(
     address: Address | None = None,
 ) -> FetcherLink:
     """Connect to the first fetcher, with patience for a busy machine."""
-    whom = address or address_of(running), "train", key or running.key
-    return FetcherLink(*whom, tls, direct, connect_s=WAIT_S, patience_s=WAIT_S)
+    address = address or address_of(running)
+    whom = address if direct else address._replace(machine=""), "train", key or running.key
+    return FetcherLink(*whom, tls, connect_s=WAIT_S, patience_s=WAIT_S)
 
 
 def heard(link: FetcherLink) -> tuple[FromServer, memoryview]:
