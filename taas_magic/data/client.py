@@ -183,17 +183,17 @@ class Route:
 
     def _await_fetchers(self) -> None:
         """Wait for the first fetcher; look now and then for those that had not started yet."""
-        found = self._found
-        if found.addresses:
-            if len(found.addresses) < found.fetchers and time.monotonic() >= self._look_again_at:
-                self._look_again_at = time.monotonic() + _LOOK_AGAIN_S
-                found = self._directory(self._loader)
-                self._found = found if found.addresses else self._found
+        known = self._found
+        if len(known.addresses) >= max(1, known.fetchers):
             return
-        deadline = time.monotonic() + self._lease.start_s
+        now = time.monotonic()
+        if known.addresses and now < self._look_again_at:
+            return
+        self._look_again_at, deadline = now + _LOOK_AGAIN_S, now + self._lease.start_s
         while True:
-            found = self._found = self._directory(self._loader)
-            if found.addresses:
+            found = self._directory(self._loader)
+            if found.addresses or known.addresses:
+                self._found = found if found.addresses else known
                 return
             if found.failed:
                 raise RunLost(f'no fetcher of loader "{self._loader}": {found.failed}')
