@@ -555,9 +555,9 @@ class Scheduler:
             RuntimeError: Workers end again and again.
         """
         for one in self._workers.values():
-            if not one.has_room:
+            if not (room := one.room):
                 continue
-            for _ in range(one.room):
+            for _ in range(room):
                 request, to_disk = self._choose(one)
                 if request is None:
                     break

@@ -125,14 +125,10 @@ class WorkerHandle:
         self._files: list[int] = []
 
     @property
-    def has_room(self) -> bool:
-        """Whether it may be told more. As long as it has enough to do, it is not disturbed."""
-        return not self.is_gone and len(self.told) <= self._depth // 2
-
-    @property
     def room(self) -> int:
-        """How many commands more it may be told."""
-        return self._depth - len(self.told)
+        """How many commands more it may be told: none while it has enough to do, or is gone."""
+        told = len(self.told)
+        return 0 if self.is_gone or told > self._depth // 2 else self._depth - told
 
     def tell(self, number: int, request: LoaderRequest, to_disk: bool = False) -> None:
         """Lay a command ready; the reply to it has the same `number`.

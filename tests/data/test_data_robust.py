@@ -469,8 +469,8 @@ def test_a_server_does_not_wait_for_a_worker_that_takes_its_time() -> None:
         small = Reply(0, ResponseKind.BATCH, 1, body_bytes=1)
         theirs.send(msgspec.msgpack.encode([small]))
         assert len(list(one.hear())) == 1
-        while one.has_room:
-            for _ in range(1 if len(one.told) < one.room else one.room):
+        while room := one.room:
+            for _ in range(1 if len(one.told) < room else room):
                 number = len(one.told)
                 one.tell(number, LoaderRequest(RequestKind.GET, 0, number, bytes(1 << 16)))
             one.frees += range(10_000)
