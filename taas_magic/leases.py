@@ -19,7 +19,8 @@ RANK_BEAT_S = 1.0
 """How often a rank says that it lives and where its main thread stands."""
 
 STOPPED_S = 5.0
-"""How long a rank may be stopped (SIGSTOP) before the run fails."""
+"""How long a process may be stopped (SIGSTOP): a rank, before the run fails; a worker of a fetcher,
+before it is ended and another one started."""
 
 ALIVE_S = 1.0
 """How often a rank that waits is told that its fetcher lives, and looks up."""

@@ -407,11 +407,13 @@ class WorkerChange(Struct, frozen=True, array_like=True):
 
     Attributes:
         pid: Of the one that has ended; 0: it is to start, and its end of its socket comes along.
+        was_stopped: Whether it was ended since it had been stopped for too long.
     """
 
     number: int
     pid: int = 0
     exitcode: int = 0
+    was_stopped: bool = False
 
 
 class Command(Struct, frozen=True, array_like=True, gc=False):

@@ -32,6 +32,7 @@ from taas_magic.data.memory import largest_file_bytes
 from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID, FetcherShare
 from taas_magic.data.worker import CONTROL_BYTES, ServedLoader, WorkerHandle, spilled_file
+from taas_magic.leases import STOPPED_S
 from taas_magic.messages import FetcherCounts
 
 _TRIES = 10
@@ -526,6 +527,7 @@ class Scheduler:
         arguments = (served, theirs, self._control)
         self._parent = context.Process(target=worker.parent_main, args=arguments)
         self._parent.start()
+        self._stopped = worker.Stopped()
         theirs.close()
         selector.register(self._control, selectors.EVENT_READ, self._hear_parent)
 
@@ -566,6 +568,10 @@ class Scheduler:
                     self._positions[stream] = request.epoch, item + 1
                 one.tell(next(self._numbers), request, to_disk)
             one.send(self.buffer.oldest_epoch)
+
+    def look(self) -> None:
+        """End the workers' parent if it is stopped; then all of this server ends."""
+        self._stopped.end([self._parent.pid])
 
     def close(self) -> None:
         """End all workers."""
@@ -675,6 +681,8 @@ class Scheduler:
         how = f"left with exit code {exitcode}"
         if exitcode < 0:
             how = f"was killed by {signal.Signals(-exitcode).name}"
+        if ended.was_stopped:
+            how = f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s and killed"
         said = (
             f'worker {number} of {self._served.where} (loader "{self._served.name}", '
             f"pid {ended.pid}) {how}; it was started again"

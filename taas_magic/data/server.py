@@ -515,7 +515,9 @@ class Server:
         return True
 
     def _look(self, now: float) -> None:
-        """Say that the server lives, and drop who takes too long to prove itself."""
+        """Say that the server lives; drop who takes too long to prove itself, and what is stopped."""
+        for loader in self._loaders.values():
+            loader.look()
         for connection in list(self._unproved):
             if now - connection.began < PROOF_S:
                 break

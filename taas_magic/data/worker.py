@@ -17,7 +17,7 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 
 from taas_magic.capture.modules import claim_taas
@@ -33,6 +34,7 @@ from taas_magic.data.dataset import Ended, Failed, Source, own_units
 from taas_magic.data.memory import Arena, Mapping
 from taas_magic.data.protocol import Command, LoaderRequest, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID, FetcherShare
+from taas_magic.leases import STOPPED_S
 
 MESSAGE_BYTES = 128 << 10
 """The longest message between a server and a worker."""
@@ -55,6 +57,7 @@ CONTROL_BYTES = 64
 """The longest message between a server and its workers' parent, and the first one to a worker."""
 
 _CLOEXEC = socket.MSG_CMSG_CLOEXEC
+_LOOK_S = 1.0
 
 _pack = msgspec.msgpack.Encoder().encode
 _read_orders = msgspec.msgpack.Decoder(protocol.Orders).decode
@@ -344,11 +347,33 @@ def _failed(failure: Failed) -> _Prepared:
     return ResponseKind.ERROR, encode.raw(body), 1, 0
 
 
+class Stopped:
+    """Ends children of this process that are stopped (SIGSTOP) for `STOPPED_S`.
+
+    Attributes:
+        ended: Their process ids.
+    """
+
+    def __init__(self) -> None:
+        self.ended: set[int] = set()
+        self._since: dict[int, float] = {}
+
+    def end(self, children: Iterable[int]) -> None:
+        """Look at children that this process has not waited for; call it about once a second."""
+        now = time.monotonic()
+        stopped = [it for it in children if psutil.Process(it).status() == psutil.STATUS_STOPPED]
+        self._since = {pid: self._since.get(pid, now) for pid in stopped}
+        for pid, since in self._since.items():
+            if now - since >= STOPPED_S:
+                os.kill(pid, signal.SIGKILL)
+                self.ended.add(pid)
+
+
 def parent_main(served: ServedLoader, control: socket.socket, servers: socket.socket) -> None:
     """Run the process whose children are the workers of one loader.
 
-    It starts one when it is told to, and says when it has ended. Without a server it ends, and they
-    with it.
+    It starts one when it is told to, says when it has ended, and ends one that is stopped. Without
+    a server it ends, and they with it.
 
     Args:
         control: Its end of the socket to the server.
@@ -360,10 +385,11 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
     loader = _preload(served)
     inherited = control if served.context == "fork" else None
     processes: dict[int, Any] = {}
+    stopped = Stopped()
     try:
         while True:
             sentinels = {process.sentinel: number for number, process in processes.items()}
-            for ready in wait([control, *sentinels]):
+            for ready in wait([control, *sentinels], _LOOK_S):
                 if ready is control:
                     said, sockets, _, _ = socket.recv_fds(control, CONTROL_BYTES, 1, _CLOEXEC)
                     if not said:
@@ -378,8 +404,12 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
                     number = sentinels[ready]
                     process = processes.pop(number)
                     process.join()
-                    ended = protocol.WorkerChange(number, process.pid, process.exitcode)
+                    was_stopped = process.pid in stopped.ended
+                    ended = protocol.WorkerChange(
+                        number, process.pid, process.exitcode, was_stopped
+                    )
                     control.send(_pack(ended))
+            stopped.end(process.pid for process in processes.values())
     except (BrokenPipeError, ConnectionResetError):
         return  # the server is gone
     finally:

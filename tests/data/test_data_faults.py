@@ -91,6 +91,22 @@ def test_18_a_worker_that_died_is_started_again(tmp_path: Path) -> None:
             assert handed + [plain(batch) for batch in batches] == want
 
 
+def test_18_a_worker_that_is_stopped_is_ended_and_started_again(tmp_path: Path) -> None:
+    with service(tmp_path, DataLoader(Noise(40), 2)) as running:
+        (worker,) = workers_of(running)
+        worker.suspend()
+        worker.wait(WAIT_S)
+        assert stream(running) == stream(running, local=True)
+
+
+def test_18_a_fetcher_ends_when_what_starts_its_workers_is_stopped(tmp_path: Path) -> None:
+    with service(tmp_path, DataLoader(Noise(40), 2)) as running:
+        server, parent, worker = everybody_of(running)
+        parent.suspend()
+        _, alive = psutil.wait_procs([server, parent, worker], WAIT_S)
+        assert not alive
+
+
 def test_19_a_fetcher_stops_and_goes_on(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(100), 2), fetchers=2) as running:
         want = stream(running, local=True)
