@@ -527,7 +527,7 @@ class Scheduler:
         arguments = (served, theirs, self._control)
         self._parent = context.Process(target=worker.parent_main, args=arguments)
         self._parent.start()
-        self._stopped = worker.Stopped()
+        self._stopped = worker.StoppedChildren()
         theirs.close()
         selector.register(self._control, selectors.EVENT_READ, self._hear_parent)
 

@@ -515,7 +515,7 @@ class Server:
         return True
 
     def _look(self, now: float) -> None:
-        """Say that the server lives; drop who takes too long to prove itself, and what is stopped."""
+        """Say that the server lives; drop who proves itself too late; end what is stopped."""
         for loader in self._loaders.values():
             loader.look()
         for connection in list(self._unproved):

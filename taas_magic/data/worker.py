@@ -347,7 +347,7 @@ def _failed(failure: Failed) -> _Prepared:
     return ResponseKind.ERROR, encode.raw(body), 1, 0
 
 
-class Stopped:
+class StoppedChildren:
     """Ends children of this process that are stopped (SIGSTOP) for `STOPPED_S`.
 
     Attributes:
@@ -385,7 +385,7 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
     loader = _preload(served)
     inherited = control if served.context == "fork" else None
     processes: dict[int, Any] = {}
-    stopped = Stopped()
+    stopped = StoppedChildren()
     try:
         while True:
             sentinels = {process.sentinel: number for number, process in processes.items()}

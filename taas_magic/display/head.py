@@ -7,7 +7,7 @@ comes from outside is escaped.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import PurePosixPath
@@ -366,6 +366,15 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
+def table_html(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of text as HTML."""
+    cells = "".join(f"<th style='{CELL};opacity:0.6'>{name}</th>" for name in head)
+    for row in rows:
+        cells += "</tr><tr>" + "".join(f"<td style='{CELL}'>{escape(cell)}</td>" for cell in row)
+    style = f"border-collapse:collapse;{CODE};font-size:12px"
+    return f"<table style='{style}'><tr>{cells}</tr></table>"
+
+
 def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[str, list[Fact]]]:
     """Return the facts of each loader, by its name; of a run that has ended means, and no buffer.
 
@@ -485,11 +494,7 @@ def hang_lines(rows: Sequence[RankStand], now: float) -> list[str]:
 
 def _hang_html(rows: Sequence[RankStand], now: float) -> str:
     title = _row(escape(_hang_title(rows, now)), f"color:{COLOURS['INTERRUPTED']}")
-    cells = "".join(f"<th style='{CELL};opacity:0.6'>{name}</th>" for name in _HANG_HEAD)
-    for row in _hang_cells(rows, now):
-        cells += "</tr><tr>" + "".join(f"<td style='{CELL}'>{escape(cell)}</td>" for cell in row)
-    style = f"border-collapse:collapse;{CODE};font-size:12px"
-    return f"{title}<table style='{style}'><tr>{cells}</tr></table>"
+    return title + table_html(_HANG_HEAD, _hang_cells(rows, now))
 
 
 def _hang_title(rows: Sequence[RankStand], now: float) -> str:

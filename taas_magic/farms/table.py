@@ -152,7 +152,7 @@ def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
 def bundle(state: FarmState) -> dict[str, str]:
     """Return the table for a notebook's output; in HTML all that comes from hosts is escaped."""
     first, cells = head(state), rows(state)
-    table = table_html(["name", "state", "host", "last line"], (map(escape, row) for row in cells))
+    table = table_html(["name", "state", "host", "last line"], cells)
     return {
         "text/plain": "\n".join([first, *(f"  {line}" for line in columns(cells))]),
         "text/html": f"<div style='{FRAME}'><div>{escape(first)}</div>{table}</div>",
