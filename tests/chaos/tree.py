@@ -5,6 +5,7 @@ what was harmed.
 """
 
 import random
+import re
 import secrets
 import time
 from collections import Counter
@@ -19,9 +20,15 @@ from tests.conftest import TOKEN, abandoned, carriers, describe, end
 from tests.frontend import WAIT_S, Frontend, Scene
 from tests.harness import FORKSERVER, words
 
+LEAST_ROUNDS = 4
+
 GONE_WITHIN_S = 60.0
 STOPPED_S = 2.0
 """How long a kernel or a pool stays stopped: nobody else can end them."""
+
+NOT_OURS = re.compile(r"torchinductor_.*|[a-z0-9_]{8}")
+"""torch's own; and what Python's tempfile writes, to see whether it may, and then removes: a
+process that is killed in that moment leaves it."""
 
 MODULES = {
     "pool": "taas_magic.pool.process",
@@ -87,16 +94,22 @@ class Chaos:
         self._doomed: dict[psutil.Process, tuple[float, str]] = {}
         self.result = Result()
 
-    def play(self, rounds: int, say: Callable[[str], None]) -> Result:
+    def play(
+        self, rounds: int, say: Callable[[str], None], enough_s: float = float("inf")
+    ) -> Result:
         """Do so many rounds, then end the kernel and look for what is left.
 
         Args:
             rounds: How many.
             say: Called with a line for each.
+            enough_s: After so long no other round begins, if LEAST_ROUNDS are done.
         """
         with self._scene.kernel(**{TOKEN: self._token}) as frontend:
             frontend.run(LOADER)
-            while self.result.harms.total() < rounds:
+            until = time.monotonic() + enough_s
+            while (done := self.result.harms.total()) < rounds:
+                if done >= LEAST_ROUNDS and time.monotonic() > until:
+                    break
                 self._round(frontend, say)
         self.result.left += left_after_a_while(self._all_left)
         return self.result
@@ -194,7 +207,7 @@ class Chaos:
         """Return what is there when nothing should be; ports and sockets go with processes."""
         found = [f"process {describe(process)}" for process in carriers(self._token)]
         files = abandoned(set(Path("/dev/shm").iterdir()) - self._files)
-        kept = [p for p in self._scene.tmp.iterdir() if not p.name.startswith("torchinductor_")]
+        kept = [path for path in self._scene.tmp.iterdir() if not NOT_OURS.fullmatch(path.name)]
         return found + [f"file {path}" for path in (*files, *kept)]
 
 
