@@ -243,7 +243,9 @@ def test_a_state_goes_on_with_another_number_of_fetchers(
 
 
 @pytest.mark.parametrize("at_home", [False, True], ids=["fetchers", "in the rank"])
-def test_a_state_has_the_datasets_own(tmp_path: Path, at_home: bool) -> None:
+def test_a_state_has_the_datasets_own(
+    tmp_path: Path, at_home: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loader = DataLoader(Remembering(200), 1)
     with service(tmp_path / "one", loader) as running:
         batches = iter(remote := running.loader(local=at_home))
@@ -251,6 +253,7 @@ def test_a_state_has_the_datasets_own(tmp_path: Path, at_home: bool) -> None:
         state = remote.state_dict()
     assert state["streams"] == {0: (128, {"at": 128})}
     # workers that cannot work far ahead have nothing ready that was counted from the beginning
+    monkeypatch.setattr("taas_magic.data.loader._OWN_BUFFER_BYTES", 4096)
     with service(tmp_path / "two", loader, fetchers=2, buffer_bytes=4096) as running:
         remote = running.loader(local=at_home)
         remote.load_state_dict(state)
