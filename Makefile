@@ -32,8 +32,7 @@ clean:
 	$(PYTHON) -m venv .venv
 
 # Editable, so that a change of the code needs no new install; a change of the files below does.
-# Not compiled: Python compiles the tenth of these modules that is used when it first imports them.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 NEEDED := pyproject.toml constraints.txt $(wildcard kernels/taas/*)
 
 .venv/.examples: $(NEEDED) | .venv/bin/python
