@@ -48,7 +48,6 @@ ANSWER_S = 20.0
 END_S = 30.0
 """How long a pool's process that was told to end may take; then it is killed."""
 
-_ENDED = "its process has ended"
 _LOOK_S = 0.25
 _PATIENCE_S = 2.0  # beats that wait in this process, which was busy, come in meanwhile
 
@@ -137,7 +136,7 @@ class Pool:
         """
         wait = wait or Wait()
         said = self._ready(hosts, on_wait, wait, has_run)
-        if said.is_ending:  # nobody had used it for a while before this kernel came; or killed
+        if said.is_ending:  # nobody had used it for a while before this kernel came
             self.close()
             self.process.wait_for_end(END_S)
             said = self._ready(hosts, on_wait, wait, has_run)
@@ -153,26 +152,15 @@ class Pool:
         if wait.is_given_up:
             raise PoolError(f'pool "{self.name}": nobody waits for its hosts any more')
         if self.process.is_ending():
-            return Started(error=_ENDED, is_ending=True)
+            return Started(is_ending=True)
         client = self._connected()
         if on_wait is not None:
             client.subscribe_topic(POOL_TOPIC, lambda pair: on_wait(list(pair[1])))
         try:
             return self.call(WaitForHosts(client.id, wait.id, hosts, has_run))
-        except PoolError:
-            if wait.is_given_up or self.is_silent or not self._has_ended():
-                raise
-            return Started(error=_ENDED, is_ending=True)
         finally:
             if on_wait is not None:
                 client.unsubscribe_topic(POOL_TOPIC)
-
-    def _has_ended(self) -> bool:
-        """Whether the pool's process has ended; one that is killed closes its connections first."""
-        until = time.monotonic() + _PATIENCE_S
-        while self.is_alive() and time.monotonic() < until:
-            time.sleep(_LOOK_S)
-        return not self.is_alive()
 
     def give_up(self, wait: Wait) -> None:
         """Give up a wait: its `open`, in another thread, raises PoolError."""

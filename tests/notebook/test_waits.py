@@ -119,16 +119,6 @@ def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
     other.down()
 
 
-def test_a_pool_that_is_killed_while_hosts_are_awaited_is_started_again(own_pool: Pool) -> None:
-    process = process_of(own_pool)
-    with ThreadPoolExecutor() as threads:
-        opening = threads.submit(own_pool.open)
-        eventually(process.children)  # a host starts: it is asked for
-        process.kill()
-        opening.result(WAIT_S)
-    assert len(own_pool.status().hosts) == 1
-
-
 HASTY = PoolConfig("local", start_timeout_s=5)
 
 
