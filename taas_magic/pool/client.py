@@ -65,6 +65,10 @@ class Wait:
         self.is_given_up = False
 
 
+class ConnectionBroke(PoolError):
+    """The connection to a pool's process broke before it answered: it has ended."""
+
+
 class Pool:
     """One pool, for one kernel.
 
@@ -135,10 +139,15 @@ class Pool:
             PoolError: It could not be started, or hosts could not be had.
         """
         wait = wait or Wait()
-        said = self._ready(hosts, on_wait, wait, has_run)
+        try:
+            said = self._ready(hosts, on_wait, wait, has_run)
+        except ConnectionBroke:  # it was killed: one that is told to end answers first
+            if wait.is_given_up:
+                raise
+            said = Started(is_ending=True)
         if said.is_ending:  # nobody had used it for a while before this kernel came
             self.close()
-            self.process.wait_for_end(END_S)
+            self.process.wait_for_end(END_S, self.address)
             said = self._ready(hosts, on_wait, wait, has_run)
         self._require(said)
 
@@ -321,6 +330,7 @@ class Pool:
         """Ask the controller; waits for its answer as long as the pool's process is heard.
 
         Raises:
+            ConnectionBroke: The pool's process has ended.
             PoolError: It does not answer.
         """
         client = self._connected()
@@ -339,7 +349,7 @@ class Pool:
         try:
             return answer.result()
         except OSError as error:
-            raise PoolError(f'pool "{self.name}" does not answer: {error}') from error
+            raise ConnectionBroke(f'pool "{self.name}" does not answer: {error}') from error
 
     def silence(self) -> str:
         """Return what is known of a pool's process that is not heard, and what to do."""

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,9 +82,7 @@ class Kernels:
     def go(self, client: str) -> None:
         """Take down that a kernel has left or died."""
         self.connected.discard(client)
-        for wait, (owner, _) in list(self._waiting.items()):
-            if owner == client:
-                self.give_up(wait)
+        self.give_up_all({client})
 
     async def ready(self, asked: WaitForHosts) -> Started:
         """Return when so many hosts are there and can start ranks at once.
@@ -105,6 +103,12 @@ class Kernels:
             return Started(error="nobody waits for its hosts any more")
         finally:
             self._waiting.pop(asked.wait, None)
+
+    def give_up_all(self, owners: Collection[str] | None = None) -> None:
+        """Give up all waits of these kernels; None: of all kernels."""
+        for wait, (owner, _) in list(self._waiting.items()):
+            if owners is None or owner in owners:
+                self.give_up(wait)
 
     def give_up(self, wait: str) -> None:
         """Give up one of a kernel's waits: hosts that nobody uses are given back."""
@@ -359,7 +363,8 @@ class Controller(SchedulerPlugin):
         return await ask_all(self.members, self.members.all(), asked)
 
     async def down(self, asked: EndPool) -> None:
-        """End every run and then the pool's process."""
+        """End every wait and every run, and then the pool's process."""
+        self._kernels.give_up_all()
         await asyncio.gather(*(run.halt("kill") for run in list(self._runs.values())))
         asyncio.get_running_loop().call_later(0.1, self.over.set)
 

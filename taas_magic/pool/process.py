@@ -124,9 +124,8 @@ class PoolProcess:
             PoolError: It could not be started, and is ended, if it is stopped or hangs; the message
                 ends with the last lines of its log. Or it is of another version than this kernel.
         """
-        path = self.folder / "pool.json"
         deadline = time.monotonic() + self._config.start_timeout_s
-        while not path.exists():
+        while (place := self._place()) is None:
             code = self._started.poll() if self._started is not None else 0
             if code == 0:  # the process that lived before was about to end
                 self.begin()
@@ -135,13 +134,19 @@ class PoolProcess:
                 self.kill()
                 raise error
             time.sleep(_POLL_S)
-        place = unpack(path.read_bytes(), PoolPlace)
         if place.made_of != this_kernel():
             raise PoolError(
                 f'pool "{self._config.name}": Python, torch or taas-magic was changed since this '
                 f"kernel started: restart the kernel"
             )
         return place
+
+    def _place(self) -> PoolPlace | None:
+        """Return what `pool.json` says; None while there is none."""
+        try:
+            return unpack((self.folder / "pool.json").read_bytes(), PoolPlace)
+        except FileNotFoundError:
+            return None
 
     def of_other_versions(self) -> list[str]:
         """Return the living pools that this one would be, but for their versions, a text each."""
@@ -155,14 +160,19 @@ class PoolProcess:
                     found.append(f"Python {made_of.python}, torch {made_of.torch}")
         return found
 
-    def wait_for_end(self, limit_s: float) -> None:
+    def wait_for_end(self, limit_s: float, address: str = "") -> None:
         """Return when the process has ended.
+
+        Args:
+            address: Where it listened; one that another kernel has started since is not waited for.
 
         Raises:
             PoolError: It does not end in that time.
         """
         deadline = time.monotonic() + limit_s
         while self.is_alive():
+            if address and (place := self._place()) and place.address != address:
+                return
             if time.monotonic() > deadline:
                 raise self._error("did not end")
             time.sleep(_POLL_S)

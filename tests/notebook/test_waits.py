@@ -119,6 +119,22 @@ def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
     other.down()
 
 
+def test_a_pool_that_is_killed_while_kernels_await_its_hosts_is_started_again(
+    own_pool: Pool, tmp_path: Path
+) -> None:
+    process, other = process_of(own_pool), Pool(own_pool.config, tmp_path)
+    other.connect()
+    with ThreadPoolExecutor() as threads:
+        opening = [threads.submit(pool.open) for pool in (own_pool, other)]
+        eventually(process.children)  # a host starts: it is asked for
+        process.kill()
+        for opened in opening:
+            opened.result(WAIT_S)
+    assert own_pool.address == other.address
+    assert len(own_pool.status().hosts) == 1
+    other.down()
+
+
 HASTY = PoolConfig("local", start_timeout_s=5)
 
 

@@ -333,6 +333,6 @@ def test_down_ends_a_host_that_is_just_starting(remote: Remote, hosts: Hosts) ->
     opening = pools.warm(remote.config, "late")
     while not any(name_of(process).startswith("python") for process in hosts.processes(3)):
         assert opening.is_alive()
-    remote.pool_process("late").terminate()
+    pools.down("late", remote.config)
     opening.join(WITHIN_S)
     assert not hosts.left(3)
