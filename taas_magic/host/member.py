@@ -10,6 +10,7 @@ host alive. Only monotonic clocks are read: those of hosts may be days apart.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import os
@@ -64,6 +65,10 @@ _T = TypeVar("_T")
 logger = logging.getLogger("taas_magic.agent")
 
 _LOOK_S = 0.5
+
+_REST_AFTER_S = 2.0
+"""How long after the first run has ended the forkserver imports the rest: more cells may come."""
+
 _started = time.time() - time.monotonic()
 
 
@@ -152,6 +157,7 @@ class AgentWorker(Worker):
         )
         self._place, self._lease, self._problems = place, lease, problems
         self._shares: dict[str, HostShare] = {}
+        self._first_ended_at: float | None = None
         self._answering: set[asyncio.Task[None]] = set()
         answers: dict[type[Request[Any]], Answer] = {
             Greet: self.hello,
@@ -240,15 +246,7 @@ class AgentWorker(Worker):
             share.run()
         finally:
             del self._shares[run_id]
-            self._after_run()
-
-    def _after_run(self) -> None:
-        """Have ready what the next run starts with."""
-        try:
-            if forkserver.is_alive() and not self._shares:
-                forkserver.import_rest()
-        except PoolError as error:  # it has ended just now
-            logger.warning("%s", error)
+            self._first_ended_at = self._first_ended_at or time.monotonic()
 
     async def beat(self) -> None:
         """Beat until it is cancelled."""
@@ -257,12 +255,17 @@ class AgentWorker(Worker):
             await asyncio.sleep(self._lease.beat_s)
 
     async def watch_forkserver(self) -> None:
-        """Leave the pool when no run can start here any more and none is here."""
+        """Have it import the rest when no run is here; without it, leave the pool."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            if not (forkserver.is_alive() or self._shares):
+            if self._shares:
+                continue
+            if not forkserver.is_alive():
                 self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")
                 return
+            if self._first_ended_at and time.monotonic() - self._first_ended_at >= _REST_AFTER_S:
+                with contextlib.suppress(PoolError):  # it has ended just now
+                    await asyncio.to_thread(forkserver.import_rest)
 
     def _is_alone(self) -> bool:
         return len(self._shares) == 1
