@@ -5,15 +5,20 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 3
 
-.PHONY: demo test lint bench clean
+# Two things at once: what Debian's packages and pip's wait for is not the same.
+MAKEFLAGS += --jobs=2
+
+.PHONY: demo test debian lint bench clean
 
 demo: .venv/.examples
 	$(BIN)/python notebooks/demo.py
 
-test: lint
-	@tests/rig/debian.sh
+test: lint debian
 	$(BIN)/python -m compileall -q taas_magic
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
+
+debian:
+	@tests/rig/debian.sh
 
 lint: .venv/.test
 	$(BIN)/ruff check .
