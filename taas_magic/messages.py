@@ -605,16 +605,13 @@ class HostStatus(Struct, kw_only=True):
 
     Attributes:
         means: What holds its ranks off the project store.
-        since: When it joined, in seconds since 1970.
         had_s: How long it is had.
         idle_s: How long it has had no run; None while it has.
         gpu_hours: Of its GPUs, since it is had.
     """
 
     host: str
-    address: str
     means: str
-    since: float
     runs: list[str]
     had_s: float
     idle_s: float | None

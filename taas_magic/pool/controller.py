@@ -164,9 +164,7 @@ class Upkeep:
         """Return what `%taas pools` says of a host."""
         return HostStatus(
             host=member.name,
-            address=member.place,
             means=member.means,
-            since=member.joined,
             runs=sorted(member.runs),
             had_s=member.had_s,
             idle_s=None if member.idle_since is None else self._clock() - member.idle_since,

@@ -34,7 +34,6 @@ class Member:
     Attributes:
         address: Its agent's, by which Dask knows it.
         agent: Its agent's name, by which the engine knows it.
-        joined: When, in seconds since 1970.
         heard_at: When it was last heard, by this process's monotonic clock.
         excused_s: Of the time since then, how long this process stood still and could hear nothing.
         name: What the notebook calls it; "" until it has said so.
@@ -49,7 +48,6 @@ class Member:
 
     address: str
     agent: str = ""
-    joined: float = field(default_factory=time.time)
     heard_at: float = field(default_factory=time.monotonic)
     excused_s: float = 0.0
     name: str = ""

@@ -46,9 +46,7 @@ class FakeLaunch(ModuleType):
     def rows(self, config: Config) -> list[PoolRow]:
         here = HostStatus(
             host="here",
-            address="",
             means="Landlock",
-            since=0.0,
             runs=["a"],
             had_s=7200.0,
             idle_s=None,
