@@ -142,6 +142,7 @@ def test_data_goes_from_fetcher_host_to_rank_host_and_nowhere_else(
 ) -> None:
     remote.define("loader = taas.register(DataLoader(Pictures(40, width=500_000), 2))")
     here = result(train(remote, "--cpus 0"))
+    train(remote, "--cpus 2 --prefill 16")  # the project's files are on all hosts then
     before, by_caller = received(hosts, 1), sent_by_caller(hosts)
     # so many ready batches that both fetchers must have come up: the rank needs no more than one
     outcome = train(remote, "--cpus 2 --prefill 16")
