@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 3
 
-# Two things at once: what Debian's packages and pip's wait for is not the same.
+# Debian's packages and pip's are fetched at the same time.
 MAKEFLAGS += --jobs=2
 
 .PHONY: demo test debian lint bench clean

@@ -24,6 +24,7 @@ from pathlib import Path
 from taas_magic.data.service import new_certificate
 from tests.chaos.harm import play
 from tests.chaos.tree import HARMS, NEXT, Chaos, memory_of
+from tests.eventually import eventually
 from tests.frontend import Frontend, Scene
 
 END_S = 45.0
@@ -74,8 +75,8 @@ def harm_processes(rounds: int, seed: int, harms: tuple[str, ...]) -> None:
 def run_again_and_again(runs: int) -> None:
     with _scene() as scene, scene.kernel() as frontend:
         _run(frontend, WARM_RUNS)
-        while "all: True" not in frontend.text(frontend.run(HAS_ALL)):
-            pass  # the forkserver imports the last of it when no run is there
+        # the forkserver imports the last of it when no run is there
+        eventually(lambda: "all: True" in frontend.text(frontend.run(HAS_ALL)))
         before = memory_of(frontend)
         began = time.perf_counter()
         _run(frontend, runs)

@@ -138,7 +138,7 @@ def import_rest() -> None:
         try:
             _server.send_signal(signal.SIGUSR1)
             _reported()
-        except (EOFError, psutil.NoSuchProcess) as error:
+        except (EOFError, OSError, psutil.NoSuchProcess) as error:
             raise PoolError(why_ended()) from error
         _has_rest = True
 

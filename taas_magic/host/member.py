@@ -67,7 +67,7 @@ logger = logging.getLogger("taas_magic.agent")
 _LOOK_S = 0.5
 
 _REST_AFTER_S = 2.0
-"""How long after the first run has ended the forkserver imports the rest: more cells may come."""
+"""How long after a run has ended the forkserver imports the rest: more cells may come."""
 
 _started = time.time() - time.monotonic()
 
@@ -157,7 +157,7 @@ class AgentWorker(Worker):
         )
         self._place, self._lease, self._problems = place, lease, problems
         self._shares: dict[str, HostShare] = {}
-        self._first_ended_at: float | None = None
+        self._rest_at: float | None = None
         self._answering: set[asyncio.Task[None]] = set()
         answers: dict[type[Request[Any]], Answer] = {
             Greet: self.hello,
@@ -246,7 +246,7 @@ class AgentWorker(Worker):
             share.run()
         finally:
             del self._shares[run_id]
-            self._first_ended_at = self._first_ended_at or time.monotonic()
+            self._rest_at = self._rest_at or time.monotonic() + _REST_AFTER_S
 
     async def beat(self) -> None:
         """Beat until it is cancelled."""
@@ -263,7 +263,8 @@ class AgentWorker(Worker):
             if not forkserver.is_alive():
                 self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")
                 return
-            if self._first_ended_at and time.monotonic() - self._first_ended_at >= _REST_AFTER_S:
+            if self._rest_at is not None and time.monotonic() >= self._rest_at:
+                self._rest_at = None
                 with contextlib.suppress(PoolError):  # it has ended just now
                     await asyncio.to_thread(forkserver.import_rest)
 
