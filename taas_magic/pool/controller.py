@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,10 @@ FIRST_S = 20.0
 """How long a pool waits for its first kernel at least: that may still be busy with imports."""
 
 
+_ANSWERED_S = 2.0
+"""How long it may take at a pool's end until who waits for hosts is answered."""
+
+
 class Kernels:
     """The kernels of a pool.
 
@@ -82,7 +86,9 @@ class Kernels:
     def go(self, client: str) -> None:
         """Take down that a kernel has left or died."""
         self.connected.discard(client)
-        self.give_up_all({client})
+        for wait, (owner, _) in list(self._waiting.items()):
+            if owner == client:
+                self.give_up(wait)
 
     async def ready(self, asked: WaitForHosts) -> Started:
         """Return when so many hosts are there and can start ranks at once.
@@ -104,11 +110,12 @@ class Kernels:
         finally:
             self._waiting.pop(asked.wait, None)
 
-    def give_up_all(self, owners: Collection[str] | None = None) -> None:
-        """Give up all waits of these kernels; None: of all kernels."""
-        for wait, (owner, _) in list(self._waiting.items()):
-            if owners is None or owner in owners:
-                self.give_up(wait)
+    async def give_up_all(self) -> None:
+        """Give up all waits; returns when they are answered."""
+        if given_up := [waiting for _, waiting in self._waiting.values()]:
+            for waiting in given_up:
+                waiting.cancel()
+            await asyncio.wait(given_up, timeout=_ANSWERED_S)
 
     def give_up(self, wait: str) -> None:
         """Give up one of a kernel's waits: hosts that nobody uses are given back."""
@@ -362,7 +369,7 @@ class Controller(SchedulerPlugin):
 
     async def down(self, asked: EndPool) -> None:
         """End every wait and every run, and then the pool's process."""
-        self._kernels.give_up_all()
+        await self._kernels.give_up_all()
         await asyncio.gather(*(run.halt("kill") for run in list(self._runs.values())))
         asyncio.get_running_loop().call_later(0.1, self.over.set)
 
