@@ -5,6 +5,9 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 3
 
+# More processes compute than there are cores: a thread of theirs that waits must not spin.
+export OMP_WAIT_POLICY := passive
+
 # Debian's packages and pip's are fetched at the same time.
 MAKEFLAGS += --jobs=2
 

@@ -84,9 +84,12 @@ def prepare() -> None:
     """Make, in the forkserver, what each rank then finds made.
 
     The shell runs a cell that raises, so that no rank waits for the imports of what draws a
-    traceback while the other ranks are already being ended.
+    traceback while the other ranks are already being ended. numpy imports `random` when it is first
+    asked for.
     """
     rendezvous.has_horovod()
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy.random")
     config = Config()
     config.HistoryManager.enabled = False  # it would have a file and a thread
     config.HistoryManager.hist_file = ":memory:"
