@@ -2,21 +2,25 @@
 
 Lives in the agent; imports neither torch nor IPython. A rank is asked first: its heartbeat's thread
 answers with the stacks of all its threads and with what torch's flight recorder knows. A rank that
-cannot answer (its main thread holds the interpreter's lock in a C call), and children that it
-forked, are sent SIGNAL instead: faulthandler then writes their stacks, which takes no lock. So are
-fetchers and their workers. Of programs that a rank started only /proc tells.
+cannot answer, children that it forked, fetchers and their workers are sent SIGNAL instead, on which
+Python writes the stacks between two instructions of the main thread. Where that is in a C call, it
+is sent SIGNAL_IN_C: faulthandler writes the main thread's stack at once, which takes no lock, and
+which ends a process that runs Python meanwhile. Of programs that a rank started only /proc tells.
 """
 
 import faulthandler
+import functools
 import os
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import psutil
@@ -28,14 +32,17 @@ from taas_magic.host.spec import Emit
 from taas_magic.host.watch import COLLECTIVE_S, Ranks, RankState, still_since
 from taas_magic.messages import Hang, ProcessStand, RankStand, StackFrame
 
-SIGNAL = signal.SIGRTMAX - 3
+SIGNAL, SIGNAL_IN_C = signal.SIGRTMAX - 3, signal.SIGRTMAX - 4
 """What makes a rank, or a child that it forked, write its stacks; programs use SIGUSR1 and 2."""
 
 ANSWER_S = 3.0
 """How long a rank may take to answer; its heartbeat's thread needs the interpreter's lock."""
 
 WRITE_S = 2.0
-"""How long faulthandler may take to write; a process in an uninterruptible call never does."""
+"""How long a process may take to write; one in an uninterruptible call never does."""
+
+IN_C_S = 1.0
+"""After how long without an answer to SIGNAL a main thread that could run is in a C call."""
 
 SAMPLE_S = 3.0
 """How often the CPU time of ranks and of what they started is looked at, at most."""
@@ -47,6 +54,8 @@ _BEATS_S = 5.0  # who has beaten so lately can answer, if not at once
 _GONE = "gone"
 _COMPUTES_LEAST_S = 0.02  # two ticks of the system's clock of CPU time
 _WAIT_S = 0.01
+_RAN_S = 0.2  # of CPU time, in which a main thread that runs Python would have answered
+_ANSWER = r"Process {}, all threads:\n\n(.*?)\n\nThat was all\.\n"
 _FRAME = re.compile(r'\s*File "(.*)", line (\d+),? in (.+)')
 _C10D = re.compile(r"torch/distributed/(distributed_c10d|_functional_collectives)\.py$")
 _DATALOADER = "torch/utils/data/dataloader.py"
@@ -125,8 +134,36 @@ class Sight:
 
 
 def listen(path: Path) -> None:
-    """Have this process, and what it forks, write their stacks to a file on SIGNAL."""
-    faulthandler.register(SIGNAL, file=path.open("a"), all_threads=True, chain=False)
+    """Have this process, and what it forks, write their stacks to a file when they are asked.
+
+    Args:
+        path: What is written to it alone, by a process at a time that is asked.
+    """
+    faulthandler.register(SIGNAL_IN_C, file=path.open("a"), all_threads=False, chain=False)
+    signal.signal(SIGNAL, functools.partial(_answer, path))
+
+
+def _answer(path: Path, number: int, interrupted: FrameType | None) -> None:
+    """Handle SIGNAL: write all threads' stacks, in one write, for `parse`.
+
+    No other thread changes its frames meanwhile: this one has the interpreter's lock.
+    """
+    main = threading.main_thread().ident
+    others = [frame for ident, frame in sys._current_frames().items() if ident != main]
+    blocks = [_written("Current thread", interrupted), *(_written("Thread", it) for it in others)]
+    text = "\n\n".join([f"Process {os.getpid()}, all threads:", *blocks, "That was all.\n"])
+    with suppress(OSError), path.open("ab", buffering=0) as file:
+        file.write(text.encode(errors="backslashreplace"))
+
+
+def _written(head: str, frame: FrameType | None) -> str:
+    """Return a thread's frames, innermost first, in lines as faulthandler has them."""
+    lines = [head]
+    while frame is not None:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno or 0} in {code.co_name}')
+        frame = frame.f_back
+    return "\n".join(lines)
 
 
 def place(frames: Sequence[StackFrame]) -> str:
@@ -191,7 +228,7 @@ def _busy_child(sight: Sight) -> str:
 
 
 def parse(text: str) -> dict[str, list[StackFrame]]:
-    """Read what faulthandler wrote, by threads; frames outermost first, the main thread first."""
+    """Read what was written, by threads; frames outermost first, the main thread first."""
     blocks = [block.splitlines() for block in text.split("\n\n") if block.strip()]
     # the signal goes to the main thread; of one that has it blocked, Python lists the main one last
     blocks.sort(key=lambda lines: not lines[0].startswith("Current"))
@@ -396,35 +433,81 @@ def _named(frame: StackFrame, cells: Mapping[str, tuple[str, str]]) -> StackFram
 
 
 def _written_on_signal(pid: int, path: Path) -> str:
-    """Return what a process writes to `path` on SIGNAL; "" where it does not, or cannot."""
-    before = path.stat().st_size if path.exists() else 0
-    if not _mask(pid, "SigCgt"):
+    """Return what a process writes to `path` when it is asked; "" where it does not, or cannot."""
+    begin, ran_s = path.stat().st_size if path.exists() else 0, _ran_s(pid)
+    answer = re.compile(_ANSWER.format(pid), re.DOTALL)
+    if not _sent(pid, SIGNAL):
         return ""
+    if _awaited(lambda: answer.search(_since(path, begin)), IN_C_S):
+        return str(answer.findall(_since(path, begin))[-1])
+    if not _is_in_c(pid, ran_s) or not _sent(pid, SIGNAL_IN_C):
+        return ""
+    _awaited(lambda: _FRAME.search(_since(path, begin)) and not _is_busy_with(pid), WRITE_S)
+    return re.sub(_ANSWER.format(r"\d+"), "", _since(path, begin), flags=re.DOTALL)
+
+
+def _sent(pid: int, number: int) -> bool:
+    """Send a signal to a process that catches it; returns whether that was done."""
+    if not _mask(pid, "SigCgt", number):
+        return False
     try:
-        os.kill(pid, SIGNAL)
+        os.kill(pid, number)
     except OSError:  # it has ended just now, or is another user's
-        return ""
-    until = time.monotonic() + WRITE_S
-    while time.monotonic() < until:
-        is_begun = path.exists() and path.stat().st_size > before
-        if is_begun and not any(_mask(pid, name) for name in ("SigPnd", "ShdPnd", "SigBlk")):
-            break  # its handler, during which the signal is blocked, has returned
+        return False
+    return True
+
+
+def _awaited(condition: Callable[[], object], limit_s: float) -> bool:
+    """Wait until something holds, or the time is over; returns whether it holds."""
+    until = time.monotonic() + limit_s
+    while not (holds := bool(condition())) and time.monotonic() < until:
         time.sleep(_WAIT_S)
-    if not path.exists():
-        return ""
-    with path.open(errors="replace") as file:
-        file.seek(before)
+    return holds
+
+
+def _since(path: Path, begin: int) -> str:
+    """Return what a file has from a place on; "" where it is not there."""
+    with suppress(FileNotFoundError), path.open(errors="replace") as file:
+        file.seek(begin)
         return file.read()
+    return ""
 
 
-def _mask(pid: int, name: str) -> bool:
-    """Return whether SIGNAL is in a set of a process's main thread, as proc(5) names them."""
+def _is_in_c(pid: int, ran_s: float) -> bool:
+    """Return whether the main thread, which has SIGNAL and did not answer, is in a C call.
+
+    Args:
+        ran_s: Its CPU time when it was sent SIGNAL. One that had no time to run may run Python.
+    """
+    try:
+        is_runnable = psutil.Process(pid).status() == psutil.STATUS_RUNNING
+    except psutil.Error:
+        return False
+    is_delivered = not any(_mask(pid, name, SIGNAL) for name in ("SigPnd", "ShdPnd"))
+    return is_delivered and (not is_runnable or _ran_s(pid) - ran_s >= _RAN_S)
+
+
+def _is_busy_with(pid: int) -> bool:
+    """Return whether SIGNAL_IN_C awaits its handler, or is blocked because that runs."""
+    return any(_mask(pid, name, SIGNAL_IN_C) for name in ("SigPnd", "ShdPnd", "SigBlk"))
+
+
+def _mask(pid: int, name: str, number: int) -> bool:
+    """Return whether a signal is in a set of a process's main thread, as proc(5) names them."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
     found = re.search(rf"^{name}:\s*(\w+)$", status, re.MULTILINE)
-    return found is not None and int(found[1], 16) >> (SIGNAL - 1) & 1 == 1
+    return found is not None and int(found[1], 16) >> (number - 1) & 1 == 1
+
+
+def _ran_s(pid: int) -> float:
+    """Return the CPU time of a process's main thread; 0 where that is not known."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def _wchan(pid: int) -> str:

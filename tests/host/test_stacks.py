@@ -19,7 +19,7 @@ from taas_magic.display import head
 from taas_magic.display.head import RunState, text
 from taas_magic.display.view import TerminalScreen
 from taas_magic.host.output import Pump
-from taas_magic.host.stacks import Sight, Stand, last_seen, parse, waits_for
+from taas_magic.host.stacks import Sight, Stand, last_seen, of_fetcher, parse, waits_for
 from taas_magic.host.watch import Ranks, still_since
 from taas_magic.messages import Event, Hang, RanksStarted, RankStand, RunEnded, Settled, StackFrame
 from taas_magic.notebook.magic import run_command
@@ -269,6 +269,48 @@ time.sleep(600)
     assert "reader:\n" in shown[0]
     assert [words for words in awaited if words not in shown[0]] == []
     assert "taas-" not in shown[0]
+
+
+BUSY = """
+import sys, threading
+from pathlib import Path
+from taas_magic.host import stacks
+
+class Made:
+    def __init__(self):
+        self.items = sum(number for number in range(20))
+
+    def __getattr__(self, name):
+        return deeper(10)
+
+def deeper(levels):
+    return deeper(levels - 1) + 1 if levels else 0
+
+def work():
+    while True:
+        Made().other
+        sorted(range(50), key=lambda it: -it)
+        [deeper(5) for _ in range(20)]
+        eval("1 + 1")
+
+stacks.listen(Path(sys.argv[1]))
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+print("up", flush=True)
+work()
+"""
+
+
+def test_a_busy_process_may_be_asked_again_and_again(tmp_path: Path) -> None:
+    written = tmp_path / "stacks"
+    command = [sys.executable, "-c", BUSY, str(written)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        answers = [of_fetcher(process.pid, written).threads for _ in range(100)]
+        assert process.poll() is None, "what was asked ended of it"
+        process.kill()
+    assert any(len(threads) == 4 for threads in answers)
 
 
 SLOW_LOADER = """\
