@@ -10,6 +10,7 @@ the modules that the pool's settings add to what the forkserver imports, with co
 host's folder for what is temporary.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -29,10 +30,13 @@ def main() -> int:
     _leave_the_notebooks_folder()
     _make_temporary_folders(sys.argv[2])
     forkserver.begin([name for name in sys.argv[1].split(",") if name])
+    gc.disable()  # what is imported stays; to look through it again and again takes a tenth
     import asyncio
 
     from taas_magic.host.member import serve
 
+    gc.freeze()
+    gc.enable()
     try:
         asyncio.run(serve(sys.stdin.buffer.readline()))
     except PoolError as error:

@@ -12,6 +12,7 @@ whether it lives.
 import asyncio
 import contextlib
 import fcntl
+import gc
 import hashlib
 import logging
 import os
@@ -221,6 +222,7 @@ def _is_free(folder: Path) -> bool:
 
 def main() -> int:
     """Keep one pool until it is told to end or nobody uses it any more."""
+    gc.disable()  # what is imported stays; to look through it again and again takes a tenth
     words = unpack(sys.stdin.buffer.readline(), PoolWords)
     folder = Path(words.folder)
     lock = take_lock(folder)
@@ -255,6 +257,8 @@ async def _keep(engine: Engine, folder: Path, words: PoolWords) -> None:
     from taas_magic.pool.controller import Controller
     from taas_magic.pool.gate import HeadScheduler
 
+    gc.freeze()
+    gc.enable()
     logging.getLogger("distributed").setLevel(logging.WARNING)
     dask.config.set({**DASK_SETTINGS, "temporary-directory": str(folder)})
     use_steady_clock()
