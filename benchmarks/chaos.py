@@ -27,7 +27,7 @@ from tests.chaos.tree import HARMS, NEXT, Chaos, memory_of
 from tests.eventually import eventually
 from tests.frontend import Frontend, Scene
 
-END_S = 45.0
+END_S, GONE_S = 45.0, 20.0
 WARM_RUNS = 20
 HAS_ALL = "%%taas --gpus 1\nimport sys\nprint('all:', 'torch._dynamo' in sys.modules)"
 
@@ -62,12 +62,12 @@ def harm_the_data_service(faults: int, seed: int, is_tls: bool, rest_s: float) -
 def harm_processes(rounds: int, seed: int, harms: tuple[str, ...]) -> None:
     started = time.perf_counter()
     with _scene() as scene:
-        chaos = Chaos(scene, seed, harms, END_S)
+        chaos = Chaos(scene, seed, harms, END_S, GONE_S)
         with contextlib.suppress(KeyboardInterrupt):  # then what there is so far is told
             chaos.play(rounds, say=_say)
     result = chaos.result
     counts = ", ".join(f"{count} x {harm}" for harm, count in sorted(result.harms.items()))
-    print(f"{counts}\n{result} ({time.perf_counter() - started:.0f} s)")
+    print(f"{counts}\n{result} after {GONE_S:.0f} s ({time.perf_counter() - started:.0f} s)")
     for line in result.late + result.broken + result.left:
         print(f"    {line}")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.tree import HARMS, NEXT, Chaos, grown, memory_of
+from tests.conftest import GONE_WITHIN_S
 from tests.frontend import Scene
 
 ROUNDS = int(os.environ.get("TAAS_CHAOS_ROUNDS", "30"))
-ENOUGH_S = float(os.environ.get("TAAS_CHAOS_S", "40"))
 SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))
 END_S = 120.0
 RUNS = 10
@@ -26,7 +26,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 @pytest.mark.timeout(900)
 def test_harm_to_a_process_does_not_reach_the_next_cell(scene: Scene) -> None:
-    result = Chaos(scene, SEED, HARMS, END_S).play(ROUNDS, print, ENOUGH_S)
+    result = Chaos(scene, SEED, HARMS, END_S, GONE_WITHIN_S).play(ROUNDS, print)
     print(result)
     assert not result.late + result.broken + result.left, str(result)
 

@@ -16,13 +16,10 @@ from pathlib import Path
 
 import psutil
 
-from tests.conftest import TOKEN, abandoned, carriers, describe, end
+from tests.conftest import GONE_WITHIN_S, TOKEN, abandoned, carriers, describe, end
 from tests.frontend import WAIT_S, Frontend, Scene
 from tests.harness import FORKSERVER, words
 
-LEAST_ROUNDS = 4
-
-GONE_WITHIN_S = 60.0
 STOPPED_S = 2.0
 """How long a kernel or a pool stays stopped: nobody else can end them."""
 
@@ -71,8 +68,7 @@ class Result:
     def __str__(self) -> str:
         return (
             f"{self.harms.total()} rounds; not ended in time: {len(self.late)}; "
-            f"next cell not fine: {len(self.broken)}; left over after {GONE_WITHIN_S:.0f} s: "
-            f"{len(self.left)}"
+            f"next cell not fine: {len(self.broken)}; left over: {len(self.left)}"
         )
 
 
@@ -84,34 +80,31 @@ class Chaos:
         seed: Decides what happens to whom, and after how long.
         harms: Of HARMS, what may happen.
         end_s: How long a cell may take to end after the harm.
+        gone_s: How long after it what was harmed may be there.
     """
 
-    def __init__(self, scene: Scene, seed: int, harms: tuple[str, ...], end_s: float) -> None:
+    def __init__(
+        self, scene: Scene, seed: int, harms: tuple[str, ...], end_s: float, gone_s: float
+    ) -> None:
         self._scene, self._random, self._harms = scene, random.Random(seed), harms
-        self._end_s = end_s
+        self._end_s, self._gone_s = end_s, gone_s
         self._token = secrets.token_hex(8)
         self._files = set(Path("/dev/shm").iterdir())
         self._doomed: dict[psutil.Process, tuple[float, str]] = {}
         self.result = Result()
 
-    def play(
-        self, rounds: int, say: Callable[[str], None], enough_s: float = float("inf")
-    ) -> Result:
+    def play(self, rounds: int, say: Callable[[str], None]) -> Result:
         """Do so many rounds, then end the kernel and look for what is left.
 
         Args:
             rounds: How many.
             say: Called with a line for each.
-            enough_s: After so long no other round begins, if LEAST_ROUNDS are done.
         """
         with self._scene.kernel(**{TOKEN: self._token}) as frontend:
             frontend.run(LOADER)
-            until = time.monotonic() + enough_s
-            while (done := self.result.harms.total()) < rounds:
-                if done >= LEAST_ROUNDS and time.monotonic() > until:
-                    break
+            while self.result.harms.total() < rounds:
                 self._round(frontend, say)
-        self.result.left += left_after_a_while(self._all_left)
+        self.result.left += left_after(self._all_left, self._gone_s)
         return self.result
 
     def _round(self, frontend: Frontend, say: Callable[[str], None]) -> None:
@@ -187,7 +180,7 @@ class Chaos:
         for process, (since, why) in list(self._doomed.items()):
             if is_over(process) or process in tree:
                 del self._doomed[process]
-            elif now - since > GONE_WITHIN_S:
+            elif now - since > self._gone_s:
                 self.result.left.append(f"{why}: process {describe(process)}")
                 end(process)
 
@@ -211,9 +204,9 @@ class Chaos:
         return found + [f"file {path}" for path in (*files, *kept)]
 
 
-def left_after_a_while(left: Callable[[], list[str]]) -> list[str]:
-    """Return what is left when nothing goes any more; look as long as there is any."""
-    deadline = time.monotonic() + GONE_WITHIN_S
+def left_after(left: Callable[[], list[str]], within_s: float) -> list[str]:
+    """Return what is left when nothing goes any more; look so long as there is any."""
+    deadline = time.monotonic() + within_s
     while (found := left()) and time.monotonic() < deadline:
         time.sleep(0.2)
     return found
