@@ -313,6 +313,35 @@ def test_a_busy_process_may_be_asked_again_and_again(tmp_path: Path) -> None:
     assert any(len(threads) == 4 for threads in answers)
 
 
+IN_C = """
+import ctypes, sys, threading
+from pathlib import Path
+from taas_magic.host import stacks
+
+def lock_twice():
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    print("up", flush=True)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+stacks.listen(Path(sys.argv[1]))
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+lock_twice()
+"""
+
+
+def test_a_main_thread_in_a_c_call_is_seen_all_the_same(tmp_path: Path) -> None:
+    written = tmp_path / "stacks"
+    command = [sys.executable, "-c", IN_C, str(written)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        eventually(lambda: "futex" in Path(f"/proc/{process.pid}/wchan").read_text())
+        threads = of_fetcher(process.pid, written).threads
+        process.kill()
+    assert {name: it[-1].function for name, it in threads.items()} == {"MainThread": "lock_twice"}
+
+
 SLOW_LOADER = """\
 import time, taas, torch
 from torch.utils.data import DataLoader, Dataset
