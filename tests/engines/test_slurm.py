@@ -109,9 +109,9 @@ class Hpc:
         return {tuple(line.split()) for line in lines}
 
     def has_begun(self) -> bool:
-        """Whether a rank of the newest run has said so."""
+        """Whether all four ranks of the newest run have said so."""
         logs = (self.notebook.state_dir / "runs").glob("*/logs/*")
-        return any("begun" in log.read_text() for log in logs)
+        return sum("begun" in log.read_text() for log in logs) == 4
 
     def forget_runs(self) -> None:
         shutil.rmtree(self.notebook.state_dir / "runs", ignore_errors=True)
