@@ -106,7 +106,8 @@ class Kernels:
         except asyncio.CancelledError:
             if not waiting.cancelled():
                 raise
-            return Started(error="nobody waits for its hosts any more")
+            why = "it was interrupted, or a kernel told the pool to end (`%taas down`)"
+            return Started(error=f"nobody waits for its hosts any more: {why}")
         finally:
             self._waiting.pop(asked.wait, None)
 

@@ -171,14 +171,12 @@ class PoolProcess:
             PoolError: It does not end in that time.
         """
         deadline = time.monotonic() + limit_s
-        while self.is_alive():
+        while self.is_alive() or not self.is_over():
             if address and (place := self._place()) and place.address != address:
                 return
             if time.monotonic() > deadline:
                 raise self._error("did not end")
             time.sleep(_POLL_S)
-        if self._started is not None:
-            self._started.wait(limit_s)
 
     def pid(self) -> int | None:
         """Return the process that holds, or last held, the folder's lock; None where none did."""
