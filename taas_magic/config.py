@@ -405,5 +405,12 @@ def _refuse_unknown(table: Mapping[str, Any], possible: Iterable[str], where: st
     for name in table:
         if name not in possible:
             listed = ", ".join(possible)
-            hint = closest(name, possible)
+            hint = closest(name, possible) or _right_table(name)
             raise UsageError(f'{where} has no key "{name}"{hint}. The keys are: {listed}')
+
+
+def _right_table(name: str) -> str:
+    """Return ` (it belongs below "[runs]")` for a key of that table, which stands elsewhere."""
+    tables = {key: getattr(Config(), key) for key in ("store", "capture", "runs", "data")}
+    right = [key for key, table in tables.items() if name in table.__struct_fields__]
+    return f' (it belongs below "[{right[0]}]")' if right else ""

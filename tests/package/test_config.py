@@ -118,6 +118,7 @@ def test_local_may_be_set_otherwise(home: Path) -> None:
     [
         ("pools = [", "cannot be read"),
         ("[pool.x]", 'no key "pool" (did you mean "pools"?). The keys are: store, capture'),
+        ("hang_s = 10", 'no key "hang_s" (it belongs below "[runs]"). The keys are: store'),
         ("[pools.x]\ngpu = 1", 'no key "gpu" (did you mean "gpus"?). The keys are: engine'),
         ("[pools.x]\nengine = 'shh'", 'engine needs "local", "ssh", or a Dask'),
         ("[pools.x]\nengine = 'ssh'", "belong together"),
