@@ -410,12 +410,12 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
     """It lives.
 
     Attributes:
-        stack: The user's innermost frames of its main thread, as lines.
+        stack: The user's innermost frames of its main thread, outermost first.
         collectives: How many it has begun and ended, by backend.
         spins: Whether it may use a core to wait.
     """
 
-    stack: list[str] = []
+    stack: list[StackFrame] = []
     collectives: list[tuple[int, int]] = []
     spins: bool = False
 
@@ -447,12 +447,6 @@ class RankLeft(RankMessage, tag="left"):
 
 class RankFinished(RankMessage, tag="finished"):
     """The cell ran to its end."""
-
-
-class RankCells(RankMessage, tag="cells"):
-    """Label and source of the notebook's cells, by the names that the kernel gave them."""
-
-    cells: dict[str, tuple[str, str]]
 
 
 class StoreMessage(Struct, tag_field="kind", kw_only=True):

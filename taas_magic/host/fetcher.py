@@ -22,7 +22,7 @@ from taas_magic.data.server import Server
 from taas_magic.data.service import Served
 from taas_magic.data.sharding import FetcherShare
 from taas_magic.data.worker import ServedLoader
-from taas_magic.host import stacks
+from taas_magic.host import tracebacks
 from taas_magic.host.spec import FetcherSpec, ProcessSpec
 from taas_magic.host.system import die_with_parent
 from taas_magic.messages import (
@@ -140,7 +140,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     os.setsid()
     claim_taas()
     if spec.stacks is not None:
-        stacks.listen(spec.stacks)
+        tracebacks.listen(spec.stacks)
     with suppress(BrokenPipeError):  # nobody listens any more: this is the end
         try:
             if spec.setting is not None:

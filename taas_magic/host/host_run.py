@@ -215,8 +215,7 @@ class Attempt:
         self._numbers = range(first, first + spec.share.ranks)
         self.ranks = Ranks(self._numbers)
         self.pump = Pump(self.folder, spec.folder, self._numbers, emit, on_message)
-        hang_s = spec.plan.hang_s
-        self.stand = Stand(hang_s, spec.attempt, self.ranks, self.pump, self.folder, emit)
+        self.stand = Stand(spec, self.ranks, self.pump, self.folder, emit)
         self._processes: dict[int, Any] = {}
         self.ended: tuple[str, list[Failure]] | None = None
         """How the ranks ended, and why, if they failed; None while they run."""

@@ -13,6 +13,7 @@ import fcntl
 import itertools
 import os
 import select
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,6 +25,9 @@ from taas_magic.messages import Event, RankMessage, StoreMessage
 
 OTHERS_END_S = 0.4
 """How long a rank that ends waits for the others: what Python takes to end one under torchrun."""
+
+SIGNAL, SIGNAL_IN_C = signal.SIGRTMAX - 3, signal.SIGRTMAX - 4
+"""What makes a rank, or a child that it forked, write its stacks; programs use SIGUSR1 and 2."""
 
 _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 1 << 20

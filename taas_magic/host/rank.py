@@ -46,7 +46,7 @@ from taas_magic.data.loader import Feed, use_feed
 from taas_magic.data.server import OwnServers
 from taas_magic.data.service import Service
 from taas_magic.errors import TaasError
-from taas_magic.host import cell_main, rendezvous, results, stacks, tracebacks
+from taas_magic.host import cell_main, rendezvous, results, tracebacks
 from taas_magic.host.link import Link, rank_file
 from taas_magic.host.spec import TORCHRUN_NAMES, HostSpec, ProcessSpec
 from taas_magic.host.system import die_with_parent
@@ -56,7 +56,6 @@ from taas_magic.messages import (
     Display,
     Note,
     RankBeat,
-    RankCells,
     RankFinished,
     RankHeld,
     RankLeft,
@@ -115,7 +114,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     link.send(RankUp())
     link.redirect_output()
     faulthandler.enable(rank_file(spec.folder, rank, "stack").open("w"))
-    stacks.listen(rank_file(spec.folder, rank, "stacks"))
+    tracebacks.listen(rank_file(spec.folder, rank, "stacks"))
     _become_a_program(spec, environ)
     if rendezvous.has_horovod():
         found = rendezvous.ask_horovod(os.environ, lambda text: link.send(Note(text=text)))
@@ -343,9 +342,6 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     except Exception as error:
         tracebacks.send(link, error)
         return False
-    if os.environ["LOCAL_RANK"] == "0":  # the same for all; the agent names frames by them
-        cells = {name: (cell.label, cell.text) for name, cell in loaded.sources.items()}
-        link.send(RankCells(cells))
     # made before the cell, which may change the environment
     sender = results.ResultSender(
         folder.results, os.environ, lambda text: link.send(Note(text=text))

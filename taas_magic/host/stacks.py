@@ -3,16 +3,14 @@
 Lives in the agent; imports neither torch nor IPython. A rank is asked first: its heartbeat's thread
 answers with the stacks of all its threads and with what torch's flight recorder knows. A rank that
 cannot answer, children that it forked, fetchers and their workers are sent SIGNAL instead, on which
-Python writes the stacks between two instructions of the main thread. Where that is in a C call, it
-is sent SIGNAL_IN_C: faulthandler writes the main thread's stack at once, which takes no lock, and
-which ends a process that runs Python meanwhile. Of programs that a rank started only /proc tells.
+Python writes the stacks between two instructions of the main thread (`tracebacks.listen`). Where
+that is in a C call, it is sent SIGNAL_IN_C: faulthandler writes the main thread's stack at once,
+which takes no lock, and which ends a process that runs Python meanwhile. Of programs that a rank
+started only /proc tells.
 """
 
-import faulthandler
-import functools
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -20,20 +18,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
-from msgspec import structs
+from msgspec import DecodeError, structs
 
+from taas_magic.errors import TaasError
 from taas_magic.host import link
+from taas_magic.host.link import SIGNAL, SIGNAL_IN_C
 from taas_magic.host.output import Pump
-from taas_magic.host.spec import Emit
+from taas_magic.host.spec import Emit, HostSpec
 from taas_magic.host.watch import COLLECTIVE_S, Ranks, RankState, still_since
-from taas_magic.messages import Hang, ProcessStand, RankStand, StackFrame
+from taas_magic.messages import (
+    Hang,
+    ProcessStand,
+    RankSight,
+    RankStand,
+    StackFrame,
+    of_rank,
+)
 
-SIGNAL, SIGNAL_IN_C = signal.SIGRTMAX - 3, signal.SIGRTMAX - 4
-"""What makes a rank, or a child that it forked, write its stacks; programs use SIGUSR1 and 2."""
+if TYPE_CHECKING:
+    from taas_magic.capture.payload import CellSource
 
 ANSWER_S = 3.0
 """How long a rank may take to answer; its heartbeat's thread needs the interpreter's lock."""
@@ -55,8 +61,7 @@ _GONE = "gone"
 _COMPUTES_LEAST_S = 0.02  # two ticks of the system's clock of CPU time
 _WAIT_S = 0.01
 _RAN_S = 0.2  # of CPU time, in which a main thread that runs Python would have answered
-_ANSWER = r"Process {}, all threads:\n\n(.*?)\n\nThat was all\.\n"
-_FRAME = re.compile(r'\s*File "(.*)", line (\d+),? in (.+)')
+_FRAME = re.compile(r'^ +File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
 _C10D = re.compile(r"torch/distributed/(distributed_c10d|_functional_collectives)\.py$")
 _DATALOADER = "torch/utils/data/dataloader.py"
 _OURS = "/taas_magic/"
@@ -133,39 +138,6 @@ class Sight:
         )
 
 
-def listen(path: Path) -> None:
-    """Have this process, and what it forks, write their stacks to a file when they are asked.
-
-    Args:
-        path: What is written to it alone, by a process at a time that is asked.
-    """
-    faulthandler.register(SIGNAL_IN_C, file=path.open("a"), all_threads=False, chain=False)
-    signal.signal(SIGNAL, functools.partial(_answer, path))
-
-
-def _answer(path: Path, number: int, interrupted: FrameType | None) -> None:
-    """Handle SIGNAL: write all threads' stacks, in one write, for `parse`.
-
-    No other thread changes its frames meanwhile: this one has the interpreter's lock.
-    """
-    main = threading.main_thread().ident
-    others = [frame for ident, frame in sys._current_frames().items() if ident != main]
-    blocks = [_written("Current thread", interrupted), *(_written("Thread", it) for it in others)]
-    text = "\n\n".join([f"Process {os.getpid()}, all threads:", *blocks, "That was all.\n"])
-    with suppress(OSError), path.open("ab", buffering=0) as file:
-        file.write(text.encode(errors="backslashreplace"))
-
-
-def _written(head: str, frame: FrameType | None) -> str:
-    """Return a thread's frames, innermost first, in lines as faulthandler has them."""
-    lines = [head]
-    while frame is not None:
-        code = frame.f_code
-        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno or 0} in {code.co_name}')
-        frame = frame.f_back
-    return "\n".join(lines)
-
-
 def place(frames: Sequence[StackFrame]) -> str:
     """Return the notebook's line where a thread stands; else the innermost one that is known."""
     cells = [frame for frame in frames if frame.file.startswith("Cell In[")]
@@ -186,6 +158,8 @@ def waits_for(sight: Sight) -> str:
     called = next((frame for frame in sight.main if _C10D.search(frame.file)), None)
     if called is not None:
         return _named_collective(called.function, sight.pending)
+    if sight.main and sight.main[-1].function == "_launch":
+        return "os.fork, in which Python before 3.11.10 may stand for ever (python/cpython#112275)"
     who, waiting = _who_waits(sight.main)
     if who.endswith(_DATALOADER):
         return "a DataLoader's worker" + _busy_child(sight)
@@ -227,47 +201,17 @@ def _busy_child(sight: Sight) -> str:
     return ""
 
 
-def parse(text: str) -> dict[str, list[StackFrame]]:
-    """Read what was written, by threads; frames outermost first, the main thread first."""
-    blocks = [block.splitlines() for block in text.split("\n\n") if block.strip()]
-    # the signal goes to the main thread; of one that has it blocked, Python lists the main one last
-    blocks.sort(key=lambda lines: not lines[0].startswith("Current"))
-    if blocks and not blocks[0][0].startswith("Current"):
-        blocks.insert(0, blocks.pop())
-    return {
-        f"thread {number}" if number else "MainThread": [
-            StackFrame(match[1], int(match[2]), match[3])
-            for line in reversed(lines)
-            if (match := _FRAME.match(line))
-        ]
-        for number, lines in enumerate(blocks)
-    }
-
-
-def last_seen(stack: Sequence[str]) -> dict[str, list[StackFrame]]:
-    """Read the main thread's frames, outermost first, from the lines of a rank's last heartbeat."""
-    found: list[StackFrame] = []
-    for line in stack:
-        if match := _FRAME.match(line):
-            found.append(StackFrame(match[1], int(match[2]), match[3]))
-        elif found and not found[-1].text:
-            found[-1] = found[-1]._replace(text=line.strip())
-    return {"MainThread, when it was last seen": found} if found else {}
-
-
 class Stand:
     """Where the ranks of one attempt on this host stand, and whether none has come forward.
 
     Args:
-        hang_s: After how long that is said; 0: never.
         pump: Knows when ranks wrote something.
         folder: What the ranks share with the agent.
     """
 
-    def __init__(
-        self, hang_s: float, attempt: int, ranks: Ranks, pump: Pump, folder: Path, emit: Emit
-    ) -> None:
-        self._hang_s, self._attempt = hang_s, attempt
+    def __init__(self, spec: HostSpec, ranks: Ranks, pump: Pump, folder: Path, emit: Emit) -> None:
+        self._attempt, self._payload = spec.attempt, spec.folder.payload
+        self._hang_s = hang_s = spec.plan.hang_s
         self._ranks, self._pump, self._folder, self._emit = ranks, pump, folder, emit
         self._own_s: dict[int, float] = {}
         self._all_s: dict[int, float] = {}
@@ -302,7 +246,8 @@ class Stand:
         with self._collecting:
             states = self._ranks.states()
             self._ask([state for state in states if not state.ended])
-            found = [(state, self._sight(state)) for state in states]
+            cells = _cells(self._payload)
+            found = [(state, self._sight(state, cells)) for state in states]
             pids = [state.pid for state in states if not state.ended]
             self._own_s = {pid: _cpu_s(pid) for pid in pids}  # to answer is no progress
             self._all_s = _cpu_s_below(pids)
@@ -377,7 +322,7 @@ class Stand:
             if state.sight_at < asked:
                 state.sight = None
 
-    def _sight(self, state: RankState) -> Sight:
+    def _sight(self, state: RankState, cells: "Cells") -> Sight:
         if state.ended:
             return Sight(state.pid, state=_GONE)
         sight = _of_system(state.pid)
@@ -385,9 +330,24 @@ class Stand:
         sight.answers = state.sight is not None or time.monotonic() - state.beat_at < _BEATS_S
         if state.sight is not None:
             sight.pending, sight.threads = state.sight.pending, state.sight.threads
-        _complete(sight, link.rank_file(self._folder, state.rank, "stacks"), self._ranks.cells)
-        sight.threads = sight.threads or last_seen(state.stack)
+        _complete(sight, link.rank_file(self._folder, state.rank, "stacks"), cells)
+        if state.seen and not sight.threads:
+            sight.threads = {"MainThread, when it was last seen": state.seen}
         return sight
+
+
+Cells = Mapping[str, "CellSource"]
+"""The notebook's cells by the names that the kernel gave them."""
+
+
+def _cells(path: Path) -> Cells:
+    """Return the cells of a run's payload; none where it is gone, as it is at the run's end."""
+    from taas_magic.capture import payload  # here, so that no agent loads it for a run
+
+    try:
+        return payload.read(path).sources
+    except (OSError, TaasError):
+        return {}
 
 
 def of_fetcher(pid: int, path: Path) -> Sight:
@@ -402,10 +362,10 @@ def of_fetcher(pid: int, path: Path) -> Sight:
     return sight
 
 
-def _complete(sight: Sight, path: Path, cells: Mapping[str, tuple[str, str]]) -> None:
+def _complete(sight: Sight, path: Path, cells: Cells) -> None:
     """Add the stacks of who has not given them itself: by signal, one after the other."""
     if not sight.threads and sight.state != psutil.STATUS_STOPPED:
-        found = parse(_written_on_signal(sight.pid, path))
+        found = _written_on_signal(sight.pid, path)
         sight.threads = {n: [_named(frame, cells) for frame in t] for n, t in found.items()}
     for child in sight.children:
         _complete(child, path, cells)
@@ -422,28 +382,43 @@ def _of_system(pid: int) -> Sight:
     return sight
 
 
-def _named(frame: StackFrame, cells: Mapping[str, tuple[str, str]]) -> StackFrame:
+def _named(frame: StackFrame, cells: Cells) -> StackFrame:
     """Return a frame of a cell with the cell's label and its line; others as they are."""
-    if frame.file not in cells:
+    if (cell := cells.get(frame.file)) is None:
         return frame
-    label, source = cells[frame.file]
-    lines = source.splitlines()
+    lines = cell.text.splitlines()
     text = lines[frame.line - 1].strip() if frame.line <= len(lines) else ""
-    return frame._replace(file=label, text=text)
+    return frame._replace(file=cell.label, text=text)
 
 
-def _written_on_signal(pid: int, path: Path) -> str:
-    """Return what a process writes to `path` when it is asked; "" where it does not, or cannot."""
+def _written_on_signal(pid: int, path: Path) -> dict[str, list[StackFrame]]:
+    """Return the stacks that a process writes to `path` when it is asked; none where it cannot."""
     begin, ran_s = path.stat().st_size if path.exists() else 0, _ran_s(pid)
-    answer = re.compile(_ANSWER.format(pid), re.DOTALL)
     if not _sent(pid, SIGNAL):
-        return ""
-    if _awaited(lambda: answer.search(_since(path, begin)), IN_C_S):
-        return str(answer.findall(_since(path, begin))[-1])
+        return {}
+    if _awaited(lambda: _answer_of(pid, _since(path, begin)), IN_C_S):
+        return _answer_of(pid, _since(path, begin))
     if not _is_in_c(pid, ran_s) or not _sent(pid, SIGNAL_IN_C):
-        return ""
-    _awaited(lambda: _FRAME.search(_since(path, begin)) and not _is_busy_with(pid), WRITE_S)
-    return re.sub(_ANSWER.format(r"\d+"), "", _since(path, begin), flags=re.DOTALL)
+        return {}
+    _awaited(lambda: _in_c(_since(path, begin)) and not _is_busy_with(pid), WRITE_S)
+    return _in_c(_since(path, begin))
+
+
+def _answer_of(pid: int, written: str) -> dict[str, list[StackFrame]]:
+    """Return a process's last answer to SIGNAL; another one's may have come late."""
+    for line in reversed(written.splitlines()):
+        who, _, answer = line.partition(" ")
+        if who == str(pid):
+            with suppress(DecodeError):  # it has not come whole
+                sight = of_rank(answer.encode())
+                return sight.threads if isinstance(sight, RankSight) else {}
+    return {}
+
+
+def _in_c(written: str) -> dict[str, list[StackFrame]]:
+    """Return what faulthandler wrote of a main thread on SIGNAL_IN_C, innermost frame first."""
+    frames = [StackFrame(it[1], int(it[2]), it[3]) for it in _FRAME.finditer(written)]
+    return {"MainThread": frames[::-1]} if frames else {}
 
 
 def _sent(pid: int, number: int) -> bool:

@@ -1,26 +1,32 @@
-"""Exceptions of a rank as text, in the notebook's own cells and lines.
+"""Exceptions of a rank as text, in the notebook's own cells and lines; and where its threads stand.
 
 Frames of IPython and of this package above the user's first are left out; a file that is a cell is
 called `Cell In[5]`.
 """
 
 import errno
+import faulthandler
+import functools
+import gc
 import itertools
 import linecache
 import os
 import shutil
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.capture.payload import CellSource
 from taas_magic.capture.reducers import project_home
 from taas_magic.errors import TaasError
-from taas_magic.host.link import Link
-from taas_magic.messages import RankRaised, StackFrame
+from taas_magic.host.link import SIGNAL, SIGNAL_IN_C, Link
+from taas_magic.messages import RankRaised, RankSight, StackFrame, encode
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -115,14 +121,14 @@ def frames(error: BaseException) -> list[str]:
     return "".join(described.stack.format()).splitlines()
 
 
-def where(thread: int) -> list[str]:
-    """Return the user's innermost frames of a thread, by its identifier, as lines."""
-    stack = _stack_of(sys._current_frames().get(thread))
+def where(thread: int) -> list[StackFrame]:
+    """Return the user's innermost frames of a thread, by its identifier, outermost first."""
+    stack = _stack_of(current_frames().get(thread))
     shown = stack[-_INNERMOST:]
-    cells = [frame for frame in stack if frame.filename in _labels.values()]
+    cells = [frame for frame in stack if frame.file in _labels.values()]
     if cells and cells[-1] not in shown:  # a library is deep: Lightning takes 30 frames
         shown.insert(0, cells[-1])
-    return "".join(traceback.format_list(shown)).splitlines()
+    return shown
 
 
 def threads(main: int) -> dict[str, list[StackFrame]]:
@@ -131,23 +137,71 @@ def threads(main: int) -> dict[str, list[StackFrame]]:
     The main thread, of which the identifier is given, comes first.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()} | {main: "MainThread"}
-    frames = sys._current_frames()
+    frames = current_frames()
     found: dict[str, list[StackFrame]] = {}
     for ident in sorted(frames, key=lambda ident: ident != main):
         name = names.get(ident) or f"thread {ident}"
         if not name.startswith("taas-"):
-            found[f"{name}, {ident}" if name in found else name] = [
-                StackFrame(it.filename, it.lineno or 0, it.name, it.line or "")
-                for it in _stack_of(frames[ident])
-            ]
+            found[f"{name}, {ident}" if name in found else name] = _stack_of(frames[ident])
     return found
 
 
-def _stack_of(frame: FrameType | None) -> traceback.StackSummary:
+def current_frames() -> dict[int, FrameType]:
+    """Return the frame of each thread, by its identifier.
+
+    Before Python 3.12 a garbage collection may begin in there. If it meets a `__del__` that gives
+    the interpreter's lock up, the process may stand still for ever, or a child that is forked
+    meanwhile (python/cpython#106883, #112275).
+    """
+    collects = sys.version_info < (3, 12) and gc.isenabled()
+    if collects:
+        gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _stack_of(frame: FrameType | None) -> list[StackFrame]:
     """Return a thread's frames from the user's first on; of one that has ended, none."""
     stack = traceback.extract_stack(frame) if frame else traceback.StackSummary()
     _tidy_frames(stack)
-    return stack
+    return [StackFrame(it.filename, it.lineno or 0, it.name, it.line or "") for it in stack]
+
+
+def listen(path: Path) -> None:
+    """Have this process, and what it forks, write their stacks to a file on SIGNAL.
+
+    Args:
+        path: What is written to it alone, by a process at a time that is asked.
+    """
+    faulthandler.register(SIGNAL_IN_C, file=path.open("a"), all_threads=False, chain=False)
+    signal.signal(SIGNAL, functools.partial(_answer, path))
+
+
+def _answer(path: Path, number: int, interrupted: FrameType | None) -> None:
+    """Handle SIGNAL: write all threads' stacks, in one write, with the process's number.
+
+    No other thread changes its frames meanwhile: this one has the interpreter's lock. Files are
+    named as Python names them, and no lock is taken: the main thread may just have it.
+    """
+    main = threading.main_thread().ident
+    others = [frame for ident, frame in current_frames().items() if ident != main]
+    stacks = {f"thread {number}": _frames_of(frame) for number, frame in enumerate(others, 1)}
+    sight = RankSight({"MainThread": _frames_of(interrupted), **stacks})
+    with suppress(OSError), path.open("ab", buffering=0) as file:
+        file.write(b"%d %b\n" % (os.getpid(), encode(sight)))
+
+
+def _frames_of(frame: FrameType | None) -> list[StackFrame]:
+    """Return a thread's frames, outermost first, without their lines, which are read from files."""
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        found.append(StackFrame(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    return found[::-1]
 
 
 def is_group(error: BaseException | None) -> bool:

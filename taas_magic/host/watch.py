@@ -25,7 +25,6 @@ from taas_magic.messages import (
     Event,
     Failure,
     RankBeat,
-    RankCells,
     RankFinished,
     RankLeft,
     RankMessage,
@@ -34,6 +33,7 @@ from taas_magic.messages import (
     RankReported,
     RankSight,
     RankUp,
+    StackFrame,
     StoreMessage,
 )
 
@@ -88,6 +88,8 @@ class RankState:
     message: str = ""
     traceback: list[str] = field(default_factory=list)
     stack: list[str] = field(default_factory=list)
+    seen: list[StackFrame] = field(default_factory=list)
+    """Where its main thread stood, as its last beat says."""
     hint: str = ""
     forward_at: float = 0.0
     """When it last wrote, was handed a batch, computed, or did a collective."""
@@ -287,7 +289,7 @@ def failure_of(
         etype=state.etype if kind == "raised" else "",
         message=f"exceeded --timeout {timeout_s:g}s" if kind == "timeout" else said,
         traceback=state.traceback,
-        stack=[] if state.traceback else state.stack,
+        stack=[] if state.traceback else state.stack or _lines_of(state.seen),
         signal=by_signal,
         exitcode=state.exitcode,
         consequence=kind == "raised" and is_consequence(state.etype, state.message),
@@ -295,6 +297,10 @@ def failure_of(
         advice=_ADVICE.get(by_signal or kind, ""),
         tail=[] if kind == "raised" else tail,
     )
+
+
+def _lines_of(frames: list[StackFrame]) -> list[str]:
+    return "".join(traceback.format_list(frames)).splitlines()
 
 
 def users_frames(text: str) -> list[str]:
@@ -345,8 +351,6 @@ class Ranks:
     def __init__(self, ranks: Iterable[int]) -> None:
         self._lock = threading.Lock()
         self._states = {rank: RankState(rank, pid=0) for rank in ranks}
-        self.cells: dict[str, tuple[str, str]] = {}
-        """Label and source of the notebook's cells, by the names that the kernel gave them."""
 
     def started(self, pids: dict[int, int]) -> None:
         """Take down the process of each rank; one may have ended already."""
@@ -381,14 +385,12 @@ class Ranks:
                     state.is_reporting = False
                 case RankFinished():
                     state.finished = True
-                case RankCells():
-                    self.cells = message.cells
                 case RankSight():
                     state.sight, state.sight_at = message, now
                 case RankBeat():
                     if message.collectives != state.collectives:
                         state.forward_at = now
-                    state.beat_at, state.stack = now, message.stack
+                    state.beat_at, state.seen = now, message.stack
                     state.collectives, state.spins = message.collectives, message.spins
                 case RankReport():
                     batches = {name: counts.batches for name, counts in message.loaders.items()}

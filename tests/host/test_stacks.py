@@ -19,11 +19,13 @@ from taas_magic.display import head
 from taas_magic.display.head import RunState, text
 from taas_magic.display.view import TerminalScreen
 from taas_magic.host.output import Pump
-from taas_magic.host.stacks import Sight, Stand, last_seen, of_fetcher, parse, waits_for
+from taas_magic.host.spec import HostSpec, Origin
+from taas_magic.host.stacks import Sight, Stand, of_fetcher, waits_for
 from taas_magic.host.watch import Ranks, still_since
 from taas_magic.messages import Event, Hang, RanksStarted, RankStand, RunEnded, Settled, StackFrame
 from taas_magic.notebook.magic import run_command
 from taas_magic.notebook.run import Run
+from taas_magic.plan import Flags, HostCapacity, make_plan
 from tests.events import Line
 from tests.eventually import eventually
 from tests.frontend import Frontend
@@ -274,7 +276,7 @@ time.sleep(600)
 BUSY = """
 import sys, threading
 from pathlib import Path
-from taas_magic.host import stacks
+from taas_magic.host import tracebacks
 
 class Made:
     def __init__(self):
@@ -293,7 +295,7 @@ def work():
         [deeper(5) for _ in range(20)]
         eval("1 + 1")
 
-stacks.listen(Path(sys.argv[1]))
+tracebacks.listen(Path(sys.argv[1]))
 for _ in range(3):
     threading.Thread(target=work, daemon=True).start()
 print("up", flush=True)
@@ -316,7 +318,7 @@ def test_a_busy_process_may_be_asked_again_and_again(tmp_path: Path) -> None:
 IN_C = """
 import ctypes, sys, threading
 from pathlib import Path
-from taas_magic.host import stacks
+from taas_magic.host import tracebacks
 
 def lock_twice():
     mutex = ctypes.create_string_buffer(64)
@@ -324,7 +326,7 @@ def lock_twice():
     print("up", flush=True)
     ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
-stacks.listen(Path(sys.argv[1]))
+tracebacks.listen(Path(sys.argv[1]))
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 lock_twice()
 """
@@ -340,6 +342,38 @@ def test_a_main_thread_in_a_c_call_is_seen_all_the_same(tmp_path: Path) -> None:
         threads = of_fetcher(process.pid, written).threads
         process.kill()
     assert {name: it[-1].function for name, it in threads.items()} == {"MainThread": "lock_twice"}
+
+
+BEATS = """
+import gc, os, sys, threading, time
+from taas_magic.host import tracebacks
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        time.sleep(0.0005)
+
+def beat():
+    while True:
+        Garbage()
+        tracebacks.current_frames()
+        time.sleep(0.0002)
+
+gc.set_threshold(20)
+for target in (beat, *[threading.Event().wait] * 4):
+    threading.Thread(target=target, daemon=True).start()
+for _ in range(300):
+    if not (child := os.fork()):
+        os._exit(0)
+    os.waitpid(child, 0)
+os._exit(0)
+"""
+
+
+def test_a_child_does_not_stand_still_that_is_forked_in_a_heartbeat() -> None:
+    subprocess.run([sys.executable, "-c", BEATS], check=True, timeout=100)
 
 
 SLOW_LOADER = """\
@@ -407,24 +441,6 @@ def test_the_head_and_stacks_in_a_real_kernel(frontend_of_module: Frontend) -> N
     print(shown["text/plain"], frontend.text(stacks), sep="\n")
 
 
-FAULTHANDLER = """Thread 0x00007f0001 (most recent call first):
-  File "/lib/python3.11/threading.py", line 324 in wait
-  File "/ipykernel_1/2.py", line 5 in reader
-
-Current thread 0x00007f0002 (most recent call first):
-  File "/ipykernel_1/2.py", line 9 in train
-  File "/ipykernel_1/2.py", line 12 in <module>
-"""
-
-
-def test_what_faulthandler_writes_is_read() -> None:
-    threads = parse(FAULTHANDLER)
-    assert list(threads) == ["MainThread", "thread 1"]
-    assert threads["MainThread"][-1] == StackFrame("/ipykernel_1/2.py", 9, "train")
-    assert threads["thread 1"][0].function == "reader"
-    assert parse("") == {}
-
-
 @pytest.mark.parametrize(
     ("files", "words"),
     [
@@ -444,15 +460,25 @@ def test_what_the_frames_say_of_a_wait(files: list[str], words: str) -> None:
     assert waits_for(sight) == words
 
 
+def test_a_child_that_its_fork_has_left_standing_is_told() -> None:
+    forked = StackFrame(
+        f"{os.path.dirname(os.__file__)}/multiprocessing/popen_fork.py", 66, "_launch"
+    )
+    sight = Sight(1, "python", "sleeping", "futex_wait", {"MainThread": [forked]})
+    assert waits_for(sight).startswith("os.fork, in which Python before 3.11.10 may stand")
+
+
 def test_a_host_that_stood_still_blames_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, said, pump = Ranks([0]), threading.Event(), mock.Mock(Pump)
+    plan = make_plan(Flags(gpus=1), HostCapacity(gpus=1, cores=1), "a-run")
+    spec = HostSpec(plan, 0, str(tmp_path), Origin("/", {}, ()))
     with subprocess.Popen(["sleep", "600"]) as sleeping:
         ranks.started({0: sleeping.pid})
         pump.heard_at.return_value = 0.0
         monkeypatch.setattr(Stand, "_say", lambda stand, still_s: said.set())
-        stand = Stand(60.0, 0, ranks, pump, tmp_path, print)
+        stand = Stand(spec, ranks, pump, tmp_path, print)
         woke = time.monotonic() + 300
         stand.look(woke)
         assert woke - still_since(ranks.states(), woke) < 10
@@ -460,13 +486,6 @@ def test_a_host_that_stood_still_blames_no_rank(
             stand.look(woke + second)
         sleeping.kill()
     assert said.wait(100)
-
-
-def test_what_a_heartbeat_said_is_read() -> None:
-    stack = ['  File "Cell In[1]", line 2, in <module>', "    step(", '  File "a.py", line 5, in f']
-    [frames] = last_seen(stack).values()
-    assert frames == [StackFrame("Cell In[1]", 2, "<module>", "step("), StackFrame("a.py", 5, "f")]
-    assert last_seen([]) == {}
 
 
 def test_stacks_of_a_rank_that_is_stopped(
