@@ -370,7 +370,6 @@ class RankReport(RankEvent, tag="data", kw_only=True):
 class HostEnded(Event, tag="host_ended", kw_only=True):
     """A host has ended its share of the run."""
 
-    host_rank: int = 0
     state: str = ""
     failures: list[Failure] = []
 
@@ -412,7 +411,7 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
     Attributes:
         stack: The user's innermost frames of its main thread, outermost first.
         collectives: How many it has begun and ended, by backend.
-        spins: Whether it may use a core to wait.
+        spins: Whether it may use a core to wait: CUDA does, for a collective of NCCL.
     """
 
     stack: list[StackFrame] = []

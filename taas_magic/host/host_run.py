@@ -122,8 +122,7 @@ class HostShare(ABC):
             self._run()
         finally:
             state, failures = self._how_it_ended()
-            number = self.spec.host_rank
-            self.emit(HostEnded(host_rank=number, state=state, failures=failures))
+            self.emit(HostEnded(state=state, failures=failures))
             self.wakeup.close()
 
     def _run(self) -> None:

@@ -299,7 +299,7 @@ class Stand:
         is_any = False
         for state in self._ranks.states():
             used_s = used.get(state.pid, 0.0) - before.get(state.pid, used.get(state.pid, 0.0))
-            if used_s >= least_s and not state.spins:
+            if used_s >= least_s and not state.beat.spins:
                 state.forward_at = now
                 is_any = True
         before.update(used)
@@ -331,8 +331,8 @@ class Stand:
         if state.sight is not None:
             sight.pending, sight.threads = state.sight.pending, state.sight.threads
         _complete(sight, link.rank_file(self._folder, state.rank, "stacks"), cells)
-        if state.seen and not sight.threads:
-            sight.threads = {"MainThread, when it was last seen": state.seen}
+        if state.beat.stack and not sight.threads:
+            sight.threads = {"MainThread, when it was last seen": state.beat.stack}
         return sight
 
 

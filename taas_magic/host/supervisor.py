@@ -21,7 +21,6 @@ What a host needs for the time of its life lies in one folder:
 What a supervisor that was killed has left, the next one of the same user removes.
 """
 
-import fcntl
 import os
 import select
 import shutil
@@ -37,7 +36,15 @@ from pathlib import Path
 import psutil
 
 from taas_magic.errors import PoolError, reason_of
-from taas_magic.host.system import adopt_orphans, end_all, end_host, is_tracker, spawn_command
+from taas_magic.host.system import (
+    adopt_orphans,
+    end_all,
+    end_host,
+    is_free,
+    is_tracker,
+    spawn_command,
+    take_lock,
+)
 
 GRACE_S = 3.0
 """What the agent gets to end its ranks and to close its connections, before all is killed."""
@@ -159,23 +166,14 @@ def _make(prefix: str) -> Path:
 def _lock(folder: Path) -> int:
     """Lock a new folder; nobody sees the lock before it is held."""
     beside = folder / ".lock"
-    lock = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = take_lock(beside)
+    assert lock is not None
     beside.rename(folder / "lock")
     return lock
 
 
 def _is_abandoned(folder: Path) -> bool:
     try:
-        if folder.lstat().st_uid != os.getuid():
-            return False
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return folder.lstat().st_uid == os.getuid() and is_free(folder / "lock", os.O_NOFOLLOW)
     except OSError:
         return False  # another user's, or one that is just being made or removed
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
-    return True

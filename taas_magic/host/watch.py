@@ -88,16 +88,12 @@ class RankState:
     message: str = ""
     traceback: list[str] = field(default_factory=list)
     stack: list[str] = field(default_factory=list)
-    seen: list[StackFrame] = field(default_factory=list)
-    """Where its main thread stood, as its last beat says."""
     hint: str = ""
     forward_at: float = 0.0
     """When it last wrote, was handed a batch, computed, or did a collective."""
-    collectives: list[tuple[int, int]] = field(default_factory=list)
-    """How many it has begun and ended, as its last beat says."""
+    beat: RankBeat = field(default_factory=RankBeat)
+    """Its last one."""
     beat_at: float = 0.0
-    spins: bool = False
-    """Whether it may use a core to wait: CUDA does, for a collective of NCCL."""
     sight: RankSight | None = None
     """Where it said it stands; None while it has not answered."""
     sight_at: float = 0.0
@@ -289,7 +285,7 @@ def failure_of(
         etype=state.etype if kind == "raised" else "",
         message=f"exceeded --timeout {timeout_s:g}s" if kind == "timeout" else said,
         traceback=state.traceback,
-        stack=[] if state.traceback else state.stack or _lines_of(state.seen),
+        stack=[] if state.traceback else state.stack or _lines_of(state.beat.stack),
         signal=by_signal,
         exitcode=state.exitcode,
         consequence=kind == "raised" and is_consequence(state.etype, state.message),
@@ -388,10 +384,9 @@ class Ranks:
                 case RankSight():
                     state.sight, state.sight_at = message, now
                 case RankBeat():
-                    if message.collectives != state.collectives:
+                    if message.collectives != state.beat.collectives:
                         state.forward_at = now
-                    state.beat_at, state.seen = now, message.stack
-                    state.collectives, state.spins = message.collectives, message.spins
+                    state.beat, state.beat_at = message, now
                 case RankReport():
                     batches = {name: counts.batches for name, counts in message.loaders.items()}
                     if batches == state.batches:

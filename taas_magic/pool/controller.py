@@ -124,12 +124,8 @@ class Kernels:
             self._waiting[wait][1].cancel()
 
 
-LOOK_S = 1.0
-"""How often hosts are looked at; times of use are known to so many seconds."""
-
-
 class Upkeep:
-    """Counts the hosts of a pool, and gives idle ones back.
+    """Counts the hosts of a pool, and says which are idle.
 
     Args:
         idle_timeout_s: After how long an idle host is given back; None keeps it.
@@ -147,13 +143,6 @@ class Upkeep:
         self._looked = clock()
         self._gpu_s = self._used_gpu_s = 0.0
 
-    async def watch(self) -> None:
-        """Look at the hosts until it is cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            if self.look():
-                await self._members.release(self._is_in_use)
-
     def look(self) -> bool:
         """Count the time since the last look; says whether a host is to be given back."""
         now = self._clock()
@@ -166,7 +155,7 @@ class Upkeep:
                 member.idle_since = None
             elif member.idle_since is None:
                 member.idle_since = now
-        return not all(map(self._is_in_use, self._members.all()))
+        return not all(map(self.is_in_use, self._members.all()))
 
     def host(self, member: Member) -> HostStatus:
         """Return what `%taas pools` says of a host."""
@@ -187,7 +176,7 @@ class Upkeep:
             used_gpu_hours=self._used_gpu_s / 3600,
         )
 
-    def _is_in_use(self, member: Member) -> bool:
+    def is_in_use(self, member: Member) -> bool:
         """Return whether a host stays: it runs something, or has not been idle for long enough."""
         if member.runs or member.idle_since is None or self._idle_timeout_s is None:
             return True
@@ -197,7 +186,8 @@ class Upkeep:
 Tell = Callable[[Event], None]
 
 BEAT_S = 1.0
-"""How often the pool's process tells its kernels that it lives, and sees whether it has any."""
+"""How often the pool's process tells its kernels that it lives, and looks whether it has any, and
+at its hosts: times of use are known to so many seconds."""
 
 END_S = 10.0
 """How long what is written at a run's end may take."""
@@ -238,7 +228,7 @@ class Controller(SchedulerPlugin):
         )
         for kind in leaves(FileRequest):
             scheduler.handlers[kind.op()] = self._of_hosts(kind)
-        for work in (self._beat(), self.members.watch(), self._upkeep.watch()):
+        for work in (self._beat(), self.members.watch()):
             self._tasks.start(work)
 
     @property
@@ -391,6 +381,8 @@ class Controller(SchedulerPlugin):
         while True:
             self._scheduler.log_event(POOL_BEAT, {})
             self._kernels.look(has_runs=bool(self._runs))
+            if self._upkeep.look():
+                self._tasks.start(self.members.release(self._upkeep.is_in_use))
             await asyncio.sleep(BEAT_S)
 
     def _teller(self, owner: str, run_id: str) -> Tell:

@@ -11,7 +11,6 @@ whether it lives.
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import hashlib
 import logging
@@ -28,7 +27,7 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.base import LOG, Engine, find_engine, log_tail
 from taas_magic.engines.keys import SecurityOptions
 from taas_magic.errors import PoolError
-from taas_magic.host.system import CALM_DASK, spawn_command
+from taas_magic.host.system import CALM_DASK, is_free, spawn_command, take_lock
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import pack, unpack
 from taas_magic.setup.facts import Kernel, this_kernel
@@ -90,7 +89,7 @@ class PoolProcess:
 
     def is_alive(self) -> bool:
         """Return whether the pool's process lives, whoever started it."""
-        return not _is_free(self.folder)
+        return not is_free(self.folder / "lock")
 
     def is_ending(self) -> bool:
         """Return whether the pool's process, if it lives, has begun to end."""
@@ -98,7 +97,7 @@ class PoolProcess:
 
     def begin(self) -> None:
         """Start the pool's process, unless one lives; first remove what a killed one left."""
-        lock = take_lock(self.folder)
+        lock = take_lock(self.folder / "lock")
         if lock is None:
             return
         (self.folder / "pool.json").unlink(missing_ok=True)
@@ -157,7 +156,7 @@ class PoolProcess:
                 place = unpack(path.read_bytes(), PoolPlace)
                 made_of = place.made_of
                 is_other = made_of != this_kernel() and place.project == str(self._project)
-                if is_other and not _is_free(path.parent):
+                if is_other and not is_free(path.with_name("lock")):
                     found.append(f"Python {made_of.python}, torch {made_of.torch}")
         return found
 
@@ -210,20 +209,12 @@ class PoolProcess:
         return PoolError(f'pool "{self._config.name}" {what}. Its log:\n{tail}')
 
 
-def _is_free(folder: Path) -> bool:
-    """Return whether no process keeps the pool of a folder."""
-    lock = take_lock(folder)
-    if lock is not None:
-        os.close(lock)
-    return lock is not None
-
-
 def main() -> int:
     """Keep one pool until it is told to end or nobody uses it any more."""
     gc.disable()  # what is imported stays; to look through it again and again takes a tenth
     words = unpack(sys.stdin.buffer.readline(), PoolWords)
     folder = Path(words.folder)
-    lock = take_lock(folder)
+    lock = take_lock(folder / "lock")
     if lock is None:
         return 0
     os.ftruncate(lock, 0)
@@ -234,17 +225,6 @@ def main() -> int:
     engine.prepare()
     asyncio.run(_keep(engine, folder, words))
     return 0
-
-
-def take_lock(folder: Path) -> int | None:
-    """Return the lock of a pool's folder, a descriptor; None when a living process holds it."""
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
 
 
 async def _keep(engine: Engine, folder: Path, words: PoolWords) -> None:

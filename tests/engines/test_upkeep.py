@@ -35,8 +35,8 @@ def test_a_host_is_given_back_once_it_was_idle_for_long_enough() -> None:
     pool.hosts[0].runs.add("run")
     assert not pool.pass_s(59)
     assert pool.pass_s(1)
-    assert pool.upkeep._is_in_use(pool.hosts[0])
-    assert not pool.upkeep._is_in_use(pool.hosts[1])
+    assert pool.upkeep.is_in_use(pool.hosts[0])
+    assert not pool.upkeep.is_in_use(pool.hosts[1])
 
 
 def test_a_host_that_was_just_taken_stays() -> None:

@@ -16,12 +16,12 @@ import pytest
 
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import PoolError
+from taas_magic.host.system import take_lock
 from taas_magic.messages import EndPool, Event
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import Run
 from taas_magic.pool import process as pool_process
 from taas_magic.pool.client import Pool
-from taas_magic.pool.process import take_lock
 from tests.events import line_of
 from tests.frontend import WAIT_S, Frontend
 from tests.harness import Notebook, below, left_of, listening_ports
@@ -211,7 +211,7 @@ def test_a_pool_that_is_just_ending_is_followed_by_a_new_one(
 ) -> None:
     monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
     pool = Pool(PoolConfig("local"), tmp_path)
-    lock = take_lock(pool.process.folder)
+    lock = take_lock(pool.process.folder / "lock")
     assert lock is not None
     threading.Timer(0.5, os.close, [lock]).start()
     pool.open()
