@@ -35,11 +35,11 @@ HEARD = "taas_heard"
 AGENT = "taas_agent"
 """What an agent says of itself when it joins; others that join are no hosts of the pool."""
 
-POOL_TOPIC = "taas-pool"
-"""The Dask topic that says what becomes of the hosts that kernels wait for."""
-
 POOL_BEAT = "taas-pool-beat"
-"""The Dask topic by which the pool's process tells its kernels that it lives."""
+"""The Dask topic by which the pool's process tells its kernels that it lives.
+
+With it comes what is known of the hosts that they wait for, a line each.
+"""
 
 HOST = "TAAS_HOST"
 """The environment variable that has the name of a rank's host, as the user calls it."""

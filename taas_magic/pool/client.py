@@ -83,6 +83,7 @@ class Pool:
         self._client: Client | None = None
         self._is_retired = False
         self._listeners: dict[str, Callable[[Event], None]] = {}
+        self._waiting: dict[str, Callable[[list[str]], None]] = {}
         self._heard_at = 0.0
 
     @property
@@ -123,15 +124,15 @@ class Pool:
     def open(
         self,
         hosts: int = 1,
-        on_wait: Callable[[list[str]], None] | None = None,
+        on_wait: Callable[[list[str]], None] = lambda lines: None,
         wait: Wait | None = None,
         has_run: bool = True,
     ) -> None:
         """Return when so many hosts are there and can start ranks at once; starts the pool first.
 
         Args:
-            on_wait: Called with what is known of hosts that are awaited, a line each, when that
-                changes; in the thread of the Dask client.
+            on_wait: Called with what is known of hosts that are awaited, a line each, with each
+                beat of the pool's process; in the thread of the Dask client.
             wait: By what another thread may give it up.
             has_run: Whether a run waits for them.
 
@@ -152,24 +153,19 @@ class Pool:
         self._require(said)
 
     def _ready(
-        self, hosts: int, on_wait: Callable[[list[str]], None] | None, wait: Wait, has_run: bool
+        self, hosts: int, on_wait: Callable[[list[str]], None], wait: Wait, has_run: bool
     ) -> Started:
         """Wait for hosts, as `open` does."""
-        from taas_magic.host.spec import POOL_TOPIC
-
-        self.connect(on_wait or (lambda lines: None))
+        self.connect(on_wait)
         if wait.is_given_up:
             raise PoolError(f'pool "{self.name}": nobody waits for its hosts any more')
         if self.process.is_ending():
             return Started(is_ending=True)
-        client = self._connected()
-        if on_wait is not None:
-            client.subscribe_topic(POOL_TOPIC, lambda pair: on_wait(list(pair[1])))
+        self._waiting[wait.id] = on_wait
         try:
-            return self.call(WaitForHosts(client.id, wait.id, hosts, has_run))
+            return self.call(WaitForHosts(self._connected().id, wait.id, hosts, has_run))
         finally:
-            if on_wait is not None:
-                client.unsubscribe_topic(POOL_TOPIC)
+            self._waiting.pop(wait.id, None)
 
     def give_up(self, wait: Wait) -> None:
         """Give up a wait: its `open`, in another thread, raises PoolError."""
@@ -223,8 +219,10 @@ class Pool:
         self._client.subscribe_topic(POOL_BEAT, self._hear)
         self._client.subscribe_topic(topic(self._client.id), self._on_event)
 
-    def _hear(self, beat: object) -> None:
+    def _hear(self, beat: tuple[float, Sequence[str]]) -> None:
         self._heard_at = time.monotonic()
+        for tell in list(self._waiting.values()):
+            tell(list(beat[1]))
 
     def _on_event(self, pair: tuple[float, tuple[str, bytes]]) -> None:
         """Hand an event to who started its run; called in the thread of the Dask client."""

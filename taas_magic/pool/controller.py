@@ -379,7 +379,7 @@ class Controller(SchedulerPlugin):
     async def _beat(self) -> None:
         """Tell the kernels that this process lives and its loop runs, until it is cancelled."""
         while True:
-            self._scheduler.log_event(POOL_BEAT, {})
+            self._scheduler.log_event(POOL_BEAT, self.members.awaited)
             self._kernels.look(has_runs=bool(self._runs))
             if self._upkeep.look():
                 self._tasks.start(self.members.release(self._upkeep.is_in_use))

@@ -271,7 +271,6 @@ STREAM_HANDLERS = (
     "close-client",
     "client-releases-keys",
     "subscribe-topic",
-    "unsubscribe-topic",
 )
 
 JOINS_WITH = ("address", "name", "status", "server_id", "stimulus_id", "now")

@@ -18,7 +18,7 @@ from distributed.comm import CommClosedError
 
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
-from taas_magic.host.spec import AGENT, ANSWER, BEAT, CALL, HEARD, POOL_TOPIC
+from taas_magic.host.spec import AGENT, ANSWER, BEAT, CALL, HEARD, POOL_BEAT
 from taas_magic.leases import LOST_AFTER_S
 from taas_magic.messages import Facts, GetFacts, Greet, Request, to_bytes
 from taas_magic.setup.facts import refuse, this_kernel
@@ -115,7 +115,8 @@ class Members(SchedulerPlugin):
         self._changed = asyncio.Condition()
         self._tasks = Tasks()
         self._takes = self._runs_waiting = 0
-        self._awaited: list[str] = []
+        self.awaited: list[str] = []
+        """What is known of the hosts that are waited for, a line each."""
         self.refused = 0
         """Messages of hosts that had nothing (any more) to say."""
         scheduler.stream_handlers[ANSWER] = self._on_answer
@@ -189,13 +190,15 @@ class Members(SchedulerPlugin):
             await self.drop(member.address, str(error))
         finally:
             late.cancel()
+            if say is None:
+                self._say([])
 
     async def _take(self, count: int, keep: Collection[str]) -> list[Member]:
         self._takes += 1
         try:
             await asyncio.wait_for(self._have_joined(count), self._start_timeout_s)
         except asyncio.TimeoutError:
-            about = "\n".join(self._awaited) or "see the pool's log"
+            about = "\n".join(self.awaited) or "see the pool's log"
             joined = f"{len(self.all())} of {count} hosts joined"
             within = f"within {self._start_timeout_s:.0f} s"
             raise PoolError(f"{joined} {within}: {about}") from None
@@ -324,9 +327,9 @@ class Members(SchedulerPlugin):
 
     def _say(self, lines: list[str]) -> None:
         """Tell kernels what is known of the hosts that are awaited, when that has changed."""
-        if lines != self._awaited:
-            self._awaited = lines
-            self._scheduler.log_event(POOL_TOPIC, lines)
+        if lines != self.awaited:
+            self.awaited = lines
+            self._scheduler.log_event(POOL_BEAT, lines)
 
     def _send(self, address: str, **message: Any) -> None:
         stream = self._scheduler.stream_comms.get(address)

@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import PoolError
 from taas_magic.host.system import take_lock
-from taas_magic.messages import EndPool, Event
+from taas_magic.messages import EndPool, Event, Started
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import Run
 from taas_magic.pool import process as pool_process
@@ -273,3 +274,34 @@ def test_a_run_in_which_the_pool_fails_ends(kernel_of_its_own: Frontend) -> None
     kernel_of_its_own.run(f"%taas down\nimport os; os.environ['PYTHONPATH'] += ':{folder}'")
     reply = kernel_of_its_own.fail("%%taas --gpus 1\nprint('ran')")
     assert "its pool failed: ZeroDivisionError('not foreseen')" in reply["evalue"], reply
+
+
+def test_all_that_wait_hear_what_becomes_of_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also who began to wait after it was first said, and who waits beside another."""
+    pool, asked, over = (
+        Pool(PoolConfig("local"), tmp_path),
+        threading.Semaphore(0),
+        threading.Event(),
+    )
+    heard: list[list[str]] = [[], []]
+
+    def call(request: object) -> Started:
+        asked.release()
+        over.wait(WAIT_S)
+        return Started(hosts=["host"])
+
+    monkeypatch.setattr(pool, "connect", lambda tell: None)
+    monkeypatch.setattr(pool, "call", call)
+    monkeypatch.setattr(pool, "_connected", mock.Mock())
+    (pool.process.folder / "pool.json").touch()
+    waiting = [threading.Thread(target=pool.open, args=(1, lines.extend)) for lines in heard]
+    for thread in waiting:
+        thread.start()
+        assert asked.acquire(timeout=WAIT_S)
+        pool._hear((0.0, ("host a: still connecting",)))
+    over.set()
+    for thread in waiting:
+        thread.join()
+    assert heard == [["host a: still connecting"] * 2, ["host a: still connecting"]]
