@@ -175,7 +175,7 @@ class Agent:
                 said = HostHello(host=self.name, address="10.1.0.1", means="mount", gpus=8)
             case "taas_StartShare":
                 spec = from_bytes(call["request"], words.StartShare).spec
-                self._run_id, self._host_rank = spec.plan.run_id, spec.host_rank
+                self._run_id = spec.plan.run_id
                 first = spec.share.first_rank
                 self._ranks = range(first, first + spec.share.ranks)
                 said = 1000
@@ -186,8 +186,7 @@ class Agent:
                 pids = {rank: 1000 + rank for rank in self._ranks}
                 self.say([RanksStarted(host=self.name, pids=pids)])
             case "taas_EndRun":
-                ended = HostEnded(host=self.name, host_rank=self._host_rank, state="SUCCEEDED")
-                self.say([ended])
+                self.say([HostEnded(host=self.name, state="SUCCEEDED")])
 
 
 class Kernel:

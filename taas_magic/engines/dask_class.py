@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -457,19 +457,13 @@ class Vehicles:
         if job_id is None or self._system is None:
             return ""
         self._served.add(name)
-        deadline = time.monotonic() + SETTLE_S
-        job = await self._find(job_id)
-        while job is not None and not job.ended and time.monotonic() < deadline:
-            await asyncio.sleep(0.5)
-            job = await self._find(job_id)
+        deadline, job = time.monotonic() + SETTLE_S, None
+        with suppress(OSError):  # it cannot be asked
+            while (job := (await self._system.look([job_id])).get(job_id)) and not job.ended:
+                if time.monotonic() >= deadline:
+                    break
+                await asyncio.sleep(0.5)
         return f"{self._system.title} job {job_id} is {job or 'known no more'}"
-
-    async def _find(self, job_id: str) -> BatchJob | None:
-        assert self._system is not None
-        try:
-            return (await self._system.look([job_id])).get(job_id)
-        except OSError:
-            return None
 
     async def _ask(self, awaited: dict[str, str]) -> dict[str, BatchJob]:
         """Return the jobs of vehicles, which are awaited with those ids.
