@@ -94,7 +94,7 @@ class Agent:
 
     def __init__(self, number: int, name: str, keys: Keys) -> None:
         self.name, self._number = name, number
-        self._host_rank, self._ranks = 0, range(0)
+        self._ranks = range(0)
         self._security = Security(**keys.host(str(number)))
         self._stream = BatchedSend(interval="2ms")
         self._run_id = ""
