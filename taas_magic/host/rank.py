@@ -7,6 +7,7 @@ IPython shell whose displays and tracebacks go to the agent as messages.
 
 import ast
 import atexit
+import bdb
 import builtins
 import faulthandler
 import functools
@@ -77,6 +78,10 @@ _WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that th
 """What pickle shows of it when a file needs another one: a class whose objects were saved whole."""
 
 _ADVICE = "a rank has no keyboard: set a variable in an earlier cell and use it here"
+_NO_DEBUGGER = (
+    "a rank has no keyboard; print what you want to see, or run the cell without %%taas to debug "
+    "it in the notebook"
+)
 
 
 def prepare() -> None:
@@ -136,7 +141,10 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
                 os._exit(0 if succeeded else 1)
             if succeeded:
                 link.send(RankFinished())
-            threading._shutdown()  # type: ignore[attr-defined]  # threads may go on with a loader
+            try:  # threads may go on with a loader
+                threading._shutdown()  # type: ignore[attr-defined]
+            except KeyboardInterrupt:  # Python ends, too, and its threads with it
+                succeeded = False
     _end_program()
     if not succeeded:
         sys.exit(1)
@@ -353,11 +361,18 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
         if link.is_own:  # fine if all ranks do, else a failure
             link.send(RankLeft(tracebacks.frames(raised)))
         raised = None
-    elif isinstance(raised, SystemExit):
+    elif isinstance(raised, SystemExit | bdb.BdbQuit):  # IPython shows neither
+        if isinstance(raised, bdb.BdbQuit):  # a debugger that found its input at its end
+            raised.args = (_NO_DEBUGGER,)
         tracebacks.send(link, raised)
     if link.is_own and result.error_before_exec is None:
         failed = raised is not None
-        sender.send(shell.users_names(), spec.share.plan.out, value=shell.last_value, failed=failed)
+        try:
+            sender.send(
+                shell.users_names(), spec.share.plan.out, value=shell.last_value, failed=failed
+            )
+        except KeyboardInterrupt:  # what has been sent is there
+            return False
     if link.is_own and raised is not None:
         link.send(RankReported())
     return raised is None
@@ -409,10 +424,7 @@ class _NoKeyboard(io.TextIOBase):
 
 
 def _refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(
-        "breakpoint(): a rank has no keyboard; print what you want to see, or run the cell "
-        "without %%taas to debug it in the notebook"
-    )
+    raise RuntimeError(f"breakpoint(): {_NO_DEBUGGER}")
 
 
 def _draw_bars_as_text() -> None:

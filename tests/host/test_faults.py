@@ -250,6 +250,30 @@ slow = Slow()
     assert outcome.lines == {}
 
 
+AFTER_THE_CELL = {
+    "a thread": "threading.Thread(target=arrive).start()",
+    "a result": "class Slow:\n    def __reduce__(self):\n        return arrive()\nslow = Slow()",
+}
+"""What goes on when the cell's last line has run, and is interrupted then."""
+
+
+@pytest.mark.parametrize("what", AFTER_THE_CELL)
+def test_an_interrupt_after_the_cell_shows_none_of_our_frames(
+    what: str, notebook: Notebook
+) -> None:
+    source = f"""
+import os, threading, time
+slow = None
+def arrive():
+    os.kill({os.getpid()}, 2)
+    time.sleep(600)
+{AFTER_THE_CELL[what]}
+"""
+    outcome = notebook.run(source, "--out slow", gpus=1)
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert outcome.lines == {}
+
+
 def test_three_interrupts_leave_nothing(notebook: Notebook) -> None:
     source = """
 import os, signal, time

@@ -252,6 +252,15 @@ exit()
     assert isinstance(outcome.error, RankFailed) and outcome.error.etype == "SystemExit"
 
 
+@pytest.mark.parametrize("module", ["pdb", "IPython.core.debugger"])
+def test_a_debugger_in_a_cell_says_why_not(module: str, notebook: Notebook) -> None:
+    source = f"from {module} import set_trace\nset_trace()\nprint('not reached')"
+    outcome = notebook.run(source, gpus=1)
+    assert isinstance(outcome.error, RankFailed) and outcome.error.etype == "BdbQuit"
+    assert "a rank has no keyboard; print what you want to see" in outcome.shown
+    assert "taas_magic" not in outcome.shown and "os._exit" not in outcome.shown
+
+
 def test_the_notebooks_variables_win_over_the_pools(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
