@@ -1,7 +1,7 @@
 """Put a rank's view of the project store before Python's own file calls.
 
 What Python code of any library does goes through `open` and `os`: pathlib, shutil, tempfile,
-numpy and, but for its C++ writer, torch. `install` replaces these in the rank, before user code
+numpy and, but for its C++ writers, torch. `install` replaces these in the rank, before user code
 runs. What goes around them (subprocesses, C++ writers, ctypes) meets `guard.py`.
 
 A view decides about paths only: `Watched` is rank 0's, which writes, and what it writes is noted;
@@ -283,6 +283,7 @@ def install(view: Watched) -> None:
             _replace(name, leads)
     _replace_open(_led(open, partial(_open, view)))
     _lead_torch_writer(view)
+    _lead_profiler(view)
     _lead_temporary_files()
     if isinstance(view, Refused | Discarded):
         _lead_torch_maps(view)
@@ -601,6 +602,18 @@ def _lead_torch_writer(view: Watched) -> None:
                 raise RuntimeError(f"torch cannot write {file}: {error}") from error
 
     setattr(torch._C, "PyTorchFileWriter", PyTorchFileWriter)  # noqa: B010
+
+
+def _lead_profiler(view: Watched) -> None:
+    """Lead torch.profiler's C++ writer of traces, which fails without an error."""
+    import torch
+
+    def export(real: _Call, profiled: Any, path: Path, *args: Any, **kw: Any) -> Any:
+        led, _ = _lead(view, partial(_writable, view), path, follow=True)
+        return real(profiled, led, *args, **kw)
+
+    profile = torch.autograd.profiler.profile
+    setattr(profile, "export_chrome_trace", _led(profile.export_chrome_trace, export))  # noqa: B010
 
 
 def _lead_temporary_files() -> None:

@@ -200,6 +200,23 @@ def test_refuse_fails_at_the_line_that_tries(notebook: Notebook) -> None:
     assert str(Path("m.pt").resolve()) in outcome.shown
 
 
+def test_a_trace_of_each_rank_is_in_the_receipt(notebook: Notebook) -> None:
+    source = """
+from torch.profiler import profile, tensorboard_trace_handler
+with profile(on_trace_ready=tensorboard_trace_handler("log", f"w{rank}")) as traced:
+    model.sum()
+[trace] = [name for name in os.listdir("log") if name.startswith(f"w{rank}.")]
+print(os.path.getsize(f"log/{trace}") > 1000)
+"""
+    outcome = notebook.run(SAVE + source)
+    assert outcome.error is None and outcome.run is not None
+    assert all(lines[-1:] == ["True"] for lines in outcome.lines.values())
+    assert "Read-only" not in str(outcome.lines)
+    assert [path.name[:3] for path in Path("log").iterdir()] == ["w0."]
+    [missing] = outcome.run.receipt.missing
+    assert missing.startswith("log/w1.")
+
+
 def test_a_rank_with_many_threads_is_held_too(notebook: Notebook) -> None:
     source = 'if rank == 1:\n    print(os.system("touch mine 2>/dev/null") != 0)\n'
     outcome = notebook.run(SAVE + source, flags="--env OMP_NUM_THREADS=4")
