@@ -285,7 +285,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
         _pickled(name, dataset.parts_of(loader))
         return dataset.order_start(loader)
     except CaptureError as error:
-        raise TypeError(f"register: {error}") from error
+        raise TypeError(f"register: {error}") from None  # it says all, in one line
 
 
 def _pickled(name: str, parts: "LoaderParts") -> bytes:
