@@ -77,6 +77,7 @@ _SHOWN_COLLECTIVES = 3
 _WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that the cell uses"
 """What pickle shows of it when a file needs another one: a class whose objects were saved whole."""
 
+_kept: list[Any] = []
 _ADVICE = "a rank has no keyboard: set a variable in an earlier cell and use it here"
 _NO_DEBUGGER = (
     "a rank has no keyboard; print what you want to see, or run the cell without %%taas to debug "
@@ -389,6 +390,7 @@ def _end_program() -> None:
     A process group that the cell left open is closed with the process.
     """
     atexit._run_exitfuncs()
+    _keep_groups()
     shell = RankShell.instance()
     shell.last_value = None
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
@@ -400,6 +402,16 @@ def _end_program() -> None:
         shell.user_ns.update(dict.fromkeys(names))
         gc.collect()
     flush()
+
+
+def _keep_groups() -> None:
+    """Keep the process groups of DDP models that are left, until the process is gone.
+
+    Where the cell has called `destroy_process_group`, the model has the last reference. With it torch
+    joins gloo's threads while it holds the GIL, and they may wait for it (pytorch/pytorch#56297).
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel
+    _kept.extend(it.process_group for it in gc.get_objects() if issubclass(type(it), ddp))
 
 
 def flush() -> None:

@@ -252,6 +252,22 @@ exit()
     assert isinstance(outcome.error, RankFailed) and outcome.error.etype == "SystemExit"
 
 
+def test_a_rank_ends_though_a_thread_of_a_destroyed_group_waits_for_the_gil(
+    notebook: Notebook,
+) -> None:
+    """As one does that has just ended a collective, on a busy machine."""
+    source = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+if dist.get_rank() == 1:
+    time.sleep(0.5)
+dist.all_reduce(torch.ones(1), async_op=True)
+dist.destroy_process_group()
+"""
+    assert notebook.run(source, "--timeout 30").error is None
+
+
 @pytest.mark.parametrize("module", ["pdb", "IPython.core.debugger"])
 def test_a_debugger_in_a_cell_says_why_not(module: str, notebook: Notebook) -> None:
     source = f"from {module} import set_trace\nset_trace()\nprint('not reached')"
