@@ -407,8 +407,9 @@ def _end_program() -> None:
 def _keep_groups() -> None:
     """Keep the process groups of DDP models that are left, until the process is gone.
 
-    Where the cell has called `destroy_process_group`, the model has the last reference. With it torch
-    joins gloo's threads while it holds the GIL, and they may wait for it (pytorch/pytorch#56297).
+    Where the cell has called `destroy_process_group`, the model has the last reference. With it
+    torch joins gloo's threads while it holds the GIL, and one of them may wait for that
+    (pytorch/pytorch#56297). Python's own end does not wait: it ends threads that ask for the GIL.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
     _kept.extend(it.process_group for it in gc.get_objects() if issubclass(type(it), ddp))
