@@ -47,7 +47,8 @@ def host_of(rank: int) -> str:
 def plan_of(world_size: int) -> Plan:
     ranks = min(world_size, RANKS_PER_HOST)
     hosts = tuple(HostPlan(i, i * ranks, ranks, 1) for i in range(-(-world_size // ranks)))
-    return Plan("20260101-000000-000000", "scale", "big", world_size, hosts)
+    run_id = "20260101-000000-000000"
+    return Plan(run_id=run_id, name="scale", pool="big", world_size=world_size, hosts=hosts)
 
 
 def scenes(world_size: int) -> dict[str, list[Event]]:

@@ -11,7 +11,7 @@ import keyword
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec import Struct, structs
 
@@ -141,51 +141,59 @@ class Prefill(Struct, frozen=True):
     unit: str
 
 
-@dataclass(frozen=True)
-class Flags:
-    """What the head of a cell asks for; the magic's flags, parsed.
+class RunOptions(Struct, frozen=True, kw_only=True):
+    """What the head of a cell asks for and its plan has as it is.
+
+    Attributes:
+        cpus: Fetcher hosts for the registered loaders; 0 runs the loaders inside the ranks.
+        units: Bound on the units that all ranks together are given; None is no bound.
+        prefill: What fetchers must have ready before ranks start; None starts both together.
+        out: Variables that come back into the notebook, as `split_name` reads them.
+        max_restarts: How often all ranks may start again after one died.
+        timeout_s: Bound on the run's time, in seconds; None is no bound.
+        env: Environment variables of the ranks, on top of the notebook's own.
+        federated: One rank a host, and the run goes on when a host that is not the first fails or
+            is lost.
+    """
+
+    name: str = ""
+    pool: str = LOCAL
+    cpus: int = 0
+    units: int | None = None
+    prefill: Prefill | None = None
+    out: tuple[str, ...] = ()
+    max_restarts: int = 0
+    timeout_s: float | None = None
+    env: Mapping[str, str] = {}
+    federated: bool = False
+
+
+class Flags(RunOptions, frozen=True, kw_only=True):
+    """All that the head of a cell asks for; the magic's flags, parsed.
 
     Attributes:
         gpus: Ranks in all (world size).
         max_gpus: Ranks that the run may grow to, once there are hosts for them; 0: it does not.
-        cpus: Fetcher hosts for the registered loaders; 0 runs the loaders inside the ranks.
-        units: Bound on the units that all ranks together are given; None is no bound.
         data_pool: Name of the pool that runs the fetchers; "" finds one.
-        prefill: What fetchers must have ready before ranks start; None starts both together.
         uneven_hosts: Whether hosts may have different numbers of ranks.
-        out: Variables that come back into the notebook, as `split_name` reads them.
-        max_restarts: How often all ranks may start again after one died.
-        timeout_s: Bound on the run's time, in seconds; None is no bound.
         hang_s: After how long without a sign of progress it is said where ranks stand; 0: never;
             None: as taas.toml says.
-        env: Environment variables of the ranks, on top of the notebook's own.
         log_ranks: Ranks whose lines the notebook shows; None shows all.
         store: The project store; "" is the one of taas.toml, else the notebook's folder.
         store_writes: What becomes of writes to it by ranks that are not 0: discard or refuse.
         shared_writes: Folders in it that every rank may write.
-        federated: One rank a host, and hosts may be lost, as `Plan.federated` says.
     """
 
     gpus: int
     max_gpus: int = 0
-    cpus: int = 0
-    units: int | None = None
-    pool: str = "local"
     data_pool: str = ""
-    prefill: Prefill | None = None
     uneven_hosts: bool = False
-    out: tuple[str, ...] = ()
-    name: str = ""
-    max_restarts: int = 0
-    timeout_s: float | None = None
     hang_s: float | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
     log_ranks: frozenset[int] | None = None
     store: str = ""
     store_writes: str = "discard"
     shared_writes: tuple[str, ...] = ()
     dry_run: bool = False
-    federated: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,31 +231,17 @@ class Room(Struct, frozen=True):
     uneven: bool = False
 
 
-class Plan(Struct, frozen=True):
-    """One run, decided.
-
-    Attributes:
-        federated: Whether the run goes on when a host that is not the first fails or is lost.
-    """
+class Plan(RunOptions, frozen=True, kw_only=True):
+    """One run, decided."""
 
     run_id: str
-    name: str
-    pool: str
     world_size: int
     hosts: tuple[HostPlan, ...]
-    out: tuple[str, ...] = ()
-    max_restarts: int = 0
-    timeout_s: float | None = None
     hang_s: float = 60.0
-    env: Mapping[str, str] = {}
-    cpus: int = 0
-    units: int | None = None
-    prefill: Prefill | None = None
     notes: tuple[str, ...] = ()
     store: StoreRule | None = None
     data: DataPlan | None = None
     room: Room | None = None
-    federated: bool = False
 
 
 LAST = -1
@@ -322,22 +316,13 @@ def make_plan(
     where = "" if flags.pool == LOCAL else f' in pool "{flags.pool}"'
     no_gpu = f"{NO_GPU}{where}; running {flags.gpus} CPU process{'es' * (flags.gpus > 1)}"
     return Plan(
+        **{name: getattr(flags, name) for name in RunOptions.__struct_fields__},
         run_id=run_id,
-        name=flags.name,
-        pool=flags.pool,
         world_size=sum(share.ranks for share in hosts),
         hosts=hosts,
-        out=flags.out,
-        max_restarts=flags.max_restarts,
-        timeout_s=flags.timeout_s,
-        env=dict(flags.env),
-        cpus=flags.cpus,
-        units=flags.units,
-        prefill=flags.prefill,
         notes=() if host.gpus else (no_gpu,),
         store=store,
         room=room if flags.max_gpus else None,
-        federated=flags.federated,
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from IPython.core.magic_arguments import MagicArgumentParser
 
-from taas_magic.config import Config, DataConfig, parse_size
+from taas_magic.config import LOCAL, Config, DataConfig, parse_size
 from taas_magic.errors import UsageError
 from taas_magic.plan import Flags, Prefill, name_of, split_name
 from taas_magic.store.rule import WRITES
@@ -428,9 +428,8 @@ def parse(line: str, config: Config) -> Flags:
         UsageError: In one line: which word is wrong, and what is possible.
     """
     found = _parse_words(_words(line))
-    config.pool(found.get("pool", Flags.pool))
-    if "data_pool" in found:
-        config.pool(found["data_pool"])
+    for name in (found.get("pool", LOCAL), found.get("data_pool", LOCAL)):
+        config.pool(name)
     if "gpus" not in found:
         raise UsageError(
             "--gpus is missing: say how many processes run the cell, "
