@@ -11,11 +11,13 @@ import io
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 
+from taas_magic.display.head import RunState
 from taas_magic.display.view import View
 from taas_magic.messages import Event, Failure, Lines, RankFailure, RanksStarted, RunEnded
 from taas_magic.plan import HostPlan, Plan
@@ -97,12 +99,12 @@ def measure(world_size: int) -> tuple[list[Scene], float]:
     with _captured() as shell:
         made = scenes(world_size)
         tracemalloc.start()
-        view = View(plan_of(world_size), "/tmp", shell=shell)
+        view = View(RunState(plan_of(world_size), Path("/tmp")), shell=shell)
         found = [_play(view, name, events) for name, events in made.items()]
         gc.collect()
         held_mib = tracemalloc.get_traced_memory()[0] / 2**20
         tracemalloc.stop()
-        again = View(plan_of(world_size), "/tmp", shell=shell)
+        again = View(RunState(plan_of(world_size), Path("/tmp")), shell=shell)
         found = [_play(again, name, events) for name, events in made.items()]
     return found, held_mib
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from msgspec import structs
@@ -38,6 +38,7 @@ from taas_magic.messages import (
     StateChanged,
     StoreReceipt,
 )
+from taas_magic.plan import Plan
 from taas_magic.store.receipt import Receipt
 
 COLOURS = {
@@ -81,22 +82,18 @@ class RunState:
     """What is known of a run, folded from its events in the notebook's kernel.
 
     Attributes:
-        n_hosts: Hosts that the plan asks for.
         gpus: GPUs that the run holds; 0 for CPU ranks.
-        units: The bound of `--units` for each loader; None for none.
         began: When the run began, on the caller's clock.
+        world_size: Ranks in all; the plan's, until the run grows.
         hangs: By host, when it said that none of its ranks comes forward, and where they stand.
     """
 
-    run_id: str
-    name: str = ""
-    pool: str = "local"
-    world_size: int = 1
-    n_hosts: int = 1
-    run_dir: str = ""
+    plan: Plan
+    run_dir: Path
     gpus: int = 0
-    units: int | None = None
     began: float = 0.0
+    world_size: int = field(init=False)
+    notes: list[str] = field(init=False)
     state: str = "STARTING"
     hosts: list[str] = field(default_factory=list)
     up: set[int] = field(default_factory=set)
@@ -106,7 +103,6 @@ class RunState:
     restarts: int = 0
     restart_cause: str = ""
     progress: str = ""
-    notes: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     first: Failure | None = None
     why: str = ""
@@ -115,6 +111,9 @@ class RunState:
     advice: str = ""
     hangs: dict[str, tuple[float, list[RankStand]]] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.world_size, self.notes = self.plan.world_size, list(self.plan.notes)
 
     def apply(self, event: Event, now: float | None = None) -> None:
         """Take the next event; those that say nothing about the head are ignored.
@@ -233,12 +232,12 @@ def _colour(state: RunState) -> str:
 def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
     """Yield the head's parts from top to bottom, each as text and as HTML."""
     found = facts(state, now)
-    title = f"{state.state} {cut(state.name, WORDS_CHARS)}".rstrip()
+    title = f"{state.state} {cut(state.plan.name, WORDS_CHARS)}".rstrip()
     yield _joined([title], found), _title_row(state) + _row(_facts_html(found))
     if state.progress:
         rows = "".join(_progress_row(line) for line in state.progress.split("\n") if line)
         yield f"rank 0: {plain(state.progress)}", rows
-    for name, found in loader_lines(state.flow, state.units, state.has_ended):
+    for name, found in loader_lines(state.flow, state.plan.units, state.has_ended):
         name = cut(name, WORDS_CHARS)
         words = f"{name}: {_joined([], found)}".rstrip(": ")
         yield words, _row(f"<b>{escape(name)}</b> {_facts_html(found)}")
@@ -258,7 +257,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         yield "\n".join([f"{summary}:", *(f"    {line}" for line in lines)]), _row(details)
     for label, value in receipt_lines(state.receipt):
         yield f"{label}: {value}", _labelled_row(label, value)
-    log = f"log: <span style='{CODE}'>{escape(state.run_dir)}</span>"
+    log = f"log: <span style='{CODE}'>{escape(str(state.run_dir))}</span>"
     yield f"log: {state.run_dir}", _row(log, "font-size:12px;opacity:0.65")
 
 
@@ -268,11 +267,12 @@ def facts(state: RunState, now: float) -> list[Fact]:
     if not state.has_ended and len(state.up) < state.world_size:
         ranks = f"{len(state.up):,} of {ranks} up"
     names = ", ".join(state.hosts[:MAX_HOSTS]) + ", …" * (len(state.hosts) > MAX_HOSTS)
-    several = f"{state.n_hosts:,}" + (f" ({names})" if names else "")
+    n_hosts = len(state.plan.hosts)
+    several = f"{n_hosts:,}" + (f" ({names})" if names else "")
     shown = [
         ("ranks", ranks),
-        ("pool", state.pool),
-        ("host", names or "…") if state.n_hosts == 1 else ("hosts", several),
+        ("pool", state.plan.pool),
+        ("host", names or "…") if n_hosts == 1 else ("hosts", several),
         ("elapsed", duration(state.elapsed(now), decimals=int(state.has_ended))),
     ]
     if filled := filling(state.flow):
@@ -282,7 +282,7 @@ def facts(state: RunState, now: float) -> list[Fact]:
     if state.restarts:
         cause = f" ({cut(state.restart_cause, WORDS_CHARS)})" if state.restart_cause else ""
         shown.append(("restarts", f"{state.restarts}{cause}"))
-    return [*shown, ("run", state.run_id)]
+    return [*shown, ("run", state.plan.run_id)]
 
 
 def duration(seconds: float, decimals: int = 0) -> str:
@@ -344,7 +344,7 @@ def _title_row(state: RunState) -> str:
             f"<span style='animation:taas-go {late}'>{title}</span>"
             f"<b style='visibility:hidden;font-size:0;animation:taas-come {late}'>● {stale}</b>"
         )
-    name = f" <b>{escape(cut(state.name, WORDS_CHARS))}</b>" if state.name else ""
+    name = f" <b>{escape(cut(state.plan.name, WORDS_CHARS))}</b>" if state.plan.name else ""
     return _row(title + name)
 
 

@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.display_functions import clear_output, publish_display_data
@@ -21,7 +20,6 @@ from taas_magic.display.failure import headline
 from taas_magic.display.head import RunState
 from taas_magic.display.log import CELL_BYTES, UNBOUNDED, LogText
 from taas_magic.messages import ClearOutput, Display, Event, Lines, LinesDropped, Restart
-from taas_magic.plan import Plan
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -199,41 +197,27 @@ class View:
     of events, and no later than `next_due` says. Nothing here starts a thread or a timer.
 
     Args:
+        state: What is known of the run, which the events are folded into; it begins now.
         log_ranks: Ranks whose lines are shown; None shows all.
-        gpus: GPUs that the run holds; 0 for CPU ranks.
         shell: The shell that shows it; default is the one that runs.
         clock: Seconds that never go back; `tick` and `next_due` speak of its time.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        run_dir: Path | str,
+        state: RunState,
         *,
         log_ranks: frozenset[int] | None = None,
-        gpus: int = 0,
         shell: "InteractiveShell | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        now = clock()
-        self._clock = clock
-        self._state = RunState(
-            run_id=plan.run_id,
-            name=plan.name,
-            pool=plan.pool,
-            world_size=plan.world_size,
-            n_hosts=len(plan.hosts),
-            run_dir=str(run_dir),
-            gpus=gpus,
-            units=plan.units,
-            began=now,
-            notes=list(plan.notes),
-        )
+        plan, now = state.plan, clock()
+        self._clock, self._state, state.began = clock, state, now
         self._screen = screen_for(shell or get_ipython(), plan.run_id)
         self._log = LogText(
             plan.world_size,
             len(plan.hosts),
-            str(Path(run_dir) / "logs"),
+            str(state.run_dir / "logs"),
             log_ranks,
             plan.run_id,
             self._screen.limit_bytes,

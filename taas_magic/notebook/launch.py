@@ -18,6 +18,7 @@ from taas_magic.capture import modules, payload
 from taas_magic.capture.names import unknown_result
 from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.config import Config, size_text
+from taas_magic.display.head import RunState
 from taas_magic.display.view import View
 from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageError
 from taas_magic.host.spec import HostSpec, Origin, environ_changes
@@ -83,7 +84,8 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     requires = None if pool.config.engine == "local" else captured.requires
     spec = HostSpec(plan, 0, str(folder.path), origin(shell, rule.path), requires=requires)
     labels = {filename: source.label for filename, source in captured.sources.items()}
-    run = Run(plan, folder, labels | labels_of_cells(shell))
+    gpus = plan.world_size if pool.capacity().gpus else 0
+    run = Run(RunState(plan, folder.path, gpus), labels | labels_of_cells(shell))
     with folder.held():
         _carry_out(run, spec, pool, config, flags.log_ranks)
     run.conclude(shell.user_ns)
@@ -151,8 +153,7 @@ def _carry_out(
             run.discard()
             raise
         last_run = run
-        gpus = plan.world_size if pool.capacity().gpus else 0
-        view = View(plan, run.path, log_ranks=log_ranks, gpus=gpus)
+        view = View(run.head, log_ranks=log_ranks)
         with run.giving_up(view):
             if fetchers and plan.prefill:
                 run.fill(fetchers, view, interrupts)

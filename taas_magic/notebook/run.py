@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from msgspec import structs
 
 from taas_magic.display.failure import to_exception, with_labels
-from taas_magic.display.head import duration
+from taas_magic.display.head import RunState, duration
 from taas_magic.display.view import View
 from taas_magic.errors import (
     PoolError,
@@ -41,8 +41,6 @@ from taas_magic.messages import (
     Prefilling,
     Relay,
     RunEnded,
-    StateChanged,
-    StoreReceipt,
 )
 from taas_magic.plan import Plan
 from taas_magic.pool.client import Pool, Wait
@@ -347,34 +345,43 @@ class Run(RunFiles):
 
     Attributes:
         plan: What was decided before it started.
-        state: STARTING, RUNNING, SUCCEEDED, FAILED, INTERRUPTED or LOST.
+        head: What its events came to; the head above its log shows it.
         failures: What went wrong on which rank, the first failure first.
         hosts: Names of the hosts that ran it.
         result: The value of the cell's last expression on rank 0, if it could travel.
         out: The variables that `--out` brought back, also from a run that failed.
         missing: Names of `--out` that did not come, each with the reason.
-        receipt: What rank 0 wrote to the project store, and what was kept out of it.
     """
 
-    def __init__(
-        self, plan: Plan, folder: RunFolder, labels: Mapping[str, str] | None = None
-    ) -> None:
-        self._labels = labels or {}
+    def __init__(self, head: RunState, labels: Mapping[str, str]) -> None:
+        self._labels, self.head = labels, head
+        self.plan = plan = head.plan
         self.run_id, self.name, self.world_size = plan.run_id, plan.name, plan.world_size
-        self.plan, self.path, self.failed_rank = plan, folder.path, None
-        self.state = "STARTING"
+        self.path, self.failed_rank = head.run_dir, None
         self.hosts: list[str] = []
         self.failures: list[dict[str, Any]] = []
         self.result: Any = None
         self.out: dict[str, Any] = {}
         self.missing: dict[str, str] = {}
-        self.elapsed_s = 0.0
-        self.receipt = Receipt()
-        self._folder = folder
+        self._folder = RunFolder(self.path)
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._ended: RunEnded | None = None
-        self._began = time.monotonic()
         self._is_left = self._is_silent = False
+
+    @property
+    def state(self) -> str:
+        """STARTING, RUNNING, SUCCEEDED, FAILED, INTERRUPTED or LOST."""
+        return self.head.state
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long it took; 0 before its end."""
+        return self.head.elapsed_s or 0.0
+
+    @property
+    def receipt(self) -> Receipt:
+        """What rank 0 wrote to the project store, and what was kept out of it."""
+        return self.head.receipt or Receipt()
 
     def __repr__(self) -> str:
         return f"<Run {self.run_id} {self.name}: {self.state}, {self.path}>"
@@ -490,6 +497,8 @@ class Run(RunFiles):
             StoreError: The project store could not get to a host.
         """
         assert self._ended is not None
+        first = self._ended.first
+        self.failed_rank = first.rank if first else None
         self.failures = [structs.asdict(failure) for failure in self._ended.failures]
         self._bring_results(namespace)
         names = ", ".join(self.out)
@@ -498,8 +507,8 @@ class Run(RunFiles):
             said = f"Stopped by you after {duration(self.elapsed_s)}; {came}. {self._ended.why}"
             raise interrupted(said.rstrip())
         if self.state != "SUCCEEDED":
-            first = with_labels(self._ended.first, self._labels)
-            raise to_exception(structs.replace(self._ended, first=first))
+            labelled = with_labels(first, self._labels)
+            raise to_exception(structs.replace(self._ended, first=labelled))
         if self.missing:
             came = f"; the others are here: {names}" if names else ""
             raise ResultError(
@@ -527,15 +536,10 @@ class Run(RunFiles):
 
     def _show(self, view: View, events: Iterable[Event]) -> None:
         for seen in events:
-            if isinstance(seen, StateChanged | RunEnded):
-                self.state = seen.state
             if isinstance(seen, RunEnded):
-                self._ended, self.elapsed_s = seen, seen.elapsed_s or 0.0
-                self.failed_rank = seen.first.rank if seen.first else None
-                continue
-            if isinstance(seen, StoreReceipt):
-                self.receipt = self.receipt.with_event(seen)
-            view.feed(seen)
+                self._ended = seen
+            else:
+                view.feed(seen)
         view.tick(time.monotonic())
 
     def _halt(self, pool: Pool, how: str) -> None:
@@ -574,8 +578,8 @@ class Run(RunFiles):
 
     def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
         """Conclude what cannot report its own end; in the journal, unless its pool goes on."""
-        self.state, self.elapsed_s = state, time.monotonic() - self._began
-        ended = RunEnded(state=state, elapsed_s=self.elapsed_s, why=why)
+        elapsed_s = self.head.elapsed(time.monotonic())
+        ended = RunEnded(state=state, elapsed_s=elapsed_s, why=why)
         if in_journal:
             writer = journal.Writer(self._folder)
             writer.append(ended)

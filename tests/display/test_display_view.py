@@ -19,7 +19,9 @@ Execute = Callable[[str], list[Message]]
 
 PRELUDE = """
 import time
+from pathlib import Path
 import msgspec
+from taas_magic.display.head import RunState
 from taas_magic.display.view import View
 from taas_magic.messages import AnyEvent
 from taas_magic.plan import Flags, HostCapacity
@@ -41,10 +43,11 @@ def png(**values):
     return event("display", rank=0, data=data, metadata={}, **values)
 
 class Stage:
-    def __init__(self, ranks=2, name="digits", **values):
+    def __init__(self, ranks=2, name="digits", gpus=0, **values):
         self.now = 100.0
         plan = make_plan(Flags(gpus=ranks, name=name), HostCapacity(0, ranks), "run-1")
-        self.view = View(plan, "/runs/run-1", clock=lambda: self.now, **values)
+        state = RunState(plan, Path("/runs/run-1"), gpus)
+        self.view = View(state, clock=lambda: self.now, **values)
 
     def play(self, *events, seconds=0.0):
         for seen in events:

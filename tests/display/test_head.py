@@ -10,7 +10,7 @@ from msgspec import structs
 
 from taas_magic.display.head import RunState, both, duration, text
 from taas_magic.messages import Event
-from tests.events import event, parsed
+from tests.events import event, new_state, parsed
 
 BAR = " epoch 3:  62%|######2   | 31/50 [00:05<00:03, 5.91it/s]"
 SURVIVING_TAGS = {"div", "span", "b", "details", "summary", "progress"}
@@ -26,8 +26,7 @@ def failure(rank: int, message: str = "division by zero", **values: Any) -> dict
 
 
 def run_state(*events: Event, **values: Any) -> RunState:
-    settings: dict[str, Any] = {"run_id": "r1", "name": "digits", "world_size": 4, "gpus": 4}
-    state = RunState(**{**settings, "run_dir": "/runs/r1", "began": 10.0, **values})
+    state = new_state(**{"name": "digits", "world_size": 4, "gpus": 4, "began": 10.0, **values})
     for number, seen in enumerate(events):
         state.apply(seen, 11.0 + number)
     return state
@@ -195,7 +194,7 @@ def test_a_hosts_clock_does_not_matter() -> None:
 
 
 def test_the_journal_alone_gives_times() -> None:
-    state = RunState("r1", began=100.0, gpus=2)
+    state = new_state(began=100.0, gpus=2)
     for seen in (at(STARTED, 101.0), at(event("state", state="INTERRUPTED"), 105.0)):
         state.apply(seen)
     assert (state.elapsed(1e9), state.gpu_seconds(1e9)) == (5.0, 8.0)

@@ -26,7 +26,7 @@ from taas_magic.messages import Event, Hang, RanksStarted, RankStand, RunEnded, 
 from taas_magic.notebook.magic import run_command
 from taas_magic.notebook.run import Run
 from taas_magic.plan import Flags, HostCapacity, make_plan
-from tests.events import Line
+from tests.events import Line, new_state
 from tests.eventually import eventually
 from tests.frontend import Frontend
 from tests.harness import AFTER_BEATS, Notebook, on_event
@@ -545,7 +545,7 @@ def started(host: str, *ranks: int) -> Event:
 
 
 def of_events(*events: Event) -> RunState:
-    state = RunState("r1", world_size=4, n_hosts=2, began=0.0, state="RUNNING")
+    state = new_state(world_size=4, n_hosts=2, state="RUNNING")
     for seen in events:
         state.apply(seen, 100.0)
     return state

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from taas_magic.display.head import RunState, text
+from taas_magic.display.head import text
 from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
 from taas_magic.journal.analysis import Flow, load_of
 from taas_magic.journal.folder import PlanHead, RunFolder, Writer
 from taas_magic.messages import Display, Event, encode, event_of
-from tests.events import event, line_of
+from tests.events import event, line_of, new_state
 from tests.eventually import eventually
 
 PLAN = PlanHead("r1", "first", "local", 2)
@@ -218,7 +218,7 @@ def test_a_run_of_an_older_version_is_read_whole() -> None:
     assert (run.name, run.state, run.world_size, run.failed_rank) == ("old", "FAILED", 2, 1)
     assert run.elapsed_s == pytest.approx(6.2, abs=0.1)
     assert 0.1 < run.waited["loader"] < 0.3
-    head = RunState("r1", world_size=2)
+    head = new_state(world_size=2)
     for seen in RunFolder(run.path).read_events():
         head.apply(seen)
     shown = text(head, 0.0)

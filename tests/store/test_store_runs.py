@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from taas_magic.display import head
-from taas_magic.display.head import RunState
 from taas_magic.errors import RankFailed, StoreError
 from taas_magic.store.rule import owned
-from tests.events import parsed
+from tests.events import new_state, parsed
 from tests.harness import Notebook, Outcome
 
 SAVE = """
@@ -32,7 +31,7 @@ def empty_store(notebook: Notebook) -> None:
 
 
 def head_of(outcome: Outcome) -> str:
-    state = RunState("run")
+    state = new_state()
     for event in outcome.events:
         state.apply(parsed(event))
     return head.text(state, 0.0) + re.sub("<[^>]*>", "", head.both(state, 0.0)["text/html"])
