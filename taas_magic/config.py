@@ -220,11 +220,8 @@ def find_config(folder: Path) -> Path | None:
     """Return the taas.toml that holds for a notebook in `folder`; None where there is none."""
     home = Path(os.path.expanduser("~"))
     folder = folder.resolve()
-    places = [folder]
-    for parent in folder.parents:
-        if places[-1] == home:
-            break
-        places.append(parent)
+    above = [folder, *folder.parents]
+    places = above[: above.index(home) + 1] if home in above else above
     user = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / "taas"
     files = [place / FILE_NAME for place in (*places, user)]
     return next((file for file in files if os.path.isfile(file)), None)

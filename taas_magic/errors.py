@@ -59,34 +59,32 @@ class RunError(TaasError):
         headline: One line: who, where, and what happened.
         details: Its traceback and what else helps, line by line, ready to show.
         etype: Name of the exception's type ("" where a process died without one).
+        rank: Whose failure it is; None where no single rank is to blame.
+        name: The farm's job that it is of; "" for a cell.
     """
 
-    def __init__(self, headline: str, details: Sequence[str] = (), etype: str = "") -> None:
+    def __init__(
+        self,
+        headline: str,
+        details: Sequence[str] = (),
+        *,
+        etype: str = "",
+        rank: int | None = None,
+        name: str = "",
+    ) -> None:
         super().__init__(headline)
-        self.details, self.etype = tuple(details), etype
+        self.details, self.etype, self.rank, self.name = tuple(details), etype, rank, name
 
     def _render_traceback_(self) -> list[str]:
         return [*self.details, f"{type(self).__name__}: {self}"]
 
 
 class RankFailed(RunError):
-    """The first failure of a run; `rank` is None where no single rank is to blame."""
-
-    def __init__(
-        self, headline: str, details: Sequence[str] = (), rank: int | None = None, etype: str = ""
-    ) -> None:
-        super().__init__(headline, details, etype)
-        self.rank = rank
+    """The first failure of a run."""
 
 
 class JobFailed(RunError):
-    """A job of a farm, of that name, did not return."""
-
-    def __init__(
-        self, headline: str, details: Sequence[str] = (), name: str = "", etype: str = ""
-    ) -> None:
-        super().__init__(headline, details, etype)
-        self.name = name
+    """A job of a farm did not return."""
 
 
 class RunTimeout(RankFailed):

@@ -7,7 +7,7 @@ comes from outside is escaped.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path, PurePosixPath
@@ -55,7 +55,6 @@ FRAME = (
 )
 CODE = "font-family:monospace"
 LABEL = "opacity:0.6;font-size:12px"
-CELL = "text-align:left;vertical-align:top;padding:1px 10px 1px 0px"
 WORDS_CHARS = 500
 CELL_CHARS = 200
 MAX_NOTES = 10
@@ -242,7 +241,9 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         words = f"{name}: {_joined([], found)}".rstrip(": ")
         yield words, _row(f"<b>{escape(name)}</b> {_facts_html(found)}")
     if state.hang:
-        yield "\n".join(hang_lines(state.hang, now)), _hang_html(state.hang, now)
+        title, *table = hang_lines(state.hang, now)
+        rows = _row(escape(title), f"color:{COLOURS['INTERRUPTED']}") + as_html("\n".join(table))
+        yield "\n".join([title, *table]), rows
     if state.advice:
         yield f"advice: {state.advice}", _labelled_row("advice", state.advice)
     for note in _notes(state):
@@ -366,13 +367,9 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def table_html(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of text as HTML."""
-    cells = "".join(f"<th style='{CELL};opacity:0.6'>{name}</th>" for name in head)
-    for row in rows:
-        cells += "</tr><tr>" + "".join(f"<td style='{CELL}'>{escape(cell)}</td>" for cell in row)
-    style = f"border-collapse:collapse;{CODE};font-size:12px"
-    return f"<table style='{style}'><tr>{cells}</tr></table>"
+def as_html(text: str) -> str:
+    """Return lines whose columns stand below one another as HTML that breaks none of them."""
+    return f"<pre style='white-space:pre;overflow-x:auto;margin:0px'>{escape(text)}</pre>"
 
 
 def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[str, list[Fact]]]:
@@ -489,17 +486,9 @@ def _kept(files: Mapping[str, Sequence[int]]) -> list[str]:
 def hang_lines(rows: Sequence[RankStand], now: float) -> list[str]:
     """Return what the head's text says of a run that hangs, since when by the clock of `now`."""
     table = columns([_HANG_HEAD, *_hang_cells(rows, now)])
-    return [f"{_hang_title(rows, now)}:", *(f"    {line}" for line in table)]
-
-
-def _hang_html(rows: Sequence[RankStand], now: float) -> str:
-    title = _row(escape(_hang_title(rows, now)), f"color:{COLOURS['INTERRUPTED']}")
-    return title + table_html(_HANG_HEAD, _hang_cells(rows, now))
-
-
-def _hang_title(rows: Sequence[RankStand], now: float) -> str:
     still = duration(now - max(row.since for row in rows))
-    return f"no rank has come forward for {still} (%taas stacks shows all threads)"
+    title = f"no rank has come forward for {still} (%taas stacks shows all threads):"
+    return [title, *(f"    {line}" for line in table)]
 
 
 def _hang_cells(rows: Sequence[RankStand], now: float) -> Iterator[tuple[str, ...]]:

@@ -37,6 +37,7 @@ from taas_magic.errors import JobFailed, PoolError, ProtocolError, UsageError, i
 from taas_magic.farms import table
 from taas_magic.farms.table import FarmState, JobState
 from taas_magic.farms.terms import (
+    CANCELLED,
     DROP,
     INLINE_BYTES,
     LOST_NODES,
@@ -48,7 +49,6 @@ from taas_magic.farms.terms import (
     JobEnded,
     JobNews,
     JobOutcome,
-    JobResult,
     News,
     NodeNews,
     Part,
@@ -95,7 +95,6 @@ class Job(JobState):
         super().__init__(name)
         self.args, self.kwargs, self.folder = args, kwargs, folder
         self._farm = farm
-        self._outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def __repr__(self) -> str:
         where = f" on {self.host}" if self.host else ""
@@ -103,7 +102,7 @@ class Job(JobState):
 
     def done(self) -> bool:
         """Return whether it has ended, in whatever way."""
-        return self._outcome.done()
+        return self.outcome.done()
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait for what the function returns; an interrupt cancels the job.
@@ -116,7 +115,7 @@ class Job(JobState):
         error = self.exception(timeout_s)
         if error is not None:
             raise error
-        return self._outcome.result()
+        return self.outcome.result()
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
         """Wait for its end; returns what `result` would raise, None where it returned.
@@ -126,25 +125,21 @@ class Job(JobState):
         """
         with self._farm.cancelling([self]):
             try:
-                return self._outcome.exception(timeout_s)
+                return self.outcome.exception(timeout_s)
             except concurrent.futures.TimeoutError:
                 late = f"job {self.name} has not ended after {timeout_s} s"
                 raise TimeoutError(late) from None
 
     def cancel(self) -> None:
         """End it, if it has not ended; one that runs is interrupted first."""
-        self.conclude("cancelled", JobFailed(f"job {self.name} was cancelled", name=self.name))
+        self.end(JobFailed(f"job {self.name} was cancelled", name=self.name, etype=CANCELLED))
         if (future := self._farm._forget(self.name)) is not None:
             future.cancel()
 
-    def conclude(self, state: str, error: BaseException | None, result: Any = None) -> None:
-        """Take how it ended; what comes first counts."""
-        if self.end(state):
-            self._farm.state.changes += 1
-            if error is None:
-                self._outcome.set_result(result)
-            else:
-                self._outcome.set_exception(error)
+    def end(self, error: BaseException | None, result: Any = None) -> None:
+        """Let it have ended, if it has not; the table shows it."""
+        super().end(error, result)
+        self._farm.state.changes += 1
 
 
 class Farm:
@@ -229,7 +224,7 @@ class Farm:
         """
         waiting = list(self._unfinished() if jobs is None else jobs)
         with self.cancelling(waiting):
-            jobs_of = {job._outcome: job for job in waiting}
+            jobs_of = {job.outcome: job for job in waiting}
             ended: queue.SimpleQueue[concurrent.futures.Future[Any]] = queue.SimpleQueue()
             for outcome in jobs_of:
                 outcome.add_done_callback(ended.put)
@@ -387,7 +382,7 @@ class Farm:
         """Take no more jobs, and end those that there are."""
         self._why_over = why
         for job in self._unfinished():
-            job.conclude("failed", PoolError(f"job {job.name} of {self.name}: {why}"))
+            job.end(PoolError(f"job {job.name} of {self.name}: {why}"))
             self._forget(job.name)
 
     def _collect(self) -> None:
@@ -398,7 +393,7 @@ class Farm:
                 continue
             with self._lock:
                 job, future, _ = self._jobs.get(said.job, (None, None, ()))
-            if isinstance(said, JobResult) and job is not None:
+            if isinstance(said, JobOutcome) and job is not None:
                 self._deliver(job, said)
             elif job is not None and future is not None:
                 self._fail(job, future)
@@ -420,11 +415,11 @@ class Farm:
 
         with contextlib.suppress(FutureCancelledError, OSError):
             if (error := future.exception()) is not None:
-                job.conclude("failed", self._failure(job, error))
-        if not job.is_over:
+                job.end(self._failure(job, error))
+        if not job.done():
             self._lose()
 
-    def _deliver(self, job: Job, said: JobResult) -> None:
+    def _deliver(self, job: Job, said: JobOutcome) -> None:
         job.host, job.took_s = self.state.host_of(said.node), said.took_s
         try:
             for path, data in [(_below(job.folder, name), it) for name, it in said.files.items()]:
@@ -434,9 +429,9 @@ class Farm:
             views = [memoryview(bytearray(part)) for part in buffers]
             result = pickling.loads(data, views, namespace=self._shell.user_ns)
         except BaseException as error:  # of whatever kind the user's `__setstate__` raises
-            job.conclude("failed", error)
+            job.end(error)
             return
-        job.conclude("done", None, result)
+        job.end(None, result)
         self._solved.put(job)
 
     def _tell(self) -> None:
@@ -451,9 +446,9 @@ class Farm:
     def _failure(self, job: Job, error: BaseException) -> JobFailed:
         from distributed.scheduler import KilledWorker
 
-        ended = error.outcome if isinstance(error, JobEnded) else JobOutcome("failed")
+        ended = error.outcome if isinstance(error, JobEnded) else JobOutcome()
         if isinstance(error, JobEnded):
-            job.host = self.state.host_of(error.node)
+            job.host = self.state.host_of(ended.node)
             head = f"job {job.name} on host {job.host}: {error}".removesuffix(": ")
         elif isinstance(error, KilledWorker):
             head = f"job {job.name} was on {LOST_NODES + 1} nodes that were lost"
@@ -466,7 +461,7 @@ class Farm:
     def _hear(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Take what nodes, and the farm's process, say; in the thread of the Dask client."""
         said: News = msgspec.convert(pair[1], News)
-        if isinstance(said, JobResult) or (isinstance(said, JobNews) and said.state == "erred"):
+        if isinstance(said, JobOutcome) or (isinstance(said, JobNews) and said.state == "erred"):
             self._ended.put(said)
             return
         if isinstance(said, JobNews) and said.job not in self.state.jobs:

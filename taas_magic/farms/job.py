@@ -69,7 +69,7 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
             if os.getpid() != process:  # a child that the job forked, and that ran on to its end
                 return
             outcome.took_s = time.monotonic() - began
-            may_go_on = outcome.state == "done" and not told.call.fresh
+            may_go_on = not outcome.etype and not told.call.fresh
             outcome.again = may_go_on and outcome.took_s < SHORT_S and _state() == before
             if sum(part.nbytes for part in parts) <= INLINE_BYTES:
                 outcome.parts, parts = [bytes(part) for part in parts], []
@@ -137,10 +137,9 @@ def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
     except BaseException as error:  # SystemExit, too, ends this job and not its process
         if os.getpid() != process:  # a child that the job forked ends as one of a program does
             raise
-        state = "cancelled" if isinstance(error, KeyboardInterrupt) else "failed"
-        return _failed(state, error), []
+        return _failed(error), []
     parts = [memoryview(result.data), *(buffer.raw() for buffer in result.buffers)]
-    return JobOutcome("done"), parts
+    return JobOutcome(), parts
 
 
 def _called(told: PlacedCall) -> Any:
@@ -172,11 +171,11 @@ def _opened(part: bytes | str) -> memoryview | bytearray:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
-def _failed(state: str, error: BaseException) -> JobOutcome:
+def _failed(error: BaseException) -> JobOutcome:
     try:
         text = tracebacks.plain(error)
     except Exception:  # an exception's own __str__ or __repr__, or a deep recursion
         text = traceback.format_exc(limit=1)
     text = tracebacks.cut(text, tracebacks.TRACEBACK_LIMIT_CHARS)
     etype, message = type(error).__name__, tracebacks.message_of(error)
-    return JobOutcome(state, etype, message, text.splitlines())
+    return JobOutcome(etype=etype, message=message, traceback=text.splitlines())

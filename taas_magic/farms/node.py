@@ -27,13 +27,13 @@ from msgspec import structs
 from taas_magic import messages
 from taas_magic.errors import PoolError
 from taas_magic.farms.terms import (
+    CANCELLED,
     INLINE_BYTES,
     Blob,
     JobCall,
     JobEnded,
     JobNews,
     JobOutcome,
-    JobResult,
     JobSetting,
     NodeSetting,
     NodeTerms,
@@ -179,7 +179,7 @@ class Slots:
 
     async def run(
         self, call: JobCall, parts: Awaitable[list[bytes | Blob]], say: Callable[[JobNews], None]
-    ) -> JobResult:
+    ) -> JobOutcome:
         """Run a job in a slot that is free: Dask runs no more jobs at a time than there are.
 
         Args:
@@ -203,11 +203,13 @@ class Slots:
             del self._running[name]  # what comes late is not for the next job of the slot
             await slot.rest()
             self._free.append(slot)
-        if outcome.state != "done":
+        outcome.job, outcome.node = name, node
+        if outcome.etype:
             await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)
-            raise JobEnded(node, outcome)
-        saved = await asyncio.to_thread(_taken, files) if files.exists() else {}
-        return JobResult(name, node, outcome.took_s, outcome.parts, saved)
+            raise JobEnded(outcome)
+        if files.exists():
+            outcome.files = await asyncio.to_thread(_taken, files)
+        return outcome
 
     def close(self) -> None:
         """End all processes."""
@@ -352,13 +354,13 @@ class Slot:
 
     def _died(self) -> JobOutcome:
         if self._is_cancelled:
-            return JobOutcome("cancelled", "Cancelled")
+            return JobOutcome(etype=CANCELLED)
         connection.wait([self._process.sentinel], _END_S)
         code = forkserver.exitcode(self._process) or 0
         if forkserver.took_along([code]):
             _leave()
         how = f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}"
-        return JobOutcome("failed", "JobDied", f"its process {self._process.pid} {how}")
+        return JobOutcome(etype="JobDied", message=f"its process {self._process.pid} {how}")
 
 
 def _leave() -> NoReturn:

@@ -1,55 +1,56 @@
 """How a farm stands: the reducer of what it hears, and the table of it as text and HTML."""
 
-import threading
 from collections import Counter
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
-from taas_magic.display.head import FRAME, columns, table_html
+from taas_magic.display.head import FRAME, as_html, columns
 from taas_magic.display.log import harmless
-from taas_magic.farms.terms import NODE_STATES, JobNews, NodeNews
+from taas_magic.farms.terms import CANCELLED, NODE_STATES, JobNews, NodeNews
 
 SHOWN_JOBS = 12
 LINE_CHARS = 100
-ENDED = ("done", "failed", "cancelled")
+STATES = ("queued", "running", "done", "failed", "cancelled")
 
 
 @dataclass(eq=False)
 class JobState:
-    """A job as the table has it; once it has ended, it stays so, whichever thread says what.
+    """A job as the table has it.
 
     Attributes:
         name: Its name: the function's, and a number.
-        state: How it stands: "queued", "running", "done", "failed" or "cancelled".
         host: The host that runs it, or ran it last; "" before.
+        runs: Whether a node runs it, as long as it has not ended.
         took_s: Seconds that its call took; 0 before it has returned.
+        outcome: What it returned or raised; what is said first of any thread counts.
     """
 
     name: str
-    state: str = "queued"
     host: str = ""
     node: str = ""
     last_line: str = ""
+    runs: bool = False
     took_s: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    outcome: Future[Any] = field(default_factory=Future, repr=False)
 
     @property
-    def is_over(self) -> bool:
-        """Whether it has ended."""
-        return self.state in ENDED
+    def state(self) -> str:
+        """How it stands: "queued", "running", "done", "failed" or "cancelled"."""
+        if not self.outcome.done():
+            return "running" if self.runs else "queued"
+        if (error := self.outcome.exception()) is None:
+            return "done"
+        return "cancelled" if getattr(error, "etype", "") == CANCELLED else "failed"
 
-    def go_on(self, state: str) -> None:
-        """Let it run, or wait again."""
-        with self.lock:
-            if not self.is_over:
-                self.state = state
-
-    def end(self, state: str) -> bool:
-        """Let it have ended; returns whether it had not before."""
-        with self.lock:
-            was_over, self.state = self.is_over, self.state if self.is_over else state
-        return not was_over
+    def end(self, error: BaseException | None, result: Any = None) -> None:
+        """Let it have ended, if it has not."""
+        with suppress(InvalidStateError):
+            if error is None:
+                self.outcome.set_result(result)
+            else:
+                self.outcome.set_exception(error)
 
 
 @dataclass
@@ -76,10 +77,9 @@ class FarmState:
         self.changes += 1
         if isinstance(said, NodeNews):
             self._take_node(said)
-        elif (job := self.jobs.get(said.job)) is not None and not job.is_over:
+        elif (job := self.jobs.get(said.job)) is not None and not job.outcome.done():
             job.node, job.host = said.node, self.host_of(said.node)
-            if said.state == "running":
-                job.go_on("running")
+            job.runs = job.runs or said.state == "running"
             lines = [line for line in said.lines.replace("\r", "\n").split("\n") if line]
             job.last_line = lines[-1] if lines else job.last_line
 
@@ -95,7 +95,7 @@ class FarmState:
     def counts(self) -> dict[str, int]:
         """Return how many jobs there are, by their state."""
         found = Counter(job.state for job in list(self.jobs.values()))
-        return {state: found[state] for state in ("queued", "running", *ENDED)}
+        return {state: found[state] for state in STATES}
 
     @property
     def here(self) -> list[NodeNews]:
@@ -119,8 +119,7 @@ class FarmState:
             node.state, node.why = said.state, said.why
         if node.state in ("lost", "left"):
             for job in list(self.jobs.values()):
-                if job.node == node.node and job.state == "running":
-                    job.go_on("queued")
+                job.runs = job.runs and job.node != node.node
 
     def __repr__(self) -> str:
         return bundle(self)["text/plain"]
@@ -151,9 +150,7 @@ def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
 
 def bundle(state: FarmState) -> dict[str, str]:
     """Return the table for a notebook's output; in HTML all that comes from hosts is escaped."""
-    first, cells = head(state), rows(state)
-    table = table_html(["name", "state", "host", "last line"], cells)
-    return {
-        "text/plain": "\n".join([first, *(f"  {line}" for line in columns(cells))]),
-        "text/html": f"<div style='{FRAME}'><div>{escape(first)}</div>{table}</div>",
-    }
+    cells = rows(state)
+    table = columns([("name", "state", "host", "last line"), *cells]) if cells else []
+    text = "\n".join([head(state), *(f"  {line}" for line in table)])
+    return {"text/plain": text, "text/html": f"<div style='{FRAME}'>{as_html(text)}</div>"}

@@ -169,42 +169,34 @@ class PlacedCall(Struct, frozen=True):
     arguments: list[bytes | str]
 
 
-class JobOutcome(Struct):
-    """How a job ended.
+CANCELLED = "Cancelled"
+"""The `etype` of a job that was cancelled."""
+
+
+class JobOutcome(Struct, tag="outcome", kw_only=True):
+    """How a job ended, and what it returned and saved.
 
     Attributes:
-        state: "done", "failed" or "cancelled".
-        etype: The type of what it raised; "JobDied" where its process ended.
-        again: Whether the process may serve another job.
+        job: Its name, and its node's; "" as its process says it.
+        etype: The type of what it raised, `CANCELLED`, or "JobDied" where its process ended; "" of
+            one that returned.
         took_s: Seconds that its call took.
-        parts: Of the result, if they are small.
+        parts: A pickle of the result, and the memory that it refers to.
+        files: By their paths in the job's folder.
+        again: Whether the process may serve another job.
         sends: How many parts follow on the same pipe.
     """
 
-    state: str
+    job: str = ""
+    node: str = ""
     etype: str = ""
     message: str = ""
     traceback: list[str] = []
-    again: bool = False
     took_s: float = 0.0
-    parts: list[bytes] = []
+    parts: list[Any] = []
+    files: dict[str, Any] = {}
+    again: bool = False
     sends: int = 0
-
-
-class JobResult(Struct, tag="result"):
-    """What a job returned and saved.
-
-    Attributes:
-        took_s: Seconds that its call took.
-        parts: A pickle, and the memory that it refers to.
-        files: By their paths in the job's folder.
-    """
-
-    job: str
-    node: str
-    took_s: float
-    parts: list[Any]
-    files: dict[str, Any]
 
 
 NODE_STATES = ("asked for", "starting", "here", "left", "lost", "given up")
@@ -229,15 +221,15 @@ class JobNews(Struct, tag="job"):
     lines: str = ""
 
 
-News = NodeNews | JobNews | JobResult
+News = NodeNews | JobNews | JobOutcome
 
 
 class JobEnded(Exception):
     """How a job ended that did not return; Dask carries it, and runs the job again."""
 
-    def __init__(self, node: str, outcome: JobOutcome) -> None:
-        super().__init__(node, outcome)
-        self.node, self.outcome = node, outcome
+    def __init__(self, outcome: JobOutcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
 
     def __str__(self) -> str:
         return f"{self.outcome.etype}: {self.outcome.message}"

@@ -7,7 +7,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from distributed import Worker, WorkerPlugin, get_worker
+from distributed import WorkerPlugin, get_worker
 from distributed.protocol import to_serialize
 from msgspec import structs
 
@@ -21,12 +21,13 @@ from taas_magic.farms.terms import (
     JobNews,
     Part,
 )
+from taas_magic.host.member import ClosedWorker
 
 if TYPE_CHECKING:
     from taas_magic.farms.node import Slots
 
 
-class NodeWorker(Worker):
+class NodeWorker(ClosedWorker):
     """A node's Dask worker; it is given large parts by the farm's process, and gives it results."""
 
     def __init__(self, *args: Any, slots: "Slots", **kwargs: Any) -> None:
@@ -35,16 +36,6 @@ class NodeWorker(Worker):
         self.results: dict[str, dict[str, Any]] = {}
         self._parts: dict[str, asyncio.Future[Blob]] = {}
         self.stream_handlers[DROP] = self._drop
-
-    def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Open no port for Dask's web pages: they would ask nobody for a key."""
-
-    async def start_unsafe(self) -> "NodeWorker":
-        """Join the farm; called by Dask. Then nobody can connect to this node any more."""
-        await super().start_unsafe()
-        for listener in self.listeners:
-            listener.stop()
-        return self
 
     async def part(self, part: Part) -> bytes | Blob:
         """Return a part as this node has it, when it has come."""
@@ -101,7 +92,7 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
     result = await worker.slots.run(call, brought, say)
     result.parts = [_carried(part) for part in result.parts]
     result.files = {name: _carried(data) for name, data in result.files.items()}
-    worker.results[call.name] = {"type": "result", **structs.asdict(result)}
+    worker.results[call.name] = {"type": "outcome", **structs.asdict(result)}
 
 
 def _carried(data: bytes) -> Any:

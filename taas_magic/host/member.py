@@ -136,7 +136,21 @@ def end_agent(lease_s: float) -> None:
     os._exit(EXPIRED)
 
 
-class AgentWorker(Worker):
+class ClosedWorker(Worker):
+    """A Dask worker to which nobody can connect: it asks, and answers over its own connection."""
+
+    def start_http_server(self, *args: Any, **kwargs: Any) -> None:
+        """Open no port for Dask's web pages: they would ask nobody for a key."""
+
+    async def start_unsafe(self) -> "ClosedWorker":
+        """Join the scheduler; called by Dask. Then the port that this took is closed."""
+        await super().start_unsafe()
+        for listener in self.listeners:
+            listener.stop()
+        return self
+
+
+class AgentWorker(ClosedWorker):
     """The agent; one a host. It takes no Dask tasks: the controller calls it.
 
     Args:
@@ -170,16 +184,6 @@ class AgentWorker(Worker):
         }
         self._answers = handlers(answers)
         self.stream_handlers |= {CALL: self._on_call, HEARD: lease.heard}
-
-    def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Open no port for Dask's web pages: they would ask nobody for a key."""
-
-    async def start_unsafe(self) -> "AgentWorker":
-        """Join the pool; called by Dask. Then nobody can connect to this host any more."""
-        await super().start_unsafe()
-        for listener in self.listeners:
-            listener.stop()
-        return self
 
     async def hello(self, asked: Greet) -> HostHello:
         """Return who this host is, what holds its ranks off the store, and its GPUs.

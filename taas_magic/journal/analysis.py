@@ -380,12 +380,9 @@ def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
     """Return what a fetcher's workers did while ranks were fed; one that is new did all of it."""
     if first is None or first.up_s >= last.up_s:
         return last
-    return FetcherCounts(
-        fetch_s=max(0.0, last.fetch_s - first.fetch_s),
-        fetch_cpu_s=max(0.0, last.fetch_cpu_s - first.fetch_cpu_s),
-        fetch_most_s=max(0.0, last.fetch_most_s - first.fetch_most_s),
-        up_s=last.up_s - first.up_s,
-    )
+    names = ("fetch_s", "fetch_cpu_s", "fetch_most_s", "up_s")
+    spent = {name: max(0.0, getattr(last, name) - getattr(first, name)) for name in names}
+    return FetcherCounts(**spent)
 
 
 def _share(part: float, whole: float) -> float:

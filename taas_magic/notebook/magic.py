@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from taas_magic.capture.payload import Cell
-    from taas_magic.notebook.pools import PoolRow
 
 
 @magics_class
@@ -286,7 +285,7 @@ def run_command(line: str, settings: Config) -> str:
 
 
 def _status(words: Sequence[str], settings: Config) -> str:
-    _take("status", words, 0)
+    _take("status", words, most=0)
     rows = [("run", "state", "ranks", "pool", "elapsed", "name")]
     for run in journal.runs()[:_SHOWN_RUNS]:
         # as the head of the run has it
@@ -300,7 +299,7 @@ _LOGS_FLAGS = FlagParser([Flag("--rank", "R", whole(0), "a rank's number (--rank
 
 def _logs(words: Sequence[str], settings: Config) -> str:
     given, words = _LOGS_FLAGS.parse_known_args(words)
-    asked, record = given.rank, journal.find(_take("logs", words, 1))
+    asked, record = given.rank, journal.find(_take("logs", words))
     rank = asked if asked is not None else record.failed_rank or 0
     shown = _end_of(record.log_path(rank))
     if not shown:
@@ -328,7 +327,7 @@ def _end_of(log: Path) -> str:
 def _stop(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools
 
-    record = _running(_take("stop", words, 1))
+    record = _running(_take("stop", words))
     pools.stop(record, settings)
     return f"stopping run {record.run_id}"
 
@@ -339,7 +338,7 @@ def _stacks(words: Sequence[str], settings: Config) -> str:
     from taas_magic.display.head import stacks_text
     from taas_magic.notebook import launch, pools
 
-    record = _running(_take("stacks", words, 1))
+    record = _running(_take("stacks", words))
     shell = get_ipython()
     assert shell is not None
     return stacks_text(pools.stacks(record, settings), launch.labels_of_cells(shell))
@@ -348,13 +347,21 @@ def _stacks(words: Sequence[str], settings: Config) -> str:
 def _pools(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools
 
-    if words and words[0] == "--check":
-        name = _take("pools", words[1:], 1)
+    checks = words[:1] == ["--check"]
+    name = _take("pools", words[int(checks) :], most=int(checks))
+    if checks:
         return pools.check(settings, [name] if name else [])
-    _take("pools", words, 0)
     found = pools.rows(settings)
     rows = [("pool", "engine", "state", "host", "does", "since", "GPU-hours")]
-    rows += [cells for pool in found for cells in _pool_cells(pool)]
+    for pool in found:
+        names = (pool.name, pool.engine, pool.state)
+        for host in pool.status.hosts:
+            does = ", ".join(host.runs) or f"idle {duration(host.idle_s or 0)}"
+            gpu_hours = f"{host.gpu_hours:.2f}"
+            rows.append((*names, host.host, does, duration(host.had_s), gpu_hours))
+            names = ("", "", "")  # they stand in the first one
+        if names[0]:
+            rows.append((*names, "", "", "", ""))
     source = settings.source or "there is no taas.toml: all runs on this machine"
     # what each pool with GPUs has cost since it began, with hosts given back
     costs = [
@@ -369,7 +376,7 @@ def _pools(words: Sequence[str], settings: Config) -> str:
 def _warm(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools
 
-    pool = settings.pool(_take("warm", words, 1) or LOCAL)
+    pool = settings.pool(_take("warm", words) or LOCAL)
     pools.warm(settings, pool.name)
     return f'Pool "{pool.name}" warms up in the background; %taas pools says when it is ready.'
 
@@ -377,7 +384,7 @@ def _warm(words: Sequence[str], settings: Config) -> str:
 def _down(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools
 
-    pool = settings.pool(_take("down", words, 1) or LOCAL)
+    pool = settings.pool(_take("down", words) or LOCAL)
     pools.down(pool.name, settings)
     return f'Pool "{pool.name}" is down.'
 
@@ -411,7 +418,7 @@ TaasMagics.run_line.__doc__ = "\n".join(
 )
 
 
-def _take(name: str, words: Sequence[str], most: int) -> str | None:
+def _take(name: str, words: Sequence[str], most: int = 1) -> str | None:
     """Return the word after a command, if there is one.
 
     Raises:
@@ -437,17 +444,6 @@ def _running(run_id: str | None) -> RunRecord:
     if not running:
         raise UsageError("No run is running. %taas status lists the newest.")
     return running[0]
-
-
-def _pool_cells(pool: "PoolRow") -> list[tuple[str, str, str, str, str, str, str]]:
-    """Return a pool's rows: one a host; its name stands in the first."""
-    names = (pool.name, pool.engine, pool.state)
-    rows = []
-    for host in pool.status.hosts:
-        does = ", ".join(host.runs) or f"idle {duration(host.idle_s or 0)}"
-        rows.append((*names, host.host, does, duration(host.had_s), f"{host.gpu_hours:.2f}"))
-        names = ("", "", "")
-    return rows or [(*names, "", "", "", "")]
 
 
 _HEAD = re.compile(r"\s*(?:%%taas|#\s?pragma\s+taas)\s(.*)")

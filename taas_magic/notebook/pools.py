@@ -7,11 +7,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from taas_magic.config import Config, size_text
-from taas_magic.display.head import columns
+from taas_magic.display.head import as_html, columns
 from taas_magic.engines.base import find_engine
 from taas_magic.errors import PoolError, StoreError
 from taas_magic.host.spec import share_id
@@ -174,7 +173,7 @@ class CheckReport(str):
 
     def _repr_html_(self) -> str:
         """Return it as HTML that breaks no line; all that comes from hosts is escaped."""
-        return f"<pre style='white-space:pre;overflow-x:auto'>{escape(self)}</pre>"
+        return as_html(self)
 
 
 def report(rows: Sequence[Row], here: Kernel, means: Mapping[tuple[str, str], str]) -> CheckReport:

@@ -21,7 +21,7 @@ from taas_magic.errors import CaptureError, JobFailed, PoolError, ProtocolError,
 from taas_magic.farms import farm as farm_module
 from taas_magic.farms.farm import Farm, Job
 from taas_magic.farms.table import FarmState, JobState, bundle
-from taas_magic.farms.terms import FarmPlace, JobNews, JobResult, NodeNews
+from taas_magic.farms.terms import FarmPlace, JobNews, JobOutcome, NodeNews
 from tests.conftest import carriers
 from tests.eventually import eventually
 from tests.frontend import Frontend
@@ -410,7 +410,7 @@ def test_a_node_reaches_no_file_outside_of_its_jobs_folders(farm: Farm, tmp_path
     def delivered(*names: str) -> Job:
         job = Job(farm, "forged", (), {}, tmp_path / "jobs" / "forged")
         files = dict.fromkeys(names, b"x")
-        farm._deliver(job, JobResult(job.name, "node-0", 1.0, [packed.data], files))
+        farm._deliver(job, JobOutcome(took_s=1.0, parts=[packed.data], files=files))
         return job
 
     for name in ("../outside", f"{tmp_path}/outside", "a/../../outside", "", "."):
@@ -647,8 +647,8 @@ def test_jobs_of_a_node_that_is_lost_wait_again() -> None:
 def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:
     state = farm_state()
     job = state.jobs["train-1"]
-    job.end("cancelled")
-    job.go_on("running")
+    job.end(JobFailed("job train-1 was cancelled", etype="Cancelled"))
+    state.take(JobNews("train-1", "node-0", state="running"))
     state.take(NodeNews("node-0", "lost", "killed"))
     assert job.state == "cancelled"
 
@@ -656,7 +656,7 @@ def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:
 def test_what_is_left_to_do_is_estimated_by_what_was_done() -> None:
     state = farm_state()
     assert state.eta_s() is None
-    state.jobs["train-1"].end("done")
+    state.jobs["train-1"].end(None)
     state.jobs["train-1"].took_s = 8.0
     state.slots = 2
     assert state.eta_s() == 4.0
@@ -677,7 +677,7 @@ def test_the_table_is_read_while_it_changes() -> None:
     def change() -> None:
         for number in range(2000):
             state.take(NodeNews(f"node-{number}", "left"))
-            state.jobs[f"job-{number}"] = JobState(f"job-{number}", "done")
+            state.jobs[f"job-{number}"] = JobState(f"job-{number}")
         over.set()
 
     threading.Thread(target=change).start()

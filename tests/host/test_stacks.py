@@ -430,7 +430,7 @@ def test_the_head_and_stacks_in_a_real_kernel(frontend_of_module: Frontend) -> N
     first, second = shown["text/plain"].partition("waits for\n")[2].splitlines()[:2]
     assert re.match(rf" +1 .*line 10: time.sleep\(600\) +{A_SLEEP}$", first)
     assert re.match(r" +0,2 .*line 8, in step: .* +all_reduce #2 of torch.distributed$", second)
-    assert "<td" in shown["text/html"]
+    assert "<pre" in shown["text/html"]
     stacks = frontend.send("%taas stacks", subshell_id=frontend.new_subshell())
     frontend.finish(stacks)
     assert "ranks 0,2 on " in frontend.text(stacks)
