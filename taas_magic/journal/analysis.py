@@ -16,6 +16,7 @@ from taas_magic.errors import UsageError
 from taas_magic.messages import (
     Event,
     FetcherCounts,
+    FetcherEnded,
     FetcherReport,
     FetcherStarted,
     Prefilling,
@@ -147,6 +148,7 @@ class Flow:
         self._keep_points = keep_points
         self.loaders: dict[str, LoaderFlow] = {}
         self.fetchers: dict[int, FetcherStarted] = {}
+        self.fetchers_ended: set[int] = set()
         self.rank_hosts: dict[str, int] = {}
         """The hosts of ranks that use registered loaders, and the cores of each; 0: not known."""
         self.filling: Prefilling | None = None
@@ -164,6 +166,8 @@ class Flow:
                     self._loader(name).fetchers[event.number] = stats
             case FetcherStarted():
                 self.fetchers[event.number] = event
+            case FetcherEnded():
+                self.fetchers_ended.add(event.number)
             case Prefilling():
                 self.filling = event
             case RanksStarted():

@@ -31,11 +31,10 @@ from taas_magic.host import results
 from taas_magic.host.spec import VALUE, HostSpec, share_id
 from taas_magic.host.watch import HALT_S
 from taas_magic.journal import folder as journal
+from taas_magic.journal.analysis import Flow
 from taas_magic.journal.folder import RunFiles, RunFolder
 from taas_magic.messages import (
     Event,
-    FetcherCounts,
-    FetcherEnded,
     FetcherReport,
     Note,
     Prefilling,
@@ -284,23 +283,18 @@ class Fetching:
 
 
 class Filling:
-    """How far a run's fetchers have come, before its ranks start, of what `--prefill` asks for."""
+    """How far a run's fetchers have come, before its ranks start, of what `--prefill` asks for.
 
-    def __init__(self, plan: Plan) -> None:
+    Args:
+        flow: What they say, added up.
+    """
+
+    def __init__(self, plan: Plan, flow: Flow) -> None:
         assert plan.prefill is not None and plan.data is not None
+        self._flow = flow
         self._unit, self._fetchers = plan.prefill.unit, len(plan.data.fetchers)
         bound = len(plan.data.loaders) * (plan.units or 0)
         self.wanted = bound if self._unit == "all" else plan.prefill.amount
-        self._stats: dict[int, list[FetcherCounts]] = {}
-        self._ended: set[int] = set()
-
-    def take(self, event: Event) -> bool:
-        """Take an event of a fetcher; returns whether it says how far it has come."""
-        if isinstance(event, FetcherReport):
-            self._stats[event.number] = list(event.loaders.values())
-        elif isinstance(event, FetcherEnded):
-            self._ended.add(event.number)
-        return isinstance(event, FetcherReport)
 
     @property
     def done(self) -> int:
@@ -316,10 +310,11 @@ class Filling:
         They may, too, when no worker can prepare more: there is no more room, or no more data. And
         when every fetcher has ended, since ranks can say what that means for them.
         """
-        if self.done >= self.wanted or len(self._ended) >= self._fetchers:
+        ended = self._flow.fetchers_ended
+        if self.done >= self.wanted or len(ended) >= self._fetchers:
             return True
-        has_all = len(self._stats.keys() | self._ended) >= self._fetchers
-        return has_all and self._sum("idle") >= self._sum("workers")
+        said = ended.union(*(loader.fetchers for loader in self._flow.loaders.values()))
+        return len(said) >= self._fetchers and self._sum("idle") >= self._sum("workers")
 
     def event(self, host: str) -> Prefilling:
         """Return what is said of it, when a fetcher of that host has come further."""
@@ -327,8 +322,7 @@ class Filling:
         return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
 
     def _sum(self, name: str) -> int:
-        every = [counts for loaders in list(self._stats.values()) for counts in loaders]
-        return sum(getattr(counts, name) for counts in every)
+        return int(sum(loader.stock(name) for loader in self._flow.loaders.values()))
 
 
 def taken(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
@@ -401,14 +395,14 @@ class Run(RunFiles):
             PoolError: It was not there in `--timeout`.
             KeyboardInterrupt: The user did not want to wait.
         """
-        filling, limit_s = Filling(self.plan), self.plan.timeout_s
+        filling, limit_s = Filling(self.plan, self.head.flow), self.plan.timeout_s
         deadline = time.monotonic() + limit_s if limit_s is not None else None
         interrupts.wake = lambda: self._events.put(None)
         while not filling.is_enough:
-            for seen in (events := list(self._wait(view))):
-                if filling.take(seen):
+            self._show(view, events := list(self._wait(view)))
+            for seen in events:
+                if isinstance(seen, FetcherReport):
                     fetching.say(filling.event(seen.host))
-            self._show(view, events)
             interrupts.check()
             if deadline is not None and time.monotonic() > deadline:
                 stands = filling.event("")

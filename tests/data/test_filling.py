@@ -5,6 +5,7 @@ from msgspec import structs
 
 from taas_magic.config import PoolConfig
 from taas_magic.host.host_run import workers_fill
+from taas_magic.journal.analysis import Flow
 from taas_magic.messages import Event
 from taas_magic.notebook.run import Filling
 from taas_magic.plan import Flags, HostCapacity, Prefill, make_plan, place_fetchers
@@ -34,10 +35,10 @@ def filling(
     names = tuple(f"loader{number}" for number in range(loaders))
     plan = make_plan(Flags(gpus=1, units=units, prefill=prefill), HostCapacity(0, 1), "r1")
     data = place_fetchers(names, fetchers, PoolConfig("local", max_hosts=fetchers), cores=1)
-    found = Filling(structs.replace(plan, data=data))
+    flow = Flow()
     for seen in events:
-        found.take(seen)
-    return found
+        flow.apply(seen, 0.0)
+    return Filling(structs.replace(plan, data=data), flow)
 
 
 @pytest.mark.parametrize(
