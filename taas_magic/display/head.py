@@ -5,6 +5,7 @@ Both forms show the same facts. The HTML is built from what survives in an untru
 comes from outside is escaped.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,6 +85,9 @@ class RunState:
         gpus: GPUs that the run holds; 0 for CPU ranks.
         began: When the run began, on the caller's clock.
         world_size: Ranks in all; the plan's, until the run grows.
+        up_since: When its first ranks started, on that clock; infinity before.
+        ended_at: When it ended, on that clock; infinity before.
+        elapsed_s: How long it took, where its end says so.
         hangs: By host, when it said that none of its ranks comes forward, and where they stand.
     """
 
@@ -96,8 +100,8 @@ class RunState:
     state: str = "STARTING"
     hosts: list[str] = field(default_factory=list)
     up: set[int] = field(default_factory=set)
-    up_since: float | None = None
-    ended_at: float | None = None
+    up_since: float = math.inf
+    ended_at: float = math.inf
     elapsed_s: float | None = None
     restarts: int = 0
     restart_cause: str = ""
@@ -124,9 +128,12 @@ class RunState:
         self.flow.apply(event, now)
         match event:
             case StateChanged():
-                self._enter(event.state, now)
+                self.state = event.state
             case RanksStarted():
-                self._started(event, now)
+                if event.host and event.host not in self.hosts:
+                    self.hosts.append(event.host)
+                self.up.update(event.pids)
+                self.up_since = min(self.up_since, now)
             case Progress(rank=0):
                 # when there is no unfinished line any more, a bar stays as it stood
                 if event.text.strip() or not TQDM.match(self.progress):
@@ -149,7 +156,7 @@ class RunState:
             case StoreReceipt():
                 self.receipt = (self.receipt or Receipt()).with_event(event)
             case RunEnded():
-                self._enter(event.state, now)
+                self.state, self.ended_at = event.state, now
                 self.elapsed_s, self.first, self.why = event.elapsed_s, event.first, event.why
                 self.failures = event.failures
                 self.advice = advice(self.flow)
@@ -175,26 +182,11 @@ class RunState:
         """Return the seconds since the run began; for one that ended, how long it took."""
         if self.elapsed_s is not None:
             return self.elapsed_s
-        return max(0.0, (now if self.ended_at is None else self.ended_at) - self.began)
+        return max(0.0, min(now, self.ended_at) - self.began)
 
     def gpu_seconds(self, now: float) -> float:
         """Return the GPUs held, times the seconds since their ranks started."""
-        if self.up_since is None:
-            return 0.0
-        until = now if self.ended_at is None else self.ended_at
-        return self.gpus * max(0.0, until - self.up_since)
-
-    def _enter(self, state: str, now: float) -> None:
-        self.state = state
-        if self.has_ended and self.ended_at is None:
-            self.ended_at = now
-
-    def _started(self, event: RanksStarted, now: float) -> None:
-        if event.host and event.host not in self.hosts:
-            self.hosts.append(event.host)
-        self.up.update(event.pids)
-        if self.up_since is None:
-            self.up_since = now
+        return self.gpus * max(0.0, min(now, self.ended_at) - self.up_since)
 
     def _failed(self, failure: Failure) -> None:
         self.failures.append(failure)

@@ -211,7 +211,7 @@ class Writer:
     reader can tell a run that goes on from one that nobody will ever report the end of.
 
     Args:
-        on_incomplete: Called once, in the thread, with the reason why the journal is incomplete.
+        on_incomplete: Called once, in any thread, with the reason why the journal is incomplete.
         limit_bytes: What the journal may hold.
     """
 
@@ -223,21 +223,18 @@ class Writer:
     ) -> None:
         self.folder = folder
         self._on_incomplete, self._limit_bytes = on_incomplete, limit_bytes
-        self._waiting: queue.SimpleQueue[bytes | str | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._appended_bytes = self._handled_bytes = 0
         self._descriptor: int | None = None
-        self._is_torn = self._is_incomplete = self._has_left_out = False
+        self._is_torn = self._is_incomplete = False
         self._thread = threading.Thread(target=self._run, name="taas-journal", daemon=True)
         self._thread.start()
 
     def append(self, event: Event) -> None:
         """Take an event; returns at once."""
         line = messages.encode(event) + b"\n"
-        why_left_out = self._why_full(len(line)) if isinstance(event, _BULK) else ""
-        if why_left_out:
-            if not self._has_left_out:
-                self._has_left_out = True
-                self._waiting.put(why_left_out)
+        if isinstance(event, _BULK) and (why := self._why_full(len(line))):
+            self._say_incomplete(why)
             return
         self._appended_bytes += len(line)
         self._waiting.put(line)
@@ -255,15 +252,12 @@ class Writer:
         return ""
 
     def _run(self) -> None:
-        while (taken := self._waiting.get()) is not None:
-            if isinstance(taken, str):
-                self._say_incomplete(taken)
-                continue
+        while (line := self._waiting.get()) is not None:
             try:
-                self._write(taken)
+                self._write(line)
             except OSError as error:
                 self._say_incomplete(f"{reason_of(error)} ({self.folder.events})")
-            self._handled_bytes += len(taken)
+            self._handled_bytes += len(line)
         if self._descriptor is not None:
             os.close(self._descriptor)
 

@@ -195,7 +195,7 @@ def test_a_hosts_clock_does_not_matter() -> None:
 
 def test_the_journal_alone_gives_times() -> None:
     state = new_state(began=100.0, gpus=2)
-    for seen in (at(STARTED, 101.0), at(event("state", state="INTERRUPTED"), 105.0)):
+    for seen in (at(STARTED, 101.0), at(event("ended", state="INTERRUPTED"), 105.0)):
         state.apply(seen)
     assert (state.elapsed(1e9), state.gpu_seconds(1e9)) == (5.0, 8.0)
 
