@@ -237,7 +237,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         rows = _row(escape(title), f"color:{COLOURS['INTERRUPTED']}") + as_html("\n".join(table))
         yield "\n".join([title, *table]), rows
     if state.advice:
-        yield f"advice: {state.advice}", _labelled_row("advice", state.advice)
+        yield _labelled("advice", state.advice)
     for note in _notes(state):
         yield f"note: {note}", _row(f"note: {escape(note)}", "opacity:0.8")
     if outcome := headline(state.first) if state.first else cut(state.why, WORDS_CHARS):
@@ -249,7 +249,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         details = f"<details><summary>{escape(summary)}</summary>{body}</details>"
         yield "\n".join([f"{summary}:", *(f"    {line}" for line in lines)]), _row(details)
     for label, value in receipt_lines(state.receipt):
-        yield f"{label}: {value}", _labelled_row(label, value)
+        yield _labelled(label, value)
     log = f"log: <span style='{CODE}'>{escape(str(state.run_dir))}</span>"
     yield f"log: {state.run_dir}", _row(log, "font-size:12px;opacity:0.65")
 
@@ -308,8 +308,9 @@ def _row(content: str, style: str = "") -> str:
     return f"<div style='margin:2px 0px 0px 0px;{style}'>{content}</div>"
 
 
-def _labelled_row(label: str, value: str) -> str:
-    return _row(f"<span style='{LABEL}'>{label}</span> {escape(cut(value, WORDS_CHARS))}")
+def _labelled(label: str, value: str) -> tuple[str, str]:
+    row = _row(f"<span style='{LABEL}'>{label}</span> {escape(cut(value, WORDS_CHARS))}")
+    return f"{label}: {value}", row
 
 
 def _facts_html(found: Sequence[Fact]) -> str:

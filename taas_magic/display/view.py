@@ -41,16 +41,14 @@ class NotebookScreen:
         self._shows_rest = False
         self._clears_first = False
 
-    def open(self, state: RunState, now: float) -> None:
-        """Show the head for the first time."""
-        self._head = head.both(state, now)
-        self._publish_head(update=False)
-
     def show(self, state: RunState, now: float) -> None:
-        """Bring the head up to date."""
-        if (rendered := head.both(state, now)) != self._head:
-            self._head = rendered
-            self._publish_head(update=True)
+        """Show the head, or bring it up to date."""
+        is_shown, before = bool(self._head), self._head
+        self._head = head.both(state, now)
+        if self._head != before:
+            self._publish_head(update=is_shown)
+
+    open = show
 
     def write(self, text: str) -> None:
         """Write lines below the head, at once."""

@@ -6,6 +6,7 @@ forkserver before it imports Dask, and joins when that is warm.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import pickle
@@ -371,10 +372,8 @@ def _leave() -> NoReturn:
 
 
 def _signal(group: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return  # it has ended
 
 
 class _Lines:
