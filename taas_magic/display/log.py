@@ -14,11 +14,13 @@ import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 from taas_magic.config import size_text
 from taas_magic.host.output import LogBudget
 from taas_magic.messages import Lines, LinesDropped
+from taas_magic.plan import Plan
 
 HOLD_S = 0.005
 """Ranks that a collective has just let go print within a few milliseconds of one another."""
@@ -224,29 +226,19 @@ class LogText:
     """The log of one run, as the text that is still to be written.
 
     Args:
-        n_hosts: With more than one, a prefix names the host, too.
-        logs_dir: Where the complete logs lie.
+        plan: Of the run; with several hosts, a prefix names the host, too.
+        run_dir: Where the complete logs lie.
         log_ranks: Ranks whose lines are shown; None shows all.
         limit_bytes: Text that the cell takes; what comes after it is `rest`.
     """
 
     def __init__(
-        self,
-        world_size: int,
-        n_hosts: int,
-        logs_dir: str,
-        log_ranks: frozenset[int] | None,
-        run_id: str = "",
-        limit_bytes: int = CELL_BYTES,
+        self, plan: Plan, run_dir: Path, log_ranks: frozenset[int] | None, limit_bytes: int
     ) -> None:
-        ranks = range(world_size)
-        self._ranks = None if log_ranks is None else log_ranks.intersection(ranks)
-        self._names_hosts = n_hosts > 1
-        self._logs_dir = logs_dir
+        self._plan, self._ranks, self._limit_bytes = plan, log_ranks, limit_bytes
+        self._logs_dir = run_dir / "logs"
         self._host_of: dict[int, str] = {}
-        shown = world_size if self._ranks is None else len(self._ranks)
-        self._folder, self._folds = Folder(shown), shown > 1
-        self._run_id, self._limit_bytes = run_id, limit_bytes
+        self._folder = Folder(sum(map(self._shows, range(plan.world_size))))
         self._pieces: list[str] = []
         self._dropped: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
         self._note_pause_s = DROPPED_NOTE_S
@@ -269,9 +261,7 @@ class LogText:
         """Take what a rank wrote."""
         if self._shows(event.rank):
             self._host_of[event.rank] = event.host
-            lines = event.lines
-            if self._folds:
-                lines = [finished_bar(line) for line in lines]
+            lines = [finished_bar(line) for line in event.lines]
             self._add(self._folder.push(event.rank, lines, now))
 
     def dropped(self, event: LinesDropped) -> None:
@@ -341,13 +331,13 @@ class LogText:
             fit, errors = self._budget.split(texts)
             self._pieces += [f"{prefix}{harmless(text)}\n" for text in fit]
             if len(fit) < len(texts):
-                self.rest = Rest(self._run_id)
+                self.rest = Rest(self._plan.run_id)
                 self.rest.take(prefix, texts[len(fit) :], errors)
 
     def _prefix(self, ranks: tuple[int, ...]) -> str:
         if len(ranks) > 1:
             return f"[{rank_ranges(ranks)} {TIMES}{len(ranks)}] "
-        host = f"{self._host_of[ranks[0]]}:" if self._names_hosts else ""
+        host = f"{self._host_of[ranks[0]]}:" if len(self._plan.hosts) > 1 else ""
         return f"[{host}{ranks[0]}] "
 
     def _note_dropped(self, now: float) -> None:

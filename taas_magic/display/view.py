@@ -212,14 +212,7 @@ class View:
         plan, now = state.plan, clock()
         self._clock, self._state, state.began = clock, state, now
         self._screen = screen_for(shell or get_ipython(), plan.run_id)
-        self._log = LogText(
-            plan.world_size,
-            len(plan.hosts),
-            str(state.run_dir / "logs"),
-            log_ranks,
-            plan.run_id,
-            self._screen.limit_bytes,
-        )
+        self._log = LogText(plan, state.run_dir, log_ranks, self._screen.limit_bytes)
         self._written_at = float("-inf")
         self._head_at = now
         self._head_is_stale = False

@@ -6,6 +6,7 @@ from taas_magic.config import size_text
 from taas_magic.display import log
 from taas_magic.display.log import HOLD_S, LogText, harmless
 from taas_magic.messages import Lines, LinesDropped
+from tests.events import new_state
 
 
 def lines(rank: int, *texts: str, host: str = "gpu1") -> Lines:
@@ -17,7 +18,8 @@ def dropped(rank: int, n_lines: int, n_bytes: int) -> LinesDropped:
 
 
 def log_text(world_size: int = 1, n_hosts: int = 1, ranks: frozenset[int] | None = None) -> LogText:
-    return LogText(world_size, n_hosts, "/runs/r1/logs", ranks, "r1")
+    state = new_state(world_size, n_hosts)
+    return LogText(state.plan, state.run_dir, ranks, log.CELL_BYTES)
 
 
 def test_prefixes() -> None:
