@@ -26,6 +26,7 @@ from taas_magic.data import service
 from taas_magic.data.sharding import UNEVEN, Uneven
 from taas_magic.errors import CaptureError
 from taas_magic.host.cell_main import PAYLOAD
+from taas_magic.plan import Plan
 
 if TYPE_CHECKING:
     from taas_magic.data.dataset import LoaderParts
@@ -205,19 +206,12 @@ def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
 
 
 def serve(
-    loaders: Mapping[str, PackedLoader],
-    run_dir: Path,
-    fetchers: int,
-    units: int | None,
-    settings: DataConfig,
-    tls: bool = False,
+    loaders: Mapping[str, PackedLoader], run_dir: Path, plan: Plan, settings: DataConfig, tls: bool
 ) -> None:
     """Write what a run's ranks and fetchers need of the loaders that its cell uses.
 
     Args:
         loaders: Those loaders, by name.
-        fetchers: How many fetchers run them; 0: the ranks do it themselves.
-        units: The bound of `--units`.
         tls: Whether batches go from host to host over a network that is not the user's alone.
     """
     if not loaders:
@@ -233,7 +227,7 @@ def serve(
     )
     certificate = service.new_certificate() if tls else None
     key = secrets.token_bytes(32)
-    described = service.Service(key, seed, fetchers, units, served, settings, certificate)
+    described = service.Service(key, seed, plan.cpus, plan.units, served, settings, certificate)
     payloads = {name: packed.payload for name, packed in loaders.items()}
     service.write(run_dir, described, payloads)
 

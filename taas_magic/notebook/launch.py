@@ -106,8 +106,7 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
         needs_tls = any(pool.network != "private" for pool in used)
     with folder.whole():
         payload.write(captured, folder.payload)
-        loaders = captured.loaders
-        registry.serve(loaders, folder.path, plan.cpus, plan.units, config.data, needs_tls)
+        registry.serve(captured.loaders, folder.path, plan, config.data, needs_tls)
     return folder
 
 
