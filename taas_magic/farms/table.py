@@ -25,6 +25,8 @@ class JobState:
         runs: Whether a node runs it, as long as it has not ended.
         took_s: Seconds that its call took; 0 before it has returned.
         outcome: What it returned or raised; what is said first of any thread counts.
+        ended: The state that follows from that, which a table of many jobs asks for again and
+            again; None before its end, "" until it was asked for.
     """
 
     name: str
@@ -34,18 +36,22 @@ class JobState:
     runs: bool = False
     took_s: float = 0.0
     outcome: Future[Any] = field(default_factory=Future, repr=False)
+    ended: str | None = None
 
     @property
     def state(self) -> str:
         """How it stands: "queued", "running", "done", "failed" or "cancelled"."""
-        if not self.outcome.done():
+        if self.ended is None:
             return "running" if self.runs else "queued"
-        if (error := self.outcome.exception()) is None:
-            return "done"
-        return "cancelled" if getattr(error, "etype", "") == CANCELLED else "failed"
+        if not self.ended and self.outcome.done():
+            error = self.outcome.exception()
+            is_cancelled = getattr(error, "etype", "") == CANCELLED
+            self.ended = "done" if error is None else "cancelled" if is_cancelled else "failed"
+        return self.ended or "running"
 
     def end(self, error: BaseException | None, result: Any = None) -> None:
         """Let it have ended, if it has not."""
+        self.ended = self.ended or ""
         with suppress(InvalidStateError):
             if error is None:
                 self.outcome.set_result(result)
