@@ -26,6 +26,9 @@ from taas_magic.leases import ALIVE_S, FetchLease
 from taas_magic.messages import LoaderPlace
 
 _TRIES = 10
+_FEW_BYTES = 32 << 10
+"""Bodies up to this are copied out: a batch that is kept must not keep all that came with it."""
+
 _LOOK_AGAIN_S = 0.25
 _FIRST_LOOKS_S = 0.01
 _FIRST_PAUSE_S = 0.05
@@ -422,14 +425,20 @@ class Client:
                 return
 
     def _take(self, link: FetcherLink, response: Response, body: memoryview) -> None:
-        """Take the response to the oldest request on a connection."""
-        ask = link.asked[0] if link.asked else None
+        """Take the response to the oldest requests on a connection."""
+        asked, bodies = link.asked, 1 + response.more
+        ask = asked[0] if len(asked) >= bodies else None
         if ask is None or response.slot != ask.slot or response.epoch != ask.epoch:
             raise ProtocolError(
                 f"{link.address} was asked {ask} and answered with batch {response.slot} of "
-                f"epoch {response.epoch}"
+                f"epoch {response.epoch}, and {response.more} more"
             )
-        link.asked.popleft()
+        size = len(body) // bodies
+        for number, one in enumerate([asked.popleft() for _ in range(bodies)]):
+            own = body[number * size : (number + 1) * size]
+            self._take_one(one, response, memoryview(bytearray(own)) if size <= _FEW_BYTES else own)
+
+    def _take_one(self, ask: LoaderRequest, response: Response, body: memoryview) -> None:
         del self._where[ask]
         if self._tries:
             self._tries.pop(ask, None)

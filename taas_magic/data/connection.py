@@ -30,9 +30,6 @@ _CHUNK_BYTES = 1 << 20
 _LARGE_BYTES = 512 << 10
 _LEAST_ROOM_BYTES = _CHUNK_BYTES // 8
 _PIECE_BYTES = 992 << 10
-_FEW_BYTES = 32 << 10
-"""Bodies up to this are copied out: a batch that is kept must not keep a whole chunk."""
-
 _FDS_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _NOT_THE_CELLS = {__name__.partition(".")[0], *sys.stdlib_module_names}
 _ALL_BUT_SLOT = operator.attrgetter("kind", "epoch", "detail")
@@ -251,9 +248,7 @@ class Inbox:
         body = self._chunk[at : at + size]
         if isinstance(message, Response) and message.body_sum is not None:
             _check(message, checksum(body))
-        if size <= _FEW_BYTES or at % protocol.ALIGN:
-            body = memoryview(bytearray(body))
-        return message, body
+        return message, memoryview(bytearray(body)) if at % protocol.ALIGN else body
 
     def descriptor(self) -> int:
         """Return the oldest descriptor that came along.

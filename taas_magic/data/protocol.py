@@ -36,7 +36,7 @@ from msgspec import Meta, Struct
 from taas_magic.errors import ProtocolError
 
 MAGIC = b"TaaS"
-VERSION = 4
+VERSION = 5
 ALIGN = 64
 NONCE_BYTES = 32
 MAX_BATCH_BYTES = 16 << 30
@@ -187,13 +187,15 @@ class SharedBody(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Response(Struct, frozen=True, array_like=True, tag=10):
-    """The response to one request; its body follows, unless it is `shared`.
+    """The response to one request, or to some in a row; the bodies follow, unless it is `shared`.
 
     Attributes:
         units: What the batch counts in `--units` (BATCH, PEEKED).
         order: Hash of the epoch's order as the worker has it; 0 where it did not use its own.
         head_bytes: How many bytes at the body's start are its table of contents (BATCH).
-        body_sum: The body's checksum; None where TLS or the kernel sees to it.
+        body_sum: The checksum of all that follows; None where TLS or the kernel sees to it.
+        more: The response to so many of the next requests is the same but for the slot and for what
+            is in its body, which follows, too, and has the same size (BATCH).
     """
 
     kind: ResponseKind
@@ -204,6 +206,7 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
     head_bytes: _Count = 0
     body_sum: _Count | None = None
     shared: SharedBody | None = None
+    more: _Count = 0
 
 
 FromRank = Proof | Requests | Free | Cancel
@@ -344,10 +347,13 @@ def _check_size(message: Any, body_bytes: int) -> None:
         name = type(message).__name__ if kind is None else kind.name
         raise ProtocolError(f"{name} announces {body_bytes} bytes; the limit is {most}")
     if isinstance(message, Response):
+        bodies, name = 1 + message.more, message.kind.name
         size = body_bytes if message.shared is None else message.shared.size
-        if message.head_bytes > size:
+        if size % bodies:
+            raise ProtocolError(f"{name} announces {bodies} bodies of one size in {size} bytes")
+        if message.head_bytes > size // bodies:
             raise ProtocolError(
-                f"{message.kind.name} announces {message.head_bytes} bytes of contents in {size}"
+                f"{name} announces {message.head_bytes} bytes of contents in {size // bodies}"
             )
 
 

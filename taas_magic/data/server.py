@@ -30,16 +30,19 @@ from typing import Any
 
 from taas_magic.data import protocol
 from taas_magic.data.connection import is_of_the_cell
+from taas_magic.data.encode import SUM_MASK
 from taas_magic.data.protocol import (
     Cancel,
     Free,
     LoaderRequest,
     Proof,
+    Reply,
     RequestKind,
     Requests,
     Response,
     ResponseKind,
     Role,
+    SharedBody,
     SharedPlace,
 )
 from taas_magic.data.scheduler import Prepared, Scheduler
@@ -62,6 +65,7 @@ _OUT_BYTES = 1 << 20
 _COPIED_BYTES = 8 << 10
 """Bodies up to this are copied behind their header: to send them as parts costs more."""
 
+_MOST_ALIKE = 64
 _PARTS_AT_ONCE = 256
 _TLS_JOIN_BYTES = 16 << 10
 _NAME_BYTES = 64
@@ -88,6 +92,7 @@ class RankConnection:
         self.loader: Scheduler | None = None
         self.asked: deque[tuple[LoaderRequest, bool]] = deque()
         self.out: deque[tuple[bytes | memoryview, Prepared | None, int]] = deque()
+        self._alike: list[tuple[LoaderRequest, Prepared]] = []
         self.out_bytes = 0
         self.lent: dict[SharedPlace, Prepared] = {}
         self.lent_bytes = 0
@@ -105,6 +110,7 @@ class RankConnection:
             prepared: Is released when it has gone.
             descriptor: Goes along.
         """
+        self.lay()
         self.out.append((part, prepared, descriptor))
         self.out_bytes += len(part)
 
@@ -176,27 +182,38 @@ class RankConnection:
 
     def respond(self, request: LoaderRequest, prepared: Prepared) -> None:
         """Lay a response ready; what was prepared is released when the rank needs it no more."""
-        reply, size, descriptor, shared = prepared.reply, prepared.reply.body_bytes, -1, None
-        about = reply.kind, request.epoch, request.slot, max(reply.units, 0), reply.order
-        is_batch = reply.kind is ResponseKind.BATCH
-        if is_batch:
-            shared, descriptor = self._lend(prepared)
-        is_plain = is_batch and not self.tls and not self.is_unix
-        body_sum = reply.body_sum if is_plain else None
-        head_bytes = reply.head_bytes if is_batch else 0
-        response = Response(*about, head_bytes, body_sum, shared)
+        is_batch = prepared.reply.kind is ResponseKind.BATCH
+        shared, descriptor = self._lend(prepared) if is_batch else (None, -1)
         if shared is not None:
+            response = _response(request, prepared.reply, None, shared)
             self.add(protocol.pack(response), descriptor=descriptor)
             return
-        header = protocol.pack(response, size)
-        if size <= _COPIED_BYTES:
-            self.add(header + prepared.body())
-            prepared.release()
-        else:
-            self.add(header)
-            self.add(prepared.body(), prepared)
+        alike = self._alike
+        if alike and (len(alike) == _MOST_ALIKE or not _are_alike(alike[0], (request, prepared))):
+            self.lay()
+        self._alike.append((request, prepared))
+        if not is_batch or prepared.reply.body_bytes > _COPIED_BYTES:
+            self.lay()
 
-    def _lend(self, prepared: Prepared) -> tuple[protocol.SharedBody | None, int]:
+    def lay(self) -> None:
+        """Lay the responses ready that were kept back, as more like them could follow."""
+        if not self._alike:
+            return
+        alike, self._alike = self._alike, []
+        (request, first), reply = alike[0], alike[0][1].reply
+        is_plain = reply.kind is ResponseKind.BATCH and not self.tls and not self.is_unix
+        body_sum = sum([it.reply.body_sum for _, it in alike]) & SUM_MASK if is_plain else None
+        response = _response(request, reply, body_sum, more=len(alike) - 1)
+        header = protocol.pack(response, reply.body_bytes * len(alike))
+        if reply.body_bytes > _COPIED_BYTES:
+            self.add(header)
+            self.add(first.body(), first)
+            return
+        self.add(b"".join([header, *[it.body() for _, it in alike]]))
+        for _, it in alike:
+            it.release()
+
+    def _lend(self, prepared: Prepared) -> tuple[SharedBody | None, int]:
         """Have a batch read in place, if this rank alone gets it, and has not too much.
 
         Returns:
@@ -211,7 +228,33 @@ class RankConnection:
         self.lent_bytes += size
         is_new = arena.arena not in self.arenas
         self.arenas.add(arena.arena)
-        return protocol.SharedBody(place, size, is_new), arena.memory.descriptor if is_new else -1
+        return SharedBody(place, size, is_new), arena.memory.descriptor if is_new else -1
+
+
+def _are_alike(one: tuple[LoaderRequest, Prepared], other: tuple[LoaderRequest, Prepared]) -> bool:
+    """Return whether the responses to both differ in nothing but their slots and bodies."""
+    (request, prepared), (other_request, other_prepared) = one, other
+    a, b = prepared.reply, other_prepared.reply
+    return (
+        a.body_bytes == b.body_bytes
+        and a.head_bytes == b.head_bytes
+        and a.kind is b.kind
+        and a.units == b.units
+        and a.order == b.order
+        and request.epoch == other_request.epoch
+    )
+
+
+def _response(
+    request: LoaderRequest,
+    reply: Reply,
+    body_sum: int | None,
+    shared: SharedBody | None = None,
+    more: int = 0,
+) -> Response:
+    head_bytes = reply.head_bytes if reply.kind is ResponseKind.BATCH else 0
+    about = reply.kind, request.epoch, request.slot, max(reply.units, 0), reply.order
+    return Response(*about, head_bytes, body_sum, shared, more)
 
 
 class Server:
@@ -469,6 +512,7 @@ class Server:
             while connection.asked and connection.out_bytes < _OUT_BYTES:
                 if not self._gather(connection):
                     break
+            connection.lay()
             if not connection.out:
                 break
             if not self._flush(connection):

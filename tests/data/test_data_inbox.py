@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import torch
 
 from taas_magic.data import client as client_module
 from taas_magic.data import connection, encode, protocol
@@ -126,11 +127,27 @@ def test_one_call_brings_all_that_has_come(ends: tuple[socket.socket, Inbox]) ->
     assert box.here() is None
 
 
-def test_a_small_body_that_is_kept_keeps_no_chunk(ends: tuple[socket.socket, Inbox]) -> None:
-    server, box = ends
-    server.sendall(batch(0, 1024))
-    _, body = box.receive(Blocks(0))
-    assert memoryview(body.obj).nbytes == 1024
+def test_one_response_answers_many_and_a_small_body_that_is_kept_keeps_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link, route = Link(), route_to(1)
+    monkeypatch.setattr(route, "connect", lambda number: link)
+    client, slots = Client(route, 0), range(3)
+    client.ask([SlotRequest(slot, True) for slot in slots])
+    sizes, bodies = [], []
+    for slot in slots:
+        encoded = encode.encode(torch.full((100,), slot))
+        sizes.append((len(encoded.head), encoded.body_bytes))
+        bodies.append(bytearray(encoded.body_bytes))
+        encoded.copy_to(memoryview(bodies[-1]))
+    response = Response(ResponseKind.BATCH, 0, 0, head_bytes=sizes[0][0], more=2)
+    client._take(link, response, memoryview(bytearray().join(bodies)))
+    for slot in slots:
+        batch = client.reply(SlotRequest(slot, True)).batch
+        assert batch.tolist() == [slot] * 100
+        assert batch.untyped_storage().nbytes() <= sizes[0][1]
+    with pytest.raises(ProtocolError, match="was asked None .* and 2 more"):
+        client._take(link, response, memoryview(bytearray().join(bodies)))
 
 
 def test_a_body_behind_an_odd_one_is_aligned(ends: tuple[socket.socket, Inbox]) -> None:

@@ -162,6 +162,15 @@ def test_a_table_of_contents_is_no_larger_than_its_body() -> None:
         heard(ready(Role.RANK), response, 64)
 
 
+def test_bodies_that_come_together_have_one_size() -> None:
+    response = Response(ResponseKind.BATCH, 0, 0, head_bytes=64, more=2)
+    assert heard(ready(Role.RANK), response, 3 * 64).message.more == 2
+    with pytest.raises(ProtocolError, match="BATCH announces 3 bodies of one size in 64 bytes"):
+        heard(ready(Role.RANK), response, 64)
+    with pytest.raises(ProtocolError, match="BATCH announces 64 bytes of contents in 63"):
+        heard(ready(Role.RANK), response, 3 * 63)
+
+
 @pytest.mark.parametrize("kind", [*RequestKind, *ResponseKind])
 def test_the_body_of_every_kind_has_a_limit(kind: RequestKind | ResponseKind) -> None:
     message: FromRank | FromServer
