@@ -356,10 +356,11 @@ class Client:
         Raises:
             RunLost: No fetcher answers, or none can.
         """
-        if ask not in self._here and ask not in self._where:
-            self._send_later(ask)
-            self._flush()
-        self._until(ask)
+        if ask not in self._here:
+            if ask not in self._where:
+                self._send_later(ask)
+                self._flush()
+            self._until(ask)
         response, body = self._here.pop(ask)
         if response.kind is ResponseKind.LOST:
             raise RunLost(bytes(body).decode())

@@ -85,7 +85,8 @@ class EpochIterator(Iterator[Any]):
         self.order = order
         self._client: Client | None = None
         self.opened: Opened | None = None
-        self._steps: Iterator[Step] | ReceiveThread | None = None
+        self._steps: Iterator[Step] | None = None
+        self._thread: ReceiveThread | None = None
         self._line = -1
         self._pins = loader.pin_memory and torch.cuda.is_available()
         self._began = self._waits_since = self._stopped = 0.0
@@ -121,8 +122,8 @@ class EpochIterator(Iterator[Any]):
         if self._client is None:
             return
         counts.retried += self._client.retried
-        if isinstance(self._steps, ReceiveThread):
-            self._steps.stop()
+        if self._thread is not None:
+            self._thread.stop()
         else:
             self._client.close()
 
@@ -172,10 +173,10 @@ class EpochIterator(Iterator[Any]):
         if bound is not None and counts.spent + row_units > bound:
             self.close()
             raise StopIteration
-        if not isinstance(self._steps, ReceiveThread):
+        if self._thread is None:
             if received.size >= _THREAD_FROM_BYTES:
                 assert self._steps is not None and self._client is not None
-                self._steps = ReceiveThread(self._steps, self._client, self._pins)
+                self._steps = self._thread = ReceiveThread(self._steps, self._client, self._pins)
             received = _pinned(received) if self._pins else received
         if self._line >= 0 and loader.feed.ledger is not None:
             loader.feed.ledger.hand(self._line)
