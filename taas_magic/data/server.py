@@ -330,14 +330,14 @@ class Server:
             else:
                 key.data()
         # What was freed and heard makes room, and what is prepared is asked for, in turns.
-        for loader in self._loaders.values():
-            loader.dispatch()
-        while self._dirty:
+        while True:
+            for loader in self._loaders.values():
+                loader.dispatch()
+            if not self._dirty:
+                break
             dirty, self._dirty = list(self._dirty), {}
             for connection in dirty:
                 self._guarded(connection, self._pump)
-            for loader in self._loaders.values():
-                loader.dispatch()
         now = time.monotonic()
         if now - self._looked > ALIVE_S / 4:
             self._looked = now
