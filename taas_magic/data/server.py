@@ -36,7 +36,6 @@ from taas_magic.data.protocol import (
     Free,
     LoaderRequest,
     Proof,
-    Reply,
     RequestKind,
     Requests,
     Response,
@@ -76,6 +75,10 @@ _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _log = logging.getLogger(__name__)
 
 
+_Form = tuple[ResponseKind, int, int, int, int]
+"""Of a response: its kind, epoch, units, order and head_bytes."""
+
+
 class RankConnection:
     """One rank's connection, or a stranger's: what it was asked, lent, and has to send.
 
@@ -92,7 +95,8 @@ class RankConnection:
         self.loader: Scheduler | None = None
         self.asked: deque[tuple[LoaderRequest, bool]] = deque()
         self.out: deque[tuple[bytes | memoryview, Prepared | None, int]] = deque()
-        self._alike: list[tuple[LoaderRequest, Prepared]] = []
+        self._form: _Form | None = None
+        self._slot, self._alike = 0, list[Prepared]()
         self.out_bytes = 0
         self.lent: dict[SharedPlace, Prepared] = {}
         self.lent_bytes = 0
@@ -182,36 +186,39 @@ class RankConnection:
 
     def respond(self, request: LoaderRequest, prepared: Prepared) -> None:
         """Lay a response ready; what was prepared is released when the rank needs it no more."""
-        is_batch = prepared.reply.kind is ResponseKind.BATCH
+        reply = prepared.reply
+        is_batch = reply.kind is ResponseKind.BATCH
+        head_bytes = reply.head_bytes if is_batch else 0
+        form = reply.kind, request.epoch, max(reply.units, 0), reply.order, head_bytes
         shared, descriptor = self._lend(prepared) if is_batch else (None, -1)
         if shared is not None:
-            response = _response(request, prepared.reply, None, shared)
-            self.add(protocol.pack(response), descriptor=descriptor)
+            self.add(_packed(form, request.slot, shared=shared), descriptor=descriptor)
             return
-        alike = self._alike
-        if alike and (len(alike) == _MOST_ALIKE or not _are_alike(alike[0], (request, prepared))):
+        is_alike = form == self._form and reply.body_bytes == self._alike[0].reply.body_bytes
+        if not is_alike or len(self._alike) == _MOST_ALIKE:
             self.lay()
-        self._alike.append((request, prepared))
-        if not is_batch or prepared.reply.body_bytes > _COPIED_BYTES:
+            self._form, self._slot = form, request.slot
+        self._alike.append(prepared)
+        if not is_batch or reply.body_bytes > _COPIED_BYTES:
             self.lay()
 
     def lay(self) -> None:
-        """Lay the responses ready that were kept back, as more like them could follow."""
-        if not self._alike:
+        """Lay the response ready that was kept back, as more like it could follow."""
+        if self._form is None:
             return
-        alike, self._alike = self._alike, []
-        (request, first), reply = alike[0], alike[0][1].reply
-        is_plain = reply.kind is ResponseKind.BATCH and not self.tls and not self.is_unix
-        body_sum = sum([it.reply.body_sum for _, it in alike]) & SUM_MASK if is_plain else None
-        response = _response(request, reply, body_sum, more=len(alike) - 1)
-        header = protocol.pack(response, reply.body_bytes * len(alike))
-        if reply.body_bytes > _COPIED_BYTES:
+        form, slot, alike = self._form, self._slot, self._alike
+        self._form, self._alike = None, []
+        first, size = alike[0], alike[0].reply.body_bytes
+        is_plain = first.reply.kind is ResponseKind.BATCH and not self.tls and not self.is_unix
+        body_sum = sum([one.reply.body_sum for one in alike]) & SUM_MASK if is_plain else None
+        header = _packed(form, slot, size * len(alike), body_sum, more=len(alike) - 1)
+        if size > _COPIED_BYTES:
             self.add(header)
             self.add(first.body(), first)
             return
-        self.add(b"".join([header, *[it.body() for _, it in alike]]))
-        for _, it in alike:
-            it.release()
+        self.add(b"".join([header, *[one.body() for one in alike]]))
+        for one in alike:
+            one.release()
 
     def _lend(self, prepared: Prepared) -> tuple[SharedBody | None, int]:
         """Have a batch read in place, if this rank alone gets it, and has not too much.
@@ -231,30 +238,17 @@ class RankConnection:
         return SharedBody(place, size, is_new), arena.memory.descriptor if is_new else -1
 
 
-def _are_alike(one: tuple[LoaderRequest, Prepared], other: tuple[LoaderRequest, Prepared]) -> bool:
-    """Return whether the responses to both differ in nothing but their slots and bodies."""
-    (request, prepared), (other_request, other_prepared) = one, other
-    a, b = prepared.reply, other_prepared.reply
-    return (
-        a.body_bytes == b.body_bytes
-        and a.head_bytes == b.head_bytes
-        and a.kind is b.kind
-        and a.units == b.units
-        and a.order == b.order
-        and request.epoch == other_request.epoch
-    )
-
-
-def _response(
-    request: LoaderRequest,
-    reply: Reply,
-    body_sum: int | None,
+def _packed(
+    form: _Form,
+    slot: int,
+    body_bytes: int = 0,
+    body_sum: int | None = None,
     shared: SharedBody | None = None,
     more: int = 0,
-) -> Response:
-    head_bytes = reply.head_bytes if reply.kind is ResponseKind.BATCH else 0
-    about = reply.kind, request.epoch, request.slot, max(reply.units, 0), reply.order
-    return Response(*about, head_bytes, body_sum, shared, more)
+) -> bytes:
+    """Return the header of a response."""
+    kind, epoch, *rest = form
+    return protocol.pack(Response(kind, epoch, slot, *rest, body_sum, shared, more), body_bytes)
 
 
 class Server:

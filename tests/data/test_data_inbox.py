@@ -146,7 +146,7 @@ def test_one_response_answers_many_and_a_small_body_that_is_kept_keeps_no_other(
         batch = client.reply(SlotRequest(slot, True)).batch
         assert batch.tolist() == [slot] * 100
         assert batch.untyped_storage().nbytes() <= sizes[0][1]
-    with pytest.raises(ProtocolError, match="was asked None .* and 2 more"):
+    with pytest.raises(ProtocolError, match=r"was asked None .* and 2 more"):
         client._take(link, response, memoryview(bytearray().join(bodies)))
 
 
