@@ -247,8 +247,9 @@ def _packed(
     more: int = 0,
 ) -> bytes:
     """Return the header of a response."""
-    kind, epoch, *rest = form
-    return protocol.pack(Response(kind, epoch, slot, *rest, body_sum, shared, more), body_bytes)
+    kind, epoch, units, order, head_bytes = form
+    about = kind, epoch, slot, units, order, head_bytes
+    return protocol.pack(Response(*about, body_sum, shared, more), body_bytes)
 
 
 class Server:
