@@ -62,9 +62,10 @@ _LENT_BYTES = 512 << 20
 
 _OUT_BYTES = 1 << 20
 _COPIED_BYTES = 8 << 10
-"""Bodies up to this are copied behind their header: to send them as parts costs more."""
-
 _MOST_ALIKE = 64
+"""Bodies up to this are copied behind their header, and so many alike behind one: to send them as
+parts costs more, and so do headers of their own."""
+
 _PARTS_AT_ONCE = 256
 _TLS_JOIN_BYTES = 16 << 10
 _NAME_BYTES = 64
