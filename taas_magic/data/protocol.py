@@ -14,7 +14,7 @@ h11's).
                             ◄─────  Proof           (the run's key; HMAC-SHA256)
     Welcome | Rejected      ─────►                  (now both know: same run)
                             ◄─────  Requests        pure, so they may be repeated
-    Alive … Response        ─────►                  in the order of the requests, of some in a row
+    Alive … Response        ─────►                  in their order; it may answer some in a row
                             ◄─────  Free            spans of shared memory that are read no more
                             ◄─────  Cancel          what was requested is not wanted any more
     Cancelled               ─────►
