@@ -5,6 +5,7 @@ controller has checked. Everything that it says besides is checked here.
 """
 
 import os
+import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -167,8 +168,6 @@ class Desk:
             answers |= self._take(host_rank, asked.pieces[first : first + GROUP])
         for path in asked.removed:
             answers[path] = self._try(self._remove, host_rank, path)
-        for path in asked.removed_folders:
-            answers[path] = self._try(self._remove_folder, host_rank, path)
         return {path: why for path, why in answers.items() if why}
 
     def _try(self, step: Callable[..., None], host_rank: int, path: str, *more: object) -> str:
@@ -261,14 +260,10 @@ class Desk:
         self._note(host_rank, path, None, True)
 
     def _remove(self, host_rank: int, path: str) -> None:
-        if self._tree.status(path) is not None:
+        status = self._tree.status(path)
+        if status is not None and not stat.S_ISDIR(status.st_mode):
             self._tree.open_file(path).close()  # raises for what is no regular file
-            self._tree.remove(path)
-        self._cases.forget(path)
-        self._note(host_rank, path, None, False)
-
-    def _remove_folder(self, host_rank: int, path: str) -> None:
-        if self._tree.remove_folder(path):
+        if self._tree.remove(path):
             self._cases.forget(path)
             self._note(host_rank, path, None, False)
 

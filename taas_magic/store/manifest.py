@@ -527,15 +527,14 @@ class PublishFiles(FileRequest[dict[str, str]]):
     """Take over what a host has changed; answered by why, by path, of what is refused.
 
     Attributes:
-        removed: Files that are gone there; they go after all that is new is in its place.
         folders: Folders that were made, outer ones first.
-        removed_folders: Folders that are gone there, inner ones first.
+        removed: Files and folders that are gone there, inner ones first; they go after all that is
+            new is in its place, and a folder in which something lies stays.
     """
 
     pieces: list[Piece] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
-    removed_folders: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
 
 
 class Ask(Protocol):

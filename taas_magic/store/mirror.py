@@ -162,18 +162,17 @@ def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
 def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
     """Change the mirror to what is wanted; return which files did not arrive whole."""
     tree, wanted = mirror.tree, {entry.path for entry in want.files}
-    files, folders, odd = _look(mirror, wanted)
+    files, folders = _look(mirror, wanted)
     want_folders = set(want.folders)
     missing = [path for path in want.folders if path not in folders]
     for path in missing:
         with suppress(OSError):  # it is made when what blocks it is gone
             tree.make_folder(path)
     to_fetch = _copy_what_is_here(mirror, want, files, folders)
-    for path in [*(path for path in files if path not in wanted), *odd]:
+    unwanted = [path for path in files if path not in wanted]
+    unwanted += [path for path in reversed(folders) if path not in want_folders]
+    for path in unwanted:
         tree.remove(path)
-    for path in reversed(folders):
-        if path not in want_folders:
-            tree.remove_folder(path)
     for path in missing:
         tree.make_folder(path)
     return _fetch(mirror, to_fetch, ask)
@@ -195,28 +194,24 @@ def _copy_what_is_here(
     return rest
 
 
-def _look(
-    mirror: Mirror, wanted: Collection[str]
-) -> tuple[dict[str, Entry], dict[str, None], list[str]]:
-    """Look at what lies in the mirror; only what may stay or be of use is hashed.
+def _look(mirror: Mirror, wanted: Collection[str]) -> tuple[dict[str, Entry], dict[str, None]]:
+    """Return the regular files of a mirror, hashed, and its folders, outer ones first.
 
-    Returns:
-        Its regular files, its folders, outer ones first, and paths of what is neither.
+    What can neither stay nor be of use is removed.
     """
     files: dict[str, Entry] = {}
     folders: dict[str, None] = {}
-    odd = []
     for seen in mirror.tree.walk():
+        may_be_of_use = seen.path in wanted or seen.path in mirror.hashes
         if seen.is_folder:
             folders[seen.path] = None
-        elif seen.oddity or not (seen.path in wanted or seen.path in mirror.hashes):
-            odd.append(seen.path)
-        else:
-            try:
+            continue
+        with suppress(OSError):  # it is no regular file, or cannot be read
+            if may_be_of_use:
                 files[seen.path] = Entry.of(seen, mirror.hashes.of(mirror.tree, seen))
-            except OSError:
-                odd.append(seen.path)
-    return files, folders, odd
+        if seen.path not in files:
+            mirror.tree.remove(seen.path)
+    return files, folders
 
 
 def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
@@ -311,21 +306,14 @@ class News:
                 self._mirror.folders.add(change.path)
                 self._mirror.tree.make_folder(change.path)
             elif change.entry is None:
-                self._remove(change.path)
+                self._mirror.hashes.forget(change.path)
+                self._mirror.folders.discard(change.path)
+                self._mirror.tree.remove(change.path)
         entries = [change.entry for change in changes if change.entry]
         known = self._mirror.hashes.is_content
         new = [entry for entry in entries if not known(entry.path, entry.sha256)]
         _fetch(self._mirror, new, self._ask)
         self._number = told.number
-
-    def _remove(self, path: str) -> None:
-        tree, status = self._mirror.tree, self._mirror.tree.status(path)
-        self._mirror.hashes.forget(path)
-        if path in self._mirror.folders:
-            self._mirror.folders.discard(path)
-            tree.remove_folder(path)
-        elif status is not None:
-            tree.remove(path)
 
     def _follow(self) -> None:
         try:

@@ -206,10 +206,9 @@ class _Sender:
             except UnsafeError as error:
                 self._refuse(path, error.why)
             asked = self._asked
-            n_gone = len(asked.removed) + len(asked.removed_folders)
             n_bytes = sum(len(piece.data) for piece in asked.pieces)
             enough = min(self._pace.size, CHUNK_BYTES - SMALL_BYTES)
-            if n_bytes >= enough or n_gone + len(asked.pieces) + len(asked.folders) >= MAX_PARTS:
+            if n_bytes >= enough or len(asked.removed) + len(asked.pieces) + len(asked.folders) >= MAX_PARTS:
                 self._send()
         self._send()
         return large
@@ -282,12 +281,11 @@ class _Sender:
         """Have what is known to be in the store at a path, and below it, removed there, too."""
         mirror = self._mirror
         self.refused.pop(path, None)
-        if path in mirror.hashes:
-            self._asked.removed.append(path)
         if path in mirror.folders:
-            below = [folder for folder in list(mirror.folders) if is_below(folder, path)]
-            self._asked.removed_folders += sorted(below, reverse=True)
-            self._asked.removed += [it for it in mirror.hashes.paths() if is_below(it, path)]
+            known = (*mirror.hashes.paths(), *mirror.folders)
+            self._asked.removed += sorted((it for it in known if is_below(it, path)), reverse=True)
+        elif path in mirror.hashes:
+            self._asked.removed.append(path)
 
     def _add_file(self, path: str) -> None:
         """Read a small file, if it is not the one that the store has."""
@@ -315,7 +313,7 @@ class _Sender:
             self._mirror.hashes.forget(path)
             self.written.pop(path, None)
         self._mirror.folders.update(set(asked.folders) - set(refused))
-        self._mirror.folders.difference_update(asked.removed_folders)
+        self._mirror.folders.difference_update(asked.removed)
         for path, why in refused.items():
             self._refuse(path, why)
         return refused

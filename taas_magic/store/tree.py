@@ -241,11 +241,20 @@ class Tree:
         with suppress(FileNotFoundError), self.folder(path) as here:
             os.fsync(here)
 
-    def remove(self, path: str) -> None:
-        """Remove whatever is no folder; do nothing where it is gone already."""
-        folder, name = parted(path)
-        with suppress(FileNotFoundError), self.folder(folder) as here:
-            os.unlink(name, dir_fd=here)
+    def remove(self, path: str) -> bool:
+        """Remove what lies at a path, a folder if it is empty; return whether nothing is there."""
+        status, (folder, name) = self.status(path), parted(path)
+        remove = os.rmdir if status and stat.S_ISDIR(status.st_mode) else os.unlink
+        try:
+            with self.folder(folder) as here:
+                remove(name, dir_fd=here)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            if remove is os.unlink:
+                raise
+            return False  # something lies in it
+        return True
 
     def remove_leftover(self, path: str) -> None:
         """Remove a file if it is an arrival whose writer is dead: nobody has its lock."""
@@ -253,18 +262,6 @@ class Tree:
             with suppress(OSError), self.open_file(path) as file:  # it is gone, or being written
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 self.remove(path)
-
-    def remove_folder(self, path: str) -> bool:
-        """Remove an empty folder; return whether it is gone now."""
-        folder, name = parted(path)
-        try:
-            with self.folder(folder) as here:
-                os.rmdir(name, dir_fd=here)
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
-        return True
 
     def entries(self, path: str) -> list[Seen]:
         """Return what lies in a folder, sorted; nothing where it is gone or not ours to read."""
