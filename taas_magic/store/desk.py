@@ -28,11 +28,9 @@ from taas_magic.store.manifest import (
     Piece,
     PublishFiles,
     ReadStore,
-    check_limit,
-    describe,
     ignore_of,
     is_path_file,
-    survey,
+    look_through,
 )
 from taas_magic.store.rule import StoreRule, is_below
 from taas_magic.store.tree import Arrival, Cases, Tree, UnsafeError, parted, shown, why_unsafe
@@ -128,9 +126,8 @@ class Desk:
 
     def _look_through(self) -> tuple[Cases, Manifest]:
         """Look the store through, in a thread; the hashes are nobody else's until it is over."""
-        found = survey(self._tree, ignore_of(self._tree))
-        check_limit(found, self._rule.path, self._rule.limit_bytes)
-        return found.cases, describe(self._tree, found, self._hashes)
+        ignore = ignore_of(self._tree)
+        return look_through(self._tree, ignore, self._hashes, self._rule.limit_bytes)
 
     def _read(self, host_rank: int, asked: ReadStore) -> list[bytes | None]:
         parts = asked.parts

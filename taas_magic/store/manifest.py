@@ -24,6 +24,7 @@ from typing import Generic, Protocol, TypeVar
 from msgspec import Struct, field
 from pathspec import GitIgnoreSpec
 
+from taas_magic.config import size_text
 from taas_magic.errors import StoreError
 from taas_magic.messages import Request, pack, unpack
 from taas_magic.store.tree import ARRIVING, Cases, Seen, Tree, shown, why_unsafe
@@ -329,16 +330,6 @@ class ChangeList(Struct):
     changes: list[Change]
 
 
-class Survey(Struct):
-    """A tree as it was walked, nothing of it read yet."""
-
-    cases: Cases
-    files: list[Seen] = []
-    folders: list[str] = []
-    skipped: dict[str, str] = {}
-    secrets: list[str] = []
-
-
 def ignore_of(tree: Tree) -> Ignore:
     """Return the rules of a store's own `.taasignore`, where it has one.
 
@@ -354,58 +345,70 @@ def ignore_of(tree: Tree) -> Ignore:
         raise StoreError(f"{tree.root}/{FILE_NAME}: {error}") from error
 
 
-def survey(tree: Tree, ignore: Ignore) -> Survey:
-    """Walk a tree; what cannot travel is left out, and said; what a kill left unfinished goes."""
-    found = Survey(Cases())
+def look_through(
+    tree: Tree, ignore: Ignore, hashes: Hashes, limit_bytes: int
+) -> tuple[Cases, Manifest]:
+    """Return what a store has, as it travels; what a kill left unfinished is removed.
+
+    What cannot travel is left out, and said. Only what has changed since the last time is hashed;
+    a file that is gone meanwhile is left out.
+
+    Raises:
+        StoreError: It is too much to travel; names the biggest entries and what to do.
+    """
+    cases, skipped, secrets = Cases(), dict[str, str](), list[str]()
 
     def takes(seen: Seen) -> bool:
         tree.remove_leftover(seen.path)
         if ignore.leaves_out(seen.path, seen.is_folder):
             return False
         if ignore.is_secret(seen.path):
-            found.secrets.append(seen.path)
+            secrets.append(shown(seen.path))
             return False
-        if why := _why_not(seen, found.cases):
-            found.skipped[shown(seen.path)] = why
+        why = why_unsafe(seen.path) or seen.oddity
+        if not why and (other := cases.clash(seen.path)):
+            why = f"its name differs from {other} by case alone"
+        if why:
+            skipped[shown(seen.path)] = why
         return not why
 
-    for seen in tree.walk(takes):
-        if seen.is_folder:
-            found.folders.append(seen.path)
-        else:
-            found.files.append(seen)
-    if found.secrets:
-        first, others = shown(found.secrets[0]), len(found.secrets) - 1
+    found = list(tree.walk(takes))
+    seen_files = [seen for seen in found if not seen.is_folder]
+    _check_limit(seen_files, tree.root, limit_bytes)
+    if secrets:
+        first, others = secrets[0], len(secrets) - 1
         more = f", like {others:,} more" if others else ""
         why = f"it may hold a secret{more}; to take it along, write !{first} in {FILE_NAME}"
-        found.skipped = {first: why} | found.skipped
-    return found
+        skipped = {first: why} | skipped
+    files = list(_hashed(tree, seen_files, hashes, skipped))
+    hashes.keep_only({entry.path for entry in files})
+    return cases, Manifest(files, [seen.path for seen in found if seen.is_folder], skipped)
 
 
-def _why_not(seen: Seen, cases: Cases) -> str:
-    if why := why_unsafe(seen.path) or seen.oddity:
-        return why
-    other = cases.clash(seen.path)
-    return f"its name differs from {other} by case alone" if other else ""
+def _hashed(
+    tree: Tree, files: list[Seen], hashes: Hashes, skipped: dict[str, str]
+) -> Iterator[Entry]:
+    for seen in files:
+        try:
+            yield Entry.of(seen, hashes.of(tree, seen))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            skipped[seen.path] = f"it cannot be read: {error.strerror}"
 
 
-def check_limit(found: Survey, store: str, limit_bytes: int) -> None:
-    """Refuse what is too much to travel.
-
-    Raises:
-        StoreError: It is; names the biggest entries and what to do.
-    """
-    size_bytes = sum(seen.status.st_size for seen in found.files)
+def _check_limit(files: list[Seen], store: str, limit_bytes: int) -> None:
+    size_bytes = sum(seen.status.st_size for seen in files)
     if size_bytes > limit_bytes:
         raise StoreError(
             f"the project store {store} is not on this pool's hosts, and its "
-            f"{_size_text(size_bytes)} are more than the {_size_text(limit_bytes)} that may "
-            f"travel: {_biggest(found.files)}. Name what the ranks do not need in "
+            f"{size_text(size_bytes, 1024)} are more than the {size_text(limit_bytes, 1024)} that "
+            f"may travel: {_biggest(files)}. Name what the ranks do not need in "
             f"{store}/{FILE_NAME}, or raise [store] limit in taas.toml"
         )
-    if len(found.files) > MAX_FILES:
+    if len(files) > MAX_FILES:
         raise StoreError(
-            f"the project store {store} is not on this pool's hosts, and its {len(found.files):,} "
+            f"the project store {store} is not on this pool's hosts, and its {len(files):,} "
             f"files are more than the {MAX_FILES:,} that may travel: name what the ranks do not "
             f"need in {store}/{FILE_NAME}, or put it into one file"
         )
@@ -417,25 +420,7 @@ def _biggest(files: list[Seen]) -> str:
         top, slash, _ = seen.path.partition("/")
         sizes[top + slash] += seen.status.st_size
     named = sizes.most_common(_NAMED_AT_MOST)
-    return ", ".join(f"{name} {_size_text(size)}" for name, size in named)
-
-
-def describe(tree: Tree, found: Survey, hashes: Hashes) -> Manifest:
-    """Hash what has changed since the last time; a file that is gone meanwhile is left out."""
-    files, skipped = [], dict(found.skipped)
-    for seen in found.files:
-        try:
-            files.append(Entry.of(seen, hashes.of(tree, seen)))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            skipped[seen.path] = f"it cannot be read: {error.strerror}"
-    hashes.keep_only({entry.path for entry in files})
-    return Manifest(files, found.folders, skipped)
-
-
-def _size_text(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+    return ", ".join(f"{name} {size_text(size, 1024)}" for name, size in named)
 
 
 CHUNK_BYTES = 4 << 20

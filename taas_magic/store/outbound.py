@@ -14,11 +14,9 @@ import hashlib
 import os
 import select
 import signal
-import stat
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from io import FileIO
@@ -37,7 +35,7 @@ from taas_magic.store.manifest import (
 )
 from taas_magic.store.mirror import Mirror
 from taas_magic.store.rule import is_below
-from taas_magic.store.tree import Seen, UnsafeError, oddity, shown, why_unsafe
+from taas_magic.store.tree import Seen, UnsafeError, shown, why_unsafe
 
 BLIND_S = 0.5
 """How long to wait between two looks where nothing tells of changes."""
@@ -184,6 +182,10 @@ class _Sender:
 
     Args:
         note: Tells the user, at once, what could not be sent.
+
+    Attributes:
+        large: What is left of large files that are on their way, by path.
+        written: See `Outbound`, like `refused`.
     """
 
     def __init__(self, mirror: Mirror, ask: Ask, note: Callable[[str], None]) -> None:
@@ -193,36 +195,41 @@ class _Sender:
         self._pace = Pace()
         self._asked = PublishFiles()
         self._statuses: dict[str, os.stat_result] = {}
+        self.large: dict[str, Iterator[Piece]] = {}
         self.written: dict[str, int] = {}
         self.refused: dict[str, str] = {}
 
-    def send_small(self, paths: Iterable[str]) -> list[str]:
-        """Send what there is to be said of some paths; return which are large files."""
-        large: list[str] = []
+    def send(self, paths: Iterable[str]) -> None:
+        """Send what there is to be said of some paths, but for large files: see `send_large`."""
         for path in sorted(paths):
             try:
-                if self._look(path):
-                    large.append(path)
+                self._look(path)
             except UnsafeError as error:
                 self._refuse(path, error.why)
             asked = self._asked
+            n_parts = len(asked.pieces) + len(asked.folders) + len(asked.removed)
             n_bytes = sum(len(piece.data) for piece in asked.pieces)
-            enough = min(self._pace.size, CHUNK_BYTES - SMALL_BYTES)
-            if n_bytes >= enough or len(asked.removed) + len(asked.pieces) + len(asked.folders) >= MAX_PARTS:
+            if n_parts >= MAX_PARTS or n_bytes >= min(self._pace.size, CHUNK_BYTES - SMALL_BYTES):
                 self._send()
         self._send()
-        return large
 
-    def send_large(self, path: str) -> Iterator[None]:
-        """Send a file piece by piece, one a step; if it changes on its way it is left."""
+    def send_large(self) -> None:
+        """Send the next piece of the first large file; one that changes on its way is left."""
+        path, pieces = next(iter(self.large.items()))
         try:
-            for piece in self._pieces(path):
-                self._asked.pieces.append(piece)
-                if path in self._send():
-                    return
-                yield
+            piece = next(pieces, None)
         except UnsafeError as error:
             self._refuse(path, error.why)
+            piece = None
+        self._asked.pieces += [piece] if piece else []
+        if path in self._send() or piece is None or piece.entry.sha256:
+            del self.large[path]
+
+    def send_all(self, paths: Iterable[str]) -> None:
+        """Send all that there is to be said of some paths, and of large files before."""
+        self.send(paths)
+        while self.large:
+            self.send_large()
 
     def _pieces(self, path: str) -> Iterator[Piece]:
         """Read a file, a small one as one piece; end where somebody writes it: it will be closed.
@@ -250,32 +257,25 @@ class _Sender:
                 yield Piece(entry, offset, data)
                 offset += len(data)
 
-    def _look(self, path: str) -> bool:
-        """Take down what there is to be said of a path; return whether it is a large file."""
+    def _look(self, path: str) -> None:
+        """Take down what there is to be said of a path."""
         mirror = self._mirror
         if why := why_unsafe(path) or self._ignore.why_not_back(path):
             raise UnsafeError(path, why)
         status = mirror.tree.status(path)
         if status is None:
             self._add_gone(path)
-        elif stat.S_ISDIR(status.st_mode):
-            if path in mirror.hashes:  # it was a file
-                self._asked.removed.append(path)
-                self._send()
-            if path not in mirror.folders:
-                self._asked.folders.append(path)
-        elif what := oddity(status):
+            return
+        seen = Seen(path, status)
+        if what := seen.oddity:
             raise UnsafeError(path, what)
-        else:
-            if path in mirror.folders:  # it was a folder
-                self._add_gone(path)
-                self._send()
-            if status.st_size > SMALL_BYTES:
-                # the time stamp of a new file does not tell
-                settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
-                return not (settled and mirror.hashes.is_same(path, status))
-            self._add_file(path)
-        return False
+        if path in (mirror.hashes if seen.is_folder else mirror.folders):  # it was something else
+            self._add_gone(path)
+            self._send()
+        if not seen.is_folder:
+            self._add_file(path, status)
+        elif path not in mirror.folders:
+            self._asked.folders.append(path)
 
     def _add_gone(self, path: str) -> None:
         """Have what is known to be in the store at a path, and below it, removed there, too."""
@@ -287,8 +287,14 @@ class _Sender:
         elif path in mirror.hashes:
             self._asked.removed.append(path)
 
-    def _add_file(self, path: str) -> None:
-        """Read a small file, if it is not the one that the store has."""
+    def _add_file(self, path: str, status: os.stat_result) -> None:
+        """Read a small file, and have a large one sent, if it is not the one that the store has."""
+        if status.st_size > SMALL_BYTES:
+            # the time stamp of a new file does not tell
+            settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
+            if not (settled and self._mirror.hashes.is_same(path, status)):
+                self.large[path] = self._pieces(path)
+            return
         piece = next(self._pieces(path), None)
         if piece is None or not piece.entry.sha256:
             return  # whoever writes it will close it
@@ -360,7 +366,6 @@ class Outbound:
         self._ignore = Ignore()
         self._watch = _Watch(mirror.path, lambda path: self._ignore.leaves_out(path, folder=True))
         self._due: dict[str, float] = {}
-        self._large: dict[str, Iterator[None]] = {}
         self._quiet_until: dict[str, float] = {}
         self._finishing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="taas-store-out", daemon=True)
@@ -381,13 +386,11 @@ class Outbound:
             while not self._finishing.is_set():
                 first = min(self._due.values(), default=None)
                 wait_s = None if first is None else max(0.0, first - time.monotonic())
-                self._mark(*self._watch.wait(0 if self._large else wait_s))
+                self._mark(*self._watch.wait(0 if self._sender.large else wait_s))
                 self._send_due()
-            for sending in self._large.values():
-                deque(sending, maxlen=0)  # to its end
+            self._sender.send_all(())
             self._mark(self._watch.wait(0)[0], everything=True)
-            for path in self._sender.send_small(self._due):
-                deque(self._sender.send_large(path), maxlen=0)
+            self._sender.send_all(self._due)
         except (OSError, TaasError) as error:
             self._note(f"what is written no longer gets into the project store: {error}")
 
@@ -407,16 +410,14 @@ class Outbound:
 
         What changes on its way is looked at again after that.
         """
-        now, on_the_way = time.monotonic(), self._large
-        due = [path for path, at in self._due.items() if at <= now and path not in on_the_way]
+        now, large = time.monotonic(), self._sender.large
+        due = [path for path, at in self._due.items() if at <= now and path not in large]
         for path in due:
             del self._due[path]
-        large = self._sender.send_small(due)
+        self._sender.send(due)
         self._quiet_until.update(dict.fromkeys(due, time.monotonic() + QUIET_S))
-        self._large |= {path: self._sender.send_large(path) for path in large}
-        first = next(iter(self._large), None)
-        if first is not None and next(self._large[first], self) is self:  # it is over
-            del self._large[first]
+        if large:
+            self._sender.send_large()
 
     def _differing(self) -> Iterator[str]:
         """Yield paths at which the mirror is not as the store is known to be."""
