@@ -140,10 +140,11 @@ def version(name: str) -> str:
 
 def is_there(name: str) -> bool:
     """Return whether a top-level module can be found; it is not imported."""
-    return name in sys.modules or _spec(name) is not None
+    return name in sys.modules or spec(name) is not None
 
 
-def _spec(name: str) -> Any:
+def spec(name: str) -> Any:
+    """Return where a top-level module would be imported from; None where it cannot be found."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
@@ -152,7 +153,7 @@ def _spec(name: str) -> Any:
 
 def folder_of(name: str) -> str | None:
     """Return the folder of an installed package, or None."""
-    origin = getattr(_spec(name), "origin", None)
+    origin = getattr(spec(name), "origin", None)
     return os.path.dirname(origin) if origin else None
 
 
@@ -290,16 +291,13 @@ def install(
         if not os.path.isdir(folder):
             os.makedirs(parent, mode=0o700, exist_ok=True)
             _sweep(parent)
-            aside = tempfile.mkdtemp(prefix=".new-", dir=parent)
-            try:
+            with tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as aside:
                 if bundle:
                     error = _unpack(bundle, sha256, aside)
                 else:
                     error = _pip([*options, *pins], aside, limit_s)
                 if not error:
                     _publish(aside, folder)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
     except (OSError, zipfile.BadZipFile) as problem:
         error = str(problem) or repr(problem)
     finally:

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from taas_magic import probe
 from taas_magic.errors import CaptureError
 
 _OURS = {"taas_magic", "taas"}
@@ -267,17 +268,24 @@ def _constants(module: ModuleSource) -> dict[str, Any]:
 def _imports(module: ModuleSource) -> frozenset[str]:
     """Return what a module's text imports, anywhere in it."""
     package = module.name if module.is_package else module.name.rpartition(".")[0]
-    found: set[str] = set()
-    for node in ast.walk(_tree(module.source)):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            name = "." * node.level + (node.module or "")
-            with suppress(ImportError):  # from beyond the top: fails in the rank, too
-                base = importlib.util.resolve_name(name, package)
-                found.add(base)
-                found.update(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
-    return frozenset(found)
+    nodes = ast.walk(_tree(module.source))
+    return frozenset(name for node in nodes for name in _imported_by(node, package))
+
+
+def _imported_by(node: ast.AST, package: str = "") -> Iterator[str]:
+    """Yield what an import may import: of `from x import y` both `x` and `x.y`.
+
+    Args:
+        package: What a relative one starts from; "" leaves those out.
+    """
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        name = "." * node.level + (node.module or "")
+        with suppress(ImportError):  # from beyond the top: fails in the rank, too
+            base = importlib.util.resolve_name(name, package)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
 
 
 _NOT_NEEDED = {"taas_magic", "taas", "cloudpickle", "__main__", "__mp_main__"}
@@ -303,7 +311,8 @@ def needed_modules(
     for module in travelling.values():
         sure |= set(imported(module.source, functions=False))
     loaded = {name.partition(".")[0] for name in referred} - optional
-    sure |= {name for name in loaded if _is_installed(name)}
+    # others can find it, too: some modules are made at run time
+    sure |= {name for name in loaded if probe.spec(name) is not None}
     own = {name.partition(".")[0] for name in travelling} | _NOT_NEEDED
     return tuple(sorted(sure - own - sys.stdlib_module_names))
 
@@ -318,11 +327,8 @@ def imported(source: str, functions: bool = True, branches: bool = False) -> Ite
     """
     waiting: list[ast.AST] = [_tree(source)]
     for node in waiting:
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
-        elif _is_entered(node, functions, branches):
+        yield from (name.partition(".")[0] for name in _imported_by(node))
+        if _is_entered(node, functions, branches):
             waiting += (it for it in ast.iter_child_nodes(node) if isinstance(it, _BLOCKS))
 
 
@@ -331,11 +337,3 @@ def _is_entered(node: ast.AST, functions: bool, branches: bool) -> bool:
         return functions
     may_be_left_out = isinstance(node, _BRANCHES) or bool(getattr(node, "handlers", None))
     return branches or not may_be_left_out
-
-
-def _is_installed(name: str) -> bool:
-    """Return whether a loaded module can be found by others, too: some are made at run time."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False

@@ -108,7 +108,8 @@ class Connection:
         with self.start(command) as channel:
             channel.settimeout(timeout_s)
             threading.Thread(target=_write_all, args=(channel, data), daemon=True).start()
-            reader = threading.Thread(target=_read_errors, args=(channel, errors), daemon=True)
+            words = channel.recv_stderr, errors.append
+            reader = threading.Thread(target=_pump, args=words, daemon=True)
             reader.start()
             try:
                 stdout = channel.makefile("rb").read()
@@ -148,12 +149,6 @@ def _write_all(channel: Channel, data: bytes) -> None:
     with contextlib.suppress(*_ENDED):  # it ended without reading it; its exit status tells
         channel.sendall(data)
         channel.shutdown_write()
-
-
-def _read_errors(channel: Channel, into: list[bytes]) -> None:
-    with contextlib.suppress(*_ENDED):  # nothing came in time; who reads the output says so
-        while data := channel.recv_stderr(65536):
-            into.append(data)
 
 
 def connect(
@@ -519,7 +514,9 @@ def _relay(channel: Channel, address: tuple[str, int]) -> None:
 
 
 def _pump(
-    read: Callable[[int], bytes], write: Callable[[bytes], Any], close: Callable[[], Any]
+    read: Callable[[int], bytes],
+    write: Callable[[bytes], Any],
+    close: Callable[[], Any] = lambda: None,
 ) -> None:
     with contextlib.suppress(*_ENDED):  # either end may go at any time, in any way
         while data := read(_RELAY_CHUNK_BYTES):
