@@ -121,7 +121,7 @@ class Desk:
         if not self._look.done():
             return None
         self._cases, manifest = self._look.result()
-        self._listed = {entry.path for entry in manifest.files}
+        self._listed = {entry.path for entry in manifest.entries}
         return manifest
 
     def _look_through(self) -> tuple[Cases, Manifest]:
@@ -159,8 +159,6 @@ class Desk:
         if sum(len(piece.data) for piece in asked.pieces) > CHUNK_BYTES:
             raise ValueError("too much at once")
         answers: dict[str, str] = {}
-        for path in asked.folders:
-            answers[path] = self._try(self._make_folder, host_rank, path)
         for first in range(0, len(asked.pieces), GROUP):
             answers |= self._take(host_rank, asked.pieces[first : first + GROUP])
         for path in asked.removed:
@@ -215,6 +213,10 @@ class Desk:
     ) -> None:
         """Write a piece beside its file's place; with the last one the file goes to `whole`."""
         entry, key = piece.entry, (host_rank, path)
+        if entry.is_folder:
+            self._tree.make_folder(path)
+            self._note(host_rank, path, entry)
+            return
         if piece.offset == 0:
             self._drop(key)
             n_open = sum(rank == host_rank for rank, _ in self._arriving)
@@ -245,16 +247,12 @@ class Desk:
             arrival.place(self._tree, path, executable=entry.executable)
         finally:
             arrival.discard()
-        self._note(host_rank, path, entry, False)
+        self._note(host_rank, path, entry)
 
     def _drop(self, key: tuple[int, str]) -> None:
         arrival = self._arriving.pop(key, None)
         if arrival is not None:
             arrival.discard()
-
-    def _make_folder(self, host_rank: int, path: str) -> None:
-        self._tree.make_folder(path)
-        self._note(host_rank, path, None, True)
 
     def _remove(self, host_rank: int, path: str) -> None:
         status = self._tree.status(path)
@@ -262,9 +260,9 @@ class Desk:
             self._tree.open_file(path).close()  # raises for what is no regular file
         if self._tree.remove(path):
             self._cases.forget(path)
-            self._note(host_rank, path, None, False)
+            self._note(host_rank, path, None)
 
-    def _note(self, host_rank: int, path: str, entry: Entry | None, is_folder: bool) -> None:
+    def _note(self, host_rank: int, path: str, entry: Entry | None) -> None:
         self._number += 1
         self._changes.pop(path, None)
-        self._changes[path] = Change(self._number, host_rank, path, entry, is_folder)
+        self._changes[path] = Change(self._number, host_rank, path, entry)

@@ -186,10 +186,16 @@ _FRESH_NS = 2_000_000_000
 _BLOCK_BYTES = 1 << 20
 
 Key = tuple[int, int, int, int]
+_NO_KEY = (0, 0, 0, 0)
+
+FOLDER = "folder"
+"""What stands for a folder where a file has its hash."""
 
 
 class Hashes:
-    """SHA-256 by path, valid while inode, size and both times are the same (git's index does so).
+    """SHA-256 of files by path, and folders that are known.
+
+    A hash is valid while inode, size and both times are the same (git's index does so).
 
     Args:
         file: Where they are kept between runs.
@@ -212,9 +218,14 @@ class Hashes:
     def of(self, tree: Tree, seen: Seen) -> str:
         """Return the hash of a regular file; reads it only if it is new or has changed.
 
+        Returns:
+            `FOLDER` of a folder.
+
         Raises:
             OSError: It cannot be read, or is a regular file no more.
         """
+        if seen.is_folder:
+            return FOLDER
         known = self._known.get(seen.path)
         if known is not None and known[0] == _key(seen.status):
             return known[1]
@@ -231,6 +242,14 @@ class Hashes:
     def remember(self, path: str, status: os.stat_result, sha256: str) -> None:
         """Take down the hash of a file that is as `status` says."""
         self._known[path] = (_key(status), sha256)
+
+    def remember_folder(self, path: str) -> None:
+        """Take down that there is a folder."""
+        self._known[path] = (_NO_KEY, FOLDER)
+
+    def has_folder(self, path: str) -> bool:
+        """Return whether there was a folder when the path was last looked at."""
+        return self.is_content(path, FOLDER)
 
     def forget(self, path: str) -> None:
         """Hash the file anew when it is asked for next."""
@@ -273,7 +292,11 @@ _NAMED_AT_MOST = 5
 
 
 class Entry(Struct, frozen=True, array_like=True):
-    """One file: where it lies, and what it is."""
+    """One file or folder: where it lies, and what it is.
+
+    Attributes:
+        sha256: Of a folder `FOLDER`.
+    """
 
     path: str
     size: int
@@ -283,44 +306,46 @@ class Entry(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, seen: Seen, sha256: str) -> "Entry":
-        """Return the entry of a regular file with that hash."""
+        """Return the entry of a regular file with that hash, or of a folder."""
         status = seen.status
+        if seen.is_folder:
+            return cls(seen.path, 0, FOLDER)
         executable = bool(status.st_mode & 0o100)
         return cls(seen.path, status.st_size, sha256, executable, status.st_mtime_ns)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder."""
+        return self.sha256 == FOLDER
 
 
 class Manifest(Struct):
     """All that travels, and what does not though nobody asked for that.
 
     Attributes:
-        files: In the order of a walk.
-        folders: Every folder, those before what lies in them.
+        entries: In the order of a walk: a folder comes before what lies in it.
         skipped: Why, by path as it can be shown.
     """
 
-    files: list[Entry]
-    folders: list[str]
+    entries: list[Entry]
     skipped: dict[str, str]
 
     def safe(self) -> "Manifest":
         """Return this with what has an unsafe path among the skipped, whoever sent it."""
-        paths = (*(entry.path for entry in self.files), *self.folders)
-        unsafe = {path: why for path in paths if (why := why_unsafe(path))}
+        unsafe = {it.path: why for it in self.entries if (why := why_unsafe(it.path))}
         return Manifest(
-            [entry for entry in self.files if entry.path not in unsafe],
-            [path for path in self.folders if path not in unsafe],
+            [entry for entry in self.entries if entry.path not in unsafe],
             {**self.skipped, **{shown(path): why for path, why in unsafe.items()}},
         )
 
 
 class Change(Struct, frozen=True):
-    """What a host has done to a path: a file that it wrote, a folder, or None for one gone."""
+    """What a host has made of a path: a file or a folder, or None for what is gone."""
 
     number: int
     host_rank: int
     path: str
     entry: Entry | None
-    is_folder: bool
 
 
 class ChangeList(Struct):
@@ -373,22 +398,21 @@ def look_through(
         return not why
 
     found = list(tree.walk(takes))
-    seen_files = [seen for seen in found if not seen.is_folder]
-    _check_limit(seen_files, tree.root, limit_bytes)
+    _check_limit([seen for seen in found if not seen.is_folder], tree.root, limit_bytes)
     if secrets:
         first, others = secrets[0], len(secrets) - 1
         more = f", like {others:,} more" if others else ""
         why = f"it may hold a secret{more}; to take it along, write !{first} in {FILE_NAME}"
         skipped = {first: why} | skipped
-    files = list(_hashed(tree, seen_files, hashes, skipped))
-    hashes.keep_only({entry.path for entry in files})
-    return cases, Manifest(files, [seen.path for seen in found if seen.is_folder], skipped)
+    entries = list(_hashed(tree, found, hashes, skipped))
+    hashes.keep_only({entry.path for entry in entries})
+    return cases, Manifest(entries, skipped)
 
 
 def _hashed(
-    tree: Tree, files: list[Seen], hashes: Hashes, skipped: dict[str, str]
+    tree: Tree, found: list[Seen], hashes: Hashes, skipped: dict[str, str]
 ) -> Iterator[Entry]:
-    for seen in files:
+    for seen in found:
         try:
             yield Entry.of(seen, hashes.of(tree, seen))
         except FileNotFoundError:
@@ -437,7 +461,7 @@ Part = tuple[str, int, int]
 
 
 class Piece(Struct, frozen=True, array_like=True):
-    """The next bytes of a file.
+    """The next bytes of a file; or a folder that was made.
 
     Attributes:
         entry: The file; its hash is "" while more follows.
@@ -512,13 +536,12 @@ class PublishFiles(FileRequest[dict[str, str]]):
     """Take over what a host has changed; answered by why, by path, of what is refused.
 
     Attributes:
-        folders: Folders that were made, outer ones first.
+        pieces: Folders come before what lies in them.
         removed: Files and folders that are gone there, inner ones first; they go after all that is
             new is in its place, and a folder in which something lies stays.
     """
 
     pieces: list[Piece] = field(default_factory=list)
-    folders: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
 
 

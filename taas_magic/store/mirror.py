@@ -47,7 +47,6 @@ class Mirror:
         path: The copy itself, the ranks' working directory.
         tree: The same, to be changed.
         hashes: What is known to lie in it, and in the store alike.
-        folders: Its folders that the store has as well.
 
     Args:
         folder: Of the mirror; its lock is held by the caller.
@@ -66,7 +65,6 @@ class Mirror:
         self.staging = os.open(folder / "arriving", flags)
         until_end.callback(os.close, self.staging)
         self.hashes = Hashes(folder / "hashes.json")
-        self.folders: set[str] = set()
 
     def close(self) -> None:
         """Keep what is known of it, and give it free."""
@@ -149,9 +147,8 @@ def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
             where = f"{mirror.path}: {error.strerror} ({error.filename or 'its disk'})"
             raise StoreError(f"the project store cannot be copied to {where}") from error
         if not damaged:
-            mirror.hashes.keep_only({entry.path for entry in want.files})
+            mirror.hashes.keep_only({entry.path for entry in want.entries})
             mirror.hashes.save()
-            mirror.folders = set(want.folders)
             return want
     raise StoreError(
         f"of the project store, {', '.join(damaged[:5])} did not arrive whole in {ATTEMPTS} "
@@ -161,57 +158,52 @@ def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
 
 def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
     """Change the mirror to what is wanted; return which files did not arrive whole."""
-    tree, wanted = mirror.tree, {entry.path for entry in want.files}
-    files, folders = _look(mirror, wanted)
-    want_folders = set(want.folders)
-    missing = [path for path in want.folders if path not in folders]
+    tree, there = mirror.tree, _look(mirror, {entry.path for entry in want.entries})
+    kinds = {entry.path: entry.is_folder for entry in want.entries}
+    folders = [path for path, is_folder in kinds.items() if is_folder]
+    missing = [path for path in folders if path not in there or not there[path].is_folder]
     for path in missing:
         with suppress(OSError):  # it is made when what blocks it is gone
             tree.make_folder(path)
-    to_fetch = _copy_what_is_here(mirror, want, files, folders)
-    unwanted = [path for path in files if path not in wanted]
-    unwanted += [path for path in reversed(folders) if path not in want_folders]
-    for path in unwanted:
-        tree.remove(path)
+    to_fetch = _copy_what_is_here(mirror, want, there)
+    for path, entry in reversed(there.items()):
+        if kinds.get(path) is not entry.is_folder:
+            tree.remove(path)
     for path in missing:
         tree.make_folder(path)
+    for path in folders:
+        mirror.hashes.remember_folder(path)
     return _fetch(mirror, to_fetch, ask)
 
 
-def _copy_what_is_here(
-    mirror: Mirror, want: Manifest, files: Mapping[str, Entry], folders: Collection[str]
-) -> list[Entry]:
+def _copy_what_is_here(mirror: Mirror, want: Manifest, there: Mapping[str, Entry]) -> list[Entry]:
     """Copy wanted files whose content lies in the mirror, as after a renaming; return the rest."""
-    lies_at = {entry.sha256: path for path, entry in files.items()}
+    lies_at = {entry.sha256: path for path, entry in there.items()}
     rest = []
-    for entry in want.files:
-        mine = files.get(entry.path)
-        if mine and (mine.sha256, mine.executable) == (entry.sha256, entry.executable):
+    for entry in want.entries:
+        mine = there.get(entry.path)
+        is_same = mine and (mine.sha256, mine.executable) == (entry.sha256, entry.executable)
+        if is_same or entry.is_folder:
             continue
-        source = None if entry.path in folders else lies_at.get(entry.sha256)
+        source = lies_at.get(entry.sha256)
         if source is None or not _copy(mirror, entry, source):
             rest.append(entry)
     return rest
 
 
-def _look(mirror: Mirror, wanted: Collection[str]) -> tuple[dict[str, Entry], dict[str, None]]:
-    """Return the regular files of a mirror, hashed, and its folders, outer ones first.
+def _look(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
+    """Return what lies in a mirror, by path, outer folders first; the files are hashed.
 
     What can neither stay nor be of use is removed.
     """
-    files: dict[str, Entry] = {}
-    folders: dict[str, None] = {}
+    found: dict[str, Entry] = {}
     for seen in mirror.tree.walk():
-        may_be_of_use = seen.path in wanted or seen.path in mirror.hashes
-        if seen.is_folder:
-            folders[seen.path] = None
-            continue
         with suppress(OSError):  # it is no regular file, or cannot be read
-            if may_be_of_use:
-                files[seen.path] = Entry.of(seen, mirror.hashes.of(mirror.tree, seen))
-        if seen.path not in files:
+            if seen.is_folder or seen.path in wanted or seen.path in mirror.hashes:
+                found[seen.path] = Entry.of(seen, mirror.hashes.of(mirror.tree, seen))
+        if seen.path not in found:
             mirror.tree.remove(seen.path)
-    return files, folders
+    return found
 
 
 def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
@@ -302,15 +294,14 @@ class News:
         told = self._ask(ListChanges(self._number))
         changes = [change for change in told.changes if not why_unsafe(change.path)]
         for change in changes:
-            if change.is_folder:
-                self._mirror.folders.add(change.path)
-                self._mirror.tree.make_folder(change.path)
-            elif change.entry is None:
+            if change.entry is None:
                 self._mirror.hashes.forget(change.path)
-                self._mirror.folders.discard(change.path)
                 self._mirror.tree.remove(change.path)
+            elif change.entry.is_folder:
+                self._mirror.hashes.remember_folder(change.path)
+                self._mirror.tree.make_folder(change.path)
         entries = [change.entry for change in changes if change.entry]
-        known = self._mirror.hashes.is_content
+        known = self._mirror.hashes.is_content  # folders are by now
         new = [entry for entry in entries if not known(entry.path, entry.sha256)]
         _fetch(self._mirror, new, self._ask)
         self._number = told.number

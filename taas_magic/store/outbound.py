@@ -24,6 +24,7 @@ from io import FileIO
 from taas_magic.errors import TaasError
 from taas_magic.store.manifest import (
     CHUNK_BYTES,
+    FOLDER,
     MAX_PARTS,
     Ask,
     Entry,
@@ -207,7 +208,7 @@ class _Sender:
             except UnsafeError as error:
                 self._refuse(path, error.why)
             asked = self._asked
-            n_parts = len(asked.pieces) + len(asked.folders) + len(asked.removed)
+            n_parts = len(asked.pieces) + len(asked.removed)
             n_bytes = sum(len(piece.data) for piece in asked.pieces)
             if n_parts >= MAX_PARTS or n_bytes >= min(self._pace.size, CHUNK_BYTES - SMALL_BYTES):
                 self._send()
@@ -269,22 +270,23 @@ class _Sender:
         seen = Seen(path, status)
         if what := seen.oddity:
             raise UnsafeError(path, what)
-        if path in (mirror.hashes if seen.is_folder else mirror.folders):  # it was something else
+        was_folder = mirror.hashes.has_folder(path)
+        if path in mirror.hashes and was_folder is not seen.is_folder:
             self._add_gone(path)
             self._send()
         if not seen.is_folder:
             self._add_file(path, status)
-        elif path not in mirror.folders:
-            self._asked.folders.append(path)
+        elif not was_folder:
+            self._asked.pieces.append(Piece(Entry.of(seen, FOLDER), 0, b""))
 
     def _add_gone(self, path: str) -> None:
         """Have what is known to be in the store at a path, and below it, removed there, too."""
-        mirror = self._mirror
+        hashes = self._mirror.hashes
         self.refused.pop(path, None)
-        if path in mirror.folders:
-            known = (*mirror.hashes.paths(), *mirror.folders)
-            self._asked.removed += sorted((it for it in known if is_below(it, path)), reverse=True)
-        elif path in mirror.hashes:
+        if hashes.has_folder(path):
+            below = (known for known in hashes.paths() if is_below(known, path))
+            self._asked.removed += sorted(below, reverse=True)
+        elif path in hashes:
             self._asked.removed.append(path)
 
     def _add_file(self, path: str, status: os.stat_result) -> None:
@@ -310,16 +312,18 @@ class _Sender:
             return {}
         refused = self._pace.ask(self._ask, asked)
         for entry in (piece.entry for piece in asked.pieces if piece.entry.sha256):
-            path, status = entry.path, self._statuses.pop(entry.path)
-            if path not in refused:
+            path, status = entry.path, self._statuses.pop(entry.path, None)
+            if path in refused:
+                continue
+            self.refused.pop(path, None)
+            if status is None:
+                self._mirror.hashes.remember_folder(path)
+            else:
                 self._mirror.hashes.remember(path, status, entry.sha256)
-                self.refused.pop(path, None)
                 self.written[path] = entry.size
         for path in asked.removed:
             self._mirror.hashes.forget(path)
             self.written.pop(path, None)
-        self._mirror.folders.update(set(asked.folders) - set(refused))
-        self._mirror.folders.difference_update(asked.removed)
         for path, why in refused.items():
             self._refuse(path, why)
         return refused
@@ -421,15 +425,14 @@ class Outbound:
 
     def _differing(self) -> Iterator[str]:
         """Yield paths at which the mirror is not as the store is known to be."""
-        hashes, folders = self._mirror.hashes, self._mirror.folders
-        there = set()
+        hashes, there = self._mirror.hashes, set()
         left_out = self._ignore.leaves_out
         for found in self._mirror.tree.walk(lambda it: not left_out(it.path, it.is_folder)):
             there.add(found.path)
             if found.is_folder:
-                same = found.path in folders
+                same = hashes.has_folder(found.path)
             else:
                 same = not found.oddity and hashes.is_same(found.path, found.status)
             if not same:
                 yield found.path
-        yield from (path for path in (*hashes.paths(), *folders) if path not in there)
+        yield from (path for path in hashes.paths() if path not in there)

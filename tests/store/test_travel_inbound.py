@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from taas_magic.errors import StoreError
 from taas_magic.store.manifest import Entry, FileRequest, ListStore, Manifest, ReadStore
 from taas_magic.store.mirror import bring_in, take
-from tests.store.travel_rig import Travel, descriptors, tree_of, wired
+from tests.store.travel_rig import Travel, descriptors, files_of, folder, tree_of, wired
 
 
 class Counted:
@@ -157,7 +157,7 @@ def test_a_hostile_list_writes_nothing_outside(travel: Travel, tmp_path: Path) -
     bad = ["../out", "/tmp/out", "a/../../out", "", "a//b", "nul\0", "x" * 300, "ok"]
     entries = [Entry(path, 1, "0" * 64) for path in bad]
     answers: dict[type[object], object] = {
-        ListStore: Manifest(entries, ["../folder", "fine"], {}),
+        ListStore: Manifest([*entries, *map(folder, ["../folder", "fine"])], {}),
         ReadStore: [b"x"],
     }
     mirror = travel.host()
@@ -185,7 +185,7 @@ def test_what_the_user_leaves_out_stays(travel: Travel) -> None:
         (store / path).parent.mkdir(parents=True, exist_ok=True)
         (store / path).write_text(path)
     _, manifest = travel.mirrored()
-    assert {entry.path for entry in manifest.files} == {".taasignore", "keep.ckpt", "pkg/data/x"}
+    assert files_of(manifest) == {".taasignore", "keep.ckpt", "pkg/data/x"}
     assert not manifest.skipped
 
 
@@ -285,7 +285,7 @@ def test_secrets_stay_and_the_first_is_named(travel: Travel) -> None:
     """FAULTS 75, with a home folder as the store."""
     make(travel.store, dict.fromkeys((*SECRETS, "train.py", "environment.yml"), b"x"))
     mirror, manifest = travel.mirrored()
-    assert {entry.path for entry in manifest.files} == {"train.py", "environment.yml"}
+    assert files_of(manifest) == {"train.py", "environment.yml"}
     files = {str(path.relative_to(mirror.path)) for path in Path(mirror.path).rglob("*.*")}
     assert files == {"train.py", "environment.yml", ".config", ".cache"}
     [(first, why)] = manifest.skipped.items()
@@ -297,7 +297,7 @@ def test_a_secret_that_the_user_names_travels(travel: Travel) -> None:
     make(travel.store, {".env": b"x", ".aws/credentials": b"x", ".env.local": b"x"})
     (travel.store / ".taasignore").write_text("!.env\n!.aws/\n")
     _, manifest = travel.mirrored()
-    assert {entry.path for entry in manifest.files} == {".env", ".aws/credentials", ".taasignore"}
+    assert files_of(manifest) == {".env", ".aws/credentials", ".taasignore"}
 
 
 def test_secrets_cannot_be_read_by_a_host_that_asks_for_them(travel: Travel) -> None:

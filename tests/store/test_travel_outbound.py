@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from taas_magic.store.desk import Desk
 from taas_magic.store.manifest import Entry, FileRequest, Piece, PublishFiles
 from taas_magic.store.mirror import News
 from tests.eventually import WITHIN_S, eventually
-from tests.store.travel_rig import Travel, descriptors, tree_of, wired
+from tests.store.travel_rig import Travel, descriptors, folder, tree_of, wired
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_a_lying_host_writes_nothing_outside(travel: Travel, tmp_path: Path) -> 
     ]
     bad += ["", "nul\0", "x" * 300]
     assert ask(PublishFiles([empty(path) for path in bad])).keys() == set(bad)
-    assert ask(PublishFiles(folders=bad)).keys() == set(bad)
+    assert ask(PublishFiles(folders(bad))).keys() == set(bad)
     assert {"../out", "way-out/x", "link.txt"} <= ask(PublishFiles(removed=bad)).keys()
     for path in bad:
         assert ask(PublishFiles(in_two(path, b"ab"))).keys() == {path}
@@ -278,6 +278,11 @@ def empty(path: str) -> Piece:
     """Return all of an empty file."""
     hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     return Piece(Entry(path, 0, hash_of_nothing, True), 0, b"")
+
+
+def folders(paths: Iterable[str]) -> list[Piece]:
+    """Return what tells of folders that were made."""
+    return [Piece(folder(path), 0, b"") for path in paths]
 
 
 def in_two(path: str, content: bytes) -> list[Piece]:
@@ -301,7 +306,7 @@ def test_another_host_sends_shared_folders_alone(tmp_path: Path) -> None:
     travel = Travel(tmp_path, shared=("shards",))
     (travel.store / "shards").mkdir()
     ask = wired(travel.desk, host_rank=1)
-    assert ask(PublishFiles(folders=["other"])) == {
+    assert ask(PublishFiles(folders(["other"]))) == {
         "other": "only rank 0 writes to the project store"
     }
     with travel.running(1, shared=("shards",)) as mirror:
@@ -439,7 +444,7 @@ def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
     before = tree_of(travel.store)
     assert ask(PublishFiles([empty(path) for path in BELIEVED])).keys() == set(BELIEVED)
     assert ask(PublishFiles(removed=[*BELIEVED])).keys() == set(BELIEVED)
-    assert ask(PublishFiles(folders=[*BELIEVED])).keys() == set(BELIEVED)
+    assert ask(PublishFiles(folders(BELIEVED))).keys() == set(BELIEVED)
     for path in BELIEVED:
         assert ask(PublishFiles(in_two(path, b"ab"))).keys() == {path}
     assert tree_of(travel.store) == before

@@ -11,7 +11,7 @@ import psutil
 
 from taas_magic.messages import from_bytes, to_bytes
 from taas_magic.store.desk import Desk
-from taas_magic.store.manifest import Ask, FileRequest, ListStore, Manifest
+from taas_magic.store.manifest import FOLDER, Ask, Entry, FileRequest, ListStore, Manifest
 from taas_magic.store.mirror import Mirror, bring_in, take
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.rule import StoreRule
@@ -68,6 +68,16 @@ class Travel:
         finally:
             self.outbound.finish()
             mirror.close()
+
+
+def files_of(manifest: Manifest) -> set[str]:
+    """Return the paths of the files that travel."""
+    return {entry.path for entry in manifest.entries if not entry.is_folder}
+
+
+def folder(path: str) -> Entry:
+    """Return the entry of a folder."""
+    return Entry(path, 0, FOLDER)
 
 
 def tree_of(folder: Path) -> dict[str, bytes | None]:
