@@ -140,11 +140,10 @@ def version(name: str) -> str:
 
 def is_there(name: str) -> bool:
     """Return whether a top-level module can be found; it is not imported."""
-    return name in sys.modules or spec(name) is not None
+    return name in sys.modules or _spec(name) is not None
 
 
-def spec(name: str) -> Any:
-    """Return where a top-level module would be imported from; None where it cannot be found."""
+def _spec(name: str) -> Any:
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
@@ -153,7 +152,7 @@ def spec(name: str) -> Any:
 
 def folder_of(name: str) -> str | None:
     """Return the folder of an installed package, or None."""
-    origin = getattr(spec(name), "origin", None)
+    origin = getattr(_spec(name), "origin", None)
     return os.path.dirname(origin) if origin else None
 
 
@@ -291,13 +290,16 @@ def install(
         if not os.path.isdir(folder):
             os.makedirs(parent, mode=0o700, exist_ok=True)
             _sweep(parent)
-            with tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as aside:
+            aside = tempfile.mkdtemp(prefix=".new-", dir=parent)
+            try:
                 if bundle:
                     error = _unpack(bundle, sha256, aside)
                 else:
                     error = _pip([*options, *pins], aside, limit_s)
                 if not error:
                     _publish(aside, folder)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
     except (OSError, zipfile.BadZipFile) as problem:
         error = str(problem) or repr(problem)
     finally:

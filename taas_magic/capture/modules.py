@@ -27,7 +27,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from taas_magic import probe
 from taas_magic.errors import CaptureError
 
 _OURS = {"taas_magic", "taas"}
@@ -311,8 +310,7 @@ def needed_modules(
     for module in travelling.values():
         sure |= set(imported(module.source, functions=False))
     loaded = {name.partition(".")[0] for name in referred} - optional
-    # others can find it, too: some modules are made at run time
-    sure |= {name for name in loaded if probe.spec(name) is not None}
+    sure |= {name for name in loaded if _is_installed(name)}
     own = {name.partition(".")[0] for name in travelling} | _NOT_NEEDED
     return tuple(sorted(sure - own - sys.stdlib_module_names))
 
@@ -337,3 +335,11 @@ def _is_entered(node: ast.AST, functions: bool, branches: bool) -> bool:
         return functions
     may_be_left_out = isinstance(node, _BRANCHES) or bool(getattr(node, "handlers", None))
     return branches or not may_be_left_out
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a loaded module can be found by others, too: some are made at run time."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

@@ -151,19 +151,17 @@ Each is given the value, and its pickler's `replaced`, in which it notes what th
 Stream = io.BytesIO | mmap.mmap
 
 
-def dump(obj: Any, *, globals_dict: dict[str, Any] | None = None, name: str = "value") -> Pickled:
+def dump(obj: Any, name: str = "value", namespace: dict[str, Any] | None = None) -> Pickled:
     """Pickle one value; the memory of its arrays and tensors is referred to, not copied.
 
     Args:
-        globals_dict: The notebook's namespace. Functions defined in it travel without the
-            globals that they use and have the loading side's namespace in its place. Left out
-            (results on their way back), functions bring copies of what they use.
         name: What a refusal calls the value.
+        namespace: As of `ValuePickler`.
 
     Raises:
         CaptureError: Something in the value cannot travel; the message has the path to it.
     """
-    pickler = ValuePickler(globals_dict)
+    pickler = ValuePickler(namespace)
     pickler.take(name, obj)
     return pickler.pickled()
 
@@ -198,7 +196,9 @@ class ValuePickler(cloudpickle.Pickler):
     """Adds values to one pickle in which what they share stays shared.
 
     Args:
-        namespace: The notebook's namespace, for values that go to the ranks (see `dump`).
+        namespace: The notebook's namespace, for values that go to the ranks: functions defined in
+            it travel without the globals that they use, and have the loading side's namespace in
+            its place. Without (results on their way back) they bring copies of what they use.
         to: Where they go, see `Destination`. What goes to fetchers has its memory in the pickle,
             so that `pickle.loads` alone loads it.
 

@@ -236,20 +236,12 @@ class Hashes:
                 digest.update(block)
             settled = time.time_ns() - max(before.st_ctime_ns, before.st_mtime_ns) > _FRESH_NS
             if settled and _key(before) == _key(os.fstat(file.fileno())):
-                self.remember(seen.path, before, digest.hexdigest())
+                self.remember(seen.path, digest.hexdigest(), before)
         return digest.hexdigest()
 
-    def remember(self, path: str, status: os.stat_result, sha256: str) -> None:
-        """Take down the hash of a file that is as `status` says."""
-        self._known[path] = (_key(status), sha256)
-
-    def remember_folder(self, path: str) -> None:
-        """Take down that there is a folder."""
-        self._known[path] = (_NO_KEY, FOLDER)
-
-    def has_folder(self, path: str) -> bool:
-        """Return whether there was a folder when the path was last looked at."""
-        return self.is_content(path, FOLDER)
+    def remember(self, path: str, sha256: str, status: os.stat_result | None = None) -> None:
+        """Take down what lies at a path: a folder, or a file, which is as `status` says."""
+        self._known[path] = (_key(status) if status else _NO_KEY, sha256)
 
     def forget(self, path: str) -> None:
         """Hash the file anew when it is asked for next."""
@@ -260,7 +252,7 @@ class Hashes:
         self._known = {path: known for path, known in self._known.items() if path in paths}
 
     def is_content(self, path: str, sha256: str) -> bool:
-        """Return whether the file's content was that when it was last looked at."""
+        """Return whether the file's content, or a folder, was that when it was last looked at."""
         known = self._known.get(path)
         return known is not None and known[1] == sha256
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from taas_magic import probe
 from taas_magic.errors import StoreError, TaasError
 from taas_magic.store.manifest import (
+    FOLDER,
     Ask,
     Entry,
     Hashes,
@@ -172,7 +173,7 @@ def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
     for path in missing:
         tree.make_folder(path)
     for path in folders:
-        mirror.hashes.remember_folder(path)
+        mirror.hashes.remember(path, FOLDER)
     return _fetch(mirror, to_fetch, ask)
 
 
@@ -208,17 +209,16 @@ def _look(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
 
 def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
     """Make a file from one of the mirror that has its content; return whether that was possible."""
-    arrival = Arrival(mirror.staging)
-    try:
-        with mirror.tree.open_file(source) as file:
+    with suppress(OSError), mirror.tree.open_file(source) as file:
+        arrival = Arrival(mirror.staging)
+        try:
             for block in blocks(file):
                 arrival.write(block)
-        _settle(mirror, arrival, entry)
-    except OSError:
-        return False
-    finally:
-        arrival.discard()
-    return True
+            _settle(mirror, arrival, entry)
+            return True
+        finally:
+            arrival.discard()
+    return False
 
 
 def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> list[str]:
@@ -254,13 +254,13 @@ def _settle(mirror: Mirror, arrival: Arrival, entry: Entry) -> None:
         arrival.verify(entry.path, entry.size, entry.sha256)
         os.utime(arrival.file, ns=(entry.mtime_ns, entry.mtime_ns))
         # known before it is there, so that nobody takes its appearance for a rank's doing
-        mirror.hashes.remember(entry.path, os.fstat(arrival.file), entry.sha256)
+        mirror.hashes.remember(entry.path, entry.sha256, os.fstat(arrival.file))
         arrival.place(mirror.tree, entry.path, executable=entry.executable)
     finally:
         arrival.discard()
     status = mirror.tree.status(entry.path)
     if status is not None:
-        mirror.hashes.remember(entry.path, status, entry.sha256)
+        mirror.hashes.remember(entry.path, entry.sha256, status)
 
 
 ASK_S = 0.25
@@ -298,7 +298,7 @@ class News:
                 self._mirror.hashes.forget(change.path)
                 self._mirror.tree.remove(change.path)
             elif change.entry.is_folder:
-                self._mirror.hashes.remember_folder(change.path)
+                self._mirror.hashes.remember(change.path, FOLDER)
                 self._mirror.tree.make_folder(change.path)
         entries = [change.entry for change in changes if change.entry]
         known = self._mirror.hashes.is_content  # folders are by now

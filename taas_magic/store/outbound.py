@@ -270,7 +270,7 @@ class _Sender:
         seen = Seen(path, status)
         if what := seen.oddity:
             raise UnsafeError(path, what)
-        was_folder = mirror.hashes.has_folder(path)
+        was_folder = mirror.hashes.is_content(path, FOLDER)
         if path in mirror.hashes and was_folder is not seen.is_folder:
             self._add_gone(path)
             self._send()
@@ -283,7 +283,7 @@ class _Sender:
         """Have what is known to be in the store at a path, and below it, removed there, too."""
         hashes = self._mirror.hashes
         self.refused.pop(path, None)
-        if hashes.has_folder(path):
+        if hashes.is_content(path, FOLDER):
             below = (known for known in hashes.paths() if is_below(known, path))
             self._asked.removed += sorted(below, reverse=True)
         elif path in hashes:
@@ -301,7 +301,7 @@ class _Sender:
         if piece is None or not piece.entry.sha256:
             return  # whoever writes it will close it
         if self._mirror.hashes.is_content(path, piece.entry.sha256):
-            self._mirror.hashes.remember(path, self._statuses.pop(path), piece.entry.sha256)
+            self._mirror.hashes.remember(path, piece.entry.sha256, self._statuses.pop(path))
         else:
             self._asked.pieces.append(piece)
 
@@ -313,14 +313,10 @@ class _Sender:
         refused = self._pace.ask(self._ask, asked)
         for entry in (piece.entry for piece in asked.pieces if piece.entry.sha256):
             path, status = entry.path, self._statuses.pop(entry.path, None)
-            if path in refused:
-                continue
-            self.refused.pop(path, None)
-            if status is None:
-                self._mirror.hashes.remember_folder(path)
-            else:
-                self._mirror.hashes.remember(path, status, entry.sha256)
-                self.written[path] = entry.size
+            if path not in refused:
+                self._mirror.hashes.remember(path, entry.sha256, status)
+                self.refused.pop(path, None)
+                self.written |= {path: entry.size} if status else {}
         for path in asked.removed:
             self._mirror.hashes.forget(path)
             self.written.pop(path, None)
@@ -430,7 +426,7 @@ class Outbound:
         for found in self._mirror.tree.walk(lambda it: not left_out(it.path, it.is_folder)):
             there.add(found.path)
             if found.is_folder:
-                same = hashes.has_folder(found.path)
+                same = hashes.is_content(found.path, FOLDER)
             else:
                 same = not found.oddity and hashes.is_same(found.path, found.status)
             if not same:

@@ -677,11 +677,9 @@ def _lead_torch_maps(view: Watched) -> None:
     def from_file(
         real: _Call, filename: Any, shared: bool | None = None, *args: Any, **kw: Any
     ) -> Any:
-        decide: Callable[[str], str | None] = shown
-        if shared and isinstance(view, Discarded) and _is_the_stores(view, filename):
+        if isinstance(view, Discarded) and _is_the_stores(view, filename):
             shared = False
-        elif shared:
-            decide = partial(_writable, view, keep=True)
+        decide = partial(_writable, view, keep=True) if shared else shown
         led, _ = _lead(view, decide, filename, follow=True)
         return real(led, shared, *args, **kw)
 

@@ -178,7 +178,7 @@ def test_a_result_is_not_told_to_be_made_in_the_cell(value: Any, advice: str) ->
     with pytest.raises(CaptureError) as result:
         dump({"x": value}, name="v")
     with pytest.raises(CaptureError) as captured:
-        dump({"x": value}, name="v", globals_dict={})
+        dump({"x": value}, name="v", namespace={})
     assert str(result.value).startswith(advice.format("notebook"))
     assert str(captured.value).startswith(advice.format("ranks"))
     assert "inside the cell" not in str(result.value)

@@ -57,7 +57,7 @@ def test_a_path_of_the_project_is_found_in_the_copy_and_comes_home_as_it_was(
         with monkeypatch.context() as notebook:
             for name in reducers.copy_environ("", ""):
                 notebook.delenv(name)
-            sent = pickling.dump(Path(path), globals_dict={})
+            sent = pickling.dump(Path(path), namespace={})
         assert pickling.loads(sent.data) == Path(found)
         back = pickling.dump(Path(found))
         for name in reducers.copy_environ("", ""):

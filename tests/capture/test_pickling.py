@@ -184,7 +184,7 @@ def test_another_kind_of_file_is_named(path: Path) -> None:
 def test_functions_find_the_namespace_they_are_loaded_into() -> None:
     notebook: dict[str, Any] = {"__name__": "__main__", "x": 1}
     exec("def f(): return x\ndef g(): return f() + x", notebook)
-    pickled = pickling.dump([notebook["f"], notebook["g"]], globals_dict=notebook)
+    pickled = pickling.dump([notebook["f"], notebook["g"]], namespace=notebook)
     rank: dict[str, Any] = {"x": 5, "f": lambda: 5}
     f, g = pickling.loads(pickled.data, pickled.buffers, namespace=rank)
     assert f.__globals__ is rank
@@ -195,7 +195,7 @@ def test_functions_find_the_namespace_they_are_loaded_into() -> None:
 
 
 def test_a_module_of_a_class_of_its_own_travels_by_its_name() -> None:
-    pickled = pickling.dump([cudnn, math], globals_dict={})
+    pickled = pickling.dump([cudnn, math], namespace={})
     first, second = pickling.loads(pickled.data, pickled.buffers)
     assert first is cudnn and second is math
 
@@ -231,7 +231,7 @@ pickling.write_archive(Path(sys.argv[1] + ".result"), pickling.dump(out))
 
 def back_from_a_rank(notebook: dict[str, Any], path: Path, cell: str, *names: str) -> Any:
     values = {k: v for k, v in notebook.items() if not k.startswith("__")}
-    pickling.write_archive(path, pickling.dump(values, globals_dict=notebook))
+    pickling.write_archive(path, pickling.dump(values, namespace=notebook))
     subprocess.run(
         [sys.executable, "-c", RANK, str(path), textwrap.dedent(cell), *names],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},

@@ -89,7 +89,7 @@ def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path) -> None:
         seen = Seen("a", file.stat())
         assert hashes.of(tree, seen) == hashlib.sha256(b"one").hexdigest()
         assert "a" not in hashes, "it was written just now, and may be once more in the same tick"
-        hashes.remember("a", file.stat(), "remembered")
+        hashes.remember("a", "remembered", file.stat())
         hashes.save()
         again = Hashes(tmp_path / "hashes.json")
         assert again.of(tree, seen) == "remembered"
