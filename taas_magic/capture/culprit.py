@@ -1,6 +1,7 @@
 """The path from a variable to the innermost thing in it that cannot be pickled, or must not be."""
 
 import functools
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -172,12 +173,9 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield f".<closure {name}>", cell.cell_contents
         except ValueError:  # the cell is still empty
             continue
-    defaults = function.__defaults__ or ()
-    names = code.co_varnames[: code.co_argcount]
-    for name, value in zip(names[len(names) - len(defaults) :], defaults, strict=True):
-        yield f".<default {name}>", value
-    for name, value in (function.__kwdefaults__ or {}).items():
-        yield f".<default {name}>", value
+    for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items():
+        if parameter.default is not parameter.empty:
+            yield f".<default {name}>", parameter.default
     yield from ((f".{name}", value) for name, value in vars(function).items())
     for name in code.co_names:
         if name in function.__globals__:
