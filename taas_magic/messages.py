@@ -553,7 +553,6 @@ class Facts(Struct, frozen=True):
     free_bytes: int = 0
     sites: tuple[str, ...] = ()
     cores: int = 0
-    memory_bytes: int = 0
     gpus: int = 0
     gpu_names: tuple[str, ...] = ()
     clock: float = 0.0

@@ -64,7 +64,6 @@ def main(
         "free_bytes": free_bytes(cache),
         "sites": sites(cache),
         "cores": cores(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": count_gpus(),
         "gpu_names": gpu_names() if names else [],
         "clock": time.time(),

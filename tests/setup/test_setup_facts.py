@@ -50,7 +50,7 @@ def test_a_host_says_what_its_python_finds(shell: SubShell, tmp_path: Path) -> N
     assert facts.sees_store and not ask_host(shell, sys.executable, mark="/none").sees_store
     assert facts.interface_of("127.0.0.1") == "lo" and facts.interface_of("192.0.2.99") == ""
     assert facts.hostname == socket.gethostname() and abs(facts.ahead_s) < 60
-    assert facts.cores >= 1 and facts.free_bytes > 0 and facts.memory_bytes > 0
+    assert facts.cores >= 1 and facts.free_bytes > 0
 
 
 def test_this_machine_is_asked_without_a_shell(shell: SubShell) -> None:
