@@ -152,33 +152,27 @@ def hpc(notebook: Notebook, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> It
     slurm.wait_until_empty()
 
 
-def test_a_cell_runs_on_two_hosts(hpc: Hpc, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the environment of their jobs."""
-    hpc.configure(job_script_prologue='["export CUDA_VISIBLE_DEVICES=4,5"]')
-    outcome = hpc.run(MEET + OF_THE_JOB)
-    assert outcome.error is None, outcome.shown
-    assert hpc.slurm.hosts is not None
-    said = [outcome.lines[rank][-1].split() for rank in range(4)]
-    assert sorted(words[0] for words in said) == [n for n in hpc.slurm.hosts.names for _ in "ab"]
-    assert {words[1] for words in said} == {"4"}
-    assert {(words[2], words[0]) for words in said} == hpc.nodes_of_jobs()
-    assert {words[3] for words in said} == {"4,5"}
-    assert "Slurm job" in capsys.readouterr().out
-
-
 def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
     hpc: Hpc, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FAULT 57: a host that never starts."""
-    hpc.configure(start_timeout_s=30)
+    """FAULT 57: a host that never starts. A cell that needs less runs, in its jobs' environment."""
+    prologue = '["export CUDA_VISIBLE_DEVICES=4,5"]'
+    hpc.configure(start_timeout_s=30, job_script_prologue=prologue)
     outcome = hpc.run(MEET, gpus=6)
     assert isinstance(outcome.error, PoolError) and outcome.run is None
     third = re.compile(r"hpc-\d: Slurm job \d+ PENDING \((Resources|Priority)\)")
     assert "of 3 hosts joined within 30 s" in outcome.shown
     assert third.search(outcome.shown) and third.search(capsys.readouterr().out)
     hpc.slurm.wait_until_empty()
-    again = hpc.run(MEET)
+    again = hpc.run(MEET + OF_THE_JOB)
     assert again.error is None, f"not on hosts that are given back: {again.shown}"
+    assert hpc.slurm.hosts is not None
+    said = [again.lines[rank][-1].split() for rank in range(4)]
+    assert sorted(words[0] for words in said) == [n for n in hpc.slurm.hosts.names for _ in "ab"]
+    assert {words[1] for words in said} == {"4"}
+    assert {(words[2], words[0]) for words in said} == hpc.nodes_of_jobs()
+    assert {words[3] for words in said} == {"4,5"}
+    assert "Slurm job" in capsys.readouterr().out
 
 
 def test_an_interrupt_while_hosts_are_awaited_gives_them_back(hpc: Hpc) -> None:
@@ -191,19 +185,23 @@ def test_an_interrupt_while_hosts_are_awaited_gives_them_back(hpc: Hpc) -> None:
     hpc.slurm.wait_until_empty()
 
 
-def test_a_cancelled_job_is_named_with_its_reason_and_the_next_cell_runs(hpc: Hpc) -> None:
-    """FAULT 57: a host that is killed; nothing of the run goes on elsewhere."""
+def test_a_cancelled_job_is_named_the_next_cell_runs_and_a_requeued_one_joins_no_old_run(
+    hpc: Hpc,
+) -> None:
+    """FAULT 57: hosts that are killed, and requeued; nothing of a run goes on elsewhere."""
+    hpc.configure(job_extra_directives='["--requeue"]')
     with hpc.once(hpc.has_begun, lambda: hpc.slurm.run("scancel", max(hpc.slurm.jobs()))):
         outcome = hpc.run(ENDLESS)
     assert isinstance(outcome.error, RunLost), outcome.shown
     assert re.search(r"Slurm job \d+ is (CANCELLED|COMPLETING)", outcome.shown)
     assert not hpc.ranks_left()
     assert hpc.run(MEET).error is None
+    a_job_that_is_started_again_does_not_join_the_old_run(hpc)
 
 
-def test_a_job_that_is_started_again_does_not_join_the_old_run(hpc: Hpc) -> None:
+def a_job_that_is_started_again_does_not_join_the_old_run(hpc: Hpc) -> None:
     """FAULT 57: a host that is requeued; nothing runs twice."""
-    hpc.configure(job_extra_directives='["--requeue"]')
+    hpc.forget_runs()
     with hpc.once(
         hpc.has_begun, lambda: hpc.slurm.run("scontrol", "requeue", max(hpc.slurm.jobs()))
     ):

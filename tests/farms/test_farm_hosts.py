@@ -108,10 +108,10 @@ def hosts() -> Iterator[Hosts]:
 def settings(
     warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    toml = ssh_pool("cluster", hosts, gpus=0) + ssh_pool("far", hosts, [2], gpus=0) + HERE
+    toml = ssh_pool("cluster", hosts, gpus=0) + HERE
     folder = settings_in(tmp_path_factory.mktemp("config"), toml)
     yield folder
-    give_back(warm_notebook, folder, "cluster", "far", "here")
+    give_back(warm_notebook, folder, "cluster", "here")
     for number in (1, 2):
         _, left = psutil.wait_procs(processes_of(hosts, number), timeout=GONE_WITHIN_S)
         assert not left
@@ -176,39 +176,46 @@ def received(hosts: Hosts, number: int) -> int:
     return int(hosts.exec(number, "cat", "/sys/class/net/eth0/statistics/rx_bytes"))
 
 
-def test_jobs_on_hosts_that_share_nothing_find_the_project_and_bring_their_files_home(
-    user: Notebook, hosts: Hosts
-) -> None:
+def test_a_farm_on_hosts_that_share_nothing(user: Notebook, hosts: Hosts) -> None:
+    """Its nodes serve, one after the other, what is to be shown of them."""
     with farm_of(user, "taas.farm('cluster', nodes=2)") as farm:
-        user.define("jobs = farm.map(train, range(6))")
-        user.define("got = [job.result() for job in farm.as_completed(jobs)]")
-        user.define("right = all(type(it) is Solution for it in got)")
-        got, jobs = user.shell.user_ns["got"], user.shell.user_ns["jobs"]
-        assert user.shell.user_ns["right"]
-        assert sorted(it.value for it in got) == [3 * x + 7 for x in range(6)]
-        assert all(job.result().host == job.host for job in jobs)
-        assert {job.host for job in jobs} <= set(hosts.names)
-        for job in jobs:
-            assert (job.folder / "output.log").read_text() == f"training {job.args[0]}\n"
-            assert (job.folder / "models" / "model.pt").stat().st_size
-        assert not (user.project / "models").exists()
-        assert not (user.project / "stray.txt").exists()
         until(lambda: len(farm.status().here) == 2)
         assert {node.host for node in farm.status().here} == set(hosts.names)
-
-
-def test_a_large_argument_goes_to_each_host_once(user: Notebook, hosts: Hosts) -> None:
-    with farm_of(user, "taas.farm('cluster', nodes=2)") as farm:
-        until(lambda: len(farm.status().here) == 2)
-        before = {number: received(hosts, number) for number in (1, 2)}
-        user.define(f"data = numpy.random.default_rng(0).random({ARRAY_BYTES // 8})")
-        user.define("data[0] = 1")
-        user.define("sums = [job.result() for job in farm.map(total, [data] * 10)]")
-        sums, data = user.shell.user_ns["sums"], user.shell.user_ns["data"]
-        assert {it for it, _ in sums} == {float(data.sum())}
-        assert {host for _, host in sums} == set(hosts.names)
+        jobs_find_the_project_and_bring_their_files_home(user, hosts)
+        a_large_argument_goes_to_each_host_once(user, hosts)
+        to_the_pool_and_to_the_farm = ["127.0.0.1 sshd 0"] * 2
         for number in (1, 2):
-            assert ARRAY_BYTES < received(hosts, number) - before[number] < 1.5 * ARRAY_BYTES
+            until(lambda at=number: keyless(hosts, at) == to_the_pool_and_to_the_farm)
+    for number in (1, 2):  # the way to the farm goes with the node
+        until(lambda at=number: keyless(hosts, at) == ["127.0.0.1 sshd 0"])
+
+
+def jobs_find_the_project_and_bring_their_files_home(user: Notebook, hosts: Hosts) -> None:
+    user.define("jobs = farm.map(train, range(6))")
+    user.define("got = [job.result() for job in farm.as_completed(jobs)]")
+    user.define("right = all(type(it) is Solution for it in got)")
+    got, jobs = user.shell.user_ns["got"], user.shell.user_ns["jobs"]
+    assert user.shell.user_ns["right"]
+    assert sorted(it.value for it in got) == [3 * x + 7 for x in range(6)]
+    assert all(job.result().host == job.host for job in jobs)
+    assert {job.host for job in jobs} <= set(hosts.names)
+    for job in jobs:
+        assert (job.folder / "output.log").read_text() == f"training {job.args[0]}\n"
+        assert (job.folder / "models" / "model.pt").stat().st_size
+    assert not (user.project / "models").exists()
+    assert not (user.project / "stray.txt").exists()
+
+
+def a_large_argument_goes_to_each_host_once(user: Notebook, hosts: Hosts) -> None:
+    before = {number: received(hosts, number) for number in (1, 2)}
+    user.define(f"data = numpy.random.default_rng(0).random({ARRAY_BYTES // 8})")
+    user.define("data[0] = 1")
+    user.define("sums = [job.result() for job in farm.map(total, [data] * 10)]")
+    sums, data = user.shell.user_ns["sums"], user.shell.user_ns["data"]
+    assert {it for it, _ in sums} == {float(data.sum())}
+    assert {host for _, host in sums} == set(hosts.names)
+    for number in (1, 2):
+        assert ARRAY_BYTES < received(hosts, number) - before[number] < 1.5 * ARRAY_BYTES
 
 
 def keyless(hosts: Hosts, number: int) -> list[str]:
@@ -216,22 +223,12 @@ def keyless(hosts: Hosts, number: int) -> list[str]:
     return hosts.exec(number, sys.executable, "-c", KEYLESS).splitlines()
 
 
-def test_the_way_from_a_host_to_the_farm_asks_for_a_key_and_goes_with_the_node(
-    user: Notebook, hosts: Hosts
-) -> None:
-    with farm_of(user, "taas.farm('cluster', nodes=1)") as farm:
-        until(lambda: farm.status().here)
-        number = 1 + hosts.names.index(farm.status().here[0].host)
-        to_the_pool_and_to_the_farm = ["127.0.0.1 sshd 0"] * 2
-        until(lambda: keyless(hosts, number) == to_the_pool_and_to_the_farm)
-    until(lambda: keyless(hosts, number) == ["127.0.0.1 sshd 0"])
-
-
 def test_nodes_of_several_pools_share_the_jobs(user: Notebook, hosts: Hosts) -> None:
-    with farm_of(user, "taas.farm(pool=('far', 'here'), nodes=2)") as farm:
+    with farm_of(user, "taas.farm(pool=('here', 'cluster'), nodes=2)") as farm:
         until(lambda: len(farm.status().here) == 2)
+        [far] = {node.host for node in farm.status().here} & set(hosts.names)
         user.define("met = {job.result() for job in farm.map(meet, range(12))}")
-        assert user.shell.user_ns["met"] == {hosts.name(2), socket.gethostname()}
+        assert user.shell.user_ns["met"] == {far, socket.gethostname()}
 
 
 def test_a_host_that_is_powered_off_while_it_works_has_its_job_done_elsewhere(
@@ -278,10 +275,13 @@ def batch(
     slurm.wait_until_empty()
 
 
-def test_jobs_run_in_slurm_jobs(batch: Notebook, slurm: Slurm) -> None:
+def test_jobs_run_in_slurm_jobs_and_a_farm_that_is_closed_leaves_the_queue_empty(
+    batch: Notebook, slurm: Slurm
+) -> None:
+    """Also of the node that waits there: there is room for two of three."""
     assert slurm.hosts is not None
-    with farm_of(batch, f"taas.farm('hpc', cpus={CORES}, nodes=2)") as farm:
-        until(lambda: len(farm.status().here) == 2)
+    with farm_of(batch, f"taas.farm('hpc', cpus={CORES}, nodes=3)") as farm:
+        until(lambda: len(farm.status().here) == 2 and "PENDING" in slurm.jobs().values())
         assert {node.host for node in farm.status().here} == set(slurm.hosts.names)
         batch.define("jobs = farm.map(train, range(6))")
         batch.define("got = [job.result().value for job in jobs]")
@@ -290,6 +290,9 @@ def test_jobs_run_in_slurm_jobs(batch: Notebook, slurm: Slurm) -> None:
         assert batch.shell.user_ns["met"] == set(slurm.hosts.names)
         assert all((job.folder / "models" / "model.pt").exists() for job in farm_jobs(batch))
         assert not (batch.project / "stray.txt").exists()
+        assert "PENDING" in slurm.jobs().values()
+    assert farm._process.returncode == 0, "it had to be killed"
+    slurm.wait_until_empty()
 
 
 def farm_jobs(notebook: Notebook) -> list[Job]:
@@ -307,15 +310,6 @@ def test_a_slurm_job_that_is_cancelled_has_its_work_done_in_another(
         until(lambda: begun(job))
         slurm.run("scancel", first)
         assert job.result() in set(slurm.jobs()) - {first}
-
-
-def test_a_farm_that_is_closed_while_a_node_waits_in_the_queue_leaves_the_queue_empty(
-    batch: Notebook, slurm: Slurm
-) -> None:
-    with farm_of(batch, f"taas.farm('hpc', cpus={CORES}, nodes=3)") as farm:
-        until(lambda: len(farm.status().here) == 2 and "PENDING" in slurm.jobs().values())
-    assert farm._process.returncode == 0, "it had to be killed"
-    slurm.wait_until_empty()
 
 
 @pytest.fixture

@@ -90,11 +90,45 @@ def error(frontend: Frontend, request: str) -> str:
 
 
 @as_root
-def test_63_a_full_state_folder_ends_no_run(scene: Scene) -> None:
-    with small_disk(scene.state, "size=4m"), scene.kernel() as frontend:
+def test_63_a_home_that_cannot_be_written_or_is_full_and_a_full_tmpdir(scene: Scene) -> None:
+    """The state folder lies below the home; the kernel is one, and goes on."""
+    home = scene.folder / "home"
+    home.mkdir()
+    with (
+        small_disk(home, "ro,size=4m"),
+        small_disk(scene.tmp, "size=8m,nr_inodes=200"),
+        scene.kernel(TAAS_STATE_DIR="", HOME=str(home)) as frontend,
+    ):
+        a_home_that_cannot_be_written_is_told_in_one_line(frontend)
+        subprocess.run(["mount", "-o", "remount,rw", home], check=True)
+        assert "[0] next" in frontend.text(frontend.run(NEXT))
         frontend.run(LOADER)
-        filler = scene.state / "filler"
-        fill = f"""%%taas --gpus 2
+        a_full_tmpdir_fails_the_cell_and_no_other(scene, frontend)
+        a_full_state_folder_ends_no_run(home / "filler", frontend)
+
+
+def a_home_that_cannot_be_written_is_told_in_one_line(frontend: Frontend) -> None:
+    for cell in (NEXT, "%taas status", "%taas down"):
+        refused = frontend.send(cell)
+        frontend.finish(refused)
+        assert re.fullmatch(r"PoolError: runs and pools are kept in .*", error(frontend, refused))
+
+
+def a_full_tmpdir_fails_the_cell_and_no_other(scene: Scene, frontend: Frontend) -> None:
+    for flags in ("", "--cpus 1"):
+        made = fill_with_files(scene.tmp)
+        cell = f"%%taas --gpus 1 {flags}\nfor batch in loader: print('a batch')"
+        request = frontend.send(cell)
+        assert frontend.finish(request)["status"] == "error"
+        assert f"no folder can be made in {scene.tmp}" in error(frontend, request)
+        assert "its file system is full" in error(frontend, request)
+        for path in made:
+            path.unlink()
+        assert "[0] next" in frontend.text(frontend.run(NEXT))
+
+
+def a_full_state_folder_ends_no_run(filler: Path, frontend: Frontend) -> None:
+    fill = f"""%%taas --gpus 2
 import os
 if os.environ["RANK"] == "0":
     with open({str(filler)!r}, "wb", buffering=0) as file:
@@ -109,59 +143,19 @@ for batch in loader:
 for i in range(3000):
     print(i, "x" * 90, flush=True)
 6 * 7"""
-        request = frontend.run(fill)
-        assert "[0] full" in frontend.text(request)
-        assert "the journal of this run is incomplete: its file system is full" in head(
-            frontend, request
-        )
-        assert head(frontend, request).count("journal of this run") == 1
-        refused = frontend.send(NEXT)
-        assert frontend.finish(refused)["status"] == "error"
-        assert "its file system is full" in error(frontend, refused)
-        assert "\n" not in error(frontend, refused)
-        frontend.run("%taas status")
-        filler.unlink()
-        assert "[0] next" in frontend.text(frontend.run(NEXT))
-
-
-@as_root
-def test_63_a_home_that_cannot_be_written_is_told_in_one_line(scene: Scene) -> None:
-    home = scene.folder / "home"
-    home.mkdir()
-    with small_disk(home, "ro"), scene.kernel(TAAS_STATE_DIR="", HOME=str(home)) as frontend:
-        for cell in (NEXT, "%taas status", "%taas down"):
-            refused = frontend.send(cell)
-            frontend.finish(refused)
-            assert re.fullmatch(
-                r"PoolError: runs and pools are kept in .*", error(frontend, refused)
-            )
-        subprocess.run(["mount", "-o", "remount,rw", home], check=True)
-        assert "[0] next" in frontend.text(frontend.run(NEXT))
-
-
-@as_root
-def test_63_a_full_tmpdir_fails_the_cell_and_no_other(scene: Scene) -> None:
-    with small_disk(scene.tmp, "size=8m,nr_inodes=200"), scene.kernel() as frontend:
-        frontend.run(LOADER)
-        frontend.run(NEXT)
-        for flags in ("", "--cpus 1"):
-            made = fill_with_files(scene.tmp)
-            cell = f"%%taas --gpus 1 {flags}\nfor batch in loader: print('a batch')"
-            request = frontend.send(cell)
-            assert frontend.finish(request)["status"] == "error"
-            assert f"no folder can be made in {scene.tmp}" in error(frontend, request)
-            assert "its file system is full" in error(frontend, request)
-            for path in made:
-                path.unlink()
-            assert "[0] next" in frontend.text(frontend.run(NEXT))
-
-
-def test_a_tmpdir_may_have_a_long_name(scene: Scene) -> None:
-    """Longer than the name of a Unix socket may be, as that of a batch job's TMPDIR."""
-    long = scene.tmp / ("x" * 90)
-    long.mkdir()
-    with scene.kernel(TMPDIR=str(long)) as frontend:
-        assert "[0] next" in frontend.text(frontend.run(NEXT))
+    request = frontend.run(fill)
+    assert "[0] full" in frontend.text(request)
+    assert "the journal of this run is incomplete: its file system is full" in head(
+        frontend, request
+    )
+    assert head(frontend, request).count("journal of this run") == 1
+    refused = frontend.send(NEXT)
+    assert frontend.finish(refused)["status"] == "error"
+    assert "its file system is full" in error(frontend, refused)
+    assert "\n" not in error(frontend, refused)
+    frontend.run("%taas status")
+    filler.unlink()
+    assert "[0] next" in frontend.text(frontend.run(NEXT))
 
 
 LOADER = """
@@ -216,51 +210,55 @@ shell.run_line_magic("taas", "down")
     assert done.stdout.count("[0] 124.0") == 2
 
 
-def test_65_torn_run_folders_hurt_nobody(scene: Scene) -> None:
-    with scene.kernel() as frontend:
-        frontend.run("%%taas --gpus 1 --name whole\nprint('next')")
-        runs = scene.state / "runs"
-        [whole] = runs.iterdir()
-        wait_until(lambda: not (whole / "payload").exists())  # it is removed last
-        for name, plan in (("1-empty", ""), ("1-torn", '{"name": "x", "po'), ("1-list", "[]")):
-            (runs / name).mkdir()
-            (runs / name / "plan.json").write_text(plan)
-        (runs / "1-none").mkdir()
-        shutil.copytree(whole, runs / "2-cut")
-        events = runs / "2-cut" / "events.jsonl"
-        events.write_bytes(b'{"kind": "li\xff\n' + events.read_bytes()[:-20])
-        old_s = time.time() - 3600
-        for folder in runs.glob("1-*"):
-            os.utime(folder, (old_s, old_s))
-        status = frontend.text(frontend.run("%taas status"))
-        assert re.search(rf"{whole.name} +SUCCEEDED", status)
-        assert re.search(r"2-cut +LOST", status)
-        assert frontend.text(frontend.run("%taas logs")) == "next\n"
-        assert "[0] next" in frontend.text(frontend.run(NEXT))
-        assert not list(runs.glob("1-*"))
-
-
-def test_64_texts_that_no_codec_takes_are_shown_escaped(scene: Scene) -> None:
+def test_64_65_odd_texts_are_shown_escaped_and_torn_run_folders_hurt_nobody(scene: Scene) -> None:
     project = scene.folder / os.fsdecode(b"caf\xe9")
     scene.project = project
     project.mkdir()
     with scene.kernel(ODD=os.fsdecode(b"\xe9t\xe9")) as frontend:
-        request = frontend.send("%%taas --gpus 2\nraise ValueError('caf\\udce9')")
-        assert frontend.finish(request)["ename"] == "RankFailed"
-        assert "caf\\udce9" in error(frontend, request)
-        assert "caf\\udce9" in frontend.text(frontend.run("%taas logs"))
-        source = """%%taas --gpus 2
+        torn_run_folders_hurt_nobody(scene, frontend)
+        texts_that_no_codec_takes_are_shown_escaped(frontend)
+
+
+def torn_run_folders_hurt_nobody(scene: Scene, frontend: Frontend) -> None:
+    frontend.run("%%taas --gpus 1 --name whole\nprint('next')")
+    runs = scene.state / "runs"
+    [whole] = runs.iterdir()
+    wait_until(lambda: not (whole / "payload").exists())  # it is removed last
+    for name, plan in (("1-empty", ""), ("1-torn", '{"name": "x", "po'), ("1-list", "[]")):
+        (runs / name).mkdir()
+        (runs / name / "plan.json").write_text(plan)
+    (runs / "1-none").mkdir()
+    shutil.copytree(whole, runs / "2-cut")
+    events = runs / "2-cut" / "events.jsonl"
+    events.write_bytes(b'{"kind": "li\xff\n' + events.read_bytes()[:-20])
+    old_s = time.time() - 3600
+    for folder in runs.glob("1-*"):
+        os.utime(folder, (old_s, old_s))
+    status = frontend.text(frontend.run("%taas status"))
+    assert re.search(rf"{whole.name} +SUCCEEDED", status)
+    assert re.search(r"2-cut +LOST", status)
+    assert frontend.text(frontend.run("%taas logs")) == "next\n"
+    assert "[0] next" in frontend.text(frontend.run(NEXT))
+    assert not list(runs.glob("1-*"))
+
+
+def texts_that_no_codec_takes_are_shown_escaped(frontend: Frontend) -> None:
+    request = frontend.send("%%taas --gpus 2\nraise ValueError('caf\\udce9')")
+    assert frontend.finish(request)["ename"] == "RankFailed"
+    assert "caf\\udce9" in error(frontend, request)
+    assert "caf\\udce9" in frontend.text(frontend.run("%taas logs"))
+    source = """%%taas --gpus 2
 import os, warnings
 from IPython.display import display
 open(b"caf\\xe9.txt", "w").close()
 display({"text/plain": "shown \\udce9"}, raw=True)
 os.write(1, b"caf\\xe9\\n")
 print("nul", chr(0), ascii(os.environ["ODD"]), ascii(os.getcwd()[-4:]))"""
-        request = frontend.run(source)
-        assert r"'\udce9t\udce9' 'caf\udce9'" in frontend.text(request)
-        shown = [content["data"] for content in frontend.contents(request, "display_data")]
-        assert {"text/plain": "shown \\udce9"} in shown
-        assert "[0] next" in frontend.text(frontend.run(NEXT))
+    request = frontend.run(source)
+    assert r"'\udce9t\udce9' 'caf\udce9'" in frontend.text(request)
+    shown = [content["data"] for content in frontend.contents(request, "display_data")]
+    assert {"text/plain": "shown \\udce9"} in shown
+    assert "[0] next" in frontend.text(frontend.run(NEXT))
 
 
 def test_61_a_pool_that_stands_still_for_longer_than_the_lease_loses_no_run(scene: Scene) -> None:
@@ -279,23 +277,30 @@ def test_61_a_pool_that_stands_still_for_longer_than_the_lease_loses_no_run(scen
         assert "done" in frontend.text(request)
 
 
-@pytest.mark.parametrize("how", ["kill agent", "stop agent", "kill supervisor", "stop supervisor"])
-def test_62_warm_up_watches_what_it_started(scene: Scene, how: str) -> None:
-    deed, what = how.split()
+HARMS = [
+    (harm, process)
+    for process in ("taas_magic.host.agent", "taas_magic.host.supervisor")
+    for harm in (psutil.Process.kill, psutil.Process.suspend)
+]
+
+
+def test_62_warm_up_watches_what_it_started(scene: Scene) -> None:
     go = scene.folder / "go"
     with scene.kernel(TAAS_WARM="0", PYTHONPATH=warm_only_after(go, scene)) as frontend:
-        request = frontend.send(NEXT)
-        only(frontend, "taas_magic.host.agent")
-        process = only(frontend, f"taas_magic.host.{what}")
-        process.kill() if deed == "kill" else process.suspend()
-        harmed = time.monotonic()
-        assert frontend.finish(request)["ename"] == "PoolError"
-        took_s = time.monotonic() - harmed
-        assert "before it was ready" in error(frontend, request)
-        assert re.search(r"\(/.*/pool\.log\)", error(frontend, request))
-        assert took_s < PoolConfig("local").start_timeout_s, f"{took_s:.1f} s"
-        go.touch()
-        assert "[0] next" in frontend.text(frontend.run(NEXT))
+        for harm, what in HARMS:
+            request = frontend.send(NEXT)
+            only(frontend, "taas_magic.host.agent")
+            harm(only(frontend, what))
+            harmed = time.monotonic()
+            assert frontend.finish(request)["ename"] == "PoolError"
+            took_s = time.monotonic() - harmed
+            assert "before it was ready" in error(frontend, request)
+            assert re.search(r"\(/.*/pool\.log\)", error(frontend, request))
+            assert took_s < PoolConfig("local").start_timeout_s, f"{took_s:.1f} s"
+            go.touch()
+            assert "[0] next" in frontend.text(frontend.run(NEXT))
+            frontend.run("%taas down")
+            go.unlink()
 
 
 def warm_only_after(go: Path, scene: Scene) -> str:
@@ -320,36 +325,47 @@ def test_62_a_torch_that_cannot_be_imported_is_told_with_the_logs_last_lines(sce
         assert "RuntimeError: this torch is broken" in error(frontend, request)
 
 
-def test_an_interrupt_while_fetchers_come_up_does_not_reach_the_next_cell(scene: Scene) -> None:
+def test_an_interrupt_and_a_kernels_death_while_a_run_starts_leave_no_run(scene: Scene) -> None:
     with scene.kernel(TAAS_WARM="0") as frontend:
         frontend.run(LOADER)
-        request = frontend.send("%%taas --gpus 1 --cpus 1\nfor batch in loader: pass")
-        frontend.wait(lambda: "warm up" in frontend.text(request))
-        frontend.manager.interrupt_kernel()
+        an_interrupt_while_fetchers_come_up_does_not_reach_the_next_cell(frontend)
+        a_kernel_that_dies_while_its_run_is_launched_leaves_no_run(scene, frontend)
+
+
+def an_interrupt_while_fetchers_come_up_does_not_reach_the_next_cell(frontend: Frontend) -> None:
+    request = frontend.send("%%taas --gpus 1 --cpus 1\nfor batch in loader: pass")
+    frontend.wait(lambda: "warm up" in frontend.text(request))
+    frontend.manager.interrupt_kernel()
+    following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
+    assert frontend.finish(request)["ename"] == "KeyboardInterrupt"
+    wait_until(lambda: following in frontend.replies or not frontend._is_idle(following))
+    if frontend.finish(following)["status"] == "aborted":  # it came before the interrupt
         following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
-        assert frontend.finish(request)["ename"] == "KeyboardInterrupt"
-        wait_until(lambda: following in frontend.replies or not frontend._is_idle(following))
-        if frontend.finish(following)["status"] == "aborted":  # it came before the interrupt
-            following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
-        assert frontend.finish(following)["status"] == "ok", error(frontend, following)
+    assert frontend.finish(following)["status"] == "ok", error(frontend, following)
 
 
-def test_a_kernel_that_dies_while_its_run_is_launched_leaves_no_run(scene: Scene) -> None:
-    with scene.kernel() as frontend:
-        frontend.run(NEXT)
-        [forkserver] = forkservers(tree(frontend))
-        kept = [p for p in tree(frontend)]
-        forkserver.suspend()  # so that the launch takes as long as the test wants
-        frontend.send("%%taas --gpus 1\nimport time\ntime.sleep(600)")
-        runs = scene.state / "runs"
-        wait_until(lambda: len(list(runs.glob("*/events.jsonl"))) == 2)
-        frontend.process.kill()
-        newest = max(runs.iterdir())
-        wait_until(lambda: "kernel is gone" in (newest / "events.jsonl").read_text())
-        with contextlib.suppress(psutil.NoSuchProcess):  # after 5 s its host ends it
-            forkserver.resume()
-        wait_until(lambda: record(RunFolder(newest)).state in ENDED_STATES)
-        assert not left_of(kept)
+def a_kernel_that_dies_while_its_run_is_launched_leaves_no_run(
+    scene: Scene, frontend: Frontend
+) -> None:
+    [forkserver] = forkservers(tree(frontend))
+    kept = tree(frontend)
+    begun = set((scene.state / "runs").glob("*/events.jsonl"))
+    forkserver.suspend()  # so that the launch takes as long as the test wants
+    frontend.send("%%taas --gpus 1\nimport time\ntime.sleep(600)")
+    new: set[Path] = set()
+
+    def is_launched() -> bool:
+        new.update(set((scene.state / "runs").glob("*/events.jsonl")) - begun)
+        return bool(new)
+
+    wait_until(is_launched)
+    frontend.process.kill()
+    [events] = new
+    wait_until(lambda: "kernel is gone" in events.read_text())
+    with contextlib.suppress(psutil.NoSuchProcess):  # after 5 s its host ends it
+        forkserver.resume()
+    wait_until(lambda: record(RunFolder(events.parent)).state in ENDED_STATES)
+    assert not left_of(kept)
 
 
 @as_root
@@ -461,15 +477,15 @@ print(before, cores())
     assert before == len(os.sched_getaffinity(0)) or before == 1
 
 
-LOCALES = {
-    "LC_ALL=C": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-    "no HOME": {"HOME": "", "USER": "", "LOGNAME": ""},
-}
+OF_A_CONTAINER = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+OF_NOBODY = {"HOME": "", "USER": "", "LOGNAME": ""}
 
 
-@pytest.mark.parametrize("surroundings", LOCALES)
-def test_surroundings_of_containers(scene: Scene, surroundings: str) -> None:
-    with scene.kernel(**LOCALES[surroundings]) as frontend:
+def test_surroundings_of_containers_and_batch_jobs(scene: Scene) -> None:
+    """No locale, no home, and a TMPDIR longer than the name of a Unix socket may be."""
+    long = scene.tmp / ("x" * 90)
+    long.mkdir()
+    with scene.kernel(**OF_A_CONTAINER, **OF_NOBODY, TMPDIR=str(long)) as frontend:
         request = frontend.run("%%taas --gpus 1 --name größe\nprint('größer')")
         assert "[0] größer" in frontend.text(request)
         assert "größe" in frontend.text(frontend.run("%taas status"))

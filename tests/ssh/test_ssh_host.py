@@ -212,25 +212,18 @@ def test_51_an_unknown_key_is_told_and_mended_without_a_restart(
 ) -> None:
     known = tmp_path / "known_hosts"
     config = tmp_path / "ssh_config"
-    config.write_text(f"Host *\nUserKnownHostsFile {known}\n{hosts.ssh_config.read_text()}")
+    right = f"Host *\nUserKnownHostsFile {known}\n{hosts.ssh_config.read_text()}"
     remote.pool("strange", 1, ssh_config=config)
+    config.write_text(f"Host *\nPort 4\n{right}")
+    nobody = remote.run("1", "strange")
+    assert isinstance(nobody.error, PoolError) and "SHA256:" not in nobody.shown
+    config.write_text(right)  # is read again, too
     for _ in range(2):
         outcome = remote.run("1", "strange")
         assert isinstance(outcome.error, PoolError)
         assert "SHA256:" in outcome.shown and "ssh-keyscan" in outcome.shown
     known.write_text((hosts.state / "known_hosts").read_text())
     assert remote.run("1", "strange").error is None
-
-
-def test_the_configuration_of_ssh_is_mended_without_a_restart(
-    remote: Remote, hosts: Hosts, tmp_path: Path
-) -> None:
-    config, right = tmp_path / "ssh_config", hosts.ssh_config.read_text()
-    config.write_text(f"Host *\nPort 4\n{right}")
-    remote.pool("moved", 1, ssh_config=config)
-    assert isinstance(remote.run("1", "moved").error, PoolError)
-    config.write_text(right)
-    assert remote.run("1", "moved").error is None
 
 
 def test_an_agent_that_cannot_start_says_why(remote: Remote) -> None:
@@ -315,7 +308,6 @@ def test_a_killed_pool_process_leaves_clean_hosts(remote: Remote, hosts: Hosts) 
     assert isinstance(outcome.error, RunLost)
     assert not hosts.left(3)
     assert remote.run("print('again')", "three").lines == {0: ["again"]}
-    pools.down("three", remote.config)
 
 
 def test_a_pool_that_hangs_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> None:
