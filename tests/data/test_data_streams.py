@@ -306,36 +306,44 @@ def make():
 """
 TAKE = """
 import itertools, json, os
-path = f"{name}-{cpus}-{os.environ['RANK']}.pt"
-loader = loaders[name]
-if os.path.exists(path):
-    loader.load_state_dict(torch.load(path, weights_only=False))
-batches = iter(loader)
-for batch in itertools.islice(batches, count):
-    print(json.dumps([name, 0, show(batch)]))
-if again:
-    loader.load_state_dict(loader.state_dict())
-    for batch in itertools.islice(iter(loader), again):
+for name, count in counts.items():
+    path = f"{name}-{cpus}-{os.environ['RANK']}.pt"
+    loader = loaders[name]
+    if os.path.exists(path):
+        loader.load_state_dict(torch.load(path, weights_only=False))
+    batches = iter(loader)
+    for batch in itertools.islice(batches, count):
         print(json.dumps([name, 0, show(batch)]))
-for rank in range(int(os.environ["WORLD_SIZE"])):
-    if rank == int(os.environ["RANK"]):
-        taas.save(loader.state_dict(), path) if rank == 0 else None
+    if again:
+        loader.load_state_dict(loader.state_dict())
+        for batch in itertools.islice(iter(loader), again):
+            print(json.dumps([name, 0, show(batch)]))
+    taas.save(loader.state_dict(), path)
 """
+TAKEN = (
+    {"one": 70, "two": 70, "large": 70},
+    {"one": 10, "two": 150, "large": 3},
+    {"one": 5, "two": 9},
+    {"one": 200, "two": 9},
+)
+"""How many batches each run takes of each stream, before it takes 7 more for each run before it."""
 
 
 @pytest.mark.parametrize("cpus", [0, 1, 3])
 def test_a_stream_goes_on_after_every_resume(notebook: Notebook, cpus: int) -> None:
     register(notebook, STATEFUL)
     expected = local(STATEFUL)
-    for name, counts in {"one": (70, 10, 5, 200), "two": (70, 150, 9, 9), "large": (70, 3)}.items():
-        found = []
-        for again, count in enumerate(counts):
-            notebook.define(f"name, count, again, cpus = {name!r}, {count}, {7 * again}, {cpus}")
-            outcome = notebook.run(TAKE, f"--cpus {cpus}", gpus=1)
-            assert outcome.error is None, outcome.shown
-            found += handed(outcome)[name, 0][0]
-        assert found == expected[name][0][: len(found)], name
-        assert len(found) == sum(counts) + 7 * sum(range(len(counts)))
+    found: dict[str, list[object]] = {name: [] for name in expected}
+    for number, counts in enumerate(TAKEN):
+        notebook.define(f"counts, again, cpus = {counts}, {7 * number}, {cpus}")
+        outcome = notebook.run(TAKE, f"--cpus {cpus}", gpus=1)
+        assert outcome.error is None, outcome.shown
+        lines = handed(outcome)
+        for name, count in counts.items():
+            assert len(lines[name, 0][0]) == count + 7 * number
+            found[name] += lines[name, 0][0]
+    for name, batches in found.items():
+        assert batches == expected[name][0][: len(batches)], name
 
 
 FAILING = """

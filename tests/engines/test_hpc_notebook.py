@@ -46,6 +46,7 @@ def folder(
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TAAS_WARM", "0")  # nothing runs on the local pool
     monkeypatch.setenv("PATH", PATH)
     copy = tmp_path / "notebooks"
     copy.mkdir()

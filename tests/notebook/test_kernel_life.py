@@ -60,24 +60,24 @@ def rank_processes(frontend: Frontend, request: str) -> list[psutil.Process]:
     return [psutil.Process(int(pid)) for pid in pids]
 
 
-def test_a_killed_kernel_leaves_no_process(kernel_of_its_own: Frontend, no_leftovers: str) -> None:
-    frontend = kernel_of_its_own
-    ranks = rank_processes(frontend, frontend.send(ENDLESS))
-    processes = carriers(no_leftovers)
-    assert {*ranks} < {*processes}
-    frontend.process.kill()
-    assert not left_of(ranks)
-    assert not left_of(processes)
-    assert [run.state for run in journal.runs()] == ["INTERRUPTED"]
-
-
-def test_a_restarted_kernel_waits_for_its_old_run(kernel_of_its_own: Frontend) -> None:
+def test_a_restarted_kernel_waits_for_its_old_run_and_a_killed_one_leaves_no_process(
+    kernel_of_its_own: Frontend, no_leftovers: str
+) -> None:
     frontend = kernel_of_its_own
     ignoring = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"
     rank_processes(frontend, frontend.send(ENDLESS.replace("import time", ignoring)))
     frontend.manager.restart_kernel(now=True)
     frontend.client.wait_for_ready(timeout=WAIT_S)
     frontend.run("%%taas --gpus 2\nprint('again')")
+
+    ranks = rank_processes(frontend, frontend.send(ENDLESS))
+    processes = carriers(no_leftovers)
+    assert {*ranks} < {*processes}
+    frontend.process.kill()
+    assert not left_of(ranks)
+    assert not left_of(processes)
+    states = [run.state for run in sorted(journal.runs(), key=lambda run: run.run_id)]
+    assert states == ["INTERRUPTED", "SUCCEEDED", "INTERRUPTED"]
 
 
 def test_an_interrupt_ends_the_run_and_the_kernel_goes_on(frontend: Frontend) -> None:

@@ -47,6 +47,7 @@ def folder(
     """
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TAAS_WARM", "0")  # nothing runs on the local pool
     copy = tmp_path / "project"
     copy.mkdir()
     shutil.copy(STORED, copy)

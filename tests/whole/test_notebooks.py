@@ -1,5 +1,6 @@
 """The example notebooks: as they are stored, and executed with the TaaS kernel."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -44,7 +45,13 @@ def texts(notebook: NotebookNode) -> str:
 
 
 def executed(folder: Path, name: str, *pools: str) -> NotebookNode:
-    """Return a notebook of the copy with what its cells show now; take its pools down."""
+    """Return a notebook of the copy with what its cells show now; take its pools down.
+
+    Args:
+        folder: The copy.
+        name: The notebook.
+        pools: Those that it uses in the place of the local one, which then is not warmed.
+    """
     notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
     down = "\n".join(f"%taas down {pool}" for pool in (*pools, ""))
     notebook.cells.append(nbformat.v4.new_code_cell(down))
@@ -56,7 +63,7 @@ def executed(folder: Path, name: str, *pools: str) -> NotebookNode:
         timeout=240,
         startup_timeout=100,
         iopub_timeout=100,
-    ).execute()
+    ).execute(env={**os.environ, **({"TAAS_WARM": "0"} if pools else {})})
     return notebook
 
 
