@@ -38,7 +38,8 @@ from tests.rig.pools import enter, given_back, settings_in
 
 LONGEST = (
     *("programs", "aftermath", "waits", "browser", "notebooks", "slurm", "lost_hosts", "ssh_host"),
-    *("farm_hosts", "data_registered", "data_loader", "data_streams", "ssh_notebook"),
+    *("farm_hosts", "data_registered", "data_loader", "data_streams", "torch_stateful_cases"),
+    *("torch_loader_cases", "ssh_notebook"),
     *("travel_runs", "hpc_notebook", "setup_hosts", "fetching_hosts", "stacks", "faults"),
     *("capture_kernel", "engines", "multi_host", "kernel_life", "pool", "fetching"),
     *("setup_install", "lease"),
