@@ -617,16 +617,18 @@ class RankShell(InteractiveShell):
 
         The first message leaves before IPython draws (which takes up to 0.1 s), because the order
         in which ranks fail decides which failure is the first. It is whole: the rank may be ended
-        before the second.
+        before the second. In the forkserver IPython draws, for what it imports (`prepare`), and
+        nothing is sent.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
-        if self.link is None or value is None or isinstance(value, SystemExit):
+        if value is None or isinstance(value, SystemExit):
             return
-        tracebacks.leave_out_ours(value)
-        tracebacks.send(self.link, value)
+        if self.link is not None:
+            tracebacks.leave_out_ours(value)
+            tracebacks.send(self.link, value)
         # of a group, IPython draws its own frames and not the parts; an error of ours draws itself
         is_plain = isinstance(value, SyntaxError | TaasError) or tracebacks.is_group(value)
-        if not is_plain and self.link.is_own:
+        if not is_plain and (self.link is None or self.link.is_own):
             super().showtraceback((type(value), value, value.__traceback__), *args, **kwargs)
 
     def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:

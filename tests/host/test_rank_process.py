@@ -337,3 +337,16 @@ import signal, sys
 print("torch._dynamo" in sys.modules, signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL)
 """
     eventually(lambda: notebook.run(source, gpus=1).lines == {0: ["True True"]})
+
+
+def test_what_draws_a_traceback_is_there_before_a_rank_fails(notebook: Notebook) -> None:
+    source = """
+import sys
+before = set(sys.modules)
+try:
+    1 / 0
+except ZeroDivisionError:
+    get_ipython().showtraceback()
+print(sorted(set(sys.modules) - before))
+"""
+    assert notebook.run(source, gpus=1).lines[0][-1] == "[]"
