@@ -92,6 +92,11 @@ def state_dir() -> Path:
 
 def cannot_write(path: Path, error: OSError) -> PoolError:
     """Say what is wrong when something cannot be written in the state folder."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return PoolError(
+            f"this kernel cannot open {path}: {reason_of(error)}; close some of its files, or "
+            f"raise its limit (`ulimit -n`)"
+        )
     return PoolError(
         f"runs and pools are kept in {path}, which cannot be written: {reason_of(error)}; "
         f"mend that, or set TAAS_STATE_DIR to another folder before the kernel starts"

@@ -1,8 +1,10 @@
 """FAULTS.md on the local engine: what goes wrong in a run is named, and nothing of it is left."""
 
+import contextlib
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ import pytest
 from taas_magic.errors import RankFailed, RunLost, RunTimeout
 from tests.events import Line
 from tests.harness import AFTER_BEATS, Notebook, Outcome, left_of, on_event, processes
+
+TORCHS_PORT = 29500
+"""What torchrun takes where nothing is said."""
 
 ALL_REDUCE = """
 import os, sys, time, torch, torch.distributed as dist
@@ -51,6 +56,30 @@ def test_a_segfault_says_so_and_where(notebook: Notebook) -> None:
     assert first(outcome)["rank"] == 0
     assert first(outcome)["signal"] == "SIGSEGV"
     assert "string_at" in outcome.shown
+
+
+def test_a_rank_without_descriptors_says_so(notebook: Notebook) -> None:
+    source = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+kept = []
+while True:
+    kept.append(os.dup(0))
+"""
+    outcome = notebook.run(source)
+    assert first(outcome)["etype"] == "OSError" and "Too many open files" in outcome.shown
+    assert re.search(r"Cell In\[\d+\], line 7\b", outcome.shown)
+    assert outcome.run is not None
+    assert "another exception occurred" not in outcome.run.logs(first(outcome)["rank"])
+    assert notebook.run("print('fine')").error is None
+
+
+def test_a_run_takes_no_port_that_another_program_has(notebook: Notebook) -> None:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # another program has it: as well
+            stack.enter_context(socket.create_server(("127.0.0.1", TORCHS_PORT)))
+        source = f"assert os.environ['MASTER_PORT'] != '{TORCHS_PORT}'\n"
+        assert notebook.run(ALL_REDUCE + source).error is None
 
 
 def test_an_abort_in_native_code_shows_its_last_words(notebook: Notebook) -> None:

@@ -60,6 +60,20 @@ def rank_processes(frontend: Frontend, request: str) -> list[psutil.Process]:
     return [psutil.Process(int(pid)) for pid in pids]
 
 
+def test_a_kernel_without_descriptors_is_told_so_and_runs_when_it_has_some(
+    frontend: Frontend,
+) -> None:
+    frontend.run("""
+import os, resource
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+used = len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))""")
+    said = frontend.fail("%%taas --gpus 2\nprint('fine')")["evalue"]
+    frontend.run("resource.setrlimit(resource.RLIMIT_NOFILE, limits)")
+    assert "Too many open files" in said
+    assert "fine" in frontend.text(frontend.run("%%taas --gpus 2\nprint('fine')"))
+
+
 def test_a_restarted_kernel_waits_for_its_old_run_and_a_killed_one_leaves_no_process(
     kernel_of_its_own: Frontend, no_leftovers: str
 ) -> None:
