@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from pickle import PickleBuffer
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -307,6 +307,7 @@ class ValuePickler(cloudpickle.Pickler):
         rules: dict[type, Handler | None] = {
             type: self._reduce_class,
             FunctionType: self._reduce_function,
+            CodeType: _reduce_code,
             ModuleType: self._reduce_module,
             LruCache: self._unless_importable(reduce_lru_cache),
             **{kind: functools.partial(reduce_descriptor, kind) for kind in MADE_ANEW},
@@ -375,6 +376,19 @@ class ValuePickler(cloudpickle.Pickler):
         name = _qualname(definition).partition(".")[0]
         if self._namespace is not None and _finds(self._namespace.get(name), definition):
             self.needs[name] = None
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    """Reduce a code object with its file's name, by which a traceback finds the notebook's cell.
+
+    From 3.1.3 on cloudpickle has one name for all, so that equal functions are equal pickles.
+    """
+    make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return _make_code, (make, args, code.co_filename)
+
+
+def _make_code(make: Callable[..., CodeType], args: tuple[Any, ...], filename: str) -> CodeType:
+    return make(*args).replace(co_filename=filename)
 
 
 def _refuse(why: str, value: Any) -> Any:

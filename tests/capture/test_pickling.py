@@ -289,3 +289,10 @@ def test_a_result_whose_class_is_gone_is_told() -> None:
 
     with pytest.raises(CaptureError, match="`Net`"):
         reducers._known_class("no such id", "Net")
+
+
+def test_functions_keep_the_name_of_their_file(path: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def outer():\n    return lambda: 1", "Cell In[7]", "exec"), names)
+    outer = through_a_file(names["outer"], path)
+    assert {outer.__code__.co_filename, outer().__code__.co_filename} == {"Cell In[7]"}
