@@ -1,5 +1,6 @@
 """The run folders: what is written can be read by another kernel, and does not grow without end."""
 
+import errno
 import json
 import os
 import shutil
@@ -245,3 +246,9 @@ def test_what_workers_were_called_before() -> None:
     flow.apply(event("data", rank=0, loaders={"a": {"span_s": 9.0, "waited_s": 8.0}}), 1.0)
     flow.apply(event_of(line), 1.0)
     assert load_of(flow, flow.loaders["a"]).workers == 3
+
+
+def test_a_kernel_without_descriptors_is_told_so() -> None:
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    said = str(journal.cannot_write(Path("/state/runs/7"), error))
+    assert "cannot open /state/runs/7: Too many open files" in said and "ulimit -n" in said

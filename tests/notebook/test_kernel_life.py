@@ -60,28 +60,6 @@ def rank_processes(frontend: Frontend, request: str) -> list[psutil.Process]:
     return [psutil.Process(int(pid)) for pid in pids]
 
 
-def test_a_kernel_without_descriptors_is_told_so_and_runs_when_it_has_some(
-    frontend: Frontend,
-) -> None:
-    frontend.run("""
-import os, resource
-limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-kept = []
-try:
-    while True:
-        kept.append(os.dup(0))
-except OSError:
-    os.close(kept.pop())""")
-    reply = frontend.finish(frontend.send("%%taas --gpus 2\nprint('fine')"))
-    frontend.run("""
-for descriptor in kept:
-    os.close(descriptor)
-resource.setrlimit(resource.RLIMIT_NOFILE, limits)""")
-    assert "Too many open files" in reply["evalue"]
-    assert "fine" in frontend.text(frontend.run("%%taas --gpus 2\nprint('fine')"))
-
-
 def test_a_restarted_kernel_waits_for_its_old_run_and_a_killed_one_leaves_no_process(
     kernel_of_its_own: Frontend, no_leftovers: str
 ) -> None:
