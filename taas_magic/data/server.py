@@ -62,9 +62,10 @@ _LENT_BYTES = 512 << 20
 
 _OUT_BYTES = 1 << 20
 _COPIED_BYTES = 8 << 10
+"""Bodies up to this are copied behind their header: to send them as parts costs more."""
+
 _MOST_ALIKE = 64
-"""Bodies up to this are copied behind their header, and so many alike behind one: to send them as
-parts costs more, and so do headers of their own."""
+"""So many small bodies go behind one header, if no more than that differs between them."""
 
 _PARTS_AT_ONCE = 256
 _TLS_JOIN_BYTES = 16 << 10
@@ -220,6 +221,14 @@ class RankConnection:
         self.add(b"".join([header, *[one.body() for one in alike]]))
         for one in alike:
             one.release()
+
+    def forget(self) -> None:
+        """Release what was prepared and has not been sent: nobody gets it here any more."""
+        for prepared in [*self._alike, *(prepared for _, prepared, _ in self.out)]:
+            if prepared is not None:
+                prepared.release()
+        self._form, self._alike = None, []
+        self.out.clear()
 
     def _lend(self, prepared: Prepared) -> tuple[SharedBody | None, int]:
         """Have a batch read in place, if this rank alone gets it, and has not too much.
@@ -584,10 +593,7 @@ class Server:
             book.pop(connection, None)
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        for _, prepared, _ in connection.out:
-            if prepared is not None:
-                prepared.release()
-        connection.out.clear()
+        connection.forget()
         if connection.loader is not None:
             connection.loader.buffer.forget(connection)
         if is_gone:

@@ -13,7 +13,9 @@ from msgspec import structs
 from torch.utils.data import DataLoader, Dataset
 
 from taas_magic.data.protocol import LoaderRequest, Reply, RequestKind, Requests, ResponseKind
-from taas_magic.data.worker import WorkerHandle
+from taas_magic.data.scheduler import Disk, Prepared
+from taas_magic.data.server import RankConnection
+from taas_magic.data.worker import WorkerHandle, spilled_file
 from taas_magic.host.spec import FetcherSpec
 from taas_magic.messages import FetcherCounts, FetcherReport, of_fetcher
 from tests.data.data_rig import (
@@ -120,3 +122,17 @@ def test_memory_that_is_being_sent_is_not_lent(tmp_path: Path) -> None:
             assert message.kind is ResponseKind.BATCH
             assert message.shared is None
             link.close()
+
+
+def test_a_connection_that_ends_lets_go_of_what_it_had_kept_back(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, limit_bytes=1 << 20)
+    file = spilled_file(tmp_path, 7)
+    file.write_bytes(bytes(64))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = RankConnection(ours)
+        prepared = Prepared(Reply(7, ResponseKind.BATCH, 1, body_bytes=64), disk=disk)
+        connection.respond(LoaderRequest(RequestKind.GET, 0, 0), prepared)
+        assert disk.used_bytes == 64
+        connection.forget()
+    assert disk.used_bytes == 0 and not file.exists()
