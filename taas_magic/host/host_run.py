@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
@@ -38,6 +38,7 @@ from taas_magic.host.spec import (
     HostSpec,
     Place,
     ProcessSpec,
+    never_started,
     torchrun_variables,
 )
 from taas_magic.host.stacks import Stand
@@ -54,8 +55,6 @@ from taas_magic.messages import (
     FetcherStarted,
     Halt,
     HostEnded,
-    LoaderPlace,
-    LoaderPlaces,
     Note,
     PlaceFetcher,
     RankEvent,
@@ -560,8 +559,7 @@ class HostFetchers(HostShare):
         data = self.spec.plan.data
         assert data is not None
         for plan in data.on(self.spec.host_rank):
-            entry = _failed_entry(plan.loaders, self.spec.plan.cpus, why)
-            self.emit(FetcherEnded(number=plan.number, entry=entry))
+            self.emit(never_started(self.spec.plan, plan, why))
 
     def _keep(self, error: Exception) -> None:
         self.note(f"the fetchers' logs stay on host {self.host}: {error}")
@@ -613,8 +611,7 @@ class HostFetchers(HostShare):
             text = self._how_one_ended(one)
             self.note(text)
             if not one.is_up:
-                fetchers = one.spec.service.fetchers
-                ended.entry = _failed_entry(one.spec.plan.loaders, fetchers, text)
+                ended = never_started(self.spec.plan, one.spec.plan, text)
         forkserver.forget(one.process)
         self.emit(ended)
 
@@ -623,7 +620,3 @@ class HostFetchers(HostShare):
         how = one.why or (f"killed by {signal_name(code)}" if code < 0 else f"exit code {code}")
         log = f"logs/fetcher-{one.spec.plan.number}.log"
         return f"{one.spec.who} ended: {how} (see {log} of the run)"
-
-
-def _failed_entry(loaders: Iterable[str], fetchers: int, why: str) -> LoaderPlaces:
-    return {name: LoaderPlace(fetchers=fetchers, failed=why) for name in loaders}

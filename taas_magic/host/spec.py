@@ -18,7 +18,15 @@ from msgspec import Struct, structs
 
 from taas_magic.host.system import LOOPBACK, RUN_TOKEN, name_of
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import AnyEvent, Event, LoaderPlaces, Request, Started
+from taas_magic.messages import (
+    AnyEvent,
+    Event,
+    FetcherEnded,
+    LoaderPlace,
+    LoaderPlaces,
+    Request,
+    Started,
+)
 from taas_magic.plan import FetcherPlan, HostPlan, Plan
 from taas_magic.store.rule import Identity
 
@@ -299,6 +307,12 @@ def of_host(spec: HostSpec, host_rank: int) -> HostSpec:
         return structs.replace(spec, host_rank=host_rank)
     mine = structs.replace(spec.plan, hosts=(hosts[host_rank],))
     return structs.replace(spec, plan=mine, host_rank=host_rank, n_hosts=len(hosts))
+
+
+def never_started(run: Plan, fetcher: FetcherPlan, why: str) -> FetcherEnded:
+    """Return the end of a fetcher of a run that never listened, by which no rank waits for it."""
+    place = LoaderPlace(fetchers=run.cpus, failed=why)
+    return FetcherEnded(number=fetcher.number, entry=dict.fromkeys(fetcher.loaders, place))
 
 
 TORCHRUN_NAMES = (

@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _supervise(preload: str, folder: Path, lease_s: float | None) -> int:
-    """Run an agent, and leave nothing of it; returns its exit code."""
+    """Run an agent, and leave nothing of it; returns its exit code, as a shell has it."""
     command = [*spawn_command("taas_magic.host.agent"), preload, str(folder)]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
@@ -77,7 +77,8 @@ def _supervise(preload: str, folder: Path, lease_s: float | None) -> int:
         _end_below(agent)
         _end_agent(agent)
         end_host(psutil.Process().children(recursive=True))
-    return agent.returncode or 0
+    code = agent.returncode or 0
+    return code if code >= 0 else 128 - code
 
 
 def _leave(*_: object) -> None:

@@ -20,7 +20,7 @@ from msgspec import UNSET, structs
 
 from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.host.files import FileServer
-from taas_magic.host.spec import HostSpec, StartShare, of_host
+from taas_magic.host.spec import HostSpec, StartShare, never_started, of_host
 from taas_magic.host.system import LOOPBACK
 from taas_magic.host.watch import HALT_S, LEFT_GRACE_S, first_failure, host_failure
 from taas_magic.messages import (
@@ -384,6 +384,13 @@ class Share(ABC):
 class PoolFetchers(Share):
     """The fetchers of a run."""
 
+    def __init__(
+        self, spec: HostSpec, owner: str, members: Members, publish: Callable[[Event], None]
+    ) -> None:
+        super().__init__(spec, owner, members, publish)
+        self._started: set[int] = set()
+        """Those that have said where they listen."""
+
     async def start(self) -> list[str]:
         """See `Share.start`; when one host fails, those that have started are not ended here."""
         chosen = (await self._take(self._data.pool_hosts))[: self._data.hosts]
@@ -422,8 +429,10 @@ class PoolFetchers(Share):
     def _heard(self, part: HostPart, event: Event) -> None:
         if isinstance(event, HostEnded):
             self._leave(part)
-        else:
-            self.publish(event)
+            return
+        if isinstance(event, FetcherStarted):
+            self._started.add(event.number)
+        self.publish(event)
 
     def _lost(self, part: HostPart, why: str) -> None:
         numbers, host = self._numbers(part), part.member.name
@@ -431,8 +440,12 @@ class PoolFetchers(Share):
         are_others = len(self._running()) > 1
         others = "their batches come from the others" if are_others else "no other is left"
         self.publish(Note(host=host, text=f"host {host} with {fetchers} is gone ({why}); {others}"))
-        for number in numbers:
-            self.publish(FetcherEnded(host=host, number=number))
+        for fetcher in self._data.on(part.host_rank):
+            ended = FetcherEnded(number=fetcher.number)
+            if fetcher.number not in self._started:
+                ended = never_started(self.plan, fetcher, f"host {host} is gone: {why}")
+            ended.host = host
+            self.publish(ended)
 
 
 class PoolRun(Share):

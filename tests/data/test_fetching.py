@@ -3,20 +3,25 @@
 import _thread
 import contextlib
 import json
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from taas_magic.config import load_config
 from taas_magic.data import service
 from taas_magic.errors import PoolError, RankFailed
+from taas_magic.host.spec import HostSpec
 from taas_magic.notebook import pools
+from taas_magic.pool.client import Pool
 from tests.events import Line
-from tests.harness import Notebook, Outcome, on_event
+from tests.harness import Notebook, Outcome, below, on_event
 from tests.rig.pools import enter, given_back, settings_in
 
 SETTINGS = """
@@ -202,6 +207,28 @@ def test_20_all_hosts_with_fetchers_die(two_pools: Notebook) -> None:
     assert 'no fetcher of loader "slow" has answered for' in outcome.shown
     notes = [note["text"] for note in outcome.of_kind("note")]
     assert any(text.endswith("no other is left") for text in notes)
+
+
+def test_hosts_with_fetchers_die_before_these_listen(
+    two_pools: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS.md 20: no rank waits for a fetcher that never comes."""
+    launch = Pool.launch
+
+    def launch_in_vain(pool: Pool, spec: HostSpec, *args: Any) -> list[str]:
+        if not spec.fetches:
+            return launch(pool, spec, *args)
+        os.mkfifo(spec.folder.path / "logs" / "fetcher-0.log")  # whoever opens it waits
+        hosts = launch(pool, spec, *args)
+        for process in below(pool.process.pid() or 0):
+            with contextlib.suppress(psutil.NoSuchProcess):  # some go with others of them
+                process.kill()
+        return hosts
+
+    monkeypatch.setattr(Pool, "launch", launch_in_vain)
+    outcome = two_pools.run(TRAIN, "--cpus 1 --timeout 100")
+    assert isinstance(outcome.error, RankFailed)
+    assert re.search('no fetcher of loader "loader": host .* is gone: ', outcome.shown)
 
 
 def test_a_fetcher_is_kept_off_the_project_store(two_pools: Notebook) -> None:

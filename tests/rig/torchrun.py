@@ -1,7 +1,8 @@
 """What the programs of tests/programs give under torchrun, without this package.
 
-That depends on the program and on the versions of what it imports, so it is recorded with them in
-torchrun.json; who finds something else, or no record of these versions, asks torchrun itself.
+It is recorded in torchrun.json, with the versions of what the programs import; who finds something
+else, or no record of this text of a program, asks torchrun itself. So a release of a library that
+changes what a program gives is noticed, and one that changes nothing costs no run of torchrun.
 
     python -m tests.rig.torchrun    runs every program, and writes the record anew
 """
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 BESIDE = PROGRAMS / "beside"
@@ -57,14 +59,13 @@ def torchrun(script: Path, *arguments: str) -> list[str]:
 
 
 def recorded(script: Path, *arguments: str) -> list[str] | None:
-    """Return the same by the record; None where it has none of this script and these versions."""
-    found: list[str] | None = _record().get(_key(script, arguments))
+    """Return the same by the record; None where it has none of this text of the script."""
+    found: list[str] | None = _record()["results"].get(_key(script, arguments))
     return found
 
 
 def _key(script: Path, arguments: Sequence[str]) -> str:
-    versions = {name: _version(name) for name in _IMPORTED}
-    made_of = [script.read_text(), arguments, versions, platform.python_version_tuple()[:2]]
+    made_of = [script.read_text(), arguments]
     return f"{script.stem} {hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}"
 
 
@@ -76,16 +77,17 @@ def _version(package: str) -> str:
 
 
 @cache
-def _record() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    return found
+def _record() -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(RECORD.read_text())
+    return record
 
 
 def main() -> None:
     """Write the record anew."""
     asked = [*((PROGRAMS / f"{name}.py", ()) for name in NAMES), (SCRIPT, ARGUMENTS)]
-    found = {_key(script, words): torchrun(script, *words) for script, words in asked}
-    RECORD.write_text(json.dumps(found, indent=1) + "\n")
+    given = {_key(script, words): torchrun(script, *words) for script, words in asked}
+    versions = {"python": platform.python_version(), **{it: _version(it) for it in _IMPORTED}}
+    RECORD.write_text(json.dumps({"versions": versions, "results": given}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
