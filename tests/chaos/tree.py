@@ -20,6 +20,9 @@ from tests.conftest import GONE_WITHIN_S, TOKEN, abandoned, carriers, describe, 
 from tests.frontend import WAIT_S, Frontend, Scene
 from tests.harness import FORKSERVER, words
 
+COLD = 0.2
+"""Of the rounds, so many begin without hosts, which come up while the harm is done."""
+
 STOPPED_S = 2.0
 """How long a kernel or a pool stays stopped: nobody else can end them."""
 
@@ -110,6 +113,8 @@ class Chaos:
     def _round(self, frontend: Frontend, say: Callable[[str], None]) -> None:
         harm = self._random.choice(self._harms)
         delay_s = self._random.uniform(0.0, 2.5)
+        if self._random.random() < COLD:
+            frontend.run("%taas down")
         request = frontend.send(TRAIN)
         with suppress(AssertionError):  # the moment has come, or the cell has ended
             frontend.wait(lambda: request in frontend.replies, delay_s)
