@@ -302,11 +302,12 @@ class Members(SchedulerPlugin):
         self._on_lost(member, f"{why}; {said}" if said else why)
 
     async def _greet(self, member: Member) -> None:
-        """Ask a new host who it is; only then is it one of the pool's."""
+        """Ask a new host who it is: only then is it one of the pool's. One that fails is lost."""
         try:
             said = await self.call(member.address, Greet(has_run=self._runs_waiting > 0))
         except PoolError as error:
             logger.warning("a new host did not answer: %s", error)
+            await self.drop(member.address, str(error))
             return
         member.name, member.means, member.place = said.host, said.means, said.address
         member.gpus = said.gpus

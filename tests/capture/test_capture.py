@@ -92,6 +92,8 @@ class Notebook:
 
 @pytest.fixture
 def notebook(tmp_path: Path) -> Notebook:
+    if "torch" in sys.modules:  # for a seed that an earlier test set, each process would import it
+        sys.modules["torch"].seed()
     return Notebook(tmp_path)
 
 

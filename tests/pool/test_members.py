@@ -133,6 +133,24 @@ def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], Non
     with_host(play)
 
 
+def test_a_host_that_cannot_say_who_it_is_is_replaced(with_host: Callable[[Play], None]) -> None:
+    async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
+        call, failed = controller.members.call, list[str]()
+
+        async def fail_first(address: str, request: Request[Any]) -> Any:
+            if not failed:
+                failed.append(address)
+                raise PoolError("it can start nothing")
+            return await call(address, request)
+
+        with mock.patch.object(controller.members, "call", fail_first):
+            await controller.members.release(lambda host: False)
+            [taken] = await controller.members.take(1)
+        assert failed and taken.address not in failed
+
+    with_host(play)
+
+
 def supervisors() -> set[psutil.Process]:
     """Return the supervisors of hosts of this process."""
     return {it for it in below(os.getpid()) if "taas_magic.host.supervisor" in words(it)}
