@@ -115,7 +115,7 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
             seen[id(child)] = child
             try:
                 dump(child)
-            except Exception:
+            except Exception:  # pickling runs the user's code: anything may be raised
                 path, value = path + step, child
                 break
         else:

@@ -342,7 +342,7 @@ def _failed(failure: Failed) -> _Prepared:
     """Return a body that raises again what the user's code raised."""
     try:
         body = encode.as_bytes(failure.raised)
-    except Exception:
+    except Exception:  # of whatever kind the user's exception raises when it is pickled
         body = encode.as_bytes(failure.raised.plain())
     return ResponseKind.ERROR, encode.raw(body), 1, 0
 
