@@ -10,7 +10,7 @@ from tests.chaos.tree import HARMS, NEXT, Chaos, grown, memory_of
 from tests.conftest import GONE_WITHIN_S
 from tests.frontend import Scene
 
-ROUNDS = int(os.environ.get("TAAS_CHAOS_ROUNDS", "15"))
+ROUNDS = int(os.environ.get("TAAS_CHAOS_ROUNDS", "30"))
 SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))
 END_S = 120.0
 RUNS = 10
