@@ -13,7 +13,7 @@ import math
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,8 +102,8 @@ class Folder:
         """Return the lines that have waited long enough."""
         shown: list[Shown] = []
         while self.next_due() <= now:
-            _, rank, _ = self._deadlines[0]
-            shown += self._release(self._waiting[rank][0])
+            _, rank, number = self._deadlines[0]
+            shown += self._release_first(rank, number - self._n_released[rank])
         return shown
 
     def next_due(self) -> float:
@@ -131,18 +131,50 @@ class Folder:
         shown: list[Shown] = []
         while len(self._waiting) == self._world_size:
             unmatched = [
-                text for text, group in self._groups.items() if self._n_alike[text] == len(group)
+                min(group)
+                for text, group in self._groups.items()
+                if self._n_alike[text] == len(group)
             ]
             if not unmatched:
                 break
-            shown += self._release(min(unmatched, key=lambda text: min(self._groups[text])))
+            rank = min(unmatched)
+            shown += self._release_first(rank, len(self._waiting[rank]))
         return shown
+
+    def _release_first(self, rank: int, most: int) -> list[Shown]:
+        """Show a rank's first line; at once, those behind it that are like no other, up to `most`.
+
+        A flood is such lines: one by one they would cost several times as much.
+        """
+        queue, n_alike, alone = self._waiting[rank], self._n_alike, list[str]()
+        for line in islice(queue, most):
+            if n_alike[line] != 1:
+                break
+            alone.append(line)
+        if not alone:
+            return self._release(queue[0])
+        del self._groups[alone[0]]
+        for line in alone:
+            n_alike.pop(line)
+            queue.popleft()
+        self._n_released[rank] += len(alone)
+        shown = [Shown((rank,), line) for line in alone]
+        complete = self._advance(rank)
+        return shown if complete is None else shown + self._release(complete)
 
     def _join(self, rank: int, line: str) -> bool:
         """Put a rank whose first line is `line` into its group; says whether nobody is missing."""
         group = self._groups.setdefault(line, set())
         group.add(rank)
         return len(group) == self._world_size
+
+    def _advance(self, rank: int) -> str | None:
+        """Put a rank whose first lines are shown into its next group; returns one that is whole."""
+        queue = self._waiting[rank]
+        if not queue:
+            del self._waiting[rank]
+            return None
+        return queue[0] if self._join(rank, queue[0]) else None
 
     def _release(self, text: str) -> list[Shown]:
         """Show a group, and what can be shown because its members' next lines come first now."""
@@ -155,13 +187,10 @@ class Folder:
             self._all = self._all or (tuple(sorted(group)) if is_all else ())
             shown.append(Shown(self._all if is_all else tuple(sorted(group)), text))
             for rank in group:
-                queue = self._waiting[rank]
-                queue.popleft()
+                self._waiting[rank].popleft()
                 self._n_released[rank] += 1
-                if not queue:
-                    del self._waiting[rank]
-                elif self._join(rank, queue[0]):
-                    ready.append(queue[0])
+                if (complete := self._advance(rank)) is not None:
+                    ready.append(complete)
             self._n_alike[text] -= len(group)
             if not self._n_alike[text]:
                 del self._n_alike[text]
