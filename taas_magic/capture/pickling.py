@@ -11,7 +11,6 @@ import os
 import pickle
 import struct
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ from taas_magic.capture.reducers import (
 )
 from taas_magic.errors import CaptureError
 from taas_magic.messages import pack
+from taas_magic.shared_files import replacing
 
 _MAGIC = b"TAASPAY2"
 _BEGIN = struct.Struct("<8sQ")
@@ -94,18 +94,11 @@ def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> N
         *(buffer.raw() for buffer in pickled.buffers),
     ]
     sizes = [memoryview(piece).nbytes for piece in pieces]
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(_BEGIN.pack(_MAGIC, len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes))
-            for piece in pieces:
-                file.write(bytes(-file.tell() % _ALIGNMENT))
-                file.write(piece)
-        os.replace(unfinished, path)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
+    with replacing(path) as file:
+        file.write(_BEGIN.pack(_MAGIC, len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes))
+        for piece in pieces:
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            file.write(piece)
 
 
 def read_archive(path: Path) -> Archive:

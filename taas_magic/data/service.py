@@ -26,6 +26,7 @@ from msgspec import Struct, structs
 
 from taas_magic.config import DataConfig
 from taas_magic.messages import LoaderPlace, LoaderPlaces
+from taas_magic.shared_files import boot_id, replacing
 
 _LINE_BYTES = 512
 _COUNT = struct.Struct("<QI")
@@ -141,8 +142,7 @@ whenever one does not answer."""
 
 def machine() -> str:
     """Tell hosts, and network namespaces on one host, apart: who can share memory and sockets."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def peer_uid(sock: socket.socket) -> int:
@@ -158,9 +158,8 @@ def write_entry(folder: Path, number: int, entry: LoaderPlaces) -> Path:
     file, text = folder / f"fetcher-{number}.json", msgspec.json.encode(entry)
     if _content(file) == text:
         return file  # the folder is shared, and the fetcher has written it itself
-    draft = folder / f"{number}-{os.getpid()}.draft"
-    draft.write_bytes(text)
-    os.replace(draft, file)
+    with replacing(file) as draft:
+        draft.write(text)
     return file
 
 

@@ -7,7 +7,6 @@ each job as soon as it has ended, so that what was delivered stays, whatever bec
 import asyncio
 import concurrent.futures
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import logging
@@ -57,6 +56,7 @@ from taas_magic.host.system import spawn_command
 from taas_magic.journal.folder import state_dir
 from taas_magic.notebook import launch, pools
 from taas_magic.plan import new_run_id
+from taas_magic.shared_files import lock
 from taas_magic.store import rule as store
 
 if TYPE_CHECKING:
@@ -644,9 +644,9 @@ def _remove_ended(folder: Path, keep: int) -> None:
     farms = sorted(folder.glob("farm-*"))  # by time, as their names have it
     for old in farms[: max(0, len(farms) - keep)]:
         # its process lives, and has its log; or another kernel removes it, too
-        with contextlib.suppress(BlockingIOError, FileNotFoundError), (old / LOG).open("ab") as log:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError), (old / LOG).open("ab") as log:
+            if lock(log.fileno()):
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], FarmPlace]:
@@ -657,7 +657,7 @@ def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], Far
     """
     path = folder / LOG
     with path.open("ab") as log:
-        fcntl.flock(log, fcntl.LOCK_SH)  # held as long as the process has its log
+        lock(log.fileno(), shared=True, wait=True)  # held as long as the process has its log
         process = subprocess.Popen(
             spawn_command("taas_magic.farms.process"),
             stdin=subprocess.PIPE,

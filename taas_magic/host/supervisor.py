@@ -40,11 +40,10 @@ from taas_magic.host.system import (
     adopt_orphans,
     end_all,
     end_host,
-    is_free,
     is_tracker,
     spawn_command,
-    take_lock,
 )
+from taas_magic.shared_files import is_free, take_lock
 
 GRACE_S = 3.0
 """What the agent gets to end its ranks and to close its connections, before all is killed."""

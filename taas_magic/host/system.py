@@ -6,7 +6,6 @@ neither torch nor anything of this package: supervisor, agent and ranks use it.
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import re
 import signal
@@ -143,31 +142,6 @@ def supervisor_arguments(lease_s: float | None, preload: Sequence[str]) -> list[
         preload: Modules that the pool's settings add to what ranks find imported.
     """
     return [f"{lease_s or 0:g}", ",".join(preload)]
-
-
-def take_lock(path: Path, flags: int = os.O_CREAT) -> int | None:
-    """Return the lock of a file, a descriptor; None while a living process holds it.
-
-    Args:
-        flags: How the file is opened, besides.
-
-    Raises:
-        OSError: It cannot be opened.
-    """
-    lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
-
-
-def is_free(path: Path, flags: int = os.O_CREAT) -> bool:
-    """Return whether nobody holds the lock of a file; see `take_lock`."""
-    if (lock := take_lock(path, flags)) is not None:
-        os.close(lock)
-    return lock is not None
 
 
 def adopt_orphans() -> None:

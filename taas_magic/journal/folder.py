@@ -17,7 +17,6 @@ is torn is read as far as it goes.
 
 import contextlib
 import errno
-import fcntl
 import os
 import queue
 import shutil
@@ -46,6 +45,7 @@ from taas_magic.messages import (
     RunEnded,
     StateChanged,
 )
+from taas_magic.shared_files import lock
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -188,7 +188,7 @@ class RunFolder:
         The system releases the mark with the process, however that ends.
         """
         with (self.path / "plan.json").open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file.fileno(), wait=True)
             yield
 
     def read_events(self) -> Iterator[Event]:
@@ -290,12 +290,9 @@ class Writer:
 def _lock(descriptor: int) -> None:
     """Lock a journal, unless a pool that hangs still has it; readers have it for an instant."""
     for _ in range(_LOCK_TRIES):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_LOCK_AGAIN_S)
-        else:
+        if lock(descriptor):
             return
+        time.sleep(_LOCK_AGAIN_S)
 
 
 class RunFiles:
@@ -440,13 +437,9 @@ def _has_end(told: list[StateChanged | RunEnded]) -> bool:
 def _is_kept(folder: RunFolder) -> bool:
     """Return whether the process lives that will tell the run's end: its kernel, or its pool."""
     for path in (folder.events, folder.path / "plan.json"):
-        try:
-            with path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except FileNotFoundError:
-            pass
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            if not lock(file.fileno(), shared=True):
+                return True
     return False
 
 

@@ -27,10 +27,11 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.base import LOG, Engine, find_engine, log_tail
 from taas_magic.engines.keys import SecurityOptions
 from taas_magic.errors import PoolError
-from taas_magic.host.system import CALM_DASK, is_free, spawn_command, take_lock
+from taas_magic.host.system import CALM_DASK, spawn_command
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import pack, unpack
 from taas_magic.setup.facts import Kernel, this_kernel
+from taas_magic.shared_files import is_free, replacing, take_lock
 
 DASK_SETTINGS = {
     **CALM_DASK,
@@ -244,11 +245,10 @@ async def _keep(engine: Engine, folder: Path, words: PoolWords) -> None:
     async with engine.open(HeadScheduler, keys, str(folder)) as scheduler:
         controller = Controller(scheduler, engine, engine.pool, words.linger_s)
         place = PoolPlace(scheduler.address, keys.kernel(), words.project, this_kernel())
-        path, beside = folder / "pool.json", folder / "pool.new"
-        beside.touch(0o600)
+        path = folder / "pool.json"
         try:
-            beside.write_bytes(pack(place))
-            beside.replace(path)
+            with replacing(path) as file:
+                file.write(pack(place))
             await controller.over.wait()
         finally:
             path.unlink(missing_ok=True)

@@ -27,6 +27,7 @@ from pathspec import GitIgnoreSpec
 from taas_magic.config import size_text
 from taas_magic.errors import StoreError
 from taas_magic.messages import Request, pack, unpack
+from taas_magic.shared_files import replacing
 from taas_magic.store.tree import ARRIVING, Cases, Seen, Tree, shown, why_unsafe
 
 FILE_NAME = ".taasignore"
@@ -263,10 +264,8 @@ class Hashes:
 
     def save(self) -> None:
         """Keep them for the next run."""
-        beside = self._file.with_suffix(".new")
-        rows = [(path, *known) for path, known in self._known.items()]
-        beside.write_bytes(pack(rows))
-        os.replace(beside, self._file)
+        with replacing(self._file) as file:
+            file.write(pack([(path, *known) for path, known in self._known.items()]))
 
 
 def blocks(file: FileIO) -> Iterator[bytes]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from taas_magic import probe
 from taas_magic.errors import StoreError, TaasError
+from taas_magic.shared_files import locked
 from taas_magic.store.manifest import (
     FOLDER,
     Ask,
@@ -31,7 +32,6 @@ from taas_magic.store.manifest import (
     batches,
     blocks,
 )
-from taas_magic.store.rule import locked
 from taas_magic.store.tree import Arrival, DamagedError, Tree, why_unsafe
 
 MAX_MIRRORS = 16

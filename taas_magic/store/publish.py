@@ -6,7 +6,6 @@ new file needs its folder forced to the disk as well is in fsync(2).)
 """
 
 import contextlib
-import fcntl
 import inspect
 import os
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from taas_magic.errors import StoreError
+from taas_magic.shared_files import lock
 
 SAVES = "TAAS_SAVES"
 """The environment variable that names where a job's `taas.save` writes, in place of the store."""
@@ -104,13 +104,13 @@ def _folder_beside(destination: str) -> Iterator[str]:
         folder = tempfile.mkdtemp(_SUFFIX, prefix, parent)
     except OSError as error:
         raise StoreError(f"{destination} cannot be written: {error.strerror}") from error
-    lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        lock(descriptor, shared=True, wait=True)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        os.close(descriptor)
 
 
 def remove_leftover(folder: Path) -> bool:
@@ -118,16 +118,14 @@ def remove_leftover(folder: Path) -> bool:
     if not folder.name.endswith(_SUFFIX):
         return False
     try:
-        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return True  # it is gone, or another user's
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        return True  # its writer is alive
+        if lock(descriptor):  # else its writer is alive
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
-        os.close(lock)
+        os.close(descriptor)
     return True
 
 

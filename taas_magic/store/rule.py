@@ -6,7 +6,6 @@ store for as long as the run is, must be seen.
 """
 
 import contextlib
-import fcntl
 import getpass
 import hashlib
 import os
@@ -22,6 +21,7 @@ from msgspec import Struct
 from taas_magic.errors import StoreError, reason_of
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import pack, unpack
+from taas_magic.shared_files import boot_id, locked
 
 WRITES = ("discard", "refuse")
 """What `--store-writes` may say of the ranks that are not 0."""
@@ -247,20 +247,6 @@ def _refuse_overlap(store: str, path: Path) -> None:
         )
 
 
-@contextlib.contextmanager
-def locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a file's lock; yield False where another process has it and `wait` is False."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        yield False
-    else:
-        yield True
-    finally:
-        os.close(descriptor)
-
-
 class Identity(Struct, frozen=True):
     """A folder, as the machine that it was looked at on knows it: `kernel` is the running one's."""
 
@@ -277,7 +263,7 @@ class Identity(Struct, frozen=True):
             OSError: It is not there.
         """
         status = os.stat(path)
-        return cls(path, _kernel(), status.st_dev, status.st_ino)
+        return cls(path, boot_id(), status.st_dev, status.st_ino)
 
     def is_here(self, token: Callable[[], str]) -> bool:
         """Return whether the folder is the same on this host.
@@ -292,11 +278,3 @@ class Identity(Struct, frozen=True):
         if here.kernel and here.kernel == self.kernel:
             return here == self
         return os.path.exists(os.path.join(self.path, token()))
-
-
-def _kernel() -> str:
-    """Return what was drawn at boot and tells this kernel from all others; "" where unknown."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

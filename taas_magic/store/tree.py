@@ -9,7 +9,6 @@ until then: so whoever looks the store through next tells what a dead writer has
 """
 
 import errno
-import fcntl
 import hashlib
 import os
 import secrets
@@ -19,6 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
+
+from taas_magic.shared_files import lock
 
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 3500
@@ -260,8 +261,8 @@ class Tree:
         """Remove a file if it is an arrival whose writer is dead: nobody has its lock."""
         if path.rpartition("/")[2].startswith(ARRIVING):
             with suppress(OSError), self.open_file(path) as file:  # it is gone, or being written
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                self.remove(path)
+                if lock(file.fileno(), shared=True):
+                    self.remove(path)
 
     def entries(self, path: str) -> list[Seen]:
         """Return what lies in a folder, sorted; nothing where it is gone or not ours to read."""
@@ -331,7 +332,7 @@ class Arrival:
             os.close(self._staging)
             raise
         with suppress(OSError):  # this file system has no locks: then leftovers stay
-            fcntl.flock(self.file, fcntl.LOCK_EX)
+            lock(self.file, wait=True)
         self._hash = hashlib.sha256()
         self.received, self.begins = 0, b""
         self._is_open = True

@@ -23,7 +23,7 @@ FLOORS = (
     ("plan",),
     ("data", "store"),
     ("capture", "journal"),
-    ("config", "messages", "certificate", "leases", "probe", "errors"),
+    ("config", "messages", "shared_files", "certificate", "leases", "probe", "errors"),
 )
 
 LIGHT = ["", ".messages", ".plan", ".config", ".errors", ".journal", ".api", ".host.supervisor"]

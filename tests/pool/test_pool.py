@@ -17,12 +17,12 @@ import pytest
 
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import PoolError
-from taas_magic.host.system import take_lock
 from taas_magic.messages import EndPool, Event, Started
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import Run
 from taas_magic.pool import process as pool_process
 from taas_magic.pool.client import Pool
+from taas_magic.shared_files import take_lock
 from tests.events import line_of
 from tests.frontend import WAIT_S, Frontend
 from tests.harness import Notebook, below, left_of, listening_ports

@@ -1,0 +1,58 @@
+"""Locks that end with their holder, and files that appear whole or not at all."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from taas_magic.shared_files import is_free, lock, locked, replacing, take_lock
+
+HOLDER = """
+import sys
+from pathlib import Path
+from taas_magic.shared_files import take_lock
+
+assert take_lock(Path(sys.argv[1])) is not None
+print("has it", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_is_held_until_its_holder_ends_however_it_does(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"has it\n"
+        assert take_lock(path) is None and not is_free(path)
+        with locked(path, wait=False) as is_ours:
+            assert not is_ours
+        holder.kill()
+    with locked(path, wait=True) as is_ours:
+        assert is_ours and not is_free(path)
+    assert is_free(path)
+
+
+def test_a_shared_lock_keeps_out_who_wants_it_alone(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    with path.open("rb") as first, path.open("rb") as second, path.open("rb") as third:
+        assert lock(first.fileno(), shared=True)
+        assert lock(second.fileno(), shared=True)
+        assert not lock(third.fileno())
+
+
+def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with replacing(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
