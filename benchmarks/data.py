@@ -42,6 +42,9 @@ STEPS, STEP_S = 3, 5.0
 RANKS = 8
 QUIET_LOAD, QUIET_CORES, QUIET_SHARE = 0.5, 0.1, 0.9
 LOOK_S = 0.3
+SETTLE_S = 1.0
+"""For as long the system may free what the last row's processes had."""
+
 PARTS = ("delivery", "ranks", "first", "step", "collate", "slow", "cpu")
 RAW, RAW_TLS = "bare TCP socket, reused buffer", "bare TLS socket, reused buffer"
 BESIDE = {"ours, TCP + TLS": RAW_TLS}
@@ -57,7 +60,8 @@ used_elsewhere: list[float] = []
 
 
 def look_elsewhere() -> None:
-    """Note how much others compute while this script does nothing."""
+    """Note how much others compute while this script does nothing, and nothing of it ends."""
+    time.sleep(SETTLE_S)
     before = busy_s()
     time.sleep(LOOK_S)
     used_elsewhere.append((busy_s() - before) / LOOK_S)

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def seen(warm_notebook: Notebook) -> Seen:
-    return Seen(warm_notebook)
+def seen(warm_notebook: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return Seen(warm_notebook, tmp_path_factory.mktemp("config"))
 
 
 KINDS = (datasets, samplers, collate, running, errors, details, endless)

@@ -21,6 +21,7 @@ from tests.data.loaders import described
 from tests.data.loaders.described import Script
 from tests.data.loaders.share import SEED, Local, Share
 from tests.harness import Notebook, without_pytests_filter
+from tests.rig.pools import settings_in
 
 SeenByCase = dict[str, object]
 
@@ -34,6 +35,9 @@ class Setting(NamedTuple):
 
 
 SeenBySetting = dict[Setting, list[SeenByCase]]
+
+PATIENT = "[data]\nfetch_s = 100\n"
+"""A fetcher that starts the workers of fifty loaders at once may be silent on a busy machine."""
 
 REGISTER = """
 import taas
@@ -110,10 +114,14 @@ def settings_of(module: ModuleType) -> list[Setting]:
 
 
 class Seen:
-    """What ranks saw of the loaders of each module; its cells run when they are asked for first."""
+    """What ranks saw of the loaders of each module; its cells run when they are asked for first.
 
-    def __init__(self, notebook: Notebook) -> None:
-        self._notebook = notebook
+    Args:
+        settings: An empty folder, for the notebook's taas.toml.
+    """
+
+    def __init__(self, notebook: Notebook, settings: Path) -> None:
+        self._notebook, self._settings = notebook, settings_in(settings, PATIENT)
         self._seen: dict[str, SeenBySetting | Exception] = {}
 
     def of(self, module: ModuleType) -> SeenBySetting:
@@ -129,6 +137,7 @@ class Seen:
         """Return what ranks saw, or why they could not: no case of the module tries again."""
         with pytest.MonkeyPatch.context() as patch, unfiltered():
             patch.setenv("TAAS_STATE_DIR", str(self._notebook.state_dir))
+            patch.setenv("XDG_CONFIG_HOME", str(self._settings))
             patch.chdir(self._notebook.project)
             try:
                 return self._run(module)
