@@ -29,7 +29,6 @@ from taas_magic.capture.modules import claim_taas, install
 from taas_magic.farms.terms import INLINE_BYTES, Blob, JobOutcome, JobSetting, PlacedCall
 from taas_magic.host import cell_main, tracebacks
 from taas_magic.host.rank import flush
-from taas_magic.host.system import die_with_parent
 from taas_magic.store.guard import Means, hold
 from taas_magic.store.publish import SAVES
 
@@ -49,7 +48,6 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
         output: What jobs print goes there.
     """
     os.setsid()
-    die_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)

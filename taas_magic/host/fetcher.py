@@ -24,7 +24,6 @@ from taas_magic.data.sharding import FetcherShare
 from taas_magic.data.worker import ServedLoader
 from taas_magic.host import tracebacks
 from taas_magic.host.spec import FetcherSpec, ProcessSpec
-from taas_magic.host.system import die_with_parent
 from taas_magic.messages import (
     Address,
     Event,
@@ -135,7 +134,6 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     Args:
         control: A duplex pipe to the agent.
     """
-    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
     claim_taas()

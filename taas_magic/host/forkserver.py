@@ -65,6 +65,9 @@ _is_warm = _has_rest = _is_over = False
 _importing = threading.Lock()
 _begun_at: float | None = None
 _why = "this host's forkserver has ended"
+_own_pid: int | None = None
+"""In the forkserver, and what it forks: the forkserver's process id."""
+
 _problems: list[str] = []
 """In the forkserver: a message for each module of the settings that could not be imported."""
 
@@ -213,7 +216,8 @@ def why_ended() -> str:
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a function by its dotted name; in a process of the forkserver."""
+    """Call a function by its dotted name; in a process of the forkserver, which ends with that."""
+    die_with_parent(_own_pid)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     module, _, name = function.rpartition(".")
     getattr(importlib.import_module(module), name)(*arguments)
@@ -250,6 +254,8 @@ def _preload() -> None:
     No CUDA context and no thread may come of it: forks would inherit the one broken and the other
     not at all.
     """
+    global _own_pid
+    _own_pid = os.getpid()
     # Ranks hold the pipe on whose end a forkserver waits, so it would outlive a killed agent.
     die_with_parent(int(os.environ[_AGENT_PID]))
     _close_input()

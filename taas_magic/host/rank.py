@@ -50,7 +50,6 @@ from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, rendezvous, results, tracebacks
 from taas_magic.host.link import Link, rank_file
 from taas_magic.host.spec import TORCHRUN_NAMES, HostSpec, ProcessSpec
-from taas_magic.host.system import die_with_parent
 from taas_magic.leases import RANK_BEAT_S, FetchLease
 from taas_magic.messages import (
     ClearOutput,
@@ -109,10 +108,6 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     `environ` has torchrun's variables of this rank (`spec.torchrun_variables`).
     """
     os.setsid()
-    die_with_parent()
-    agent = multiprocessing.parent_process()
-    if agent is None or not agent.is_alive():
-        os._exit(1)  # it, and so the forkserver, ended before this process asked to end with it
     rank = int(environ["RANK"])
     # until the cell can have it (`_run`), an interrupt ends the rank without a word
     signal.signal(signal.SIGINT, signal.SIG_DFL)

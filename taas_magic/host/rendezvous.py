@@ -20,7 +20,6 @@ from typing import Any
 
 from taas_magic.errors import PoolError
 from taas_magic.host import forkserver
-from taas_magic.host.system import die_with_parent
 
 STORE_TIMEOUT_S = 300.0
 REACH_TIMEOUT_S = 30.0
@@ -79,7 +78,6 @@ def serve(listener: socket.socket, address: str) -> None:
     """Serve a store on a socket until it is killed; a process of the forkserver."""
     import torch.distributed as dist
 
-    die_with_parent()
     make_store = functools.partial(
         dist.TCPStore,  # type: ignore[attr-defined]
         address,

@@ -1,6 +1,7 @@
 """The first process of a host: whatever happens to its lease, nothing outlives it."""
 
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -102,3 +103,22 @@ def test_only_the_first_line_reaches_the_agent(supervisor: subprocess.Popen[byte
         with suppress(BrokenPipeError):  # of the last one: the agent may have ended already
             supervisor.stdin.write(data)
     assert agent.wait(WITHIN_S) != 0
+
+
+ORPHAN = """
+import os
+from taas_magic.host import forkserver
+
+forkserver._own_pid, (told, telling) = os.getpid(), os.pipe()
+if os.fork():
+    os._exit(0)  # before what it has forked asked the system to end with it
+while os.getppid() == forkserver._own_pid:
+    pass
+forkserver.call("builtins.print", "nobody ends this")
+"""
+
+
+def test_what_a_forkserver_forked_just_before_it_was_killed_ends_too() -> None:
+    command = [sys.executable, "-c", ORPHAN]
+    said = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=WITHIN_S)
+    assert said.stdout == b""
