@@ -135,9 +135,10 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
             if not link.is_own:  # a child that the cell forked, and that ran on to the cell's end
                 flush()
                 os._exit(0 if succeeded else 1)
-            if succeeded:
-                link.send(RankFinished())
-            try:  # threads may go on with a loader
+            try:
+                if succeeded:
+                    link.send(RankFinished())
+                # threads may go on with a loader
                 threading._shutdown()  # type: ignore[attr-defined]
             except KeyboardInterrupt:  # Python ends, too, and its threads with it
                 succeeded = False
