@@ -24,7 +24,11 @@ from taas_magic import messages
 from taas_magic.messages import Event, RankMessage, StoreMessage
 
 OTHERS_END_S = 0.4
-"""How long a rank that ends waits for the others: what Python takes to end one under torchrun."""
+"""How long a rank that ends waits for the others: what Python takes to end one under torchrun.
+
+Nothing that a rank listens on closes sooner there; another rank's `init_process_group` may still be
+connecting to it.
+"""
 
 SIGNAL, SIGNAL_IN_C = signal.SIGRTMAX - 3, signal.SIGRTMAX - 4
 """What makes a rank, or a child that it forked, write its stacks; programs use SIGUSR1 and 2."""
@@ -132,15 +136,9 @@ class Link:
         os.read(self._asked, 4096)
         return True
 
-    def await_others(self, hosts: int) -> None:
-        """Wait until all ranks of the run end, or `OTHERS_END_S` have passed.
-
-        Under torchrun nothing that a rank listens on closes sooner; another rank's
-        `init_process_group` may still be connecting to it. When ranks of other hosts end is not
-        seen: with several hosts it always waits that long.
-        """
-        if hosts == 1:
-            os.close(self._running)
+    def await_others(self) -> None:
+        """Wait until all ranks of this host end, or `OTHERS_END_S` have passed."""
+        os.close(self._running)
         poll = select.poll()
         poll.register(self._others, 0)  # hung up when nobody has it open for writing any more
         poll.poll(OTHERS_END_S * 1000)

@@ -48,7 +48,7 @@ from taas_magic.data.server import OwnServers
 from taas_magic.data.service import Service
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, rendezvous, results, tracebacks
-from taas_magic.host.link import Link, rank_file
+from taas_magic.host.link import OTHERS_END_S, Link, rank_file
 from taas_magic.host.spec import TORCHRUN_NAMES, HostSpec, ProcessSpec
 from taas_magic.leases import RANK_BEAT_S, FetchLease
 from taas_magic.messages import (
@@ -146,7 +146,10 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     if not succeeded:
         sys.exit(1)
     if dist.is_initialized():
-        link.await_others(hosts=int(environ["GROUP_WORLD_SIZE"]))
+        if environ["GROUP_WORLD_SIZE"] == "1":
+            link.await_others()
+        else:
+            rendezvous.await_all(environ, OTHERS_END_S)
 
 
 def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:

@@ -14,7 +14,9 @@ import importlib
 import importlib.util
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +31,8 @@ _BACKLOG = 1024
 _HOROVOD_SERVER = "horovod.runner.http.http_server"
 _HOROVOD_KEY = "taas/horovod"
 _HOROVOD_ANSWER_S = 60.0
+_ANSWER_S, _LOOK_S = 5.0, 0.01
+_ENDING_KEY, _ALL_END_KEY = "taas/ending", "taas/all end"
 
 
 class Rendezvous:
@@ -72,6 +76,30 @@ def reach(address: str, port: int) -> None:
             f"several hosts must reach each other; name the network that they share with "
             f"`interface` in taas.toml ({error})"
         ) from error
+
+
+def await_all(environ: Mapping[str, str], limit_s: float) -> None:
+    """Return when all ranks of the attempt are here, or `limit_s` have passed; in a rank that ends.
+
+    Args:
+        environ: torchrun's variables of this rank.
+    """
+    import torch.distributed as dist
+
+    until = time.monotonic() + limit_s
+    with suppress(RuntimeError):  # the store is gone with its host
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            environ["MASTER_ADDR"],
+            int(environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(seconds=_ANSWER_S),
+            wait_for_workers=False,
+        )
+        if store.add(_ENDING_KEY, 1) == int(environ["WORLD_SIZE"]):
+            store.set(_ALL_END_KEY, "")
+        # torch writes warnings when the time of its own wait() is over
+        while not store.check([_ALL_END_KEY]) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
 
 
 def serve(listener: socket.socket, address: str) -> None:

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def test_ranks_meet_and_another_attempt_has_a_store_of_its_own(meeting: Rendezvo
     other.start()
     assert not store_at(other.port).check(["word"])
     other.close()
+
+
+def test_ranks_that_end_wait_for_one_another(meeting: Rendezvous) -> None:
+    """Each until the last has come, and no longer than it may."""
+    environ = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(meeting.port), "WORLD_SIZE": "2"}
+    with ThreadPoolExecutor() as ranks:
+        first = ranks.submit(rendezvous.await_all, environ, WAIT_S)
+        store_at(meeting.port).wait(["taas/ending"], timedelta(seconds=WAIT_S))
+        assert not first.done()
+        rendezvous.await_all(environ, WAIT_S)
+        first.result(WAIT_S)
+    rendezvous.await_all({**environ, "WORLD_SIZE": "9"}, 0.1)
 
 
 def test_it_listens_on_its_address_only_and_is_gone_with_its_attempt(meeting: Rendezvous) -> None:
