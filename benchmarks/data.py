@@ -43,7 +43,7 @@ RANKS = 8
 QUIET_LOAD, QUIET_CORES, QUIET_SHARE = 0.5, 0.1, 0.9
 LOOK_S = 0.3
 SETTLE_S = 1.0
-"""For as long the system may free what the last row's processes had."""
+"""How long the system may take to free what the last row's processes had."""
 
 PARTS = ("delivery", "ranks", "first", "step", "collate", "slow", "cpu")
 RAW, RAW_TLS = "bare TCP socket, reused buffer", "bare TLS socket, reused buffer"

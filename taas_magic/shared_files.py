@@ -1,4 +1,4 @@
-"""Files that several processes use at once: their locks, and files that appear whole or not at all.
+"""Files that several processes use: locks, what appears whole or not at all, whose kernel it is.
 
 A lock is held as long as its file is open in the process that took it, or in one that has inherited
 it: the system releases it when they end, however they do.
@@ -81,7 +81,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
         os.replace(unfinished, path)
     except BaseException:
-        os.unlink(unfinished)
+        unfinished.unlink(missing_ok=True)
         raise
 
 

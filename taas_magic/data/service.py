@@ -142,7 +142,7 @@ whenever one does not answer."""
 
 def machine() -> str:
     """Tell hosts, and network namespaces on one host, apart: who can share memory and sockets."""
-    return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{boot_id() or socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def peer_uid(sock: socket.socket) -> int:

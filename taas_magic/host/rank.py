@@ -389,6 +389,7 @@ def _end_program() -> None:
     A process group that the cell left open is closed with the process.
     """
     atexit._run_exitfuncs()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left open is to be written
     _keep_groups()
     shell = RankShell.instance()
     shell.last_value = None
@@ -401,6 +402,7 @@ def _end_program() -> None:
         shell.user_ns.update(dict.fromkeys(names))
         gc.collect()
     flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # who waits only, for others, ends without a word
 
 
 def _keep_groups() -> None:

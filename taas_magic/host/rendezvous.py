@@ -5,6 +5,8 @@ all hosts can be told of it at once, and starts a process of the forkserver that
 ranks are started. Every attempt has a store of its own: in an old one its ranks would find where
 those of the last attempt listened.
 
+Ranks of several hosts that end wait for one another there (`await_all`).
+
 Horovod's ranks find each other over an HTTP server of horovod's own. The same process runs it, and
 leaves its port in the store, from which ranks make what `horovodrun` would tell them.
 """

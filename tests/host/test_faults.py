@@ -303,6 +303,24 @@ def arrive():
     assert outcome.lines == {}
 
 
+def test_an_interrupt_while_a_rank_ends_shows_none_of_our_frames(notebook: Notebook) -> None:
+    """It waits for the others then, as they may still be connecting to it."""
+    source = f"""
+import os, time
+import torch.distributed as dist
+class Last:
+    def __del__(self):
+        os.kill({os.getpid()}, 2)
+dist.init_process_group("gloo")
+if dist.get_rank():
+    time.sleep(600)
+last = Last()
+"""
+    outcome = notebook.run(source)
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert 0 not in outcome.lines
+
+
 def test_three_interrupts_leave_nothing(notebook: Notebook) -> None:
     source = """
 import os, signal, time

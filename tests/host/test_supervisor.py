@@ -109,7 +109,7 @@ ORPHAN = """
 import os
 from taas_magic.host import forkserver
 
-forkserver._own_pid, (told, telling) = os.getpid(), os.pipe()
+forkserver._own_pid = os.getpid()
 if os.fork():
     os._exit(0)  # before what it has forked asked the system to end with it
 while os.getppid() == forkserver._own_pid:
