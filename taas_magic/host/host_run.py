@@ -57,9 +57,11 @@ from taas_magic.messages import (
     HostEnded,
     Note,
     PlaceFetcher,
+    RankBeat,
     RankEvent,
     RankFailure,
     RankMessage,
+    RankSight,
     RanksStarted,
     RunStacks,
     Settled,
@@ -430,7 +432,8 @@ class HostRun(HostShare):
         if self._attempt is not None:
             self._attempt.ranks.hear(rank, message)
         if isinstance(message, RankMessage):
-            self.wakeup.set()
+            if not isinstance(message, RankBeat | RankSight):  # these change no verdict
+                self.wakeup.set()
         elif isinstance(message, StoreMessage):
             self._files.take(rank, message)
         else:

@@ -413,7 +413,7 @@ class Ranks:
                 state.hint = oom_since(state.kills)
 
     def poll(self, now: float) -> None:
-        """Ask the system which ranks are stopped, or moved to another memory limit."""
+        """Ask the system which ranks are stopped."""
         with self._lock:
             for state in [state for state in self._states.values() if not state.ended]:
                 status = status_of(state.process)
@@ -421,7 +421,6 @@ class Ranks:
                     state.stopped_at = state.stopped_at or now
                 elif status:
                     state.stopped_at = None
-                    state.kills = {**oom_kills(state.pid), **state.kills}
 
     def interrupt(self) -> None:
         """Send SIGINT, once, to every rank that has said that it would hear it."""

@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from taas_magic.errors import RankFailed, RunLost, RunTimeout
+from taas_magic.host.watch import oom_kills
 from tests.events import Line
-from tests.harness import AFTER_BEATS, Notebook, Outcome, left_of, on_event, processes
+from tests.harness import (
+    AFTER_BEATS,
+    Notebook,
+    Outcome,
+    below,
+    forkservers,
+    left_of,
+    on_event,
+    processes,
+)
 
 TORCHS_PORT = 29500
 """What torchrun takes where nothing is said."""
@@ -135,19 +145,18 @@ def test_sys_exit_with_a_code_fails(notebook: Notebook) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a memory limit takes root")
-def test_out_of_memory_is_told_from_a_kill(
-    notebook: Notebook, memory_limit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go = tmp_path / "go"
-    source = f"""
-import os, time
-open({str(memory_limit / "cgroup.procs")!r}, "w").write(str(os.getpid()))
-while not os.path.exists({str(go)!r}):  # what says that it hangs has looked at its cgroup before
-    time.sleep(0.2)
-grown = [bytearray(1 << 20) for _ in range(2000)]
-"""
-    with on_event(monkeypatch, lambda it: it["kind"] == "hang", lambda run: go.touch()):
-        outcome = notebook.run(source, "--hang 2s", gpus=1)
+def test_out_of_memory_is_told_from_a_kill(notebook: Notebook, memory_limit: Path) -> None:
+    """The rank is in the limited cgroup from its start, as that of a container or of a job is."""
+    [server] = forkservers(below(os.getpid()))
+    root = memory_limit.parent
+    limited_by = [Path(name).parent for name in oom_kills(server.pid)]
+    home = next((folder for folder in limited_by if folder.is_relative_to(root)), root)
+    source = "grown = [bytearray(1 << 20) for _ in range(2000)]\n"
+    (memory_limit / "cgroup.procs").write_text(str(server.pid))
+    try:
+        outcome = notebook.run(source, gpus=1)
+    finally:
+        (home / "cgroup.procs").write_text(str(server.pid))
     assert first(outcome)["signal"] == "SIGKILL"
     assert "killed by the memory limit of its cgroup" in outcome.shown
 
