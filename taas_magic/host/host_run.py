@@ -325,11 +325,16 @@ class _Again:
 
 
 class HostRun(HostShare):
-    """A run's ranks on this host."""
+    """A run's ranks on this host.
+
+    Raises:
+        OSError: The run's first host has not (any more) the address at which ranks were to meet.
+        PoolError: Nothing can be written in TMPDIR.
+    """
 
     def __init__(self, spec: HostSpec, *about: Any) -> None:
+        self._rendezvous = _rendezvous_of(spec)  # first: it may fail, and nothing is left then
         super().__init__(spec, *about)
-        self._rendezvous = _rendezvous_of(spec)
         self.port = self._rendezvous.port if self._rendezvous else 0
         timeout_s = spec.plan.timeout_s
         began = time.monotonic() - spec.ran_s

@@ -1,6 +1,7 @@
 """Where the ranks of an attempt meet, and what torchrun would tell them."""
 
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from taas_magic.errors import PoolError
 from taas_magic.host import rendezvous
+from taas_magic.host.host_run import HostRun
 from taas_magic.host.rendezvous import Rendezvous
-from taas_magic.host.spec import HostSpec, Origin, of_host, torchrun_variables
+from taas_magic.host.spec import HostSpec, Origin, Place, of_host, torchrun_variables
 from taas_magic.messages import pack, unpack
 from taas_magic.plan import Flags, HostCapacity, make_plan
 
@@ -48,6 +50,16 @@ def test_ranks_meet_and_another_attempt_has_a_store_of_its_own(meeting: Rendezvo
     other.start()
     assert not store_at(other.port).check(["word"])
     other.close()
+
+
+def test_a_first_host_whose_address_has_gone_keeps_nothing_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = structs.replace(spec(0), master_addr="192.0.2.1")
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        HostRun(gone, Place("gpu1", "192.0.2.1", False), print, lambda: True, print)
+    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_that_end_wait_for_one_another(meeting: Rendezvous) -> None:
