@@ -19,6 +19,7 @@ Each says who, what, where and what to do next. IPython shows them through `_ren
 """
 
 import errno
+import signal
 from collections.abc import Sequence
 
 
@@ -119,3 +120,13 @@ def reason_of(error: OSError) -> str:
         errno.EACCES: "you have no right to write there",
     }
     return reasons.get(error.errno or 0, str(error.strerror))
+
+
+def signal_name(exitcode: int) -> str:
+    """Return `SIGSEGV` for the exit code -11; "" for an exit code that is no signal."""
+    if exitcode >= 0:
+        return ""
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {-exitcode}"

@@ -154,7 +154,7 @@ class Address(NamedTuple):
     Attributes:
         host: Name or IP address for TCP.
         unix: Name in the abstract namespace, which is also the server's name in the proof.
-        machine: `connection.machine()` of its host.
+        machine: `service.machine()` of its host.
     """
 
     fetcher: int

@@ -16,7 +16,6 @@ import itertools
 import mmap
 import multiprocessing
 import selectors
-import signal
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, KeysView
@@ -32,6 +31,7 @@ from taas_magic.data.memory import largest_file_bytes
 from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID, FetcherShare
 from taas_magic.data.worker import CONTROL_BYTES, ServedLoader, WorkerHandle, spilled_file
+from taas_magic.errors import signal_name
 from taas_magic.leases import STOPPED_S
 from taas_magic.messages import FetcherCounts
 
@@ -680,7 +680,7 @@ class Scheduler:
         self._start(number)
         how = f"left with exit code {exitcode}"
         if exitcode < 0:
-            how = f"was killed by {signal.Signals(-exitcode).name}"
+            how = f"was killed by {signal_name(exitcode)}"
         if ended.was_stopped:
             how = f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s and killed"
         said = (

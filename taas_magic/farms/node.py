@@ -26,7 +26,7 @@ import psutil
 from msgspec import structs
 
 from taas_magic import messages
-from taas_magic.errors import PoolError
+from taas_magic.errors import PoolError, signal_name
 from taas_magic.farms.terms import (
     CANCELLED,
     INLINE_BYTES,
@@ -48,7 +48,6 @@ from taas_magic.host.system import (
     LOOPBACK,
     count_gpus,
     die_with_parent,
-    signal_name,
     spawn_command,
 )
 from taas_magic.leases import NODE_START_S

@@ -27,7 +27,7 @@ import psutil
 
 from taas_magic import messages
 from taas_magic.data import service
-from taas_magic.errors import PoolError, TaasError
+from taas_magic.errors import PoolError, TaasError, signal_name
 from taas_magic.host import forkserver, link, rendezvous, stacks
 from taas_magic.host.files import HostFiles
 from taas_magic.host.output import OnMessage, Pump, Wakeup
@@ -43,7 +43,7 @@ from taas_magic.host.spec import (
 )
 from taas_magic.host.stacks import Stand
 from taas_magic.host.supervisor import run_folder
-from taas_magic.host.system import RUN_TOKEN, end_all, leftovers, named, signal_name
+from taas_magic.host.system import RUN_TOKEN, end_all, leftovers, named
 from taas_magic.host.watch import Ranks, Verdict, decide, failure_of, guilty, host_failure
 from taas_magic.messages import (
     EndRun,

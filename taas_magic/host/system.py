@@ -236,16 +236,6 @@ def named(processes: Iterable[psutil.Process]) -> str:
     return ", ".join(found)
 
 
-def signal_name(exitcode: int) -> str:
-    """Return `SIGSEGV` for the exit code -11; "" for an exit code that is no signal."""
-    if exitcode >= 0:
-        return ""
-    try:
-        return signal.Signals(-exitcode).name
-    except ValueError:
-        return f"signal {-exitcode}"
-
-
 def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
     """Find the processes of a run that has ended; called in the agent.
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from taas_magic.errors import TaasError
-from taas_magic.host.system import signal_name, status_of
+from taas_magic.errors import TaasError, signal_name
+from taas_magic.host.system import status_of
 from taas_magic.leases import STOPPED_S
 from taas_magic.messages import (
     Event,
@@ -122,7 +122,7 @@ class Verdict:
 
     Attributes:
         state: SUCCEEDED, FAILED or INTERRUPTED.
-        cause: raised, signal, exit, left, stopped, timeout or interrupt; empty on success.
+        cause: rank, left, stopped, timeout, interrupt or host; empty on success.
     """
 
     state: str
