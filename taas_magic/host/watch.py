@@ -56,9 +56,9 @@ HALT_S = 30.0
 """How long a host may take to end a run that was halted; then the host is ended and replaced."""
 
 _CONSEQUENCES = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|peer|socket (closed|timeout)"
-    r"|remote process exited|store.*(timeout|timed out)|nccl.*(abort|remote|unhandled system)"
-    r"|timed out waiting|terminated|connectfullmesh",
+    r"connection (was (likely )?)?(closed|reset|refused|aborted)|broken pipe|(by|remote) peer"
+    r"|socket ((unexpectedly )?closed|timeout)|remote process exited|store.*(timeout|timed out)"
+    r"|nccl.*(abort|remote|unhandled system)|timed out waiting|connectfullmesh",
     re.IGNORECASE,
 )
 _DISTRIBUTED_TYPES = frozenset(

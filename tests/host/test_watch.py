@@ -111,7 +111,21 @@ def test_a_timeout_names_those_that_ran() -> None:
             "NCCL error: remote process exited or there was a network error",
             True,
         ),
+        (
+            "DistBackendError",
+            "ncclInternalError: Internal check failed.\nLast error:\n"
+            "Net : Connection closed by remote peer gpu2<50260>",
+            True,
+        ),
+        (
+            "DistNetworkError",
+            "Failed to recv, got 0 bytes. Connection was likely closed. "
+            "Did the remote server shutdown or crash?",
+            True,
+        ),
         ("RuntimeError", "The size of tensor a (2) must match", False),
+        ("RuntimeError", "CUDA error: peer access is not supported between these devices", False),
+        ("RuntimeError", "DataLoader worker (pid 8) is killed by signal: Terminated.", False),
         ("ValueError", "Connection closed by peer", False),
     ],
 )
