@@ -108,7 +108,8 @@ class Link:
         # for writing, too: so it never has an end, and may be opened before the agent does
         self._asked = os.open(rank_file(folder, rank, "ask"), os.O_RDWR | os.O_NONBLOCK)
         self._others = os.open(folder / RUNNING, os.O_RDONLY | os.O_NONBLOCK)
-        self._running = os.open(folder / RUNNING, os.O_WRONLY)
+        self._running = open(folder / RUNNING, "wb", buffering=0)  # noqa: SIM115
+        os.register_at_fork(after_in_child=self._running.close)  # nobody waits for a child
 
     @property
     def is_own(self) -> bool:
@@ -138,7 +139,7 @@ class Link:
 
     def await_others(self) -> None:
         """Wait until all ranks of this host end, or `OTHERS_END_S` have passed."""
-        os.close(self._running)
+        self._running.close()
         poll = select.poll()
         poll.register(self._others, 0)  # hung up when nobody has it open for writing any more
         poll.poll(OTHERS_END_S * 1000)
