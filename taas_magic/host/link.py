@@ -8,7 +8,6 @@ that a forkserver can pass on (it passes 256 at most). Imported by the agent, to
 torch.
 """
 
-import errno
 import fcntl
 import itertools
 import os
@@ -33,7 +32,6 @@ connecting to it.
 SIGNAL, SIGNAL_IN_C = signal.SIGRTMAX - 3, signal.SIGRTMAX - 4
 """What makes a rank, or a child that it forked, write its stacks; programs use SIGUSR1 and 2."""
 
-_F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 1 << 20
 
 
@@ -56,19 +54,11 @@ def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
 
 
 def ask(folder: Path, rank: int) -> None:
-    """Ask a rank where it stands; one that does not listen (any more) is not asked."""
-    try:
+    """Ask a rank where it stands."""
+    with suppress(OSError):  # it does not listen (any more), or has been asked often enough
         pipe = os.open(rank_file(folder, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno not in (errno.ENXIO, errno.ENOENT):
-            raise
-        return
-    try:
-        os.write(pipe, b"?")
-    except BlockingIOError:
-        pass  # it has been asked often enough
-    finally:
-        os.close(pipe)
+        with open(pipe, "wb", buffering=0) as asked:
+            asked.write(b"?")
 
 
 def make_pipe(path: Path) -> int:
@@ -104,7 +94,7 @@ class Link:
         self._messages = os.open(rank_file(folder, rank, "messages"), os.O_WRONLY)
         self._log = os.open(rank_file(folder, rank, "log"), os.O_WRONLY)
         with suppress(OSError):  # the user's share of pipe memory is used up: 64 KiB work too
-            fcntl.fcntl(self._log, _F_SETPIPE_SZ, _PIPE_BYTES)
+            fcntl.fcntl(self._log, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         # for writing, too: so it never has an end, and may be opened before the agent does
         self._asked = os.open(rank_file(folder, rank, "ask"), os.O_RDWR | os.O_NONBLOCK)
         self._others = os.open(folder / RUNNING, os.O_RDONLY | os.O_NONBLOCK)
