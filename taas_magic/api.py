@@ -1,5 +1,6 @@
 """The public names: what `import taas` gives, in any process, without torch or Dask."""
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -48,20 +49,32 @@ def get_worker_info() -> Any:
     return get_worker_info()
 
 
+def _device_type() -> str:
+    """Return what torch finds in a rank; elsewhere, whether this machine has CUDA devices.
+
+    To ask torch would load it, and CUDA with it, into the notebook's kernel.
+    """
+    if "LOCAL_RANK" in os.environ and "torch" in sys.modules:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    from taas_magic import probe
+
+    return "cuda" if probe.count_gpus() else "cpu"
+
+
 def __getattr__(name: str) -> Any:
     """Return `last_run`, `device_type`, `farm`, `federation` or `save`.
 
     `last_run` is the newest run that this kernel started (None before the first), `device_type` is
-    "cuda" or "cpu". What the last three need is imported when they are asked for: the kernel
+    "cuda" or "cpu". What they need is imported when they are asked for: the kernel
     imports this module while the notebook's folder, which may hold a `random.py`, still comes
     before the standard library.
     """
     if name == "last_run":
         return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)
     if name == "device_type":
-        from taas_magic.host.system import device_type
-
-        return device_type()
+        return _device_type()
     if name == "farm":
         from taas_magic.farms.farm import farm
 

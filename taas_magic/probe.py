@@ -213,7 +213,10 @@ def sites(cache: str) -> list[str]:
 
 
 def count_gpus() -> int:
-    """Count the CUDA devices that a process here would see, without asking CUDA."""
+    """Count the CUDA devices that a process here would see, without asking CUDA.
+
+    Asking torch would make a CUDA context in the kernel, which no fork of it survives.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])

@@ -14,7 +14,7 @@ from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import CLOSE_S, LOG, Host, HostsEngine, log_tail
 from taas_magic.errors import PoolError
-from taas_magic.host.system import LOOPBACK, count_gpus, spawn_command, supervisor_arguments
+from taas_magic.host.system import LOOPBACK, spawn_command, supervisor_arguments
 from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
 
@@ -33,7 +33,7 @@ class LocalEngine(HostsEngine):
 
     def capacity(self) -> HostCapacity:
         """Return what taas.toml says, and where it says nothing, what this machine has."""
-        gpus = self.pool.gpus if self.pool.gpus is not None else count_gpus()
+        gpus = self.pool.gpus if self.pool.gpus is not None else probe.count_gpus()
         return HostCapacity(gpus, self.pool.cores or probe.cores())
 
     def prepare(self) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import psutil
 from msgspec import structs
 
-from taas_magic import messages
+from taas_magic import messages, probe
 from taas_magic.errors import PoolError, signal_name
 from taas_magic.farms.terms import (
     CANCELLED,
@@ -46,7 +46,6 @@ from taas_magic.host.supervisor import host_folder
 from taas_magic.host.system import (
     CALM_DASK,
     LOOPBACK,
-    count_gpus,
     die_with_parent,
     spawn_command,
 )
@@ -160,7 +159,7 @@ class Slots:
         self._free: list[Slot] = []
         self._running: dict[str, Slot] = {}
         named, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), self._terms.gpus
-        devices = named.split(",") if named else [str(number) for number in range(count_gpus())]
+        devices = named.split(",") if named else [*map(str, range(probe.count_gpus()))]
         for number in reversed(range(self._terms.slots)):
             mine = ",".join(devices[number * gpus : (number + 1) * gpus])
             job = structs.replace(

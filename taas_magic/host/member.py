@@ -200,7 +200,7 @@ class AgentWorker(ClosedWorker):
             host=self._place.host,
             address=self._place.address,
             means=guard.strongest().value,
-            gpus=system.count_gpus(),
+            gpus=probe.count_gpus(),
         )
 
     async def facts(self, asked: GetFacts) -> list[Facts]:

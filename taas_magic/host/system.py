@@ -7,7 +7,6 @@ neither torch nor anything of this package: supervisor, agent and ranks use it.
 import contextlib
 import ctypes
 import os
-import re
 import signal
 import socket
 import sys
@@ -35,31 +34,6 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-def count_gpus() -> int:
-    """Count the CUDA devices that a process of this machine would see, without asking CUDA.
-
-    Asking torch would make a CUDA context in the kernel, which no fork of it survives.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    devices = (path.name for path in Path("/dev").glob("nvidia*"))
-    return sum(1 for device in devices if re.fullmatch(r"nvidia\d+", device))
-
-
-def device_type() -> str:
-    """Return what `.to(taas.device_type)` moves to: "cuda" or "cpu".
-
-    In a rank, what torch finds there. Elsewhere, whether this machine has CUDA devices: to ask
-    torch would load it, and CUDA with it, into the notebook's kernel.
-    """
-    if "LOCAL_RANK" in os.environ and "torch" in sys.modules:
-        import torch
-
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cuda" if count_gpus() else "cpu"
 
 
 def address_of(name: str) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from distributed import Scheduler, SchedulerPlugin
 
+from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.engines import ssh
 from taas_magic.engines.base import find_engine
 from taas_magic.engines.keys import Keys
 from taas_magic.errors import PoolError, UsageError
-from taas_magic.host.system import count_gpus
 from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.hosts import Members
 
@@ -136,4 +136,4 @@ def test_gpus_are_counted_without_cuda(
     monkeypatch: pytest.MonkeyPatch, visible: str, count: int
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert count_gpus() == count
+    assert probe.count_gpus() == count
