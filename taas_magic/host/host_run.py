@@ -99,9 +99,6 @@ class HostShare(ABC):
     port = 0
     """Of the store of the first attempt's ranks, on the run's first host."""
 
-    leaves = "the cell started"
-    """Who began what could not be ended, for messages."""
-
     def __init__(
         self,
         spec: HostSpec,
@@ -134,7 +131,8 @@ class HostShare(ABC):
                 self._work()
         except Exception as error:
             self._fail(error)
-        for step in (*self._ending(), self._sweep, self._remove_folder):
+        remove_folder = partial(shutil.rmtree, self.folder, ignore_errors=True)
+        for step in (*self._ending(), self._sweep, remove_folder):
             try:
                 step()
             except Exception as error:
@@ -187,10 +185,7 @@ class HostShare(ABC):
     def _sweep(self) -> None:
         found = leftovers(self.spec.share_id, self._held(), self._alone())
         if left := end_all(found, grace_s=0):
-            self.note(f"host {self.host}: {self.leaves} what could not be ended: {named(left)}")
-
-    def _remove_folder(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+            self.note(f"host {self.host}: the run left what could not be ended: {named(left)}")
 
     def note(self, text: str) -> None:
         """Tell the user something, once."""
@@ -500,8 +495,6 @@ class _Running:
 
 class HostFetchers(HostShare):
     """The fetchers of one run on this host."""
-
-    leaves = "fetchers left"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
