@@ -19,8 +19,8 @@ RANK_BEAT_S = 1.0
 """How often a rank says that it lives and where its main thread stands."""
 
 STOPPED_S = 5.0
-"""How long a process may be stopped (SIGSTOP): a rank, before the run fails; a worker of a fetcher,
-before it is ended and another one started."""
+"""How long a process may be stopped (SIGSTOP): a rank, before the run fails; a worker of a fetcher
+and a forkserver, before they are ended, and the worker or the host is replaced."""
 
 ALIVE_S = 1.0
 """How often a rank that waits is told that its fetcher lives, and looks up."""

@@ -299,7 +299,7 @@ class Slot:
 
     def _renew(self) -> None:
         self.close()
-        self._control, theirs = forkserver.pipe()
+        self._control, theirs = connection.Pipe()
         self._output, written = get_context("forkserver").Pipe(duplex=False)
         try:
             process = forkserver.start(

@@ -25,15 +25,13 @@ import psutil
 
 from taas_magic.errors import PoolError
 from taas_magic.host.system import die_with_parent, status_of
+from taas_magic.leases import STOPPED_S
 
 MODULES = ("torch", "taas_magic.api", "taas_magic.host.rank", "taas_magic.host.fetcher")
 """What the forkserver imports first, besides the modules that the pool's settings name."""
 
 LATER = ("torch._dynamo",)
 """What it imports when no cell waits; else each rank does, at its first optimizer step: 1 s."""
-
-STOPPED_S = 5.0
-"""How long the forkserver may be stopped (SIGSTOP) before it is ended, and with it the host."""
 
 START_S = 30.0
 """How long it may take to start a process, once it has imported everything."""
@@ -148,7 +146,7 @@ def import_rest() -> None:
 
 def _reported() -> list[str]:
     """Return the forkserver's `_problems`, which a fork sends once all before it is done."""
-    ours, theirs = pipe()
+    ours, theirs = multiprocessing.Pipe()
     with ours:
         process = start(f"{__name__}.report", theirs)
         theirs.close()
@@ -236,11 +234,6 @@ def forget(process: Any) -> None:
         process.join(_FORGET_S)
         if process.exitcode is not None:
             process.close()
-
-
-def pipe() -> tuple[Connection, Connection]:
-    """Return a duplex pipe whose second end may be passed to `start`."""
-    return _context.Pipe()
 
 
 def report(control: Connection) -> None:

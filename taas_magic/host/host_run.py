@@ -512,7 +512,7 @@ class HostFetchers(HostShare):
     def _work(self) -> None:
         """Start the fetchers, and turn what they say into events until all have ended."""
         for spec in self._specs():
-            control, theirs = forkserver.pipe()
+            control, theirs = connection.Pipe()
             process = forkserver.start(FETCHER, spec, theirs)
             theirs.close()
             self._running[control] = _Running(spec, process)
