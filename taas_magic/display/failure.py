@@ -20,11 +20,6 @@ DETAIL_LINES = 200
 LINE_CHARS = 120
 MAX_OTHERS = 10
 
-SIGNAL_ADVICE = {
-    "SIGKILL": "SIGKILL often is the system's answer to too little memory: look at `dmesg` there",
-    "SIGBUS": "SIGBUS often means that shared memory (/dev/shm) is full",
-}
-
 NO_GPU_ADVICE = (
     "no GPU for this rank: its pool has none, or its torch cannot use it. Write "
     '`.to(taas.device_type)` for `.cuda()` and "cuda" (it is "cuda" on a GPU, else "cpu"; '
@@ -116,8 +111,7 @@ def details(failure: Failure) -> list[str]:
         lines += [f"last lines of rank {failure.rank}:"]
         lines += [f"    {line}" for line in middle_cut(tail)]
     lines += [f"full log: {failure.log_path}"] if failure.log_path else []
-    advice = failure.advice or SIGNAL_ADVICE.get(failure.signal, "")
-    advice = advice or no_gpu_advice(failure.etype, failure.message)
+    advice = failure.advice or no_gpu_advice(failure.etype, failure.message)
     lines += [f"advice: {cut(advice)}"] if advice else []
     return lines
 

@@ -257,6 +257,7 @@ _SHELL, _OURS = "/IPython/core/", "/taas_magic/"
 _ADVICE = {
     "SIGKILL": "something on the host killed it; the system's log (dmesg) may say why",
     "SIGSEGV": "native code crashed; the Python stack above is where it was called",
+    "SIGBUS": "often shared memory is full: `df -h /dev/shm` on that host",
     "SIGABRT": "native code gave up; its last words are above",
     "left": "end a rank by letting the cell end; all ranks must take the same number of steps",
     "exit": "os._exit ends a rank before the cell's end; raise an exception instead",

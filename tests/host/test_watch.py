@@ -11,6 +11,7 @@ from taas_magic.host.watch import (
     RankState,
     Verdict,
     decide,
+    failure_of,
     first_failure,
     guilty,
     is_consequence,
@@ -131,6 +132,12 @@ def test_a_timeout_names_those_that_ran() -> None:
 )
 def test_what_reads_like_a_consequence(etype: str, message: str, expected: bool) -> None:
     assert is_consequence(etype, message) is expected
+
+
+@pytest.mark.parametrize(("exitcode", "where"), [(-9, "dmesg"), (-7, "/dev/shm")])
+def test_the_advice_says_where_to_look_after_a_signal(exitcode: int, where: str) -> None:
+    died = RankState(0, 10, failed_at=1.0, exitcode=exitcode)
+    assert where in failure_of(died, Verdict("FAILED", "rank"), "gpu1", "rank-0.log", []).advice
 
 
 def test_the_first_failure_of_all_hosts() -> None:
