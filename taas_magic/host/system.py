@@ -119,7 +119,7 @@ def supervisor_arguments(lease_s: float | None, preload: Sequence[str]) -> list[
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every orphan below it (Linux; elsewhere nothing)."""
+    """Make this process the parent of every orphan below it."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -134,7 +134,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), f"prctl({option})")
 

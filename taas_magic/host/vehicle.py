@@ -9,7 +9,6 @@ everything on the host ends. A module of its own: such a worker, and the engine,
 
 import asyncio
 import secrets
-import socket
 from collections.abc import Sequence
 
 from distributed import Worker, WorkerPlugin
@@ -88,7 +87,6 @@ class Vehicle(WorkerPlugin):
             scheduler=worker.scheduler.address,
             security=agent.security,
             name=agent.name,
-            host_name=socket.gethostname(),
             interface=self._interface,
             local_directory=worker.local_directory,
             lease_s=self._lease_s,

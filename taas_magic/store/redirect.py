@@ -265,8 +265,6 @@ class Discarded(Watched):
 
 
 def _path_of(folder: int) -> str:
-    if sys.platform == "darwin":
-        return os.fsdecode(fcntl.fcntl(folder, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
     return os.readlink(f"/proc/self/fd/{folder}")
 
 
