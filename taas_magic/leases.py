@@ -22,6 +22,9 @@ STOPPED_S = 5.0
 """How long a process may be stopped (SIGSTOP): a rank, before the run fails; a worker of a fetcher
 and a forkserver, before they are ended, and the worker or the host is replaced."""
 
+HOST_END_S = 10.0
+"""How long a supervisor may take to end all of its host."""
+
 ALIVE_S = 1.0
 """How often a rank that waits is told that its fetcher lives, and looks up."""
 

@@ -36,9 +36,6 @@ _ENGINES = {
 
 _DASK_CLASS = "taas_magic.engines.dask_class:DaskClassEngine"
 
-CLOSE_S = 10.0
-"""How long a supervisor may take to end all of its host, in seconds."""
-
 LOG = "pool.log"
 LOG_LINES = 15
 

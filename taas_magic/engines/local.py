@@ -12,9 +12,10 @@ import psutil
 
 from taas_magic import probe
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import CLOSE_S, LOG, Host, HostsEngine, log_tail
+from taas_magic.engines.base import LOG, Host, HostsEngine, log_tail
 from taas_magic.errors import PoolError
 from taas_magic.host.system import LOOPBACK, spawn_command, supervisor_arguments
+from taas_magic.leases import HOST_END_S
 from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
 
@@ -103,7 +104,7 @@ class _LocalHost(Host):
             supervisor.stdin.close()
         supervisor.send_signal(signal.SIGCONT)  # a stopped one would not see it
         try:
-            await asyncio.to_thread(supervisor.wait, CLOSE_S)
+            await asyncio.to_thread(supervisor.wait, HOST_END_S)
         except subprocess.TimeoutExpired:
             supervisor.kill()
             supervisor.wait()

@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from typing import Any, TypeVar
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import CLOSE_S, Host, HostsEngine
+from taas_magic.engines.base import Host, HostsEngine
 from taas_magic.errors import PoolError, TaasError
 from taas_magic.host.system import LOOPBACK, entry_code, supervisor_arguments
-from taas_magic.leases import SSH_BEATS_PER_LEASE
+from taas_magic.leases import HOST_END_S, SSH_BEATS_PER_LEASE
 from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
 from taas_magic.setup.facts import DEFAULT_PYTHON, Shell, ask_host
@@ -305,7 +305,7 @@ class _SshHost(Host):
 
     def _end(self) -> None:
         if self._command is not None:
-            self._command.close(CLOSE_S)
+            self._command.close(HOST_END_S)
         if self.connection is not None:
             self.connection.close()
         self._command = self.connection = None

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from distributed import Worker, WorkerPlugin
 
 from taas_magic.host.system import spawn_command, supervisor_arguments
+from taas_magic.leases import HOST_END_S
 from taas_magic.messages import AgentSettings, GetAgentKeys, ask, pack
 
 _MARK = "@"
@@ -31,10 +32,6 @@ def agent_name(vehicle: object) -> str:
 def vehicle_of(agent: object) -> str:
     """Return the name of the vehicle that brought an agent; "" for what is no such agent."""
     return str(agent).rpartition(_MARK)[0]
-
-
-CLOSE_S = 10.0
-"""How long a supervisor may take to end all of its host."""
 
 
 class Vehicle(WorkerPlugin):
@@ -66,7 +63,7 @@ class Vehicle(WorkerPlugin):
         assert self._supervisor.stdin is not None
         self._supervisor.stdin.close()
         try:
-            await asyncio.wait_for(self._supervisor.wait(), CLOSE_S)
+            await asyncio.wait_for(self._supervisor.wait(), HOST_END_S)
         except asyncio.TimeoutError:
             self._supervisor.kill()
 

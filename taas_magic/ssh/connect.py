@@ -24,13 +24,13 @@ from paramiko import Channel, SSHClient, SSHException
 from paramiko.auth_strategy import AuthFailure
 
 from taas_magic.errors import PoolError
+from taas_magic.host.system import LOOPBACK
 from taas_magic.setup.facts import Done, python_word
 from taas_magic.ssh.config import KnownHosts, Target, UserKeys, refusal
 
 CONNECT_TIMEOUT_S = 15.0
 SILENCE_S = 8.0
 TAIL_LINES = 15
-LOOPBACK = "127.0.0.1"
 _END_S = 2.0
 _TICK_S = 0.1
 _PROBE_S = 2
