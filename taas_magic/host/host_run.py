@@ -131,7 +131,7 @@ class HostShare(ABC):
                 self._work()
         except Exception as error:
             self._fail(error)
-        remove_folder = partial(shutil.rmtree, self.folder, ignore_errors=True)
+        remove_folder: Callable[[], None] = partial(shutil.rmtree, self.folder, ignore_errors=True)
         for step in (*self._ending(), self._sweep, remove_folder):
             try:
                 step()
