@@ -83,9 +83,13 @@ class RunState:
 
     Attributes:
         gpus: GPUs that the run holds; 0 for CPU ranks.
+        held_gpu_s: GPUs times seconds, of the time before the run grew.
         began: When the run began, on the caller's clock.
         world_size: Ranks in all; the plan's, until the run grows.
-        up_since: When its first ranks started, on that clock; infinity before.
+        hosts: Those of the newest attempt; until one of them starts its ranks, those before.
+        hosts_attempt: The attempt that they are of.
+        up_since: When its first ranks started, or when it grew last, on that clock; infinity
+            before.
         ended_at: When it ended, on that clock; infinity before.
         elapsed_s: How long it took, where its end says so.
         hangs: By host, when it said that none of its ranks comes forward, and where they stand.
@@ -94,11 +98,13 @@ class RunState:
     plan: Plan
     run_dir: Path
     gpus: int = 0
+    held_gpu_s: float = 0.0
     began: float = 0.0
     world_size: int = field(init=False)
     notes: list[str] = field(init=False)
     state: str = "STARTING"
     hosts: list[str] = field(default_factory=list)
+    hosts_attempt: int = 0
     up: set[int] = field(default_factory=set)
     up_since: float = math.inf
     ended_at: float = math.inf
@@ -130,10 +136,7 @@ class RunState:
             case StateChanged():
                 self.state = event.state
             case RanksStarted():
-                if event.host and event.host not in self.hosts:
-                    self.hosts.append(event.host)
-                self.up.update(event.pids)
-                self.up_since = min(self.up_since, now)
+                self._started(event, now)
             case Progress(rank=0):
                 # when there is no unfinished line any more, a bar stays as it stood
                 if event.text.strip() or not TQDM.match(self.progress):
@@ -148,10 +151,10 @@ class RunState:
             case RankFailure():
                 self._failed(event.failure)
             case Restart():
-                self._restarted(event)
+                self._restarted(event, now)
             case Hang() if event.attempt == self.restarts:
                 self.hangs[event.host] = now, event.ranks
-            case Settled():
+            case Settled() if event.attempt == self.restarts:
                 self.settled.add(event.host)
             case StoreReceipt():
                 self.receipt = (self.receipt or Receipt()).with_event(event)
@@ -169,8 +172,9 @@ class RunState:
     @property
     def hang(self) -> list[RankStand]:
         """Where ranks stand, if none of any host comes forward; `since` is by `began`'s clock."""
-        said = {host: found for host, found in self.hangs.items() if found[1]}
-        if self.has_ended or not said or set(self.hosts) - self.settled - said.keys():
+        there = set(self.hosts) - self.settled
+        said = {host: found for host, found in self.hangs.items() if found[1] and host in there}
+        if self.has_ended or not said or there - said.keys():
             return []
         return [
             structs.replace(row, host=host, since=at - row.quiet_s)
@@ -186,22 +190,38 @@ class RunState:
 
     def gpu_seconds(self, now: float) -> float:
         """Return the GPUs held, times the seconds since their ranks started."""
-        return self.gpus * max(0.0, min(now, self.ended_at) - self.up_since)
+        return self.held_gpu_s + self.gpus * max(0.0, min(now, self.ended_at) - self.up_since)
+
+    def _started(self, event: RanksStarted, now: float) -> None:
+        if event.attempt > self.hosts_attempt:  # others may have taken the place of some
+            self.hosts, self.hosts_attempt = [], event.attempt
+        if event.host and event.host not in self.hosts:
+            self.hosts.append(event.host)
+        self.up.update(event.pids)
+        self.up_since = min(self.up_since, now)
 
     def _failed(self, failure: Failure) -> None:
         self.failures.append(failure)
         if failure.rank is not None:
             self.up.discard(failure.rank)
+        if failure.how == "host":  # a federation goes on without it
+            self.settled.add(failure.host)
         if self.first is None and not failure.consequence:
             self.first = failure
 
-    def _restarted(self, event: Restart) -> None:
+    def _restarted(self, event: Restart, now: float) -> None:
         self.restarts = event.attempt
         self.restart_cause = headline(event.failure) if event.failure else event.cause
-        self.world_size = event.world_size or self.world_size
+        if event.world_size is not None:
+            self._grown(event.world_size, now)
         self.first = None
         for known in (self.up, self.hangs, self.settled, self.failures):
             known.clear()
+
+    def _grown(self, world_size: int, now: float) -> None:
+        self.held_gpu_s = self.gpu_seconds(now)
+        self.up_since = max(self.up_since, now)
+        self.world_size, self.gpus = world_size, world_size if self.gpus else 0
 
 
 def text(state: RunState, now: float) -> str:
@@ -260,7 +280,7 @@ def facts(state: RunState, now: float) -> list[Fact]:
     if not state.has_ended and len(state.up) < state.world_size:
         ranks = f"{len(state.up):,} of {ranks} up"
     names = ", ".join(state.hosts[:MAX_HOSTS]) + ", …" * (len(state.hosts) > MAX_HOSTS)
-    n_hosts = len(state.plan.hosts)
+    n_hosts = max(len(state.plan.hosts), len(state.hosts))
     several = f"{n_hosts:,}" + (f" ({names})" if names else "")
     shown = [
         ("ranks", ranks),

@@ -267,7 +267,8 @@ class LogText:
         self._plan, self._ranks, self._limit_bytes = plan, log_ranks, limit_bytes
         self._logs_dir = run_dir / "logs"
         self._host_of: dict[int, str] = {}
-        self._folder = Folder(sum(map(self._shows, range(plan.world_size))))
+        self._folder = self._folder_of(plan.world_size)
+        self._names_hosts = len(plan.hosts) > 1
         self._pieces: list[str] = []
         self._dropped: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
         self._note_pause_s = DROPPED_NOTE_S
@@ -311,6 +312,12 @@ class LogText:
         else:
             self.rest.take("", [text], [text])
 
+    def restart(self, text: str, world_size: int | None) -> None:
+        """Say that all ranks start again; a run that has grown has so many, on more hosts."""
+        self.say(text)
+        if world_size is not None:
+            self._folder, self._names_hosts = self._folder_of(world_size), True
+
     def due(self, now: float) -> None:
         """Add what has waited long enough."""
         self._add(self._folder.due(now))
@@ -347,6 +354,9 @@ class LogText:
         self._pieces.clear()
         return taken
 
+    def _folder_of(self, world_size: int) -> Folder:
+        return Folder(sum(map(self._shows, range(world_size))))
+
     def _shows(self, rank: int) -> bool:
         return self._ranks is None or rank in self._ranks
 
@@ -366,7 +376,7 @@ class LogText:
     def _prefix(self, ranks: tuple[int, ...]) -> str:
         if len(ranks) > 1:
             return f"[{rank_ranges(ranks)} {TIMES}{len(ranks)}] "
-        host = f"{self._host_of[ranks[0]]}:" if len(self._plan.hosts) > 1 else ""
+        host = f"{self._host_of[ranks[0]]}:" if self._names_hosts else ""
         return f"[{host}{ranks[0]}] "
 
     def _note_dropped(self, now: float) -> None:

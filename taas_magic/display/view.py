@@ -232,7 +232,8 @@ class View:
             case Restart():
                 because = f" after {headline(event.failure)}" if event.failure else ""
                 because = because or f": {event.cause}" * bool(event.cause)
-                self._log.say(f"── restart {event.attempt} of all ranks{because} ──")
+                said = f"── restart {event.attempt} of all ranks{because} ──"
+                self._log.restart(said, event.world_size)
             case Display(rank=0):
                 self._log.flush()
                 self._write(now)

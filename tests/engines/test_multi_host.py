@@ -1,5 +1,6 @@
 """Ranks over several hosts: agents on this machine that share nothing but the pool."""
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import psutil
 import pytest
 
 from taas_magic.errors import RankFailed, RunLost
+from taas_magic.notebook.flags import ranks
 from tests.eventually import eventually
 from tests.harness import Notebook, Outcome
 
@@ -202,7 +204,7 @@ except KeyboardInterrupt:
     )
 
 
-def test_a_run_grows_when_hosts_come(several: Notebook) -> None:
+def test_a_run_grows_when_hosts_come(several: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
     source = """
 world_size, attempt = dist.get_world_size(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 while world_size < 6:
@@ -220,3 +222,7 @@ print(attempt, int(total))
     assert [event["cause"] for event in grown] == causes
     last = {rank: lines[-1] for rank, lines in outcome.lines.items()}
     assert last == {rank: f"{len(grown)} 6" for rank in range(6)}
+    line = rf"^\[(?:(\S+) \S\d|\S+:(\d))\] {len(grown)} 6$"  # how many fold is a matter of time
+    shown = re.findall(line, capsys.readouterr().out, re.MULTILINE)
+    who = [rank for folded, one in shown for rank in ranks(folded or one) or ()]
+    assert sorted(who) == [0, 1, 2, 3, 4, 5]

@@ -25,11 +25,21 @@ from taas_magic.host.output import Pump
 from taas_magic.host.spec import HostSpec, Origin
 from taas_magic.host.stacks import Sight, Stand, of_fetcher, waits_for
 from taas_magic.host.watch import Ranks, still_since
-from taas_magic.messages import Event, Hang, RanksStarted, RankStand, RunEnded, Settled, StackFrame
+from taas_magic.messages import (
+    Event,
+    Hang,
+    RankFailure,
+    RanksStarted,
+    RankStand,
+    Restart,
+    RunEnded,
+    Settled,
+    StackFrame,
+)
 from taas_magic.notebook.magic import run_command
 from taas_magic.notebook.run import Run
 from taas_magic.plan import Flags, HostCapacity, make_plan
-from tests.events import Line, new_state
+from tests.events import Line, failure, new_state
 from tests.eventually import eventually
 from tests.frontend import Frontend
 from tests.harness import AFTER_BEATS, Notebook, on_event
@@ -529,12 +539,13 @@ def row(rank: int, place: str = "Cell In[1], line 3: x", waits: str = "a lock") 
 ALL = "all_reduce #7 of torch.distributed"
 
 
-def hang(host: str, *rows: RankStand) -> Event:
-    return Hang(host=host, attempt=0, ranks=list(rows))
+def hang(host: str, *rows: RankStand, attempt: int = 0) -> Event:
+    return Hang(host=host, attempt=attempt, ranks=list(rows))
 
 
-def started(host: str, *ranks: int) -> Event:
-    return RanksStarted(host=host, pids={rank: rank + 10 for rank in ranks})
+def started(host: str, *ranks: int, attempt: int = 0) -> Event:
+    pids = {rank: rank + 10 for rank in ranks}
+    return RanksStarted(host=host, attempt=attempt, pids=pids)
 
 
 def of_events(*events: Event) -> RunState:
@@ -580,3 +591,17 @@ def test_the_head_says_nothing_while_a_host_comes_forward() -> None:
     assert not of_events(*said, RunEnded(state="FAILED")).hang
     settled = Settled(host="gpu2")
     assert of_events(*both, settled, hang("gpu1", row(0))).hang
+
+
+def test_a_host_that_was_lost_need_not_say_that_it_hangs() -> None:
+    both = started("gpu1", 0, 1), started("gpu2", 2, 3)
+    lost = RankFailure(host="gpu2", failure=failure(how="host", host="gpu2"))
+    [left] = of_events(*both, hang("gpu2", row(2)), lost, hang("gpu1", row(0))).hang
+    assert left.host == "gpu1"  # of a federation, which goes on
+    again = Restart(attempt=1), started("gpu1", 0, 1, attempt=1), started("gpu3", 2, 3, attempt=1)
+    late = Settled(host="gpu1", attempt=0)
+    replaced = *both, lost, *again, late, hang("gpu3", row(2), attempt=1)
+    assert not of_events(*replaced).hang
+    state = of_events(*replaced, hang("gpu1", row(0), attempt=1))
+    assert {stand.host for stand in state.hang} == {"gpu1", "gpu3"}
+    assert "hosts 2 (gpu1, gpu3)" in text(state, 100.0)
