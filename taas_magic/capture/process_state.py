@@ -18,7 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from taas_magic.capture import pickling
 from taas_magic.capture.reducers import stream_name, target_device
+from taas_magic.errors import CaptureError
 
 State = dict[str, Any]
 
@@ -145,7 +147,10 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
     stream, formatter = stream_name(handler.stream), handler.formatter
     if stream is None or type(formatter) not in (type(None), logging.Formatter):
         return None
-    return stream, handler.level, pickle.dumps(formatter)
+    try:  # a cell may have given it a `converter`
+        return stream, handler.level, pickling.dump(formatter).data
+    except CaptureError:
+        return None
 
 
 def _apply_loggers(found: Mapping[str, Any]) -> None:
@@ -164,7 +169,7 @@ def _apply_loggers(found: Mapping[str, Any]) -> None:
             for stream, level, formatter in state.handlers:
                 handler = logging.StreamHandler(getattr(sys, stream))
                 handler.setLevel(level)
-                handler.setFormatter(pickle.loads(formatter))
+                handler.setFormatter(pickling.loads(formatter))
                 logger.addHandler(handler)
 
 

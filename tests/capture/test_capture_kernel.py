@@ -414,15 +414,22 @@ net = Net()
 
 
 STATE = """
-import logging, multiprocessing, sys, warnings
+import logging, multiprocessing, sys, threading, time, warnings
 import numpy, torch
 import matplotlib
 
 warnings.filterwarnings("ignore", message="of no interest", category=UserWarning)
 class Ours(UserWarning): pass
 warnings.simplefilter("ignore", Ours)
-logging.basicConfig(level=logging.INFO, format="<%(name)s|%(message)s>", stream=sys.stdout)
+form = "<%(name)s|%(asctime)s|%(message)s>"
+logging.basicConfig(level=logging.INFO, format=form, datefmt="%Y", stream=sys.stdout)
 logging.getLogger("matplotlib").setLevel(logging.ERROR)
+def of_1970(seconds): return time.gmtime(0)
+logging.root.handlers[0].formatter.converter = lambda seconds: of_1970(seconds)
+untold = logging.StreamHandler(sys.stdout)
+untold.setFormatter(logging.Formatter("never %(message)s"))
+untold.formatter.converter = threading.Lock().__enter__
+logging.root.addHandler(untold)
 own = logging.getLogger("experiment")
 own.setLevel(logging.DEBUG)
 own.propagate = False
@@ -492,7 +499,9 @@ def with_state(frontend: Frontend) -> Iterator[Frontend]:
 def test_what_cells_set_in_their_process(with_state: Frontend) -> None:
     frontend = with_state
     text = frontend.text(frontend.run(f"%%taas --gpus 2 --out drawn,empty\n{STATE_IN_RANKS}"))
-    assert re.search(r"] <root\|hello>$", text, re.M) and re.search(r"] own hello$", text, re.M)
+    assert re.search(r"] <root\|1970\|hello>$", text, re.M) and re.search(
+        r"] own hello$", text, re.M
+    )
     assert "of no interest" not in text and "told" in text
     assert len(set(re.findall(r"drawn (.*)", text))) == 1  # all ranks drew the same
     frontend.run("assert empty.device.type == 'cpu'")
