@@ -467,13 +467,20 @@ def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
 
 
 def _words(line: str) -> list[str]:
+    """Return the words as a shell has them; a `#` with which one would begin begins a comment."""
+    text = io.StringIO(line)
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split, lexer.commenters, words = True, "", list[str]()
     try:
-        words = shlex.split(line)
+        while not line[text.tell() :].lstrip().startswith("#"):
+            if (word := lexer.get_token()) is None:
+                break
+            words.append(word)
     except ValueError:
         raise UsageError(
             f"%%taas {line.strip()}: a quote is not closed (--name 'two words')"
         ) from None
-    return list(takewhile(lambda word: not word.startswith("#"), words))
+    return words
 
 
 def _parse_words(words: list[str]) -> dict[str, Any]:

@@ -61,9 +61,19 @@ def test_defaults_are_the_plans() -> None:
     assert parse("--gpus 2", NO_FILE) == Flags(gpus=2)
 
 
-@pytest.mark.parametrize("line", ["--gpus=2", " --gpus  2 ", "--gpus 2 # two of them"])
+@pytest.mark.parametrize(
+    "line", ["--gpus=2", " --gpus  2 ", "--gpus 2 # two of them", "--gpus 2 #don't --cpus 3"]
+)
 def test_spellings(line: str) -> None:
     assert parse(line, NO_FILE) == Flags(gpus=2)
+
+
+def test_a_number_sign_begins_a_comment_only_where_a_word_begins() -> None:
+    line = """--gpus 2 --name "#1 try" --env C=#fff --env 'D'=\\#0 --out '' # --gpus 3"""
+    with pytest.raises(UsageError, match="--out needs"):  # '' is a word
+        parse(line, NO_FILE)
+    found = parse(line.replace("--out ''", ""), NO_FILE)
+    assert (found.gpus, found.name, found.env) == (2, "#1 try", {"C": "#fff", "D": "#0"})
 
 
 def test_each_field_of_flags_has_a_flag() -> None:
