@@ -47,6 +47,11 @@ if TYPE_CHECKING:
 last_run: Run | None = None
 """The newest run of this kernel."""
 
+NO_LOADER = (
+    "without effect, as the cell uses no registered loader; write taas.register(loader) in an "
+    "earlier cell"
+)
+
 _told: set[str] = set()
 
 
@@ -186,7 +191,11 @@ def with_fetchers(plan: Plan, flags: Flags, loaders: Sequence[str], config: Conf
     Raises:
         UsageError: There is no such pool.
     """
-    if not loaders or not plan.cpus:
+    if not loaders:
+        idle = [f"--{name}" for name in ("cpus", "units", "prefill") if getattr(flags, name)]
+        said = [f"{', '.join(idle)}: {NO_LOADER}"] if idle else []
+        return structs.replace(plan, prefill=None, notes=(*plan.notes, *said))
+    if not plan.cpus:
         return structs.replace(plan, prefill=None)
     settings, note = choose_data_pool(plan.pool, flags.data_pool, config)
     pool = pools.named(settings.name, config)

@@ -66,6 +66,10 @@ def test_units_and_a_datasets_exception(notebook: Notebook) -> None:
     notebook.define(LOADER)
     lines = streams(notebook.run(CELL, "--cpus 1 --units 6"))
     assert [len([line for line in lines[rank] if line[0] == "0"]) for rank in (0, 1)] == [3, 3]
+    unfed = notebook.run("1", '--cpus 1 --prefill 2 --name "#1 try" # --units 6')
+    assert unfed.error is None and unfed.run is not None and unfed.run.name == "#1 try"
+    [note] = [note for note in unfed.run.head.notes if "no registered loader" in note]
+    assert note.startswith("--cpus, --prefill: without effect") and "taas.register(" in note
     notebook.define("bad = taas.register(DataLoader(Numbers(100), batch_size=10))")
     outcome = notebook.run("for batch in bad:\n    pass", "--cpus 1")
     assert outcome.error is not None
