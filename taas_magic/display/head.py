@@ -258,7 +258,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         yield "\n".join([title, *table]), rows
     if state.advice:
         yield _labelled("advice", state.advice)
-    for note in _notes(state):
+    for note in shown_notes(state):
         yield f"note: {note}", _row(f"note: {escape(note)}", "opacity:0.8")
     if outcome := headline(state.first) if state.first else cut(state.why, WORDS_CHARS):
         yield outcome, _row(escape(outcome), f"color:{COLOURS['FAILED']}")
@@ -314,7 +314,8 @@ def plain(progress: str) -> str:
     return cut(_COLOUR.sub("", harmless(progress)).strip(), WORDS_CHARS)
 
 
-def _notes(state: RunState) -> list[str]:
+def shown_notes(state: RunState) -> list[str]:
+    """Return the first notes, and how many there are besides."""
     notes = [cut(note, WORDS_CHARS) for note in state.notes[:MAX_NOTES]]
     left_out = len(state.notes) - MAX_NOTES
     return notes if left_out <= 0 else [*notes, f"… and {left_out} more notes"]

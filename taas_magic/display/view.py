@@ -93,11 +93,42 @@ class NotebookScreen:
         publish_display_data(self._head, transient=transient, update=update)
 
 
+class News:
+    """What of the head cannot wait for a run's end: new notes, and that the run hangs."""
+
+    def __init__(self) -> None:
+        self._notes, self._hangs = 0, False
+
+    def lines(self, state: RunState, now: float) -> str:
+        """Return what has come since the last call, as whole lines."""
+        notes = head.shown_notes(state)
+        said = [f"note: {note}" for note in notes[self._notes :]]
+        if state.hang and not self._hangs:
+            said += head.hang_lines(state.hang, now)
+        self._notes, self._hangs = len(notes), bool(state.hang)
+        return "".join(f"{line}\n" for line in said)
+
+
 class ConsoleScreen(NotebookScreen):
     """A kernel's console: it shows no updates, so that the head comes at both ends of a run."""
 
     limit_bytes = 16 * CELL_BYTES
     _rest = ""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(run_id)
+        self._news = News()
+
+    def open(self, state: RunState, now: float) -> None:
+        """Show the head."""
+        super().show(state, now)
+        self._news.lines(state, now)
+
+    def show(self, state: RunState, now: float) -> None:
+        """Bring the head up to date where it can be; write what cannot wait."""
+        super().show(state, now)
+        if news := self._news.lines(state, now):
+            self.write(news)
 
     def show_rest(self, text: str) -> None:
         """Keep it for the end."""
@@ -115,21 +146,21 @@ class TerminalScreen:
 
     def __init__(self) -> None:
         self._progress = ""
-        self._hangs = False
+        self._news = News()
 
     def open(self, state: RunState, now: float) -> None:
         """Write the head."""
         self.write(head.text(state, now) + "\n")
+        self._news.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
-        """Redraw the progress bar in place; say once that the run hangs."""
+        """Redraw the progress bar in place; write what cannot wait."""
         progress = head.plain(state.progress).partition("\n")[0]
         if progress != self._progress and sys.stdout.isatty():
             self._progress = progress
             self.write("")
-        if state.hang and not self._hangs:
-            self.write("".join(f"{line}\n" for line in head.hang_lines(state.hang, now)))
-        self._hangs = bool(state.hang)
+        if news := self._news.lines(state, now):
+            self.write(news)
 
     def write(self, text: str) -> None:
         """Write lines above the progress bar."""

@@ -288,6 +288,49 @@ def test_a_restart_is_a_line_of_the_log(execute: Execute) -> None:
     )
 
 
+URGENT = """
+stand = {"rank": 1, "pid": 7, "quiet_s": 60.0, "place": "Cell In[1], line 3", "waits_for": "a lock"}
+stage = Stage()
+stage.play(event("started", attempt=0, pids={"0": 1, "1": 2}), event("note", text="early"))
+for _ in range(3):
+    stage.play(event("note", text="not heard for 5 s"), seconds=0.2)
+    stage.play(event("hang", attempt=0, ranks=[stand]), seconds=1.0)
+for number in range(20):
+    stage.play(event("note", text=f"another {number}"), seconds=0.2)
+stage.play(lines(0, "a"), seconds=0.2)
+"""
+
+
+def urgent(text: str) -> list[str]:
+    """Return the lines between the two heads of a run, and look that each is there once."""
+    assert text.count("no rank has come forward") == 1 and "Cell In[1], line 3  a lock\n" in text
+    assert "note: … and 12 more notes" not in text
+    return [line for line in text.splitlines() if line.startswith("note: ")]
+
+
+NOTES = [
+    "note: early",
+    "note: not heard for 5 s",
+    *(f"note: another {number}" for number in range(7)),
+    "note: … and 1 more notes",
+]
+
+
+def test_what_cannot_wait_is_written_where_a_head_cannot_change(
+    client: BlockingKernelClient, tmp_path: Any
+) -> None:
+    streams = contents(run_in(client, URGENT, allow_stdin=True), "stream")
+    assert urgent("".join(stream["text"] for stream in streams)) == NOTES
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + URGENT],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=True,
+    )
+    assert urgent(done.stdout.partition("log: ")[2]) == NOTES
+
+
 TERMINAL_RUN = (
     PRELUDE
     + """
