@@ -123,16 +123,10 @@ class RankCounts(Struct, kw_only=True):
 
 
 class FetcherCounts(Struct, kw_only=True):
-    """What a fetcher counts of one loader; docs/events.md says what each field means.
-
-    Attributes:
-        workers: None: an older version said `lanes`.
-        lanes: The same, of an older version.
-    """
+    """What a fetcher counts of one loader; docs/events.md says what each field means."""
 
     prepared: int = 0
     sent: int = 0
-    sent_bytes: int = 0
     ready: int = 0
     ready_bytes: int = 0
     budget_bytes: int = 0
@@ -141,8 +135,7 @@ class FetcherCounts(Struct, kw_only=True):
     fetch_s: float = 0.0
     fetch_cpu_s: float = 0.0
     fetch_most_s: float = 0.0
-    workers: int | None = None
-    lanes: int = 1
+    workers: int = 0
     idle: int = 0
     up_s: float = 0.0
     refused: int = 0
@@ -228,7 +221,7 @@ class RankEvent(Event, kw_only=True):
 
 
 class StateChanged(Event, tag="state", kw_only=True):
-    """The run is now STARTING or RUNNING."""
+    """The run is now RUNNING; what reads a journal makes one that is LOST."""
 
     state: str
 

@@ -558,7 +558,6 @@ class Server:
                 return False
             if prepared.reply.kind is ResponseKind.BATCH:
                 loader.counts.sent += 1
-                loader.counts.sent_bytes += prepared.reply.body_bytes
             connection.respond(request, prepared)
         connection.asked.popleft()
         return True

@@ -362,7 +362,7 @@ def load_of(flow: Flow, loader: LoaderFlow) -> Load:
         first=min(sums.share, _share(loader.total("first_s"), sums.span_s)),
         ranks=len(loader.ranks),
         fetchers=len(fetchers),
-        workers=sum(it.lanes if it.workers is None else it.workers for it in last.values()),
+        workers=sum(stats.workers for stats in last.values()),
         working=fetch_s / most_s if most_s else 0.0,
         busy=_share(most_s, up_s),
         cpu=_share(cpu_s, fetch_s),

@@ -426,8 +426,7 @@ def record(folder: RunFolder) -> RunRecord:
 
 def _states(folder: RunFolder) -> list[StateChanged | RunEnded]:
     """Return what a journal says of the run's state, in its order, once its hosts were there."""
-    told = (seen for seen in folder.read_events() if isinstance(seen, StateChanged | RunEnded))
-    return [seen for seen in told if seen.state != "STARTING"]
+    return [seen for seen in folder.read_events() if isinstance(seen, StateChanged | RunEnded)]
 
 
 def _has_end(told: list[StateChanged | RunEnded]) -> bool:

@@ -16,7 +16,6 @@ from msgspec import structs
 from taas_magic.display.head import text
 from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
-from taas_magic.journal.analysis import Flow, load_of
 from taas_magic.journal.folder import PlanHead, RunFolder, Writer
 from taas_magic.messages import Display, Event, encode, event_of
 from tests.events import event, line_of, new_state
@@ -236,16 +235,6 @@ def test_every_line_of_an_older_version_is_an_event() -> None:
         json.loads(line)["kind"] for line in lines
     ]
     assert kinds >= {"started", "lines", "data", "fetched", "failure", "settled", "receipt"}
-
-
-def test_what_workers_were_called_before() -> None:
-    line = (
-        b'{"kind": "fetched", "time": 1, "number": 0, "loaders": {"a": {"lanes": 3, "ready": 1}}}'
-    )
-    flow = Flow()
-    flow.apply(event("data", rank=0, loaders={"a": {"span_s": 9.0, "waited_s": 8.0}}), 1.0)
-    flow.apply(event_of(line), 1.0)
-    assert load_of(flow, flow.loaders["a"]).workers == 3
 
 
 def test_a_kernel_without_descriptors_is_told_so() -> None:

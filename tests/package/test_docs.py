@@ -4,6 +4,10 @@ import ast
 import re
 from pathlib import Path
 
+from msgspec import Struct
+
+from taas_magic.messages import Event, Failure, FetcherCounts, RankCounts, leaves
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -26,6 +30,22 @@ def test_the_pages_name_files_that_there_are() -> None:
     folders = (ROOT, ROOT / "taas_magic")
     missing = [name for name in named if not any((each / name).exists() for each in folders)]
     assert not missing
+
+
+def test_the_page_of_events_names_their_fields() -> None:
+    page, *tables = (ROOT / "docs" / "events.md").read_text().split("\n| field | meaning |\n")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page, re.MULTILINE)
+    known = {str(kind.__struct_config__.tag): fields(kind) for kind in leaves(Event)}
+    assert {kind: set(re.findall(r"`(\w+)`", listed)) for kind, listed in rows} == known
+    for kind, table in zip((Failure, RankCounts, FetcherCounts), tables, strict=True):
+        firsts = "".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE))
+        assert set(re.findall(r"`(\w+)`", firsts)) == fields(kind)
+
+
+def fields(kind: type[Struct]) -> set[str]:
+    """Return the fields that the journal has of it, without those that every event has."""
+    every = {"entry", *Event.__struct_fields__} if issubclass(kind, Event) else set()
+    return set(kind.__struct_fields__) - every
 
 
 def exists(name: str) -> bool:
