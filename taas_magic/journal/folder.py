@@ -25,8 +25,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -50,6 +51,8 @@ from taas_magic.shared_files import lock
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
+T = TypeVar("T")
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "INTERRUPTED", "LOST"})
 
@@ -366,26 +369,36 @@ class RunRecord(RunFiles):
     world_size: int
     state: str
     started: float
-    ended: float | None
-    path: Path
-    took_s: float | None = None
-    failed_rank: int | None = None
+    elapsed_s: float
+    """Seconds from the start to the end, or until it was read."""
 
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds from the start to the end, or until now."""
-        if self.took_s is not None:
-            return self.took_s
-        return (self.ended or time.time()) - self.started
+    path: Path
+    failed_rank: int | None = None
 
 
 def runs() -> list[RunRecord]:
     """Return the runs whose folders are kept and can be read, newest first."""
-    found = []
+    return list(newest())
+
+
+def newest() -> Iterator[RunRecord]:
+    """Yield the same; a journal, which may take seconds, is read when its run is asked for."""
+    return _readable(record)
+
+
+def ids() -> Iterator[str]:
+    """Yield their ids; no journal is read."""
+    return (plan.run_id for plan in _readable(RunFolder.plan))
+
+
+def _readable(read: Callable[[RunFolder], T]) -> Iterator[T]:
+    """Yield what can be read of each folder, the newest run's first."""
     for folder in _folders():
-        with contextlib.suppress(OSError, ValueError):  # it is being made or removed, or is broken
-            found.append(record(folder))
-    return found
+        try:
+            found = read(folder)
+        except (OSError, ValueError):  # it is being made or removed, or is broken
+            continue
+        yield found
 
 
 def _folders() -> list[RunFolder]:
@@ -409,6 +422,8 @@ def record(folder: RunFolder) -> RunRecord:
         if not _has_end(told):
             told.append(StateChanged(state="LOST", time=told[-1].time if told else made))
     last = told[-1] if told else StateChanged(state="STARTING", time=made)
+    started = next((it.time for it in told if isinstance(it, StateChanged)), made)
+    elapsed_s = (last.time if _has_end(told) else time.time()) - started
     end = last if isinstance(last, RunEnded) else None
     return RunRecord(
         run_id=folder.run_id,
@@ -416,10 +431,9 @@ def record(folder: RunFolder) -> RunRecord:
         pool=plan.pool,
         world_size=plan.world_size,
         state=last.state,
-        started=next((it.time for it in told if isinstance(it, StateChanged)), made),
-        ended=last.time if _has_end(told) else None,
+        started=started,
+        elapsed_s=elapsed_s if end is None or end.elapsed_s is None else end.elapsed_s,
         path=folder.path,
-        took_s=end.elapsed_s if end else None,
         failed_rank=end.first.rank if end and end.first else None,
     )
 
@@ -448,12 +462,17 @@ def find(run_id: str | None) -> RunRecord:
     Raises:
         UsageError: There is none.
     """
-    known = runs()
-    for seen in known:
-        if run_id is None or seen.run_id.startswith(run_id) or run_id == seen.name:
-            return seen
-    listed = ", ".join(seen.run_id for seen in known[:5])
-    if not known:
+
+    def asked(folder: RunFolder) -> RunRecord | None:
+        plan = folder.plan()
+        is_asked = run_id is None or folder.run_id.startswith(run_id) or run_id == plan.name
+        return record(folder) if is_asked else None
+
+    for found in _readable(asked):
+        if found is not None:
+            return found
+    listed = ", ".join(islice(ids(), 5))
+    if not listed:
         raise UsageError("There is no run yet.")
     raise UsageError(f'No run "{run_id}". The newest are: {listed}')
 

@@ -14,7 +14,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,7 @@ class TaasMagics(Magics):
 
     def runs(self) -> list[str]:
         """Return the ids of the newest runs, for Tab."""
-        return [record.run_id for record in journal.runs()[:_LISTED_RUNS]]
+        return list(islice(journal.ids(), _LISTED_RUNS))
 
     @cell_magic("taas")
     def run_cell(self, line: str, body: str) -> None:
@@ -287,7 +287,7 @@ def run_command(line: str, settings: Config) -> str:
 def _status(words: Sequence[str], settings: Config) -> str:
     _take("status", words, most=0)
     rows = [("run", "state", "ranks", "pool", "elapsed", "name")]
-    for run in journal.runs()[:_SHOWN_RUNS]:
+    for run in islice(journal.newest(), _SHOWN_RUNS):
         # as the head of the run has it
         elapsed = duration(run.elapsed_s, decimals=int(run.state in ENDED_STATES))
         rows.append((run.run_id, run.state, str(run.world_size), run.pool, elapsed, run.name))
@@ -437,13 +437,13 @@ def _running(run_id: str | None) -> RunRecord:
     Raises:
         UsageError: It is not running, or none is.
     """
-    asked = journal.runs() if run_id is None else [journal.find(run_id)]
-    running = [record for record in asked if record.state not in ENDED_STATES]
-    if not running and run_id is not None:
-        raise UsageError(f"run {asked[0].run_id} is not running: {asked[0].state}")
-    if not running:
-        raise UsageError("No run is running. %taas status lists the newest.")
-    return running[0]
+    asked = journal.newest() if run_id is None else [journal.find(run_id)]
+    for record in asked:
+        if record.state not in ENDED_STATES:
+            return record
+        if run_id is not None:
+            raise UsageError(f"run {record.run_id} is not running: {record.state}")
+    raise UsageError("No run is running. %taas status lists the newest.")
 
 
 _HEAD = re.compile(r"\s*(?:%%taas|#\s?pragma\s+taas)\s(.*)")

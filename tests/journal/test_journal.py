@@ -8,16 +8,21 @@ import stat
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
+from taas_magic.config import Config
 from taas_magic.display.head import text
 from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import PlanHead, RunFolder, Writer
 from taas_magic.messages import Display, Event, encode, event_of
+from taas_magic.notebook import pools
+from taas_magic.notebook.magic import run_command
 from tests.events import event, line_of, new_state
 from tests.eventually import eventually
 
@@ -26,7 +31,7 @@ PLAN = PlanHead("r1", "first", "local", 2)
 
 def make_run(run_id: str, *events: Event, name: str = "first") -> RunFolder:
     """Make a run whose controller is gone."""
-    folder = RunFolder.create(run_id, structs.replace(PLAN, name=name), "print(1)")
+    folder = RunFolder.create(run_id, structs.replace(PLAN, run_id=run_id, name=name), "print(1)")
     write(folder, *events).close()
     return folder
 
@@ -56,17 +61,59 @@ def test_records_tell_how_runs_stand() -> None:
     make_run("r1", event("state", state="RUNNING"), event("ended", state="FAILED"))
     writer = write(make_run("r2", name="second"), event("state", state="RUNNING"))
     newest, oldest = journal.runs()
-    assert (newest.run_id, newest.state, newest.ended) == ("r2", "RUNNING", None)
+    assert (newest.run_id, newest.state) == ("r2", "RUNNING")
     assert (oldest.state, oldest.world_size) == ("FAILED", 2)
-    assert oldest.ended is not None
+    writer.close()
+
+
+def test_how_long_runs_took() -> None:
+    make_run(
+        "r1", event("state", state="RUNNING", time=5.0), event("ended", state="LOST", time=9.0)
+    )
+    ended = event("ended", state="FAILED", time=9.0, elapsed_s=2.5)
+    make_run("r2", event("state", state="RUNNING", time=5.0), ended)
+    writer = write(make_run("r3"), event("state", state="RUNNING", time=time.time() - 50.0))
+    goes_on, told, not_told = journal.runs()
+    assert (not_told.elapsed_s, told.elapsed_s) == (4.0, 2.5) and goes_on.elapsed_s >= 50.0
     writer.close()
 
 
 def test_a_run_that_nobody_keeps_any_more_is_lost() -> None:
-    make_run("r1", event("state", state="RUNNING"))
+    make_run("r1", event("state", state="RUNNING", time=5.0))
     [lost] = journal.runs()
-    assert lost.state == "LOST"
-    assert lost.ended is not None
+    assert (lost.state, lost.elapsed_s) == ("LOST", 0.0)
+
+
+def test_a_journal_is_read_when_its_run_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for run_id in ("r1", "r2", "r3", "r4"):
+        make_run(run_id, event("ended", state="SUCCEEDED"), name=f"run {run_id}")
+    writer = write(make_run("r5"), event("state", state="RUNNING"))
+    (journal.state_dir() / "runs" / "r6").mkdir()  # of a kernel that is just making it
+    opened: list[str] = []
+    read_events = RunFolder.read_events
+
+    def read(folder: RunFolder) -> Iterator[Event]:
+        opened.append(folder.run_id)
+        return read_events(folder)
+
+    monkeypatch.setattr(RunFolder, "read_events", read)
+    for run_id in ("r2", "run r2", "r3"):
+        journal.find(run_id)
+    assert list(journal.ids()) == ["r5", "r4", "r3", "r2", "r1"]
+    assert opened == ["r2", "r2", "r3"]
+    opened.clear()
+    monkeypatch.setattr(pools, "stop", lambda run, settings: None)
+    assert run_command("stop", Config()) == "stopping run r5"
+    assert run_command("logs", Config()) == "rank 0 of run r5 wrote nothing"
+    assert opened == ["r5", "r5"]
+    with pytest.raises(UsageError, match="run r3 is not running: SUCCEEDED"):
+        run_command("stop r3", Config())
+    for number in range(9):
+        make_run(f"r7-{number}", event("ended", state="SUCCEEDED"))
+    opened.clear()
+    assert run_command("status", Config()).count("SUCCEEDED") == 9
+    assert len(opened) == 10
+    writer.close()
 
 
 def test_a_run_that_ends_while_its_journal_is_read_is_not_lost(
