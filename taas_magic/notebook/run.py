@@ -341,7 +341,7 @@ class Run(RunFiles):
         plan: What was decided before it started.
         head: What its events came to; the head above its log shows it.
         failures: What went wrong on which rank, the first failure first.
-        hosts: Names of the hosts that ran it.
+        hosts: Names of the hosts of its first attempt, by their ranks.
         result: The value of the cell's last expression on rank 0, if it could travel.
         out: The variables that `--out` brought back, also from a run that failed.
         missing: Names of `--out` that did not come, each with the reason.
@@ -562,7 +562,9 @@ class Run(RunFiles):
         if not pool.is_alive():
             self._ended = self._finish("LOST", "the pool's process is gone")
             return
-        why = f"left to end by itself: the ranks on {', '.join(self.hosts)}"
+        # after a restart they may be others than at first
+        hosts = ", ".join(self.head.hosts or self.hosts)
+        why = f"left to end by itself: the ranks on {hosts}"
         if pool.silent_s > SILENT_NOTE_S:
             why += f", {pool.config.lease_s:g} s after the pool's last word at the latest: "
             why += pool.silence()

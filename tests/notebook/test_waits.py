@@ -8,18 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 
 from taas_magic.config import Config, PoolConfig
+from taas_magic.display.view import View
 from taas_magic.errors import PoolError, RunLost
 from taas_magic.host.system import status_of
 from taas_magic.notebook import pools
-from taas_magic.notebook.run import Run
+from taas_magic.notebook.run import Interrupts, Run
 from taas_magic.pool.client import Pool
 from taas_magic.pool.process import PoolProcess
 from tests.conftest import carriers
+from tests.events import event, new_state
 from tests.eventually import eventually
 from tests.frontend import WAIT_S, Frontend, before_start
 from tests.harness import (
@@ -69,6 +72,17 @@ def two_interrupts_end_the_cell(frontend: Frontend, token: str, stopped: str, sa
     again = frontend.run("%%taas --gpus 1\nprint('on')")
     assert "[0] on" in frontend.text(again)
     assert said in before_start(frontend, again)
+
+
+def test_the_hosts_that_are_left_are_those_of_the_newest_attempt() -> None:
+    run, interrupts = Run(new_state(n_hosts=2), {}), Interrupts()
+    run.hosts, interrupts.count = ["gpu1", "gpu2"], 2
+    for host, attempt in (("gpu1", 0), ("gpu2", 0), ("gpu3", 1), ("gpu1", 1)):
+        run.put(event("restart", attempt=1) if host == "gpu3" else event("note", text="on"))
+        run.put(event("started", host, attempt=attempt, pids={}))
+    pool = mock.Mock(spec=Pool, silent_s=0.0)
+    run.follow(pool, View(run.head), interrupts)
+    assert run.state == "INTERRUPTED" and "the ranks on gpu3, gpu1; the pool" in run.head.why
 
 
 def carriers_of(token: str, command: str) -> list[psutil.Process]:
