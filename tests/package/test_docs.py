@@ -37,7 +37,8 @@ def test_the_page_of_events_names_their_fields() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page, re.MULTILINE)
     known = {str(kind.__struct_config__.tag): fields(kind) for kind in leaves(Event)}
     assert {kind: set(re.findall(r"`(\w+)`", listed)) for kind, listed in rows} == known
-    for kind, table in zip((Failure, RankCounts, FetcherCounts), tables, strict=True):
+    records: tuple[type[Struct], ...] = (Failure, RankCounts, FetcherCounts)
+    for kind, table in zip(records, tables, strict=True):
         firsts = "".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE))
         assert set(re.findall(r"`(\w+)`", firsts)) == fields(kind)
 
