@@ -5,7 +5,6 @@ The comment form is a pure function of the text, because IPython also asks it wh
 cell is complete; what is wrong is said when the cell runs.
 """
 
-import difflib
 import io
 import math
 import re
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 
 from IPython.core.magic_arguments import MagicArgumentParser
 
-from taas_magic.config import LOCAL, Config, DataConfig, parse_size
+from taas_magic.config import LOCAL, Config, DataConfig, closest, parse_size
 from taas_magic.errors import UsageError
 from taas_magic.plan import Flags, Prefill, name_of, split_name
 from taas_magic.store.rule import WRITES
@@ -502,6 +501,4 @@ def _unknown(word: str) -> str:
     if not word.startswith("-"):
         return f'"{word}" is not a flag. The flags are: {listed}'
     word = word.partition("=")[0]
-    near = difflib.get_close_matches(word, BY_NAME, n=1, cutoff=0.5)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    return f"No flag {word}{hint}. The flags are: {listed}"
+    return f"No flag {word}{closest(word, BY_NAME)}. The flags are: {listed}"

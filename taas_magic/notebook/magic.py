@@ -79,7 +79,7 @@ class TaasMagics(Magics):
 
     def after(self, result: Any) -> None:
         """Say what pip's package of our name changes (IPython's `post_run_cell` event)."""
-        if result.info is not None and installs_taas(result.info.raw_cell):
+        if result.info is not None and INSTALLS_TAAS.search(result.info.raw_cell):
             _say(TAAS_IS_HERE)
 
     def variables(self) -> list[str]:
@@ -182,20 +182,15 @@ TAAS_IS_HERE = (
     "taas: `import taas` gives taas-magic, which is here already, and not pip's package of that "
     "name. No restart is needed."
 )
-# Also without its percent sign, as IPython's automagic takes it, and in a %%bash cell.
-_INSTALLS_TAAS = re.compile(
+INSTALLS_TAAS = re.compile(
     r"^\s*[!%]{0,2}\s*(?:\S+\s+-m\s+|uv\s+)?pip[\d.]*\s+install\s"
     r"(?:[^#\n]*[\s'\"/])?taas(?:$|[\s'\"=<>~!;\[@]|-\d)",
     re.MULTILINE,
 )
+"""Finds what asks pip for PyPI's `taas`, DataSphere's old client, as that one's guide does first.
 
-
-def installs_taas(raw_cell: str) -> bool:
-    """Return whether a cell asks pip for PyPI's package `taas`, DataSphere's old client.
-
-    The DataSphere guide begins with `%pip install taas`.
-    """
-    return _INSTALLS_TAAS.search(raw_cell) is not None
+Also without a percent sign, as IPython's automagic takes it, and in a %%bash cell.
+"""
 
 
 def load(shell: "InteractiveShell") -> None:

@@ -94,7 +94,7 @@ def test_each_field_of_flags_has_a_flag() -> None:
         ("--gpus", "--gpus needs a number (--gpus 2)"),
         ("--gpus --cpus 2", "--gpus needs a number (--gpus 2)"),
         ("--gpus {n}", "a name that the notebook does not have"),
-        ("--gpu 2", "No flag --gpu (did you mean --gpus?). The flags are: --gpus --cpus"),
+        ("--gpu 2", 'No flag --gpu (did you mean "--gpus"?). The flags are: --gpus --cpus'),
         ("--gpus 2 -x", "No flag -x. The flags are: --gpus --cpus"),
         ("8", '"8" is not a flag. The flags are: --gpus'),
         ("--gpus 2 --gpus 3", "--gpus is there twice"),
