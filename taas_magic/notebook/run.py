@@ -204,7 +204,6 @@ class Fetching:
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._relay: threading.Thread | None = None
         self._closing = False
-        self._closed = threading.Event()
         self._wait = Wait()
         self._beginning = Background(self._begin)
 
@@ -245,7 +244,6 @@ class Fetching:
 
     def _close(self) -> None:
         self._end()
-        self._closed.set()  # the relay may take the None below for one of many events
         self._events.put(None)
         if self._relay is not None:
             self._relay.join()
@@ -275,7 +273,8 @@ class Fetching:
                 self._pool.halt(self._share_id, "kill")
 
     def _pass_on(self, pool: Pool) -> None:
-        while not self._closed.is_set() and (event := self._events.get()) is not None:
+        # the None that ends it may be among events that it takes together
+        while not self._closing and (event := self._events.get()) is not None:
             try:
                 pool.call(Relay(self._run_id, [event, *self.said()]))
             except PoolError:
@@ -469,7 +468,7 @@ class Run(RunFiles):
                 obeyed = interrupts.count
                 self._halt(pool, "interrupt" if obeyed == 1 else "kill")
                 leave_at = min(leave_at, now + (KILL_WAIT_S if obeyed == 1 else LEAVE_S))
-            if now - checked_at > CHECK_S:
+            if now - checked_at > CHECK_S or now >= leave_at:
                 checked_at = now
                 self._check(pool, view)
             if now >= leave_at and self._ended is None:
@@ -559,9 +558,6 @@ class Run(RunFiles):
 
     def _leave(self, pool: Pool) -> None:
         """End the wait for an interrupted run; say what of it ends by itself, and when."""
-        if not pool.is_alive():
-            self._ended = self._finish("LOST", "the pool's process is gone")
-            return
         # after a restart they may be others than at first
         hosts = ", ".join(self.head.hosts or self.hosts)
         why = f"left to end by itself: the ranks on {hosts}"
