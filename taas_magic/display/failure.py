@@ -174,23 +174,24 @@ def _notebook_line(stack: Sequence[str]) -> str:
     return f"{found['file']}, line {found['line']}" + (f": {cut(code, LINE_CHARS)}" if code else "")
 
 
-def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure | None:
-    """Return a failure whose texts call the notebook's cells by their numbers.
+def labelled(text: str, labels: Mapping[str, str]) -> str:
+    """Return a text that calls the notebook's cells by their numbers.
 
-    Texts that a worker process or faulthandler made have the names under which the kernel compiled
-    the cells; `labels` has `Cell In[5]` by file name.
+    Who does not know them, a worker process, a fetcher or faulthandler, has the names under which
+    the kernel compiled the cells; `labels` has `Cell In[5]` by file name.
     """
+    for filename, label in labels.items():
+        text = text.replace(filename, label)
+    return text
+
+
+def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure | None:
+    """Return a failure whose texts call the notebook's cells by their numbers."""
     if failure is None:
         return None
-
-    def labelled(text: str) -> str:
-        for filename, label in labels.items():
-            text = text.replace(filename, label)
-        return text
-
     names = ("traceback", "stack", "tail")
-    lines = {name: [labelled(line) for line in getattr(failure, name)] for name in names}
-    return structs.replace(failure, message=labelled(failure.message), **lines)
+    lines = {name: [labelled(line, labels) for line in getattr(failure, name)] for name in names}
+    return structs.replace(failure, message=labelled(failure.message, labels), **lines)
 
 
 def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreError:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from taas_magic.config import size_text
-from taas_magic.display.failure import cut, headline, others
+from taas_magic.display.failure import cut, headline, labelled, others
 from taas_magic.display.log import harmless, rank_ranges
 from taas_magic.journal.analysis import Flow, LoaderFlow, advice
 from taas_magic.journal.folder import ENDED_STATES
@@ -546,9 +546,7 @@ def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
         shown.append(f"{who} {ranks} on {hosts} ({process} {pids})\n{inside}")
     for fetcher in sorted(found.fetchers, key=lambda one: one.fetcher):
         lines = [f"fetcher {fetcher.fetcher} on {fetcher.host} (process {fetcher.pid})"]
-        for line in _process_lines(fetcher, "  "):
-            file = line.partition(", line ")[0].strip()  # a fetcher does not know cells' labels
-            lines.append(line.replace(file, labels[file], 1) if file in labels else line)
+        lines += [labelled(line, labels) for line in _process_lines(fetcher, "  ")]
         shown.append("\n".join(lines))
     return "\n\n".join([*shown, *found.silent]) or "no rank runs"
 
