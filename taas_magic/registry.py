@@ -24,7 +24,7 @@ from taas_magic.capture.pickling import ValuePickler
 from taas_magic.config import DataConfig
 from taas_magic.data import service
 from taas_magic.data.sharding import UNEVEN, Uneven
-from taas_magic.errors import CaptureError
+from taas_magic.errors import CaptureError, UsageError
 from taas_magic.host.cell_main import PAYLOAD
 from taas_magic.plan import Plan
 
@@ -36,6 +36,9 @@ _BUILT_IN = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
 """What pickle does not ask anybody about: every rank would get all of it."""
 
 _SMALL_ATTRIBUTE_BYTES = 64 << 10
+_NAME_BYTES = 100
+"""A name's most: it is in a file's name, in hexadecimal, and in a line of the ledger."""
+
 _MOST_LOOKS = 1000
 _DEEPEST = 3
 
@@ -109,7 +112,8 @@ def register(
 
     Args:
         loader: A DataLoader, or anything that can be iterated again and again.
-        name: What it is called in views and messages; left out, its variable's name.
+        name: What it is called in views and messages, at most 100 bytes in UTF-8; left out, its
+            variable's name.
         seed: Seed of its order and of the random numbers in its dataset; None: torch's seed in the
             notebook when the cell starts.
         uneven: When its batches do not divide by the ranks: `pad` begins again with the first ones,
@@ -122,6 +126,7 @@ def register(
         TypeError: It cannot be iterated, something in it cannot be pickled, or it deals its data to
             ranks itself.
         ValueError: `uneven` is none of these.
+        UsageError: The name is too long.
         RuntimeError: This is a rank.
     """
     # A fetcher that a rank starts has no RANK: a module that it imports may register what it likes.
@@ -132,6 +137,11 @@ def register(
             "variable"
         )
     _check_kind(loader, uneven)
+    if name is not None and not _is_short(name):
+        raise UsageError(
+            f"register: a loader's name has at most {_NAME_BYTES} bytes; {name[:20]!r}… has "
+            f"{len(name.encode())}"
+        )
     start = _check_travels(name or _variable_of(loader) or "loader", loader)
     _name_by_variables()
     _registered.pop(id(loader), None)
@@ -144,6 +154,10 @@ def register(
     pickling.STAND_INS[type(loader)] = reduce_loader
     _warn_of_own_generators(loader)
     return loader
+
+
+def _is_short(name: str) -> bool:
+    return len(name.encode()) <= _NAME_BYTES
 
 
 def _held(loader: Any, is_named: bool) -> Callable[[], Any]:
@@ -324,12 +338,15 @@ def _variables() -> dict[str, Any]:
 
 
 def _variable_of(loader: Any, preferred: str = "") -> str | None:
-    """Return the notebook's variable that holds this loader, as far as there is one yet."""
+    """Return the notebook's variable that holds this loader, as far as there is one yet.
+
+    One whose name is too long is none: the loader is numbered.
+    """
     variables = _variables()
     if preferred and variables.get(preferred) is loader:
         return preferred
     names = (name for name, value in list(variables.items()) if value is loader)
-    return next((name for name in names if not name.startswith("_")), None)
+    return next((name for name in names if not name.startswith("_") and _is_short(name)), None)
 
 
 def _shape_of(entry: Registered, loader: Any, parts: "LoaderParts") -> "LoaderShape":

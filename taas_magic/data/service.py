@@ -28,7 +28,9 @@ from taas_magic.config import DataConfig
 from taas_magic.messages import LoaderPlace, LoaderPlaces
 from taas_magic.shared_files import boot_id, replacing
 
-_LINE_BYTES = 512
+_LINE_BYTES = 1024
+"""Room for a name of 100 bytes, each of which JSON may write as six."""
+
 _COUNT = struct.Struct("<QI")
 _GROW_LINES = 64
 

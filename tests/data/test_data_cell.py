@@ -70,7 +70,8 @@ def test_units_and_a_datasets_exception(notebook: Notebook) -> None:
     assert unfed.error is None and unfed.run is not None and unfed.run.name == "#1 try"
     [note] = [note for note in unfed.run.head.notes if "no registered loader" in note]
     assert note.startswith("--cpus, --prefill: without effect") and "taas.register(" in note
-    notebook.define("bad = taas.register(DataLoader(Numbers(100), batch_size=10))")
+    longest = "name='é' * 50"
+    notebook.define(f"bad = taas.register(DataLoader(Numbers(100), batch_size=10), {longest})")
     outcome = notebook.run("for batch in bad:\n    pass", "--cpus 1")
     assert outcome.error is not None
     assert "ninety is bad" in outcome.shown

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,18 @@ def test_the_ledger_names_what_was_handed_out_twice() -> None:
 
 def test_the_ledger_knows_what_is_missing() -> None:
     assert service.missing([line(), line(rank=1, batches=2)], 6) == [5]
+
+
+def test_the_ledger_has_room_for_any_name(tmp_path: Path) -> None:
+    ledger, name = service.BatchLedger(tmp_path, 2**31, 2**31), "\1" * 100
+    for turn in range(200):
+        at = ledger.begin(name, turn, 2**31, 2**31, 2**63)
+        for _ in range(turn):
+            ledger.hand(at)
+    ledger.close()
+    found = service.read_ledgers(tmp_path)
+    assert {(line.loader, line.first_step) for line in found} == {(name, 2**63)}
+    assert [(line.turn, line.batches) for line in found] == [(turn, turn) for turn in range(200)]
 
 
 class Handed(Feed):

@@ -7,9 +7,11 @@ import pytest
 from torch.utils.data import DataLoader
 
 import taas
+from taas_magic import registry
 from taas_magic.capture import pickling
 from taas_magic.data.loader import Feed, RemoteLoader, use_feed
 from taas_magic.data.server import OwnServers
+from taas_magic.errors import UsageError
 from taas_magic.registry import Registered
 from tests.data.data_rig import Lines, Rows
 
@@ -59,6 +61,16 @@ def test_what_cannot_be_registered(value: object, error: type[Exception], says: 
     with pytest.raises(error, match=says):
         taas.register(value, name="train")
     assert taas.registered() == {}
+
+
+def test_a_name_has_at_most_100_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    taas.register(DataLoader(Rows(4)), name="é" * 50)
+    with pytest.raises(UsageError, match=r"has at most 100 bytes; 'éé.*'… has 101"):
+        taas.register(DataLoader(Rows(4)), name="é" * 50 + "e")
+    assert list(taas.registered()) == ["é" * 50]
+    variables = {"e" * 101: taas.register(DataLoader(Rows(4)))}
+    monkeypatch.setattr(registry, "_variables", lambda: variables)
+    assert list(taas.registered()) == ["é" * 50, "loader0"]
 
 
 def test_registering_again_replaces() -> None:
