@@ -75,7 +75,9 @@ class Encoded:
         """Copy the body into memory of its size; return its checksum, if that is wanted, or 0."""
         at = len(self.head)
         room[:at] = self.head
-        total = _sum_of_head(self.head) if is_summed else 0
+        # A large head is of no common batch: it would come once, and be kept.
+        sum_of_head = _sum_of_head if at <= _COMMON_HEAD_BYTES else checksum
+        total = sum_of_head(self.head) if is_summed else 0
         for buffer in self.buffers:
             for start in range(0, len(buffer), _PIECE_BYTES):
                 # Summed piece by piece, while it is in the processor's cache.

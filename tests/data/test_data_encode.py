@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+import sys
 from typing import Any
 from unittest import mock
 
@@ -115,6 +116,14 @@ def test_the_checksum_is_the_same_without_numpy(size: int, seed: int) -> None:
     with mock.patch.object(encode, "_numpy", None):
         without = checksum(data)
     assert without == checksum(data)
+
+
+def test_to_sum_up_a_batch_that_is_no_tensor_keeps_nothing_of_it() -> None:
+    encoded = encode.encode("a" * 100_000)
+    before = sys.getrefcount(encoded.head)
+    encoded.copy_to(memoryview(bytearray(encoded.body_bytes)), is_summed=True)
+    after = sys.getrefcount(encoded.head)
+    assert after == before
 
 
 def test_the_checksum_of_a_large_body_sees_one_flipped_bit() -> None:
