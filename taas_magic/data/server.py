@@ -54,6 +54,10 @@ from taas_magic.messages import FetcherCounts
 
 _MOST_UNPROVED = 512
 _ACCEPT_AT_ONCE = 64
+_SPARE_FILES = 64
+"""So many descriptors are for what a server opens beside its ranks' connections; half of them also
+for peers that are told that there is no room for them."""
+
 _BACKLOG = 4096
 _HEAR_BYTES = 64 << 10
 _LENT_FROM_BYTES = 32 << 10
@@ -248,6 +252,12 @@ class RankConnection:
         return SharedBody(place, size, is_new), arena.memory.descriptor if is_new else -1
 
 
+def _files_left(connection: RankConnection) -> int:
+    """Return how many descriptors this process may still open behind a connection's."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most - 1 - connection.socket.fileno()
+
+
 def _packed(
     form: _Form,
     slot: int,
@@ -278,7 +288,8 @@ class Server:
     def __init__(
         self, key: bytes, loaders: Iterable[ServedLoader], listen: str = "", tls: Tls | None = None
     ) -> None:
-        self._key = key
+        self._key, loaders = key, list(loaders)
+        self._where, self._is_full = loaders[0].where, False
         self._began = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._notes: list[str] = []
@@ -382,10 +393,12 @@ class Server:
                 _log.info("a peer was gone at once: %s", error)
                 sock.close()
 
-    def _make_room_for_one(self) -> None:
-        """Refuse the oldest peer that has not proved itself, for another."""
-        if self._unproved:
-            self._refuse(next(iter(self._unproved)), "too many at once")
+    def _make_room_for_one(self) -> bool:
+        """Refuse the oldest peer that has not proved itself, if there is one; return whether."""
+        if not self._unproved:
+            return False
+        self._refuse(next(iter(self._unproved)), "too many at once")
+        return True
 
     def _greet(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -402,7 +415,7 @@ class Server:
         connection = RankConnection(sock)
         self._connections[connection] = self._unproved[connection] = None
         self._selector.register(sock, selectors.EVENT_READ, connection)
-        if len(self._unproved) > _MOST_UNPROVED:
+        if len(self._unproved) > _MOST_UNPROVED or _files_left(connection) < _SPARE_FILES // 2:
             self._make_room_for_one()
         if not connection.is_greeting:
             self._challenge(connection)
@@ -492,7 +505,7 @@ class Server:
         """Let a peer in that shows that it knows the run's key, and says which loader it wants.
 
         Raises:
-            ProtocolError: It does not know the key, or wants what is not here.
+            ProtocolError: It does not know the key, wants what is not here, or there is no room.
         """
         key, place = self._key, self.addresses[2]
         why = ""
@@ -500,13 +513,28 @@ class Server:
             why = "this peer does not know the run's key"
         elif proof.loader not in self._loaders:
             why = f'loader "{proof.loader}" is not served here'
+        else:
+            del self._unproved[connection]
+            if _files_left(connection) < _SPARE_FILES and not self._make_room_for_one():
+                why = self._say_full()
         if why:
             connection.say(protocol.Rejected(why))
             connection.send()
             raise ProtocolError(why)
         connection.loader = self._loaders[proof.loader]
-        del self._unproved[connection]
         connection.say(protocol.Welcome(protocol.prove(key, Role.SERVER, proof.nonce, place)))
+
+    def _say_full(self) -> str:
+        """Return why no more ranks are let in; tell the user once, too."""
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        why = (
+            f"{self._where} has as many connections as it may have open files ({most}, ulimit -n): "
+            "raise that limit where the pool is started, or use more fetchers (--cpus)"
+        )
+        if not self._is_full:
+            self._notes.append(why)
+        self._is_full = True
+        return why
 
     def _pump(self, connection: RankConnection) -> None:
         """Send what is ready."""

@@ -1,6 +1,7 @@
 """A fetcher's server: how much it tells its workers, how they end, and to whom it lends memory."""
 
 import dataclasses
+import re
 import socket
 import time
 from pathlib import Path
@@ -12,20 +13,24 @@ import torch
 from msgspec import structs
 from torch.utils.data import DataLoader, Dataset
 
+from taas_magic.data.connection import FetcherLink
 from taas_magic.data.protocol import LoaderRequest, Reply, RequestKind, Requests, ResponseKind
 from taas_magic.data.scheduler import Disk, Prepared
 from taas_magic.data.server import RankConnection
 from taas_magic.data.worker import WorkerHandle, spilled_file
+from taas_magic.errors import ProtocolError
 from taas_magic.host.spec import FetcherSpec
-from taas_magic.messages import FetcherCounts, FetcherReport, of_fetcher
+from taas_magic.messages import FetcherCounts, FetcherReport, Note, of_fetcher
 from tests.data.data_rig import (
     Rows,
     Service,
     forkserver_for_this_module,  # noqa: F401
     linked,
+    over_tcp,
     plain,
     received,
     service,
+    stream,
 )
 
 
@@ -92,6 +97,25 @@ def test_a_worker_that_has_not_begun_is_not_idle(tmp_path: Path) -> None:
             assert not said.idle
     finally:
         running.close()
+
+
+def test_a_server_with_no_more_files_to_open_says_so_and_goes_on(tmp_path: Path) -> None:
+    with service(tmp_path, DataLoader(Rows(8), 2)) as running:
+        server, links = psutil.Process(running.processes[0][0].pid), list[FetcherLink]()
+        most = server.num_fds() + 80
+        server.rlimit(psutil.RLIMIT_NOFILE, (most, most))
+        strangers = [over_tcp(running) for _ in range(100)]
+        full = f"fetcher 0 .* may have open files .{most}, ulimit -n"
+        with pytest.raises(ProtocolError, match=f"refused: {full}"):
+            while len(links) < most:
+                links.append(linked(running))
+        while not isinstance(said := of_fetcher(running.processes[0][1].recv_bytes()), Note):
+            pass
+        assert re.match(full, said.text)
+        assert links
+        for connection in [*links, *strangers]:
+            connection.close()
+        assert len(stream(running)) == 4
 
 
 class Gated(Dataset[torch.Tensor]):
