@@ -25,7 +25,6 @@ from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import ALIVE_S, FetchLease
 from taas_magic.messages import LoaderPlace
 
-_TRIES = 10
 _FEW_BYTES = 32 << 10
 """Bodies up to this are copied out: a batch that is kept must not keep all that came with it."""
 
@@ -252,7 +251,6 @@ class Client:
         self._links, self._blocks = route.take(keep_bytes)
         self._where: dict[LoaderRequest, int] = {}
         self._here: dict[LoaderRequest, tuple[Response, memoryview]] = {}
-        self._tries: dict[LoaderRequest, int] = {}
         self._instead: dict[LoaderRequest, LoaderRequest] = {}
         self._epoch = 0
         self._order: int | None = None
@@ -441,8 +439,6 @@ class Client:
 
     def _take_one(self, ask: LoaderRequest, response: Response, body: memoryview) -> None:
         del self._where[ask]
-        if self._tries:
-            self._tries.pop(ask, None)
         first = self._instead.pop(ask, ask) if self._instead else ask
         instead = self._after(ask, first, response, body)
         if instead is not None:
@@ -484,14 +480,6 @@ class Client:
         link = self._links.pop(number)
         link.close()
         owed = [*link.asked, *link.unsent]
-        if link.asked:
-            ask = link.asked[0]
-            self._tries[ask] = self._tries.get(ask, 0) + 1
-            if self._tries[ask] >= _TRIES:
-                raise RunLost(
-                    f"batch {ask.slot} of epoch {ask.epoch} was asked for {_TRIES} times, and "
-                    f"every time the connection to its fetcher was lost, at last with: {error}"
-                )
         self._route.failed(number, error, silent_s)
         self.retried += len(owed)
         for ask in owed:

@@ -260,7 +260,7 @@ class Worker:
             try:
                 offset, room = self._arena.take(body.body_bytes)
             except OSError as error:
-                where = f'with batch {request.slot} of loader "{self._served.name}"'
+                where = f"with {self._where(request)}"
                 kind, body, units, order = _failed(Failed(error, where))
                 offset, room = self._arena.take(body.body_bytes)
             is_summed = self._served.sums and kind is ResponseKind.BATCH
@@ -274,6 +274,9 @@ class Worker:
         if now - self._replied > self._hold_back_s:
             self._say()
             self._replied = now
+
+    def _where(self, request: LoaderRequest) -> str:
+        return f'batch {request.slot} of loader "{self._served.name}"'
 
     def _say(self) -> None:
         if self._replies:
@@ -299,13 +302,19 @@ class Worker:
         try:
             if isinstance(self._source, Failed):
                 raise self._source
-            return self._answer(self._source, request)
+            prepared = self._answer(self._source, request)
+            if (size := prepared[1].body_bytes) > protocol.MAX_BATCH_BYTES:
+                # Ranks would refuse it, and ask for it again and again.
+                most_gb, where = protocol.MAX_BATCH_BYTES / 1e9, self._where(request)
+                text = f"it has {size / 1e9:.1f} GB, and a batch may have {most_gb:.1f} GB"
+                raise Failed(ValueError(text), f"with {where}")
+            return prepared
         except Ended:
             return ResponseKind.VOID, encode.NOTHING, VOID, 0
         except Failed as failure:
             return _failed(failure)
         except Exception as error:
-            where = f'while batch {request.slot} of loader "{self._served.name}" was being pickled'
+            where = f"while {self._where(request)} was being pickled"
             return _failed(Failed(error, where))
 
     def _answer(self, source: Source, request: LoaderRequest) -> "_Prepared":

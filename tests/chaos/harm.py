@@ -67,7 +67,7 @@ class Chaos:
             self._wait_for_a_step()
 
     def _wait_for_a_step(self) -> None:
-        """Ten faults while one batch is asked for would end the run; on a slow machine they do."""
+        """Wait: a batch whose worker ends ten times is given up, as it may on a slow machine."""
         with self._news:
             before = self._steps
             self._news.wait_for(lambda: self._steps > before or not self._faults)

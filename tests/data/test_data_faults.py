@@ -174,19 +174,19 @@ def test_22_a_rank_dies_after_it_received_a_batch(tmp_path: Path) -> None:
         second.close()
 
 
-def test_23_an_answer_is_lost_and_sent_again(tmp_path: Path) -> None:
+def test_23_an_answer_is_lost_again_and_again_and_sent_again(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(20), 2)) as running:
         lost: list[bytes] = []
 
         def harm(number: int, data: bytes) -> bytes | None:
-            if number == 1 and len(data) > 250 and not lost:
+            if len(data) > 250 and len(lost) < 12:
                 lost.append(data)
                 return None
             return data
 
         proxy = Proxy(running.directory, harm)
         assert stream(running, directory=proxy, direct=False) == stream(running, local=True)
-        assert lost
+        assert len(lost) == 12
         proxy.close()
 
 
@@ -275,6 +275,23 @@ def test_26_a_batch_beyond_the_limit_is_refused() -> None:
     header = protocol.pack(Response(ResponseKind.BATCH, 0, 0), protocol.MAX_BATCH_BYTES + 1)
     with pytest.raises(ProtocolError, match="the limit is"):
         ready(Role.RANK).hear(memoryview(header))
+
+
+class TooBig(Rows):
+    """Has a batch that is larger than its worker thinks one may be."""
+
+    def __getitem__(self, index: int) -> object:
+        protocol.MAX_BATCH_BYTES = 1000
+        return torch.zeros(2000, dtype=torch.uint8) if index else index
+
+
+def test_26_a_worker_says_that_a_batch_is_beyond_the_limit(tmp_path: Path) -> None:
+    with service(tmp_path, DataLoader(TooBig(2), None)) as running:
+        batches = iter(running.loader())
+        assert next(batches) == 0
+        with pytest.raises(ValueError, match="with batch 1 of loader") as caught:
+            next(batches)
+        assert "it has 0.0 GB, and a batch may have" in str(caught.value)
 
 
 class Odd(Rows):
