@@ -349,11 +349,7 @@ class Client:
         raised.reraise()
 
     def _await(self, ask: LoaderRequest) -> tuple[Response, memoryview]:
-        """Return the response to a request, which is sent now where it was not sent ahead.
-
-        Raises:
-            RunLost: No fetcher answers, or none can.
-        """
+        """Return the response to a request, which is sent now where it was not sent ahead."""
         if ask not in self._here:
             if ask not in self._where:
                 self._send_later(ask)
@@ -453,11 +449,7 @@ class Client:
     def _after(
         self, ask: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
     ) -> LoaderRequest | None:
-        """Return what to ask after an answer; None when it is the answer to the first request.
-
-        Raises:
-            RunLost: The order that holds cannot be had any more.
-        """
+        """Return what to ask after an answer; None when it is the answer to the first request."""
         order = response.order
         is_other = order != self._order and order != 0 and self._order is not None
         if first is ask and is_other:

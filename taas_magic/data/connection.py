@@ -321,12 +321,7 @@ class Inbox:
         return until
 
     def _receive_into(self, room: memoryview, flags: int = 0) -> int:
-        """Receive into memory; return how many bytes.
-
-        Raises:
-            Silent: Nothing came for a tick.
-            ConnectionError: The peer closed the connection.
-        """
+        """Receive into memory; return how many bytes."""
         try:
             if self._is_unix:
                 flags |= socket.MSG_CMSG_CLOEXEC
@@ -361,12 +356,7 @@ def _check(response: Response, total: int) -> None:
 
 
 def _connect_unix(name: str, connect_s: float) -> socket.socket:
-    """Return a Unix socket to a server of the same user.
-
-    Raises:
-        OSError: It cannot be reached.
-        ProtocolError: It is another user's.
-    """
+    """Return a Unix socket to a server of the same user."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.settimeout(connect_s)

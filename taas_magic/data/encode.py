@@ -51,12 +51,7 @@ _heads: dict[Hashable, tuple[bytes, int]] = {}
 
 @dataclass(slots=True)
 class Encoded:
-    """A batch ready to be sent.
-
-    Attributes:
-        head: Table of contents: sizes of the buffers, tensors, pickle; padded as buffers are.
-        buffers: The bytes themselves, in place; they keep their memory alive.
-    """
+    """A batch ready to be sent: its table of contents, padded, and buffers that lie in place."""
 
     head: bytes
     buffers: tuple[memoryview, ...]
@@ -373,11 +368,7 @@ class _Place(NamedTuple):
 
 
 class _Contents(NamedTuple):
-    """What the table of contents of a body says.
-
-    Attributes:
-        is_lone: Whether the batch is its only tensor.
-    """
+    """What the table of contents of a body says; lone is a batch that is its only tensor."""
 
     spans: list[tuple[int, int]]
     places: list[_Place]

@@ -59,16 +59,12 @@ class LoaderShape:
     """A loader as the notebook describes it; no part of its data.
 
     Attributes:
-        batches: Batches of the first epoch; None where it does not say.
-        samples: Length of its dataset; None where it has none.
+        batches: Of the first epoch; None where it does not say.
         context: multiprocessing's start method of its workers, "" for the default.
         drawn: How many samples its sampler draws; None where that does not say.
-        varies: Whether the number of batches may change from epoch to epoch.
-        uneven: What happens when batches do not divide by the ranks.
-        seed: The seed of its randomness; None: the run's.
-        attributes: The dataset's small attributes.
-        has_set_epoch: Whether the dataset is told which epoch begins.
-        has_state: Whether an iterable-style dataset has a `state_dict` of its own.
+        varies: The number of batches may change from epoch to epoch.
+        seed: None: the run's.
+        has_state: An iterable-style dataset has a `state_dict` of its own.
         shown: What else a rank may look at (`LoaderParts.shown`).
     """
 
@@ -101,11 +97,9 @@ class Feed:
 
     Attributes:
         payload: Returns the pickled loader of a name.
-        directory: Where the fetchers are; None: this rank has servers of its own.
-        tls: What makes a client context, for fetchers on other hosts.
-        ledger: Where it is written what was handed out.
+        directory: None: this rank has servers of its own, which `own` starts.
+        tls: Makes a client context, for fetchers on other hosts.
         window_bytes: How much a rank asks for ahead.
-        own: What starts this rank's own servers.
     """
 
     rank: int

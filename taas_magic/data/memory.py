@@ -26,11 +26,7 @@ grows, costs every process a page fault for each page that it looks at: more tha
 
 
 class Spans:
-    """Which bytes of an arena are in use: the first hole that is large enough is taken.
-
-    Attributes:
-        end: So many bytes were ever in use.
-    """
+    """Which bytes of an arena are in use: the first hole that is large enough is taken."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -71,12 +67,7 @@ def largest_file_bytes() -> int:
 
 
 class Mapping:
-    """An arena, mapped: an anonymous file that one worker writes.
-
-    Attributes:
-        descriptor: The arena's, for those who are to map it, too; the mapping owns it.
-        used_bytes: How far it has been looked at.
-    """
+    """An arena, mapped: an anonymous file that one worker writes, whose descriptor it owns."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

@@ -423,12 +423,10 @@ class WorkerChange(Struct, frozen=True, array_like=True):
 
 
 class Command(Struct, frozen=True, array_like=True, gc=False):
-    """One thing for a worker to prepare.
+    """One thing for a worker to prepare; the reply has the same number.
 
     Attributes:
-        number: The reply has the same.
-        to_disk: Whether it goes to disk, as memory has no room for it.
-        has_file: Whether the request's detail is in the next of the descriptors that come along.
+        has_file: The request's detail is in the next of the descriptors that come along.
     """
 
     number: int
@@ -438,13 +436,7 @@ class Command(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Orders(Struct, frozen=True, array_like=True):
-    """What a server tells a worker.
-
-    Attributes:
-        commands: What to prepare, in this order.
-        frees: Offsets of spans of its arena that nobody reads any more.
-        oldest_epoch: Nobody asks for earlier ones.
-    """
+    """What a server tells a worker; `frees` are offsets in its arena that nobody reads any more."""
 
     commands: list[Command]
     frees: list[int]
@@ -452,19 +444,11 @@ class Orders(Struct, frozen=True, array_like=True):
 
 
 class Reply(Struct, frozen=True, array_like=True, gc=False):
-    """What a worker says of a command.
+    """What a worker says of a command, much as `Response` does; the body lies in its arena.
 
     Attributes:
-        kind: BATCH, VOID, ERROR, OPENED or VALUE.
-        units: What a batch counts.
-        order: Hash of the epoch's order.
-        head_bytes: Size of a batch's table of contents.
-        offset: Where the body lies in the arena.
-        body_sum: Its checksum, where the server wants one.
-        wall_s: How long it took to prepare.
-        cpu_s: Processor time of it.
-        on_disk: Whether the body lies on disk instead.
-        disk_is_full: Whether it was to go to disk, and found no room there.
+        on_disk: The body lies on disk instead.
+        disk_is_full: It was to go to disk, and there was no room.
     """
 
     number: int

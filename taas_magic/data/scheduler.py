@@ -46,11 +46,7 @@ _ANSWER_BYTES = 1280
 
 @dataclass
 class Disk:
-    """Where batches lie that memory has no room for.
-
-    Attributes:
-        is_full: Whether a worker found no room; nothing more is written then.
-    """
+    """Where batches lie that memory has no room for, until a worker finds no room there either."""
 
     folder: Path
     limit_bytes: int
@@ -66,13 +62,7 @@ class Disk:
 class Prepared:
     """What a worker prepared: a batch, a value, a failure, or that there is nothing.
 
-    Args:
-        worker: Who prepared it; None: nobody, `text` is the body.
-        text: A body that lies in no arena.
-        disk: Where the body lies; None: in the worker's arena.
-
-    Attributes:
-        memory_bytes: What its body takes of memory.
+    Its body lies on `disk`, else in the arena of `worker`, else it is `text`.
     """
 
     __slots__ = ("_disk", "_holders", "_text", "_worker", "memory_bytes", "reply")

@@ -113,13 +113,7 @@ class RankConnection:
     def add(
         self, part: bytes | memoryview, prepared: Prepared | None = None, descriptor: int = -1
     ) -> None:
-        """Lay something ready to be sent.
-
-        Args:
-            part: The bytes.
-            prepared: Is released when it has gone.
-            descriptor: Goes along.
-        """
+        """Lay something ready to be sent; `prepared` is released when it has gone."""
         self.lay()
         self.out.append((part, prepared, descriptor))
         self.out_bytes += len(part)
@@ -129,11 +123,7 @@ class RankConnection:
         self.add(protocol.pack(message))
 
     def send(self) -> bool:
-        """Send what the kernel takes; return whether all has gone.
-
-        Raises:
-            OSError: The peer is gone.
-        """
+        """Send what the kernel takes; return whether all has gone."""
         try:
             while self.out:
                 self._sent(self._send_tls() if self.tls else self._send_plain())
@@ -235,11 +225,7 @@ class RankConnection:
         self.out.clear()
 
     def _lend(self, prepared: Prepared) -> tuple[SharedBody | None, int]:
-        """Have a batch read in place, if this rank alone gets it, and has not too much.
-
-        Returns:
-            Where it lies, or None; the descriptor that the rank needs to read it, or -1.
-        """
+        """Have a batch read in place, if this rank alone gets it, and has not too much."""
         arena, size = prepared.arena, prepared.reply.body_bytes
         fits = _LENT_FROM_BYTES <= size <= _LENT_BYTES - self.lent_bytes
         if arena is None or not fits or not self.is_unix or prepared.is_shared:
@@ -502,11 +488,7 @@ class Server:
             want(connection, request, only_count)
 
     def _welcome(self, connection: RankConnection, proof: Proof) -> None:
-        """Let a peer in that shows that it knows the run's key, and says which loader it wants.
-
-        Raises:
-            ProtocolError: It does not know the key, wants what is not here, or there is no room.
-        """
+        """Let a peer in that shows that it knows the run's key, and says which loader it wants."""
         key, place = self._key, self.addresses[2]
         why = ""
         if not protocol.proven(key, Role.RANK, connection.nonce, place, proof.mac):
@@ -611,11 +593,7 @@ class Server:
         self._drop(connection, is_gone=False)
 
     def _drop(self, connection: RankConnection, is_gone: bool) -> None:
-        """Close a connection.
-
-        Args:
-            is_gone: Whether the peer has closed it, so that it looks at no shared memory any more.
-        """
+        """Close a connection; a peer that `is_gone` looks at no shared memory any more."""
         for book in (self._connections, self._unproved, self._dirty):
             book.pop(connection, None)
         self._selector.unregister(connection.socket)
@@ -668,12 +646,8 @@ class OwnServers:
     def start(self, served: ServedLoader, timeout_s: float) -> str:
         """Start a server, and return the name of its Unix socket; forks of this process may, too.
 
-        Args:
-            served: The loader, without its payload.
-            timeout_s: How long it may take until the server listens.
-
         Raises:
-            RunLost: It does not.
+            RunLost: It does not listen within `timeout_s`.
         """
         answer, theirs = socket.socketpair()
         with answer:
@@ -705,12 +679,7 @@ class OwnServers:
         self._control.close()
 
     def _start_servers(self, control: socket.socket, life: socket.socket) -> None:
-        """Be the process that starts what the rank asks for.
-
-        Args:
-            control: A loader comes, and the socket on which its server says its name.
-            life: Has an end when the rank has no servers any more.
-        """
+        """Be the process that starts what the rank asks for, until `life` has an end."""
         begin_process()
         context: Any = multiprocessing.get_context("fork")
         servers = []

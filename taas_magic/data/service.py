@@ -72,8 +72,8 @@ class Served(Struct, frozen=True):
     """A registered loader that a run's cell uses.
 
     Attributes:
-        num_workers: Workers on each fetcher; 0: one for each core.
-        context: multiprocessing's start method of the workers, "" for the default.
+        num_workers: Of each fetcher; 0: one for each core.
+        context: multiprocessing's start method, "" for the default.
     """
 
     name: str
@@ -86,9 +86,9 @@ class Service(Struct, frozen=True):
     """A run's data service.
 
     Attributes:
-        key: The run's key, which every connection has to prove.
-        fetchers: How many hosts run the loaders; 0: the ranks do it themselves.
-        tls: The run's certificate, for batches that go from host to host; None: they go plain.
+        key: What every connection has to prove.
+        fetchers: Hosts that run the loaders; 0: the ranks do it themselves.
+        tls: For batches that go from host to host; None: they go plain.
     """
 
     key: bytes

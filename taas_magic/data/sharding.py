@@ -61,12 +61,7 @@ def home(
 
 @dataclass(frozen=True)
 class FetcherShare:
-    """Which slots of a loader are a fetcher's as long as nothing is broken.
-
-    Attributes:
-        index: The fetcher's place among the fetchers of the loader.
-        stride: Distance of the slots that they are asked for (see `home`).
-    """
+    """Which slots of a loader are a fetcher's as long as nothing is broken (see `home`)."""
 
     index: int = 0
     fetchers: int = 1

@@ -71,13 +71,10 @@ class ServedLoader:
     """One loader of a server: what the server and its workers need to know.
 
     Attributes:
-        payload: The loader, pickled.
         where: The fetcher and its host, for messages.
-        budget_bytes: How much prepared data may wait in memory.
         context: multiprocessing's start method; `fork` shares a large dataset between workers.
-        sums: Whether batches go over a wire that nothing else sees to.
+        sums: Batches go over a wire that nothing else sees to.
         spill: Folder for batches that memory has no room for.
-        spill_bytes: How much may wait there.
         fill_batches: Before any rank asks, so many are prepared, of later epochs, too.
         fill_bytes: The same in bytes; 0 of both: of the first epoch, as many as there is room for.
     """
@@ -102,17 +99,11 @@ def spilled_file(folder: Path, number: int) -> Path:
 
 
 class WorkerHandle:
-    """The server's end of one worker: its socket, and what it was told.
+    """The server's end of one worker: its socket, and what it was told and has not answered.
 
     Args:
         arena: A number that no other arena of the server has.
-        is_suspect: Whether one of this number has ended: it is told one command at a time.
-
-    Attributes:
-        memory: Its arena, which it is given by the first message: what it has written.
-        frees: Spans of its arena that nobody reads any more; it is told with the next command.
-        told: Requests that it has not answered, by the number of the command.
-        is_gone: Whether it has closed its end.
+        is_suspect: One of this number has ended: it is told one command at a time.
     """
 
     def __init__(self, number: int, arena: int, sock: socket.socket, is_suspect: bool) -> None:
