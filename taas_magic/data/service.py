@@ -15,11 +15,9 @@ import os
 import socket
 import ssl
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct, structs
@@ -196,31 +194,6 @@ class FolderDirectory:
         return places[0] if have_all_failed else LoaderPlace(fetchers=0)
 
 
-class Handed(NamedTuple):
-    """A ledger's line: what one rank was handed in one pass over a loader.
-
-    Attributes:
-        generation: Which attempt of the run.
-        turn: Number of the pass over it in this generation (two passes may share an epoch).
-        first_step: The step it began with (not 0 after a resume).
-        batches: How many batches the rank was handed, in order.
-    """
-
-    generation: int
-    loader: str
-    turn: int
-    epoch: int
-    rank: int
-    world_size: int
-    first_step: int
-    batches: int
-
-    def positions(self) -> range:
-        """Return the positions handed out."""
-        start = self.first_step * self.world_size + self.rank
-        return range(start, start + self.batches * self.world_size, self.world_size)
-
-
 class BatchLedger:
     """One rank's ledger of one generation, on disk; several passes may be under way at once.
 
@@ -241,7 +214,12 @@ class BatchLedger:
         self._grow()
 
     def begin(self, loader: str, turn: int, epoch: int, world_size: int, first_step: int) -> int:
-        """Begin a pass (see `Handed`); return the number of its line."""
+        """Begin a pass; return the number of its line.
+
+        Args:
+            turn: Number of the pass in this generation (two passes may share an epoch).
+            first_step: The step that it begins with: not 0 after a resume.
+        """
         if (self._lines + 1) * _LINE_BYTES > len(self._map):
             self._grow()
         about = self._generation, loader, turn, epoch, self._rank, world_size, first_step
@@ -274,42 +252,3 @@ class BatchLedger:
         else:  # a full disk ends no run: it is counted in memory, and the file stays as it is
             before, self._map = self._map, mmap.mmap(-1, size)
             self._map[: len(before)] = before[:]
-
-
-def read_ledgers(folder: Path) -> list[Handed]:
-    """Return the lines of all ranks and generations of a run, for `audit`."""
-    handed = []
-    for file in sorted(folder.glob("ledger-*")):
-        data = file.read_bytes()
-        for at in range(0, len(data), _LINE_BYTES):
-            count, size = _COUNT.unpack_from(data, at)
-            if size:
-                text = data[at + _COUNT.size : at + _COUNT.size + size]
-                handed.append(Handed._make([*json.loads(text), count]))
-    return handed
-
-
-def audit(lines: Iterable[Handed]) -> list[str]:
-    """Find what was handed out twice in a generation; an empty list is the proof that nothing was.
-
-    Returns:
-        A sentence for each (generation, loader, turn) with a fault.
-    """
-    passes: dict[tuple[int, str, int], list[Handed]] = {}
-    for line in lines:
-        passes.setdefault((line.generation, line.loader, line.turn), []).append(line)
-    faults = []
-    for (generation, loader, turn), ranks in passes.items():
-        where = f"generation {generation}, loader {loader}, pass {turn}"
-        handed = Counter(position for line in ranks for position in line.positions())
-        if twice := sorted(position for position, count in handed.items() if count > 1):
-            faults.append(f"{where}: positions {twice[:5]} were handed out more than once")
-        if len({line.epoch for line in ranks}) > 1:
-            faults.append(f"{where}: the ranks were in different epochs")
-    return faults
-
-
-def missing(lines: Iterable[Handed], positions: int) -> list[int]:
-    """Return which of an epoch's first `positions` nobody was handed (in one pass)."""
-    handed = {position for line in lines for position in line.positions()}
-    return [position for position in range(positions) if position not in handed]

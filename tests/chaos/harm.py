@@ -13,9 +13,10 @@ import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from taas_magic.data.service import Directory, Tls, audit, missing
+from taas_magic.data.service import Directory, Tls
 from tests.data.data_proxy import Proxy
 from tests.data.data_rig import Noise, Service, service
+from tests.data.ledger import audit, missing
 
 WORLD_SIZE = 2
 REST_EVERY = 40

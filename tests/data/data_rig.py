@@ -48,6 +48,7 @@ from taas_magic.leases import FetchLease
 from taas_magic.messages import Address, FetcherStarted, LoaderPlace, of_fetcher
 from taas_magic.plan import FetcherPlan
 from taas_magic.registry import Registered
+from tests.data.ledger import Handed, read_ledgers
 from tests.rig.main_module import end_forkserver, plain_main
 
 SEED = 7
@@ -248,8 +249,8 @@ class Service:
     def ledger(self, rank: int = 0, generation: int = 0) -> about.BatchLedger:
         return about.BatchLedger(self.folder / "ledger", generation, rank)
 
-    def handed(self) -> list[about.Handed]:
-        return about.read_ledgers(self.folder / "ledger")
+    def handed(self) -> list[Handed]:
+        return read_ledgers(self.folder / "ledger")
 
     def close(self) -> None:
         for own in self.own:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from taas_magic.data import service
+from tests.data import ledger
 from tests.harness import Notebook, Outcome
 
 LOADER = """
@@ -55,8 +55,8 @@ def test_a_cell_gets_the_same_stream_for_every_number_of_hosts(
         assert sorted(int(index) for pair in pairs for index in pair) == list(range(20))
     assert lines[0][-1] == "type DataLoader 5 20"
     assert outcome.run is not None
-    handed = service.read_ledgers(outcome.run.path / "data" / "ledger")
-    assert service.audit(handed) == []
+    handed = ledger.read_ledgers(outcome.run.path / "data" / "ledger")
+    assert ledger.audit(handed) == []
     assert sum(line.batches for line in handed) == 20
     counted = outcome.of_kind("data")[-1]["loaders"]["loader"]
     assert counted["batches"] == 10
@@ -127,8 +127,8 @@ def test_22_a_rank_that_dies_with_a_batch_in_hand(notebook: Notebook) -> None:
     assert torch.equal(notebook.shell.user_ns["weights"], undisturbed)
     assert outcome.lines[0].count("from step 13") == 1
     assert outcome.run is not None
-    handed = service.read_ledgers(outcome.run.path / "data" / "ledger")
-    assert service.audit(handed) == []
+    handed = ledger.read_ledgers(outcome.run.path / "data" / "ledger")
+    assert ledger.audit(handed) == []
     assert {line.generation for line in handed} == {0, 1}
     assert sum(line.batches for line in handed if line.generation) == 2 * (20 - 13)
     for rank in (0, 1):

@@ -22,7 +22,6 @@ from taas_magic.data.protocol import (
     ResponseKind,
     Role,
 )
-from taas_magic.data.service import audit, missing
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
 from tests.data.data_proxy import Proxy
@@ -42,6 +41,7 @@ from tests.data.data_rig import (
     stream,
     workers_of,
 )
+from tests.data.ledger import audit, missing
 
 SHORT = FetchLease(fetch_s=8.0, start_s=WAIT_S)
 

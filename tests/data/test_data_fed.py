@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from taas_magic.data import service
 from taas_magic.errors import RankFailed
 from taas_magic.journal import folder as journal
+from tests.data import ledger
 from tests.events import Line
 from tests.harness import Notebook, Outcome, on_event
 
@@ -130,10 +130,10 @@ def test_all_units_may_be_ready_before(notebook: Notebook) -> None:
     assert sum(most.values()) >= 16
 
 
-def handed(outcome: Outcome) -> list[service.Handed]:
+def handed(outcome: Outcome) -> list[ledger.Handed]:
     assert outcome.run is not None
-    found = service.read_ledgers(outcome.run.path / "data" / "ledger")
-    assert service.audit(found) == []
+    found = ledger.read_ledgers(outcome.run.path / "data" / "ledger")
+    assert ledger.audit(found) == []
     return found
 
 

@@ -14,7 +14,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torch.utils.data import SequentialSampler as Sequential
 
 from taas_magic.data import sharding
-from taas_magic.data.service import audit, missing
 from taas_magic.data.sharding import Uneven, seed_of
 from tests.data.data_rig import (
     SEED,
@@ -29,6 +28,7 @@ from tests.data.data_rig import (
     plain,
     service,
 )
+from tests.data.ledger import audit, missing
 
 
 def local(loader: DataLoader[object], epoch: int = 0) -> list[object]:

@@ -11,6 +11,7 @@ from taas_magic.data.loader import Feed
 from taas_magic.host import rank
 from taas_magic.host.link import Link
 from taas_magic.messages import Event, RankCounts, RankMessage, RankReport, StoreMessage
+from tests.data import ledger
 
 
 def line(
@@ -20,33 +21,33 @@ def line(
     generation: int = 0,
     first_step: int = 0,
     batches: int = 3,
-) -> service.Handed:
-    return service.Handed(generation, "train", turn, epoch, rank, 2, first_step, batches)
+) -> ledger.Handed:
+    return ledger.Handed(generation, "train", turn, epoch, rank, 2, first_step, batches)
 
 
 def test_the_ledger_proves_that_nothing_was_handed_out_twice() -> None:
-    assert service.audit([line(), line(rank=1)]) == []
-    assert service.audit([line(), line(rank=1), line(turn=1)]) == []
-    assert service.audit([line(), line(generation=1)]) == []
+    assert ledger.audit([line(), line(rank=1)]) == []
+    assert ledger.audit([line(), line(rank=1), line(turn=1)]) == []
+    assert ledger.audit([line(), line(generation=1)]) == []
 
 
 def test_the_ledger_names_what_was_handed_out_twice() -> None:
-    assert "positions [2, 4] were" in service.audit([line(), line(first_step=1, batches=2)])[0]
-    assert "different epochs" in service.audit([line(), line(rank=1, epoch=1)])[0]
+    assert "positions [2, 4] were" in ledger.audit([line(), line(first_step=1, batches=2)])[0]
+    assert "different epochs" in ledger.audit([line(), line(rank=1, epoch=1)])[0]
 
 
 def test_the_ledger_knows_what_is_missing() -> None:
-    assert service.missing([line(), line(rank=1, batches=2)], 6) == [5]
+    assert ledger.missing([line(), line(rank=1, batches=2)], 6) == [5]
 
 
 def test_the_ledger_has_room_for_any_name(tmp_path: Path) -> None:
-    ledger, name = service.BatchLedger(tmp_path, 2**31, 2**31), "\1" * 100
+    written, name = service.BatchLedger(tmp_path, 2**31, 2**31), "\1" * 100
     for turn in range(200):
-        at = ledger.begin(name, turn, 2**31, 2**31, 2**63)
+        at = written.begin(name, turn, 2**31, 2**31, 2**63)
         for _ in range(turn):
-            ledger.hand(at)
-    ledger.close()
-    found = service.read_ledgers(tmp_path)
+            written.hand(at)
+    written.close()
+    found = ledger.read_ledgers(tmp_path)
     assert {(line.loader, line.first_step) for line in found} == {(name, 2**63)}
     assert [(line.turn, line.batches) for line in found] == [(turn, turn) for turn in range(200)]
 

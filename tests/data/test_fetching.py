@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from taas_magic.config import load_config
-from taas_magic.data import service
 from taas_magic.errors import PoolError, RankFailed
 from taas_magic.host.spec import HostSpec
 from taas_magic.notebook import pools
 from taas_magic.pool.client import Pool
+from tests.data import ledger
 from tests.events import Line
 from tests.harness import Notebook, Outcome, below, on_event
 from tests.rig.pools import enter, given_back, settings_in
@@ -110,9 +110,9 @@ def fetcher_hosts(outcome: Outcome) -> dict[int, str]:
     return {event["number"]: event["host"] for event in outcome.of_kind("fetcher")}
 
 
-def handed(outcome: Outcome) -> list[service.Handed]:
+def handed(outcome: Outcome) -> list[ledger.Handed]:
     assert outcome.run is not None
-    return service.read_ledgers(outcome.run.path / "data" / "ledger")
+    return ledger.read_ledgers(outcome.run.path / "data" / "ledger")
 
 
 def test_weights_are_equal_wherever_the_loaders_run(two_pools: Notebook) -> None:
@@ -124,7 +124,7 @@ def test_weights_are_equal_wherever_the_loaders_run(two_pools: Notebook) -> None
         assert outcome.error is None, outcome.shown
         assert outcome.run is not None
         seen[flags] = outcome.run.result
-        assert service.audit(handed(outcome)) == []
+        assert ledger.audit(handed(outcome)) == []
         hosts = fetcher_hosts(outcome)
         if flags == "--cpus 2":
             assert len(set(hosts.values())) == 2
@@ -187,8 +187,8 @@ def test_18_a_host_with_fetchers_dies(two_pools: Notebook) -> None:
     assert outcome.run is not None
     assert outcome.run.result == 99
     lines = handed(outcome)
-    assert service.audit(lines) == []
-    assert service.missing(lines, 200) == []
+    assert ledger.audit(lines) == []
+    assert ledger.missing(lines, 200) == []
     (gone,) = (note["text"] for note in outcome.of_kind("note") if "is gone" in note["text"])
     assert gone.endswith("their batches come from the others")
     assert "with fetcher " in gone

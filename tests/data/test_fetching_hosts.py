@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from taas_magic.config import load_config
-from taas_magic.data import service
 from taas_magic.notebook import pools
+from tests.data import ledger
 from tests.events import Line
 from tests.harness import Notebook, Outcome, on_event
 from tests.rig.hosts import Hosts, hosts_up
@@ -121,10 +121,10 @@ def train(notebook: Notebook, flags: str, source: str = TRAIN, gpus: int = 1) ->
 
 def result(outcome: Outcome) -> tuple[str, int, list[float]]:
     assert outcome.run is not None
-    handed = service.read_ledgers(outcome.run.path / "data" / "ledger")
+    handed = ledger.read_ledgers(outcome.run.path / "data" / "ledger")
     host, batches, weights = outcome.run.result
-    assert service.audit(handed) == []
-    assert service.missing(handed, batches) == []
+    assert ledger.audit(handed) == []
+    assert ledger.missing(handed, batches) == []
     return host, batches, weights
 
 
