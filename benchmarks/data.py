@@ -189,7 +189,6 @@ def one_rank(
     turns.wait()
     results.send(figures)
     batches.close()
-    remote.close()
 
 
 def first_batches(make: Services, results: Connection) -> None:
@@ -203,7 +202,6 @@ def first_batches(make: Services, results: Connection) -> None:
             touch(next(batches := iter(remote)))
             times.append((time.perf_counter() - started) * 1e3)
             batches.close()
-            remote.close()
     results.send(times)
 
 

@@ -199,4 +199,3 @@ def ours(loader: DataLoader[Any], **arguments: object) -> Iterator[Take]:
             yield lambda: next(batches)
         finally:
             batches.close()
-            remote.close()

@@ -70,7 +70,6 @@ def seen(batches: int, rest_s: float, **way: object) -> Iterator[tuple[int, dict
             if number % every == 0:
                 yield number, counts()
                 time.sleep(rest_s)
-        remote.close()
 
 
 def main() -> None:

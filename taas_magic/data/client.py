@@ -172,13 +172,6 @@ class Route:
             time.sleep(pause_s)
             self._silent_s += pause_s
 
-    def close(self) -> None:
-        """Close the idle connections."""
-        for links, _ in self._idle:
-            for link in links.values():
-                link.close()
-        self._idle.clear()
-
     def _up(self) -> list[int]:
         now, aside = time.monotonic(), self._paused
         return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]

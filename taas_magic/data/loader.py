@@ -309,11 +309,6 @@ class RemoteLoader(DataLoader[Any]):
         for stream, (item, state) in states.items():
             client.restore(item * streams + stream, state)
 
-    def close(self) -> None:
-        """Close all connections; the loader can still be iterated."""
-        if self._route is not None:
-            self._route.close()
-
     def original(self) -> Any:
         """Return the dataset itself, unpickled in this rank."""
         if self._original is None:
