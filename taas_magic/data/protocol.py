@@ -35,14 +35,12 @@ from msgspec import Meta, Struct
 
 from taas_magic.errors import ProtocolError
 
-MAGIC = b"TaaS"
-VERSION = 5
 ALIGN = 64
 NONCE_BYTES = 32
 MAX_BATCH_BYTES = 16 << 30
 MAX_STATE_BYTES = 1 << 30
 
-_PREFIX = struct.Struct("<4sBxxxIQI")
+_PREFIX = struct.Struct("<IQI")
 _CRC = struct.Struct("<I")
 _BEFORE_MESSAGE = _PREFIX.size + _CRC.size
 _CRC_OF_ALL = 0x2144DF1C
@@ -212,25 +210,13 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
 FromRank = Proof | Requests | Free | Cancel
 FromServer = Challenge | Welcome | Rejected | Response | Alive | Cancelled
 
-_MOST_BODY_BYTES: dict[RequestKind | ResponseKind | None, int] = {
-    RequestKind.GET: 1 << 24,
-    RequestKind.SAMPLE: 1 << 24,
-    RequestKind.STATE: MAX_STATE_BYTES,
-    ResponseKind.BATCH: MAX_BATCH_BYTES,
-    ResponseKind.OPENED: 1 << 12,
-    ResponseKind.VALUE: MAX_BATCH_BYTES,
-    ResponseKind.ERROR: MAX_BATCH_BYTES,
-    ResponseKind.LOST: 1 << 16,
-}
-"""How large the body of a request or a response may be; of all else: nothing."""
-
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def pack(message: FromRank | FromServer, body_bytes: int = 0) -> bytes:
     """Return the header of a message whose body, of so many bytes, follows."""
     packed = _encode(message)
-    prefix = _PREFIX.pack(MAGIC, VERSION, len(packed), body_bytes, zlib.crc32(packed))
+    prefix = _PREFIX.pack(len(packed), body_bytes, zlib.crc32(packed))
     padding = _ZEROS[: -(_BEFORE_MESSAGE + len(packed)) % ALIGN]
     return b"".join((prefix, _CRC.pack(zlib.crc32(prefix)), packed, padding))
 
@@ -259,21 +245,21 @@ class Role(enum.Enum):
 class _State:
     """Where one side of a connection stands: which messages it may hear, and of what size."""
 
-    def __init__(self, name: str, most_bytes: int, messages: Any) -> None:
-        self.name, self.most_bytes = name, most_bytes
+    def __init__(self, name: str, most_bytes: int, most_body: int, messages: Any) -> None:
+        self.name, self.most_bytes, self.most_body = name, most_bytes, most_body
         self.names = " or ".join(one.__name__ for one in get_args(messages) or (messages,))
         self.read = msgspec.msgpack.Decoder[Any](messages).decode
 
 
 _STATES = {
     Role.SERVER: (
-        _State("proving", 1 << 11, Proof),
-        _State("ready", 1 << 20, Requests | Free | Cancel),
+        _State("proving", 1 << 11, 0, Proof),
+        _State("ready", 1 << 20, MAX_STATE_BYTES, Requests | Free | Cancel),
     ),
     Role.RANK: (
-        _State("greeting", 1 << 11, Challenge),
-        _State("proving", 1 << 13, Welcome | Rejected),
-        _State("ready", 1 << 13, Response | Alive | Cancelled),
+        _State("greeting", 1 << 11, 0, Challenge),
+        _State("proving", 1 << 13, 0, Welcome | Rejected),
+        _State("ready", 1 << 13, MAX_BATCH_BYTES, Response | Alive | Cancelled),
     ),
 }
 """Each message leads to the next state; the last one stays."""
@@ -298,23 +284,19 @@ class ProtocolState:
         """Read the message whose header begins with `data`; None as long as it is not whole.
 
         Raises:
-            ProtocolError: Not ours, another version, damaged, too large, or not to be said now; the
-                connection is of no use any more.
+            ProtocolError: Not ours, damaged, too large, or not to be said now; the connection is of
+                no use any more.
         """
         if len(data) < HEADER_BYTES:
             return None
-        magic, version, size, body_bytes, crc = _PREFIX.unpack_from(data)
-        if magic != MAGIC:
-            raise ProtocolError(f"the peer does not speak this protocol (it began with {magic!r})")
+        size, body_bytes, crc = _PREFIX.unpack_from(data)
         if zlib.crc32(data[:_BEFORE_MESSAGE]) != _CRC_OF_ALL:
-            raise ProtocolError("a frame's header is damaged: its checksum does not match")
-        if version != VERSION:
+            raise ProtocolError("a frame's header is damaged, or is none: it has no valid checksum")
+        now = self._now
+        if size > now.most_bytes or body_bytes > now.most_body:
             raise ProtocolError(
-                f"the peer speaks version {version} of the data protocol, not {VERSION}"
-            )
-        if size > self._now.most_bytes:
-            raise ProtocolError(
-                f"a message of {size} bytes is announced; the limit is {self._now.most_bytes}"
+                f"a message of {size} bytes with a body of {body_bytes} is announced; the limit is "
+                f"{now.most_bytes} with {now.most_body}"
             )
         header_bytes = aligned(_BEFORE_MESSAGE + size)
         if len(data) < header_bytes:
@@ -323,7 +305,8 @@ class ProtocolState:
         if zlib.crc32(packed) != crc:
             raise ProtocolError("a frame's message is damaged: its checksum does not match")
         message = self._read(packed)
-        _check_size(message, body_bytes)
+        if isinstance(message, Response):
+            _check_size(message, body_bytes)
         if self._later:
             self._now = self._later.pop(0)
         return Heard(message, header_bytes, body_bytes)
@@ -338,23 +321,16 @@ class ProtocolState:
             ) from None
 
 
-def _check_size(message: Any, body_bytes: int) -> None:
-    """Refuse a body that is larger than one of its kind may be."""
-    kind = message.kind if isinstance(message, (Requests, Response)) else None
-    is_shared = isinstance(message, Response) and message.shared is not None
-    most = 0 if is_shared else _MOST_BODY_BYTES.get(kind, 0)
-    if body_bytes > most:
-        name = type(message).__name__ if kind is None else kind.name
-        raise ProtocolError(f"{name} announces {body_bytes} bytes; the limit is {most}")
-    if isinstance(message, Response):
-        bodies, name = 1 + message.more, message.kind.name
-        size = body_bytes if message.shared is None else message.shared.size
-        if size % bodies:
-            raise ProtocolError(f"{name} announces {bodies} bodies of one size in {size} bytes")
-        if message.head_bytes > size // bodies:
-            raise ProtocolError(
-                f"{name} announces {message.head_bytes} bytes of contents in {size // bodies}"
-            )
+def _check_size(response: Response, body_bytes: int) -> None:
+    """Refuse bodies and contents that have no room in what is announced."""
+    bodies, name = 1 + response.more, response.kind.name
+    size = body_bytes if response.shared is None else response.shared.size
+    if size % bodies:
+        raise ProtocolError(f"{name} announces {bodies} bodies of one size in {size} bytes")
+    if response.head_bytes > size // bodies:
+        raise ProtocolError(
+            f"{name} announces {response.head_bytes} bytes of contents in {size // bodies}"
+        )
 
 
 class Assembler:

@@ -38,7 +38,6 @@ from taas_magic.errors import ProtocolError
 from tests.data.data_rig import PROOF, ready
 
 COUNT, NONCE = st.integers(0, 2**63 - 1), st.binary(max_size=40)
-LIMITS = protocol._MOST_BODY_BYTES
 CANCEL = msgspec.msgpack.encode(Cancel())
 RANK, SERVER = lambda: ready(Role.RANK), lambda: ready(Role.SERVER)
 NEW_RANK, NEW_SERVER = lambda: ProtocolState(Role.RANK), lambda: ProtocolState(Role.SERVER)
@@ -87,14 +86,12 @@ REQUESTS = st.builds(
 
 def forged(
     packed: bytes = CANCEL,
-    magic: bytes = protocol.MAGIC,
-    version: int = protocol.VERSION,
     size: int | None = None,
     body: int = 0,
 ) -> memoryview:
     """Return a header whose checksums are right and whose fields are not."""
     size = len(packed) if size is None else size
-    raw = struct.pack("<4sBxxxIQI", magic, version, size, body, zlib.crc32(packed))
+    raw = struct.pack("<IQI", size, body, zlib.crc32(packed))
     whole = raw + struct.pack("<I", zlib.crc32(raw)) + packed
     return memoryview(whole + bytes(-len(whole) % 64))
 
@@ -121,7 +118,7 @@ def test_a_header_has_the_size_that_most_have() -> None:
 def test_a_flipped_bit_is_seen(response: Response, bit: int) -> None:
     damaged = bytearray(protocol.pack(response))
     # What fills the header up says nothing.
-    size = 28 + len(msgspec.msgpack.encode(response))
+    size = 20 + len(msgspec.msgpack.encode(response))
     bit %= 8 * size
     damaged[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError):
@@ -131,12 +128,11 @@ def test_a_flipped_bit_is_seen(response: Response, bit: int) -> None:
 @pytest.mark.parametrize(
     ("frame", "says"),
     [
-        (forged(magic=b"GET "), "does not speak"),
-        (forged(version=9), "version 9"),
+        (memoryview(b"GET / HTTP/1.1\r\n" + bytes(64)), "no valid checksum"),
         (forged(size=2**20 + 1), "a message of 1048577 bytes"),
         (forged(size=2**32 - 1), "the limit is"),
-        (forged(body=1), "Cancel announces 1 bytes; the limit is 0"),
-        (forged(body=2**64 - 1), "18446744073709551615 bytes"),
+        (forged(body=2**30 + 1), "a body of 1073741825 is announced"),
+        (forged(body=2**64 - 1), "a body of 18446744073709551615 is announced"),
         (
             forged(b"\x91\x63"),
             "only Requests or Free or Cancel: Invalid value 99",
@@ -171,23 +167,22 @@ def test_bodies_that_come_together_have_one_size() -> None:
         heard(ready(Role.RANK), response, 3 * 63)
 
 
-@pytest.mark.parametrize("kind", [*RequestKind, *ResponseKind])
-def test_the_body_of_every_kind_has_a_limit(kind: RequestKind | ResponseKind) -> None:
-    message: FromRank | FromServer
-    if isinstance(kind, RequestKind):
-        role, message = Role.SERVER, Requests(kind, 0, (0,))
-    else:
-        role, message = Role.RANK, Response(kind, 0, 0)
-    limit = LIMITS.get(kind, 0)
-    assert heard(ready(role), message, limit).body_bytes == limit
-    with pytest.raises(ProtocolError, match=f"{kind.name} announces {limit + 1} bytes"):
-        heard(ready(role), message, limit + 1)
-
-
-def test_a_body_that_is_shared_does_not_follow() -> None:
-    shared = SharedBody(SharedPlace(1, 0), 64, is_new=False)
-    with pytest.raises(ProtocolError, match="the limit is 0"):
-        heard(ready(Role.RANK), Response(ResponseKind.BATCH, 0, 0, shared=shared), 1)
+@pytest.mark.parametrize(
+    ("state_of", "limit"),
+    [
+        (NEW_SERVER, 0),
+        (SERVER, protocol.MAX_STATE_BYTES),
+        (NEW_RANK, 0),
+        (greeted, 0),
+        (RANK, protocol.MAX_BATCH_BYTES),
+    ],
+)
+def test_a_body_has_a_limit(state_of: Callable[[], ProtocolState], limit: int) -> None:
+    message = MAY_HEAR[state_of][0]
+    assert heard(state_of(), message, limit).body_bytes == limit
+    for size in (limit + 1, 2**63):
+        with pytest.raises(ProtocolError, match=f"a body of {size} is announced; the limit is"):
+            heard(state_of(), message, size)
 
 
 def test_a_stranger_can_announce_little() -> None:
@@ -264,7 +259,7 @@ def test_a_cut_header_waits_for_the_rest() -> None:
 
 
 def test_what_may_not_be_said_is_refused_before_its_body() -> None:
-    with pytest.raises(ProtocolError, match="may not hear this"):
+    with pytest.raises(ProtocolError, match="a body of 8 is announced"):
         list(
             Assembler(ProtocolState(Role.SERVER)).feed(
                 protocol.pack(Requests(RequestKind.GET, 0, (0,)), 8)
