@@ -209,11 +209,11 @@ class Walk:
     ) -> None:
         self._client, self._window_bytes, self._largest_bytes = client, window_bytes, 0
         self._course: Course | ScoutedCourse
-        self._scouts = opened.batches is None or opened.counted
         if opened.batches is None or opened.counted:
             self._course = ScoutedCourse(part, opened.batches, opened.streams or 1, place)
         else:
             self._course = Course(part, opened.batches, place)
+        self._scouts = isinstance(self._course, ScoutedCourse)
         self._first = self._ask_again_at = place.position // part.world_size
         self._least = 2 * -(-client.workers // part.world_size) + 1  # so that no worker idles
         self._learns_late = part.units is not None and not self._scouts

@@ -54,8 +54,7 @@ class Order:
 
     def __init__(self, loader: Any, seed: int) -> None:
         self._dataset, self._seed = loader.dataset, seed
-        self._collates = loader.batch_sampler is not None
-        sampler = loader.batch_sampler if self._collates else loader.sampler
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._starts = {0: dump_beside((sampler, loader.generator), self._dataset)}
         self._epochs: dict[int, Epoch] = {}
 
