@@ -174,7 +174,7 @@ def test_22_a_rank_dies_after_it_received_a_batch(tmp_path: Path) -> None:
         second.close()
 
 
-def test_23_an_answer_is_lost_again_and_again_and_sent_again(tmp_path: Path) -> None:
+def test_23_an_answer_is_lost_and_sent_again(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(20), 2)) as running:
         lost: list[bytes] = []
 

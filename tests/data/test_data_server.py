@@ -113,8 +113,10 @@ def test_a_server_with_no_more_files_to_open_says_so_and_goes_on(tmp_path: Path)
             pass
         assert re.match(full, said.text)
         assert links
-        for connection in [*links, *strangers]:
-            connection.close()
+        for link in links:
+            link.close()
+        for stranger in strangers:
+            stranger.close()
         assert len(stream(running)) == 4
 
 
