@@ -329,9 +329,17 @@ class Share(ABC):
             taking.cancel()
             raise PoolError("nobody waits for its hosts any more")
         members = taking.result()
+        await self._require_fit(members)
+        return members
+
+    async def _require_fit(self, members: Collection[Member]) -> None:
+        """Return when hosts have what the share needs there.
+
+        Raises:
+            PoolError: One has not, or is gone.
+        """
         if self._spec.requires is not None:
             await require_fit(self._members, members, self._spec.requires)
-        return members
 
     async def _start_one(self, part: HostPart, spec: HostSpec, again: bool = False) -> int:
         """Start the share on a host; returns the port of the ranks' store, if that is there.
@@ -589,13 +597,26 @@ class PoolRun(Share):
             self._growth.add_done_callback(lambda _: self._changed.set())
 
     async def _find(self, plan: Plan, has: Collection[str]) -> tuple[Plan, list[Member]]:
-        """Return a plan and its hosts, once there are so many that run nothing else."""
+        """Return a plan and its hosts, once there are so many that are fit and run nothing else."""
+        said = ""
         while True:
-            with contextlib.suppress(PoolError):
-                members = await self._members.take(len(plan.hosts), keep=has)
-                if not any(m.runs for m in members if m.address not in has):
+            members = await self._free(len(plan.hosts), has)
+            try:
+                await self._require_fit(members)
+                if members:
                     return plan, members
+            except PoolError as error:
+                if said != (said := f"does not grow to {plan.world_size} ranks: {error}"):
+                    self.publish(Note(text=said))
             await asyncio.sleep(AGAIN_S)
+
+    async def _free(self, count: int, has: Collection[str]) -> list[Member]:
+        """Return so many hosts that run nothing else; none where there are not so many."""
+        with contextlib.suppress(PoolError):  # a run that may grow need not
+            members = await self._members.take(count, keep=has)
+            if not any(member.runs for member in members if member.address not in has):
+                return members
+        return []
 
     async def _grow(self, plan: Plan, members: list[Member]) -> None:
         """Start all ranks again, with those of hosts that have come since."""
