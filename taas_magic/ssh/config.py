@@ -88,6 +88,11 @@ class Target:
         """`hostname:port`, for messages."""
         return f"{self.hostname}:{self.port}"
 
+    @property
+    def is_alias(self) -> bool:
+        """Whether known_hosts has it by another name than its own."""
+        return self.known_as not in (self.hostname, f"[{self.hostname}]:{self.port}")
+
 
 def read_config(path: str | None) -> SSHConfig:
     """Read what ssh reads: the user's file, then the system's; or only `path`, as with `ssh -F`.
@@ -218,8 +223,7 @@ class KnownHosts(MissingHostKeyPolicy):
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        is_alias = target.known_as != f"[{target.hostname}]:{target.port}"
-        self._portless = target.known_as if is_alias else target.hostname
+        self._portless = target.known_as if target.is_alias else target.hostname
         self._known: list[tuple[str, PKey]] = []
         """The host's keys, each with the file that has it."""
         self._of_any_port: list[tuple[str, PKey]] = []
@@ -308,12 +312,15 @@ def _how_to_accept(target: Target, key: PKey, *commands: str) -> str:
     """Say how to see whether a key is the host's own, and what makes it known then."""
     name = key.get_name()
     kind = next((kind for kind in ("ed25519", "ecdsa", "rsa") if kind in name), name)
-    if target.jump or target.proxy_command or target.known_as.strip("[]").startswith("["):
+    if target.jump or target.proxy_command:
         accept = f"ssh {shlex.quote(target.label)}   (it asks whether the key is right)"
     else:
         port = "" if target.port == SSH_PORT else f"-p {target.port} "
         into = target.known_hosts[0] if target.known_hosts else "~/.ssh/known_hosts"
-        accept = f"ssh-keyscan {port}-t {kind} {target.hostname} >> {shlex.quote(into)}"
+        alias = shlex.quote(f"s|^[^ ]*|{target.known_as}|")
+        name_it = f" | sed {alias}" if target.is_alias else ""
+        scan = f"ssh-keyscan {port}-t {kind} {target.hostname}{name_it}"
+        accept = f"{scan} >> {shlex.quote(into)}"
     check = (
         "Compare the fingerprint with what its owner says, or on the host itself with "
         f"`ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub`, then:"

@@ -127,12 +127,13 @@ def test_files_are_the_users_alone_and_whole(hosts: Hosts, tmp_path: Path) -> No
     connection.close()
 
 
+@pytest.mark.parametrize("alias", ["", "HostKeyAlias lab"])
 def test_51_an_unknown_host_key_is_refused_before_authentication(
-    hosts: Hosts, tmp_path: Path
+    hosts: Hosts, tmp_path: Path, alias: str
 ) -> None:
     known = tmp_path / "known_hosts"
     tried = logins(hosts)
-    where = target(hosts, tmp_path, first=f"UserKnownHostsFile {known}")
+    where = target(hosts, tmp_path, first=f"UserKnownHostsFile {known}\n{alias}")
     message = refusal(where)
     assert fingerprint(hosts) in message
     assert logins(hosts) == tried
