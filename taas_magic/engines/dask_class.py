@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -457,12 +457,14 @@ class Vehicles:
         if job_id is None or self._system is None:
             return ""
         self._served.add(name)
-        deadline, job = time.monotonic() + SETTLE_S, None
-        with suppress(OSError):  # it cannot be asked
+        deadline = time.monotonic() + SETTLE_S
+        try:
             while (job := (await self._system.look([job_id])).get(job_id)) and not job.ended:
                 if time.monotonic() >= deadline:
                     break
                 await asyncio.sleep(0.5)
+        except OSError as error:
+            return f"{self._system.title} job {job_id} is of unknown state ({error})"
         return f"{self._system.title} job {job_id} is {job or 'known no more'}"
 
     async def _ask(self, awaited: dict[str, str]) -> dict[str, BatchJob]:

@@ -5,12 +5,14 @@ import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from taas_magic.engines.dask_class import (
     SYSTEMS,
     BatchJob,
+    Vehicles,
     find_system,
     output_tail,
     parse_qstat,
@@ -132,6 +134,10 @@ def test_a_batch_system_that_cannot_be_asked_says_why(
     monkeypatch.setenv("PATH", f"{tmp_path}:{PATH}")
     with pytest.raises(OSError, match="Unable to contact"):
         asyncio.run(SYSTEMS["slurm"].look(["1"]))
+    vehicles = Vehicles(SYSTEMS["slurm"], None)
+    vehicles.note([("hpc-0", SimpleNamespace(job_id="1"))])
+    why = asyncio.run(vehicles.why_lost("hpc-0"))
+    assert why == "Slurm job 1 is of unknown state (Unable to contact slurm controller)"
 
 
 @pytest.fixture
