@@ -218,8 +218,7 @@ _SIZE_FACTORS = {
 
 def find_config(folder: Path) -> Path | None:
     """Return the taas.toml that holds for a notebook in `folder`; None where there is none."""
-    home = Path(os.path.expanduser("~"))
-    folder = folder.resolve()
+    home, folder = Path(os.path.expanduser("~")).resolve(), folder.resolve()
     above = [folder, *folder.parents]
     places = above[: above.index(home) + 1] if home in above else above
     user = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / "taas"

@@ -36,8 +36,14 @@ def test_the_nearest_file_holds(home: Path) -> None:
     assert find_config(home) == home / "taas.toml"
 
 
-def test_above_the_home_folder_nothing_is_looked_for(home: Path) -> None:
+@pytest.mark.parametrize("is_link", [False, True])
+def test_above_the_home_folder_nothing_is_looked_for(
+    home: Path, monkeypatch: pytest.MonkeyPatch, is_link: bool
+) -> None:
     (home.parent / "taas.toml").write_text("")
+    if is_link:
+        (home.parent / "link").symlink_to(home)
+        monkeypatch.setenv("HOME", str(home.parent / "link"))
     assert find_config(home / "project") is None
 
 
