@@ -310,9 +310,18 @@ def _program(command: str, undo: ExitStack) -> socket.socket:
             stdout=its.fileno(),
             start_new_session=True,
         )
-    undo.callback(program.wait)
-    undo.callback(program.terminate)
+    undo.callback(_end, program)
     return ours
+
+
+def _end(program: "subprocess.Popen[bytes]") -> None:
+    """End a ProxyCommand; one that leads through a service may have to say there that it ends."""
+    program.terminate()
+    try:
+        program.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        program.kill()
+        program.wait()
 
 
 def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack) -> socket.socket:

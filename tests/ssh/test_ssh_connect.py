@@ -297,9 +297,11 @@ def test_a_host_behind_another_is_reached_through_it(hosts: Hosts, tmp_path: Pat
     connection.close()
 
 
-def test_a_proxy_command_leads_there(hosts: Hosts, tmp_path: Path) -> None:
-    config = hosts.ssh_config
-    first = f"Host {hosts.name(2)}\nProxyCommand ssh -F {config} -W %h:%p {hosts.name(1)}\nHost *"
+@pytest.mark.parametrize("command", ["{}", "sh -c 'trap \"\" TERM; {}; exec sleep 600'"])
+def test_a_proxy_command_leads_there(hosts: Hosts, tmp_path: Path, command: str) -> None:
+    """Also one that minds neither a signal nor that nobody talks to it any more: it is killed."""
+    command = command.format(f"ssh -F {hosts.ssh_config} -W %h:%p {hosts.name(1)}")
+    first = f"Host {hosts.name(2)}\nProxyCommand {command}\nHost *"
     connection = opened(target(hosts, tmp_path, 2, first))
     assert connection.run("hostname").out.decode().strip() == hosts.name(2)
     connection.close()
