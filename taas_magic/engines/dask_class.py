@@ -54,7 +54,7 @@ class DaskClassEngine(Engine):
             )
 
     def capacity(self) -> HostCapacity:
-        """Return what taas.toml says, else what this machine has: hosts to come cannot be asked."""
+        """Return what taas.toml says, else no GPU and this machine's cores: none can be asked."""
         cores = self.pool.cores or self.pool.options.get("cores") or probe.cores()
         return HostCapacity(self.pool.gpus or 0, int(cores))
 
