@@ -68,6 +68,7 @@ class PoolPlace(Struct):
 LINGER_S = 5.0
 """How long a pool's process waits for a kernel after the last one has gone."""
 
+_DIGEST = 8
 _KILL_S = 20.0
 _POLL_S = 0.02
 
@@ -83,7 +84,7 @@ class PoolProcess:
     def folder(self) -> Path:
         """The pool's private folder: its address and key, its lock, its log."""
         mark = f"{sys.prefix}|{self._project}|{self._config}|{this_kernel()}"
-        digest = hashlib.sha256(os.fsencode(mark)).hexdigest()[:8]
+        digest = hashlib.sha256(os.fsencode(mark)).hexdigest()[:_DIGEST]
         path = state_dir() / "pools" / f"{self._config.name}-{digest}"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path
@@ -152,7 +153,8 @@ class PoolProcess:
     def of_other_versions(self) -> list[str]:
         """Return the living pools that this one would be, but for their versions, a text each."""
         found = []
-        for path in self.folder.parent.glob(f"{self._config.name}-*/pool.json"):
+        folders = f"{self._config.name}-{'?' * _DIGEST}"  # not those of a pool `name-more`
+        for path in self.folder.parent.glob(f"{folders}/pool.json"):
             with contextlib.suppress(OSError, ValueError):  # it is just ending
                 place = unpack(path.read_bytes(), PoolPlace)
                 made_of = place.made_of

@@ -17,11 +17,13 @@ import pytest
 
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import PoolError
-from taas_magic.messages import EndPool, Event, Started
+from taas_magic.messages import EndPool, Event, Started, pack
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import Run
 from taas_magic.pool import process as pool_process
 from taas_magic.pool.client import Pool
+from taas_magic.pool.process import PoolPlace, PoolProcess
+from taas_magic.setup.facts import Kernel
 from taas_magic.shared_files import take_lock
 from tests.events import line_of
 from tests.frontend import WAIT_S, Frontend
@@ -144,6 +146,20 @@ def test_a_pool_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     pool = Pool(PoolConfig("broken", engine="nonesuch", start_timeout_s=WAIT_S), tmp_path)
     with pytest.raises(PoolError, match='there is no engine "nonesuch"'):
         pool.open()
+
+
+def test_a_pool_of_another_version_is_one_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAAS_STATE_DIR", str(tmp_path))
+    lab, cpu = (PoolProcess(PoolConfig(name), tmp_path) for name in ("lab", "lab-cpu"))
+    place = PoolPlace("tls://a:1", {}, str(tmp_path), Kernel("3.9.1", "1.13.1", ""))
+    (cpu.folder / "pool.json").write_bytes(pack(place))
+    lock = take_lock(cpu.folder / "lock")
+    assert lock is not None
+    assert cpu.of_other_versions() == ["Python 3.9.1, torch 1.13.1"]
+    assert lab.of_other_versions() == []
+    os.close(lock)
 
 
 @pytest.mark.usefixtures("no_leftovers")
