@@ -11,13 +11,14 @@ import importlib.metadata
 import io
 import posixpath
 import secrets
+import sys
 import threading
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -40,21 +41,13 @@ from taas_magic.setup.facts import (
     this_kernel,
 )
 
-DIRECT = (
-    "cloudpickle>=3",
-    "distributed>=2024.1",
-    "ipython>=8.20",
-    "msgspec>=0.19",
-    "pathspec>=0.12",
-    "psutil>=5.9",
-    "tomli>=2; python_version < '3.11'",
-)
-"""What `taas_magic.host` imports; pyproject.toml has the same bounds."""
+PROJECT = "taas-magic"
 
 AS_HERE = ("distributed",)
 """Both ends of Dask's protocol are of one version (and its own bounds say the same of dask)."""
 
-NEVER = ("torch",)
+NEVER = ("torch", "ipykernel", "paramiko")
+"""What no host is given: a torch, and what `taas_magic.host` does not import."""
 
 PIP_LIMIT_S = 60.0
 INSTALL_LIMIT_S = 180.0
@@ -90,44 +83,34 @@ def installed(name: str) -> Installed | None:
     return Installed(found.version, tuple(found.requires or ()))
 
 
-def packages_needed(facts: Facts | None = None) -> dict[str, Wanted]:
-    """Return what a host needs; without facts, what any Linux host does."""
-    environment = {"sys_platform": "linux"}
-    if facts and facts.system:  # its Python is as ours
-        environment = {
-            "os_name": "posix",
-            "sys_platform": facts.system.lower(),
-            "platform_system": facts.system,
-            "platform_machine": facts.machine,
-        }
-    with _parsing:
-        return wanted(environment=environment)
+def packages_needed(find: Callable[[str], Installed | None] = installed) -> dict[str, Wanted]:
+    """Return what a host, whose Python is as ours, needs with all that it requires, by name.
 
-
-def wanted(
-    direct: Iterable[str] = DIRECT,
-    environment: Mapping[str, str] | None = None,
-    never: Collection[str] = NEVER,
-    find: Callable[[str], Installed | None] = installed,
-) -> dict[str, Wanted]:
-    """Return packages with all that they require in turn, by name, but for what extras require.
+    What extras require is left out.
 
     Args:
-        environment: What differs there of the environment that requirements' markers speak of.
-        never: What is left out, with all that it alone requires.
         find: What is here of a package, by its canonical name.
+
+    Raises:
+        PoolError: taas-magic itself is not installed here, so that nothing says what it requires.
     """
-    there: dict[str, Any] = {"extra": "", **(environment or {})}
+    if (ours := find(PROJECT)) is None:
+        folder = Path(__file__).parents[2]
+        raise PoolError(
+            f"what hosts need is not known: {sys.executable} runs taas-magic from {folder}, where "
+            f"it is not installed. Install it: {sys.executable} -m pip install -e {folder}"
+        )
     found: dict[str, SpecifierSet] = {}
-    waiting = [Requirement(text) for text in direct]
-    while waiting:
-        one = waiting.pop()
-        name = canonicalize_name(one.name)
-        if name in never or (one.marker is not None and not one.marker.evaluate(there)):
-            continue
-        if name not in found and (here := find(name)):
-            waiting += map(Requirement, here.requires)
-        found[name] = found.get(name, SpecifierSet()) & one.specifier
+    with _parsing:
+        waiting = [*map(Requirement, ours.requires)]
+        while waiting:
+            one = waiting.pop()
+            name = canonicalize_name(one.name)
+            if name in NEVER or (one.marker is not None and not one.marker.evaluate({"extra": ""})):
+                continue
+            if name not in found and (here := find(name)):
+                waiting += map(Requirement, here.requires)
+            found[name] = found.get(name, SpecifierSet()) & one.specifier
     return {name: _wanted(name, found[name], find(name)) for name in sorted(found)}
 
 
@@ -175,7 +158,7 @@ class PackageFolder:
 def what_to_bring(facts: Facts, here: Kernel) -> list[PackageFolder]:
     """Return the folders of packages that a host must have, also those that are there already."""
     parcels = []
-    missing = lacking(packages_needed(facts), facts)
+    missing = lacking(packages_needed(), facts)
     if missing:
         pins = [each.pin for each in missing]
         kind = [minor(here.python), facts.implementation, facts.machine, facts.glibc]

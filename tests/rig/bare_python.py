@@ -7,7 +7,8 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from taas_magic.setup.install import wanted
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 
 def make_bare_python(folder: Path, packages: Iterable[str] = ("torch",), pip: bool = False) -> Path:
@@ -23,10 +24,22 @@ def make_bare_python(folder: Path, packages: Iterable[str] = ("torch",), pip: bo
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    names = [*wanted(packages, never=()), *(["pip"] if pip else [])]
+    names = [*_with_required(packages), *(["pip"] if pip else [])]
     for entry in set().union(*map(_entries, names)):  # some packages lie in one folder
         (site / entry.name).symlink_to(entry)
     return folder / "bin" / "python"
+
+
+def _with_required(packages: Iterable[str]) -> set[str]:
+    """Return packages and all that they require in turn."""
+    found, waiting = set[str](), [*packages]
+    while waiting:
+        if (name := canonicalize_name(waiting.pop())) not in found:
+            found.add(name)
+            required = map(Requirement, importlib.metadata.requires(name) or ())
+            asked = (it for it in required if not it.marker or it.marker.evaluate({"extra": ""}))
+            waiting += [it.name for it in asked]
+    return found
 
 
 def _entries(name: str) -> set[Path]:

@@ -1,35 +1,35 @@
 """What a host needs of packages, and what it lacks."""
 
 import importlib.metadata
-import re
 from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from taas_magic.errors import PoolError
 from taas_magic.messages import Facts
 from taas_magic.setup.facts import Wanted, lacking
-from taas_magic.setup.install import DIRECT, Installed, packages_needed, wanted
+from taas_magic.setup.install import Installed, packages_needed
 
 HERE = {
+    "taas-magic": Installed("1.0", ("distributed", "paramiko", "x; extra == 'bench'")),
+    "paramiko": Installed("1.0", ("of-paramiko-alone",)),
     "distributed": Installed("2.0", ("dask==2.0", "Zict>=3", "torch>=1")),
     "dask": Installed("2.0", ("zict<5", "only-mac; sys_platform == 'darwin'", "not-here>=1")),
     "zict": Installed("4.0", ()),
 }
 
 
-def test_bounds_are_those_of_the_project_itself() -> None:
-    lines = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    (table,) = re.findall(r"^dependencies = \[(.*?)^\]", lines, re.MULTILINE | re.DOTALL)
-    assert set(DIRECT) <= set(re.findall(r'"(.*?)"', table))
-
-
 def test_what_packages_require_is_needed_too_and_torch_never() -> None:
-    needs = wanted(["distributed"], {"sys_platform": "linux"}, find=HERE.get)
+    needs = packages_needed(HERE.get)
     assert list(needs) == ["dask", "distributed", "not-here", "zict"]
     assert needs["zict"].allowed == SpecifierSet(">=3,<5") and needs["zict"].pin == "zict==4.0"
     assert needs["not-here"].pin == "not-here>=1"
-    assert "only-mac" in wanted(["distributed"], {"sys_platform": "darwin"}, find=HERE.get)
+
+
+def test_a_checkout_that_was_never_installed_says_what_to_do() -> None:
+    with pytest.raises(PoolError, match=f"pip install -e {Path(__file__).parents[2]}$"):
+        packages_needed({}.get)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_packages_require_is_needed_too_and_torch_never() -> None:
 def test_what_is_missing_or_of_a_wrong_version_is_lacking(
     there: dict[str, str], names: list[str]
 ) -> None:
-    needs = wanted(["distributed"], {"sys_platform": "linux"}, find=HERE.get)
+    needs = packages_needed(HERE.get)
     assert [each.name for each in lacking(needs, Facts("h", "3.11", versions=there))] == names
 
 
@@ -59,3 +59,4 @@ def test_this_environment_has_all_that_it_needs_itself() -> None:
     versions = {name: importlib.metadata.version(name) for name in needs}
     assert lacking(needs, Facts("h", "3.11", versions=versions)) == ()
     assert {"distributed", "ipython", "psutil", "cloudpickle"} <= set(needs)
+    assert not {"torch", "paramiko", "cryptography", "ipykernel", "jupyter-client"} & set(needs)
