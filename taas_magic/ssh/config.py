@@ -21,7 +21,6 @@ from typing import Any, cast
 from paramiko import (
     Agent,
     ConfigParseError,
-    Message,
     MissingHostKeyPolicy,
     PKey,
     SSHClient,
@@ -31,6 +30,7 @@ from paramiko import (
 )
 from paramiko.auth_strategy import AuthFailure, AuthSource, AuthStrategy
 from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
+from paramiko.pkey import PublicBlob
 from paramiko.ssh_exception import BadAuthenticationType
 
 from taas_magic.errors import PoolError, UsageError
@@ -51,7 +51,6 @@ _AGENT_S = 5.0
 _ASK_KEYS, _KEYS = b"\0\0\0\1\x0b", b"\x0c"
 """Of the ssh agent's protocol: a request for its keys, with its length; the answer's first byte."""
 
-_OPENSSH = b"openssh-key-v1\0"
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 _USER_KNOWN = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _SYSTEM_KNOWN = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
@@ -403,39 +402,23 @@ def _load(path: str) -> PKey:
         raise SSHException("there is no such file") from None
     except (OSError, SSHException, ValueError, TypeError) as error:
         if "encrypted" in str(error).lower() or "password" in str(error).lower():
-            advice = f"it has a passphrase: `ssh-add {path}` unlocks it for the ssh agent"
+            name = shlex.quote(path)
+            advice = f"it has a passphrase: `ssh-add {name}` unlocks it for the ssh agent"
+            if not os.path.exists(f"{path}.pub"):
+                advice += f"; `ssh-keygen -y -f {name} > {name}.pub` says which of its keys it is"
             raise SSHException(advice) from error
         raise SSHException(f"cannot be read: {error}") from error
 
 
 def _public_blob(path: str) -> bytes:
-    """Return the public half of a key: beside its file or in it; empty where it is in neither.
+    """Return the public half of a key, which lies beside its file; empty where it does not.
 
     `path` may itself be the public half of a key that an agent has.
     """
     for file in (f"{path}.pub", path):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            text = Path(file).read_text()
-            is_private = text.startswith("-----")
-            words = text.split("-----" if is_private else None)
-            found = base64.b64decode(words[2 if is_private else 1])
-            return _public_half(found) if is_private else found
+        with contextlib.suppress(OSError, ValueError):
+            return PublicBlob.from_file(file).key_blob
     return b""
-
-
-def _public_half(private: bytes) -> bytes:
-    """Return the public half in a private key as OpenSSH writes it; empty in others.
-
-    It comes after the cipher, the key's derivation with its options, and the number of keys, and is
-    to be read without the passphrase.
-    """
-    if not private.startswith(_OPENSSH):
-        return b""
-    message = Message(private[len(_OPENSSH) :])
-    for _ in range(3):
-        message.get_string()
-    message.get_int()
-    return message.get_string()
 
 
 def refusal(target: Target, failure: AuthFailure) -> str:

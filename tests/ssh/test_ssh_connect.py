@@ -246,7 +246,7 @@ def test_an_agents_key_is_taken(hosts: Hosts, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("agent")
 def test_a_file_says_which_of_the_agents_keys_is_meant(hosts: Hosts, tmp_path: Path) -> None:
-    """By the public half alone, or in a file that is locked; a host hears no more than six."""
+    """By the public half, alone or beside a file that is locked; a host hears no more than six."""
     rigs = hosts.state / "id_ed25519"
     add_to_agent(*(make_key(tmp_path / f"other{number}") for number in range(7)), rigs)
     public, locked = tmp_path / "mine.pub", tmp_path / "locked"
@@ -254,6 +254,9 @@ def test_a_file_says_which_of_the_agents_keys_is_meant(hosts: Hosts, tmp_path: P
     locked.write_bytes(rigs.read_bytes())
     locked.chmod(0o600)
     subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", locked], check=True)
+    advice = f"`ssh-keygen -y -f {locked} > {locked}.pub`"
+    assert advice in refusal(with_key(hosts, tmp_path, locked, only=True))
+    (tmp_path / "locked.pub").write_text(public.read_text())
     for key in (public, locked, rigs):
         for only in (True, False):
             lets_in(with_key(hosts, tmp_path, key, only))
