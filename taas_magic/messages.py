@@ -613,7 +613,6 @@ class PoolStatus(Struct, kw_only=True):
     """
 
     hosts: list[HostStatus] = []
-    kernels: int = 0
     refused: int = 0
     gpu_hours: float = 0.0
     used_gpu_hours: float = 0.0

@@ -301,7 +301,6 @@ def make_plan(
     """Decide how the ranks lie on hosts like `host`.
 
     Args:
-        run_id: From `new_run_id`.
         max_hosts: Hosts that the pool may have.
         store: None holds no rank to anything.
 

@@ -21,7 +21,7 @@ from taas_magic.host.system import LOOPBACK, entry_code, supervisor_arguments
 from taas_magic.leases import HOST_END_S, SSH_BEATS_PER_LEASE
 from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
-from taas_magic.setup.facts import DEFAULT_PYTHON, Shell, ask_host
+from taas_magic.setup.facts import Shell, ask_host
 from taas_magic.setup.install import prepare
 from taas_magic.ssh.config import Target, find_target, read_config
 from taas_magic.ssh.connect import (
@@ -275,7 +275,7 @@ class _SshHost(Host):
         self._do("its agent is still starting: torch is being imported")
         self._command = KeptCommand(
             connection,
-            shell_words(pool.python or DEFAULT_PYTHON, arguments, environ),
+            shell_words(pool.python, arguments, environ),
             pack(settings) + b"\n",
             pool.lease_s / SSH_BEATS_PER_LEASE,
             lambda line: _log.warning("[%s] %s", host, line),

@@ -365,7 +365,13 @@ def _pools(words: Sequence[str], settings: Config) -> str:
         for pool in found
         if pool.status.gpu_hours
     ]
-    return "\n".join([*columns(rows), *costs, f"({source})"])
+    refused = [
+        f'pool "{pool.name}": refused {pool.status.refused:,} connections or messages, of '
+        "strangers or too late"
+        for pool in found
+        if pool.status.refused
+    ]
+    return "\n".join([*columns(rows), *costs, *refused, f"({source})"])
 
 
 def _warm(words: Sequence[str], settings: Config) -> str:

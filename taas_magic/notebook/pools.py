@@ -110,7 +110,7 @@ def rows(config: Config) -> list[PoolRow]:
     found = []
     for name, settings in config.pools.items():
         pool = named(name, config)
-        alive, status = pool.is_alive(), PoolStatus()
+        alive, status = pool.process.is_alive(), PoolStatus()
         with suppress(PoolError):
             if pool.is_ready:
                 status = pool.status()

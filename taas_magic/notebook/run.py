@@ -548,7 +548,7 @@ class Run(RunFiles):
 
     def _check(self, pool: Pool, view: View) -> None:
         """Look whether the pool's process lives and is heard."""
-        if not pool.is_alive():
+        if not pool.process.is_alive():
             self._ended = self._finish("LOST", "the pool's process is gone")
         elif pool.silent_s > SILENT_LOST_S:
             self._ended = self._finish("LOST", pool.silence())

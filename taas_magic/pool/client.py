@@ -98,21 +98,17 @@ class Pool:
     @property
     def is_ready(self) -> bool:
         """Whether the pool's process answers."""
-        return self._client is not None and self.silent_s < SILENT_S and self.is_alive()
+        return self._client is not None and self.silent_s < SILENT_S and self.process.is_alive()
 
     @property
     def is_silent(self) -> bool:
         """Whether the pool's process lives, but is not heard any more: it is stopped, or hangs."""
-        return self._client is not None and self.silent_s >= SILENT_S and self.is_alive()
+        return self._client is not None and self.silent_s >= SILENT_S and self.process.is_alive()
 
     @property
     def silent_s(self) -> float:
         """Seconds since the pool's process was heard last, by a kernel that is connected."""
         return time.monotonic() - self._heard_at
-
-    def is_alive(self) -> bool:
-        """Return whether the pool's process lives, whoever started it."""
-        return self.process.is_alive()
 
     def has_hosts(self, count: int) -> bool:
         """Return whether a launch on so many hosts would start at once."""
@@ -280,7 +276,7 @@ class Pool:
         A process that does not answer is killed; its hosts end with it.
         """
         with self._opening:  # a thread that has just started the process has it by now
-            if self.is_alive() or not self.process.is_over():
+            if self.process.is_alive() or not self.process.is_over():
                 try:
                     if not self.is_ready:
                         self.close()

@@ -61,11 +61,7 @@ _ANSWERED_S = 2.0
 
 
 class Kernels:
-    """The kernels of a pool.
-
-    Args:
-        linger_s: How long the pool goes on without a kernel, once it has had one.
-    """
+    """The kernels of a pool."""
 
     def __init__(self, members: Members, linger_s: float) -> None:
         self._members, self._linger_s = members, linger_s
@@ -100,7 +96,8 @@ class Kernels:
         waiting = asyncio.ensure_future(self._members.take(asked.hosts, has_run=asked.has_run))
         self._waiting[asked.wait] = asked.owner, waiting
         try:
-            return Started(hosts=[member.name for member in await waiting])
+            await waiting
+            return Started()
         except PoolError as error:
             return Started(error=str(error))
         except asyncio.CancelledError:
@@ -198,7 +195,6 @@ class Controller(SchedulerPlugin):
 
     Args:
         source: Where hosts come from.
-        linger_s: How long the pool goes on without a kernel.
     """
 
     name = "taas-controller"
@@ -327,9 +323,8 @@ class Controller(SchedulerPlugin):
         return await run.stacks() if run is not None else RunStacks()
 
     async def status(self, asked: GetStatus) -> PoolStatus:
-        """Return the pool's hosts, what each does, and its kernels."""
+        """Return the pool's hosts and what each does."""
         status = self._upkeep.pool()
-        status.kernels = len(self._kernels.connected)
         status.refused = self.members.refused + self._scheduler.refused
         return status
 

@@ -44,11 +44,7 @@ DASK_SETTINGS = {
 
 
 class PoolWords(Struct):
-    """What a kernel tells the pool's process that it starts, by standard input.
-
-    Attributes:
-        linger_s: How long it goes on without a kernel.
-    """
+    """What a kernel tells the pool's process that it starts, by standard input."""
 
     folder: str
     pool: PoolConfig

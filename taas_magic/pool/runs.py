@@ -215,10 +215,6 @@ class Share(ABC):
         """
 
     @abstractmethod
-    async def carry_out(self) -> RunEnded | None:
-        """Return the run's last event, if it is this share's, when it has ended on all hosts."""
-
-    @abstractmethod
     def _numbers(self, part: HostPart) -> Collection[int]:
         """Return the ranks, or fetchers, of a host."""
 
@@ -411,7 +407,7 @@ class PoolFetchers(Share):
         return [member.name for member in chosen]
 
     async def carry_out(self) -> None:
-        """See `Share.carry_out`: the run's last event is that of its ranks."""
+        """Return when they have ended on all hosts."""
         await self._gone()
         await self._files.close()
 
@@ -490,7 +486,10 @@ class PoolRun(Share):
         return [member.name for member in members]
 
     async def carry_out(self) -> RunEnded:
-        """See `Share.carry_out`; ranks start again as often as the plan and their ends allow."""
+        """Return the run's last event, when it has ended on all hosts.
+
+        Ranks start again as often as the plan and their ends allow.
+        """
         outcome = await self._outcome()
         most = self.plan.max_restarts
         while outcome.curable and self._restarts < most and not self.is_halted:

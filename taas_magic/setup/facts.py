@@ -261,7 +261,7 @@ def judge(
     return sorted(found, key=lambda finding: (ERROR, WARNING, REMARK).index(finding.level))
 
 
-def refuse(all_facts: Iterable[Facts], here: Kernel, gpus: int | None = None) -> None:
+def refuse(all_facts: Iterable[Facts], here: Kernel) -> None:
     """Refuse hosts that cannot carry a run.
 
     Raises:
@@ -270,7 +270,7 @@ def refuse(all_facts: Iterable[Facts], here: Kernel, gpus: int | None = None) ->
     lines = [
         f"host {facts.host}: {finding}"
         for facts in all_facts
-        for finding in judge(facts, here, gpus)
+        for finding in judge(facts, here)
         if finding.level == ERROR
     ]
     if lines:

@@ -134,7 +134,7 @@ def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
     """
     here = this_kernel()
     facts = ask_host(shell, pool.python, packages_needed())
-    refuse([facts], here, pool.gpus)
+    refuse([facts], here)
     folders = []
     for parcel in what_to_bring(facts, here):
         if parcel.name not in facts.sites:

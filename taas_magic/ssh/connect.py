@@ -376,12 +376,11 @@ def _notice_silence(sock: socket.socket, silence_s: float) -> None:
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_s * 1000))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-        with contextlib.suppress(OSError):  # Linux before 6.15 has no such option
-            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_s * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    with contextlib.suppress(OSError):  # Linux before 6.15 has no such option
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
 class KeptCommand:
@@ -452,7 +451,6 @@ def shell_words(
 
     Args:
         python: The program, as `python_word` takes it.
-        arguments: Its arguments.
         environ: Variables that it gets besides; nothing secret, `ps` shows them.
     """
     settings = [f"{name}={shlex.quote(value)}" for name, value in (environ or {}).items()]

@@ -54,7 +54,7 @@ class FakeLaunch(ModuleType):
         )
         there = replace(here, host="there", runs=[], means="read-only mount", idle_s=61.0)
         hosts = [here, there]
-        status = PoolStatus(hosts=hosts, gpu_hours=8.0, used_gpu_hours=2.0)
+        status = PoolStatus(hosts=hosts, refused=3, gpu_hours=8.0, used_gpu_hours=2.0)
         return [PoolRow("local", "local", "ready", status)]
 
     def warm(self, config: Config, name: str = "local") -> None:
@@ -312,7 +312,8 @@ def test_pools_warm_and_down(
     shown = capsys.readouterr().out
     assert "local  local   ready  here   a                2 h 00 min  4.00\n" in shown
     assert "                      there  idle 1 min 01 s  2 h 00 min  4.00\n" in shown
-    assert 'pool "local": 8.00 GPU-hours, 25% of them in runs\n(there is no taas.toml' in shown
+    assert 'pool "local": 8.00 GPU-hours, 25% of them in runs\n' in shown
+    assert 'pool "local": refused 3 connections or messages, of strangers or too late\n(' in shown
 
 
 def test_pools_check_shows_a_table(

@@ -121,7 +121,7 @@ def test_a_stopped_pool_is_told_and_down_ends_it(
     own_pool.down()
     assert pools.rows(OWN)[0].state == "down"
     assert status_of(process) in ("", psutil.STATUS_ZOMBIE)
-    assert not own_pool.is_alive()
+    assert not own_pool.process.is_alive()
 
 
 def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
