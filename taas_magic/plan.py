@@ -45,7 +45,6 @@ class DataPlan(Struct, frozen=True):
         crosses: Whether batches may go from host to host.
         cores: Processors that each may use; the same everywhere, since the workers of a loader are
             counted by it.
-        notes: What the user did not ask for.
     """
 
     pool: str
@@ -54,7 +53,6 @@ class DataPlan(Struct, frozen=True):
     fetchers: tuple[FetcherPlan, ...]
     crosses: bool
     cores: int
-    notes: tuple[str, ...] = ()
 
     def on(self, host: int) -> tuple[FetcherPlan, ...]:
         """Return the fetchers of one of the hosts."""
@@ -87,8 +85,8 @@ def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[P
 
 def place_fetchers(
     loaders: Sequence[str], cpus: int, pool: PoolConfig, cores: int, rank_hosts: int = 0
-) -> DataPlan:
-    """Put fetchers on hosts.
+) -> tuple[DataPlan, str]:
+    """Put fetchers on hosts; returns also what the user is told of that, "" for nothing.
 
     Args:
         loaders: Names of the registered loaders that the cell uses; at least one.
@@ -104,16 +102,15 @@ def place_fetchers(
         for number, (group, index) in places
     )
     per_host = -(-len(fetchers) // hosts)
-    shared = _shared(len(loaders), cpus, pool, len(fetchers))
-    return DataPlan(
+    plan = DataPlan(
         pool=pool.name,
         hosts=hosts,
         pool_hosts=min(pool.max_hosts, hosts + rank_hosts),
         fetchers=fetchers,
         crosses=not rank_hosts or pool.max_hosts > 1,
         cores=max(1, cores // per_host),
-        notes=(shared,) if shared else (),
     )
+    return plan, _shared(len(loaders), cpus, pool, len(fetchers))
 
 
 def _shared(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:

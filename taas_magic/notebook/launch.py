@@ -197,11 +197,12 @@ def with_fetchers(plan: Plan, flags: Flags, loaders: Sequence[str], config: Conf
         return structs.replace(plan, prefill=None, notes=(*plan.notes, *said))
     if not plan.cpus:
         return structs.replace(plan, prefill=None)
-    settings, note = choose_data_pool(plan.pool, flags.data_pool, config)
+    settings, chosen = choose_data_pool(plan.pool, flags.data_pool, config)
     pool = pools.named(settings.name, config)
     rank_hosts = len(plan.hosts) if pool is pools.named(plan.pool, config) else 0
-    data = place_fetchers(loaders, plan.cpus, settings, pool.capacity().cores, rank_hosts)
-    notes = (*plan.notes, *([note] if note else []), *data.notes)
+    cores = pool.capacity().cores
+    data, shared = place_fetchers(loaders, plan.cpus, settings, cores, rank_hosts)
+    notes = (*plan.notes, *filter(None, (chosen, shared)))
     return structs.replace(plan, data=data, notes=notes)
 
 

@@ -23,22 +23,21 @@ def config(*pools: PoolConfig) -> Config:
 
 
 def test_a_host_for_each_fetcher_where_there_are_enough() -> None:
-    plan = place_fetchers(["train"], 2, pool(4), cores=8)
+    plan, note = place_fetchers(["train"], 2, pool(4), cores=8)
     assert (plan.hosts, plan.pool_hosts) == (2, 2)
     assert plan.fetchers == (FetcherPlan(0, 0, ("train",), 0), FetcherPlan(1, 1, ("train",), 1))
-    assert (plan.cores, plan.notes) == (8, ())
+    assert (plan.cores, note) == (8, "")
 
 
 def test_fewer_hosts_are_shared_and_it_is_said() -> None:
-    plan = place_fetchers(["train"], 4, pool(2), cores=8)
+    plan, note = place_fetchers(["train"], 4, pool(2), cores=8)
     assert [fetcher.host for fetcher in plan.fetchers] == [0, 1, 0, 1]
     assert plan.cores == 4
-    note = '--cpus 4 asks for 4 hosts, pool "c" has 2 hosts: 4 fetchers share them'
-    assert plan.notes == (note,)
+    assert note == '--cpus 4 asks for 4 hosts, pool "c" has 2 hosts: 4 fetchers share them'
 
 
 @pytest.mark.parametrize(
-    ("hosts", "loaders_of", "note"),
+    ("hosts", "loaders_of", "said"),
     [
         (4, [("a",), ("a",), ("b",), ("b",)], ""),
         (
@@ -50,19 +49,19 @@ def test_fewer_hosts_are_shared_and_it_is_said() -> None:
     ],
 )
 def test_each_loader_has_hosts_of_its_own_where_there_are_enough(
-    hosts: int, loaders_of: list[tuple[str, ...]], note: str
+    hosts: int, loaders_of: list[tuple[str, ...]], said: str
 ) -> None:
-    plan = place_fetchers(["a", "b"], 2, pool(hosts), cores=8)
+    plan, note = place_fetchers(["a", "b"], 2, pool(hosts), cores=8)
     assert [fetcher.loaders for fetcher in plan.fetchers] == loaders_of
     assert [fetcher.index for fetcher in plan.fetchers] == [0, 1] * (len(loaders_of) // 2)
-    assert "".join(plan.notes) == note
+    assert note == said
 
 
 @pytest.mark.parametrize(("max_hosts", "hosts", "pool_hosts"), [(4, 2, 3), (2, 2, 2), (1, 1, 1)])
 def test_in_their_own_pool_ranks_have_other_hosts_as_far_as_there_are_any(
     max_hosts: int, hosts: int, pool_hosts: int
 ) -> None:
-    plan = place_fetchers(["train"], 2, pool(max_hosts), cores=8, rank_hosts=1)
+    plan, _ = place_fetchers(["train"], 2, pool(max_hosts), cores=8, rank_hosts=1)
     assert (plan.hosts, plan.pool_hosts) == (hosts, pool_hosts)
 
 
@@ -71,7 +70,7 @@ def test_every_loader_has_each_of_its_fetchers_once(
     loaders: int, cpus: int, hosts: int, rank_hosts: int, cores: int
 ) -> None:
     names = [f"loader{number}" for number in range(loaders)]
-    plan = place_fetchers(names, cpus, pool(hosts), cores, rank_hosts)
+    plan, note = place_fetchers(names, cpus, pool(hosts), cores, rank_hosts)
     for name in names:
         indices = [fetcher.index for fetcher in plan.fetchers if name in fetcher.loaders]
         assert indices == list(range(cpus))
@@ -80,7 +79,7 @@ def test_every_loader_has_each_of_its_fetchers_once(
     on_hosts = [fetcher for host in range(plan.hosts) for fetcher in plan.on(host)]
     assert sorted(on_hosts, key=lambda fetcher: fetcher.number) == list(plan.fetchers)
     assert all(plan.on(host) for host in range(plan.hosts))
-    assert bool(plan.notes) == (cpus * loaders > hosts)
+    assert bool(note) == (cpus * loaders > hosts)
     assert plan.cores >= 1
     assert unpack(pack(plan), DataPlan) == plan
 

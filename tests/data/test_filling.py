@@ -34,7 +34,7 @@ def filling(
 ) -> Filling:
     names = tuple(f"loader{number}" for number in range(loaders))
     plan = make_plan(Flags(gpus=1, units=units, prefill=prefill), HostCapacity(0, 1), "r1")
-    data = place_fetchers(names, fetchers, PoolConfig("local", max_hosts=fetchers), cores=1)
+    data, _ = place_fetchers(names, fetchers, PoolConfig("local", max_hosts=fetchers), cores=1)
     flow = Flow()
     for seen in events:
         flow.apply(seen, 0.0)

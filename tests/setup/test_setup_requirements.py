@@ -29,7 +29,7 @@ def test_what_packages_require_is_needed_too_and_torch_never() -> None:
 
 def test_a_checkout_that_was_never_installed_says_what_to_do() -> None:
     with pytest.raises(PoolError, match=f"pip install -e {Path(__file__).parents[2]}$"):
-        packages_needed({}.get)
+        packages_needed(lambda name: None)
 
 
 @pytest.mark.parametrize(
