@@ -43,7 +43,7 @@ def head(lines: list[str]) -> tuple[str, int] | None:
     if not pragmas and not (pools and not any(top[: pools[0][0]])):
         return None
     flags = [f"--pool {name}" for _, name in pools[:1]]
-    flags += [text.strip() for _, text in pragmas if text]
+    flags += [_uncommented(text).strip() for _, text in pragmas if text]
     return " ".join(flags), max(i for i, _ in (*pools[:1], *pragmas)) + 1
 
 
@@ -466,20 +466,25 @@ def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
 
 
 def _words(line: str) -> list[str]:
-    """Return the words as a shell has them; a `#` with which one would begin begins a comment."""
-    text = io.StringIO(line)
-    lexer = shlex.shlex(text, posix=True)
-    lexer.whitespace_split, lexer.commenters, words = True, "", list[str]()
     try:
-        while not line[text.tell() :].lstrip().startswith("#"):
-            if (word := lexer.get_token()) is None:
-                break
-            words.append(word)
+        return shlex.split(_uncommented(line))
     except ValueError:
         raise UsageError(
             f"%%taas {line.strip()}: a quote is not closed (--name 'two words')"
         ) from None
-    return words
+
+
+def _uncommented(line: str) -> str:
+    """Return flags without the comment behind them: a `#` with which a word would begin."""
+    text = io.StringIO(line)
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    with suppress(ValueError):  # a quote is not closed
+        while not line[text.tell() :].lstrip().startswith("#"):
+            if lexer.get_token() is None:
+                return line
+        return line[: text.tell()]
+    return line
 
 
 def _parse_words(words: list[str]) -> dict[str, Any]:

@@ -25,6 +25,10 @@ def changed(cell: str) -> str:
         ("\n\n#!g2.8\n\n#pragma taas --gpus 8\nx = 1\n", "%%taas --pool g2.8 --gpus 8\n"),
         ("# Trains it.\n#!g2.8\n#pragma taas --gpus 8\nx = 1\n", "%%taas --pool g2.8 --gpus 8\n"),
         ("#pragma taas --gpus 8\n#pragma taas --units 5\nx = 1\n", "%%taas --gpus 8 --units 5\n"),
+        (
+            "#pragma taas --gpus 8 # all\n#pragma taas --cpus 1\nx = 1\n",
+            "%%taas --gpus 8 --cpus 1\n",
+        ),
         ("#pragma taas --gpus 8\n#!g2.8\nx = 1\n", "%%taas --pool g2.8 --gpus 8\n"),
     ],
 )
