@@ -1,20 +1,25 @@
 """What all tests share: a state folder of their own, and proof that nothing is left behind."""
 
+import gc
 import os
 import secrets
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 import hypothesis
 import psutil
 import pytest
 
+from tests.rig.main_module import end_forkserver
+
 TOKEN = "TAAS_TEST_TOKEN"
 GONE_WITHIN_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")
+ROOT = Path(__file__).parents[1]
 
 # An example may take as long as a machine that is busy takes for it.
 hypothesis.settings.register_profile(
@@ -40,6 +45,17 @@ def own_interrupts() -> None:
     and Python leaves that as it is: an interrupt that a test sends to itself would do nothing.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> Iterator[None]:
+    """Start what forks the tests' processes, with all that they import, before any test begins."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)  # Python 3.11 finds `tests` nowhere else
+        ensure_running()
+    yield
+    gc.collect()  # a rank's own server has the forkserver's pipe open, until its loader is gone
+    end_forkserver()
 
 
 @pytest.fixture

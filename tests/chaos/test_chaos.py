@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.harm import play
-from tests.data.data_rig import forkserver_for_this_module  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 FAULTS = int(os.environ.get("TAAS_CHAOS_FAULTS", "50"))
 SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))

@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
-import multiprocessing
 import os
 import socket
 import ssl
@@ -16,7 +14,6 @@ from typing import Any, TypedDict
 
 import cloudpickle
 import psutil
-import pytest
 import torch
 from msgspec import structs
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -49,22 +46,11 @@ from taas_magic.messages import Address, FetcherStarted, LoaderPlace, of_fetcher
 from taas_magic.plan import FetcherPlan
 from taas_magic.registry import Registered
 from tests.data.ledger import Handed, read_ledgers
-from tests.rig.main_module import end_forkserver, plain_main
+from tests.rig.main_module import CONTEXT, plain_main
 
 SEED = 7
 WAIT_S = 100.0
 """For what comes at once on an idle machine."""
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["taas_magic.host.fetcher", "tests.data.data_rig"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forkserver_for_this_module() -> Iterator[None]:
-    """End the fetchers' forkserver with the module: other tests count the processes they see."""
-    yield
-    gc.collect()  # a rank's own server has the forkserver's pipe open, until its loader is gone
-    end_forkserver()
 
 
 class Rows(Dataset[object]):

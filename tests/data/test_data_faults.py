@@ -31,7 +31,6 @@ from tests.data.data_rig import (
     Noise,
     Rows,
     everybody_of,
-    forkserver_for_this_module,  # noqa: F401
     is_dropped,
     linked,
     over_tcp,
@@ -42,6 +41,8 @@ from tests.data.data_rig import (
     workers_of,
 )
 from tests.data.ledger import audit, missing
+
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 SHORT = FetchLease(fetch_s=8.0, start_s=WAIT_S)
 

@@ -24,11 +24,12 @@ from tests.data.data_rig import (
     Rows,
     Service,
     ShapeChanges,
-    forkserver_for_this_module,  # noqa: F401
     plain,
     service,
 )
 from tests.data.ledger import audit, missing
+
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def local(loader: DataLoader[object], epoch: int = 0) -> list[object]:

@@ -46,7 +46,6 @@ from tests.data.data_rig import (
     Service,
     address_of,
     everybody_of,
-    forkserver_for_this_module,  # noqa: F401
     heard,
     linked,
     over_tcp,
@@ -57,6 +56,8 @@ from tests.data.data_rig import (
     workers_of,
 )
 from tests.data.data_rig import service as data_service
+
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 SHORT = FetchLease(fetch_s=4.0, start_s=WAIT_S)
 PATIENT = FetchLease(fetch_s=10.0, start_s=WAIT_S)

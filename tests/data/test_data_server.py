@@ -24,7 +24,6 @@ from taas_magic.messages import FetcherCounts, FetcherReport, Note, of_fetcher
 from tests.data.data_rig import (
     Rows,
     Service,
-    forkserver_for_this_module,  # noqa: F401
     linked,
     over_tcp,
     plain,
@@ -32,6 +31,8 @@ from tests.data.data_rig import (
     service,
     stream,
 )
+
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from tests.data.data_rig import Rows, forkserver_for_this_module, service  # noqa: F401
+from tests.data.data_rig import Rows, service
+
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 class Filed(Rows):

@@ -19,7 +19,6 @@ from tests.data.data_rig import (
     Rows,
     Service,
     address_of,
-    forkserver_for_this_module,  # noqa: F401
     is_dropped,
     linked,
     over_tcp,
@@ -27,6 +26,8 @@ from tests.data.data_rig import (
     stream,
 )
 from tests.data.data_rig import service as data_service
+
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 @pytest.fixture(scope="module")

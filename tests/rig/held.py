@@ -2,7 +2,6 @@
 
 import ctypes
 import hashlib
-import multiprocessing
 import os
 import shutil
 import signal
@@ -18,10 +17,7 @@ from typing import Any
 from taas_magic.store import guard
 from taas_magic.store.guard import Means, hold
 from taas_magic.store.rule import StoreRule
-from tests.rig.main_module import plain_main
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "numpy", "sqlite3", "taas_magic.store.guard"])
+from tests.rig.main_module import CONTEXT, plain_main
 
 
 def start(target: Any, *args: Any) -> Any:

@@ -1,10 +1,21 @@
 """Processes that are to begin as if nobody ran tests: their main module, and who forks them."""
 
+import multiprocessing
 import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+# One list for all, since a process has one forkserver: of two lists the later would hold alone.
+CONTEXT.set_forkserver_preload(
+    [
+        *("torch", "numpy", "sqlite3", "taas_magic.store.guard"),
+        *("taas_magic.host.fetcher", "tests.data.data_rig"),
+    ]
+)
 
 
 @contextmanager

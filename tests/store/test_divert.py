@@ -11,13 +11,8 @@ from taas_magic.store.guard import Means
 from tests.children import sights
 from tests.rig import held
 from tests.rig.held import Held, Raised, Setting
-from tests.rig.main_module import end_forkserver
 
-
-@pytest.fixture(scope="module", autouse=True)
-def forkserver_ends() -> Iterator[None]:
-    yield
-    end_forkserver()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 @pytest.fixture

@@ -17,17 +17,13 @@ from taas_magic.store.guard import Means
 from tests.children import attempts
 from tests.rig import held
 from tests.rig.held import Held, Raised, Setting, hash_of
-from tests.rig.main_module import end_forkserver
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts and Landlock are Linux's")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="mounts and Landlock are Linux's"),
+    pytest.mark.usefixtures("forkserver"),
+]
 
 User = tuple[int, int] | None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forkserver_ends() -> Iterator[None]:
-    yield
-    end_forkserver()
 
 
 @pytest.fixture(scope="module")

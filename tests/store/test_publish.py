@@ -15,13 +15,8 @@ from taas_magic.errors import StoreError
 from taas_magic.store.publish import save
 from tests.children import saver
 from tests.rig.held import CONTEXT, start
-from tests.rig.main_module import end_forkserver
 
-
-@pytest.fixture(scope="module", autouse=True)
-def forkserver_ends() -> Iterator[None]:
-    yield
-    end_forkserver()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 @pytest.fixture(autouse=True)
