@@ -18,7 +18,7 @@ from tests.harness import Notebook, Outcome
 
 SEED = 5
 HAS_NOTES = HAS_GROUPS = sys.version_info >= (3, 11)
-WAYS = [(0, 1), (0, 3), (1, 2), (3, 1)]
+WAYS = [(0, 3), (1, 2), (3, 1)]
 """Numbers of fetchers and of ranks."""
 
 SHOW = """
@@ -258,7 +258,7 @@ def make():
 """
 
 
-@pytest.mark.parametrize(("cpus", "ranks"), WAYS[1:])
+@pytest.mark.parametrize(("cpus", "ranks"), WAYS)
 def test_indices_arrive_as_the_sampler_gave_them(notebook: Notebook, cpus: int, ranks: int) -> None:
     compare(notebook, INDICES, cpus, ranks)
 
@@ -916,7 +916,7 @@ def make():
 """
 
 
-@pytest.mark.parametrize(("cpus", "ranks"), [(0, 1), (1, 2), (3, 1)])
+@pytest.mark.parametrize(("cpus", "ranks"), [(0, 1), (1, 2)])
 def test_datasets_and_batches_of_many_kinds(notebook: Notebook, cpus: int, ranks: int) -> None:
     with warnings.catch_warnings():  # of torch's, about nested tensors and arrays it may not write
         compare(notebook, KINDS, cpus, ranks)
@@ -1048,7 +1048,7 @@ def make():
 """
 
 
-@pytest.mark.parametrize(("cpus", "ranks"), [(0, 2), (1, 1), (3, 1)])
+@pytest.mark.parametrize(("cpus", "ranks"), [(0, 2), (1, 1)])
 def test_habits_of_datasets_over_two_epochs(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch, cpus: int, ranks: int
 ) -> None:

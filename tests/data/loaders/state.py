@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-SETTINGS = ((2, 0), (2, 3))
+SETTINGS = ((2, 0), (2, 1))
 
 
 class Rows(Dataset):
