@@ -71,7 +71,7 @@ def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield token
     deadline = time.monotonic() + GONE_WITHIN_S
     while (found := left_behind(token, ports, files)) and time.monotonic() < deadline:
-        threading.Event().wait(0.1)
+        threading.Event().wait(0.25)  # each look is at all processes of the machine
     for process in carriers(token):
         end(process)
     assert not found, "left behind: " + "; ".join(sorted(found))

@@ -1,6 +1,7 @@
 """A notebook without a browser: cells run through the same door as in Jupyter, in this process."""
 
 import contextlib
+import os
 import re
 import threading
 import time
@@ -180,17 +181,34 @@ def words(process: psutil.Process) -> str:
 
 
 def listening_ports(processes: Iterable[psutil.Process]) -> set[int]:
-    """Return the TCP ports on which processes listen."""
-    return {port for process in processes for port in _ports_of(process)}
+    """Return the TCP ports on which processes listen.
+
+    psutil reads the whole table of connections for each process: that takes five times as long.
+    """
+    by_network: dict[str, dict[str, int]] = {}
+    found = set()
+    for process in processes:
+        folder = Path(f"/proc/{process.pid}")
+        with contextlib.suppress(OSError):  # it is gone
+            network = os.readlink(folder / "ns" / "net")
+            if network not in by_network:
+                by_network[network] = _listeners(folder / "net")
+            found |= {by_network[network].get(link, 0) for link in _links(folder / "fd")}
+    return found - {0}
 
 
-def _ports_of(process: psutil.Process) -> set[int]:
-    """Those of one process: to look at all of the machine takes ten times as long."""
-    try:
-        seen = process.net_connections("tcp")
-    except psutil.Error:
-        return set()
-    return {c.laddr.port for c in seen if c.status == psutil.CONN_LISTEN}
+def _listeners(tables: Path) -> dict[str, int]:
+    """Return the port of each socket that listens, by the link to it."""
+    lines = "".join((tables / name).read_text() for name in ("tcp", "tcp6")).splitlines()
+    seen = [line.split() for line in lines if " 0A " in line]
+    return {f"socket:[{words[9]}]": int(words[1][-4:], 16) for words in seen}
+
+
+def _links(folder: Path) -> Iterator[str]:
+    """Yield what a process's descriptors are; some are closed meanwhile."""
+    for link in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(folder / link)
 
 
 def shared_memory() -> set[str]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
 from taas_magic.errors import RankFailed
 from taas_magic.journal import folder as journal
@@ -70,6 +69,8 @@ def filled(outcome: Outcome) -> list[dict[str, float]]:
 
 
 def test_slow_storage_is_seen_and_advice_given(notebook: Notebook) -> None:
+    from matplotlib.figure import Figure
+
     notebook.define(LOADER)
     notebook.define("loader = taas.register(DataLoader(Pictures(160, 0.01), 4, num_workers=1))")
     # without --prefill it is the first batch, on a busy machine, that ranks wait for

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import accelerate.data_loader
 import psutil
 import pytest
 import torch
@@ -87,6 +86,8 @@ def test_ranks_share_an_epoch(tmp_path: Path, fetchers: int, uneven: Uneven) -> 
 
 
 def test_accelerate_deals_alike(tmp_path: Path) -> None:
+    import accelerate.data_loader  # not with the module: each fetcher that unpickles of it would
+
     loader = DataLoader(Rows(24), 3)
     with service(tmp_path, loader) as running:
         for rank, batches in enumerate(seen(running, 2)):

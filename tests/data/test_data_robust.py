@@ -155,7 +155,7 @@ def taken(remote: RemoteLoader, gate: Path) -> tuple[list[object], float]:
     return [plain(batch)[1] for batch in remote], time.monotonic() - began
 
 
-@pytest.mark.parametrize("fetchers, workers", [(1, 1), (1, 8), (3, 1)])
+@pytest.mark.parametrize("fetchers, workers", [(1, 2), (3, 1)])
 def test_the_run_is_lost_when_all_fetchers_are_stopped(
     tmp_path: Path, fetchers: int, workers: int
 ) -> None:

@@ -109,6 +109,11 @@ def test_47_a_plain_peer_of_a_server_with_tls_is_refused(tmp_path: Path, ours: T
         assert len(handed_over_tcp(running)) == 2
 
 
+TLS = pytest.mark.parametrize("running", ["tls"], indirect=True)
+"""What goes plain is shown elsewhere: test_data_faults 25 and 48, test_data_robust's strangers."""
+
+
+@TLS
 @pytest.mark.parametrize("says", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, b"\0" * 500, b""])
 def test_48_strangers_are_dropped_and_the_run_goes_on(running: Service, says: bytes) -> None:
     batches = iter(running.loader(direct=False, tls=client_of(running)))
@@ -135,6 +140,7 @@ def test_49_a_recorded_conversation_is_worth_nothing(running: Service) -> None:
     assert refused(running) == 1
 
 
+@TLS
 def test_50_five_thousand_connections_at_once(running: Service, many_files: None) -> None:
     address, crowd = address_of(running), list[socket.socket]()
     batches = iter(running.loader(direct=False, tls=client_of(running)))

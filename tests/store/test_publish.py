@@ -14,7 +14,8 @@ import torch
 from taas_magic.errors import StoreError
 from taas_magic.store.publish import save
 from tests.children import saver
-from tests.rig.held import CONTEXT, start
+from tests.rig.held import start
+from tests.rig.main_module import CONTEXT
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
