@@ -20,6 +20,9 @@ from tests.data.ledger import audit, missing
 
 WORLD_SIZE = 2
 REST_EVERY = 40
+ROWS = 200
+PAUSE_S = 0.05
+"""Mean time between two faults."""
 
 
 class Chaos:
@@ -29,12 +32,11 @@ class Chaos:
         running: The service.
         seed: Decides what happens, in which order, to whom; the moments are the machine's.
         faults: How many.
-        pause_s: Mean time between two.
     """
 
-    def __init__(self, running: Service, seed: int, faults: int, pause_s: float) -> None:
+    def __init__(self, running: Service, seed: int, faults: int) -> None:
         self._running, self._random = running, random.Random(seed)
-        self._faults, self._pause_s = faults, pause_s
+        self._faults = faults
         self.done: list[str] = []
         self.proxy = Proxy(running.directory, self._harm)
         self._cuts = threading.Event()
@@ -60,7 +62,7 @@ class Chaos:
 
     def _run(self) -> None:
         while len(self.done) < self._faults:
-            time.sleep(self._random.expovariate(1 / self._pause_s))
+            time.sleep(self._random.expovariate(1 / PAUSE_S))
             kind = self._random.choice(["kill worker", "stop worker", "cut", "kill fetcher"])
             with contextlib.suppress(psutil.NoSuchProcess, IndexError):
                 getattr(self, "_" + kind.replace(" ", "_"))()
@@ -151,8 +153,6 @@ def play(
     folder: Path,
     seed: int,
     faults: int,
-    pause_s: float = 0.05,
-    rows: int = 200,
     tls: Tls | None = None,
     rest_s: float = 0.0,
 ) -> list[str]:
@@ -162,22 +162,20 @@ def play(
         folder: Where the service has its files.
         seed: Of the faults.
         faults: How many.
-        pause_s: Mean time between two.
-        rows: Size of the dataset.
         tls: Certificate of the rank that is not on the fetchers' host; None: it goes plain.
         rest_s: Mean time that the ranks rest after every 40 steps; 0: they never do.
 
     Raises:
         AssertionError: A stream, the weights or the ledger differ.
     """
-    loader = DataLoader(Noise(rows), 4, shuffle=True)
+    loader = DataLoader(Noise(ROWS), 4, shuffle=True)
     done: list[str] = []
     generation = 0
     with service(folder, loader, fetchers=2, workers=2, tls=tls) as running:
         digest, weights = train(running, 2, running.directory)
         while len(done) < faults:
             generation += 1
-            with Chaos(running, seed + generation, faults - len(done), pause_s) as chaos:
+            with Chaos(running, seed + generation, faults - len(done)) as chaos:
                 got = train(running, 2, chaos.proxy, generation, rest_s, chaos.stepped)
             done += chaos.done
             assert got[0] == digest
@@ -187,5 +185,5 @@ def play(
         for generation in {line.generation for line in lines}:
             for turn in range(2):
                 one = [n for n in lines if (n.generation, n.turn) == (generation, turn)]
-                assert missing(one, rows // 4) == []
+                assert missing(one, ROWS // 4) == []
     return done

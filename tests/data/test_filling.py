@@ -22,10 +22,9 @@ def fetched(
     ready_bytes: int = 0,
     spilled_bytes: int = 0,
     idle: int = 0,
-    workers: int = 2,
 ) -> Event:
     stats = {"ready": ready, "ready_bytes": ready_bytes, "spilled_bytes": spilled_bytes}
-    loaders = {"train": stats | {"idle": idle, "workers": workers}}
+    loaders = {"train": stats | {"idle": idle, "workers": 2}}
     return event("fetched", number=number, loaders=loaders)
 
 
