@@ -5,7 +5,7 @@ set -euo pipefail
 
 # One command of each package tells whether it is installed.
 declare -A package=([chromium]=chromium [sshd]=openssh-server [ip]=iproute2 [iptables]=iptables
-    [slurmctld]=slurm-wlm [munged]=munge [faketime]=faketime)
+    [slurmctld]=slurm-wlm [munged]=munge)
 
 missing() {
     local command
