@@ -26,11 +26,11 @@ from taas_magic.messages import Failure
 REPOSITORY = Path(__file__).parents[2]
 
 
-def through_a_file(value: Any, path: Path, namespace: dict[str, Any] | None = None) -> Any:
+def through_a_file(value: Any, path: Path) -> Any:
     pickling.write_archive(path, pickling.dump(value))
     archive = pickling.read_archive(path)
     path.unlink()
-    return pickling.loads(archive.stream(), archive.buffers, namespace=namespace)
+    return pickling.loads(archive.stream(), archive.buffers)
 
 
 @pytest.fixture

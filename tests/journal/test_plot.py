@@ -4,7 +4,6 @@ import sys
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from taas_magic.errors import UsageError
 from taas_magic.journal.analysis import curves, draw
@@ -48,6 +47,8 @@ def test_a_restart_is_no_negative_rate() -> None:
 
 
 def test_it_is_a_figure_of_both() -> None:
+    from matplotlib.figure import Figure
+
     figure = draw(journal(), "digits")
     assert isinstance(figure, Figure)
     above, below = figure.axes

@@ -6,7 +6,7 @@ from msgspec import structs
 
 from taas_magic.messages import Facts
 from taas_magic.notebook.pools import report
-from taas_magic.setup.facts import ERROR, WARNING, Finding, Kernel, Row
+from taas_magic.setup.facts import ERROR, WARNING, Finding, Row
 from taas_magic.setup.install import what_to_bring
 from tests.setup.test_setup_judge import FIT, KERNEL
 
@@ -15,9 +15,9 @@ def row(facts: Facts | None, *findings: Finding, host: str = "gpu1") -> Row:
     return Row("g2.8", host, facts, findings)
 
 
-def cells(shown: Row, means: str = "", here: Kernel = KERNEL) -> dict[str, str]:
+def cells(shown: Row, means: str = "") -> dict[str, str]:
     """Return the row's cells by their heads."""
-    head, line, *_ = report([shown], here, {("g2.8", "gpu1"): means}).splitlines()
+    head, line, *_ = report([shown], KERNEL, {("g2.8", "gpu1"): means}).splitlines()
     found = [re.split("  +", it) for it in (head, line)]
     return dict(zip(*found, strict=True))
 
