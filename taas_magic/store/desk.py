@@ -10,13 +10,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from taas_magic.errors import ProtocolError
 from taas_magic.store.manifest import (
     CHUNK_BYTES,
     MAX_PARTS,
-    Change,
     ChangeList,
     Entry,
     FileRequest,
@@ -46,6 +45,14 @@ GROUP = 64
 FLUSHERS = 16
 
 
+class _Change(NamedTuple):
+    """What a host has made of a path: a file or a folder, or None for what is gone."""
+
+    number: int
+    host_rank: int
+    entry: Entry | None
+
+
 class Desk:
     """Answers the hosts of a run; any thread may call `answer`.
 
@@ -66,7 +73,7 @@ class Desk:
         self._looker = ThreadPoolExecutor(1, "taas-store-look")
         self._look: Future[tuple[Cases, Manifest]] | None = None
         self._listed: set[str] = set()
-        self._changes: dict[str, Change] = {}
+        self._changes: dict[str, _Change] = {}
         self._number = 0
         self._token: Arrival | None = None
         self._is_closed = False
@@ -146,13 +153,17 @@ class Desk:
             return None
 
     def _news(self, host_rank: int, asked: ListChanges) -> ChangeList:
-        found = []
-        for change in reversed(self._changes.values()):
+        entries, removed = [], []
+        for path, change in reversed(self._changes.items()):
             if change.number <= asked.since:
                 break
-            if change.host_rank != host_rank:
-                found.append(change)
-        return ChangeList(self._number, found[::-1])
+            if change.host_rank == host_rank:
+                continue
+            if change.entry is None:
+                removed.append(path)
+            else:
+                entries.append(change.entry)
+        return ChangeList(self._number, entries[::-1], removed[::-1])
 
     def _publish(self, host_rank: int, asked: PublishFiles) -> dict[str, str]:
         """Take over what a host has changed; return why, by path, of what was refused."""
@@ -265,4 +276,4 @@ class Desk:
     def _note(self, host_rank: int, path: str, entry: Entry | None) -> None:
         self._number += 1
         self._changes.pop(path, None)
-        self._changes[path] = Change(self._number, host_rank, path, entry)
+        self._changes[path] = _Change(self._number, host_rank, entry)

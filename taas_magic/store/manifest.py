@@ -330,20 +330,18 @@ class Manifest(Struct):
         )
 
 
-class Change(Struct, frozen=True):
-    """What a host has made of a path: a file or a folder, or None for what is gone."""
-
-    number: int
-    host_rank: int
-    path: str
-    entry: Entry | None
-
-
 class ChangeList(Struct):
-    """What other hosts have changed, oldest first, and the number of the last change."""
+    """What other hosts have changed, oldest first.
+
+    Attributes:
+        number: Of the last change.
+        entries: Files and folders as they are now: one may be of another kind than before.
+        removed: Files and folders that are gone, inner ones first.
+    """
 
     number: int
-    changes: list[Change]
+    entries: list[Entry]
+    removed: list[str]
 
 
 def ignore_of(tree: Tree) -> Ignore:

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from taas_magic.store.manifest import (
     batches,
     blocks,
 )
-from taas_magic.store.tree import Arrival, DamagedError, Tree, why_unsafe
+from taas_magic.store.tree import Arrival, DamagedError, Tree, shown, why_unsafe
 
 MAX_MIRRORS = 16
 """Copies of one store on a host: one for each run at a time."""
@@ -292,19 +293,33 @@ class News:
     def catch_up(self) -> None:
         """Take over what is new by now; a file that changes again meanwhile is news once more."""
         told = self._ask(ListChanges(self._number))
-        changes = [change for change in told.changes if not why_unsafe(change.path)]
-        for change in changes:
-            if change.entry is None:
-                self._mirror.hashes.forget(change.path)
-                self._mirror.tree.remove(change.path)
-            elif change.entry.is_folder:
-                self._mirror.hashes.remember(change.path, FOLDER)
-                self._mirror.tree.make_folder(change.path)
-        entries = [change.entry for change in changes if change.entry]
+        for path in told.removed:
+            if not why_unsafe(path):
+                self._remove(path)
+        entries = [it for it in told.entries if not why_unsafe(it.path) and self._makes_way(it)]
+        for folder in (entry.path for entry in entries if entry.is_folder):
+            self._mirror.hashes.remember(folder, FOLDER)
+            self._mirror.tree.make_folder(folder)
         known = self._mirror.hashes.is_content  # folders are by now
         new = [entry for entry in entries if not known(entry.path, entry.sha256)]
         _fetch(self._mirror, new, self._ask)
         self._number = told.number
+
+    def _remove(self, path: str) -> bool:
+        """Remove a file or an empty folder; return whether nothing is there."""
+        self._mirror.hashes.forget(path)
+        return self._mirror.tree.remove(path)
+
+    def _makes_way(self, entry: Entry) -> bool:
+        """Remove a file where a folder comes, or the reverse; return whether it can come."""
+        status = self._mirror.tree.status(entry.path)
+        if status is None or stat.S_ISDIR(status.st_mode) is entry.is_folder:
+            return True
+        if self._remove(entry.path):
+            return True
+        name = shown(entry.path)
+        self._note(f"{name} is a file in the project store, and a folder that is not empty here")
+        return False
 
     def _follow(self) -> None:
         try:

@@ -245,7 +245,9 @@ class Tree:
     def remove(self, path: str) -> bool:
         """Remove what lies at a path, a folder if it is empty; return whether nothing is there."""
         status, (folder, name) = self.status(path), parted(path)
-        remove = os.rmdir if status and stat.S_ISDIR(status.st_mode) else os.unlink
+        if status is None:
+            return True
+        remove = os.rmdir if stat.S_ISDIR(status.st_mode) else os.unlink
         try:
             with self.folder(folder) as here:
                 remove(name, dir_fd=here)

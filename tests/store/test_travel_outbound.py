@@ -317,7 +317,9 @@ def test_another_host_sends_shared_folders_alone(tmp_path: Path) -> None:
 
 
 def test_other_hosts_get_what_rank_0_wrote(travel: Travel) -> None:
-    (travel.store / "old").touch()
+    for name in ("old", "to-folder", "to-file/sub/x"):
+        (travel.store / name).parent.mkdir(parents=True, exist_ok=True)
+        (travel.store / name).touch()
     other, _ = travel.mirrored(1)
     news = News(other, wired(travel.desk, 1), travel.notes.append)
     news.start()
@@ -325,10 +327,34 @@ def test_other_hosts_get_what_rank_0_wrote(travel: Travel) -> None:
         (mirror / "out").mkdir()
         (mirror / "out" / "m.pt").write_bytes(os.urandom(600_000))
         (mirror / "old").unlink()
+        (mirror / "to-folder").unlink()
+        (mirror / "to-folder" / "sub").mkdir(parents=True)
+        (mirror / "to-folder" / "sub" / "m.pt").write_bytes(b"best")
+        shutil.rmtree(mirror / "to-file")
+        (mirror / "to-file").write_bytes(b"a file now")
         wanted = tree_of(mirror)
         eventually(lambda: tree_of(Path(other.path)) == wanted)
     news.finish()
     assert travel.notes == []
+
+
+def test_a_folder_in_which_a_host_has_its_own_stays_though_it_is_a_file_elsewhere(
+    tmp_path: Path,
+) -> None:
+    travel = Travel(tmp_path, shared=("shards",))
+    (travel.store / "shards" / "x").mkdir(parents=True)
+    mirror, _ = travel.mirrored(1)
+    mine = Path(mirror.path, "shards", "x", "mine")
+    mine.write_bytes(b"not sent yet")
+    ask = wired(travel.desk)
+    assert ask(PublishFiles(removed=["shards/x"])) == {}
+    publish(ask, "shards/x", b"a file now")
+    publish(ask, "shards/y", b"more")
+    News(mirror, wired(travel.desk, 1), travel.notes.append).catch_up()
+    assert mine.read_bytes() == b"not sent yet"
+    assert Path(mirror.path, "shards", "y").read_bytes() == b"more"
+    assert [note.partition(" is a file")[0] for note in travel.notes] == ["shards/x"]
+    mirror.close()
 
 
 def test_news_are_not_sent_back(tmp_path: Path) -> None:
