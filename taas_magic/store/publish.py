@@ -52,10 +52,12 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
 def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return where a job saves what is meant for the project store; elsewhere the path itself."""
     folder = os.environ.get(SAVES)
-    below = os.path.relpath(path)
-    if not folder or below.startswith(os.pardir):
+    # by its own name where that lies here, else over a link that leads here
+    below = [os.path.relpath(it) for it in (path, os.path.realpath(path))]
+    inside = [it for it in below if not it.startswith(os.pardir + os.sep)]
+    if not folder or not inside:
         return path
-    place = os.path.join(folder, below)
+    place = os.path.join(folder, inside[0])
     os.makedirs(os.path.dirname(place), exist_ok=True)
     return place
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from taas_magic.errors import StoreError
-from taas_magic.store.publish import save
+from taas_magic.store.publish import SAVES, save
 from tests.children import saver
 from tests.rig.held import start
 from tests.rig.main_module import CONTEXT
@@ -60,6 +60,24 @@ def test_links_are_followed_and_permissions_kept(tmp_path: Path) -> None:
     save(1, tmp_path / "m.pt")
     assert (tmp_path / "m.pt").is_symlink() and torch.load(target) == 1
     assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_job_saves_to_its_folder_also_over_a_link_to_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, job = tmp_path / "store", tmp_path / "job"
+    (store / "sub").mkdir(parents=True)
+    (tmp_path / "home").symlink_to(store)
+    (store / "link").symlink_to(store / "sub")
+    monkeypatch.chdir(store)
+    monkeypatch.setenv(SAVES, str(job))
+    for number, path in enumerate([tmp_path / "home" / "m.pt", "link/m.pt", store / "sub/m.pt"]):
+        save(number, path)
+    found = {str(path.relative_to(job)): torch.load(path) for path in job.rglob("*.pt")}
+    assert found == {"m.pt": 0, "link/m.pt": 1, "sub/m.pt": 2}
+    save(3, tmp_path / "elsewhere.pt")
+    assert torch.load(tmp_path / "elsewhere.pt") == 3
+    assert not list(store.rglob("*.pt"))
 
 
 def test_what_cannot_be_pickled_leaves_the_old_file(tmp_path: Path) -> None:
