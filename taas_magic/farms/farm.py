@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ from taas_magic.host.system import spawn_command
 from taas_magic.journal.folder import state_dir
 from taas_magic.notebook import launch, pools
 from taas_magic.plan import new_run_id
+from taas_magic.pool.client import disconnect
 from taas_magic.shared_files import lock
 from taas_magic.store import rule as store
 
@@ -63,6 +65,9 @@ if TYPE_CHECKING:
     from distributed import Client, Future
 
 LOG = "farm.log"
+
+START_S = 120.0
+"""How long the farm's process may take to start: to import Dask from a slow disk takes minutes."""
 
 END_S = 30.0
 """How long the farm's process may take to end."""
@@ -266,7 +271,7 @@ class Farm:
         self._why_over = self._why_over or "it is closed"
         self.cancel(self._unfinished())
         self._ended.put(None)
-        self._client.close(timeout=2)
+        disconnect(self._client)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended
             self._process.stdin.write(b"\n")  # forks of the kernel keep it open
@@ -422,7 +427,8 @@ class Farm:
     def _deliver(self, job: Job, said: JobOutcome) -> None:
         job.host, job.took_s = self.state.host_of(said.node), said.took_s
         try:
-            for path, data in [(_below(job.folder, name), it) for name, it in said.files.items()]:
+            files = [(_below(job.folder, os.fsdecode(name)), data) for name, data in said.files]
+            for path, data in files:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
             data, *buffers = said.parts
@@ -586,7 +592,9 @@ def farm(
     cpus: int = 1,
     nodes: tuple[int, int] | int | None = None,
 ) -> Farm:
-    """Start a farm of jobs on the hosts of a pool, or of several; returns at once.
+    """Start a farm of jobs on the hosts of a pool, or of several; nodes come when jobs need them.
+
+    Returns when the farm's process has started, which takes about a second.
 
     Args:
         gpus: CUDA devices that a job has for itself.
@@ -669,14 +677,18 @@ def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], Far
     try:
         process.stdin.write(messages.pack(terms) + b"\n")
         process.stdin.flush()
-        line = process.stdout.readline()
+        has_answered = connection.wait([process.stdout], START_S)
+        line = process.stdout.readline() if has_answered else b""
     except BaseException:  # an interrupt
         process.kill()
         raise
     finally:
         process.stdout.close()
     if not line:
-        raise PoolError(f"the farm's process did not start:\n{log_tail(path)}")
+        process.kill()
+        process.communicate()
+        why = "did not start" if has_answered else f"has not started in {START_S:g} s"
+        raise PoolError(f"the farm's process {why}:\n{log_tail(path)}")
     return process, messages.unpack(line, FarmPlace)
 
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from multiprocessing import set_start_method
 from multiprocessing.connection import Connection
@@ -55,7 +56,8 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
-    _settle(setting)
+    kept_out: list[str] = []
+    _settle(setting, kept_out.append)
     before = _state()
     process = os.getpid()
     with contextlib.suppress(EOFError, KeyboardInterrupt):  # the node wants no more of it
@@ -67,7 +69,7 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
             if os.getpid() != process:  # a child that the job forked, and that ran on to its end
                 return
             outcome.took_s = time.monotonic() - began
-            may_go_on = not outcome.etype and not told.call.fresh
+            may_go_on = not (outcome.etype or told.call.fresh or kept_out)
             outcome.again = may_go_on and outcome.took_s < SHORT_S and _state() == before
             if sum(part.nbytes for part in parts) <= INLINE_BYTES:
                 outcome.parts, parts = [bytes(part) for part in parts], []
@@ -80,8 +82,12 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
                 return
 
 
-def _settle(setting: JobSetting) -> None:
-    """Become a program in the notebook's folder, held off the project store."""
+def _settle(setting: JobSetting, note: Callable[[str], None]) -> None:
+    """Become a program in the notebook's folder, held off the project store.
+
+    Args:
+        note: Called with each path that is kept out of the store.
+    """
     set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(setting.environ)
@@ -92,9 +98,9 @@ def _settle(setting: JobSetting) -> None:
         setting.store,
         "a job",
         means=Means(setting.means),
-        scratch=Path(f"{setting.scratch}-{os.getpid()}-{time.monotonic_ns()}"),
+        scratch=Path(setting.scratch),
         run_folder=setting.files,
-        note=lambda path: None,
+        note=note,
     )
     with contextlib.suppress(OSError):  # a host that does not have the notebook's folder
         os.chdir(setting.cwd)

@@ -167,7 +167,7 @@ class Slots:
                 environ={**setting.jobs.environ, "CUDA_VISIBLE_DEVICES": mine},
                 means=means,
                 files=str(self._jobs),
-                scratch=str(folder / "scratch"),
+                scratch=str(folder / f"scratch-{number}"),
             )
             self._free.append(Slot(job))
 
@@ -216,10 +216,10 @@ class Slots:
             slot.close()
 
 
-def _taken(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder by their names in it; the folder is removed."""
+def _taken(folder: Path) -> list[tuple[bytes, bytes]]:
+    """Return the files of a folder, with their names in it; the folder is removed."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    files = [(os.fsencode(path.relative_to(folder)), path.read_bytes()) for path in found]
     shutil.rmtree(folder)
     return files
 
@@ -233,6 +233,7 @@ class Slot:
 
     def __init__(self, setting: JobSetting) -> None:
         self._setting = setting
+        self._scratch = ""
         self._process: Any = None
         self._control: Any = None
         self._output: Any = None
@@ -284,7 +285,7 @@ class Slot:
                 self._late = loop.call_later(GRACE_S, _signal, process.pid, 9)
 
     def close(self) -> None:
-        """End the process, and what it has started; blocks."""
+        """End the process, what it has started, and what was kept out of the store; blocks."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -296,15 +297,16 @@ class Slot:
         _signal(process.pid, 9)
         self._output.close()
         forkserver.forget(process)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _renew(self) -> None:
         self.close()
+        self._scratch = f"{self._setting.scratch}-{time.monotonic_ns()}"
+        setting = structs.replace(self._setting, scratch=self._scratch)
         self._control, theirs = connection.Pipe()
         self._output, written = get_context("forkserver").Pipe(duplex=False)
         try:
-            process = forkserver.start(
-                "taas_magic.farms.job.job_main", self._setting, theirs, written
-            )
+            process = forkserver.start("taas_magic.farms.job.job_main", setting, theirs, written)
         except PoolError:
             _leave()
         theirs.close()

@@ -108,7 +108,8 @@ class JobSetting(Struct, frozen=True):
         store: The rule of the project store, with this host's path.
         means: What holds it off the store.
         files: The folder below which jobs save.
-        scratch: How the folder's name begins that each makes for what the store may not have.
+        scratch: The folder that it makes for what the store may not have; at first, how the names
+            of a slot's begin.
     """
 
     environ: dict[str, str]
@@ -182,7 +183,7 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
             one that returned.
         took_s: Seconds that its call took.
         parts: A pickle of the result, and the memory that it refers to.
-        files: By their paths in the job's folder.
+        files: Their paths in the job's folder, which need not be UTF-8, and what is in them.
         again: Whether the process may serve another job.
         sends: How many parts follow on the same pipe.
     """
@@ -194,7 +195,7 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
     traceback: list[str] = []
     took_s: float = 0.0
     parts: list[Any] = []
-    files: dict[str, Any] = {}
+    files: list[tuple[bytes, Any]] = []
     again: bool = False
     sends: int = 0
 

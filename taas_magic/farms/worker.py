@@ -91,7 +91,7 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
     brought = asyncio.gather(*map(worker.part, parts))
     result = await worker.slots.run(call, brought, say)
     result.parts = [_carried(part) for part in result.parts]
-    result.files = {name: _carried(data) for name, data in result.files.items()}
+    result.files = [(name, _carried(data)) for name, data in result.files]
     worker.results[call.name] = {"type": "outcome", **structs.asdict(result)}
 
 

@@ -69,6 +69,18 @@ class ConnectionBroke(PoolError):
     """The connection to a pool's process broke before it answered: it has ended."""
 
 
+def disconnect(client: "Client") -> None:
+    """Close a Dask client, also one whose scheduler was killed."""
+    logger = logging.getLogger("distributed.client")  # such a one says that it connects again
+    before, logger.disabled = logger.disabled, True
+    try:
+        client.close(timeout=2)
+    except ValueError:
+        pass  # tornado's, where it was connecting again to a scheduler that ended
+    finally:
+        logger.disabled = before
+
+
 class Pool:
     """One pool, for one kernel.
 
@@ -303,15 +315,7 @@ class Pool:
     def close(self) -> None:
         """Leave the pool; its process decides what follows."""
         if self._client is not None:
-            # a client whose scheduler was killed logs its attempts to connect again
-            logger = logging.getLogger("distributed.client")
-            before, logger.disabled = logger.disabled, True
-            try:
-                self._client.close(timeout=2)
-            except ValueError:
-                pass  # tornado's, where it was connecting again to a pool that ended
-            finally:
-                logger.disabled = before
+            disconnect(self._client)
             self._client = None
         self.process.is_over()
 

@@ -60,6 +60,13 @@ def save(value):
         stray.write("not for the store")
     return os.path.exists("here.txt")
 
+def leave_stray(number):
+    found = os.path.exists("left.txt"), os.path.exists("left-by-os.txt")
+    open("left.txt", "w").close()
+    os.close(os.open("left-by-os.txt", os.O_WRONLY | os.O_CREAT))
+    node = os.path.dirname(os.path.dirname(os.environ["TAAS_SAVES"]))
+    return found, sum(name.startswith("scratch-") for name in os.listdir(node))
+
 def total(array):
     array[0] = 1
     return float(array.sum())
@@ -88,7 +95,7 @@ def save_at_second_try(path):
         open(path, "w").close()
         taas.save(1, "first.pt")
         raise ValueError("the first time")
-    taas.save(2, "second.pt")
+    taas.save(2, "second-\\udce9.pt")
 
 def close_output(how):
     if how == "closed":
@@ -229,6 +236,15 @@ def test_a_job_reads_the_store_and_saves_to_its_own_folder(
     assert torch.load(job.folder / "model.pt", weights_only=True) == [1, 2]
     assert not (planted.project / "model.pt").exists()
     assert not (planted.project / "stray.txt").exists()
+
+
+def test_what_is_kept_out_of_the_store_is_gone_with_its_job(
+    farm: Farm, names: dict[str, Any]
+) -> None:
+    jobs = farm.map(names["leave_stray"], range(20))
+    found, folders = zip(*(job.result() for job in jobs), strict=True)
+    assert set(found) == {(False, False)}
+    assert max(folders) <= farm.state.slots
 
 
 def test_a_large_array_goes_to_a_host_once_and_each_job_may_write_to_its_own(
@@ -404,12 +420,28 @@ def test_jobs_fail_when_no_node_comes(
     never.close()
 
 
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_farm_whose_process_does_not_start_is_refused_with_its_log(
+    several: Notebook, monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
+    before, why = programs("process"), "has not started in 0 s" if starts else "no room"
+    if starts:
+        monkeypatch.setattr(farm_module, "START_S", 0.0)
+    else:
+        command = [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit('no room')"]
+        monkeypatch.setattr(farm_module, "spawn_command", lambda module: command)
+    with pytest.raises(PoolError, match=why) as error:
+        taas.farm("many")
+    assert farm_module.LOG in str(error.value)
+    assert programs("process") <= before
+
+
 def test_a_node_reaches_no_file_outside_of_its_jobs_folders(farm: Farm, tmp_path: Path) -> None:
     packed = pickling.dump("the result")
 
     def delivered(*names: str) -> Job:
         job = Job(farm, "forged", (), {}, tmp_path / "jobs" / "forged")
-        files = dict.fromkeys(names, b"x")
+        files = [(os.fsencode(name), b"x") for name in names]
         farm._deliver(job, JobOutcome(took_s=1.0, parts=[packed.data], files=files))
         return job
 
@@ -454,7 +486,7 @@ def test_files_of_an_attempt_that_failed_do_not_come_with_the_next_one(
 ) -> None:
     job = farm.submit(names["save_at_second_try"], str(tmp_path / "mark"), retries=1)
     job.result()
-    assert [path.name for path in job.folder.iterdir()] == ["second.pt"]
+    assert [path.name for path in job.folder.iterdir()] == ["second-\udce9.pt"]
 
 
 @pytest.mark.parametrize("how", ["closed", "None"])
