@@ -173,6 +173,10 @@ def _status(path: str) -> os.stat_result | None:
         return None
 
 
+_CLOCK_REALTIME_COARSE = 5
+"""From linux/time.h; Python has no name for it."""
+
+
 def _now_ns() -> int:
     """Read the clock that file systems stamp by: it lags the other by a tick of the kernel."""
-    return time.clock_gettime_ns(getattr(time, "CLOCK_REALTIME_COARSE", time.CLOCK_REALTIME))
+    return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)

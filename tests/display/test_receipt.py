@@ -37,6 +37,13 @@ def test_rank_0s_files_are_those_it_noted_and_those_that_changed(store: Path) ->
     ]
 
 
+def test_a_file_that_is_made_at_once_is_found(store: Path) -> None:
+    for number in range(20):
+        ledger, name = Ledger(str(store), ()), f"{number}.pt"
+        (store / name).touch()
+        assert name in {file.path for file in ledger.close(has_rank_0=True).written}
+
+
 def test_another_host_looks_through_nothing(store: Path) -> None:
     ledger = Ledger(str(store), ())
     (store / "new.txt").touch()
