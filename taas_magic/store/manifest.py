@@ -144,20 +144,21 @@ class Ignore:
 
     Args:
         lines: Of a `.taasignore`, in gitignore's language; they come after the defaults, so that
-            `!__pycache__/` takes one back, and `!.env` a secret.
+            `!__pycache__/` takes one back, and `!.env` a secret. `!*/` takes back neither: what
+            is the user's own must be named.
     """
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
         own = list(lines)
-        self._spec = GitIgnoreSpec.from_lines([*DEFAULTS, *own])
-        named = (line[1:] for line in own if line.startswith("!"))
+        broad = [at for at, line in enumerate(own, 1) if _takes_any_folder_back(line)]
+        at = max(broad, default=0)
+        self._spec = GitIgnoreSpec.from_lines([*own[:at], *DEFAULTS, *own[at:]])
+        named = (line[1:] for line in own if line.startswith("!") and _is_secret(line[1:]))
         self._named = GitIgnoreSpec.from_lines(named)
 
     def is_secret(self, path: str) -> bool:
         """Return whether a path is, or lies in, what holds keys; unless the user named it."""
-        if _SECRET.fullmatch(_known_as(path)) is None:
-            return False
-        return not any(self._named.match_file(it) for it in (path, path + "/"))
+        return _is_secret(path) and not any(self._named.match_file(it) for it in (path, path + "/"))
 
     def why_not_back(self, path: str) -> str:
         """Return why what a host wrote does not come into the store; "" when it does."""
@@ -171,11 +172,25 @@ class Ignore:
 
     def leaves_out(self, path: str, folder: bool = False) -> bool:
         """Return whether a path stays; of a folder that does, nothing in it is looked at."""
-        return self._spec.match_file(path + "/" if folder else path)
+        if not folder:
+            return self._spec.match_file(path)
+        # to the spec, `*` outdoes `!*/`, as it does for what lies in the folder
+        matching = (it for it in reversed(self._spec.patterns) if it.match_file(path + "/"))
+        return bool(getattr(next(matching, None), "include", False))
 
     def leaves_out_within(self, path: str) -> bool:
         """Return whether a path, or a folder that it lies in, stays."""
         return self.leaves_out(path) or self.leaves_out(path, folder=True)
+
+
+def _is_secret(path: str) -> bool:
+    return _SECRET.fullmatch(_known_as(path)) is not None
+
+
+def _takes_any_folder_back(line: str) -> bool:
+    """Return whether a line is one like `!*/`, `!*` or `!.*/`, which names no folder."""
+    spec = GitIgnoreSpec.from_lines([line[1:]] if line.startswith("!") else [])
+    return any(map(spec.match_file, ("folder/", ".folder/")))
 
 
 _ALWAYS = Ignore()

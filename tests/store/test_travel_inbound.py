@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from taas_magic.errors import StoreError
-from taas_magic.store.manifest import Entry, FileRequest, ListStore, Manifest, ReadStore
+from taas_magic.store.manifest import Entry, FileRequest, Ignore, ListStore, Manifest, ReadStore
 from taas_magic.store.mirror import bring_in, take
 from tests.store.travel_rig import Travel, descriptors, files_of, folder, tree_of, wired
 
@@ -187,6 +187,25 @@ def test_what_the_user_leaves_out_stays(travel: Travel) -> None:
     _, manifest = travel.mirrored()
     assert files_of(manifest) == {".taasignore", "keep.ckpt", "pkg/data/x"}
     assert not manifest.skipped
+
+
+def test_a_whitelist_takes_along_what_it_names_in_folders_and_no_secrets_or_caches(
+    travel: Travel,
+) -> None:
+    store = travel.store
+    stay = (".ssh/id_rsa", ".kaggle/kaggle.json", ".env", ".venv/x.py", ".git/hooks/x.py")
+    files = ("src/a.py", "src/b.bin", "src/sub/c.py", "d.json", *stay)
+    make(store, dict.fromkeys(files, b"x"))
+    lines = ("*", "!*/", "!.*", "!*.py", "!*.json")
+    (store / ".taasignore").write_text("\n".join(lines))
+    _, manifest = travel.mirrored()
+    assert files_of(manifest) == {".taasignore", "d.json", "src/a.py", "src/sub/c.py"}
+    assert [path for path in SECRETS if not Ignore(lines).is_secret(path)] == []
+    (store / ".taasignore").write_text("\n".join((*lines, "!.venv/", "!.kaggle/")))
+    travel.look_again()
+    _, manifest = travel.mirrored()
+    assert {".venv/x.py", ".kaggle/kaggle.json"} < files_of(manifest)
+    assert not {".env", ".git/hooks/x.py"} & files_of(manifest)
 
 
 def test_too_much_is_refused_with_what_is_big(tmp_path: Path) -> None:
