@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -60,6 +60,7 @@ from taas_magic.plan import new_run_id
 from taas_magic.pool.client import disconnect
 from taas_magic.shared_files import lock
 from taas_magic.store import rule as store
+from taas_magic.store.tree import why_astray
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -577,12 +578,11 @@ def _below(folder: Path, name: str) -> Path:
     """Return where a file of a job is put that its node has named.
 
     Raises:
-        ProtocolError: Outside of the job's folder.
+        ProtocolError: It may lie outside of the job's folder.
     """
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.name:
-        raise ProtocolError(f"a farm's node brought {name!r} for a job's folder")
-    return folder / path
+    if why := why_astray(name):
+        raise ProtocolError(f"a farm's node brought {name!r} for a job's folder: {why}")
+    return folder / name
 
 
 def farm(
@@ -677,7 +677,7 @@ def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], Far
     try:
         process.stdin.write(messages.pack(terms) + b"\n")
         process.stdin.flush()
-        has_answered = connection.wait([process.stdout], START_S)
+        has_answered = connection.wait([process.stdout.fileno()], START_S)
         line = process.stdout.readline() if has_answered else b""
     except BaseException:  # an interrupt
         process.kill()

@@ -6,7 +6,6 @@ controller has checked. Everything that it says besides is checked here.
 
 import os
 import stat
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -54,7 +53,7 @@ class _Change(NamedTuple):
 
 
 class Desk:
-    """Answers the hosts of a run; any thread may call `answer`.
+    """Answers the hosts of a run, one at a time.
 
     Args:
         folder: Where hashes of that store are kept between runs.
@@ -69,7 +68,6 @@ class Desk:
         self._ignore, self._cases = ignore_of(self._tree), Cases()
         self._arriving: dict[tuple[int, str], Arrival] = {}
         self._flushers = ThreadPoolExecutor(FLUSHERS, "taas-store-flush")
-        self._lock = threading.RLock()
         self._looker = ThreadPoolExecutor(1, "taas-store-look")
         self._look: Future[tuple[Cases, Manifest]] | None = None
         self._listed: set[str] = set()
@@ -92,27 +90,25 @@ class Desk:
             ProtocolError: It asks for what cannot be, or the run is over.
             StoreError: The store is too much to travel.
         """
-        with self._lock:
-            if self._is_closed:
-                raise ProtocolError("the run has ended: its project store takes nothing more")
-            try:
-                answer: _T = self._answers[type(asked)](host_rank, asked)
-            except ValueError as error:
-                raise ProtocolError(f"host {host_rank}: {asked.op()}: {error}") from error
-            return answer
+        if self._is_closed:
+            raise ProtocolError("the run has ended: its project store takes nothing more")
+        try:
+            answer: _T = self._answers[type(asked)](host_rank, asked)
+        except ValueError as error:
+            raise ProtocolError(f"host {host_rank}: {asked.op()}: {error}") from error
+        return answer
 
     def close(self) -> None:
         """End what is under way; what has not wholly arrived leaves no trace."""
-        with self._lock:
-            self._is_closed = True
-            self._looker.shutdown()
-            self._flushers.shutdown()
-            for key in list(self._arriving):
-                self._drop(key)
-            if self._token is not None:
-                self._token.discard()
-            self._hashes.save()
-            self._tree.close()
+        self._is_closed = True
+        self._looker.shutdown()
+        self._flushers.shutdown()
+        for key in list(self._arriving):
+            self._drop(key)
+        if self._token is not None:
+            self._token.discard()
+        self._hashes.save()
+        self._tree.close()
 
     def _make_token(self, host_rank: int, asked: MakeToken) -> str:
         if self._token is None:
@@ -124,17 +120,14 @@ class Desk:
 
     def _list(self, host_rank: int, asked: ListStore) -> Manifest | None:
         if self._look is None or (asked.fresh and self._look.done()):
-            self._look = self._looker.submit(self._look_through)
+            # in a thread, whose the hashes are until it is over
+            arguments = self._tree, self._hashes, self._rule.limit_bytes
+            self._look = self._looker.submit(look_through, *arguments)
         if not self._look.done():
             return None
         self._cases, manifest = self._look.result()
         self._listed = {entry.path for entry in manifest.entries}
         return manifest
-
-    def _look_through(self) -> tuple[Cases, Manifest]:
-        """Look the store through, in a thread; the hashes are nobody else's until it is over."""
-        ignore = ignore_of(self._tree)
-        return look_through(self._tree, ignore, self._hashes, self._rule.limit_bytes)
 
     def _read(self, host_rank: int, asked: ReadStore) -> list[bytes | None]:
         parts = asked.parts

@@ -374,17 +374,17 @@ def ignore_of(tree: Tree) -> Ignore:
         raise StoreError(f"{tree.root}/{FILE_NAME}: {error}") from error
 
 
-def look_through(
-    tree: Tree, ignore: Ignore, hashes: Hashes, limit_bytes: int
-) -> tuple[Cases, Manifest]:
+def look_through(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[Cases, Manifest]:
     """Return what a store has, as it travels; what a kill left unfinished is removed.
 
     What cannot travel is left out, and said. Only what has changed since the last time is hashed;
     a file that is gone meanwhile is left out.
 
     Raises:
-        StoreError: It is too much to travel; names the biggest entries and what to do.
+        StoreError: It is too much to travel; names the biggest entries and what to do. Or a line of
+            `.taasignore` is no pattern.
     """
+    ignore = ignore_of(tree)
     cases, skipped, secrets = Cases(), dict[str, str](), list[str]()
 
     def takes(seen: Seen) -> bool:

@@ -399,11 +399,9 @@ class Outbound:
         now = time.monotonic()
         self._quiet_until = {p: until for p, until in self._quiet_until.items() if until > now}
         for path in (*paths, *(self._differing() if everything else ())):
-            if self._is_sent(path) and not self._ignore.leaves_out_within(path):
+            is_sent = self._shared is None or any(is_below(path, it) for it in self._shared)
+            if is_sent and not self._ignore.leaves_out_within(path):
                 self._due.setdefault(path, max(now + SETTLE_S, self._quiet_until.get(path, now)))
-
-    def _is_sent(self, path: str) -> bool:
-        return self._shared is None or any(is_below(path, folder) for folder in self._shared)
 
     def _send_due(self) -> None:
         """Send the small files that are due, and the next piece of a large one.

@@ -71,7 +71,7 @@ def test_a_job_saves_to_its_folder_also_over_a_link_to_the_store(
     (store / "link").symlink_to(store / "sub")
     monkeypatch.chdir(store)
     monkeypatch.setenv(SAVES, str(job))
-    for number, path in enumerate([tmp_path / "home" / "m.pt", "link/m.pt", store / "sub/m.pt"]):
+    for number, path in enumerate([tmp_path / "home/m.pt", Path("link/m.pt"), store / "sub/m.pt"]):
         save(number, path)
     found = {str(path.relative_to(job)): torch.load(path) for path in job.rglob("*.pt")}
     assert found == {"m.pt": 0, "link/m.pt": 1, "sub/m.pt": 2}

@@ -20,12 +20,18 @@ STARTED_WITHIN_S = 240.0
 """How long a pool and a run on it may take to be under way on a machine that has much to do."""
 
 
+_one_at_a_time = threading.Lock()
+"""A desk is asked by one thread, as `FileServer` does it."""
+
+
 def wired(desk: Desk, host_rank: int = 0) -> Ask:
     """How a host asks a desk."""
 
     def ask(request: FileRequest[Any]) -> Any:
         asked = from_bytes(to_bytes(request), type(request))
-        return request.read_answer(to_bytes(desk.answer(host_rank, asked)))
+        with _one_at_a_time:
+            answer = desk.answer(host_rank, asked)
+        return request.read_answer(to_bytes(answer))
 
     return ask
 
