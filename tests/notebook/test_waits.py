@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
@@ -74,14 +73,13 @@ def two_interrupts_end_the_cell(frontend: Frontend, token: str, stopped: str, sa
     assert said in before_start(frontend, again)
 
 
-def test_the_hosts_that_are_left_are_those_of_the_newest_attempt() -> None:
+def test_the_hosts_that_are_left_are_those_of_the_newest_attempt(own_pool: Pool) -> None:
     run, interrupts = Run(new_state(n_hosts=2), {}), Interrupts()
     run.hosts, interrupts.count = ["gpu1", "gpu2"], 2
     for host, attempt in (("gpu1", 0), ("gpu2", 0), ("gpu3", 1), ("gpu1", 1)):
         run.put(event("restart", attempt=1) if host == "gpu3" else event("note", text="on"))
         run.put(event("started", host, attempt=attempt, pids={}))
-    pool = mock.Mock(spec=Pool, silent_s=0.0)
-    run.follow(pool, View(run.head), interrupts)
+    run.follow(own_pool, View(run.head), interrupts)
     assert run.state == "INTERRUPTED" and "the ranks on gpu3, gpu1; the pool" in run.head.why
 
 
