@@ -111,13 +111,16 @@ def test_slurm_is_asked(slurm: Slurm, submitting: Path) -> None:
     assert asyncio.run(settled(waits, lambda job: job.ended)).state == "CANCELLED"
 
 
-async def settled(job_id: str, is_so: Callable[[BatchJob], bool]) -> BatchJob:
-    """Return a job as Slurm tells of it, once it is so."""
-    system = find_system("slurm")
-    assert system is not None
-    while not is_so(job := (await system.look([job_id]))[job_id]):
-        pass
-    return job
+async def settled(
+    job_id: str, is_so: Callable[[BatchJob], bool], system: str = "slurm"
+) -> BatchJob:
+    """Return a job as its batch system tells of it, once it is so."""
+    asked = find_system(system)
+    assert asked is not None
+    while True:
+        if is_so(job := (await asked.look([job_id]))[job_id]):
+            return job
+        await asyncio.sleep(0.2)  # each look starts a program
 
 
 @pytest.mark.network
@@ -167,8 +170,8 @@ def test_pbs_is_asked_for_jobs_that_wait_run_and_have_ended(pbs: Pbs) -> None:
         assert jobs[runs].state == "RUNNING"
         assert str(jobs[waits]).startswith("QUEUED (Not Running: Insufficient amount of resource")
         await asyncio.to_thread(pbs.delete, runs)
-        while not (jobs := await system.look([runs, waits]))[waits].ended:
-            pass
+        await settled(waits, lambda job: job.ended, "pbs")
+        jobs = await system.look([runs, waits])
         assert jobs[runs].reason == "exit status 271"
         assert jobs[waits].reason == "exit status 3"
         assert await system.look(["77"]) == {}

@@ -92,7 +92,7 @@ class Hpc:
         over = threading.Event()
 
         def wait() -> None:
-            while not over.wait(0.05):
+            while not over.wait(0.25):
                 if condition():
                     harm()
                     return

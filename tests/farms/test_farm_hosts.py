@@ -163,7 +163,7 @@ def farm_of(notebook: Notebook, call: str) -> Iterator[Farm]:
 def until(condition: Callable[[], object]) -> None:
     """Return when it is so."""
     while not condition():
-        threading.Event().wait(0.05)
+        threading.Event().wait(0.25)
 
 
 def begun(job: Job) -> bool:

@@ -222,4 +222,4 @@ def _wait(condition: Callable[[], object], otherwise: str) -> None:
     deadline = time.monotonic() + READY_WITHIN_S
     while not condition():
         assert time.monotonic() < deadline, otherwise
-        time.sleep(0.05)
+        time.sleep(0.25)
