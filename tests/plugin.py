@@ -42,7 +42,7 @@ LONGEST = (
     *("torch_loader_cases", "ssh_notebook"),
     *("travel_runs", "hpc_notebook", "setup_hosts", "fetching_hosts", "stacks", "faults"),
     *("capture_kernel", "engines", "multi_host", "kernel_life", "pool", "fetching"),
-    *("setup_install", "lease"),
+    *("setup_install",),
     *("data_fed", "data_parties", "data_faults", "unshared_runs", "data_robust", "install"),
 )
 """Files that take longest, the longest first; chaos comes before them."""

@@ -10,7 +10,7 @@ import pytest
 from taas_magic.errors import RankFailed, RunLost
 from taas_magic.notebook.flags import ranks
 from tests.eventually import eventually
-from tests.harness import Notebook, Outcome
+from tests.harness import Notebook, Outcome, left_of, processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -128,23 +128,6 @@ def test_one_host_whose_ranks_leave_early_is_named(several: Notebook) -> None:
     assert first(outcome)["how"] == "left" and first(outcome)["rank"] in (4, 5)
 
 
-def test_an_agent_that_is_killed_is_named_and_its_ranks_are_gone(several: Notebook) -> None:
-    source = """
-import psutil
-if rank == 2:
-    psutil.Process().parent().parent().kill()
-dist.barrier()
-time.sleep(600)
-"""
-    outcome = run(several, ALL_REDUCE + source)
-    assert isinstance(outcome.error, RunLost)
-    started = {event["host"]: event["pids"] for event in outcome.of_kind("started")}
-    lost = first(outcome)["host"]
-    assert set(started[lost]) == {"2", "3"}
-    pids = [pid for pids in started.values() for pid in pids.values()]
-    eventually(lambda: not any(map(psutil.pid_exists, pids)))
-
-
 def test_a_lost_host_is_replaced_when_restarts_are_left(several: Notebook) -> None:
     source = """
 import psutil
@@ -226,3 +209,59 @@ print(attempt, int(total))
     shown = re.findall(line, capsys.readouterr().out, re.MULTILINE)
     who = [rank for folded, one in shown for rank in ranks(folded or one) or ()]
     assert sorted(who) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_host_whose_agent_stands_still_is_lost_and_cleared(several: Notebook) -> None:
+    """FAULTS 10 with SIGSTOP: the connection lives, and nobody answers."""
+    source = """
+import psutil, signal
+if rank == 2:
+    psutil.Process().parent().parent().send_signal(signal.SIGSTOP)
+dist.barrier()
+time.sleep(600)
+"""
+    outcome = run(several, ALL_REDUCE + source)
+    assert isinstance(outcome.error, RunLost)
+    ended = outcome.of_kind("ended")[0]["first"]
+    assert "nothing was heard of it for 9 s" in ended["message"]
+    started = {event["host"]: event["pids"] for event in outcome.of_kind("started")}
+    assert set(started[ended["host"]]) == {"2", "3"}
+    pids = [pid for pids in started.values() for pid in pids.values()]
+    assert not left_of(processes(pids))
+
+
+def test_a_host_that_is_halted_for_less_than_its_lease_goes_on(several: Notebook) -> None:
+    source = """
+import psutil, subprocess
+if rank == 2:
+    agent = psutil.Process().parent().parent().pid
+    words = f"kill -STOP {agent}; sleep 2; kill -CONT {agent}"
+    subprocess.Popen(["sh", "-c", words])
+    time.sleep(4)
+dist.barrier()
+print("done")
+"""
+    outcome = run(several, ALL_REDUCE + source)
+    assert outcome.error is None
+    assert outcome.lines == {rank: ["done"] for rank in range(6)}
+
+
+def test_a_rank_0_that_nobody_hears_is_gone_before_another_starts(several: Notebook) -> None:
+    source = """
+import contextlib, os, psutil, signal, time
+if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    with open("first", "w") as file:
+        file.write(str(os.getpid()))
+    psutil.Process(os.getppid()).parent().send_signal(signal.SIGSTOP)
+elif os.environ["RANK"] == "0":
+    first, lives = int(open("first").read()), False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        lives = psutil.Process(first).status() != psutil.STATUS_ZOMBIE
+    print("the first one lives:", lives)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(600)
+"""
+    run(several, "print('all hosts are there')")
+    outcome = run(several, source, "--max-restarts 1", gpus=2)
+    assert outcome.error is None, outcome.shown
+    assert outcome.lines[0] == ["the first one lives: False"]

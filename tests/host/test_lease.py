@@ -5,15 +5,8 @@ import sys
 import threading
 import time
 
-import pytest
-
-from taas_magic.errors import RunLost
 from taas_magic.host.member import EXPIRED, Lease
 from taas_magic.leases import BEATS_PER_LEASE
-from tests.engines.test_multi_host import ALL_REDUCE
-from tests.harness import Notebook, left_of, processes
-
-pytestmark = pytest.mark.timeout(300)
 
 WITHIN_S = 100.0
 
@@ -84,63 +77,3 @@ asyncio.run(hang())
     )
     assert done.returncode == EXPIRED
     assert "heard nothing of the pool for 0.5 s: the host ends" in done.stderr
-
-
-def test_a_host_whose_agent_stands_still_is_lost_and_cleared(
-    several: Notebook,
-) -> None:
-    """FAULTS 10 with SIGSTOP: the connection lives, and nobody answers."""
-    source = """
-import psutil, signal
-if rank == 2:
-    psutil.Process().parent().parent().send_signal(signal.SIGSTOP)
-dist.barrier()
-time.sleep(600)
-"""
-    outcome = several.run(ALL_REDUCE + source, "--pool many", gpus=6)
-    assert isinstance(outcome.error, RunLost)
-    ended = outcome.of_kind("ended")[0]["first"]
-    assert "nothing was heard of it for 9 s" in ended["message"]
-    started = {event["host"]: event["pids"] for event in outcome.of_kind("started")}
-    assert set(started[ended["host"]]) == {"2", "3"}
-    pids = [pid for pids in started.values() for pid in pids.values()]
-    assert not left_of(processes(pids))
-
-
-def test_a_host_that_is_halted_for_less_than_its_lease_goes_on(
-    several: Notebook,
-) -> None:
-    source = """
-import psutil, subprocess
-if rank == 2:
-    agent = psutil.Process().parent().parent().pid
-    words = f"kill -STOP {agent}; sleep 2; kill -CONT {agent}"
-    subprocess.Popen(["sh", "-c", words])
-    time.sleep(4)
-dist.barrier()
-print("done")
-"""
-    outcome = several.run(ALL_REDUCE + source, "--pool many", gpus=6)
-    assert outcome.error is None
-    assert outcome.lines == {rank: ["done"] for rank in range(6)}
-
-
-def test_a_rank_0_that_nobody_hears_is_gone_before_another_starts(several: Notebook) -> None:
-    source = """
-import contextlib, os, psutil, signal, time
-if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    with open("first", "w") as file:
-        file.write(str(os.getpid()))
-    psutil.Process(os.getppid()).parent().send_signal(signal.SIGSTOP)
-elif os.environ["RANK"] == "0":
-    first, lives = int(open("first").read()), False
-    with contextlib.suppress(psutil.NoSuchProcess):
-        lives = psutil.Process(first).status() != psutil.STATUS_ZOMBIE
-    print("the first one lives:", lives)
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    time.sleep(600)
-"""
-    several.run("print('all hosts are there')", "--pool many", gpus=6)
-    outcome = several.run(source, "--pool many --max-restarts 1", gpus=2)
-    assert outcome.error is None, outcome.shown
-    assert outcome.lines[0] == ["the first one lives: False"]
