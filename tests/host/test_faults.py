@@ -168,13 +168,12 @@ supervisor = agent.parent()
 while not os.path.exists({go!r}):
     time.sleep(0.01)
 if os.environ["RANK"] == "0":
-    for process in [{killed}]:
-        process.kill()
+    {killed}.kill()
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("killed", ["agent", "supervisor", "supervisor, agent"])
+@pytest.mark.parametrize("killed", ["agent", "supervisor"])
 def test_a_dead_agent_takes_its_ranks_along(
     notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
 ) -> None:
