@@ -163,18 +163,18 @@ def new_one(known: set[psutil.Process]) -> psutil.Process:
     return new.pop()
 
 
-def test_a_silent_host_is_lost(tmp_path: Path) -> None:
+def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
     """FAULTS 12: however it came to be silent."""
 
-    async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
+    async def play(scheduler: HeadScheduler, controller: Controller, _: Member) -> None:
+        [member] = await controller.members.take(1)
         gone = asyncio.Event()
-        controller.members._on_lost = lambda lost, why: gone.set()
-        member.heard_at -= 10_000
-        await asyncio.wait_for(gone.wait(), 100)
+        with mock.patch.object(controller.members, "_on_lost", lambda lost, why: gone.set()):
+            member.heard_at -= 10_000
+            await asyncio.wait_for(gone.wait(), 100)
         assert member.address not in scheduler.workers
 
-    with pool_here(tmp_path) as (here, run):
-        run(play(here.scheduler, here.controller, here.member))
+    with_host(play)
 
 
 async def failed(task: asyncio.Task[Any]) -> bool:
@@ -183,10 +183,10 @@ async def failed(task: asyncio.Task[Any]) -> bool:
     return task.exception() is not None
 
 
-def test_a_host_that_fails_keeps_no_other_out(tmp_path: Path) -> None:
+def test_a_host_that_fails_keeps_no_other_out(with_host: Callable[[Play], None]) -> None:
     """Two wait for it: one is told of the failure, the other gets the host that comes next."""
 
-    async def play(controller: Controller) -> None:
+    async def play(scheduler: HeadScheduler, controller: Controller, _: Member) -> None:
         await controller.members.release(lambda host: False)
         known = supervisors()
         takes = [asyncio.create_task(controller.members.take(1)) for _ in range(2)]
@@ -194,8 +194,7 @@ def test_a_host_that_fails_keeps_no_other_out(tmp_path: Path) -> None:
         [told] = [take.exception() for take in takes if await failed(take)]
         assert isinstance(told, PoolError) and "before it was ready" in str(told)
 
-    with pool_here(tmp_path) as (here, run):
-        run(play(here.controller))
+    with_host(play)
 
 
 def test_hosts_to_keep_come_first_then_those_that_run_least() -> None:
