@@ -41,7 +41,6 @@ from taas_magic.notebook.run import Run
 from taas_magic.plan import Flags, HostCapacity, make_plan
 from tests.events import Line, failure, new_state
 from tests.eventually import eventually
-from tests.frontend import Frontend
 from tests.harness import AFTER_BEATS, Notebook, on_event
 
 pytestmark = [
@@ -410,38 +409,6 @@ def test_stacks_shows_fetchers_and_their_workers(
     assert re.search(r"^fetcher 0 on \S+ \(process \d+\)$", shown[0], re.MULTILINE)
     assert re.search(r"^    child \d+: worker$", shown[0], re.MULTILINE)
     assert "Cell In[1], line 9, in __getitem__" in shown[0]
-
-
-HANGS = f"""%%taas --gpus 3 {HANG}{MEET}
-def step():
-    dist.all_reduce(torch.ones(1))
-if rank == 1:
-    time.sleep(600)
-step()
-"""
-
-
-def test_the_head_and_stacks_in_a_real_kernel(frontend_of_module: Frontend) -> None:
-    frontend = frontend_of_module
-    request = frontend.send(HANGS)
-
-    def heads() -> list[dict[str, str]]:
-        return [it["data"] for it in frontend.contents(request, "update_display_data")]
-
-    frontend.wait(lambda: any("no rank has come" in head["text/plain"] for head in heads()))
-    shown = next(head for head in heads() if "no rank has come" in head["text/plain"])
-    first, second = shown["text/plain"].partition("waits for\n")[2].splitlines()[:2]
-    assert re.match(rf" +1 .*line 10: time.sleep\(600\) +{A_SLEEP}$", first)
-    assert re.match(r" +0,2 .*line 8, in step: .* +all_reduce #2 of torch.distributed$", second)
-    assert "<pre" in shown["text/html"]
-    stacks = frontend.send("%taas stacks", subshell_id=frontend.new_subshell())
-    frontend.finish(stacks)
-    assert "ranks 0,2 on " in frontend.text(stacks)
-    assert "line 11" in frontend.text(stacks)
-    frontend.manager.interrupt_kernel()
-    assert frontend.finish(request)["ename"] == "KeyboardInterrupt"
-    assert "no rank has come" not in heads()[-1]["text/plain"]
-    print(shown["text/plain"], frontend.text(stacks), sep="\n")
 
 
 @pytest.mark.parametrize(

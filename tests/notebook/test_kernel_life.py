@@ -14,9 +14,11 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from taas_magic.host.system import status_of
 from taas_magic.journal import folder as journal
+from tests.chaos.tree import NEXT, grown, memory_of
 from tests.conftest import carriers
 from tests.frontend import ROOT, WAIT_S, Frontend, before_start, environment, kernel
 from tests.harness import AGENT, left_of, words
+from tests.host.test_stacks import A_SLEEP, HANG, MEET
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -31,6 +33,9 @@ while True:
     time.sleep(0.1)
 """
 
+
+RUNS = 10
+"""Each of which could leave one."""
 
 FAILING = """import taas, torch.utils.data as data
 class Failing(data.Dataset):
@@ -152,6 +157,36 @@ def test_the_next_cell_says_that_it_waits_for_a_stopped_host(frontend: Frontend)
     frontend.wait(lambda: "last heard at" in before_start(frontend, request))
     assert frontend.finish(request)["status"] == "ok"
     assert "on\n" in frontend.text(request)
+
+
+HANGS = f"""%%taas --gpus 3 {HANG}{MEET}
+def step():
+    dist.all_reduce(torch.ones(1))
+if rank == 1:
+    time.sleep(600)
+step()
+"""
+
+
+def test_the_head_and_stacks_in_a_real_kernel(frontend: Frontend) -> None:
+    request = frontend.send(HANGS)
+
+    def heads() -> list[dict[str, str]]:
+        return [it["data"] for it in frontend.contents(request, "update_display_data")]
+
+    frontend.wait(lambda: any("no rank has come" in head["text/plain"] for head in heads()))
+    shown = next(head for head in heads() if "no rank has come" in head["text/plain"])
+    first, second = shown["text/plain"].partition("waits for\n")[2].splitlines()[:2]
+    assert re.match(rf" +1 .*line 10: time.sleep\(600\) +{A_SLEEP}$", first)
+    assert re.match(r" +0,2 .*line 8, in step: .* +all_reduce #2 of torch.distributed$", second)
+    assert "<pre" in shown["text/html"]
+    stacks = frontend.send("%taas stacks", subshell_id=frontend.new_subshell())
+    frontend.finish(stacks)
+    assert "ranks 0,2 on " in frontend.text(stacks)
+    assert "line 11" in frontend.text(stacks)
+    frontend.manager.interrupt_kernel()
+    assert frontend.finish(request)["ename"] == "KeyboardInterrupt"
+    assert "no rank has come" not in heads()[-1]["text/plain"]
 
 
 def test_run_all_stops_at_a_failing_cell_with_one_message(frontend: Frontend) -> None:
@@ -341,6 +376,17 @@ print("done")
     assert "<progress" in heads[-1]["text/html"]
     lines = frontend.text(request).splitlines()
     assert len(lines) == 2 and "100%" in lines[0] and lines[1] == "[0] done"
+
+
+def test_runs_leave_no_descriptor_and_no_thread(frontend: Frontend) -> None:
+    for _ in range(3):
+        frontend.run(NEXT)
+    before = memory_of(frontend)
+    assert before.keys() >= {"kernel", "pool", "agent"}
+    for _ in range(RUNS):
+        frontend.run(NEXT)
+    left = grown(frontend, before, more=RUNS // 2)
+    assert not left, f"(bytes, descriptors, threads) after {RUNS} runs: {left}; before: {before}"
 
 
 def test_a_console_shows_the_end_of_a_run(tmp_path: Path, no_leftovers: str) -> None:
