@@ -1,6 +1,5 @@
 """The example notebooks: as they are stored, and executed with the TaaS kernel."""
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -11,7 +10,8 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-ROOT = Path(__file__).parents[2]
+from tests.frontend import ROOT, Frontend
+
 NOTEBOOKS = ROOT / "notebooks"
 NAMES = ("quickstart", "pragma", "lightning")
 WITH_PICTURE = ("quickstart", "pragma")
@@ -20,17 +20,11 @@ ACCURACY = re.compile(r"^accuracy (0\.\d+)", re.MULTILINE)
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str) -> Path:
-    """Return a copy of the notebooks, and the checkout's own kernelspec."""
-    shutil.copytree(ROOT / "kernels" / "taas", tmp_path / "jupyter" / "kernels" / "taas")
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
-    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    copy = tmp_path / "notebooks"
-    shutil.copytree(NOTEBOOKS, copy)
-    return copy
+@pytest.fixture(scope="module")
+def beside(frontend_of_module: Frontend) -> Frontend:
+    """Return a kernel among copies of the notebooks, which have its pools, as a user's have."""
+    shutil.copytree(NOTEBOOKS, frontend_of_module.process.cwd(), dirs_exist_ok=True)
+    return frontend_of_module
 
 
 def outputs(notebook: NotebookNode) -> Iterator[NotebookNode]:
@@ -44,26 +38,18 @@ def texts(notebook: NotebookNode) -> str:
     return "\n".join(shown)
 
 
-def executed(folder: Path, name: str, *pools: str) -> NotebookNode:
-    """Return a notebook of the copy with what its cells show now; take its pools down.
-
-    Args:
-        folder: The copy.
-        name: The notebook.
-        pools: Those that it uses in the place of the local one, which then is not warmed.
-    """
-    notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
-    down = "\n".join(f"%taas down {pool}" for pool in (*pools, ""))
-    notebook.cells.append(nbformat.v4.new_code_cell(down))
-    resources = {"metadata": {"path": str(folder)}}
+def executed(beside: Frontend, name: str) -> NotebookNode:
+    """Return a notebook of the copies with what its cells show now."""
+    folder = beside.process.cwd()
+    notebook = nbformat.read(f"{folder}/{name}.ipynb", as_version=4)
     NotebookClient(
         notebook,
         kernel_name="taas",
-        resources=resources,
+        resources={"metadata": {"path": folder}},
         timeout=240,
         startup_timeout=100,
         iopub_timeout=100,
-    ).execute(env={**os.environ, **({"TAAS_WARM": "0"} if pools else {})})
+    ).execute(env=beside.process.environ())
     return notebook
 
 
@@ -88,8 +74,8 @@ def check(notebook: NotebookNode, name: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NAMES)
-def test_it_trains(folder: Path, name: str) -> None:
-    check(executed(folder, name, *(["g2.8"] if name == "pragma" else [])), name)
+def test_it_trains(beside: Frontend, name: str) -> None:
+    check(executed(beside, name), name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -103,10 +89,10 @@ def test_it_is_stored_with_its_outputs(name: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_store_is_rank_0s(folder: Path) -> None:
-    notebook = executed(folder, "store")
+def test_the_store_is_rank_0s(beside: Frontend) -> None:
+    notebook = executed(beside, "store")
     check_store(notebook)
-    assert not list(folder.glob("*.pt")), "an example clears away what it made"
+    assert not list(Path(beside.process.cwd()).glob("*.pt")), "an example clears away what it made"
 
 
 def test_the_stores_notebook_is_stored_with_its_outputs() -> None:
@@ -126,8 +112,8 @@ def check_store(notebook: NotebookNode) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_fetchers_end_the_waiting(folder: Path) -> None:
-    notebook = executed(folder, "data_service")
+def test_fetchers_end_the_waiting(beside: Frontend) -> None:
+    notebook = executed(beside, "data_service")
     check_data_service(notebook)
 
 
@@ -152,10 +138,12 @@ def check_data_service(notebook: NotebookNode) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_divided_models_have_the_weights_of_one_process(folder: Path) -> None:
-    notebook = executed(folder, "model_parallel")
+def test_divided_models_have_the_weights_of_one_process(beside: Frontend) -> None:
+    notebook = executed(beside, "model_parallel")
     check_model_parallel(notebook)
-    assert not (folder / "checkpoints").exists(), "an example clears away what it made"
+    assert not Path(beside.process.cwd(), "checkpoints").exists(), (
+        "an example clears away what it made"
+    )
 
 
 def test_the_notebook_of_model_parallelism_is_stored_with_its_outputs() -> None:
@@ -190,9 +178,9 @@ SAID_BY_FARMS = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SAID_BY_FARMS)
-def test_a_farms_solutions_come_back(folder: Path, name: str) -> None:
+def test_a_farms_solutions_come_back(beside: Frontend, name: str) -> None:
     pytest.importorskip("optuna")
-    check_farm(executed(folder, name, "farm"), name)
+    check_farm(executed(beside, name), name)
 
 
 @pytest.mark.parametrize("name", SAID_BY_FARMS)
