@@ -163,23 +163,6 @@ def test_a_pool_of_another_version_is_one_of_the_same_name(
 
 
 @pytest.mark.usefixtures("no_leftovers")
-def test_a_pool_without_kernels_ends_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_process, "LINGER_S", 0.01)  # its first kernel may take longer
-    pool = Pool(PoolConfig("local"), tmp_path)
-    before = psutil.Process().children()
-    pool.open()
-    [process] = [child for child in psutil.Process().children() if child not in before]
-    tree = [process, *below(process.pid)]
-    assert len(tree) >= 4
-    pool.close()
-    assert not left_of(tree)
-    assert not (pool.process.folder / "pool.json").exists()
-    pool.close()
-
-
-@pytest.mark.usefixtures("no_leftovers")
 def test_a_pool_is_ended_while_it_comes_up(tmp_path: Path) -> None:
     pool = Pool(PoolConfig("local"), tmp_path)
     before = set(psutil.Process().children())
@@ -223,16 +206,20 @@ def test_runs_of_two_kernels_do_not_touch_each_other(notebook: Notebook, tmp_pat
 
 
 @pytest.mark.usefixtures("no_leftovers")
-def test_a_pool_that_is_just_ending_is_followed_by_a_new_one(
+def test_a_pool_that_is_just_ending_is_followed_by_a_new_one_for_all_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Cells wait for it beside the warming."""
     monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
     pool = Pool(PoolConfig("local"), tmp_path)
     lock = take_lock(pool.process.folder / "lock")
     assert lock is not None
     threading.Timer(0.5, os.close, [lock]).start()
-    pool.open()
-    assert pool.is_ready
+    pool.connect()
+    with ThreadPoolExecutor() as threads:
+        for waiting in [threads.submit(pool.open) for _ in range(3)]:
+            waiting.result()
+    assert pool.is_ready and pool.has_hosts(1)
     pool.down()
 
 
@@ -252,35 +239,31 @@ def test_a_kernel_that_comes_while_its_pool_ends_gets_a_new_one(tmp_path: Path) 
     late.down()
 
 
-def test_a_cell_waits_beside_the_warming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
-    pool = Pool(PoolConfig("local"), tmp_path)
-    pool.connect()
-    with ThreadPoolExecutor() as threads:
-        for waiting in [threads.submit(pool.open) for _ in range(3)]:
-            waiting.result()
-    assert pool.has_hosts(1)
-    pool.down()
-
-
-def test_a_pool_whose_settings_have_changed_is_left_after_its_runs(
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_pool_whose_settings_have_changed_is_left_after_its_runs_and_ends_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
+    monkeypatch.setattr(pool_process, "LINGER_S", 0.01)  # its first kernel may take longer
     monkeypatch.chdir(tmp_path)
     before, after = (
         Config(pools={"brief": PoolConfig("brief", start_timeout_s=limit_s)})
         for limit_s in (120, 121)
     )
+    others = psutil.Process().children()
     pool = pools.named("brief", before)
     pool.open()
+    [process] = [child for child in psutil.Process().children() if child not in others]
+    tree = [process, *below(process.pid)]
+    assert len(tree) >= 4
     pool._listeners["busy"] = print
     assert pools.named("brief", after) is not pool
     assert pool.is_ready, "a run is on it"
     pool.forget("busy")
     while not pool.is_over():
         threading.Event().wait(0.05)
-    assert not pool.process.is_alive()
+    assert not left_of(tree)
+    assert not pool.process.is_alive() and not (pool.process.folder / "pool.json").exists()
+    pool.close()
 
 
 def test_a_run_in_which_the_pool_fails_ends(kernel_of_its_own: Frontend) -> None:
