@@ -1,13 +1,10 @@
 """A rank is as a process that torchrun started: what programs may do in it, and how it ends."""
 
-from pathlib import Path
-
 import pytest
 
 from taas_magic.errors import RankFailed
 from tests.eventually import eventually
 from tests.harness import Notebook
-from tests.rig.pools import enter, given_back, settings_in
 
 
 @pytest.mark.timeout(240)
@@ -285,20 +282,6 @@ thread.join()
     assert lines[0] == "Exception in thread worker:"
     assert lines[-1] == "ZeroDivisionError: division by zero"
     assert len([line for line in lines if "Cell In[" in line and "line 5, in work" in line]) == 2
-
-
-def test_a_pool_imports_more_before_the_fork_and_says_what_it_cannot(
-    warm_notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = settings_in(tmp_path, '[pools.more]\npreload = ["wave", "no_such_module"]\n')
-    enter(warm_notebook, settings, monkeypatch)
-    with given_back(warm_notebook, settings, "more"):
-        outcome = warm_notebook.run(
-            "import sys\nprint('wave' in sys.modules)", "--pool more", gpus=1
-        )
-    assert outcome.lines[0] == ["True"]
-    notes = [event["text"] for event in outcome.of_kind("note")]
-    assert [note for note in notes if "preload: 'no_such_module' was not imported" in note]
 
 
 def test_what_only_an_optimizer_needs_is_there_after_the_first_run(notebook: Notebook) -> None:

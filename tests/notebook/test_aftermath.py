@@ -261,20 +261,41 @@ print("nul", chr(0), ascii(os.environ["ODD"]), ascii(os.getcwd()[-4:]))"""
     assert "[0] next" in frontend.text(frontend.run(NEXT))
 
 
-def test_61_a_pool_that_stands_still_for_longer_than_the_lease_loses_no_run(scene: Scene) -> None:
+def test_61_72_a_pool_that_stood_still_has_its_run_and_its_kernels(scene: Scene) -> None:
     (scene.folder / "config").mkdir()
     settings_in(scene.folder / "config", '[pools.local]\nengine = "local"\nlease_s = 2\n')
     with scene.kernel() as frontend:
-        request = frontend.send(
-            "%%taas --gpus 2\nimport time\nprint('here', flush=True)\ntime.sleep(6)\nprint('done')"
+        a_pool_that_stands_still_for_longer_than_the_lease_loses_no_run(frontend)
+        a_pool_of_another_torch_is_not_joined(scene, frontend)
+
+
+def a_pool_that_stands_still_for_longer_than_the_lease_loses_no_run(frontend: Frontend) -> None:
+    request = frontend.send(
+        "%%taas --gpus 2\nimport time\nprint('here', flush=True)\ntime.sleep(6)\nprint('done')"
+    )
+    frontend.wait(lambda: "here" in frontend.text(request))
+    pool = only(frontend, "taas_magic.pool.process")
+    pool.suspend()
+    time.sleep(4.5)  # longer than the lease and what is allowed beyond it
+    pool.resume()
+    assert frontend.finish(request)["status"] == "ok"
+    assert "done" in frontend.text(request)
+
+
+def a_pool_of_another_torch_is_not_joined(scene: Scene, old: Frontend) -> None:
+    other = scene.folder / "other"
+    (other / "torch-9.9.9.dist-info").mkdir(parents=True)
+    (other / "torch-9.9.9.dist-info" / "METADATA").write_text("Name: torch\nVersion: 9.9.9\n")
+    paths = os.pathsep.join([str(other), environment(scene.folder)["PYTHONPATH"]])
+    first = only(old, "taas_magic.pool.process")
+    with scene.kernel(PYTHONPATH=paths, TAAS_WARM="0") as new:
+        request = new.run(NEXT)
+        assert re.search(
+            r'another kernel uses pool "local" with Python \S+, torch 2\.\S+: it is not joined',
+            new.text(request),
         )
-        frontend.wait(lambda: "here" in frontend.text(request))
-        pool = only(frontend, "taas_magic.pool.process")
-        pool.suspend()
-        time.sleep(4.5)  # longer than the lease and what is allowed beyond it
-        pool.resume()
-        assert frontend.finish(request)["status"] == "ok"
-        assert "done" in frontend.text(request)
+        assert only(new, "taas_magic.pool.process").pid != first.pid
+    old.run(NEXT)
 
 
 HARMS = [
@@ -289,18 +310,37 @@ def test_62_warm_up_watches_what_it_started(scene: Scene) -> None:
     with scene.kernel(TAAS_WARM="0", PYTHONPATH=warm_only_after(go, scene)) as frontend:
         for harm, what in HARMS:
             request = frontend.send(NEXT)
-            only(frontend, "taas_magic.host.agent")
-            harm(only(frontend, what))
-            harmed = time.monotonic()
+            agent = only(frontend, "taas_magic.host.agent")
+            harm(harmed := only(frontend, what))
+            began = time.monotonic()
             assert frontend.finish(request)["ename"] == "PoolError"
-            took_s = time.monotonic() - harmed
+            took_s = time.monotonic() - began
             assert "before it was ready" in error(frontend, request)
             assert re.search(r"\(/.*/pool\.log\)", error(frontend, request))
             assert took_s < PoolConfig("local").start_timeout_s, f"{took_s:.1f} s"
-            go.touch()
-            assert "[0] next" in frontend.text(frontend.run(NEXT))
-            frontend.run("%taas down")
-            go.unlink()
+            assert not left_of([agent, harmed])
+        go.touch()
+        a_pool_imports_more_before_the_fork_and_says_what_it_cannot(frontend)
+        nothing_is_left_but_the_state_folder(scene, frontend)
+
+
+def a_pool_imports_more_before_the_fork_and_says_what_it_cannot(frontend: Frontend) -> None:
+    request = frontend.run("%%taas --gpus 1\nimport sys\nprint('waits_for_it' in sys.modules)")
+    assert "[0] True" in frontend.text(request)
+    assert "preload: 'no_such_module' was not imported" in head(frontend, request)
+
+
+def nothing_is_left_but_the_state_folder(scene: Scene, frontend: Frontend) -> None:
+    frontend.run(LOADER)
+    frontend.run("%%taas --gpus 2 --cpus 1\nlist(loader)")
+    only(frontend, "taas_magic.host.agent").kill()
+    frontend.run(NEXT)
+    only(frontend, "taas_magic.host.supervisor").kill()
+    frontend.run(NEXT)
+    frontend.run("%taas down")
+    torchs = f"torchinductor_{user_name()}"  # its cache is made by importing it
+    wait_until(lambda: {path.name for path in scene.tmp.iterdir()} <= {torchs})
+    assert not list(scene.project.iterdir())
 
 
 def warm_only_after(go: Path, scene: Scene) -> str:
@@ -308,7 +348,7 @@ def warm_only_after(go: Path, scene: Scene) -> str:
     modules, config = scene.folder / "modules", scene.folder / "config"
     for folder in (modules, config):
         folder.mkdir()
-    settings_in(config, '[pools.local]\nengine = "local"\npreload = ["waits_for_it"]\n')
+    settings_in(config, '[pools.local]\npreload = ["waits_for_it", "no_such_module"]\n')
     waits = f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\n"
     (modules / "waits_for_it.py").write_text(waits)
     return os.pathsep.join([str(modules), environment(scene.folder)["PYTHONPATH"]])
@@ -408,24 +448,6 @@ def shell_with() -> InteractiveShell:
     return shell
 
 
-def test_72_a_pool_of_another_torch_is_not_joined(scene: Scene) -> None:
-    other = scene.folder / "other"
-    (other / "torch-9.9.9.dist-info").mkdir(parents=True)
-    (other / "torch-9.9.9.dist-info" / "METADATA").write_text("Name: torch\nVersion: 9.9.9\n")
-    paths = os.pathsep.join([str(other), environment(scene.folder)["PYTHONPATH"]])
-    with scene.kernel() as old:
-        old.run(NEXT)
-        first = only(old, "taas_magic.pool.process")
-        with scene.kernel(PYTHONPATH=paths, TAAS_WARM="0") as new:
-            request = new.run(NEXT)
-            assert re.search(
-                r'another kernel uses pool "local" with Python \S+, torch 2\.\S+: it is not joined',
-                new.text(request),
-            )
-            assert only(new, "taas_magic.pool.process").pid != first.pid
-        old.run(NEXT)
-
-
 def test_70_files_beside_the_notebook_with_names_of_modules(scene: Scene) -> None:
     """Also where PYTHONPATH names the notebook's folder: they came when the kernel had started."""
     paths = os.pathsep.join([".", "", environment(scene.folder)["PYTHONPATH"]])
@@ -435,20 +457,6 @@ def test_70_files_beside_the_notebook_with_names_of_modules(scene: Scene) -> Non
         for name in ("random", "queue", "logging", "struct", "socket", "selectors", "json"):
             (scene.project / f"{name}.py").write_text("raise SystemExit('beside the notebook')\n")
         assert "[0] next" in frontend.text(frontend.run(NEXT))
-
-
-def test_nothing_is_left_but_the_state_folder(scene: Scene) -> None:
-    with scene.kernel() as frontend:
-        frontend.run(LOADER)
-        frontend.run("%%taas --gpus 2 --cpus 1\nlist(loader)")
-        only(frontend, "taas_magic.host.agent").kill()
-        frontend.run(NEXT)
-        only(frontend, "taas_magic.host.supervisor").kill()
-        frontend.run(NEXT)
-        frontend.run("%taas down")
-    torchs = f"torchinductor_{user_name()}"  # its cache is made by importing it
-    wait_until(lambda: {path.name for path in scene.tmp.iterdir()} <= {torchs})
-    assert not list(scene.project.iterdir())
 
 
 @as_root
