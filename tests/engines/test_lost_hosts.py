@@ -10,9 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from taas_magic.config import load_config
 from taas_magic.errors import RunLost
-from taas_magic.notebook import pools
 from tests.harness import Notebook, Outcome, words
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, given_back, settings_in, ssh_pool
@@ -54,7 +52,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def settings(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Configure a pool of the hosts, one rank each, and one with wrong clocks."""
+    """Configure a pool of the hosts, one rank each; the clocks of two of them are wrong."""
     folder = tmp_path_factory.mktemp("config")
     (folder / "sitecustomize.py").write_text(SHIFTED)
     python = folder / "python"
@@ -69,8 +67,7 @@ def settings(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """
     )
     python.chmod(0o755)
-    clocks = ssh_pool("clocks", hosts, python=python)
-    return settings_in(folder, ssh_pool("far", hosts) + clocks)
+    return settings_in(folder, ssh_pool("far", hosts, python=python))
 
 
 @pytest.fixture(scope="module")
@@ -212,11 +209,10 @@ if rank == 1:
 dist.barrier()
 """
     before = time.time()
-    outcome = far.run(MEET + source, "--pool clocks", gpus=3)
-    pools.down("clocks", load_config(far.project))
+    outcome = run_on_all(far, MEET + source)
     lines = [line.split() for some in outcome.lines.values() for line in some if "CLOCK" in line]
     days = [round((float(clock) - before) / 86_400) for _, clock in lines]
     assert sorted(days) == [-1, 0, 1]
-    failure = outcome.of_kind("ended")[0]["first"]
+    failure = first(outcome)
     assert (failure["rank"], failure["signal"]) == (1, "SIGKILL")
     assert all(0 <= event["time"] - before < 600 for event in outcome.events)
