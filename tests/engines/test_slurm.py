@@ -175,16 +175,6 @@ def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
     assert "Slurm job" in capsys.readouterr().out
 
 
-def test_an_interrupt_while_hosts_are_awaited_gives_them_back(hpc: Hpc) -> None:
-    def interrupt() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with hpc.once(lambda: "PENDING" in hpc.slurm.jobs().values(), interrupt):
-        outcome = hpc.run(MEET, gpus=6)
-    assert isinstance(outcome.error, KeyboardInterrupt)
-    hpc.slurm.wait_until_empty()
-
-
 def test_a_cancelled_job_is_named_the_next_cell_runs_and_a_requeued_one_joins_no_old_run(
     hpc: Hpc,
 ) -> None:
@@ -197,6 +187,7 @@ def test_a_cancelled_job_is_named_the_next_cell_runs_and_a_requeued_one_joins_no
     assert not hpc.ranks_left()
     assert hpc.run(MEET).error is None
     a_job_that_is_started_again_does_not_join_the_old_run(hpc)
+    an_interrupt_while_hosts_are_awaited_gives_them_back(hpc)
 
 
 def a_job_that_is_started_again_does_not_join_the_old_run(hpc: Hpc) -> None:
@@ -212,6 +203,16 @@ def a_job_that_is_started_again_does_not_join_the_old_run(hpc: Hpc) -> None:
     assert outcome.run is not None
     started = [event for event in outcome.of_kind("started")]
     assert len(started) == 2, "each host started its ranks once"
+
+
+def an_interrupt_while_hosts_are_awaited_gives_them_back(hpc: Hpc) -> None:
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with hpc.once(lambda: "PENDING" in hpc.slurm.jobs().values(), interrupt):
+        outcome = hpc.run(MEET, gpus=6)
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    hpc.slurm.wait_until_empty()
 
 
 def test_a_job_that_ends_early_shows_what_it_wrote(hpc: Hpc) -> None:
