@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from taas_magic.display.head import receipt_lines
 from taas_magic.errors import RankFailed
 from taas_magic.journal.folder import RunFolder
-from tests.harness import Notebook
+from tests.harness import Notebook, without_pytests_filter
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, give_back, settings_in, ssh_pool
 
@@ -99,3 +100,49 @@ attempt
     outcome = far.run(MEET + source, "--pool far --max-restarts 1")
     assert outcome.error is None
     assert outcome.run is not None and outcome.run.result == 1
+
+
+CUBE = """
+import numpy as np, torch, taas, xarray as xr, xbatcher
+from xbatcher.loaders.torch import MapDataset
+
+land = np.arange(12 * 4 * 4, dtype="float32").reshape(12, 4, 4)
+dims = ("time", "lat", "lon")
+cube = xr.Dataset({"land": (dims, land), "air": (dims, 2 * land)}).chunk({"time": 1})
+cube.to_zarr("cube.zarr", mode="w")
+ds = xr.open_zarr("cube.zarr")
+
+def patches(name):
+    return xbatcher.BatchGenerator(ds[name], input_dims={"time": 3, "lat": 4, "lon": 4})
+
+pairs = MapDataset(patches("land"), patches("air"))
+loader = taas.register(torch.utils.data.DataLoader(pairs, batch_size=1))
+"""
+
+USE = """
+import os
+seen = float(ds.land.isel(time=4).sum())
+twice = [bool((y == 2 * x).all()) for x, y in loader]
+if os.environ["RANK"] == "0":
+    ds.sel(time=slice(0, 9)).to_zarr("part.zarr", mode="w")
+os.uname().nodename, seen, twice
+"""
+
+
+@pytest.mark.timeout(400)
+def test_a_lazy_cube_of_the_project_is_read_where_nothing_is_shared(far: Notebook) -> None:
+    pytest.importorskip("xbatcher")
+    with without_pytests_filter():
+        far.define(CUBE)
+    outcome = far.run(USE, "--pool far --cpus 1")
+    assert outcome.error is None and outcome.run is not None
+    _, seen, twice = outcome.run.result
+    assert seen == sum(range(64, 80)) and twice == [True, True]
+    [line] = [text for label, text in receipt_lines(outcome.run.receipt) if label == "rank 0 wrote"]
+    assert line.startswith("part.zarr (") and " files, " in line
+    with without_pytests_filter():
+        far.define("part = float(xr.open_zarr('part.zarr').air.isel(time=4).sum())")
+    assert far.shell.user_ns["part"] == 2 * seen
+    failed = far.run(f"open({str(far.project / 'cube.zarr')!r})", "--pool far")
+    assert isinstance(failed.error, RankFailed)
+    assert "in a copy: use a path relative to it" in str(failed.error)

@@ -21,7 +21,7 @@ from tests.store.travel_rig import STARTED_WITHIN_S, tree_of
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
 
-POOLS = {"one": [1], "two": [1, 2], "doomed": [3]}
+POOLS = {"two": [1, 2], "doomed": [3]}
 
 SAVE = """
 import os, time, torch, torch.distributed as dist
@@ -64,7 +64,7 @@ def notes(outcome: Outcome) -> list[str]:
 
 
 def test_every_rank_saves_and_one_file_comes_back(far: Notebook) -> None:
-    outcome = far.run(SAVE + 'torch.save(model, "m.pt")\nprint(os.getcwd())', "--pool one")
+    outcome = far.run(SAVE + 'torch.save(model, "m.pt")\nprint(os.getcwd())', "--pool two")
     assert outcome.error is None, outcome.shown
     assert torch.load("m.pt", weights_only=True).tolist() == [0.0] * 4
     assert os.listdir() == ["m.pt"]
@@ -91,7 +91,7 @@ if os.environ["RANK"] == "0":
     Path("old.txt").unlink()
     os.system("echo by the shell > data/shell.txt")
 """
-    outcome = far.run(source, "--pool one")
+    outcome = far.run(source, "--pool two")
     assert outcome.error is None, outcome.shown
     assert Path("out/deep/total.txt").read_text() == "6"
     assert Path("data/shell.txt").read_text() == "by the shell\n"
@@ -119,7 +119,7 @@ if os.environ["RANK"] == "0":
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("from the host")
 """
-    outcome = far.run(source, "--pool one")
+    outcome = far.run(source, "--pool two")
     assert outcome.error is None, outcome.shown
     assert tree_of(Path()) == before
     texts = [line for lines in outcome.lines.values() for line in lines]
@@ -183,11 +183,11 @@ print(torch.load("m.pt", weights_only=True).item())
 
 def test_too_much_is_refused_with_what_to_do(far: Notebook) -> None:
     Path("big.bin").write_bytes(bytes(5 << 20))
-    outcome = far.run("1", "--pool one")
+    outcome = far.run("1", "--pool two")
     assert isinstance(outcome.error, StoreError)
     assert "big.bin 5.0 MiB" in outcome.shown and ".taasignore" in outcome.shown
     Path(".taasignore").write_text("*.bin\n")
-    assert far.run("1", "--pool one").error is None
+    assert far.run("1", "--pool two").error is None
 
 
 def test_a_host_that_comes_back_changes_nothing(far: Notebook, hosts: Hosts) -> None:
