@@ -69,7 +69,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     nbformat.write(notebook, folder / "seen.ipynb")
     for name, cell in {"flood": FLOOD, "waits": WAITS}.items():
-        cells = [new_code_cell(cell), new_code_cell("print('an', 'answer')\n%taas down")]
+        cells = [new_code_cell(cell), new_code_cell("print('an', 'answer')")]
         other = new_notebook(cells=cells, metadata={"kernelspec": kernel})
         nbformat.write(other, folder / f"{name}.ipynb")
     return folder
@@ -82,9 +82,8 @@ def lab(project: Path) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="module")
-def page(lab: Lab, project: Path) -> Iterator[Page]:
+def page(project: Path) -> Iterator[Page]:
     with open_page(BROWSER, project.parent / "profile") as opened:
-        open_notebook(opened, lab, "seen.ipynb")
         yield opened
 
 
@@ -93,9 +92,38 @@ def output(number: int) -> str:
     return OUTPUT.format(number)
 
 
-def test_a_run_shows_its_head_its_log_and_its_result(
-    page: Page, project: Path, tmp_path: Path
+def test_a_flood_leaves_the_page_able_to_answer(page: Page, lab: Lab) -> None:
+    open_notebook(page, lab, "flood.ipynb")
+    command(page, "notebook:run-all-cells")
+    page.wait_for(f"/SUCCEEDED/.test({output(0)}) && /an answer/.test({output(1)})")
+    page.wait_for(f"/lines more .*: %taas logs/.test({output(0)})")
+    assert page.evaluate(f"{output(0)}.length") < 700_000
+
+
+def test_a_head_that_nothing_reaches_any_more_does_not_say_running(
+    page: Page, lab: Lab, project: Path, tmp_path: Path
 ) -> None:
+    open_notebook(page, lab, "waits.ipynb")
+    command(page, "notebook:run-cell")
+    page.wait_for(f"/RUNNING/.test({output(0)})")
+    command(page, "docmanager:save-all")
+    wait_until(lambda: "RUNNING" in (project / "waits.ipynb").read_text(), "it is not saved")
+    with open_page(BROWSER, tmp_path / "again") as again:
+        show_notebook(again, lab, "waits.ipynb")
+        again.wait_for(f"/RUNNING/.test({output(0)})")
+        again.call("Animation.enable")
+        again.call("Animation.setPlaybackRate", playbackRate=1000)
+        again.wait_for(f"!/RUNNING/.test({output(0)}) && /%taas status says/.test({output(0)})")
+        assert "RUNNING" in page.evaluate(output(0)), "this page is brought up to date"
+        (project / "end").touch()
+        page.wait_for(f"/SUCCEEDED/.test({output(0)})")
+
+
+def test_a_run_shows_its_head_its_log_and_its_result(
+    page: Page, lab: Lab, project: Path, tmp_path: Path
+) -> None:
+    """Its notebook is the last one that has a run: it ends the pool of them all."""
+    open_notebook(page, lab, "seen.ipynb")
     command(page, "notebook:run-all-cells")
     page.wait_for(f"/rank 0 waits/.test({output(1)}) && /rank 1 waits/.test({output(1)})")
     page.wait_for(f"/RUNNING/.test({output(1)}) && /steps: 50%/.test({output(1)})")
@@ -122,37 +150,3 @@ def test_tab_completes_a_flag(page: Page) -> None:
     assert "--max-restarts" not in page.evaluate(offered)
     page.press("Enter")
     page.wait_for(f"{last}.innerText.trim() === '%%taas --gpus'")
-
-
-@pytest.fixture
-def another_page(tmp_path: Path) -> Iterator[Page]:
-    with open_page(BROWSER, tmp_path / "profile") as opened:
-        yield opened
-
-
-def test_a_flood_leaves_the_page_able_to_answer(another_page: Page, lab: Lab) -> None:
-    open_notebook(another_page, lab, "flood.ipynb")
-    command(another_page, "notebook:run-all-cells")
-    another_page.wait_for(f"/SUCCEEDED/.test({output(0)}) && /an answer/.test({output(1)})")
-    another_page.wait_for(f"/lines more .*: %taas logs/.test({output(0)})")
-    assert another_page.evaluate(f"{output(0)}.length") < 700_000
-    another_page.wait_for(f"/is down/.test({output(1)})")
-
-
-def test_a_head_that_nothing_reaches_any_more_does_not_say_running(
-    another_page: Page, lab: Lab, project: Path, tmp_path: Path
-) -> None:
-    open_notebook(another_page, lab, "waits.ipynb")
-    command(another_page, "notebook:run-cell")
-    another_page.wait_for(f"/RUNNING/.test({output(0)})")
-    command(another_page, "docmanager:save-all")
-    wait_until(lambda: "RUNNING" in (project / "waits.ipynb").read_text(), "it is not saved")
-    with open_page(BROWSER, tmp_path / "again") as again:
-        show_notebook(again, lab, "waits.ipynb")
-        again.wait_for(f"/RUNNING/.test({output(0)})")
-        again.call("Animation.enable")
-        again.call("Animation.setPlaybackRate", playbackRate=1000)
-        again.wait_for(f"!/RUNNING/.test({output(0)}) && /%taas status says/.test({output(0)})")
-        assert "RUNNING" in another_page.evaluate(output(0)), "this page is brought up to date"
-        (project / "end").touch()
-        another_page.wait_for(f"/SUCCEEDED/.test({output(0)})")
