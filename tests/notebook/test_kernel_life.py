@@ -389,21 +389,20 @@ def test_runs_leave_no_descriptor_and_no_thread(frontend: Frontend) -> None:
     assert not left, f"(bytes, descriptors, threads) after {RUNS} runs: {left}; before: {before}"
 
 
-def test_a_console_shows_the_end_of_a_run(tmp_path: Path, no_leftovers: str) -> None:
-    (tmp_path / "project").mkdir()
+def test_a_console_shows_the_end_of_a_run(frontend: Frontend) -> None:
     primary, secondary = pty.openpty()
     console = subprocess.Popen(
         [sys.executable, "-m", "jupyter_console", "--kernel=taas", "--simple-prompt"],
         stdin=secondary,
         stdout=secondary,
         stderr=secondary,
-        env={**os.environ, **environment(tmp_path), "TERM": "dumb"},
-        cwd=tmp_path / "project",
+        env={**frontend.process.environ(), "TERM": "dumb"},
+        cwd=frontend.process.cwd(),
     )
     os.close(secondary)
     run = "get_ipython().run_cell_magic('taas', '--gpus 2', 'print(6 * 7)')\n"
     shown = b""
-    for mark, typed in ((b"In [1]", run), (b"In [2]", "%taas down\n"), (b"In [3]", "exit\n")):
+    for mark, typed in ((b"In [1]", run), (b"In [2]", "exit\n")):
         while mark not in shown:
             shown += os.read(primary, 65536)
         os.write(primary, typed.encode())
@@ -451,16 +450,13 @@ TERMINAL_CELLS = (
 )
 
 
-@pytest.mark.usefixtures("no_leftovers")
-def test_a_terminal_shows_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment(tmp_path).items():
+def test_a_terminal_shows_plain_text(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in frontend.process.environ().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(frontend.process.cwd())
     cells = [new_code_cell(cell) for cell in TERMINAL_CELLS]
     nbformat.write(new_notebook(cells=cells), "cells.ipynb")
-    ipython = [sys.executable, "-m", "IPython", "--colors=NoColor"]
-    shown = in_terminal([*ipython, "cells.ipynb"])
-    subprocess.run([*ipython, "-c", "%load_ext taas_magic\n%taas down"], timeout=WAIT_S, check=True)
+    shown = in_terminal([sys.executable, "-m", "IPython", "--colors=NoColor", "cells.ipynb"])
     assert "<div" not in shown
     assert "] hello\n" in shown and "\n42\n" in shown
     assert "SUCCEEDED plain · ranks 2" in shown
