@@ -293,6 +293,7 @@ def test_jobs_run_in_slurm_jobs_and_a_farm_that_is_closed_leaves_the_queue_empty
         assert all((job.folder / "models" / "model.pt").exists() for job in farm_jobs(batch))
         assert not (batch.project / "stray.txt").exists()
         assert "PENDING" in slurm.jobs().values()
+        a_slurm_job_that_is_cancelled_has_its_work_done_in_another(batch, slurm)
     assert farm._process.returncode == 0, "it had to be killed"
     slurm.wait_until_empty()
 
@@ -302,16 +303,17 @@ def farm_jobs(notebook: Notebook) -> list[Job]:
     return jobs
 
 
-def test_a_slurm_job_that_is_cancelled_has_its_work_done_in_another(
+def a_slurm_job_that_is_cancelled_has_its_work_done_in_another(
     batch: Notebook, slurm: Slurm
 ) -> None:
-    with farm_of(batch, f"taas.farm('hpc', cpus={CORES}, nodes=1)"):
-        batch.define("first = farm.submit(variable, 'SLURM_JOB_ID').result()")
-        batch.define("job = farm.submit(wait_while, 'SLURM_JOB_ID', first)")
-        first, job = batch.shell.user_ns["first"], batch.shell.user_ns["job"]
-        until(lambda: begun(job))
-        slurm.run("scancel", first)
-        assert job.result() in set(slurm.jobs()) - {first}
+    """One of two jobs, each on a node of its own, waits as long as it is in the first Slurm job."""
+    batch.define("first = farm.submit(variable, 'SLURM_JOB_ID').result()")
+    batch.define("jobs = farm.map(wait_while, ['SLURM_JOB_ID'] * 2, [first] * 2)")
+    first, jobs = batch.shell.user_ns["first"], farm_jobs(batch)
+    until(lambda: any(map(begun, jobs)) and any(job.state == "done" for job in jobs))
+    slurm.run("scancel", first)
+    assert {job.result() for job in jobs} <= set(slurm.jobs()) - {first}
+    until(lambda: "PENDING" in slurm.jobs().values())
 
 
 @pytest.fixture
