@@ -332,38 +332,6 @@ def nodes_of(farm: Farm) -> list[NodeNews]:
     return list(farm.status().nodes.values())
 
 
-def test_the_only_node_is_replaced_when_it_dies(several: Notebook) -> None:
-    known = programs("node")
-    several.define("import taas\nfarm_of_one = taas.farm('many', nodes=1)")
-    farm_of_one = several.shell.user_ns["farm_of_one"]
-    assert isinstance(farm_of_one, Farm)
-    until(lambda: farm_of_one.status().here)
-    [first] = farm_of_one.status().here
-    node = node_besides(known)
-    node.kill()
-    until(lambda: [it for it in farm_of_one.status().here if it is not first])
-    several.define("farm_of_one.close()")
-
-
-def test_a_node_that_came_before_the_kernel_listens_is_known(
-    several: Notebook, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connect = farm_module._connect
-
-    def connect_late(place: FarmPlace) -> Client:
-        client = connect(place)
-        until(lambda: client.scheduler_info()["workers"])
-        return client
-
-    monkeypatch.setattr(farm_module, "_connect", connect_late)
-    several.define("import taas\nlate = taas.farm('many', nodes=1)")
-    late = several.shell.user_ns["late"]
-    assert isinstance(late, Farm)
-    until(lambda: late.status().here)
-    assert late.status().here[0].host.endswith(("many-0", "many-1", "many-2"))
-    late.close()
-
-
 def test_a_job_that_ends_while_it_is_submitted_is_heard(
     farm: Farm, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -560,26 +528,6 @@ for thread in threads: thread.join()
     assert names["wrong"] == []
 
 
-def test_a_job_that_is_cancelled_while_its_arguments_come_is_not_called(
-    several: Notebook, farm: Farm, names: dict[str, Any], tmp_path: Path
-) -> None:
-    until(lambda: len(farm.status().here) == 2)  # no other node comes now
-    known = programs("node")
-    several.define("slow = taas.farm('many', nodes=1)\nlarge = numpy.ones(1 << 24)")
-    slow, marks = names["slow"], [tmp_path / str(number) for number in range(2)]
-    assert isinstance(slow, Farm)
-    until(lambda: slow.status().here)
-    node = node_besides(known)
-    for mark in marks:
-        node.suspend()
-        job = slow.submit(names["mark_with"], names["large"] + len(mark.name), str(mark))
-        job.cancel()
-        node.resume()
-    assert slow.submit(names["train"], 1).result().value == 3
-    assert not [mark for mark in marks if mark.exists()]
-    slow.close()
-
-
 def test_a_node_whose_forkserver_dies_is_replaced_and_its_jobs_are_done_elsewhere(
     farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -632,24 +580,84 @@ def test_bounds_that_a_pool_cannot_keep_are_refused(several: Notebook) -> None:
         taas.farm("many", gpus=3)
 
 
-@pytest.mark.parametrize("first", ["its end", "its connection's end"])
-def test_a_farm_whose_process_dies_says_so_of_each_job(
-    several: Notebook, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch, first: str
+def test_a_farm_of_one_node(
+    several: Notebook,
+    farm: Farm,
+    names: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = programs("process")
-    several.define("dying = taas.farm('many', nodes=1)")
-    dying, wait = names["dying"], names["wait"]
-    assert isinstance(dying, Farm)
-    job = dying.submit(wait, "never")
-    if first != "its end":
-        monkeypatch.setattr(dying._process, "poll", lambda: None)
+    """It meets, one after the other, what needs a farm of its own; the last ends its process."""
+    until(lambda: len(farm.status().here) == 2)  # no other node comes now
+    known, connect = programs(""), farm_module._connect
+
+    def connect_late(place: FarmPlace) -> Client:
+        client = connect(place)
+        until(lambda: client.scheduler_info()["workers"])
+        return client
+
+    with monkeypatch.context() as patch:
+        patch.setattr(farm_module, "_connect", connect_late)
+        several.define("import taas\nfarm_of_one = taas.farm('many', nodes=1)")
+    farm_of_one = names["farm_of_one"]
+    assert isinstance(farm_of_one, Farm)
+    a_node_that_came_before_the_kernel_listens_is_known(farm_of_one)
+    node = node_besides(known)
+    a_job_that_is_cancelled_while_its_arguments_come_is_not_called(
+        farm_of_one, node, names, tmp_path
+    )
+    the_only_node_is_replaced_when_it_dies(farm_of_one, node)
     [process] = programs("process") - known
+    a_farm_whose_process_dies_says_so_of_each_job(farm_of_one, process, names["wait"])
+
+
+def a_node_that_came_before_the_kernel_listens_is_known(farm: Farm) -> None:
+    until(lambda: farm.status().here)
+    assert farm.status().here[0].host.endswith(("many-0", "many-1", "many-2"))
+
+
+def a_job_that_is_cancelled_while_its_arguments_come_is_not_called(
+    farm: Farm, node: psutil.Process, names: dict[str, Any], tmp_path: Path
+) -> None:
+    large = names["numpy"].ones(1 << 24)
+    marks = [tmp_path / str(number) for number in range(2)]
+    for mark in marks:
+        node.suspend()
+        job = farm.submit(names["mark_with"], large + len(mark.name), str(mark))
+        job.cancel()
+        node.resume()
+    assert farm.submit(names["train"], 1).result().value == 3
+    assert not [mark for mark in marks if mark.exists()]
+
+
+def the_only_node_is_replaced_when_it_dies(farm: Farm, node: psutil.Process) -> None:
+    [first] = farm.status().here
+    node.kill()
+    until(lambda: [it for it in farm.status().here if it is not first])
+
+
+def a_farm_whose_process_dies_says_so_of_each_job(
+    dying: Farm, process: psutil.Process, wait: Callable[[str], None]
+) -> None:
+    job = dying.submit(wait, "never")
     process.kill()
     with pytest.raises(PoolError, match=rf"{job.name} of {dying.name}: its process ended"):
         job.result()
     with pytest.raises(PoolError, match="make another farm"):
         dying.submit(wait, "never")
     dying.close()
+
+
+def test_a_farm_whose_connection_ends_before_its_process_says_so_of_each_job(
+    several: Notebook, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = programs("process")
+    several.define("dying = taas.farm('many', nodes=1)")
+    dying = names["dying"]
+    assert isinstance(dying, Farm)
+    monkeypatch.setattr(dying._process, "poll", lambda: None)
+    [process] = programs("process") - known
+    a_farm_whose_process_dies_says_so_of_each_job(dying, process, names["wait"])
 
 
 def farm_state() -> FarmState:
@@ -717,19 +725,9 @@ def test_the_table_is_read_while_it_changes() -> None:
         assert len(state.here) <= 1 and state.eta_s() is None and state.counts()
 
 
-def test_a_farm_ends_with_its_kernel(kernel_of_its_own: Frontend, no_leftovers: str) -> None:
-    kernel_of_its_own.run("""import time
-import taas
-farm = taas.farm("local")
-job = farm.submit(time.sleep, 600)
-while not farm.status().counts()["running"]:
-    time.sleep(0.1)
-""")
-    kernel_of_its_own.process.kill()
-    eventually(lambda: not carriers(no_leftovers))
-
-
-def test_each_slot_has_a_gpu_of_its_own(kernel_of_its_own: Frontend, tmp_path: Path) -> None:
+def test_each_slot_has_a_gpu_of_its_own_and_a_farm_ends_with_its_kernel(
+    kernel_of_its_own: Frontend, tmp_path: Path, no_leftovers: str
+) -> None:
     """Two jobs at a time, each of which waits for the other, see one of the kernel's GPUs each."""
     (tmp_path / "project" / "taas.toml").write_text("[pools.local]\ngpus = 2")
     request = kernel_of_its_own.run(f"""import os, time
@@ -744,6 +742,10 @@ farm = taas.farm("local", gpus=1)
 marks = "{tmp_path}/first", "{tmp_path}/second"
 jobs = [farm.submit(gpus_beside, *marks), farm.submit(gpus_beside, *marks[::-1])]
 print("gpus", sorted(job.result() for job in jobs))
-farm.close()
+job = farm.submit(time.sleep, 600)
+while not farm.status().counts()["running"]:
+    time.sleep(0.1)
 """)
     assert "gpus ['4', '5']" in kernel_of_its_own.text(request)
+    kernel_of_its_own.process.kill()
+    eventually(lambda: not carriers(no_leftovers))
