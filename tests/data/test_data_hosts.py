@@ -1,4 +1,4 @@
-"""Registered loaders in a cell on several hosts: batches come over the network, under TLS."""
+"""Registered loaders in a cell on several hosts: batches come over the network."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +11,15 @@ from taas_magic.notebook import pools
 from tests.data.test_data_cell import CELL, LOADER, streams
 from tests.harness import Notebook
 
-SETTINGS = """
+PRIVATE = """
 [pools.apart]
 engine = "local"
 gpus = 1
 max_hosts = 2
-network = "{network}"
+network = "private"
 """
 
-# Both hosts are this machine, whose ranks would take the way that needs no network.
+# All hosts are this machine, whose ranks would take the way that needs no network.
 APART = """
 from taas_magic.data import connection
 connection.machine = lambda: "another"
@@ -27,25 +27,32 @@ print("tls", loader.feed.tls is not None)
 """
 
 
-@pytest.fixture(params=["shared", "private"])
-def network(request: pytest.FixtureRequest, notebook: Notebook, tmp_path: Path) -> Iterator[str]:
-    """Set up a pool of two hosts, on a network that is shared with others or not."""
+def check_batches_come_from_host_to_host(
+    notebook: Notebook, pool: str, gpus: int, tls: bool
+) -> None:
+    """Assert that ranks of two hosts get what those of one get, and whether they do under TLS."""
+    notebook.define(LOADER)
+    near = streams(notebook.run(CELL, "--cpus 1", gpus=gpus))
+    outcome = notebook.run(APART + CELL, f"--pool {pool} --cpus 1", gpus=gpus)
+    far = streams(outcome)
+    assert {rank: lines[1:] for rank, lines in far.items()} == near
+    assert [far[rank][0] for rank in range(gpus)] == gpus * [f"tls {tls}"]
+    assert outcome.run is not None and len(outcome.run.hosts) == 2
+    served = service.read(outcome.run.path)
+    assert served is not None
+    assert (served.tls is not None) is tls
+
+
+@pytest.fixture
+def private(notebook: Notebook, tmp_path: Path) -> Iterator[Notebook]:
+    """Yield a notebook whose pool `apart` has two hosts, on a network that is the user's alone."""
     (tmp_path / "taas").mkdir()
-    (tmp_path / "taas" / "taas.toml").write_text(SETTINGS.format(network=request.param))
+    (tmp_path / "taas" / "taas.toml").write_text(PRIVATE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-        yield request.param
+        yield notebook
         pools.down("apart", load_config(notebook.project))
 
 
-def test_batches_come_from_host_to_host(notebook: Notebook, network: str) -> None:
-    notebook.define(LOADER)
-    near = streams(notebook.run(CELL, "--cpus 1"))
-    outcome = notebook.run(APART + CELL, "--pool apart --cpus 1", gpus=2)
-    far = streams(outcome)
-    assert {rank: lines[1:] for rank, lines in far.items()} == near
-    assert [far[rank][0] for rank in (0, 1)] == 2 * [f"tls {network == 'shared'}"]
-    assert outcome.run is not None
-    served = service.read(outcome.run.path)
-    assert served is not None
-    assert (served.tls is None) is (network == "private")
+def test_batches_need_no_tls_on_a_network_that_is_the_users_alone(private: Notebook) -> None:
+    check_batches_come_from_host_to_host(private, "apart", gpus=2, tls=False)

@@ -10,6 +10,7 @@ import pytest
 from taas_magic.errors import RankFailed, RunLost
 from taas_magic.notebook.flags import ranks
 from tests.eventually import eventually
+from tests.data.test_data_hosts import check_batches_come_from_host_to_host
 from tests.harness import Notebook, Outcome, left_of, processes
 
 pytestmark = pytest.mark.timeout(300)
@@ -265,3 +266,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     outcome = run(several, source, "--max-restarts 1", gpus=2)
     assert outcome.error is None, outcome.shown
     assert outcome.lines[0] == ["the first one lives: False"]
+
+
+def test_batches_come_from_host_to_host_under_tls(several: Notebook) -> None:
+    check_batches_come_from_host_to_host(several, "many", gpus=4, tls=True)
