@@ -44,8 +44,6 @@ def remote(warm_notebook: Notebook, hosts: Hosts) -> Iterator["Remote"]:
         patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
         patch.chdir(warm_notebook.project)
         made = Remote(warm_notebook, hosts)
-        made.pool("one", 1)
-        made.pool("two", 2)
         made.pool("three", 3)
         made.pool("both", 1, 2, gpus=2)
         yield made
@@ -138,7 +136,7 @@ def open_files(process: psutil.Process) -> list[str]:
 
 def test_a_cell_runs_there(remote: Remote, hosts: Hosts) -> None:
     cell = "import os, socket\nprint(socket.gethostname(), os.environ['RANK'])"
-    outcome = remote.run(cell, "one", gpus=2)
+    outcome = remote.run(cell, "both", gpus=2)
     assert outcome.error is None
     assert outcome.lines == {0: [f"{hosts.name(1)} 0"], 1: [f"{hosts.name(1)} 1"]}
     assert not [p for p in hosts.processes(1) if "PRIVATE" in words(p) + environ(p)]
@@ -166,7 +164,7 @@ print(socket.gethostname(), os.environ["LOCAL_RANK"], int(total))
 
 
 def test_48_every_port_of_a_host_drops_who_has_no_key(remote: Remote, hosts: Hosts) -> None:
-    assert remote.run("1", "one").error is None
+    assert remote.run("1", "both").error is None
     ports = ports_of(hosts, 1)
     assert ports
     for port in ports:
@@ -178,7 +176,7 @@ def test_48_every_port_of_a_host_drops_who_has_no_key(remote: Remote, hosts: Hos
                     answer = hosts.exec(1, "bash", "-c", talk, address)
                 assert "HTTP" not in answer
         assert not speaks_without_key(hosts.address(1), port)
-    assert remote.run("print('unaffected')", "one").lines == {0: ["unaffected"]}
+    assert remote.run("print('unaffected')", "both").lines == {0: ["unaffected"]}
 
 
 def ports_of(hosts: Hosts, number: int) -> list[int]:
@@ -296,11 +294,11 @@ def connects_to(address: str) -> bool:
 
 
 def test_52_sshd_dies_in_a_run(remote: Remote, hosts: Hosts) -> None:
-    outcome = remote.run_until(ENDLESS, "two", lambda: hosts.kill_processes(2, "sshd"))
+    outcome = remote.run_until(ENDLESS, "three", lambda: hosts.kill_processes(3, "sshd"))
     assert isinstance(outcome.error, RunLost)
-    assert hosts.name(2) in outcome.shown
-    assert not hosts.left(2)
-    assert remote.run("print('again')", "two").lines == {0: ["again"]}
+    assert hosts.name(3) in outcome.shown
+    assert not hosts.left(3)
+    assert remote.run("print('again')", "three").lines == {0: ["again"]}
 
 
 def test_a_killed_pool_process_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> None:
