@@ -9,7 +9,6 @@ import pytest
 
 from taas_magic.errors import RankFailed, RunLost
 from taas_magic.notebook.flags import ranks
-from tests.eventually import eventually
 from tests.data.test_data_hosts import check_batches_come_from_host_to_host
 from tests.harness import Notebook, Outcome, left_of, processes
 
