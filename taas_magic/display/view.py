@@ -93,7 +93,7 @@ class NotebookScreen:
         publish_display_data(self._head, transient=transient, update=update)
 
 
-class News:
+class UrgentLines:
     """What of the head cannot wait for a run's end: new notes, and that the run hangs."""
 
     def __init__(self) -> None:
@@ -117,17 +117,17 @@ class ConsoleScreen(NotebookScreen):
 
     def __init__(self, run_id: str) -> None:
         super().__init__(run_id)
-        self._news = News()
+        self._urgent = UrgentLines()
 
     def open(self, state: RunState, now: float) -> None:
         """Show the head."""
         super().show(state, now)
-        self._news.lines(state, now)
+        self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
         """Bring the head up to date where it can be; write what cannot wait."""
         super().show(state, now)
-        if news := self._news.lines(state, now):
+        if news := self._urgent.lines(state, now):
             self.write(news)
 
     def show_rest(self, text: str) -> None:
@@ -146,12 +146,12 @@ class TerminalScreen:
 
     def __init__(self) -> None:
         self._progress = ""
-        self._news = News()
+        self._urgent = UrgentLines()
 
     def open(self, state: RunState, now: float) -> None:
         """Write the head."""
         self.write(head.text(state, now) + "\n")
-        self._news.lines(state, now)
+        self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
         """Redraw the progress bar in place; write what cannot wait."""
@@ -159,7 +159,7 @@ class TerminalScreen:
         if progress != self._progress and sys.stdout.isatty():
             self._progress = progress
             self.write("")
-        if news := self._news.lines(state, now):
+        if news := self._urgent.lines(state, now):
             self.write(news)
 
     def write(self, text: str) -> None:
