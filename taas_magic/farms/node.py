@@ -86,7 +86,8 @@ def keep(terms: NodeTerms) -> None:
     places = dict.fromkeys([*filter(None, first.split(os.pathsep)), ours])
     environ["PYTHONPATH"] = os.pathsep.join(places)
     del environ["OMP_NUM_THREADS"]
-    node = subprocess.Popen(spawn_command(__name__), stdin=subprocess.PIPE, cwd="/", env=environ)
+    command = [*spawn_command(__name__), str(os.getpid())]
+    node = subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/", env=environ)
     assert node.stdin is not None
     try:
         node.stdin.write(messages.pack(setting) + b"\n")
@@ -104,9 +105,9 @@ def keep(terms: NodeTerms) -> None:
 def main() -> int:
     """Keep a node until its parent ends, or the farm; returns the process's exit code.
 
-    Standard input has one line, a packed `NodeSetting`.
+    Its argument is its parent's pid; standard input has one line, a packed `NodeSetting`.
     """
-    die_with_parent(os.getppid())
+    die_with_parent(int(sys.argv[1]))
     setting = messages.unpack(sys.stdin.buffer.readline(), NodeSetting)
     logging.getLogger("distributed").setLevel(logging.ERROR)
     with host_folder() as folder:

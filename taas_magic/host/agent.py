@@ -6,8 +6,8 @@ is a host that is ready.
 
 Run by the supervisor, which passes on the engine's words: one JSON line on standard input with the
 scheduler's address and the pool's key (never in argv, where `ps` shows it). The arguments are
-the modules that the pool's settings add to what the forkserver imports, with commas, and the
-host's folder for what is temporary.
+the supervisor's pid, the modules that the pool's settings add to what the forkserver imports, with
+commas, and the host's folder for what is temporary.
 """
 
 import gc
@@ -26,10 +26,11 @@ _LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 
 def main() -> int:
     """Run until the pool closes the host or is lost; returns the process's exit code."""
-    die_with_parent(supervisor := os.getppid())
+    supervisor, preload, folder = sys.argv[1:]
+    die_with_parent(int(supervisor))
     _leave_the_notebooks_folder()
-    _make_temporary_folders(sys.argv[2])
-    forkserver.begin([name for name in sys.argv[1].split(",") if name])
+    _make_temporary_folders(folder)
+    forkserver.begin([name for name in preload.split(",") if name])
     gc.disable()  # what is imported stays; to look through it again and again takes a tenth
     import asyncio
 
@@ -42,7 +43,9 @@ def main() -> int:
     except PoolError as error:
         sys.exit(str(error))
     finally:
-        os.kill(supervisor, signal.SIGCONT)  # a stopped one would stay, and all that it is to end
+        os.kill(
+            int(supervisor), signal.SIGCONT
+        )  # a stopped one would stay, and all that it is to end
     return 0
 
 

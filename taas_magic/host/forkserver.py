@@ -63,7 +63,7 @@ _is_warm = _has_rest = _is_over = False
 _importing = threading.Lock()
 _begun_at: float | None = None
 _why = "this host's forkserver has ended"
-_own_pid: int | None = None
+_own_pid = 0
 """In the forkserver, and what it forks: the forkserver's process id."""
 
 _problems: list[str] = []

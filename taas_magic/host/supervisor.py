@@ -64,7 +64,8 @@ def main() -> int:
 
 def _supervise(preload: str, folder: Path, lease_s: float | None) -> int:
     """Run an agent, and leave nothing of it; returns its exit code, as a shell has it."""
-    command = [*spawn_command("taas_magic.host.agent"), preload, str(folder)]
+    arguments = [str(os.getpid()), preload, str(folder)]
+    command = [*spawn_command("taas_magic.host.agent"), *arguments]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         threading.Thread(target=_hold_lease, args=(agent, lease_s), daemon=True).start()

@@ -123,13 +123,14 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have the system kill this process when its parent ends.
+def die_with_parent(parent_pid: int) -> None:
+    """Have the system kill this process when its parent ends; end at once where that is gone.
 
-    When `parent_pid`, by which the caller was started, is gone already, it ends at once.
+    Args:
+        parent_pid: As the parent has told it: one that has ended is not this process's any more.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent_pid is not None and os.getppid() != parent_pid:
+    if os.getppid() != parent_pid:
         os._exit(1)
 
 

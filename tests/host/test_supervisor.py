@@ -122,3 +122,12 @@ def test_what_a_forkserver_forked_just_before_it_was_killed_ends_too() -> None:
     command = [sys.executable, "-c", ORPHAN]
     said = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=WITHIN_S)
     assert said.stdout == b""
+
+
+@pytest.mark.parametrize("module", ["taas_magic.host.agent", "taas_magic.farms.node"])
+def test_what_was_started_just_before_its_parent_was_killed_ends_at_once(module: str) -> None:
+    others = psutil.Process().parent()
+    assert others is not None
+    command = [*spawn_command(module), str(others.pid), "", ""]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:  # which stays open
+        assert process.wait(WITHIN_S) == 1
