@@ -44,7 +44,7 @@ _HOLD_BACK_S = 0.0005
 """For how long a reply may wait for the next one: a message costs more than a small batch. One that
 waits goes with the next, however long that takes; so none of a stream waits, which may be live."""
 
-_DEPTH_BYTES = 4 << 20
+_DEPTH_BYTES = 8 << 20
 _DEPTH_S = 0.01
 _LEAST_DEPTH, _MOST_DEPTH = 2, 64
 """How many commands lie with a worker: quick ones a round trip's worth; large batches take memory,
