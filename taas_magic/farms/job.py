@@ -66,8 +66,6 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
             began = time.monotonic()
             outcome, parts = _run(told)
             flush()
-            if kept_out:
-                _say_kept_out(kept_out[0])
             if os.getpid() != process:  # a child that the job forked, and that ran on to its end
                 return
             outcome.took_s = time.monotonic() - began
@@ -107,16 +105,6 @@ def _settle(setting: JobSetting, note: Callable[[str], None]) -> None:
     with contextlib.suppress(OSError):  # a host that does not have the notebook's folder
         os.chdir(setting.cwd)
     torch.set_num_threads(setting.cpus)
-
-
-def _say_kept_out(path: str) -> None:
-    """Write to the job's output that what it wrote into the project store is not there."""
-    with contextlib.suppress(OSError):  # the job has closed its output, or removed its folder
-        line = (
-            f"taas: what this job wrote in {os.path.dirname(path)} is kept out of the project "
-            f"store; taas.save writes what is for {os.getcwd()}, or below it, to job.folder\n"
-        )
-        os.write(2, line.encode(errors="surrogateescape"))
 
 
 def _state() -> tuple[Any, ...]:

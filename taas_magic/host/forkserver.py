@@ -63,7 +63,7 @@ _is_warm = _has_rest = _is_over = False
 _importing = threading.Lock()
 _begun_at: float | None = None
 _why = "this host's forkserver has ended"
-_own_pid = 0
+_own_pid: int | None = None
 """In the forkserver, and what it forks: the forkserver's process id."""
 
 _problems: list[str] = []
@@ -215,7 +215,8 @@ def why_ended() -> str:
 
 def call(function: str, *arguments: Any) -> None:
     """Call a function by its dotted name; in a process of the forkserver, which ends with that."""
-    die_with_parent(_own_pid)
+    if _own_pid is not None:
+        die_with_parent(_own_pid)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     module, _, name = function.rpartition(".")
     getattr(importlib.import_module(module), name)(*arguments)

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 @pytest.mark.parametrize(
     ("body_bytes", "wall_s", "commands"),
-    [(64, 0.0, 64), (64, 0.001, 10), (64, 0.1, 2), (512 << 10, 0.0, 8), (64 << 20, 0.0, 2)],
+    [(64, 0.0, 64), (64, 0.001, 10), (64, 0.1, 2), (512 << 10, 0.0, 16), (64 << 20, 0.0, 2)],
 )
 def test_a_worker_is_told_as_much_as_is_worth_a_message(
     body_bytes: int, wall_s: float, commands: int
