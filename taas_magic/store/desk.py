@@ -156,7 +156,7 @@ class Desk:
                 removed.append(path)
             else:
                 entries.append(change.entry)
-        return ChangeList(self._number, entries[::-1], removed[::-1])
+        return ChangeList(self._number, entries[::-1], sorted(removed, reverse=True))
 
     def _publish(self, host_rank: int, asked: PublishFiles) -> dict[str, str]:
         """Take over what a host has changed; return why, by path, of what was refused."""

@@ -338,6 +338,24 @@ def test_other_hosts_get_what_rank_0_wrote(travel: Travel) -> None:
     assert travel.notes == []
 
 
+def test_other_hosts_have_no_folder_that_rank_0_removed_with_all_in_it(travel: Travel) -> None:
+    """Its paths are looked at together, the outer ones first, before something takes its place."""
+    for name in ("gone/sub/x", "to-file/sub/x"):
+        (travel.store / name).parent.mkdir(parents=True)
+        (travel.store / name).touch()
+    other, _ = travel.mirrored(1)
+    news = News(other, wired(travel.desk, 1), travel.notes.append)
+    with travel.running() as mirror:
+        shutil.rmtree(mirror / "gone")
+        shutil.rmtree(mirror / "to-file")
+        eventually(lambda: tree_of(travel.store) == {})
+        (mirror / "to-file").write_bytes(b"a file now")
+        eventually(reads(travel.store / "to-file", b"a file now"))
+        news.catch_up()
+    assert tree_of(Path(other.path)) == {"to-file": b"a file now"} and travel.notes == []
+    other.close()
+
+
 def test_a_folder_in_which_a_host_has_its_own_stays_though_it_is_a_file_elsewhere(
     tmp_path: Path,
 ) -> None:
