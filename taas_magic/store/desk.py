@@ -262,6 +262,8 @@ class Desk:
         status = self._tree.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
             self._tree.open_file(path).close()  # raises for what is no regular file
+        for key in [it for it in self._arriving if it[0] == host_rank and is_below(it[1], path)]:
+            self._drop(key)  # its folder would not be empty
         if self._tree.remove(path):
             self._cases.forget(path)
             self._note(host_rank, path, None)

@@ -33,7 +33,15 @@ from taas_magic.store.manifest import (
     batches,
     blocks,
 )
-from taas_magic.store.tree import Arrival, DamagedError, Tree, shown, why_unsafe
+from taas_magic.store.tree import (
+    Arrival,
+    DamagedError,
+    Tree,
+    UnsafeError,
+    folders_of,
+    shown,
+    why_unsafe,
+)
 
 MAX_MIRRORS = 16
 """Copies of one store on a host: one for each run at a time."""
@@ -159,7 +167,7 @@ def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
 
 
 def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
-    """Change the mirror to what is wanted; return which files did not arrive whole."""
+    """Change the mirror to what is wanted; return which files did not arrive."""
     tree, there = mirror.tree, _look(mirror, {entry.path for entry in want.entries})
     kinds = {entry.path: entry.is_folder for entry in want.entries}
     folders = [path for path, is_folder in kinds.items() if is_folder]
@@ -175,7 +183,7 @@ def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
         tree.make_folder(path)
     for path in folders:
         mirror.hashes.remember(path, FOLDER)
-    return _fetch(mirror, to_fetch, ask)
+    return list(_fetch(mirror, to_fetch, ask))
 
 
 def _copy_what_is_here(mirror: Mirror, want: Manifest, there: Mapping[str, Entry]) -> list[Entry]:
@@ -222,10 +230,10 @@ def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
     return False
 
 
-def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> list[str]:
-    """Get files from the desk; return those that did not arrive whole."""
+def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> dict[str, OSError]:
+    """Get files from the desk; return why, by path, of those that did not get to their places."""
     sought = {entry.path: entry for entry in entries}
-    damaged: dict[str, None] = {}
+    missed: dict[str, OSError] = {}
     arrivals: dict[str, Arrival] = {}
     pace = Pace()
     try:
@@ -237,12 +245,12 @@ def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> list[str]:
                 if offset + size == sought[path].size:
                     try:
                         _settle(mirror, arrivals.pop(path), sought[path])
-                    except DamagedError:
-                        damaged[path] = None
+                    except (UnsafeError, FileNotFoundError, NotADirectoryError) as error:
+                        missed[path] = error
     finally:
         for arrival in arrivals.values():
             arrival.discard()
-    return list(damaged)
+    return missed
 
 
 def _settle(mirror: Mirror, arrival: Arrival, entry: Entry) -> None:
@@ -302,7 +310,9 @@ class News:
             self._mirror.tree.make_folder(folder)
         known = self._mirror.hashes.is_content  # folders are by now
         new = [entry for entry in entries if not known(entry.path, entry.sha256)]
-        _fetch(self._mirror, new, self._ask)
+        for path, error in _fetch(self._mirror, new, self._ask).items():
+            if not isinstance(error, DamagedError):  # which changed again: it is news once more
+                self._note(f"{shown(path)}, of another host, did not get here: {error.strerror}")
         self._number = told.number
 
     def _remove(self, path: str) -> bool:
@@ -312,14 +322,17 @@ class News:
 
     def _makes_way(self, entry: Entry) -> bool:
         """Remove a file where a folder comes, or the reverse; return whether it can come."""
-        status = self._mirror.tree.status(entry.path)
-        if status is None or stat.S_ISDIR(status.st_mode) is entry.is_folder:
-            return True
-        if self._remove(entry.path):
-            return True
-        name = shown(entry.path)
-        self._note(f"{name} is a file in the project store, and a folder that is not empty here")
-        return False
+        for path in (*reversed([*folders_of(entry.path)]), entry.path):
+            status = self._mirror.tree.status(path)
+            is_folder = path != entry.path or entry.is_folder
+            if status is None:
+                return True
+            if stat.S_ISDIR(status.st_mode) is not is_folder and not self._remove(path):
+                name = shown(path)
+                what = "is a file in the project store, and a folder that is not empty here"
+                self._note(f"{name} {what}")
+                return False
+        return True
 
     def _follow(self) -> None:
         try:

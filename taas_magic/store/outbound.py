@@ -36,7 +36,7 @@ from taas_magic.store.manifest import (
 )
 from taas_magic.store.mirror import Mirror
 from taas_magic.store.rule import is_below
-from taas_magic.store.tree import Seen, UnsafeError, shown, why_unsafe
+from taas_magic.store.tree import Seen, UnsafeError, folders_of, shown, why_unsafe
 
 BLIND_S = 0.5
 """How long to wait between two looks where nothing tells of changes."""
@@ -201,8 +201,11 @@ class _Sender:
         self.refused: dict[str, str] = {}
 
     def send(self, paths: Iterable[str]) -> None:
-        """Send what there is to be said of some paths, but for large files: see `send_large`."""
-        for path in sorted(paths):
+        """Send what there is to be said of some paths, outer folders first.
+
+        Of a large file nothing is: see `send_large`.
+        """
+        for path in paths:
             try:
                 self._look(path)
             except UnsafeError as error:
@@ -283,11 +286,15 @@ class _Sender:
         """Have what is known to be in the store at a path, and below it, removed there, too."""
         hashes = self._mirror.hashes
         self.refused.pop(path, None)
+        gone = [path] if path in hashes else []
         if hashes.is_content(path, FOLDER):
-            below = (known for known in hashes.paths() if is_below(known, path))
-            self._asked.removed += sorted(below, reverse=True)
-        elif path in hashes:
-            self._asked.removed.append(path)
+            gone = sorted((it for it in hashes.paths() if is_below(it, path)), reverse=True)
+            for it in [it for it in self.large if is_below(it, path)]:
+                del self.large[it]
+        for it in gone:
+            hashes.forget(it)
+            self.written.pop(it, None)
+        self._asked.removed += gone
 
     def _add_file(self, path: str, status: os.stat_result) -> None:
         """Read a small file, and have a large one sent, if it is not the one that the store has."""
@@ -317,9 +324,6 @@ class _Sender:
                 self._mirror.hashes.remember(path, entry.sha256, status)
                 self.refused.pop(path, None)
                 self.written |= {path: entry.size} if status else {}
-        for path in asked.removed:
-            self._mirror.hashes.forget(path)
-            self.written.pop(path, None)
         for path, why in refused.items():
             self._refuse(path, why)
         return refused
@@ -390,7 +394,7 @@ class Outbound:
                 self._send_due()
             self._sender.send_all(())
             self._mark(self._watch.wait(0)[0], everything=True)
-            self._sender.send_all(self._due)
+            self._sender.send_all(self._in_order({*self._due}))
         except (OSError, TaasError) as error:
             self._note(f"what is written no longer gets into the project store: {error}")
 
@@ -399,9 +403,24 @@ class Outbound:
         now = time.monotonic()
         self._quiet_until = {p: until for p, until in self._quiet_until.items() if until > now}
         for path in (*paths, *(self._differing() if everything else ())):
-            is_sent = self._shared is None or any(is_below(path, it) for it in self._shared)
-            if is_sent and not self._ignore.leaves_out_within(path):
+            if self._is_sent(path):
                 self._due.setdefault(path, max(now + SETTLE_S, self._quiet_until.get(path, now)))
+
+    def _is_sent(self, path: str) -> bool:
+        is_ours = self._shared is None or any(is_below(path, it) for it in self._shared)
+        return is_ours and not self._ignore.leaves_out_within(path)
+
+    def _in_order(self, paths: set[str]) -> list[str]:
+        """Return what is to be looked at for some paths, outer folders first.
+
+        With a path go the folders that it lies in: they may not have been told of yet. With a known
+        folder goes all that is known below it: another one may have come in its place.
+        """
+        hashes = self._mirror.hashes
+        named = {path for path in paths if hashes.is_content(path, FOLDER)}
+        below = (it for it in hashes.paths() if named and named.intersection(folders_of(it)))
+        above = (it for path in paths for it in folders_of(path) if self._is_sent(it))
+        return sorted(paths.union(below, above))
 
     def _send_due(self) -> None:
         """Send the small files that are due, and the next piece of a large one.
@@ -412,7 +431,7 @@ class Outbound:
         due = [path for path, at in self._due.items() if at <= now and path not in large]
         for path in due:
             del self._due[path]
-        self._sender.send(due)
+        self._sender.send(self._in_order({*due}))
         self._quiet_until.update(dict.fromkeys(due, time.monotonic() + QUIET_S))
         if large:
             self._sender.send_large()

@@ -86,6 +86,12 @@ def parted(path: str) -> tuple[str, str]:
     return folder, name
 
 
+def folders_of(path: str) -> Iterator[str]:
+    """Yield the folders that a path lies in, the inner ones first."""
+    while path := path.rpartition("/")[0]:
+        yield path
+
+
 class Cases:
     """Finds paths that a file system which does not tell upper from lower case would take for one.
 
@@ -365,7 +371,7 @@ class Arrival:
         """Move it to its place, in the stead of the file that is there; an old file's mode stays.
 
         Args:
-            path: Relative; its folder is there.
+            path: Relative; the folders that it lies in are made where they are missing.
 
         Raises:
             UnsafeError: The path is unsafe, or something that is no file is there.
@@ -379,7 +385,7 @@ class Arrival:
         may_run = (mode & 0o444) >> 2
         os.fchmod(self.file, mode | may_run if executable else mode & ~0o111)
         folder, name = parted(path)
-        with tree.folder(folder) as here:
+        with tree.folder(folder, make=True) as here:
             os.replace(self.name, name, src_dir_fd=self._staging, dst_dir_fd=here)
         self._close()
 

@@ -356,6 +356,87 @@ def test_other_hosts_have_no_folder_that_rank_0_removed_with_all_in_it(travel: T
     other.close()
 
 
+def followed(travel: Travel, news: News, mirror: Path, other: Path) -> Callable[[], bool]:
+    """Return what tells whether the store, and another host's copy of it, are as rank 0's."""
+
+    def holds() -> bool:
+        news.catch_up()
+        wanted = tree_of(mirror)
+        return tree_of(travel.store) == wanted and tree_of(other) == wanted
+
+    return holds
+
+
+def test_a_file_that_was_just_sent_and_becomes_a_folder_is_followed(travel: Travel) -> None:
+    other, _ = travel.mirrored(1)
+    news = News(other, wired(travel.desk, 1), travel.notes.append)
+    with travel.running() as mirror:
+        are_equal = followed(travel, news, mirror, Path(other.path))
+        for content in (b"first", b"second"):
+            (mirror / "a").write_bytes(content)
+            eventually(are_equal)
+            (mirror / "a").unlink()
+            (mirror / "a" / "deep").mkdir(parents=True)
+            (mirror / "a" / "deep" / "x").write_bytes(content)
+            eventually(are_equal)
+            shutil.rmtree(mirror / "a")
+    assert travel.notes == []
+    other.close()
+
+
+def test_another_folder_in_the_place_of_one_that_was_moved_is_followed(travel: Travel) -> None:
+    for name in ("a/old", "a/deep/older"):
+        (travel.store / name).parent.mkdir(parents=True, exist_ok=True)
+        (travel.store / name).write_text(name)
+    other, _ = travel.mirrored(1)
+    news = News(other, wired(travel.desk, 1), travel.notes.append)
+    with travel.running() as mirror:
+        (mirror / "a").rename(mirror / "b")
+        (mirror / "a").mkdir()
+        (mirror / "a" / "new").write_bytes(b"new")
+        eventually(followed(travel, news, mirror, Path(other.path)))
+    assert travel.notes == []
+    other.close()
+
+
+def test_a_folder_is_gone_though_a_large_file_in_it_was_on_its_way(travel: Travel) -> None:
+    (travel.store / "out").mkdir()
+    ask, removed = wired(travel.desk), threading.Event()
+
+    def removing(request: FileRequest[Any]) -> Any:
+        if is_going_on(request) and not removed.is_set():
+            shutil.rmtree(mirror / "out")
+            removed.set()
+        look_at = travel.outbound._due.get("out", 0.0)
+        eventually(lambda: time.monotonic() > look_at)  # before the next piece of the file
+        return ask(request)
+
+    with travel.running() as mirror:
+        travel.outbound._sender._ask = removing
+        (mirror / "out" / "big.pt").write_bytes(os.urandom(20_000_000))
+        assert removed.wait(WITHIN_S)
+        eventually(lambda: os.listdir(travel.store) == [])
+    assert travel.notes == [] and travel.outbound.written == {}
+
+
+def test_what_a_host_has_in_the_way_of_another_ones_goes(tmp_path: Path) -> None:
+    travel = Travel(tmp_path, shared=("shards",))
+    (travel.store / "shards").mkdir()
+    mirror, _ = travel.mirrored(1)
+    (Path(mirror.path) / "shards" / "x").write_bytes(b"a file here")
+    ask = wired(travel.desk)
+    publish(ask, "shards/x/y", b"in a folder there")
+    publish(ask, "shards/z", b"more")
+    News(mirror, wired(travel.desk, 1), travel.notes.append).catch_up()
+    assert tree_of(Path(mirror.path, "shards")) == {
+        "x": None,
+        "x/y": b"in a folder there",
+        "z": b"more",
+    }
+    assert travel.notes == []
+    mirror.close()
+
+
 def test_a_folder_in_which_a_host_has_its_own_stays_though_it_is_a_file_elsewhere(
     tmp_path: Path,
 ) -> None:
