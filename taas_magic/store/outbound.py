@@ -418,9 +418,10 @@ class Outbound:
         """
         hashes = self._mirror.hashes
         named = {path for path in paths if hashes.is_content(path, FOLDER)}
-        below = (it for it in hashes.paths() if named and named.intersection(folders_of(it)))
         above = (it for path in paths for it in folders_of(path) if self._is_sent(it))
-        return sorted(paths.union(below, above))
+        known = hashes.paths() if named else ()
+        below = (it for it in known if named.intersection(folders_of(it)))
+        return sorted(paths.union(above, below))
 
     def _send_due(self) -> None:
         """Send the small files that are due, and the next piece of a large one.
