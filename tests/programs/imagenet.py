@@ -107,7 +107,10 @@ def main_worker(gpu, ngpus_per_node, args):
         losses = train(loader, model, criterion, optimizer, device)
         print(f"RESULT rank {args.rank} of {args.world_size} epoch {epoch} {losses}", flush=True)
     # The original destroys no process group either. Were the model the last to hold it, torch 2.13
-    # could hang here: gloo's thread, which is joined under the GIL, may wait for the GIL.
+    # could hang here: gloo's thread, which is joined under the GIL, may wait for the GIL. Nor does
+    # it wait here: but a process that ends while gloo's thread still holds a tensor of the last
+    # collective may be aborted ("terminate called", https://github.com/pytorch/pytorch/pull/179291).
+    dist.barrier()
 
 
 def main(args):
