@@ -4,6 +4,7 @@ import dataclasses
 import re
 import socket
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -101,11 +102,14 @@ def test_a_worker_that_has_not_begun_is_not_idle(tmp_path: Path) -> None:
 
 
 def test_a_server_with_no_more_files_to_open_says_so_and_goes_on(tmp_path: Path) -> None:
-    with service(tmp_path, DataLoader(Rows(8), 2)) as running:
+    with service(tmp_path, DataLoader(Rows(8), 2)) as running, ExitStack() as until_end:
         server, links = psutil.Process(running.processes[0][0].pid), list[FetcherLink]()
         most = server.num_fds() + 80
         server.rlimit(psutil.RLIMIT_NOFILE, (most, most))
-        strangers = [over_tcp(running) for _ in range(100)]
+        strangers = [until_end.enter_context(over_tcp(running)) for _ in range(100)]
+        for stranger in strangers:  # who comes after them is not the one that has waited longest
+            with suppress(ConnectionError):
+                stranger.recv(1)
         full = f"fetcher 0 .* may have open files .{most}, ulimit -n"
         with pytest.raises(ProtocolError, match=f"refused: {full}"):
             while len(links) < most:
