@@ -401,7 +401,10 @@ class Server:
         connection = RankConnection(sock)
         self._connections[connection] = self._unproved[connection] = None
         self._selector.register(sock, selectors.EVENT_READ, connection)
-        if len(self._unproved) > _MOST_UNPROVED or _files_left(connection) < _SPARE_FILES // 2:
+        is_tight = (
+            len(self._unproved) > _MOST_UNPROVED or _files_left(connection) < _SPARE_FILES // 2
+        )
+        if is_tight and len(self._unproved) > 1:  # a peer alone is told, once it has proved itself
             self._make_room_for_one()
         if not connection.is_greeting:
             self._challenge(connection)

@@ -125,6 +125,15 @@ def test_a_server_with_no_more_files_to_open_says_so_and_goes_on(tmp_path: Path)
         assert len(stream(running)) == 4
 
 
+def test_a_rank_that_comes_alone_is_told_that_a_server_has_no_room(tmp_path: Path) -> None:
+    with service(tmp_path, DataLoader(Rows(8), 2)) as running:
+        server = psutil.Process(running.processes[0][0].pid)
+        most = server.num_fds() + 10
+        server.rlimit(psutil.RLIMIT_NOFILE, (most, most))
+        with pytest.raises(ProtocolError, match=f"may have open files .{most}, ulimit -n"):
+            linked(running)
+
+
 class Gated(Dataset[torch.Tensor]):
     """Large samples, once a file is there."""
 
