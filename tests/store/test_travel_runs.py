@@ -151,6 +151,45 @@ dist.barrier()
     assert not receipt.missing
 
 
+def test_other_hosts_follow_checkpoints_that_rank_0_rotates(far: Notebook) -> None:
+    """As trainers do it: written beside, moved there, the old one removed, "latest" made anew."""
+    source = """
+import os, shutil, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for step in range(4):
+    if rank == 0:
+        os.makedirs("tmp/parts")
+        torch.save(torch.full((100_000,), float(step)), "tmp/parts/weights.pt")
+        os.rename("tmp", f"checkpoint-{step}")
+        shutil.rmtree(f"checkpoint-{step - 1}", ignore_errors=True)
+        if step:
+            (os.remove if os.path.isfile("latest") else shutil.rmtree)("latest")
+        if step % 2:
+            open("latest", "w").write(str(step))
+        else:
+            os.makedirs("latest/parts")
+            open("latest/parts/step", "w").write(str(step))
+    latest = "latest" if step % 2 else "latest/parts/step"
+    def followed():
+        try:
+            weights = torch.load(f"checkpoint-{step}/parts/weights.pt")
+            gone = not os.path.exists(f"checkpoint-{step - 1}") and not os.path.exists("tmp")
+            return gone and weights[0] == step and open(latest).read() == str(step)
+        except OSError:
+            return False
+    until = time.monotonic() + 100
+    while not followed():
+        assert time.monotonic() < until, (rank, step, os.listdir())
+        time.sleep(0.02)
+    dist.barrier()
+"""
+    outcome = far.run(source, "--pool two", gpus=4)
+    assert outcome.error is None, outcome.shown
+    assert set(os.listdir()) == {"checkpoint-3", "latest"}
+    assert Path("latest").read_text() == "3" and notes(outcome) == []
+
+
 def test_shards_of_all_hosts_come_back(far: Notebook) -> None:
     source = """
 import torch.distributed.checkpoint as dcp
