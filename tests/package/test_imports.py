@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,15 @@ FLOORS = (
     ("config", "messages", "shared_files", "certificate", "leases", "probe", "errors"),
 )
 
+IMPORTED_BY_TEXT_FROM_ABOVE = {
+    # `claim_taas` binds the name `taas` to the public API in the processes that run user code. Only
+    # that code uses it.
+    ("capture.modules", "api"),
+    # The forkserver preloads the public API, so that `import taas` in a rank costs nothing.
+    ("host.forkserver", "api"),
+}
+"""Pairs of a module and a module above it that it imports by its name in a text."""
+
 LIGHT = ["", ".messages", ".plan", ".config", ".errors", ".journal", ".api", ".host.supervisor"]
 LIGHT += [f".notebook.{it}" for it in ("flags", "magic", "launch", "pools", "run")]
 """What a kernel loads before and with its first cell: torch would take it 2 s."""
@@ -40,24 +49,28 @@ def modules() -> list[str]:
     return sorted(".".join(part) for part in parts if part[-1] != "__init__" or len(part) == 1)
 
 
-def within(tree: ast.AST, kind: type[ast.AST], having: str = "") -> set[ast.AST]:
-    """All nodes in the nodes of a kind."""
-    found = [node for node in ast.walk(tree) if isinstance(node, kind)]
-    return {i for node in found if having in ast.unparse(node) for i in ast.walk(node)}
+def type_checker_only(tree: ast.AST) -> set[ast.AST]:
+    """Return all nodes below `if TYPE_CHECKING:`."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    return {
+        inner
+        for node in found
+        if "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
 
 
-def imported_by(module: str, late: bool = True) -> Iterator[str]:
-    """Yield the package's modules that a module imports, but for the type checker alone.
+def tree_of(module: str) -> ast.Module:
+    return ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
 
-    Args:
-        module: Its name.
-        late: Also what its functions import when they are called.
+
+def imported_by(module: str) -> Iterator[str]:
+    """Yield the package's modules that a module imports, also inside functions.
+
+    Imports for the type checker alone do not count.
     """
-    tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
-    left_out = within(tree, ast.If, "if TYPE_CHECKING:")
-    if not late:
-        left_out |= within(tree, ast.FunctionDef)
-    for node in set(ast.walk(tree)) - left_out:
+    tree = tree_of(module)
+    for node in set(ast.walk(tree)) - type_checker_only(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -69,22 +82,54 @@ def imported_by(module: str, late: bool = True) -> Iterator[str]:
                 yield name.removeprefix("taas_magic.")
 
 
+def imported_by_text(module: str) -> Iterator[str]:
+    """Yield the package's modules that a module gives to `importlib.import_module` by their names.
+
+    They stand in the call itself, or in a constant of a module that makes such calls in a loop.
+    """
+    tree = tree_of(module)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in calls if ast.unparse(node.func).endswith("import_module")]
+    constants = [node for node in tree.body if calls and isinstance(node, ast.Assign)]
+    for node in [*calls, *constants]:
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+                _, ours, name = inner.value.partition("taas_magic.")
+                if ours and all(map(str.isidentifier, name.split("."))):
+                    yield name
+
+
 def floor(module: str) -> int | None:
     room = module.partition(".")[0]
     return next((number for number, rooms in enumerate(FLOORS) if room in rooms), None)
 
 
-@pytest.mark.parametrize("module", modules())
-def test_a_module_imports_nothing_from_above(module: str) -> None:
+def above(module: str, names: Iterable[str]) -> set[str]:
+    """Return those of `names` that are on a higher floor than a module."""
     own = floor(module)
     assert own is not None, f"{module} has no floor: give it one in FLOORS"
-    above = {name for name in imported_by(module) if (other := floor(name)) and other < own}
-    assert not above
+    return {name for name in names if (other := floor(name)) is not None and other < own}
+
+
+@pytest.mark.parametrize("module", modules())
+def test_a_module_imports_nothing_from_above(module: str) -> None:
+    assert not above(module, imported_by(module))
+
+
+def test_a_module_imports_nothing_from_above_by_text() -> None:
+    found = {
+        (module, name) for module in modules() for name in above(module, imported_by_text(module))
+    }
+    assert found == IMPORTED_BY_TEXT_FROM_ABOVE
+
+
+def test_the_top_floor_counts() -> None:
+    assert above("host.rank", ["api", "kernel", "host.watch", "errors"]) == {"api", "kernel"}
 
 
 def test_no_circle_between_modules() -> None:
     known = set(modules())
-    graph = {module: known.intersection(imported_by(module, late=False)) for module in known}
+    graph = {module: known.intersection(imported_by(module)) for module in known}
     while graph:
         free = {module for module, needs in graph.items() if not needs & graph.keys() - {module}}
         assert free, f"these import each other: {sorted(graph)}"
