@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY := passive
 # Debian's packages and pip's are fetched at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test debian lint bench clean
+.PHONY: demo test debian lint docs bench clean
 
 demo: .venv/.examples
 	$(BIN)/python notebooks/demo.py
@@ -27,6 +27,10 @@ lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/.test
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "the site is build/docs/index.html"
 
 bench: .venv/.examples
 	$(BIN)/python benchmarks/launch.py
@@ -51,6 +55,6 @@ NEEDED := pyproject.toml constraints.txt $(wildcard kernels/taas/*)
 	touch $@
 
 .venv/.test: $(NEEDED) | .venv/bin/python
-	$(PIP_INSTALL) -e '.[examples,test]'
+	$(PIP_INSTALL) -e '.[docs,examples,test]'
 	@$(COMPILE) > /dev/null || true
 	touch .venv/.examples $@

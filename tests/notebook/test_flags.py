@@ -187,7 +187,6 @@ def test_the_help_has_every_flag_with_an_example() -> None:
         assert not flag.metavar or f"Example: {flag.name} {flag.examples[0]}" in words
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/magic.md"])
-def test_the_docs_have_every_flag(page: str) -> None:
-    text = (Path(__file__).parents[2] / page).read_text()
+def test_the_docs_have_every_flag() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "magic.md").read_text()
     assert [flag.name for flag in FLAGS if f"| `{flag.name}" not in text] == []

@@ -2,10 +2,13 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from msgspec import Struct
 
+import taas_magic.api
 from taas_magic.messages import Event, Failure, FetcherCounts, RankCounts, leaves
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +44,26 @@ def test_the_page_of_events_names_their_fields() -> None:
     for kind, table in zip(records, tables, strict=True):
         firsts = "".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE))
         assert set(re.findall(r"`(\w+)`", firsts)) == fields(kind)
+
+
+def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    done = subprocess.run(
+        [*command, "docs", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "site" / "searchindex.js").exists()
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
+    assert pages - {page.stem for page in (tmp_path / "site").glob("*.html")} == set()
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in taas_magic.api.__all__ if f"taas.{name}" not in page] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def fields(kind: type[Struct]) -> set[str]:

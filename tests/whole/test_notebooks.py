@@ -205,3 +205,28 @@ def test_the_federations_notebook_is_stored_with_its_outputs() -> None:
     alone = [float(share) for share in re.findall(r"^site \d alone +(0\.\d+)", text, re.MULTILINE)]
     together = ACCURACY.search(text)
     assert len(alone) == 3 and together is not None and float(together[1]) > max(alone) + 0.2
+
+
+@pytest.mark.timeout(300)
+def test_the_tutorial_shows_each_step(beside: Frontend) -> None:
+    check_tutorial(executed(beside, "tutorial"))
+    assert not (Path(beside.process.cwd()) / "digits.pt").exists()
+
+
+def test_the_tutorial_is_stored_with_its_outputs() -> None:
+    check_tutorial(stored("tutorial"))
+
+
+def check_tutorial(notebook: NotebookNode) -> None:
+    """Check what the reader is told to see after each step."""
+    text = texts(notebook)
+    found = [float(share) for share in re.findall(r"accuracy[a-z0-9 ]*:? (0\.\d+)", text)]
+    assert len(found) == 3 and min(found) > 0.8
+    assert "not saved (only rank 0 writes): digits.pt from rank 1" in text
+    assert "the checkpoint has 0.weight, 0.bias, 2.weight, 2.bias" in text
+    shares = {int(count) for count in re.findall(r"epoch \d: (\d+) samples on this rank", text)}
+    assert sum(shares) == 1400
+    [failure] = [output for output in outputs(notebook) if output.output_type == "error"]
+    assert (failure.ename, failure.evalue.count("no picture 1,401")) == ("RankFailed", 1)
+    assert "rank 1, which failed first" in text
+    assert "nothing is started" in text
