@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from pickle import PickleBuffer
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -30,8 +30,10 @@ from taas_magic.capture.reducers import (
     LruCache,
     NotebookNamespace,
     Storages,
+    fill_cells,
     is_single_dispatch,
     loading_into,
+    make_cell,
     reduce_by_value,
     reduce_descriptor,
     reduce_directory_store,
@@ -224,6 +226,7 @@ class ValuePickler(cloudpickle.Pickler):
         if namespace is not None:
             self.globals_ref[id(namespace)] = NotebookNamespace()
         self._storages: Storages = {}
+        self._filled: dict[int, CellType] = {}
         self._rules = self._make_rules()
         self._handlers: dict[type, Handler | None] = {}
 
@@ -251,10 +254,11 @@ class ValuePickler(cloudpickle.Pickler):
     def undoing(self) -> Iterator[Callable[[], None]]:
         """Give a function that forgets what was added since; an error forgets it as well."""
         memo: dict[int, Any] = self.memo.copy()
+        filled = self._filled.copy()
         at, first_buffer = self._file.tell(), len(self.buffers)
 
         def undo() -> None:
-            self.memo = memo
+            self.memo, self._filled = memo, filled
             self._file.seek(at)
             self._file.truncate()
             del self.buffers[first_buffer:]
@@ -300,6 +304,7 @@ class ValuePickler(cloudpickle.Pickler):
         rules: dict[type, Handler | None] = {
             type: self._reduce_class,
             FunctionType: self._reduce_function,
+            CellType: self._reduce_cell,
             CodeType: _reduce_code,
             ModuleType: self._reduce_module,
             LruCache: self._unless_importable(reduce_lru_cache),
@@ -343,7 +348,32 @@ class ValuePickler(cloudpickle.Pickler):
             self.needs.update(dict.fromkeys(sorted(use.names)))
             coming = {name: self.coming[name] for name in sorted(use.names & self.coming.keys())}
             reduced[2][1]["__globals__"] = coming
-        return reduced
+        return self._with_cells(function, reduced)
+
+    def _with_cells(self, function: FunctionType, reduced: Any) -> Any:
+        """Return a reduced function with the closure's own cells.
+
+        cloudpickle gives each function new cells, so functions that share a variable would each
+        have their own. A cell's content may refer to the function, so the cells travel empty, and
+        the state of the first function that has a cell fills it.
+        """
+        if not function.__closure__:
+            return reduced
+        make, args, state, _, _, fill = reduced
+        state[1]["__closure__"] = None
+        unfilled = [cell for cell in function.__closure__ if id(cell) not in self._filled]
+        self._filled |= {id(cell): cell for cell in unfilled}
+        contents = tuple((cell, content) for cell in unfilled for content in _contents(cell))
+        args = (*args[:-1], function.__closure__)
+        return make, args, (fill, state, contents), None, None, fill_cells
+
+    def _reduce_cell(self, cell: CellType) -> Any:
+        """Reduce a variable that closures share; one that a function fills travels empty."""
+        if id(cell) in self._filled:
+            return make_cell, ()
+        self._filled[id(cell)] = cell
+        contents = tuple((cell, content) for content in _contents(cell))
+        return make_cell, (), (None, None, contents), None, None, fill_cells
 
     def _unless_importable(self, handler: Handler) -> Handler:
         """Return a rule for what pickles by its name: of the notebook's own the value travels."""
@@ -369,6 +399,14 @@ class ValuePickler(cloudpickle.Pickler):
         name = _qualname(definition).partition(".")[0]
         if self._namespace is not None and _finds(self._namespace.get(name), definition):
             self.needs[name] = None
+
+
+def _contents(cell: CellType) -> Iterator[Any]:
+    """Yield what a cell holds; nothing if its variable is not set yet."""
+    try:
+        yield cell.cell_contents
+    except ValueError:
+        return
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:

@@ -14,13 +14,13 @@ import typing
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from pathlib import PurePath
 from pickle import PickleBuffer
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.errors import CaptureError
@@ -53,6 +53,8 @@ def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
     if "__slots__" in vars(cls) and not issubclass(cls, tuple | Enum):
         # cloudpickle sets it later, when the class is made and has no slots
         args[3]["__slots__"] = vars(cls)["__slots__"]
+    attributes = {name: state[0][name] for name in vars(cls) if name in state[0]}
+    state = (attributes | state[0], *state[1:])  # cloudpickle sorts them by name
     return _make_class, (class_id, make, args), (class_id, fill, state), None, None, _fill_class
 
 
@@ -81,6 +83,22 @@ def _known_class(class_id: str, name: str) -> type:
             "this kernel knows nothing; load the run's payload first, or return a state_dict()"
         )
     return known
+
+
+def make_cell() -> CellType:
+    """Make an empty cell: a variable that closures share."""
+    return CellType()
+
+
+def fill_cells(
+    made: Any, given: tuple[Callable[[Any, Any], None] | None, Any, Sequence[tuple[CellType, Any]]]
+) -> None:
+    """Fill cells, and set the state of the function that has them."""
+    fill, state, contents = given
+    for cell, content in contents:
+        cell.cell_contents = content
+    if fill is not None:
+        fill(made, state)
 
 
 LruCache: Any = type(functools.lru_cache(lambda: None))
