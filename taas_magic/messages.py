@@ -7,6 +7,7 @@ added later has a default, so that journals of older versions are read, too.
 """
 
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import reduce
@@ -420,11 +421,24 @@ class RankSight(RankMessage, tag="sight"):
 
 
 class RankRaised(RankMessage, tag="raised"):
-    """What the cell raised; said again when IPython has drawn its traceback."""
+    """The exception that the cell failed with; sent again with IPython's drawing of its traceback.
+
+    Attributes:
+        is_logged: Whether the rank has already written the traceback to its log.
+    """
 
     etype: str
     message: str
     traceback: list[str]
+    is_logged: bool = False
+
+
+class RankShowed(RankMessage, tag="showed"):
+    """IPython caught and showed an exception, and the cell goes on; the run will have failed.
+
+    A plain cell goes on in the same way after `%run` of a script that raised. `RankRaised` follows
+    when the cell ends.
+    """
 
 
 class RankReported(RankMessage, tag="reported"):
@@ -618,6 +632,10 @@ class PoolStatus(Struct, kw_only=True):
     used_gpu_hours: float = 0.0
 
 
+_FOR_PEOPLE = (Started, RunStacks, HostHello, PoolStatus, list[Facts])
+"""Answers that people read; others have paths and contents of files, which stay as they are."""
+
+
 def leaves(kind: type[Struct]) -> list[Any]:
     """Return the structs below one that have none below them."""
     return [leaf for below in kind.__subclasses__() for leaf in leaves(below)] or [kind]
@@ -648,7 +666,8 @@ class Request(Struct, Generic[_T]):
             ValueError: It is of another type.
         """
         answer: type[_T] = get_args(self.__orig_bases__[0])[0]  # type: ignore[attr-defined]
-        return from_bytes(packed, answer)
+        read = from_bytes(packed, answer)
+        return cleaned(read) if answer in _FOR_PEOPLE else read
 
 
 class WaitForHosts(Request[Started]):
@@ -793,14 +812,107 @@ def escaped(value: Any) -> Any:
     return value
 
 
-event_of: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
-"""Reads an event; raises msgspec.DecodeError where it is none, as the next two do."""
+# Sequences that a terminal obeys, but for colours: CSI, strings (OSC with hyperlinks and titles,
+# DCS, SOS, PM, APC), two-character escapes, and a control character alone.
+_CONTROLS = re.compile(
+    r"\x1b\[[0-9;:?<=>!]*[ -/]*[@-ln-~]"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
+    r"|\x1b[!-/]*[0-Z\\^-~]"
+    r"|\x1b(?!\[[0-9;:]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]"
+)
+_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+_COLOURS_END = ("\x1b[0m", "\x1b[m")
+
+_COLOURED = frozenset({"Lines.lines", "Failure.tail", "JobNews.lines"})
+"""Fields whose texts are lines of a program's output, which may have colours."""
+
+_BLOCKS = frozenset(
+    {"Failure.message", "Failure.traceback", "JobOutcome.message", "JobOutcome.traceback"}
+    | {"JobNews.lines", "Progress.text", "RunEnded.why", "Started.error", "Started.store_error"}
+)
+"""Fields whose texts may have several lines, with colours."""
+
+
+def harmless(text: str) -> str:
+    """Return a line that only colours a terminal: other sequences are left out."""
+    if text.isprintable():
+        return text
+    text = _CONTROLS.sub("", text)
+    return text if text.endswith(_COLOURS_END) or "\x1b[" not in text else f"{text}\x1b[0m"
+
+
+def harmless_block(text: str) -> str:
+    """Return a text of several lines that only colours a terminal."""
+    return text if text.isprintable() else "\n".join(map(harmless, text.split("\n")))
+
+
+def _harmless_word(text: str) -> str:
+    """Return a text in one line without anything that a terminal obeys."""
+    return text if text.isprintable() else _COLOURS.sub("", harmless(text.replace("\n", " ")))
+
+
+def _harmless_line(text: str) -> str:
+    """Return a line without breaks: a second line would pass for another rank's."""
+    return text if text.isprintable() else harmless(text.replace("\n", " "))
+
+
+def cleaned(value: _T) -> _T:
+    """Remove from every text of a value, at any depth, what a terminal would obey.
+
+    Call it where a value that another host may have made is decoded, and that people will read.
+    Structs are changed in place. Names lose line breaks and colours, too; `_COLOURED` and `_BLOCKS`
+    name the fields that keep them. Of a `Display`, only plain text is changed: other media types
+    are not for terminals.
+    """
+    return _cleaned(value, _harmless_word)  # type: ignore[no-any-return]
+
+
+def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {_cleaned(key, clean): _cleaned(inner, clean) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(inner, clean) for inner in value]
+    if isinstance(value, tuple):
+        inner = [_cleaned(each, clean) for each in value]
+        return type(value)(*inner) if hasattr(value, "_fields") else tuple(inner)
+    if isinstance(value, Struct):
+        for name in value.__struct_fields__:
+            structs.force_setattr(value, name, _cleaned_field(value, name))
+    return value
+
+
+def _cleaned_field(struct: Struct, name: str) -> Any:
+    value, where = getattr(struct, name), f"{type(struct).__name__}.{name}"
+    if isinstance(struct, Display) and name in ("data", "metadata"):
+        plain = {"text/plain": harmless_block} if name == "data" else {}
+        return value and {
+            form: plain[form](shown) if form in plain and isinstance(shown, str) else shown
+            for form, shown in value.items()
+        }
+    if where in _BLOCKS:
+        return _cleaned(value, harmless_block)
+    return _cleaned(value, _harmless_line if where in _COLOURED else _harmless_word)
+
+
+_event_of: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
+
+
+def event_of(packed: bytes) -> Event:
+    """Read an event, `cleaned`.
+
+    Raises:
+        msgspec.DecodeError: It is none.
+    """
+    return cleaned(_event_of(packed))
+
 
 of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
     reduce(or_, [*leaves(RankMessage), *leaves(StoreMessage)])
     | (Display | ClearOutput | Note | RankReport)
 ).decode
-"""Reads what a rank says."""
+"""Reads what a rank says; raises msgspec.DecodeError where it is no message, as `of_fetcher`."""
 
 of_fetcher: Callable[[bytes], Event | FetcherFailed] = msgspec.json.Decoder(
     FetcherStarted | FetcherReport | Note | FetcherFailed

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
-from taas_magic.display.log import harmless, rank_ranges
+from taas_magic.display.log import rank_ranges
 from taas_magic.errors import RankFailed, RunLost, RunTimeout, StoreError
 from taas_magic.messages import Failure, RunEnded
 
@@ -58,7 +58,7 @@ def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[st
         half = limit_lines // 2
         left_out = len(lines) - 2 * half
         lines = [*lines[:half], f"… [{left_out:,} lines left out]", *lines[-half:]]
-    return [cut(harmless(line)) for line in lines]
+    return [cut(line) for line in lines]
 
 
 def place(failure: Failure) -> str:
@@ -71,7 +71,7 @@ def place(failure: Failure) -> str:
 
 def cause(failure: Failure) -> str:
     """Say what happened, in one line without the place."""
-    message = cut(harmless(failure.message.strip()))
+    message = cut(failure.message.strip())
     first_line = message.partition("\n")[0]
     words = {
         "raised": failure.etype or "an exception",

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from taas_magic.config import size_text
 from taas_magic.display.failure import cut, headline, labelled, others
-from taas_magic.display.log import harmless, rank_ranges
+from taas_magic.display.log import rank_ranges
 from taas_magic.journal.analysis import Flow, LoaderFlow, advice
 from taas_magic.journal.folder import ENDED_STATES
 from taas_magic.messages import (
@@ -311,7 +311,7 @@ def duration(seconds: float, decimals: int = 0) -> str:
 
 def plain(progress: str) -> str:
     """Return a progress text without what a terminal obeys and without blanks around it."""
-    return cut(_COLOUR.sub("", harmless(progress)).strip(), WORDS_CHARS)
+    return cut(_COLOUR.sub("", progress).strip(), WORDS_CHARS)
 
 
 def shown_notes(state: RunState) -> list[str]:

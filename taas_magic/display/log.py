@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from taas_magic.config import size_text
 from taas_magic.host.output import LogBudget
-from taas_magic.messages import Lines, LinesDropped
+from taas_magic.messages import Lines, LinesDropped, harmless
 from taas_magic.plan import Plan
 
 HOLD_S = 0.005
@@ -208,16 +208,6 @@ DROPPED_NOTE_S = 1.0
 MAX_DROPPED_NOTE_S = 60.0
 TIMES = "\N{MULTIPLICATION SIGN}"
 
-# Sequences that a terminal obeys, but for colours: CSI, strings (OSC with hyperlinks and titles,
-# DCS, SOS, PM, APC), two-character escapes, and a control character alone.
-CONTROLS = re.compile(
-    r"\x1b\[[0-9;:?<=>!]*[ -/]*[@-ln-~]"
-    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
-    r"|\x1b[!-/]*[0-Z\\^-~]"
-    r"|\x1b(?!\[[0-9;:]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]"
-)
-COLOURS_END = ("\x1b[0m", "\x1b[m")
-
 
 class Rest:
     """What does not fit into the cell: counted, with its errors and its last lines."""
@@ -368,7 +358,7 @@ class LogText:
                 self.rest.take(prefix, texts, self._budget.errors(texts))
                 continue
             fit, errors = self._budget.split(texts)
-            self._pieces += [f"{prefix}{harmless(text)}\n" for text in fit]
+            self._pieces += [f"{prefix}{text}\n" for text in fit]
             if len(fit) < len(texts):
                 self.rest = Rest(self._plan.run_id)
                 self.rest.take(prefix, texts[len(fit) :], errors)
@@ -395,13 +385,5 @@ class LogText:
         self._note_pause_s = min(2 * self._note_pause_s, MAX_DROPPED_NOTE_S)
 
 
-def harmless(text: str) -> str:
-    """Return a line that only colours a terminal: other sequences are left out."""
-    if text.isprintable():
-        return text
-    text = CONTROLS.sub("", text)
-    return text if text.endswith(COLOURS_END) or "\x1b[" not in text else f"{text}\x1b[0m"
-
-
 def _short(line: str) -> str:
-    return harmless(line if len(line) <= LINE_CHARS else f"{line[:LINE_CHARS]}…")
+    return line if len(line) <= LINE_CHARS else harmless(f"{line[:LINE_CHARS]}…")

@@ -55,6 +55,7 @@ from taas_magic.farms.terms import (
 )
 from taas_magic.host.system import spawn_command
 from taas_magic.journal.folder import state_dir
+from taas_magic.messages import cleaned
 from taas_magic.notebook import launch, pools
 from taas_magic.plan import new_run_id
 from taas_magic.pool.client import disconnect
@@ -453,7 +454,7 @@ class Farm:
     def _failure(self, job: Job, error: BaseException) -> JobFailed:
         from distributed.scheduler import KilledWorker
 
-        ended = error.outcome if isinstance(error, JobEnded) else JobOutcome()
+        ended = cleaned(error.outcome) if isinstance(error, JobEnded) else JobOutcome()
         if isinstance(error, JobEnded):
             job.host = self.state.host_of(ended.node)
             head = f"job {job.name} on host {job.host}: {error}".removesuffix(": ")
@@ -478,7 +479,7 @@ class Farm:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as log:
                 log.write(said.lines)
-        self.state.take(said)
+        self.state.take(cleaned(said))
         if isinstance(said, NodeNews) and said.state == "given up" and not self.state.here:
             self._ended.put(said)  # what ends jobs may wait for this thread
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from taas_magic.display.head import FRAME, as_html, columns
-from taas_magic.display.log import harmless
 from taas_magic.farms.terms import CANCELLED, NODE_STATES, JobNews, NodeNews
 
 SHOWN_JOBS = 12
@@ -151,7 +150,7 @@ def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     order = {"running": 0, "failed": 1, "cancelled": 2, "done": 3, "queued": 4}
     jobs = sorted(reversed(list(state.jobs.values())), key=lambda job: order[job.state])
     found += [(job.name, job.state, job.host, job.last_line) for job in jobs[:SHOWN_JOBS]]
-    return [(name, kind, host, harmless(line)[:LINE_CHARS]) for name, kind, host, line in found]
+    return [(name, kind, host, line[:LINE_CHARS]) for name, kind, host, line in found]
 
 
 def bundle(state: FarmState) -> dict[str, str]:

@@ -571,7 +571,7 @@ class Pump:
         The notebook does not get it as lines: it is in the exception that it raises.
         """
         stream = self._logs[rank]
-        if stream.has_traceback:
+        if stream.has_traceback or message.is_logged:
             return
         stream.has_traceback = True
         self._read_all([stream])  # a thread of the rank may go on to write

@@ -25,7 +25,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
@@ -59,8 +59,10 @@ from taas_magic.messages import (
     RankFinished,
     RankHeld,
     RankLeft,
+    RankRaised,
     RankReport,
     RankReported,
+    RankShowed,
     RankSight,
     RankTouched,
     RankUp,
@@ -124,7 +126,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     try:
         _hold_to_store_rule(spec, link, rank)
     except Exception as error:  # what is not held runs nothing of the user's
-        tracebacks.send(link, error, traceback.format_exc())
+        tracebacks.send(link, tracebacks.failure_of(error, traceback.format_exc()))
         os._exit(1)
     with _feed(spec.share, rank) as fed:
         # it starts them; of the numbers of nested levels the first is that of a rank
@@ -348,7 +350,7 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
         install(loaded.modules)
         loaded.load_into(namespace)
     except Exception as error:
-        tracebacks.send(link, error)
+        tracebacks.send(link, tracebacks.failure_of(error))
         return False
     # made before the cell, which may change the environment
     sender = results.ResultSender(
@@ -356,26 +358,39 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     )
     signal.signal(signal.SIGINT, signal.default_int_handler)
     result = shell.run(loaded.cell, loaded.sources)
-    raised = result.error_before_exec or result.error_in_exec
-    if isinstance(raised, SystemExit) and not raised.code:
-        if link.is_own:  # fine if all ranks do, else a failure
-            link.send(RankLeft(tracebacks.frames(raised)))
-        raised = None
-    elif isinstance(raised, SystemExit | bdb.BdbQuit):  # IPython shows neither
-        if isinstance(raised, bdb.BdbQuit):  # a debugger that found its input at its end
-            raised.args = (_NO_DEBUGGER,)
-        tracebacks.send(link, raised)
+    failure = _failure(shell, result)
+    if failure is not None:
+        tracebacks.send(link, failure)
+    elif link.is_own and result.error_in_exec is not None:  # sys.exit(0)
+        # fine if all ranks do, else a failure
+        link.send(RankLeft(tracebacks.frames(result.error_in_exec)))
     if link.is_own and result.error_before_exec is None:
-        failed = raised is not None
+        failed = failure is not None
         try:
             sender.send(
                 shell.users_names(), spec.share.plan.out, value=shell.last_value, failed=failed
             )
         except KeyboardInterrupt:  # what has been sent is there
             return False
-    if link.is_own and raised is not None:
+    if link.is_own and failure is not None:
         link.send(RankReported())
-    return raised is None
+    return failure is None
+
+
+def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
+    """Return what the cell failed with: the first exception that IPython showed, in any nesting.
+
+    `%run`, `%time`, `%%capture` and `run_cell` catch what their code raises, and the cell goes on
+    and may end well.
+    """
+    raised = result.error_before_exec or result.error_in_exec
+    if shell.failure is not None or raised is None:
+        return shell.failure
+    if isinstance(raised, SystemExit) and not raised.code:
+        return None
+    if isinstance(raised, bdb.BdbQuit):  # a debugger that found its input at its end
+        raised.args = (_NO_DEBUGGER,)
+    return tracebacks.failure_of(raised)  # IPython shows no BdbQuit, and a user's handler may not
 
 
 def _end_program() -> None:
@@ -525,13 +540,16 @@ class _LinkDisplayPublisher(DisplayPublisher):
 
 
 class _LineShift(ast.NodeTransformer):
-    """Moves a cell down by the lines of its head, so that line numbers are the notebook's."""
+    """Moves the cell down by the lines of its head, so that line numbers are the notebook's.
 
-    def __init__(self, lines: int) -> None:
-        self._lines = lines
+    Code that the cell hands to IPython, by `%%capture` or `run_cell`, keeps its own line numbers.
+    """
+
+    def __init__(self, shell: "RankShell", lines: int) -> None:
+        self._shell, self._lines = shell, lines
 
     def visit(self, node: ast.AST) -> ast.AST:
-        return ast.increment_lineno(node, self._lines)
+        return node if self._shell.depth else ast.increment_lineno(node, self._lines)
 
 
 class RankShell(InteractiveShell):
@@ -539,12 +557,17 @@ class RankShell(InteractiveShell):
 
     Attributes:
         last_value: The value of the cell's last expression.
+        failure: The first exception that a plain cell would have shown; None while there is none.
+        depth: How many pieces of code run in one another: 1 in the cell, 2 in its `%%capture`.
         shows: Whether displays of this rank reach the notebook (rank 0's do).
     """
 
     link: Link | None = None
     shows = False
     last_value: Any = None
+    failure: RankRaised | None = None
+    depth = 0
+    _drawn = ""
     _at_start: Mapping[str, Any] = {}
     display_pub_class = AnyTrait(_LinkDisplayPublisher)
     displayhook_class = AnyTrait(_LinkDisplayHook)
@@ -589,7 +612,7 @@ class RankShell(InteractiveShell):
         sys.unraisablehook = tracebacks.print_unraisable
         # what IPython says of every SystemExit; a cell may end by one as a script may
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
-        self.ast_transformers.append(_LineShift(cell.lines_above))
+        self.ast_transformers.append(_LineShift(self, cell.lines_above))
         return self.run_cell(cell.source, store_history=False)
 
     def users_names(self) -> dict[str, Any]:
@@ -613,30 +636,55 @@ class RankShell(InteractiveShell):
                 Display(data=shown, metadata=metadata, display_id=display_id, update=update)
             )
 
-    def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Send the plain traceback at once, then IPython's.
+    async def run_code(self, *args: Any, **kwargs: Any) -> bool:
+        """Run code as IPython does; count how deep it is nested."""
+        self.depth += 1
+        try:
+            has_failed: bool = await super().run_code(*args, **kwargs)
+        finally:
+            self.depth -= 1
+        return has_failed
 
-        The first message leaves before IPython draws (which takes up to 0.1 s), because the order
-        in which ranks fail decides which failure is the first. It is whole: the rank may be ended
-        before the second. In the forkserver IPython draws, for what it imports (`prepare`), and
-        nothing is sent.
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Record an exception that IPython shows: the run has failed, also if the cell goes on.
+
+        The agent hears of it before IPython draws (which takes up to 0.1 s), because the order in
+        which ranks fail decides which failure is the first. If the exception ends the cell, the
+        message has the plain traceback: the rank may be ended before the drawing is done.
+        If the cell goes on, the traceback also goes to the log, as into a plain cell's output.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
-        if value is None or isinstance(value, SystemExit):
+        if self.link is None:  # in the forkserver IPython draws for what it imports (`prepare`)
+            super().showtraceback(exc_tuple, *args, **kwargs)
             return
-        if self.link is not None:
-            tracebacks.leave_out_ours(value)
-            tracebacks.send(self.link, value)
+        is_exit = isinstance(value, SystemExit)
+        if value is None or (isinstance(value, SystemExit) and not value.code):
+            return
+        ends_cell = not self.depth or (self.depth == 1 and kwargs.get("running_compiled_code"))
+        tracebacks.leave_out_ours(value)
+        shown = tracebacks.failure_of(value)
+        if ends_cell and self.link.is_own:
+            self.link.send(self.failure or shown)
+        elif self.link.is_own:
+            self.link.send(RankShowed())
         # of a group, IPython draws its own frames and not the parts; an error of ours draws itself
         is_plain = isinstance(value, SyntaxError | TaasError) or tracebacks.is_group(value)
-        if not is_plain and (self.link is None or self.link.is_own):
+        if not is_plain and not is_exit and self.link.is_own:
+            self._drawn = ""
             super().showtraceback((type(value), value, value.__traceback__), *args, **kwargs)
+            shown = tracebacks.failure_of(value, self._drawn) if self._drawn else shown
+        # `sys.exit(3)` of the cell and of its `%run` look the same here
+        if self.failure is not None or not (ends_cell or is_exit):
+            shown.is_logged = True
+            # not `sys.stderr`, which `%%capture` may have: it does not capture errors
+            if sys.__stderr__ is not None:
+                with suppress(ValueError):  # the cell has closed it
+                    sys.__stderr__.write("\n".join([*shown.traceback, ""]))
+        self.failure = self.failure or shown
 
     def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
-        """Send a syntax error as any other failure."""
-        self.showtraceback()
+        """Record a syntax error as any other failure."""
+        self.showtraceback(running_compiled_code=kwargs.get("running_compiled_code", False))
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
-        text = self.InteractiveTB.stb2text(stb) if stb else ""
-        if self.link is not None and etype is not SystemExit:
-            tracebacks.send(self.link, evalue, text)
+        self._drawn = self.InteractiveTB.stb2text(stb) if stb else ""

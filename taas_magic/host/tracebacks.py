@@ -56,17 +56,26 @@ def know(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
     return _labels
 
 
-def send(link: Link, error: BaseException, text: str | None = None) -> None:
-    """Send a failure to the agent, with its traceback as `text`; None draws the plain one."""
+def send(link: Link, failure: RankRaised) -> None:
+    """Send a failure to the agent; a child that the cell forked writes it to its standard error."""
+    if link.is_own:
+        link.send(failure)
+    elif not failure.is_logged:  # such a child fails for itself, as under torchrun
+        sys.stderr.write("\n".join([*failure.traceback, ""]))
+
+
+def failure_of(error: BaseException, text: str | None = None) -> RankRaised:
+    """Return an exception as what is sent of it.
+
+    Args:
+        text: Its traceback; None draws the plain one.
+    """
     try:
         text = plain(error) if text is None else text
     except Exception as broken:  # an exception's own __str__ or __repr__, or a deep recursion
         text = f"<the traceback could not be drawn: {type(broken).__name__}>"
-    if not link.is_own:  # a child that the cell forked fails for itself, as under torchrun
-        sys.stderr.write(text)
-        return
     lines = cut(text, TRACEBACK_LIMIT_CHARS).splitlines()
-    link.send(RankRaised(type(error).__name__, message_of(error), lines))
+    return RankRaised(type(error).__name__, message_of(error), lines)
 
 
 def plain(error: BaseException) -> str:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -31,6 +32,7 @@ from taas_magic.messages import (
     RankRaised,
     RankReport,
     RankReported,
+    RankShowed,
     RankSight,
     RankUp,
     StackFrame,
@@ -80,6 +82,8 @@ class RankState:
     """It has said that the cell ran to its end."""
     exitcode: int | None = None
     failed_at: float | None = None
+    showed_at: float | None = None
+    """When IPython first showed an exception after which the cell went on."""
     is_reporting: bool = False
     """It has said what it raised; IPython's drawing of it, and its results, have not come yet."""
     left_at: float | None = None
@@ -100,8 +104,9 @@ class RankState:
     process: psutil.Process | None = None
     is_up: bool = False
     """Whether it would hear an interrupt; not any more once it was sent one."""
+    started_at: float = 0.0
     kills: dict[str, int] = field(default_factory=dict)
-    """Counts of what the system killed for want of memory, as `oom_kills` found them."""
+    """What `oom_kills` returned when it started."""
     batches: dict[str, int] = field(default_factory=dict)
     """How many it was handed of each loader, as it last reported."""
 
@@ -193,7 +198,8 @@ def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
         failed += [rank for rank in ranks if rank.left_at is not None and rank not in failed]
 
     def order(rank: RankState) -> tuple[bool, float, int]:
-        times = [at for at in (rank.failed_at, rank.left_at, rank.stopped_at) if at is not None]
+        known = (rank.showed_at, rank.failed_at, rank.left_at, rank.stopped_at)
+        times = [at for at in known if at is not None]
         return is_consequence(rank.etype, rank.message), min(times), rank.rank
 
     return sorted(failed, key=order)
@@ -205,28 +211,76 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     return next(iter(own or failures), None)
 
 
-_CGROUPS, _VMSTAT = Path("/sys/fs/cgroup"), "/proc/vmstat"
+_CGROUPS, _KERNEL_LOG = Path("/sys/fs/cgroup"), Path("/dev/kmsg")
+_OOM_RECORD = re.compile(
+    rb"\d+,\d+,(?P<us>\d+),[^;]*;(?P<of_cgroup>Memory cgroup o|O)ut of memory.*: "
+    rb"Killed process (?P<pid>\d+)"
+)
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
+_RECORD_BYTES = 8192
+_LOG_SLACK_S = 1.0
+"""How far the clock of the kernel's log may be from the monotonic one."""
 
 
 def oom_kills(pid: int) -> dict[str, int]:
-    """Return the kill counts that concern a living process, by file: its cgroup's, the system's.
+    """Return how often the system has killed for want of memory in a process's cgroup, by file.
 
-    Empty where the kernel tells nothing.
+    The system counts a kill in the cgroup of the process that it killed, whatever had run out of
+    memory. Empty where it tells nothing.
     """
-    files = [Path(_VMSTAT), *_cgroup_files(pid)]
-    counts = {str(file): _count(file) for file in files}
+    counts = {str(file): _count(file) for file in _cgroup_files(pid)}
     return {name: count for name, count in counts.items() if count is not None}
 
 
-def oom_since(before: dict[str, int]) -> str:
-    """Say which memory ran out since `before`, a cgroup's before the system's; "" for none."""
-    for name in sorted(before, key=lambda name: name == _VMSTAT):
-        now = _count(Path(name))
-        if now is not None and now > before[name]:
-            of_system = "(the kernel's out-of-memory killer)"
-            where = of_system if name == _VMSTAT else f"of its cgroup ({Path(name).parent})"
-            return f"killed by the memory limit {where}"
-    return ""
+def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
+    """Return which memory ran out if a process was killed for that; "" if it was not.
+
+    The kernel's log names the process. Where the log cannot be read, a kill in the process's
+    cgroup counts.
+
+    Args:
+        started_at: When the process started, by the monotonic clock.
+        before: What `oom_kills` returned then.
+    """
+    grown = [name for name, count in before.items() if (_count(Path(name)) or 0) > count]
+    cgroup = f"the memory limit of its cgroup ({Path(grown[0]).parent})" if grown else ""
+    if (logged := _logged_kill(pid, started_at)) is None:
+        return f"probably killed by {cgroup}" if cgroup else ""
+    return {
+        "": "",
+        "cgroup": f"killed by {cgroup or 'the memory limit of its cgroup'}",
+        "machine": "killed by the kernel's out-of-memory killer: the host had no memory left",
+    }[logged]
+
+
+def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | None:
+    """Return whose memory ran out when the kernel killed a process: "cgroup", "machine", or "".
+
+    None where the log says nothing of this: nobody may read it, or it has other process numbers.
+    """
+    try:
+        if os.readlink("/proc/self/ns/pid") != _FIRST_PID_NAMESPACE:
+            return None
+        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    found = ""
+    with open(descriptor, "rb", buffering=0) as file:
+        while record := _record(file):
+            match = _OOM_RECORD.match(record)
+            since = (started_at - _LOG_SLACK_S) * 1e6
+            if match is not None and int(match["pid"]) == pid and int(match["us"]) >= since:
+                found = "machine" if match["of_cgroup"] == b"O" else "cgroup"
+    return found
+
+
+def _record(file: IO[bytes]) -> bytes:
+    """Return the next record of the kernel's log; b"" after the last one."""
+    while True:
+        try:
+            return file.read(_RECORD_BYTES) or b""
+        except BrokenPipeError:  # the record was overwritten; the next read has the one after it
+            continue
 
 
 def _cgroup_files(pid: int) -> list[Path]:
@@ -354,7 +408,8 @@ class Ranks:
         with self._lock:
             for rank, pid in pids.items():
                 state = self._states[rank]
-                state.pid, state.forward_at, state.kills = pid, time.monotonic(), oom_kills(pid)
+                state.pid, state.kills = pid, oom_kills(pid)
+                state.started_at = state.forward_at = time.monotonic()
                 with contextlib.suppress(psutil.NoSuchProcess):
                     state.process = psutil.Process(pid)
 
@@ -376,6 +431,8 @@ class Ranks:
                     state.is_reporting = True
                     state.etype, state.message = message.etype, message.message
                     state.traceback = message.traceback
+                case RankShowed():
+                    state.showed_at = state.showed_at or now
                 case RankLeft():
                     state.left_at, state.stack = now, message.stack
                 case RankReported():
@@ -411,7 +468,7 @@ class Ranks:
             if stack.exists():
                 state.stack = users_frames(stack.read_text(errors="replace")) or state.stack
             if exitcode == -signal.SIGKILL:
-                state.hint = oom_since(state.kills)
+                state.hint = out_of_memory(state.pid, state.started_at, state.kills)
 
     def poll(self, now: float) -> None:
         """Ask the system which ranks are stopped."""

@@ -30,11 +30,11 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from taas_magic.capture.modules import claim_taas, release_taas
 from taas_magic.config import LOCAL, Config, closest, load_config, size_text
 from taas_magic.display.head import columns, duration
-from taas_magic.display.log import harmless
 from taas_magic.errors import UsageError, interrupted
 from taas_magic.host.output import LineAssembler
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import ENDED_STATES, RunRecord
+from taas_magic.messages import harmless
 from taas_magic.notebook import flags
 from taas_magic.notebook.flags import (
     BY_NAME,

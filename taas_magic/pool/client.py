@@ -26,6 +26,7 @@ from taas_magic.messages import (
     Started,
     WaitForHosts,
     ask,
+    cleaned,
     event_of,
 )
 from taas_magic.plan import HostCapacity
@@ -230,7 +231,7 @@ class Pool:
     def _hear(self, beat: tuple[float, Sequence[str]]) -> None:
         self._heard_at = time.monotonic()
         for tell in list(self._waiting.values()):
-            tell(list(beat[1]))
+            tell(cleaned(list(beat[1])))
 
     def _on_event(self, pair: tuple[float, tuple[str, bytes]]) -> None:
         """Hand an event to who started its run; called in the thread of the Dask client."""

@@ -14,7 +14,7 @@ from taas_magic.display.failure import (
     to_exception,
 )
 from taas_magic.errors import RankFailed, RunLost, RunTimeout
-from taas_magic.messages import Failure, RunEnded
+from taas_magic.messages import Failure, RunEnded, cleaned
 from tests import events
 
 
@@ -100,7 +100,7 @@ def test_a_deep_recursion_keeps_both_ends() -> None:
 
 def test_what_a_rank_says_does_nothing_to_a_terminal_but_colour() -> None:
     evil = "\x1b]0;title\x07\x1b[31mred\x1b[0m\x1b[2J\x1bP1;x\x1b\\"
-    event = failure(message=evil, traceback=[evil], tail=[evil], how="exit")
+    event = cleaned(failure(message=evil, traceback=[evil], tail=[evil], how="exit"))
     assert headline(event).endswith(": \x1b[31mred\x1b[0m")
     assert details(event)[0] == "\x1b[31mred\x1b[0m"
     assert "    \x1b[31mred\x1b[0m" in details(event)

@@ -4,8 +4,8 @@ import pytest
 
 from taas_magic.config import size_text
 from taas_magic.display import log
-from taas_magic.display.log import HOLD_S, LogText, harmless
-from taas_magic.messages import Lines, LinesDropped
+from taas_magic.display.log import HOLD_S, LogText
+from taas_magic.messages import Lines, LinesDropped, harmless
 from tests.events import new_state
 
 

@@ -161,6 +161,25 @@ def test_out_of_memory_is_told_from_a_kill(notebook: Notebook, memory_limit: Pat
     assert "killed by the memory limit of its cgroup" in outcome.shown
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="a memory limit takes root")
+def test_a_kill_is_not_called_out_of_memory_because_of_a_stranger(
+    notebook: Notebook, memory_limit: Path
+) -> None:
+    """Another program is killed for want of memory while the rank runs; then a signal ends it."""
+    source = f"""
+import os, subprocess, sys
+enter = "import os; open({str(memory_limit / "cgroup.procs")!r}, 'w').write(str(os.getpid()))"
+grow = "grown = [bytearray(1 << 20) for _ in range(2000)]"
+print(subprocess.run([sys.executable, "-c", f"{{enter}}\\n{{grow}}"]).returncode)
+sys.stdout.flush()
+os.kill(os.getpid(), 9)
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.lines[0] == ["-9"]
+    assert first(outcome)["signal"] == "SIGKILL" and first(outcome)["message"] == ""
+    assert "memory" not in str(outcome.error)
+
+
 KILL_AGENT = """
 import os, psutil, time
 agent = psutil.Process(os.getppid()).parent()

@@ -1,9 +1,12 @@
 """The judgement of a host's ranks, situation by situation."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from taas_magic.host import watch
 from taas_magic.host.watch import (
     INTERRUPT_GRACE_S,
     LEFT_GRACE_S,
@@ -145,3 +148,43 @@ def test_the_first_failure_of_all_hosts() -> None:
     assert first_failure([echo, own]) == own
     assert first_failure([echo]) == echo
     assert first_failure([]) is None
+
+
+@pytest.mark.parametrize(
+    ("record", "found"),
+    [
+        (b"3,9,5000000,-;Memory cgroup out of memory: Killed process 7 (python) vm", "cgroup"),
+        (b"3,9,5000000,-;Out of memory: Killed process 7 (python) vm", "machine"),
+        (
+            b"3,9,5000000,-;Out of memory (oom_kill_allocating_task): Killed process 7",
+            "machine",
+        ),
+        (b"3,9,5000000,-;Memory cgroup out of memory: Killed process 77 (python) vm", ""),
+        (b"3,9,1000000,-;Out of memory: Killed process 7 (python), which had its number", ""),
+        (b"6,9,5000000,-;tasks state: Killed process 7", ""),
+    ],
+)
+def test_the_kernels_log_says_which_process_it_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: bytes, found: str
+) -> None:
+    (log := tmp_path / "kmsg").write_bytes(record)
+    namespace = os.readlink("/proc/self/ns/pid")
+    monkeypatch.setattr(watch, "_FIRST_PID_NAMESPACE", namespace)
+    assert watch._logged_kill(7, 4.0, log) == found
+    assert watch._logged_kill(7, 4.0, tmp_path / "none") is None
+    monkeypatch.setattr(watch, "_FIRST_PID_NAMESPACE", "another")
+    assert watch._logged_kill(7, 4.0, log) is None
+
+
+def test_a_kill_in_the_cgroup_counts_where_the_log_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (events := tmp_path / "memory.events").write_text("oom 3\noom_kill 3\n")
+    before = {str(events): 2}
+    monkeypatch.setattr(watch, "_logged_kill", lambda pid, started_at: None)
+    assert watch.out_of_memory(7, 0.0, before) == (
+        f"probably killed by the memory limit of its cgroup ({tmp_path})"
+    )
+    assert watch.out_of_memory(7, 0.0, {str(events): 3}) == ""
+    monkeypatch.setattr(watch, "_logged_kill", lambda pid, started_at: "")
+    assert watch.out_of_memory(7, 0.0, before) == ""

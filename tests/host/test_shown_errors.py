@@ -1,0 +1,92 @@
+"""What IPython catches and shows fails the run: `%run`, `%%capture`, `run_cell`, in any nesting."""
+
+import pytest
+
+from taas_magic.errors import RankFailed
+from tests.harness import ANSI, Notebook
+
+SCRIPT = "import sys\n\ndef work():\n    {}\n\nwork()\n"
+HERE = "import sys\nsys.path.insert(0, '')\n"
+GOES_ON = "\nprint('the cell goes on')\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "etype", "shown"),
+    [
+        ("%run raises.py", "ValueError", "raises.py"),
+        ("%run -i raises.py", "ValueError", "raises.py"),
+        ("%run -t raises.py", "ValueError", "raises.py"),
+        (HERE + "%run -m raises", "ValueError", "raises.py"),
+        ("%run leaves.py", "SystemExit", "SystemExit: 3"),
+        (HERE + "%run -m leaves", "SystemExit", "SystemExit: 3"),
+        ("%run broken.py", "SyntaxError", "broken.py"),
+        ("%run raises.ipynb", "ValueError", "bad"),
+        ("%time int('bad')", "ValueError", "int('bad')"),
+        ("get_ipython().run_cell('int(\"bad\")')", "ValueError", "bad"),
+        ("get_ipython().run_cell('1 +')", "SyntaxError", "1 +"),
+        ("get_ipython().run_cell('%run raises.py')", "ValueError", "raises.py"),
+        ("get_ipython().run_cell_magic('capture', '', '%run raises.py')", "ValueError", "raises"),
+        ("await get_ipython().run_cell_async('1 / 0', transformed_cell='1 / 0')", "Zero", "1 / 0"),
+        (
+            "class Broken:\n    def _repr_html_(self):\n        return 1 / 0\ndisplay(Broken())",
+            "ZeroDivisionError",
+            "1 / 0",
+        ),
+        ("%run raises.py\nint('worse')", "ValueError", "bad"),
+        ("%run raises.py\nimport sys\nsys.exit(0)", "ValueError", "bad"),
+    ],
+)
+def test_what_ipython_shows_fails_the_run(
+    notebook: Notebook, source: str, etype: str, shown: str
+) -> None:
+    _write_scripts(notebook)
+    outcome = notebook.run(source + GOES_ON, gpus=1)
+    assert isinstance(outcome.error, RankFailed)
+    assert outcome.run is not None and outcome.run.state == "FAILED"
+    assert outcome.error.etype.startswith(etype)
+    assert shown in outcome.shown
+    log = ANSI.sub("", outcome.run.logs(0))
+    assert shown in log
+    if "%run raises.py" in source or "run_cell" in source:
+        lines = outcome.lines[0]
+        ends = "worse" in source or "exit(0)" in source
+        assert ("the cell goes on" in lines) is not ends
+
+
+def test_a_captured_cell_that_fails_is_no_success(notebook: Notebook) -> None:
+    outcome = notebook.run("%%capture kept\nprint('captured')\nint('bad')", gpus=1)
+    assert isinstance(outcome.error, RankFailed) and "invalid literal" in outcome.shown
+
+
+def test_all_that_is_shown_is_in_the_log_and_the_first_is_the_cause(notebook: Notebook) -> None:
+    """With restarts, the ranks start again; a script that ends by `sys.exit(0)` has not failed."""
+    _write_scripts(notebook)
+    source = """
+import os
+%run fine.py
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "1":
+        %run raises.py
+        %time {}["worse"]
+    int("bad too") if os.environ["RANK"] == "0" else None
+"""
+    outcome = notebook.run(source, "--max-restarts 1")
+    assert outcome.error is None and outcome.run is not None
+    [restart] = outcome.of_kind("restart")
+    assert restart["failure"]["etype"] == "ValueError"
+    log = ANSI.sub("", outcome.run.logs(1))
+    assert "ValueError: bad\n" in log and "KeyError: 'worse'" in log and "raises.py" in log
+
+
+def _write_scripts(notebook: Notebook) -> None:
+    scripts = {
+        "raises.py": SCRIPT.format("raise ValueError('bad')"),
+        "leaves.py": SCRIPT.format("sys.exit(3)"),
+        "fine.py": SCRIPT.format("sys.exit(0)"),
+        "broken.py": "import sys\n1 +\n",
+        "raises.ipynb": """{"cells": [{"cell_type": "code", "execution_count": null, "id": "a",
+            "metadata": {}, "outputs": [], "source": ["raise ValueError('bad')"]}],
+            "metadata": {}, "nbformat": 4, "nbformat_minor": 5}""",
+    }
+    for name, text in scripts.items():
+        (notebook.project / name).write_text(text)
