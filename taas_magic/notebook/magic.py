@@ -390,6 +390,19 @@ def _down(words: Sequence[str], settings: Config) -> str:
     return f'Pool "{pool.name}" is down.'
 
 
+def _report(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook.report import write_report
+
+    run_id = _take("report", words)
+    record = journal.find(run_id) if run_id else next(journal.newest(), None)
+    name = f"taas-report-{record.run_id}.txt" if record else "taas-report.txt"
+    path = write_report(settings, record.path if record else None, Path(name))
+    return (
+        f"Wrote {path.resolve()}. It holds neither the cell nor variables, but error messages and "
+        "tracebacks quote some of both. Read the file before you send it."
+    )
+
+
 _COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], str]]] = {
     "status": ("status", "your newest runs, of any kernel", _status),
     "logs": (
@@ -410,6 +423,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], str]]] = 
     ),
     "warm": ("warm [POOL]", "make a pool ready, so that the next cell starts at once", _warm),
     "down": ("down [POOL]", "end a pool: its runs, its hosts, its process", _down),
+    "report": ("report [RUN]", "write a file for a bug report: versions, settings, logs", _report),
 }
 TaasMagics.run_line.__doc__ = "\n".join(
     [
@@ -499,7 +513,7 @@ def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
         return _beginning(word, known.pools() if before[-1] == "--check" else ["--check"])
     if before[0] == "logs":
         return _beginning(word, [*known.runs(), "--rank"])
-    return _beginning(word, known.runs() if before[0] in ("stop", "stacks") else ())
+    return _beginning(word, known.runs() if before[0] in ("stop", "stacks", "report") else ())
 
 
 def _beginning(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:

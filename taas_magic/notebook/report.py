@@ -1,0 +1,104 @@
+"""`%taas report`: one text file with what somebody needs to understand a problem.
+
+It holds versions, settings without secrets, the first events of a run, and the end of each pool's
+log. It holds neither the cell nor the values of variables, but error messages may quote both.
+"""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from taas_magic import messages, probe
+from taas_magic.config import Config, PoolConfig
+from taas_magic.engines.base import LOG, log_tail
+from taas_magic.errors import UsageError, reason_of
+from taas_magic.journal.folder import RunFolder
+from taas_magic.notebook import pools
+
+PACKAGES = (
+    *("taas-magic", "torch", "distributed", "dask", "dask-jobqueue", "ipykernel", "ipython"),
+    *("jupyterlab", "notebook", "nbclient", "cloudpickle", "paramiko", "msgspec", "numpy"),
+    *("accelerate", "lightning", "transformers", "flwr"),
+)
+"""Packages whose versions the report lists, where they are installed."""
+
+FIRST_EVENTS = 200
+"""Number of events of the run's journal that the report holds, without lines of output."""
+
+_OUTPUT = (messages.Lines, messages.Display, messages.Progress, messages.ClearOutput)
+
+
+def write_report(config: Config, run: Path | None, target: Path) -> Path:
+    """Write the report and return its path. Runs in the kernel; reads files only.
+
+    Args:
+        config: The settings of taas.toml.
+        run: The folder of the run that the report is about; None leaves that part out.
+        target: The file to write; it is readable by the user alone.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    text = "\n".join([*_system(), *_settings(config), *_run(run), *_pool_logs(config)]) + "\n"
+    try:
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(messages.escaped(text))
+    except OSError as error:
+        raise UsageError(f"%taas report: cannot write {target}: {reason_of(error)}") from error
+    return target
+
+
+def _system() -> Iterator[str]:
+    yield f"# taas-magic report, {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
+    yield "# Read it before you send it: error messages may quote your code and data."
+    yield "\n## System"
+    yield f"Python {platform.python_version()} ({sys.executable})"
+    yield f"{platform.platform()}, {probe.cores()} cores, {probe.count_gpus()} GPUs"
+    for name in PACKAGES:
+        if found := probe.version(name):
+            yield f"{name} {found}"
+    # Values may be secrets; names show what was set.
+    yield "TAAS_ variables: " + (
+        ", ".join(sorted(n for n in os.environ if n[:5] == "TAAS_")) or "none"
+    )
+
+
+def _settings(config: Config) -> Iterator[str]:
+    yield f"\n## Settings ({config.source or 'there is no taas.toml'})"
+    for table in ("store", "capture", "runs", "data"):
+        yield f"[{table}] {_text(getattr(config, table))}"
+    for name, pool in config.pools.items():
+        yield f'[pools."{name}"] {_text(_without_secrets(pool))}'
+
+
+def _without_secrets(pool: PoolConfig) -> PoolConfig:
+    """Return a pool's settings with only the names of its `options`, whose values may be keys."""
+    return msgspec.structs.replace(pool, options=dict.fromkeys(pool.options, "…"))
+
+
+def _text(settings: msgspec.Struct) -> str:
+    return msgspec.json.encode(settings).decode()
+
+
+def _run(run: Path | None) -> Iterator[str]:
+    if run is None:
+        return
+    yield f"\n## Run {run.name}"
+    told = (event for event in RunFolder(run).read_events() if not isinstance(event, _OUTPUT))
+    for event in islice(told, FIRST_EVENTS):
+        yield messages.encode(event).decode("utf-8", "replace")
+
+
+def _pool_logs(config: Config) -> Iterator[str]:
+    for name in config.pools:
+        log = pools.named(name, config).process.folder / LOG
+        if log.exists():
+            yield f'\n## The end of the log of pool "{name}"'
+            yield log_tail(log)
