@@ -59,6 +59,7 @@ _Engine = Annotated[
 _Role = Annotated[Literal["ranks", "data"], Meta(description='"ranks" or "data"')]
 _Network = Annotated[Literal["shared", "private"], Meta(description='"shared" or "private"')]
 _Over = Annotated[Literal["wait", "spill"], Meta(description='"wait" or "spill"')]
+_Bool = Annotated[bool, Meta(description="true or false")]
 _Options = Annotated[Mapping[str, Any], Meta(description="a table")]
 
 
@@ -80,6 +81,7 @@ class PoolConfig(Struct, frozen=True):
         lease_s: Seconds without a word from the pool after which a host ends what it runs.
         start_timeout_s: Seconds that a host may take to come up.
         preload: Modules that ranks find imported, besides torch and IPython.
+        trusted: Whether its hosts may return what runs code in the kernel or in the browser.
         options: Handed to the engine as they are.
     """
 
@@ -97,6 +99,7 @@ class PoolConfig(Struct, frozen=True):
     lease_s: _Seconds = 8.0
     start_timeout_s: _Seconds = 120.0
     preload: _Modules = ()
+    trusted: _Bool = True
     options: _Options = {}
 
 

@@ -376,6 +376,7 @@ class RunEnded(Event, tag="ended", kw_only=True):
         failures: Of all hosts, causes before consequences.
         first: The one to blame.
         why: Where the run could not report its own end.
+        attempt: The last attempt, whose results count.
     """
 
     state: str
@@ -383,6 +384,7 @@ class RunEnded(Event, tag="ended", kw_only=True):
     first: Failure | None = None
     elapsed_s: float | None = None
     why: str = ""
+    attempt: int = 0
 
 
 class FetcherFailed(Struct, tag_field="kind", tag="fetcher_failed"):

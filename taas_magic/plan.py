@@ -229,7 +229,11 @@ class Room(Struct, frozen=True):
 
 
 class Plan(RunOptions, frozen=True, kw_only=True):
-    """One run, decided."""
+    """One run, decided.
+
+    Attributes:
+        trusted: Whether the pool is; see `PoolConfig`.
+    """
 
     run_id: str
     world_size: int
@@ -239,6 +243,12 @@ class Plan(RunOptions, frozen=True, kw_only=True):
     store: StoreRule | None = None
     data: DataPlan | None = None
     room: Room | None = None
+    trusted: bool = True
+
+    @property
+    def untrusted_pool(self) -> str:
+        """The pool, if it is not trusted; else ""."""
+        return "" if self.trusted else self.pool
 
 
 LAST = -1
@@ -270,6 +280,15 @@ def is_from(text: str, rank: int, world_size: int) -> bool:
     """Return whether this rank sends the value of a name of `--out`."""
     wanted = split_name(text)[1]
     return rank == (world_size - 1 if wanted == LAST else wanted)
+
+
+def senders(out: Sequence[str], world_size: int) -> frozenset[int]:
+    """Return the ranks that may send results: rank 0, and those that `--out` names."""
+    return frozenset(
+        rank
+        for rank in range(world_size)
+        if rank == 0 or any(is_from(text, rank, world_size) for text in out)
+    )
 
 
 NO_GPU = "No GPU found"

@@ -75,7 +75,12 @@ class Archive:
     meta: bytes
     mapped: mmap.mmap
     pickle_at: int
+    pickle_bytes: int
     buffers: Sequence[memoryview]
+
+    def pickle(self) -> bytes:
+        """Return the pickle, or the table of plain data that stands in its place."""
+        return bytes(memoryview(self.mapped)[self.pickle_at : self.pickle_at + self.pickle_bytes])
 
     def stream(self) -> mmap.mmap:
         """Return the mapping, placed at the pickle's first byte, to unpickle from."""
@@ -117,7 +122,8 @@ def read_archive(path: Path) -> Archive:
     if mapped is None or not spans or spans[-1].stop > len(mapped):
         raise CaptureError(f"{path} is not a whole payload; run the cell again")
     view, (meta, pickled, *buffers) = memoryview(mapped), spans
-    return Archive(bytes(view[meta]), mapped, pickled.start, [view[span] for span in buffers])
+    apart = [view[span] for span in buffers]
+    return Archive(bytes(view[meta]), mapped, pickled.start, pickled.stop - pickled.start, apart)
 
 
 def _spans(mapped: mmap.mmap) -> Iterator[slice]:

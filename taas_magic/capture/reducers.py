@@ -254,7 +254,7 @@ def _reduce_untyped(storage: "torch.UntypedStorage", seen: Storages) -> Reduced:
         return _same, (first,)
     device = storage.device.type
     held = storage if device == "cpu" else storage.cpu()  # type: ignore[no-untyped-call]
-    return rebuild_untyped, (PickleBuffer(_bytes_of(held)), device)
+    return rebuild_untyped, (PickleBuffer(bytes_of_storage(held)), device)
 
 
 def _reduce_typed(storage: "torch.TypedStorage", seen: Storages) -> Reduced:
@@ -374,7 +374,13 @@ def torch_reducers(seen: Storages) -> dict[type, Callable[[Any], Any] | None]:
     }
 
 
-def _bytes_of(storage: "torch.UntypedStorage") -> Any:
+def storage_id(storage: "torch.UntypedStorage") -> int:
+    """Return the identity of a storage: torch may show one storage as several objects."""
+    return int(storage._cdata)
+
+
+def bytes_of_storage(storage: "torch.UntypedStorage") -> Any:
+    """Return the memory of a storage on the CPU, as a buffer that keeps the storage alive."""
     array = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
     array._storage = storage  # type: ignore[attr-defined]  # keeps the memory alive
     return array
@@ -404,11 +410,21 @@ def project_home() -> str:
 
 def reduce_path(path: PurePath) -> tuple[Any, ...]:
     """Reduce a path; one in the project becomes that of the loading host's copy."""
-    return _path, (type(path), _moved(str(path), _COPY, _HOME))
+    return _path, (type(path), path_to_home(str(path)))
 
 
 def _path(kind: type[PurePath], text: str) -> PurePath:
-    return kind(_moved(text, _HOME, _COPY))
+    return kind(path_from_home(text))
+
+
+def path_to_home(path: str) -> str:
+    """Return a path of this process as the notebook's machine has it."""
+    return _moved(path, _COPY, _HOME)
+
+
+def path_from_home(path: str) -> str:
+    """Return a path of the notebook's machine as this process has it."""
+    return _moved(path, _HOME, _COPY)
 
 
 def reduce_directory_store(store: Any) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.display_functions import clear_output, publish_display_data
 from IPython.core.getipython import get_ipython
+from msgspec import structs
 
 from taas_magic.display import head
 from taas_magic.display.failure import headline
@@ -211,12 +212,22 @@ HEAD_GAP_S = 0.1
 HEAD_TICK_S = 1.0
 """While a run goes on and nothing happens, its elapsed time changes this often."""
 
+DATA_TYPES = frozenset({"text/plain", "image/png", "image/jpeg"})
+"""Media types that a browser shows without running anything of theirs."""
+
 WRITE_GAP_S = 0.003
 """Jupyter's server stops the output of a kernel that sends 1,000 messages a second."""
 
 FULL_CELL_GAP_S = 1.0
 """The more a cell holds, the longer a browser takes to add to it. A full one is written to at most
 so often, and an emptier one in proportion."""
+
+
+def _as_data(event: Display) -> Display:
+    """Return a display without what a browser would run."""
+    kept = {kind: held for kind, held in event.data.items() if kind in DATA_TYPES}
+    data = kept or {"text/plain": "(a display of an untrusted pool, without a text or picture)"}
+    return structs.replace(event, data=data, metadata=None)
 
 
 class View:
@@ -268,7 +279,7 @@ class View:
             case Display(rank=0):
                 self._log.flush()
                 self._write(now)
-                self._screen.display(event)
+                self._screen.display(event if self._state.plan.trusted else _as_data(event))
             case ClearOutput(rank=0):
                 self._log.flush()
                 self._write(now)

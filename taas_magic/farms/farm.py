@@ -603,7 +603,7 @@ def farm(
         nodes: Hosts: at least and at most, or how many; left out, as many as jobs need.
 
     Raises:
-        UsageError: The pool has no such hosts; the message says what it has.
+        UsageError: The pool has no such hosts, or is not trusted; the message says more.
         PoolError: The farm's process did not start.
     """
     shell = get_ipython()
@@ -614,6 +614,11 @@ def farm(
     most = sum(config.pool(name).max_hosts for name in names)
     least, most = _bounds(nodes, most)
     for name in names:
+        if not config.pool(name).trusted:
+            raise UsageError(
+                f"pool {name!r} is not trusted, and a farm unpickles what its hosts send: set "
+                "trusted = true for it in taas.toml, or use %%taas"
+            )
         offers = pools.named(name, config).capacity()
         if gpus < 0 or gpus > offers.gpus:
             raise UsageError(f"gpus=0 to {offers.gpus} in pool {name!r}; got {gpus}")

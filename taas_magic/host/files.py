@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,9 +49,33 @@ _T = TypeVar("_T")
 LOG_BYTES = 64 << 20
 """Of a log, what goes back at most: its end."""
 
-_OF_RANK = re.compile(r"results/\d+-(\d+)-\d+|logs/rank-(\d+)\.log|data/ledger/ledger-\d+-(\d+)")
-_OF_FETCHER = re.compile(r"logs/fetcher-(\d+)\.log")
+_RESULT = re.compile(r"results/(\d+)-(\d+)-\d+", re.ASCII)
+_OF_RANK = re.compile(r"logs/rank-(\d+)\.log|data/ledger/ledger-\d+-(\d+)", re.ASCII)
+_OF_FETCHER = re.compile(r"logs/fetcher-(\d+)\.log", re.ASCII)
 _NAMED_AT_MOST = 5
+
+
+@dataclass(frozen=True)
+class OwnedFiles:
+    """Which files of a run's folder a host may write.
+
+    Attributes:
+        numbers: Its ranks, or its fetchers.
+        attempt: The run's attempt; results of earlier ones are not wanted any more.
+        senders: Ranks that may send results.
+    """
+
+    numbers: Collection[int]
+    attempt: int
+    senders: Collection[int]
+
+    def has(self, name: str, fetches: bool) -> bool:
+        """Return whether the host may write the file of that name."""
+        if not fetches and (result := _RESULT.fullmatch(name)) is not None:
+            attempt, rank = int(result[1]), int(result[2])
+            return attempt == self.attempt and rank in self.numbers and rank in self.senders
+        found = (_OF_FETCHER if fetches else _OF_RANK).fullmatch(name)
+        return found is not None and int(next(filter(None, found.groups()))) in self.numbers
 
 
 class RunFolderCopy:
@@ -59,12 +84,14 @@ class RunFolderCopy:
     def __init__(self, spec: HostSpec, ask: Ask, cache: Path) -> None:
         self._ask, self._pace = ask, Pace()
         self._folder = RunFolder(cache / spec.plan.run_id)
+        self._attempt = spec.attempt
         self.close()
         (self._folder.path / "logs").mkdir(mode=0o700, parents=True)
         self._folder.path.chmod(0o700)
 
     def local(self, spec: HostSpec) -> HostSpec:
         """Return the share with this host's paths; also that of a later attempt."""
+        self._attempt = spec.attempt
         return structs.replace(spec, run_dir=str(self._folder.path), home_dir=spec.run_dir)
 
     def bring_in(self, is_wanted: Callable[[], bool]) -> bool:
@@ -87,8 +114,11 @@ class RunFolderCopy:
         found = [path for path in folders if path.exists()]
         files = [file for folder in found for file in sorted(folder.iterdir()) if file.is_file()]
         for path in files:
-            if not path.name.startswith("."):  # what a rank that was ended had not finished
-                self._send(path, path.relative_to(base).as_posix())
+            result = _RESULT.fullmatch(name := path.relative_to(base).as_posix())
+            is_old = result is not None and int(result[1]) != self._attempt
+            # a hidden one is what a rank that was ended had not finished
+            if not path.name.startswith(".") and not is_old:
+                self._send(path, name)
 
     def close(self) -> None:
         """Remove it."""
@@ -344,18 +374,15 @@ class FileServer:
         self._desk: Desk | None = None
         self._is_closed = False
 
-    async def answer(self, host_rank: int, numbers: Collection[int], asked: FileRequest[_T]) -> _T:
+    async def answer(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[_T]) -> _T:
         """Answer a host.
-
-        Args:
-            numbers: Its ranks, or fetchers, whose files it may bring.
 
         Raises:
             ProtocolError: It cannot be asked, or not by this host.
             StoreError: The store is too much to travel.
         """
         if isinstance(asked, ListRunFiles | ReadRunFile | WriteRunFile):
-            return await asyncio.to_thread(self.answer_of_folder, host_rank, numbers, asked)
+            return await asyncio.to_thread(self.answer_of_folder, host_rank, owned, asked)
         if self._is_closed or self._spec.plan.store is None:
             raise ProtocolError("the run has no project store (any more)")
         loop = asyncio.get_running_loop()
@@ -370,9 +397,7 @@ class FileServer:
             await loop.run_in_executor(self._thread, self._desk.close)
         self._thread.shutdown(wait=False)
 
-    def answer_of_folder(
-        self, host_rank: int, numbers: Collection[int], asked: FileRequest[Any]
-    ) -> Any:
+    def answer_of_folder(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[Any]) -> Any:
         """Answer what is asked of the run's folder; blocks, any thread may call it.
 
         Raises:
@@ -384,8 +409,7 @@ class FileServer:
             case ReadRunFile():
                 return self._read(asked)
             case WriteRunFile():
-                found = (_OF_FETCHER if self._spec.fetches else _OF_RANK).fullmatch(asked.name)
-                if found is None or int(next(filter(None, found.groups()))) not in numbers:
+                if not owned.has(asked.name, self._spec.fetches):
                     what = f"brought {asked.name!r} for its folder"
                     raise ProtocolError(f"host {host_rank} of the run {what}")
                 return self._write(host_rank, asked)

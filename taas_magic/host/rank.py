@@ -354,7 +354,10 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
         return False
     # made before the cell, which may change the environment
     sender = results.ResultSender(
-        folder.results, os.environ, lambda text: link.send(Note(text=text))
+        folder.results,
+        os.environ,
+        lambda text: link.send(Note(text=text)),
+        spec.share.plan.untrusted_pool,
     )
     signal.signal(signal.SIGINT, signal.default_int_handler)
     result = shell.run(loaded.cell, loaded.sources)

@@ -2,9 +2,12 @@
 
     <run folder>/results/<attempt>-<rank>-<number>     an archive of one value
 
-Each value is pickled, sent and loaded for itself, so that one that cannot come loses no other.
+Each value is written, sent and loaded for itself, so that one that cannot come loses no other.
 Values that share something (an optimizer has the parameters of its model) go together, in one
 file, and share it in the notebook as well.
+
+Plain data (`capture/plain.py`) are read without running code. Anything else is pickled, and a
+pickle runs what its sender likes: the notebook loads one only from a pool that is trusted.
 """
 
 import re
@@ -21,9 +24,10 @@ from msgspec import Struct
 from taas_magic.capture import pickling
 from taas_magic.capture.culprit import culprit, refusal, type_name
 from taas_magic.capture.pickling import Pickled, ValuePickler
-from taas_magic.host.spec import VALUE
+from taas_magic.capture.plain import PlainWriter, read_plain
+from taas_magic.host.spec import HOST, VALUE
 from taas_magic.messages import unpack
-from taas_magic.plan import LAST, is_from, name_of, split_name
+from taas_magic.plan import is_from, name_of
 
 _ERROR_CHARS = 300
 _LISTED = 12
@@ -50,29 +54,63 @@ class Received:
 
 
 class Brought(Struct):
-    """What one file of results has: names of values, and why others could not come."""
+    """What one file of results holds.
+
+    Attributes:
+        names: Names of its values.
+        missing: Names of values that could not be written, each with the reason.
+        is_plain: Whether the values are plain data, and not a pickle.
+    """
 
     names: list[str] = []
     missing: dict[str, str] = {}
+    is_plain: bool = False
 
 
-def receive(folder: Path, out: Sequence[str]) -> Received:
-    """Load what came, each file for itself; called in the kernel.
+@dataclass(frozen=True)
+class Sources:
+    """Which results of a run the kernel accepts.
+
+    Attributes:
+        attempt: The run's last attempt; results of earlier ones are ignored.
+        world_size: Its number of ranks.
+        untrusted_pool: The pool, if pickles from it are refused; "" if they are loaded.
+    """
+
+    attempt: int
+    world_size: int
+    untrusted_pool: str = ""
+
+
+def _refusal(where: str, pool: str) -> str:
+    """Return why a value that is no plain data is not loaded, and what the user can do."""
+    return (
+        f'loading it would run code from {where}, and pool "{pool}" is not trusted. Return plain '
+        "data (tensors, arrays, numbers, texts, and containers of them, such as "
+        "model.state_dict()), or set trusted = true for the pool in taas.toml"
+    )
+
+
+def receive(folder: Path, out: Sequence[str], sources: Sources) -> Received:
+    """Load the results of a run, each file for itself; called in the kernel.
+
+    A rank's file is read for the names that were asked of that rank, and for no other. Rank 0 also
+    gathers sharded models, whichever rank they were asked of.
 
     Args:
         folder: `RunFolder.results`.
-        out: As `--out` has them; nothing else is taken.
+        out: As `--out` has them.
     """
-    # those of the newest attempt that left any; unfinished ones have no such name
     named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*"))
     found = sorted((int(it[1]), int(it[2]), path) for it, path in named if it is not None)
     received = Received()
     for attempt, rank, path in found:
-        if attempt == found[-1][0]:
-            # a value may be a rank's own, or rank 0's, which gathers models
-            whose = {text: split_name(text)[1] for text in out}
-            theirs = [it for it in out if rank == 0 or whose[it] in (rank, LAST)]
-            _load(path, received, {name_of(text) for text in theirs})
+        if attempt != sources.attempt or not rank < sources.world_size:
+            continue
+        theirs = [it for it in out if rank == 0 or is_from(it, rank, sources.world_size)]
+        expected = {name_of(text) for text in theirs} | ({VALUE} if rank == 0 else set())
+        if expected:
+            _load(path, rank, received, expected, sources)
     names = [name_of(text) for text in out]
     missing = [name for name in names if name not in received.values]
     return Received(
@@ -81,17 +119,27 @@ def receive(folder: Path, out: Sequence[str]) -> Received:
     )
 
 
-def _load(path: Path, received: Received, expected: Collection[str]) -> None:
+def _load(
+    path: Path, rank: int, received: Received, expected: Collection[str], sources: Sources
+) -> None:
     names: list[str] = []
     try:
         mapped = pickling.read_archive(path)
         about = unpack(mapped.meta, Brought)
         missing = about.missing
         received.missing |= {name: missing[name] for name in expected if name in missing}
-        names = [name for name in about.names if name in {VALUE, *expected}]
-        if names:
+        names = [name for name in about.names if name in expected]
+        if not names:
+            return
+        if about.is_plain:
+            loaded = read_plain(mapped.pickle(), mapped.buffers)
+        elif sources.untrusted_pool:
+            why = _refusal(f"rank {rank}", sources.untrusted_pool)
+            received.missing |= {name: why for name in names if name != VALUE}
+            return
+        else:
             loaded = pickling.loads(mapped.stream(), mapped.buffers)
-            received.values |= {name: loaded[name] for name in names}
+        received.values |= {name: loaded[name] for name in names}
     except Exception as error:  # what unpickling runs is the user's: anything may be raised
         why = f"it came, but loading it in the notebook raised {_said(error)}"
         received.missing |= {name: why for name in names if name != VALUE}
@@ -121,8 +169,8 @@ class _ResultPickler(ValuePickler):
             raise TypeError(f"this rank has only its part of a {type(obj).__name__}")
         return super().reducer_override(obj)
 
-    def shareable(self) -> set[int]:
-        """Return identities of what was pickled and would be seen to be two things if it were."""
+    def shared_ids(self) -> set[int]:
+        """Return identities of objects and storages that must not be pickled twice."""
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
         return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
 
@@ -137,12 +185,18 @@ class ResultSender:
     Args:
         folder: `RunFolder.results`.
         environ: torchrun's variables of the rank.
+        untrusted_pool: The pool, if the notebook takes plain data alone from it; else "".
     """
 
     def __init__(
-        self, folder: Path, environ: Mapping[str, str], note: Callable[[str], None]
+        self,
+        folder: Path,
+        environ: Mapping[str, str],
+        note: Callable[[str], None],
+        untrusted_pool: str = "",
     ) -> None:
-        self._folder, self._note = folder, note
+        self._folder, self._note, self._untrusted_pool = folder, note, untrusted_pool
+        self._host = environ.get(HOST, "?")
         self._rank, self._world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         self._attempt = environ["TORCHELASTIC_RESTART_COUNT"]
         self._failed = False
@@ -201,25 +255,35 @@ class ResultSender:
                 self._note(f"--out {name} does not come: {why}")
 
     def _put(self, values: Mapping[str, Any]) -> None:
-        """Pickle and write values; what cannot be is missed."""
-        picklers: dict[str, _ResultPickler] = {}
+        """Write values; record those that cannot be written as missing."""
+        shared_ids: dict[str, set[int]] = {}
         for name, value in values.items():
             pickler = _ResultPickler()
             try:
-                pickler.add({name: value})
+                plain = _as_plain({name: value})
+                if plain is None and self._untrusted_pool:
+                    self._miss(name, _refusal(f"host {self._host}", self._untrusted_pool))
+                    continue
+                if plain is None:
+                    pickler.add({name: value})
             except Exception as error:  # pickling runs the user's code: anything may be raised
                 self._miss(name, _unpicklable(name, value, pickler, error))
             else:
-                picklers[name] = pickler
-        for names in _groups(picklers):
-            self._put_group({name: values[name] for name in names}, picklers[names[0]])
+                shared_ids[name] = (plain or pickler).shared_ids()
+        for names in _groups(shared_ids):
+            self._put_group({name: values[name] for name in names})
 
-    def _put_group(self, values: Mapping[str, Any], pickler: _ResultPickler) -> None:
+    def _put_group(self, values: Mapping[str, Any]) -> None:
+        """Write values that share something as one file."""
+        pickler = _ResultPickler()
         try:
-            if len(values) > 1:
-                pickler = _ResultPickler()
+            plain = _as_plain(dict(values))
+            if plain is not None:
+                written = Pickled(plain.data, tuple(plain.buffers))
+            else:
                 pickler.add(dict(values))
-            self._write(pickler.pickled(), Brought(names=list(values)))
+                written = pickler.pickled()
+            self._write(written, Brought(names=list(values), is_plain=plain is not None))
         except Exception as error:  # the disk is full, or pickling it again runs other code
             for name in values:
                 self._miss(name, f"writing it raised {_said(error)}")
@@ -321,11 +385,21 @@ def _is_mutable(value: Any) -> bool:
     return bool(type(value).__dictoffset__)
 
 
-def _groups(picklers: Mapping[str, _ResultPickler]) -> list[list[str]]:
+def _as_plain(values: dict[str, Any]) -> PlainWriter | None:
+    """Return values as plain data; None if one of them is not."""
+    writer = PlainWriter()
+    try:
+        writer.add(values)
+    except Exception:  # NotPlainError, or a tensor that has no memory: pickle says what it is
+        return None
+    return writer
+
+
+def _groups(shared_ids: Mapping[str, set[int]]) -> list[list[str]]:
     """Return the names, those together whose values share something."""
     groups: list[tuple[set[int], list[str]]] = []
-    for name, pickler in picklers.items():
-        held, names = pickler.shareable(), [name]
+    for name, own_ids in shared_ids.items():
+        held, names = own_ids, [name]
         for group in [group for group in groups if group[0] & held]:
             groups.remove(group)
             held, names = held | group[0], [*group[1], *names]

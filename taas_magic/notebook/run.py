@@ -346,8 +346,9 @@ class Run(RunFiles):
         missing: Names of `--out` that did not come, each with the reason.
     """
 
-    def __init__(self, head: RunState, labels: Mapping[str, str]) -> None:
+    def __init__(self, head: RunState, labels: Mapping[str, str], is_trusted: bool = True) -> None:
         self._labels, self.head = labels, head
+        self._untrusted_pool = "" if is_trusted else head.plan.pool
         self.plan = plan = head.plan
         self.run_id, self.name, self.world_size = plan.run_id, plan.name, plan.world_size
         self.path, self.failed_rank = head.run_dir, None
@@ -510,7 +511,11 @@ class Run(RunFiles):
             )
 
     def _bring_results(self, namespace: dict[str, Any]) -> None:
-        received = results.receive(self._folder.results, self.plan.out)
+        assert self._ended is not None
+        sources = results.Sources(
+            self._ended.attempt, self.head.world_size, self.plan.untrusted_pool
+        )
+        received = results.receive(self._folder.results, self.plan.out, sources)
         self.result = received.values.pop(VALUE, None)
         self.out, self.missing = received.values, received.missing
         namespace.update(self.out)
@@ -571,7 +576,8 @@ class Run(RunFiles):
     def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
         """Conclude what cannot report its own end; in the journal, unless its pool goes on."""
         elapsed_s = self.head.elapsed(time.monotonic())
-        ended = RunEnded(state=state, elapsed_s=elapsed_s, why=why)
+        attempt = self.head.restarts
+        ended = RunEnded(state=state, elapsed_s=elapsed_s, why=why, attempt=attempt)
         if in_journal:
             writer = journal.Writer(self._folder)
             writer.append(ended)

@@ -434,7 +434,8 @@ async def _end_of(run: PoolRun) -> RunEnded:
     except Exception as error:
         _log.exception("run %s", run.run_id)
         await run.halt("kill")
-        return RunEnded(state="LOST", why=f"its pool failed: {error!r}; the pool's log has more")
+        why = f"its pool failed: {error!r}; the pool's log has more"
+        return RunEnded(state="LOST", why=why, attempt=run.attempt)
 
 
 async def _own_store(until_end: contextlib.AsyncExitStack, plan: Plan) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from msgspec import UNSET, structs
 
 from taas_magic.errors import PoolError, ProtocolError
-from taas_magic.host.files import FileServer
+from taas_magic.host.files import FileServer, OwnedFiles
 from taas_magic.host.spec import HostSpec, StartShare, never_started, of_host
 from taas_magic.host.system import LOOPBACK
 from taas_magic.host.watch import HALT_S, LEFT_GRACE_S, first_failure, host_failure
@@ -48,7 +48,7 @@ from taas_magic.messages import (
     Settled,
     StateChanged,
 )
-from taas_magic.plan import DataPlan, Plan, next_size
+from taas_magic.plan import DataPlan, Plan, next_size, senders
 from taas_magic.pool.hosts import Member, Members, Tasks, require_fit
 from taas_magic.store.manifest import FileRequest
 
@@ -200,6 +200,7 @@ class Share(ABC):
         self._spec, self.owner = spec, owner
         self._members, self.publish = members, publish
         self.run_id = spec.share_id
+        self.attempt = 0
         self._files = FileServer(spec)
         self._parts: dict[str, HostPart] = {}
         self._changed = asyncio.Event()
@@ -217,6 +218,10 @@ class Share(ABC):
     @abstractmethod
     def _numbers(self, part: HostPart) -> Collection[int]:
         """Return the ranks, or fetchers, of a host."""
+
+    def _owned(self, part: HostPart) -> OwnedFiles:
+        """Return which files of the run's folder a host may write."""
+        return OwnedFiles(self._numbers(part), self.attempt, frozenset())
 
     @abstractmethod
     def _may_say(self, part: HostPart, event: Event) -> bool:
@@ -261,7 +266,7 @@ class Share(ABC):
         if part is None:
             raise ProtocolError(f"run {self.run_id} is not on the host at {address} (any more)")
         part.heard_at = time.monotonic()
-        return await self._files.answer(part.host_rank, self._numbers(part), asked)
+        return await self._files.answer(part.host_rank, self._owned(part), asked)
 
     def lose(self, member: Member, why: str) -> None:
         """Take down that a host is gone; of no concern where the share is not on it."""
@@ -469,7 +474,7 @@ class PoolRun(Share):
     ) -> None:
         super().__init__(spec, owner, members, publish)
         self.over = over
-        self._attempt = self._restarts = 0
+        self._restarts = 0
         self._fetchers: dict[int, LoaderPlaces] = {}
         self._growth: asyncio.Task[tuple[Plan, list[Member]]] | None = None
         """The search for hosts of a larger attempt."""
@@ -508,6 +513,7 @@ class PoolRun(Share):
             failures=failures,
             first=first_failure(failures),
             elapsed_s=time.monotonic() - self._started,
+            attempt=self.attempt,
         )
 
     async def relay(self, events: Sequence[Event]) -> None:
@@ -525,6 +531,10 @@ class PoolRun(Share):
         mine = self.plan.hosts[part.host_rank]
         return range(mine.first_rank, mine.first_rank + mine.ranks)
 
+    def _owned(self, part: HostPart) -> OwnedFiles:
+        may_send = senders(self.plan.out, self.plan.world_size)
+        return OwnedFiles(self._numbers(part), self.attempt, may_send)
+
     def _may_say(self, part: HostPart, event: Event) -> bool:
         return not isinstance(event, POOLS_OWN) and _ranks_of(event) <= set(self._numbers(part))
 
@@ -534,7 +544,7 @@ class PoolRun(Share):
             first = first_failure(event.failures)
             why = first.message if first else "it can run nothing any more"
             self._tasks.start(self._members.drop(part.member.address, why))
-        elif isinstance(event, Settled) and event.attempt == self._attempt:
+        elif isinstance(event, Settled) and event.attempt == self.attempt:
             self._report(part, event.state, event.cause, event.failures)
         elif isinstance(event, HostEnded):
             self._report(part, event.state, "host", event.failures)
@@ -574,14 +584,14 @@ class PoolRun(Share):
     async def _start_again(self, outcome: Outcome) -> bool:
         """Start all ranks again, on other hosts for those that are gone; returns whether it did."""
         first = first_failure(outcome.failures)
-        self.publish(Restart(attempt=self._attempt + 1, failure=first))
+        self.publish(Restart(attempt=self.attempt + 1, failure=first))
         try:
             members = await self._take(len(self.plan.hosts), self._running())
         except PoolError as error:
             if not self.is_halted:
                 self.publish(Note(text=f"not started again: {error}"))
             return False
-        self._attempt += 1
+        self.attempt += 1
         self._restarts += 1
         await self._start_attempt(self._seated(members))
         return True
@@ -620,9 +630,9 @@ class PoolRun(Share):
     async def _grow(self, plan: Plan, members: list[Member]) -> None:
         """Start all ranks again, with those of hosts that have come since."""
         cause = f"it grows from {self.plan.world_size} to {plan.world_size} ranks"
-        self._attempt += 1
+        self.attempt += 1
         self._spec = structs.replace(self._spec, plan=plan)
-        self.publish(Restart(attempt=self._attempt, cause=cause, world_size=plan.world_size))
+        self.publish(Restart(attempt=self.attempt, cause=cause, world_size=plan.world_size))
         await self._start_attempt(self._seated(members))
 
     def _seated(self, members: list[Member]) -> list[Member]:
@@ -641,7 +651,7 @@ class PoolRun(Share):
         self._ran_since = self._ran_since or now
         spec = structs.replace(
             self._spec,
-            attempt=self._attempt,
+            attempt=self.attempt,
             ran_s=now - self._ran_since,
             fetchers=self._fetchers,
             master_addr=members[0].place if others else LOOPBACK,

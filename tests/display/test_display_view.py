@@ -186,6 +186,23 @@ def test_displays_come_after_the_lines_before_them(execute: Execute) -> None:
     assert len(contents(messages, "display_data")) == 2
 
 
+def test_of_an_untrusted_pool_texts_and_pictures_are_shown(execute: Execute) -> None:
+    """A script that a browser shows can have the kernel run what it likes."""
+    messages = execute("""
+        stage = Stage()
+        plan = stage.view._state.plan
+        stage.view._state.plan = msgspec.structs.replace(plan, trusted=False)
+        html = {"text/html": "<script>run()</script>", "application/javascript": "run()"}
+        stage.play(event("display", rank=0, data={**html, "text/plain": "as text"}))
+        stage.play(event("display", rank=0, data=html, metadata={"isolated": True}))
+        stage.play(png())
+    """)
+    _, first, second, picture = contents(messages, "display_data")
+    assert first["data"] == {"text/plain": "as text"}
+    assert second["data"].keys() == {"text/plain"} and second["metadata"] == {}
+    assert picture["data"]["image/png"] == "iVBORw0KGgo="
+
+
 def test_displays_are_updated_under_ids_of_their_own_run(execute: Execute) -> None:
     messages = execute("""
         stage = Stage()

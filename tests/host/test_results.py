@@ -1,11 +1,22 @@
 """`--out` through real ranks: what comes, what does not, and what is said about it."""
 
 import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from taas_magic.capture import pickling
+from taas_magic.capture.pickling import Pickled
+from taas_magic.capture.plain import PlainWriter
+from taas_magic.config import Config
 from taas_magic.errors import RankFailed, ResultError, UsageError
+from taas_magic.host.results import Brought, Sources, receive
+from taas_magic.host.spec import VALUE
+from taas_magic.notebook import pools
 from tests.harness import Notebook
 
 MEET = """
@@ -197,3 +208,110 @@ large, small = bytes(2 << 20), 1
     assert isinstance(outcome.error, ResultError)
     assert outcome.run is not None and outcome.run.out == {"small": 1}
     assert "writing it raised OSError" in outcome.run.missing["large"]
+
+
+class Makes:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mknod, (str(self.file),)
+
+
+def forge(path: Path, names: Sequence[str], value: Any, *, is_plain: bool = False) -> None:
+    """Write a file of results as a host that lies would."""
+    path.parent.mkdir(exist_ok=True)
+    written = Pickled(pickle.dumps(dict.fromkeys(names, value)), ())
+    if is_plain and not isinstance(value, Makes):
+        writer = PlainWriter()
+        writer.add(dict.fromkeys(names, value))
+        written = Pickled(writer.data, ())
+    pickling.write_archive(path, written, Brought(names=[*names], is_plain=is_plain))
+
+
+@pytest.mark.parametrize(
+    "name", ["0-0-0", "2-0-0", "1-1-0", "1-3-0", "1-9-0", "01-1-0", "1-0-0.part-1"]
+)
+def test_a_file_of_another_rank_or_attempt_is_not_read(tmp_path: Path, name: str) -> None:
+    """Of four ranks, only 0 and 2 were asked for something, in the second attempt."""
+    out, sources = ("x", "y@2"), Sources(attempt=1, world_size=4)
+    forge(tmp_path / "results" / name, ["x", "y", VALUE], Makes(tmp_path / "made"))
+    received = receive(tmp_path / "results", out, sources)
+    assert received.values == {} and set(received.missing) == {"x", "y"}
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_rank_sends_what_it_was_asked_for_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    forge(folder / "0-0-0", ["x"], "of rank 0", is_plain=True)
+    forge(folder / "0-2-0", ["x", VALUE], "of rank 2", is_plain=True)
+    forge(folder / "0-2-1", ["y"], "of rank 2", is_plain=True)
+    forge(folder / "0-3-0", ["z"], "of rank 3", is_plain=True)
+    received = receive(folder, ("x", "y@2", "z@last"), Sources(attempt=0, world_size=4))
+    assert received.values == {"x": "of rank 0", "y": "of rank 2", "z": "of rank 3"}
+    forge(folder / "0-2-2", ["x"], Makes(tmp_path / "made"), is_plain=True)
+    forge(folder / "0-2-3", ["y"], Makes(tmp_path / "made"), is_plain=True)
+    received = receive(folder, ("x", "y@2"), Sources(attempt=0, world_size=4))
+    assert received.values == {"x": "of rank 0", "y": "of rank 2"}
+    assert not (tmp_path / "made").exists()
+    forge(folder / "0-2-4", ["y"], Makes(tmp_path / "made"))
+    received = receive(folder, ("y@2",), Sources(0, world_size=4, untrusted_pool="far"))
+    assert received.values == {"y": "of rank 2"} and not (tmp_path / "made").exists()
+
+
+def test_a_host_that_lies_runs_nothing_in_the_kernel(notebook: Notebook, tmp_path: Path) -> None:
+    """FAULTS 73, to its end: rank 1 writes what it was not asked for; rank 0's values come."""
+    source = f"""
+import os, pickle, glob
+from pathlib import Path
+from taas_magic.capture import pickling
+from taas_magic.host.results import Brought
+class Makes:
+    def __reduce__(self):
+        return os.mknod, ({str(tmp_path / "made")!r},)
+folder = max(Path({str(notebook.state_dir)!r}, "runs").iterdir()) / "results"
+names = ["x", "<value>"]
+if rank:
+    folder.mkdir(exist_ok=True)
+    data = pickle.dumps(dict.fromkeys(names, pickling.loads and Makes()))
+    for name in ("0-1-0", "0-1-9", "1-0-0", "7-1-0", "0-2-0"):
+        pickling.write_archive(folder / name, pickling.Pickled(data, ()), Brought(names=names))
+x, y = [rank], "mine"
+dist.barrier()
+rank + 7
+"""
+    outcome = notebook.run(MEET + source, "--out x,y@last")
+    assert outcome.error is None, outcome.shown
+    assert outcome.run is not None and outcome.run.result == 7
+    assert outcome.run.out == {"x": [0], "y": "mine"}
+    assert not (tmp_path / "made").exists()
+
+
+def test_of_an_untrusted_pool_only_plain_data_come(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pools.named("local", Config())
+    (notebook.project / "taas.toml").write_text("[pools.local]\ntrusted = false\n")
+    # the pool's process is told nothing of it
+    monkeypatch.setattr(pool, "config", structs.replace(pool.config, trusted=False))
+    source = """
+import torch
+from IPython.display import display, HTML
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.Adam(model.parameters())
+state, whole = model.state_dict(), {"model": model.state_dict(), "rows": [1, (2.0, None)]}
+display(HTML("<script>alert()</script>"))
+model
+"""
+    outcome = notebook.run(source, "--out model,optimizer,state,whole", gpus=1)
+    (notebook.project / "taas.toml").unlink()
+    assert isinstance(outcome.error, ResultError)
+    run = outcome.run
+    assert run is not None and run.result is None
+    assert set(run.out) == {"state", "whole"} and set(run.missing) == {"model", "optimizer"}
+    weights = run.out["state"]["weight"], run.out["whole"]["model"]["weight"]
+    assert weights[0].data_ptr() == weights[1].data_ptr()
+    assert "loading it would run code from host " in run.missing["model"]
+    assert "model.state_dict()" in outcome.shown and "trusted = true" in outcome.shown

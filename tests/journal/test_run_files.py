@@ -9,10 +9,10 @@ from msgspec import structs
 
 from taas_magic.errors import ProtocolError
 from taas_magic.host import files as run_files
-from taas_magic.host.files import FileServer, HostFiles, RunFolderCopy
+from taas_magic.host.files import FileServer, HostFiles, OwnedFiles, RunFolderCopy
 from taas_magic.host.spec import HostSpec, Origin, Place
 from taas_magic.journal.folder import RunFolder
-from taas_magic.plan import Flags, HostCapacity, Plan, make_plan
+from taas_magic.plan import Flags, HostCapacity, Plan, make_plan, senders
 from taas_magic.store.manifest import FileRequest, ReadRunFile, WriteRunFile
 
 HERE = Place("here", "127.0.0.1", is_foreign=False)
@@ -20,7 +20,8 @@ HERE = Place("here", "127.0.0.1", is_foreign=False)
 
 @pytest.fixture
 def plan() -> Plan:
-    return make_plan(Flags(gpus=4), HostCapacity(gpus=2, cores=2), "a-run", max_hosts=2)
+    flags = Flags(gpus=4, out=("x", "y@2"))
+    return make_plan(flags, HostCapacity(gpus=2, cores=2), "a-run", max_hosts=2)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ class Far:
 
     def __init__(self, home: RunFolder, plan: Plan, cache: Path, host_rank: int = 0) -> None:
         self.server = FileServer(HostSpec(plan, 0, str(home.path), Origin("/", {}, ())))
-        self.host_rank = host_rank
+        self.host_rank, self.attempt = host_rank, 0
         self.spec = HostSpec(plan, host_rank, f"/nowhere{home.path}", Origin("/", {}, ()))
         self.files = RunFolderCopy(self.spec, self.ask, cache)
         self.here = Path(self.files.local(self.spec).run_dir)
@@ -47,7 +48,9 @@ class Far:
     def ask(self, request: FileRequest[Any]) -> Any:
         share = self.spec.share
         ranks = range(share.first_rank, share.first_rank + share.ranks)
-        return self.server.answer_of_folder(self.host_rank, ranks, request)
+        may_send = senders(self.spec.plan.out, self.spec.plan.world_size)
+        owned = OwnedFiles(ranks, self.attempt, may_send)
+        return self.server.answer_of_folder(self.host_rank, owned, request)
 
 
 @pytest.fixture
@@ -137,9 +140,25 @@ def test_a_host_brings_what_is_of_its_own_ranks(
     other = Far(home, plan, tmp_path / "cache", host_rank=1)
     for name in ("results/0-2-0", "logs/rank-3.log", "data/ledger/ledger-0-2"):
         other.ask(WriteRunFile(name, 0, b"x", True))
-    for name in ("results/0-0-0", "results/0-00-0", "logs/rank-1.log", "logs/fetcher-2.log"):
+    refused = ("logs/rank-1.log", "logs/fetcher-2.log", "results/0-0-0", "results/0-00-0")
+    other_attempts, not_asked = ("results/1-2-0", "results/00-3-0"), ("results/0-3-0",)
+    for name in (*refused, *other_attempts, *not_asked):
         with pytest.raises(ProtocolError):
             other.ask(WriteRunFile(name, 0, b"x", True))
+    other.attempt = 1  # the ranks have started again
+    with pytest.raises(ProtocolError):
+        other.ask(WriteRunFile("results/0-2-0", 0, b"x", True))
+    other.ask(WriteRunFile("results/1-2-0", 0, b"x", True))
+
+
+def test_results_of_earlier_attempts_stay_on_the_host(far: Far, home: RunFolder) -> None:
+    far.attempt = 1
+    far.files.local(structs.replace(far.spec, attempt=1))
+    far.here.joinpath("results").mkdir()
+    for attempt in (0, 1):
+        (far.here / "results" / f"{attempt}-0-0").write_bytes(b"result")
+    far.files.send_back()
+    assert [path.name for path in home.results.iterdir()] == ["1-0-0"]
 
 
 def test_failures_name_the_log_where_the_user_finds_it(far: Far) -> None:

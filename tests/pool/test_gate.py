@@ -373,7 +373,8 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
 ) -> None:
     """FAULTS 73: two made-up hosts; the second one has rank 1 and says what it likes."""
     monkeypatch.setenv("TAAS_STATE_DIR", str(tmp_path))
-    plan = make_plan(Flags(gpus=2), HostCapacity(1, 1), "a-run", max_hosts=2)
+    flags = Flags(gpus=2, out=("x@last",))
+    plan = make_plan(flags, HostCapacity(1, 1), "a-run", max_hosts=2)
     folder = RunFolder.create("a-run", plan, "cell")
     folder.payload.write_bytes(b"payload")
     changed = {"SET_IN_A_CELL": "1"}
@@ -408,13 +409,16 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                 for said in (*map(json.dumps, others), '{"kind": "new"}', "{"):
                     await bad.say(op="taas_event", run_id="a-run", event=said.encode())
                 await bad.say(op="taas_event", run_id="a-run", event={"kind": "note"})
-                for name, may in (("logs/rank-1.log", True), ("logs/rank-0.log", False)):
+                may_write = {"logs/rank-1.log": True, "results/0-1-0": True}
+                may_write |= dict.fromkeys(["logs/rank-0.log", "results/0-0-0"], False)
+                may_write |= dict.fromkeys(["results/1-1-0", "results/0-2-0"], False)
+                for name, may in may_write.items():
                     written = WriteRunFile(name, 0, b"x", True, run_id="a-run")
                     assert (await bad.ask(written) == to_bytes(None)) == may
                 answer = await bad.ask(ReadStore([("a", "no number", 1)]))  # type: ignore[list-item]
                 assert "Expected `int`, got `str` - at `$.parts[0][1]`" in str(answer)
-                await _refuses(controller, 9)
-                assert controller.members.refused == 9
+                await _refuses(controller, 12)
+                assert controller.members.refused == 12
                 run = controller._runs["a-run"]
                 assert isinstance(run, PoolRun)
                 for host in made:

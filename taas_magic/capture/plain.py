@@ -1,0 +1,487 @@
+"""Plain data <-> bytes that can be read without running code.
+
+Plain data are tensors, arrays, numbers, texts, bytes, None, dates, paths, and containers of them.
+A value becomes a table of nodes; the memory of tensors and arrays lies beside the table. Reading
+the table calls only the constructors in this module. A pickle, in contrast, may call anything.
+
+As in a pickle, an object that a value holds twice arrives once, containers may hold themselves, and
+tensors that share a storage go on sharing it.
+"""
+
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PosixPath, PurePosixPath
+from pickle import PickleBuffer
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import UUID
+
+from msgspec import Struct
+
+from taas_magic.capture.reducers import (
+    bytes_of_storage,
+    path_from_home,
+    path_to_home,
+    rebuild_untyped,
+    storage_id,
+)
+from taas_magic.messages import from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_DEPTH = 100
+"""How deep containers may be nested; Python hashes nested tuples without a check of its stack."""
+
+_INLINE_BYTES = 4096
+"""The memory of a value up to this size is written into the table."""
+
+Item = None | bool | int | float | str | tuple[int]
+"""A value inside a node: itself, or, in a tuple, the number of the node that it is."""
+
+
+class NotPlainError(TypeError):
+    """Raised for a value that is, or holds, something that is no plain data."""
+
+
+class Node(Struct, array_like=True):
+    """One object of a value.
+
+    Attributes:
+        kind: A key of `_MAKERS` or `_CONTAINERS`.
+        items: What it is made of.
+        data: Its memory, if that is small.
+        buffer: The number of the buffer that holds its memory; -1: none does.
+    """
+
+    kind: str
+    items: list[Item] = []
+    data: bytes = b""
+    buffer: int = -1
+
+
+class _Container(NamedTuple):
+    """How an object is read that is changed after it was made, and so may hold itself."""
+
+    make: Callable[[list[Item]], Any]
+    fill: Callable[[Any, list[Any]], None]
+
+
+class PlainWriter:
+    """Adds plain values to one table.
+
+    Attributes:
+        buffers: The memory of large values; it stays that of the values.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: list[Node] = []
+        self._numbers: dict[Hashable, int] = {}
+        self._held: list[Any] = []
+        self._depth = 0
+        self.buffers: list[PickleBuffer] = []
+
+    def add(self, value: Any) -> None:
+        """Write a value that is read as the table's value; call it once.
+
+        Raises:
+            NotPlainError: It is, or holds, something that is no plain data.
+        """
+        number = self._item(value)
+        self._nodes.append(Node("root", [number]))
+
+    @property
+    def data(self) -> bytes:
+        """The table."""
+        return to_bytes(self._nodes)
+
+    def shared_ids(self) -> set[int]:
+        """Return identities of objects and storages that must not be written twice."""
+        mutable = {id(it) for it in self._held if _is_mutable(it)}
+        return mutable | {key[1] for key in self._numbers if isinstance(key, tuple)}
+
+    def _item(self, value: Any) -> Item:
+        kind = type(value)
+        if value is None or kind is bool or kind is float:
+            return value  # type: ignore[no-any-return]
+        if kind is int and -(1 << 63) <= value < 1 << 63:
+            return value  # type: ignore[no-any-return]
+        if kind is str and (value.isascii() or _is_utf8(value)):
+            return value  # type: ignore[no-any-return]
+        return (self._number(value),)
+
+    def _items(self, values: Sequence[Any]) -> list[Item]:
+        return [self._item(value) for value in values]
+
+    def _number(self, value: Any) -> int:
+        """Return the number of a value's node; write the node first if there is none."""
+        known = self._numbers.get(id(value))
+        if known is not None:
+            return known
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise NotPlainError(f"it is nested more than {MAX_DEPTH} deep")
+        try:
+            number = self._write(value)
+        finally:
+            self._depth -= 1
+        self._numbers[id(value)] = number
+        self._held.append(value)  # so that its identity is given to no other object
+        return number
+
+    def _write(self, value: Any) -> int:
+        kind = type(value)
+        if kind in _PARTS and not getattr(value, "__dict__", None):
+            return self._write_container(value, _PARTS[kind])
+        if kind is OrderedDict and vars(value).keys() <= {"_metadata"}:  # a state_dict() has one
+            return self._write_container(value, _parts_of_ordered)
+        if kind in _REDUCERS:
+            return self._append(Node(kind.__name__, self._items(_REDUCERS[kind](value))))
+        if kind in (bytes, bytearray):
+            return self._append_memory(kind.__name__, [], value)
+        if kind is int:
+            size = value.bit_length() // 8 + 1
+            data = value.to_bytes(size, "little", signed=True)
+            return self._append(Node("int", data=data))
+        if kind is str:
+            return self._append(Node("str", data=value.encode("utf-8", "surrogatepass")))
+        for module, write in (("torch", self._write_torch), ("numpy", self._write_numpy)):
+            number = write(value) if module in sys.modules else None
+            if number is not None:
+                return number
+        raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__} is no plain data")
+
+    def _write_container(self, value: Any, parts: Callable[[Any], Sequence[Any]]) -> int:
+        """Write a container; it has a number before its parts, which may hold it, are written."""
+        number = self._append(Node(type(value).__name__))
+        self._numbers[id(value)] = number
+        self._nodes[number].items = self._items(parts(value))
+        return number
+
+    def _write_torch(self, value: Any) -> int | None:
+        import torch
+
+        if isinstance(value, torch.dtype):
+            return self._append(Node("torch.dtype", [str(value).removeprefix("torch.")]))
+        if type(value) is torch.device:
+            return self._append(Node("torch.device", [str(value)]))
+        if type(value) is torch.Size:
+            return self._append(Node("torch.Size", [*value]))
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or not _is_dense(value):
+            return None
+        storage = value.untyped_storage()
+        key = ("storage", storage_id(storage))
+        number = self._numbers.get(key)
+        if number is None:
+            held = storage if value.device.type == "cpu" else storage.cpu()
+            number = self._append_memory("storage", [], bytes_of_storage(held))
+            self._numbers[key] = number
+            self._held.append(storage)
+        kind = "Parameter" if type(value) is torch.nn.Parameter else "Tensor"
+        dtype = str(value.dtype).removeprefix("torch.")
+        form = [dtype, value.requires_grad, value.storage_offset(), *value.shape, *value.stride()]
+        return self._append(Node(kind, [(number,), *form]))
+
+    def _write_numpy(self, value: Any) -> int | None:
+        import numpy
+
+        if isinstance(value, numpy.dtype) and _is_simple(value):
+            return self._append(Node("numpy.dtype", [value.str]))
+        if isinstance(value, numpy.generic) and _is_simple(value.dtype):
+            return self._append(Node("numpy.generic", [value.dtype.str], value.tobytes()))
+        if type(value) is not numpy.ndarray or not _is_simple(value.dtype):
+            return None
+        order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+        flat = value.ravel(order=order)  # type: ignore[arg-type]
+        memory = flat.view(numpy.uint8) if value.nbytes else b""
+        return self._append_memory("ndarray", [value.dtype.str, order, *value.shape], memory)
+
+    def _append(self, node: Node) -> int:
+        self._nodes.append(node)
+        return len(self._nodes) - 1
+
+    def _append_memory(self, kind: str, items: list[Item], memory: Any) -> int:
+        if memoryview(memory).nbytes <= _INLINE_BYTES:
+            return self._append(Node(kind, items, bytes(memory)))
+        self.buffers.append(PickleBuffer(memory))
+        return self._append(Node(kind, items, buffer=len(self.buffers) - 1))
+
+
+def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
+    """Return the value of a table that `PlainWriter` wrote; whoever sent it, no code of it runs.
+
+    Args:
+        data: The table.
+        buffers: The memory beside it. Tensors and arrays use it without copying it.
+
+    Raises:
+        ValueError: The table is damaged, or forged.
+    """
+    nodes = from_bytes(data, list[Node])
+    made: list[Any] = []
+    depths: list[int] = []
+    try:
+        for node in nodes:
+            below = [it[0] for it in node.items if isinstance(it, tuple)]
+            if (container := _CONTAINERS.get(node.kind)) is not None:
+                depths.append(0)  # it is filled when all nodes are made
+                made.append(container.make(node.items))
+                continue
+            if any(not 0 <= number < len(made) for number in below):
+                raise ValueError("a node refers to one that does not come before it")
+            depths.append(1 + max((depths[number] for number in below), default=0))
+            if depths[-1] > MAX_DEPTH:
+                raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+            memory = buffers[node.buffer] if node.buffer >= 0 else memoryview(bytearray(node.data))
+            made.append(_MAKERS[node.kind]([_resolved(it, made) for it in node.items], memory))
+        for node, value in zip(nodes, made, strict=True):
+            if (container := _CONTAINERS.get(node.kind)) is not None:
+                container.fill(value, [_resolved(it, made) for it in node.items])
+        if not nodes or nodes[-1].kind != "root":
+            raise ValueError("it has no value")
+    except ValueError:
+        raise
+    except Exception as error:  # a forged table may have any constructor raise anything
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return made[-1]
+
+
+def _resolved(item: Item, made: Sequence[Any]) -> Any:
+    if not isinstance(item, tuple):
+        return item
+    if item[0] < 0:
+        raise ValueError("a node has a negative number")
+    return made[item[0]]
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_mutable(value: Any) -> bool:
+    kinds = (list, dict, set, deque, bytearray)
+    return isinstance(value, kinds) or type(value).__name__ in ("ndarray", "Tensor", "Parameter")
+
+
+def _is_dense(tensor: "torch.Tensor") -> bool:
+    """Return whether a tensor is what its storage, shape and strides say, and nothing else."""
+    import torch
+
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not tensor.__dict__
+        and not getattr(tensor, "_backward_hooks", None)
+    )
+
+
+def _is_simple(dtype: Any) -> bool:
+    """Return whether a dtype of numpy is known by its text: no objects, fields or extensions."""
+    import numpy
+
+    return dtype.kind in "biufcSUmM" and not dtype.metadata and numpy.dtype(dtype.str) == dtype
+
+
+def _pairs(values: dict[Any, Any]) -> list[Any]:
+    return [each for pair in values.items() for each in pair]
+
+
+_FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
+}
+"""What a defaultdict that travels may make its values by."""
+
+
+def _parts_of_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:
+    made_by = value.default_factory
+    name = getattr(made_by, "__name__", "")
+    if made_by is not None and _FACTORIES.get(name) is not made_by:
+        raise NotPlainError("a defaultdict whose values a function of the user's makes")
+    return [name, *_pairs(value)]
+
+
+def _parts_of_ordered(value: Any) -> list[Any]:
+    return [getattr(value, "_metadata", None), *_pairs(value)]
+
+
+_PARTS: dict[type, Callable[[Any], Sequence[Any]]] = {
+    list: lambda value: value,
+    dict: _pairs,
+    set: tuple,
+    deque: lambda value: [value.maxlen, *value],
+    Counter: _pairs,
+    defaultdict: _parts_of_defaultdict,
+}
+"""What containers that may hold themselves are made of."""
+
+
+def _instant(value: datetime | time) -> list[Any]:
+    if value.tzinfo is not None and type(value.tzinfo) is not timezone:
+        raise NotPlainError("a time with a time zone of its own")
+    return [value.isoformat(), value.fold]
+
+
+_REDUCERS: dict[type, Callable[[Any], Sequence[Any]]] = {
+    tuple: lambda value: value,
+    frozenset: tuple,
+    complex: lambda value: [value.real, value.imag],
+    range: lambda value: [value.start, value.stop, value.step],
+    slice: lambda value: [value.start, value.stop, value.step],
+    Decimal: lambda value: [str(value)],
+    Fraction: lambda value: [value.numerator, value.denominator],
+    date: lambda value: [value.isoformat()],
+    datetime: _instant,
+    time: _instant,
+    timedelta: lambda value: [value.days, value.seconds, value.microseconds],
+    UUID: lambda value: [value.hex],
+    PosixPath: lambda value: [path_to_home(str(value))],
+    PurePosixPath: lambda value: [path_to_home(str(value))],
+}
+"""What objects that cannot be changed are made of."""
+
+
+def _fill_dict(value: dict[Any, Any], items: list[Any]) -> None:
+    dict.update(value, zip(items[::2], items[1::2], strict=True))
+
+
+def _fill_ordered(value: Any, items: list[Any]) -> None:
+    if items[0] is not None:
+        value._metadata = items[0]
+    for key, each in zip(items[1::2], items[2::2], strict=True):
+        value[key] = each
+
+
+def _fill_defaultdict(value: defaultdict[Any, Any], items: list[Any]) -> None:
+    value.default_factory = _FACTORIES[items[0]] if items[0] else None
+    _fill_dict(value, items[1:])
+
+
+def _make_deque(items: list[Item]) -> deque[Any]:
+    most = items[0]
+    return deque(maxlen=most if type(most) is int else None)
+
+
+_CONTAINERS: dict[str, _Container] = {
+    "list": _Container(lambda items: [], list.extend),
+    "dict": _Container(lambda items: {}, _fill_dict),
+    "set": _Container(lambda items: set(), set.update),
+    "deque": _Container(_make_deque, lambda value, items: value.extend(items[1:])),
+    "Counter": _Container(lambda items: Counter(), _fill_dict),
+    "OrderedDict": _Container(lambda items: OrderedDict(), _fill_ordered),
+    "defaultdict": _Container(lambda items: defaultdict(), _fill_defaultdict),
+}
+
+
+def _make_tensor(items: list[Any], memory: memoryview) -> "torch.Tensor":
+    import torch
+
+    storage, name, requires_grad, offset, *form = items
+    shape, stride = form[: len(form) // 2], form[len(form) // 2 :]
+    dtype = _dtype([name], memory)
+    if not isinstance(storage, torch.UntypedStorage) or min([offset, *form]) < 0:
+        raise ValueError("no tensor is of that form")
+    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if 0 not in shape and (last + 1) * dtype.itemsize > storage.nbytes():
+        raise ValueError("a tensor lies outside of its storage")
+    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+    return tensor.requires_grad_(bool(requires_grad))
+
+
+def _make_parameter(items: list[Any], memory: memoryview) -> "torch.Tensor":
+    import torch
+
+    tensor = _make_tensor([*items[:2], False, *items[3:]], memory)
+    return torch.nn.Parameter(tensor, bool(items[2]))
+
+
+def _dtype(items: list[Any], memory: memoryview) -> "torch.dtype":
+    import torch
+
+    dtype = vars(torch).get(items[0])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {items[0]!r}")
+    return dtype
+
+
+def _make_device(items: list[Any], memory: memoryview) -> "torch.device":
+    import torch
+
+    return torch.device(str(items[0]))
+
+
+def _make_size(items: list[Any], memory: memoryview) -> "torch.Size":
+    import torch
+
+    return torch.Size(items)
+
+
+def _numpy_dtype(items: list[Any], memory: memoryview) -> Any:
+    import numpy
+
+    dtype = numpy.dtype(str(items[0]))
+    if not _is_simple(dtype):
+        raise ValueError(f"arrays of {dtype} are no plain data")
+    return dtype
+
+
+def _make_array(items: list[Any], memory: memoryview) -> Any:
+    import numpy
+
+    name, order, *shape = items
+    dtype = _numpy_dtype([name], memory)
+    if 0 in shape or not dtype.itemsize:
+        return numpy.zeros(shape, dtype, order)
+    return numpy.frombuffer(memory, dtype).reshape(shape, order=order)
+
+
+def _make_scalar(items: list[Any], memory: memoryview) -> Any:
+    return _make_array([*items, "C", 1], memory)[0]
+
+
+def _make_datetime(items: list[Any], memory: memoryview) -> datetime:
+    return datetime.fromisoformat(items[0]).replace(fold=items[1])
+
+
+def _make_time(items: list[Any], memory: memoryview) -> time:
+    return time.fromisoformat(items[0]).replace(fold=items[1])
+
+
+_MAKERS: dict[str, Callable[[list[Any], memoryview], Any]] = {
+    "root": lambda items, memory: items[0],
+    "tuple": lambda items, memory: tuple(items),
+    "frozenset": lambda items, memory: frozenset(items),
+    "bytes": lambda items, memory: bytes(memory),
+    "bytearray": lambda items, memory: bytearray(memory),
+    "int": lambda items, memory: int.from_bytes(memory, "little", signed=True),
+    "str": lambda items, memory: str(memory, "utf-8", "surrogatepass"),
+    "complex": lambda items, memory: complex(*items),
+    "range": lambda items, memory: range(*items),
+    "slice": lambda items, memory: slice(*items),
+    "Decimal": lambda items, memory: Decimal(items[0]),
+    "Fraction": lambda items, memory: Fraction(*map(int, items)),
+    "date": lambda items, memory: date.fromisoformat(items[0]),
+    "datetime": _make_datetime,
+    "time": _make_time,
+    "timedelta": lambda items, memory: timedelta(*items),
+    "UUID": lambda items, memory: UUID(hex=items[0]),
+    "PosixPath": lambda items, memory: Path(path_from_home(items[0])),
+    "PurePosixPath": lambda items, memory: PurePosixPath(path_from_home(items[0])),
+    "storage": lambda items, memory: rebuild_untyped(memory, "cpu"),
+    "Tensor": _make_tensor,
+    "Parameter": _make_parameter,
+    "torch.dtype": _dtype,
+    "torch.device": _make_device,
+    "torch.Size": _make_size,
+    "numpy.dtype": _numpy_dtype,
+    "numpy.generic": _make_scalar,
+    "ndarray": _make_array,
+}
+"""All that reading a table may call."""
