@@ -149,6 +149,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
         max_restarts: How often all ranks may start again after one died.
         timeout_s: Bound on the run's time, in seconds; None is no bound.
         env: Environment variables of the ranks, on top of the notebook's own.
+        log_ranks: Ranks whose lines and displays the notebook shows; empty shows all. None shows
+            the lines of all ranks and the displays of rank 0.
         federated: One rank a host, and the run goes on when a host that is not the first fails or
             is lost.
     """
@@ -162,6 +164,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     max_restarts: int = 0
     timeout_s: float | None = None
     env: Mapping[str, str] = {}
+    log_ranks: frozenset[int] | None = None
     federated: bool = False
 
 
@@ -175,7 +178,6 @@ class Flags(RunOptions, frozen=True, kw_only=True):
         uneven_hosts: Whether hosts may have different numbers of ranks.
         hang_s: After how long without a sign of progress it is said where ranks stand; 0: never;
             None: as taas.toml says.
-        log_ranks: Ranks whose lines the notebook shows; None shows all.
         store: The project store; "" is the one of taas.toml, else the notebook's folder.
         store_writes: What becomes of writes to it by ranks that are not 0: discard or refuse.
         shared_writes: Folders in it that every rank may write.
@@ -186,7 +188,6 @@ class Flags(RunOptions, frozen=True, kw_only=True):
     data_pool: str = ""
     uneven_hosts: bool = False
     hang_s: float | None = None
-    log_ranks: frozenset[int] | None = None
     store: str = ""
     store_writes: str = "discard"
     shared_writes: tuple[str, ...] = ()
@@ -249,6 +250,14 @@ class Plan(RunOptions, frozen=True, kw_only=True):
     def untrusted_pool(self) -> str:
         """The pool, if it is not trusted; else ""."""
         return "" if self.trusted else self.pool
+
+    def shows_lines(self, rank: int) -> bool:
+        """Return whether the notebook shows a rank's lines."""
+        return not self.log_ranks or rank in self.log_ranks
+
+    def shows_displays(self, rank: int) -> bool:
+        """Return whether the notebook shows a rank's displays."""
+        return rank == 0 if self.log_ranks is None else self.shows_lines(rank)
 
 
 LAST = -1

@@ -10,7 +10,6 @@ longer when each of them has printed something else.
 """
 
 import math
-import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
@@ -24,8 +23,6 @@ from taas_magic.plan import Plan
 
 HOLD_S = 0.005
 """Ranks that a collective has just let go print within a few milliseconds of one another."""
-
-FINISHED = re.compile(r"100%\|.*\| *\S+/\S+ \[[^\]]*\]\s*$")
 
 
 class Shown(NamedTuple):
@@ -41,25 +38,6 @@ def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
     spans = [[rank for _, rank in run] for _, run in runs]
     words = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
     return ",".join(words if len(words) <= max_ranges else [*words[:max_ranges], "…"])
-
-
-class _Bar(str):
-    """A finished progress bar; equal to another rank's that differs in its times only."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bar) and self._kind == other._kind
-
-    def __hash__(self) -> int:
-        return hash(self._kind)
-
-    @property
-    def _kind(self) -> str:
-        return self[: self.rindex("[")]
-
-
-def finished_bar(line: str) -> str:
-    """Return a line that folds with other ranks' if it is a bar that tqdm has finished."""
-    return _Bar(line) if "100%|" in line and FINISHED.search(line) else line
 
 
 class Folder:
@@ -245,16 +223,14 @@ class LogText:
     """The log of one run, as the text that is still to be written.
 
     Args:
-        plan: Of the run; with several hosts, a prefix names the host, too.
+        plan: Of the run; with several hosts, a prefix names the host, too. Its `log_ranks` says
+            whose lines are shown.
         run_dir: Where the complete logs lie.
-        log_ranks: Ranks whose lines are shown; None shows all.
         limit_bytes: Text that the cell takes; what comes after it is `rest`.
     """
 
-    def __init__(
-        self, plan: Plan, run_dir: Path, log_ranks: frozenset[int] | None, limit_bytes: int
-    ) -> None:
-        self._plan, self._ranks, self._limit_bytes = plan, log_ranks, limit_bytes
+    def __init__(self, plan: Plan, run_dir: Path, limit_bytes: int) -> None:
+        self._plan, self._limit_bytes = plan, limit_bytes
         self._logs_dir = run_dir / "logs"
         self._host_of: dict[int, str] = {}
         self._folder = self._folder_of(plan.world_size)
@@ -279,14 +255,13 @@ class LogText:
 
     def lines(self, event: Lines, now: float) -> None:
         """Take what a rank wrote."""
-        if self._shows(event.rank):
+        if self._plan.shows_lines(event.rank):
             self._host_of[event.rank] = event.host
-            lines = [finished_bar(line) for line in event.lines]
-            self._add(self._folder.push(event.rank, lines, now))
+            self._add(self._folder.push(event.rank, event.lines, now))
 
     def dropped(self, event: LinesDropped) -> None:
         """Take how much the rank's host did not send."""
-        if not self._shows(event.rank):
+        if not self._plan.shows_lines(event.rank):
             return
         if self.rest is not None:
             self.rest.count(event.lines, event.bytes)
@@ -345,10 +320,7 @@ class LogText:
         return taken
 
     def _folder_of(self, world_size: int) -> Folder:
-        return Folder(sum(map(self._shows, range(world_size))))
-
-    def _shows(self, rank: int) -> bool:
-        return self._ranks is None or rank in self._ranks
+        return Folder(sum(map(self._plan.shows_lines, range(world_size))))
 
     def _add(self, shown: Sequence[Shown]) -> None:
         for ranks, group in groupby(shown, lambda line: line.ranks):

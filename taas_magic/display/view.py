@@ -65,10 +65,12 @@ class NotebookScreen:
         self._shows_rest = True
 
     def display(self, event: Display) -> None:
-        """Show what a rank displayed; its ids are kept apart from those of other runs."""
+        """Show what a rank displayed; its ids are kept apart from those of other runs and ranks."""
         if not event.update:
             self._clear_now()
-        named = {"display_id": f"{self._run_id}:{event.display_id}"} if event.display_id else {}
+        named = {}
+        if event.display_id:
+            named = {"display_id": f"{self._run_id}:{event.rank}:{event.display_id}"}
         publish_display_data(event.data, event.metadata or {}, transient=named, update=event.update)
 
     def clear(self, wait: bool) -> None:
@@ -238,7 +240,6 @@ class View:
 
     Args:
         state: What is known of the run, which the events are folded into; it begins now.
-        log_ranks: Ranks whose lines are shown; None shows all.
         shell: The shell that shows it; default is the one that runs.
         clock: Seconds that never go back; `tick` and `next_due` speak of its time.
     """
@@ -247,14 +248,14 @@ class View:
         self,
         state: RunState,
         *,
-        log_ranks: frozenset[int] | None = None,
         shell: "InteractiveShell | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         plan, now = state.plan, clock()
         self._clock, self._state, state.began = clock, state, now
         self._screen = screen_for(shell or get_ipython(), plan.run_id)
-        self._log = LogText(plan, state.run_dir, log_ranks, self._screen.limit_bytes)
+        self._clearing_rank = min(plan.log_ranks or {0})
+        self._log = LogText(plan, state.run_dir, self._screen.limit_bytes)
         self._written_at = float("-inf")
         self._head_at = now
         self._head_is_stale = False
@@ -262,7 +263,7 @@ class View:
 
     def feed(self, event: Event) -> None:
         """Take the next event. Displays are shown at once, after the lines before them."""
-        now = self._clock()
+        now, plan = self._clock(), self._state.plan
         self._state.apply(event, now)
         match event:
             case Lines():
@@ -276,11 +277,13 @@ class View:
                 because = because or f": {event.cause}" * bool(event.cause)
                 said = f"── restart {event.attempt} of all ranks{because} ──"
                 self._log.restart(said, event.world_size)
-            case Display(rank=0):
+            case Display() if plan.shows_displays(event.rank):
                 self._log.flush()
+                if event.rank and not event.update:
+                    self._log.say(f"[{event.rank}] displays:")
                 self._write(now)
-                self._screen.display(event if self._state.plan.trusted else _as_data(event))
-            case ClearOutput(rank=0):
+                self._screen.display(event if plan.trusted else _as_data(event))
+            case ClearOutput() if event.rank == self._clearing_rank:
                 self._log.flush()
                 self._write(now)
                 self._screen.clear(event.wait)

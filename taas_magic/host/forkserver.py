@@ -217,9 +217,22 @@ def call(function: str, *arguments: Any) -> None:
     """Call a function by its dotted name; in a process of the forkserver, which ends with that."""
     if _own_pid is not None:
         die_with_parent(_own_pid)
+        _leave_resource_tracker()
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     module, _, name = function.rpartition(".")
     getattr(importlib.import_module(module), name)(*arguments)
+
+
+def _leave_resource_tracker() -> None:
+    """Have this process start its own resource tracker when it needs one, as a program does.
+
+    A fork of the forkserver would use the agent's tracker, which goes on when the run has ended:
+    semaphores and shared memory that the run left would stay.
+    """
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is not None:
+        os.close(tracker._fd)
+    tracker._fd = tracker._pid = None
 
 
 def exitcode(process: Any) -> int | None:

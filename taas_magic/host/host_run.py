@@ -43,7 +43,14 @@ from taas_magic.host.spec import (
 )
 from taas_magic.host.stacks import Stand
 from taas_magic.host.supervisor import run_folder
-from taas_magic.host.system import RUN_TOKEN, end_all, leftovers, named
+from taas_magic.host.system import (
+    RUN_TOKEN,
+    end_all,
+    end_at_once,
+    is_tracker,
+    leftovers,
+    named,
+)
 from taas_magic.host.watch import Ranks, Verdict, decide, failure_of, guilty, host_failure
 from taas_magic.messages import (
     EndRun,
@@ -184,7 +191,7 @@ class HostShare(ABC):
 
     def _sweep(self) -> None:
         found = leftovers(self.spec.share_id, self._held(), self._alone())
-        if left := end_all(found, grace_s=0):
+        if left := end_at_once(found):
             self.note(f"host {self.host}: the run left what could not be ended: {named(left)}")
 
     def note(self, text: str) -> None:
@@ -266,7 +273,7 @@ class Attempt:
         below = []
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
-                below += process.children(recursive=True)
+                below += [it for it in process.children(recursive=True) if not is_tracker(it)]
         end_all(alive, grace_s=grace_s)
         end_all(below, grace_s=0.0)
 

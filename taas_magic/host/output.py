@@ -23,9 +23,10 @@ from typing import IO
 from msgspec import DecodeError
 
 from taas_magic import messages
+from taas_magic.errors import reason_of
 from taas_magic.host import link
 from taas_magic.host.spec import Emit
-from taas_magic.journal.folder import RunFolder
+from taas_magic.journal.folder import NO_ROOM, DiskRoom, RunFolder
 from taas_magic.messages import (
     Event,
     Lines,
@@ -375,23 +376,27 @@ class _LogStream:
         self.pending: list[str] = []
         self.shown_progress = ""
         self.file: IO[bytes] | None = path.open("ab", buffering=0)
+        self._room = DiskRoom(path.parent)
         self.heard_at = 0.0
         self.is_open = True
         self.is_cut = self.has_traceback = False
 
-    def take(self, data: bytes) -> OSError | None:
-        """Store and split bytes; returns the error that ended the writing of the log file."""
+    def take(self, data: bytes) -> str:
+        """Store and split bytes; returns why the log file ends here, "" while it goes on."""
         self.heard_at, self.is_cut = time.monotonic(), not data.endswith(b"\n")
         self.pending += self.budget.admit(self.assembler.feed(data))
         if self.file is None:
-            return None
+            return ""
+        why = "" if self._room.take(len(data)) else NO_ROOM
         try:
-            self.file.write(data)
+            if not why:
+                self.file.write(data)
         except OSError as error:
+            why = reason_of(error)
+        if why:
             self.file.close()
             self.file = None
-            return error
-        return None
+        return why
 
     def close(self) -> None:
         self.is_open = False
@@ -557,7 +562,7 @@ class Pump:
         if not data:
             self._end(stream)
         elif isinstance(stream, _LogStream):
-            self._warn_of_full_disk(stream, stream.take(data))
+            self._warn_of_end(stream, stream.take(data))
         else:
             for message in stream.take(data):
                 if isinstance(message, RankRaised):
@@ -581,15 +586,15 @@ class Pump:
             with self._folder.log(rank).open("ab") as file:
                 file.write("\n".join(lines).encode(errors="backslashreplace"))
         except OSError as error:
-            self._warn_of_full_disk(stream, error)
+            self._warn_of_end(stream, reason_of(error))
 
     def _end(self, stream: _LogStream | _MessageStream) -> None:
         self._selector.unregister(stream.fd)
         stream.close()
 
-    def _warn_of_full_disk(self, stream: _LogStream, error: OSError | None) -> None:
-        if error is not None:
-            text = f"the log of rank {stream.rank} is incomplete: {error.strerror}"
+    def _warn_of_end(self, stream: _LogStream, why: str) -> None:
+        if why:
+            text = f"the log of rank {stream.rank} is incomplete: {why}"
             self._emit(Note(text=f"{text} ({self._folder.log(stream.rank)})"))
 
     def _flush(self, now: float) -> None:

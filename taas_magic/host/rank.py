@@ -78,6 +78,10 @@ _SHOWN_COLLECTIVES = 3
 _WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that the cell uses"
 """What pickle shows of it when a file needs another one: a class whose objects were saved whole."""
 
+HIDDEN_DISPLAYS = (
+    "some ranks displayed something that is not shown; --logs all shows the displays of all ranks"
+)
+
 _kept: list[Any] = []
 _ADVICE = "a rank has no keyboard: set a variable in an earlier cell and use it here"
 _NO_DEBUGGER = (
@@ -343,7 +347,8 @@ def _pending() -> list[str]:
 
 def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     """Run the cell and send what came of it; returns whether it succeeded."""
-    namespace = shell.bind(link, shows=rank == 0, colors=spec.share.origin.colors)
+    shows = spec.share.plan.shows_displays(rank)
+    namespace = shell.bind(link, shows, colors=spec.share.origin.colors)
     folder = spec.share.folder
     try:
         loaded = payload.read(folder.payload)
@@ -525,7 +530,8 @@ class _LinkDisplayHook(DisplayHook):
         shell = RankShell.instance()
         shell.last_value = result
         data, metadata = self.compute_format_data(result)
-        shell.publish(data, metadata)
+        if shell.shows:
+            shell.publish(data, metadata)
         self.update_user_ns(result)
 
 
@@ -562,7 +568,7 @@ class RankShell(InteractiveShell):
         last_value: The value of the cell's last expression.
         failure: The first exception that a plain cell would have shown; None while there is none.
         depth: How many pieces of code run in one another: 1 in the cell, 2 in its `%%capture`.
-        shows: Whether displays of this rank reach the notebook (rank 0's do).
+        shows: Whether displays of this rank reach the notebook (`Plan.shows_displays`).
     """
 
     link: Link | None = None
@@ -571,6 +577,7 @@ class RankShell(InteractiveShell):
     failure: RankRaised | None = None
     depth = 0
     _drawn = ""
+    _has_hidden = False
     _at_start: Mapping[str, Any] = {}
     display_pub_class = AnyTrait(_LinkDisplayPublisher)
     displayhook_class = AnyTrait(_LinkDisplayHook)
@@ -632,12 +639,15 @@ class RankShell(InteractiveShell):
     def publish(
         self, data: Any, metadata: Any, display_id: str | None = None, update: bool = False
     ) -> None:
-        """Send a display, if this rank's are shown."""
+        """Send a display if this rank's displays are shown; else say once that there are some."""
         if self.link is not None and self.shows:
             shown = bounded(data)
             self.link.send(
                 Display(data=shown, metadata=metadata, display_id=display_id, update=update)
             )
+        elif self.link is not None and not self._has_hidden:
+            self._has_hidden = True
+            self.link.send(Note(text=HIDDEN_DISPLAYS))
 
     async def run_code(self, *args: Any, **kwargs: Any) -> bool:
         """Run code as IPython does; count how deep it is nested."""

@@ -39,7 +39,7 @@ from taas_magic.errors import PoolError, reason_of
 from taas_magic.host.system import (
     adopt_orphans,
     end_all,
-    end_host,
+    end_at_once,
     is_tracker,
     spawn_command,
 )
@@ -76,7 +76,7 @@ def _supervise(preload: str, folder: Path, lease_s: float | None) -> int:
     finally:
         _end_below(agent)
         _end_agent(agent)
-        end_host(psutil.Process().children(recursive=True))
+        end_at_once(psutil.Process().children(recursive=True))
     code = agent.returncode or 0
     return code if code >= 0 else 128 - code
 

@@ -140,6 +140,10 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(code, os.strerror(code), f"prctl({option})")
 
 
+TRACKERS_END_S = 10.0
+"""Seconds that resource trackers may take to end after the processes that they serve."""
+
+
 def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Process]:
     """End processes: SIGTERM, `grace_s` seconds, then SIGKILL. Returns what is still there.
 
@@ -167,22 +171,22 @@ def _send(process: psutil.Process, number: int) -> bool:
     return True
 
 
-def end_host(processes: list[psutil.Process]) -> None:
-    """End all processes of a host at once; multiprocessing's resource trackers end themselves.
+def end_at_once(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Kill processes, but let resource trackers end themselves. Returns what is still there.
 
-    A tracker goes when the last process that it serves has gone, and then removes the semaphores
+    A tracker ends when the last process that it serves has ended, and then removes the semaphores
     and shared memory that those have left; killed, it could not.
     """
     trackers = [process for process in processes if is_tracker(process)]
-    end_all([process for process in processes if process not in trackers], grace_s=0)
-    _, stuck = psutil.wait_procs(trackers, timeout=2)
-    end_all(stuck, grace_s=0)
+    left = end_all([process for process in processes if process not in trackers], grace_s=0)
+    _, stuck = psutil.wait_procs(trackers, timeout=TRACKERS_END_S)
+    return left + end_all(stuck, grace_s=0)
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Return whether a process is a resource tracker of multiprocessing."""
+    """Return whether a process is a resource tracker, multiprocessing's or joblib's."""
     try:
-        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+        return any("resource_tracker import main" in word for word in process.cmdline())
     except psutil.Error:
         return False
 

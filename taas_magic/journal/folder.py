@@ -209,6 +209,47 @@ class RunFolder:
                         yield messages.event_of(line)
 
 
+KEPT_FREE_BYTES = 64 << 20
+"""Bytes that logs and the journal leave free on a large disk."""
+
+GRANT_BYTES = 256 << 10
+NO_ROOM = "its file system is almost full, and the rest is kept for the run's results"
+
+
+class DiskRoom:
+    """Space that logs and the journal may use on a file system; the rest is kept for results.
+
+    Results are written after the logs. On a disk that is full they would be lost.
+
+    Args:
+        folder: Where they are written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        free, total = self._space()
+        self._kept_bytes = min(KEPT_FREE_BYTES, total // 8, free // 2)
+        self._granted_bytes = 0
+
+    def take(self, size_bytes: int) -> bool:
+        """Return whether so much may be written; asks the system once for many small writes."""
+        if size_bytes > self._granted_bytes:
+            free = self._space()[0] - self._kept_bytes
+            if size_bytes > free:
+                return False
+            self._granted_bytes = max(size_bytes, min(free // 4, GRANT_BYTES))
+        self._granted_bytes -= size_bytes
+        return True
+
+    def _space(self) -> tuple[int, int]:
+        """Return the free and all bytes; where the system does not say, the write itself will."""
+        try:
+            found = os.statvfs(self._folder)
+        except OSError:
+            return 1 << 62, 1 << 62
+        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
 class Writer:
     """Writes a run's journal in a thread of its own; lives in the pool's process, one a run.
 
@@ -231,7 +272,8 @@ class Writer:
     ) -> None:
         self.folder = folder
         self._on_incomplete, self._limit_bytes = on_incomplete, limit_bytes
-        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[bytes, bool] | None] = queue.SimpleQueue()
+        self._room = DiskRoom(folder.path)
         self._appended_bytes = self._handled_bytes = 0
         self._descriptor: int | None = None
         self._is_torn = self._is_incomplete = False
@@ -241,11 +283,12 @@ class Writer:
     def append(self, event: Event) -> None:
         """Take an event; returns at once."""
         line = messages.encode(event) + b"\n"
-        if isinstance(event, _BULK) and (why := self._why_full(len(line))):
+        is_bulk = isinstance(event, _BULK)
+        if is_bulk and (why := self._why_full(len(line))):
             self._say_incomplete(why)
             return
         self._appended_bytes += len(line)
-        self._waiting.put(line)
+        self._waiting.put((line, is_bulk))
 
     def close(self) -> None:
         """Return when all is written, or was not in CLOSE_S."""
@@ -260,9 +303,13 @@ class Writer:
         return ""
 
     def _run(self) -> None:
-        while (line := self._waiting.get()) is not None:
+        while (taken := self._waiting.get()) is not None:
+            line, is_bulk = taken
             try:
-                self._write(line)
+                if not is_bulk or self._room.take(len(line)):
+                    self._write(line)
+                else:
+                    self._say_incomplete(f"{NO_ROOM} ({self.folder.events})")
             except OSError as error:
                 self._say_incomplete(f"{reason_of(error)} ({self.folder.events})")
             self._handled_bytes += len(line)

@@ -156,10 +156,10 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def ranks(text: str) -> frozenset[int] | None:
-    """Read `0,2-5` as ranks; `all` as None."""
+def ranks(text: str) -> frozenset[int]:
+    """Read `0,2-5` as ranks; `all` as an empty set."""
     if text == "all":
-        return None
+        return frozenset()
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -340,7 +340,7 @@ FLAGS = (
         "RANKS",
         ranks,
         "ranks (--logs 0,2-5), or all",
-        "Whose lines the notebook shows; all (default) or some.",
+        "Whose lines and displays to show; default: the lines of all ranks, rank 0's displays.",
         ("0,2-5", "all", "0"),
     ),
     Flag(

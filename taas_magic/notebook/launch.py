@@ -92,7 +92,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     gpus = plan.world_size if pool.capacity().gpus else 0
     run = Run(RunState(plan, folder.path, gpus), labels | labels_of_cells(shell))
     with folder.held():
-        _carry_out(run, spec, pool, config, flags.log_ranks)
+        _carry_out(run, spec, pool, config)
     run.conclude(shell.user_ns)
     return run
 
@@ -136,9 +136,7 @@ def _cell_syntax_error(error: SyntaxError, cell: Cell) -> CellSyntaxError:
     return CellSyntaxError("".join(traceback.format_exception_only(error)).rstrip())
 
 
-def _carry_out(
-    run: Run, spec: HostSpec, pool: Pool, config: Config, log_ranks: frozenset[int] | None
-) -> None:
+def _carry_out(run: Run, spec: HostSpec, pool: Pool, config: Config) -> None:
     """Get fetchers and hosts, start the ranks, and show the run until it has ended."""
     global last_run
     plan = run.plan
@@ -157,7 +155,7 @@ def _carry_out(
             run.discard()
             raise
         last_run = run
-        view = View(run.head, log_ranks=log_ranks)
+        view = View(run.head)
         with run.giving_up(view):
             if fetchers and plan.prefill:
                 run.fill(fetchers, view, interrupts)

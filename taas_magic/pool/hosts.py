@@ -94,6 +94,7 @@ class Members(SchedulerPlugin):
     """The hosts of a pool.
 
     Args:
+        start_timeout_s: Seconds that hosts may take to come up.
         lease_s: How long a host lives without hearing this process.
         on_lost: Called with a host that is gone, in whatever way, and why.
     """
@@ -109,7 +110,7 @@ class Members(SchedulerPlugin):
         on_lost: Callable[[Member, str], None] = lambda member, why: None,
     ) -> None:
         self._scheduler, self._source = scheduler, source
-        self._start_timeout_s, self._lease_s = start_timeout_s, lease_s
+        self.start_timeout_s, self._lease_s = start_timeout_s, lease_s
         self._on_lost = on_lost
         self._members: dict[str, Member] = {}
         self._changed = asyncio.Condition()
@@ -196,11 +197,11 @@ class Members(SchedulerPlugin):
     async def _take(self, count: int, keep: Collection[str]) -> list[Member]:
         self._takes += 1
         try:
-            await asyncio.wait_for(self._have_joined(count), self._start_timeout_s)
+            await asyncio.wait_for(self._have_joined(count), self.start_timeout_s)
         except asyncio.TimeoutError:
             about = "\n".join(self.awaited) or "see the pool's log"
             joined = f"{len(self.all())} of {count} hosts joined"
-            within = f"within {self._start_timeout_s:.0f} s"
+            within = f"within {self.start_timeout_s:.0f} s"
             raise PoolError(f"{joined} {within}: {about}") from None
         finally:
             self._takes -= 1

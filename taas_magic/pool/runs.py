@@ -314,13 +314,37 @@ class Share(ABC):
         """Return the addresses of the hosts that the share is (still) on."""
         return [address for address, part in self._parts.items() if not part.ended]
 
-    async def _take(self, count: int, keep: Collection[str] = ()) -> list[Member]:
+    async def _take(
+        self, count: int, keep: Collection[str] = (), patience_s: float = 0.0
+    ) -> list[Member]:
         """Return so many hosts that are fit, among them `keep`; says for which one it waits.
+
+        Args:
+            patience_s: Seconds during which it asks again if a host cannot be had.
 
         Raises:
             PoolError: There are not so many, they are not fit, or the share was halted while it
                 waited for them.
         """
+        until, said = time.monotonic() + patience_s, ""
+        while True:
+            try:
+                members = await self._take_once(count, keep)
+                break
+            except PoolError as error:
+                if self.is_halted or time.monotonic() >= until:
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    line = f"waits at most {patience_s:g} s for another host: {said}"
+                    self.publish(Note(text=line))
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._halted.wait(), AGAIN_S)
+        await self._require_fit(members)
+        return members
+
+    async def _take_once(self, count: int, keep: Collection[str]) -> list[Member]:
+        """Return so many hosts; raises as `_take`."""
         take = self._members.take(count, keep, lambda line: self.publish(Note(text=line)))
         taking = asyncio.ensure_future(take)
         halted = asyncio.ensure_future(self._halted.wait())
@@ -329,9 +353,7 @@ class Share(ABC):
         if self.is_halted:
             taking.cancel()
             raise PoolError("nobody waits for its hosts any more")
-        members = taking.result()
-        await self._require_fit(members)
-        return members
+        return taking.result()
 
     async def _require_fit(self, members: Collection[Member]) -> None:
         """Return when hosts have what the share needs there.
@@ -586,7 +608,8 @@ class PoolRun(Share):
         first = first_failure(outcome.failures)
         self.publish(Restart(attempt=self.attempt + 1, failure=first))
         try:
-            members = await self._take(len(self.plan.hosts), self._running())
+            patience_s = self._members.start_timeout_s
+            members = await self._take(len(self.plan.hosts), self._running(), patience_s)
         except PoolError as error:
             if not self.is_halted:
                 self.publish(Note(text=f"not started again: {error}"))

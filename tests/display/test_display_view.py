@@ -210,7 +210,7 @@ def test_displays_are_updated_under_ids_of_their_own_run(execute: Execute) -> No
     """)
     shown = contents(messages, "display_data")[1]
     (updated,) = contents(messages, "update_display_data")
-    assert shown["transient"] == updated["transient"] == {"display_id": "run-1:fig"}
+    assert shown["transient"] == updated["transient"] == {"display_id": "run-1:0:fig"}
 
 
 @pytest.mark.parametrize("wait", [False, True])

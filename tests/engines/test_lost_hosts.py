@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from taas_magic.errors import RunLost
-from tests.harness import Notebook, Outcome, words
+from tests.events import Line
+from tests.harness import Notebook, Outcome, on_event, words
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, given_back, settings_in, ssh_pool
 
@@ -216,3 +217,25 @@ dist.barrier()
     failure = first(outcome)
     assert (failure["rank"], failure["signal"]) == (1, "SIGKILL")
     assert all(0 <= event["time"] - before < 600 for event in outcome.events)
+
+
+def test_a_restart_waits_for_a_host_that_cannot_be_reached_yet(
+    far: Notebook, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only host that could take the lost one's place comes back when the head has said so."""
+    pipe = tmp_path / "ready"
+    os.mkfifo(pipe)
+    leaving = threading.Thread(target=lambda: pipe.read_text() and hosts.cut(2))
+    leaving.start()
+    again = 'if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":\n'
+    source = MEET + again + "".join(f"    {line}\n" for line in (READY + TRAIN).splitlines())
+
+    def waits(event: Line) -> bool:
+        return event["kind"] == "note" and "for another host" in event["text"]
+
+    with on_event(monkeypatch, waits, lambda run: hosts.heal(2)) as noted:
+        outcome = run_on_all(far, source, f"--env READY={pipe} --max-restarts 1")
+    leaving.join()
+    assert noted and hosts.name(2) in noted[0]["text"]
+    assert outcome.error is None, outcome.shown
+    assert [event["attempt"] for event in outcome.of_kind("restart")] == [1]

@@ -1,7 +1,9 @@
 """What the ranks print, live and on disk: FAULTS.md 44 to 46 among it."""
 
+import os
 import re
 import resource
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,25 @@ os.remove(path); os.symlink("/dev/full", path)
 print("goes on")
 """
     assert notebook.run(source, gpus=1).lines[0] == ["goes on"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to mount takes root")
+def test_results_find_room_though_logs_fill_the_disk(notebook: Notebook) -> None:
+    runs = notebook.state_dir / "runs"
+    runs.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", runs], check=True)
+    try:
+        source = """
+import torch
+x = torch.arange(10_000)
+for number in range(60_000):
+    print(number, "x" * 99)
+"""
+        outcome = notebook.run(source, "--out x")
+        assert outcome.error is None, outcome.shown
+        assert notebook.shell.user_ns["x"][-1] == 9_999
+        assert outcome.run is not None and outcome.run.state == "SUCCEEDED"
+        [note] = {note for note in outcome.run.head.notes if "the log of rank 0" in note}
+        assert "kept for the run's results" in note and "rank-0.log" in note
+    finally:
+        subprocess.run(["umount", "-l", runs], check=True)

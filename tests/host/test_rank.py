@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from taas_magic.errors import CaptureError, RankFailed
+from taas_magic.host.rank import HIDDEN_DISPLAYS
 from tests.harness import Notebook
 
 
@@ -110,11 +111,20 @@ def test_the_last_value_is_shown_and_kept(notebook: Notebook) -> None:
     assert outcome.run is not None and outcome.run.result == 40
 
 
-def test_only_rank_0_displays(notebook: Notebook) -> None:
+def test_displays_of_other_ranks_are_said_and_shown_on_request(
+    notebook: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = "from IPython.display import HTML, display\nimport os\n"
     source += "display(HTML('<b>' + os.environ['RANK'] + '</b>'))\n'a value';"
-    displays = notebook.run(source).of_kind("display")
-    assert [event["data"]["text/html"] for event in displays] == ["<b>0</b>"]
+    for flags, shown in (("", [0]), ("--logs 1", [1]), ("--logs all", [0, 1])):
+        outcome = notebook.run(source, flags)
+        displays = outcome.of_kind("display")
+        found = {event["rank"]: event["data"]["text/html"] for event in displays}
+        assert found == {rank: f"<b>{rank}</b>" for rank in shown}
+        notes = [event["text"] for event in outcome.of_kind("note")]
+        assert (HIDDEN_DISPLAYS in notes) is (len(shown) < 2)
+        assert ("[1] displays:\n<IPython" in capsys.readouterr().out) is (1 in shown)
+    assert not notebook.run("1 + 1").of_kind("note")  # a last value of other ranks is no display
 
 
 def test_out_brings_variables_back(notebook: Notebook) -> None:

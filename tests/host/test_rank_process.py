@@ -1,5 +1,7 @@
 """A rank is as a process that torchrun started: what programs may do in it, and how it ends."""
 
+import os
+
 import pytest
 
 from taas_magic.errors import RankFailed
@@ -303,3 +305,29 @@ except ZeroDivisionError:
 print(sorted(set(sys.modules) - before))
 """
     assert notebook.run(source, gpus=1).lines[0][-1] == "[]"
+
+
+SHARES = """
+import os, signal
+from multiprocessing import Process, set_start_method, shared_memory
+
+def share():
+    kept.append(shared_memory.SharedMemory(create=True, size=1 << 16))
+    print(kept[-1].name)
+
+kept = []
+share()
+"""
+
+
+@pytest.mark.parametrize(
+    "ends",
+    ["", "raise ValueError", "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"],
+)
+def test_shared_memory_that_a_rank_leaves_goes_with_its_run(notebook: Notebook, ends: str) -> None:
+    """As under torchrun: by a resource tracker of the rank's own, which the run's end waits for."""
+    outcome = notebook.run(f"{SHARES}\nsys = __import__('sys'); sys.stdout.flush()\n{ends}")
+    assert (outcome.error is None) is not bool(ends)
+    names = [line for lines in outcome.lines.values() for line in lines if line.startswith("psm_")]
+    assert len(names) == 2
+    assert not [name for name in names if os.path.exists(f"/dev/shm/{name}")]

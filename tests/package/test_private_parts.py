@@ -16,7 +16,7 @@ LISTED = {
     "data/dataset.py": {"torch.utils.data._utils"},
     "data/encode.py": {"_indices", "_values"},
     "store/redirect.py": {"_C"},
-    "host/forkserver.py": {"_registry"},
+    "host/forkserver.py": {"_registry", "_resource_tracker"},
     "federation/flower.py": {"_main"},
     "host/rank.py": {
         *("_shutdown", "_run_exitfuncs", "_C", "_distributed_c10d"),
@@ -34,6 +34,7 @@ GONE = {
     "threading._shutdown": "rank._end_program has to join what is no daemon thread by another way",
     "atexit._run_exitfuncs": "Python may do it itself for forks now: see python/cpython#83856",
     "weakref.finalize._registry": "host/forkserver.py: find what weakref.finalize keeps them in",
+    "multiprocessing.resource_tracker._resource_tracker": "host/forkserver.py: find it",
     "torch.utils.data._utils.worker._worker_info": "find what get_worker_info() reads now",
     "torch.utils.data._utils.pin_memory.pin_memory": "data/epoch.py: find its new place",
     "torch.UntypedStorage._cdata": "capture/reducers.py needs another identity of a storage",
