@@ -225,7 +225,12 @@ def test_a_restart_waits_for_a_host_that_cannot_be_reached_yet(
     """The only host that could take the lost one's place comes back when the head has said so."""
     pipe = tmp_path / "ready"
     os.mkfifo(pipe)
-    leaving = threading.Thread(target=lambda: pipe.read_text() and hosts.cut(2))
+
+    def leave() -> None:
+        if pipe.read_text():
+            hosts.cut(2)
+
+    leaving = threading.Thread(target=leave)
     leaving.start()
     again = 'if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":\n'
     source = MEET + again + "".join(f"    {line}\n" for line in (READY + TRAIN).splitlines())
