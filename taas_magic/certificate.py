@@ -1,4 +1,4 @@
-"""Certificates that are made here and trusted by nobody but who was given them."""
+"""Private certificates: only those processes trust them that were given them explicitly."""
 
 import datetime
 import ipaddress
@@ -9,21 +9,24 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _FROM, _UNTIL = datetime.datetime(1970, 1, 1), datetime.datetime(9999, 12, 31)
-"""Always: a host's clock may show anything, and no key outlives the process that made it."""
+"""Unlimited validity: a host's clock may be wrong, and no key outlives the process that made it."""
 
 
 def make(name: str) -> tuple[str, str]:
-    """Make a certificate that signs itself, and its key, both as PEM, in under a millisecond.
+    """Make a self-signed certificate and its private key, both as PEM, in under a millisecond.
 
-    Whoever holds the key can sign for others, too: where that matters, see `Authority`.
+    The holder of the key can also sign certificates for others. `Authority` avoids that.
     """
     return _issue(name, name, "", (x509.BasicConstraints(ca=True, path_length=0), True))
 
 
 def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
-    """Make a key pair and a certificate for the server at an IP address, both as PEM.
+    """Make a certificate and a private key for the server at an IP address, both as PEM.
 
-    They are signed by a certificate with its key as `make` returns them.
+    Args:
+        certificate: The signer's certificate, as `make` returns it.
+        key: The signer's private key.
+        address: IP address of the server.
     """
     issuer = x509.load_pem_x509_certificate(certificate.encode()).subject
     name = str(issuer.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
@@ -32,18 +35,19 @@ def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
 
 
 class Authority:
-    """Signs certificates of clients; its own key leaves this process by no method."""
+    """Signs certificates of clients. No method returns its own private key."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.certificate, self._key = make(name)
 
     def issue(self, name: str, identity: str, serves: bool = False) -> tuple[str, str]:
-        """Make a key pair and a certificate by which its holder connects to others, as PEM.
+        """Make a client certificate and its private key, both as PEM.
 
         Args:
-            identity: A URI that says who the holder is.
-            serves: Whether others may connect to it as well.
+            name: Common name of the holder.
+            identity: URI that identifies the holder.
+            serves: Whether the certificate is also valid for a server.
         """
         names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity)])
         limits = x509.BasicConstraints(ca=False, path_length=None)
@@ -55,7 +59,7 @@ class Authority:
 def _issue(
     name: str, issuer: str, signer: str, *extensions: tuple[x509.ExtensionType, bool]
 ) -> tuple[str, str]:
-    """Make a key pair and a certificate as PEM; without the key of a signer it signs itself."""
+    """Make a certificate and a private key as PEM. An empty `signer` key makes it self-signed."""
     key = ec.generate_private_key(ec.SECP256R1())
     signs = serialization.load_pem_private_key(signer.encode(), None) if signer else key
     assert isinstance(signs, ec.EllipticCurvePrivateKey)

@@ -1,7 +1,8 @@
-"""What a host is like (`main`), and packages for its cache (`install`).
+"""The program that runs on a host: it reports the host's facts and installs packages there.
 
-Runs on the host, also as text on the standard input of its own Python. So it needs nothing but the
-standard library of Python 3.8, and nothing else of this package.
+`main` returns the facts, `install` puts packages into the user's cache. The source is also sent as
+text to the standard input of the host's own Python, so it uses only the standard library of Python
+3.8 and nothing else of this package.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ def main(
     mark: str = "",
     names: bool = True,
 ) -> dict[str, Any]:
-    """Return the facts as plain values; `facts.Facts` says what each means.
+    """Return the facts of this host as plain values; `messages.Facts` describes each.
 
     Args:
-        packages: Distributions whose versions are asked for.
-        modules: Top-level modules of which those that are missing are asked for.
-        mark: A file that has just been made in the project store, where the notebook is.
-        names: Whether to ask what the GPUs are called, which may take seconds.
+        packages: Distributions whose versions are reported.
+        modules: Top-level modules to check; those that are missing are reported.
+        mark: Path of a file that was just created in the project store. A host that sees it shares
+            the store.
+        names: Whether to report the names of the GPUs, which may take seconds.
     """
     cache = cache_folder()
     return {
@@ -77,9 +79,9 @@ def main(
 
 
 def cache_folder() -> str:
-    """Return where taas-magic keeps things on this host: `$XDG_CACHE_HOME/taas` or `~/.cache/taas`.
+    """Return taas-magic's cache folder on this host: `$XDG_CACHE_HOME/taas` or `~/.cache/taas`.
 
-    A user without a home folder has it below TMPDIR.
+    For a user without a home folder it is below TMPDIR.
     """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if base.startswith("~"):
@@ -88,7 +90,7 @@ def cache_folder() -> str:
 
 
 def cores() -> int:
-    """Return how many processors a process here gets, by its affinity and its cgroup's quota."""
+    """Return the number of cores that this process may use: its affinity and its cgroup's quota."""
     if not hasattr(os, "sched_getaffinity"):
         return 1
     quotas = [_quota(folder) for folder in _cgroup_folders()]
@@ -96,14 +98,14 @@ def cores() -> int:
 
 
 def _cgroup_folders() -> list[str]:
-    """Return the folders of this process's CPU cgroup and of those above it; cgroup v1 and v2."""
+    """Return the folders of this process's CPU cgroup and its parents, for cgroup v1 and v2."""
     found = []
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = os.path.join(_CGROUPS, "cpu" if controllers else "")
-        found.append(top)  # in a container the folders below may be named as outside of it
+        found.append(top)  # in a container, the paths below may be those of the outer system
         while path.strip("/"):
             found.append(top.rstrip("/") + path)
             path = os.path.dirname(path)
@@ -111,7 +113,7 @@ def _cgroup_folders() -> list[str]:
 
 
 def _quota(folder: str) -> int:
-    """Return how many processors a cgroup may use, rounded up; 0 where it has no bound."""
+    """Return the number of cores that a cgroup may use, rounded up; 0 without a limit."""
     quota, period = (
         _read(os.path.join(folder, "cpu.max")).split()
         or _read(os.path.join(folder, "cpu.cfs_quota_us")).split()
@@ -130,7 +132,7 @@ def _read(path: str) -> str:
 
 
 def version(name: str) -> str:
-    """Return the version of a distribution; "" where it is not installed."""
+    """Return the version of a distribution; "" if it is not installed."""
     try:
         return metadata.version(name) or ""
     except (metadata.PackageNotFoundError, OSError, ValueError):
@@ -138,7 +140,7 @@ def version(name: str) -> str:
 
 
 def is_there(name: str) -> bool:
-    """Return whether a top-level module can be found; it is not imported."""
+    """Return whether a top-level module can be found, without importing it."""
     return name in sys.modules or _spec(name) is not None
 
 
@@ -156,20 +158,20 @@ def folder_of(name: str) -> str | None:
 
 
 def torch_cuda() -> str:
-    """Return the CUDA version that torch was built for; "" for a CPU build; imports nothing."""
+    """Return the CUDA version of torch; "" for a CPU build. Does not import torch."""
     text = _read(os.path.join(folder_of("torch") or "", "version.py"))
     found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", text, re.MULTILINE)
     return found.group(1) if found else ""
 
 
 def digest_of_ours() -> str:
-    """Return what taas-magic is here: a digest of its files; "" where it is not."""
+    """Return a digest of taas-magic's files on this host; "" if it is not installed."""
     folder = folder_of("taas_magic")
     return digest(package_files(folder)) if folder else ""
 
 
 def package_files(folder: str) -> list[tuple[str, bytes]]:
-    """Return the files of a package as (path in it, content), in the same order everywhere."""
+    """Return the files of a package as (relative path, content), sorted by path."""
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]
@@ -187,7 +189,7 @@ def digest(files: Iterable[tuple[str, bytes]]) -> str:
 
 
 def write_error(folder: str) -> str:
-    """Return why a file cannot be written in a folder, which is made if need be; "" if one can."""
+    """Return why a folder is not writable; "" if it is. Creates the folder if needed."""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -198,14 +200,14 @@ def write_error(folder: str) -> str:
 
 
 def free_bytes(folder: str) -> int:
-    """Return what the user may still write on the disk of a folder, or of where it would be."""
+    """Return the free bytes on the disk of a folder, or of its nearest existing parent."""
     while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
         folder = os.path.dirname(folder)
     return shutil.disk_usage(folder).free
 
 
 def sites(cache: str) -> list[str]:
-    """Return the names of the folders with packages that we have put on this host."""
+    """Return the names of the package folders that taas-magic has installed in the cache."""
     try:
         return sorted(n for n in os.listdir(os.path.join(cache, "site")) if not n.startswith("."))
     except OSError:
@@ -213,9 +215,9 @@ def sites(cache: str) -> list[str]:
 
 
 def count_gpus() -> int:
-    """Count the CUDA devices that a process here would see, without asking CUDA.
+    """Count the CUDA devices that a process on this host would see, without using CUDA.
 
-    Asking torch would make a CUDA context in the kernel, which no fork of it survives.
+    Asking torch could create a CUDA context in this process, and CUDA breaks in forks of it.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -227,7 +229,7 @@ def count_gpus() -> int:
 
 
 def gpu_names() -> list[str]:
-    """Return the kinds of GPUs as nvidia-smi calls them; none where it does not answer in time."""
+    """Return the GPU names that nvidia-smi prints; empty if it does not answer within 3 s."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         said = subprocess.run(
@@ -239,7 +241,7 @@ def gpu_names() -> list[str]:
 
 
 def resolved(name: str) -> list[str]:
-    """Return the addresses that a name has to this host."""
+    """Return the addresses that this host resolves a name to."""
     try:
         return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
     except (OSError, UnicodeError):
@@ -247,7 +249,7 @@ def resolved(name: str) -> list[str]:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return the network interfaces that are in use, with their addresses."""
+    """Return the addresses of each network interface that has one."""
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
@@ -273,19 +275,19 @@ def install(
     bundle: str = "",
     sha256: str = "",
 ) -> str:
-    """Make a folder of packages, by pip or from a bundle; return why it is not there, or "".
+    """Create a folder of packages, by pip or from a zip file; return an error text, or "".
 
-    It appears whole, by one rename, under a name that says what is in it: a transfer that broke
-    leaves nothing that would be used, and of several hosts that share a home and install the same
-    thing at once, one is first and the others throw theirs away.
+    The folder appears by one rename, under a name that identifies its content. So a broken transfer
+    leaves nothing behind that would be used. If several hosts that share a home folder install the
+    same packages at once, the first one wins and the others discard theirs.
 
     Args:
-        folder: The folder, which is made whole or not at all.
-        pins: What this Python's pip shall put there, such as `zict==3.0.0`.
-        options: Of `pip install` besides.
-        limit_s: How long pip may take.
-        bundle: Instead of them: a zip file with all that belongs there; it is removed.
-        sha256: Of the bundle.
+        folder: The folder to create, completely or not at all.
+        pins: Requirements for pip, such as `zict==3.0.0`.
+        options: Further options of `pip install`.
+        limit_s: Seconds that pip may take.
+        bundle: Path of a zip file to use instead of pip; it is removed afterwards.
+        sha256: Checksum of the zip file.
     """
     parent, error = os.path.dirname(folder), ""
     try:
@@ -313,7 +315,7 @@ def _publish(aside: str, folder: str) -> None:
     try:
         os.rename(aside, folder)
     except OSError:
-        if not os.path.isdir(folder):  # else another one was first
+        if not os.path.isdir(folder):  # otherwise another host was faster
             raise
 
 
@@ -328,7 +330,7 @@ def _unpack(bundle: str, sha256: str, into: str) -> str:
 
 
 def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
-    """Run pip; returns what went wrong."""
+    """Run pip; return its error text, or "" on success."""
     command = [sys.executable, "-m", "pip", "install", "--target", into, "--no-deps", "--no-input"]
     command += ["--only-binary=:all:", "--no-compile", "--quiet", "--disable-pip-version-check"]
     try:
@@ -347,13 +349,13 @@ def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
 
 
 def _sweep(parent: str) -> None:
-    """Remove what an attempt that was cut off long ago has left."""
+    """Remove the files of installations that were cut off long ago."""
     for name in os.listdir(parent):
         path = os.path.join(parent, name)
         try:
             old = time.time() - os.stat(path).st_mtime > _ABANDONED_AFTER_S
         except OSError:
-            continue  # another host of the same home has just put it into its place
+            continue  # another host with the same home folder has just renamed it
         if old and name.startswith(".new-"):
             shutil.rmtree(path, ignore_errors=True)
             _remove(path)

@@ -1,7 +1,7 @@
-"""Files that several processes use: locks, what appears whole or not at all, whose kernel it is.
+"""Helpers for files that several processes use: locks, and files that appear atomically.
 
-A lock is held as long as its file is open in the process that took it, or in one that has inherited
-it: the system releases it when they end, however they do.
+A process holds a lock as long as it, or a process that inherited the descriptor, has the file open.
+The system releases the lock when these processes end, in whatever way.
 """
 
 import contextlib
@@ -14,10 +14,12 @@ from typing import IO
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock an open file; return False where another process has it and `wait` is False.
+    """Lock an open file; return False if another process holds the lock and `wait` is False.
 
     Args:
-        shared: Whether others may have it as well, if they share it, too.
+        descriptor: Descriptor of the open file.
+        shared: Take a shared lock, which several processes can hold at once.
+        wait: Block until the lock is free.
 
     Raises:
         OSError: The file system has no locks.
@@ -31,14 +33,15 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
 
 
 def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int | None:
-    """Return the lock of a file, a descriptor; None while a living process holds it.
+    """Take the lock of a file and return its descriptor; return None if a process holds it.
 
     Args:
-        flags: How the file is opened, besides.
-        wait: Whether to wait until it is free.
+        path: The lock file.
+        flags: Additional flags for `os.open`.
+        wait: Block until the lock is free.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The file cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     if lock(descriptor, wait=wait):
@@ -48,7 +51,7 @@ def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int
 
 
 def is_free(path: Path, flags: int = os.O_CREAT) -> bool:
-    """Return whether nobody holds the lock of a file; see `take_lock`."""
+    """Return whether no process holds the lock of a file; see `take_lock`."""
     if (descriptor := take_lock(path, flags)) is not None:
         os.close(descriptor)
     return descriptor is not None
@@ -56,7 +59,7 @@ def is_free(path: Path, flags: int = os.O_CREAT) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a file's lock; yield False where another process has it and `wait` is False."""
+    """Hold a file's lock; yield False if another process holds it and `wait` is False."""
     descriptor = take_lock(path, wait=wait)
     try:
         yield descriptor is not None
@@ -67,12 +70,12 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file that takes the place of `path` when the block ends without error.
+    """Yield a temporary file that replaces `path` when the block ends without an error.
 
-    Only its owner may read it. It is not forced to disk: see `store.publish` for what is.
+    Only its owner can read the file. The file is not flushed to disk; `store.publish` does that.
 
     Raises:
-        OSError: The disk is full, or the folder cannot be written.
+        OSError: The disk is full, or the folder is not writable.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -86,7 +89,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def boot_id() -> str:
-    """Return what was drawn at boot and tells this kernel from all others; "" where unknown."""
+    """Return the random id of this boot of this machine; "" if the system does not provide one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

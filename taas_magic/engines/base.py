@@ -1,10 +1,11 @@
-"""The contract of an engine: where a pool's hosts come from.
+"""The base classes of engines. An engine gets hosts for a pool.
 
-An engine opens the pool's scheduler, which the agents of its hosts join (`AgentWorker`); all else
-(which run gets which hosts, events, the journal, giving hosts back) is the controller's and the
-same for every engine. A new one is a class after `Engine`, or after `HostsEngine` if it starts each
-host itself, and its line in `_ENGINES`. No module of an engine imports Dask at its top: a kernel
-asks for `capacity`, and the pool's process for `prepare`, before that.
+An engine opens the pool's Dask scheduler, and the agents of its hosts connect to it. Everything
+else (which run gets which hosts, events, the journal, returning hosts) is done by the controller in
+the same way for every engine. A new engine is a subclass of `Engine`, or of `HostsEngine` if it
+starts each host itself, and an entry in `_ENGINES`. An engine's module must not import Dask at
+module level: a kernel calls `capacity`, and the pool's process calls `prepare`, before Dask is
+imported.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ _ENGINES = {
     "local": "taas_magic.engines.local:LocalEngine",
     "ssh": "taas_magic.engines.ssh:SshEngine",
 }
-"""Where each engine is; only the one that a pool names is imported."""
+"""Import path of each engine's class; only the engine that a pool names is imported."""
 
 _DASK_CLASS = "taas_magic.engines.dask_class:DaskClassEngine"
 
@@ -41,7 +42,7 @@ LOG_LINES = 15
 
 
 class Engine(ABC):
-    """One pool's engine. `capacity` and `ways` are asked in the kernel, the rest in the pool."""
+    """The engine of one pool. The kernel calls `capacity` and `ways`; the pool calls the rest."""
 
     def __init__(self, pool: PoolConfig) -> None:
         self.pool = pool
@@ -49,63 +50,64 @@ class Engine(ABC):
 
     @abstractmethod
     def capacity(self) -> HostCapacity:
-        """Return what one host offers, known without taking one."""
+        """Return the GPUs and cores of one host, without allocating a host."""
 
     @abstractmethod
     def open(
         self, scheduler: type, keys: "Keys", folder: str
     ) -> AbstractAsyncContextManager["Scheduler"]:
-        """Run the pool's scheduler while the block lasts, first with no host; then end all hosts.
+        """Run the pool's scheduler until the block ends, first without hosts; then end all hosts.
 
         Args:
             folder: The pool's private folder on this machine.
         """
 
     def prepare(self) -> None:
-        """Start what can be started before Dask is imported; returns at once."""
+        """Start what does not need Dask, before Dask is imported. Does not block."""
         return
 
     def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """Return the ways to hosts that can be asked before a run takes them, by hosts' names.
+        """Return a shell for each host that can be reached before it is allocated, by host name.
 
-        Each connects when it is entered, and gives up when `stop` is set.
+        Each context manager connects when it is entered, and gives up when `stop` is set.
         """
         return {}
 
     @abstractmethod
     async def bring(self, count: int) -> list[str]:
-        """Ask for hosts until `count` were asked for; called again and again while they come.
+        """Request hosts until `count` have been requested. Called repeatedly until all have joined.
 
         Returns:
-            What is known of those that have not joined, a line each; for the user.
+            One line for the user for each host that has not joined yet.
 
         Raises:
-            PoolError: One of them will not come.
+            PoolError: A requested host will not come.
         """
 
     @abstractmethod
     async def give_back(self, keep: Collection[str]) -> None:
-        """Give back all hosts, come or to come, but those whose agents are named."""
+        """Return all hosts, also those that have not joined yet, except the agents in `keep`."""
 
     @asynccontextmanager
     async def way(self, agent: str, address: str) -> AsyncIterator[str]:
-        """Let a host reach a port of this machine while the block lasts; gives its address there.
+        """Let a host reach a port of this machine until the block ends; yield the address to use.
 
         Args:
-            agent: The host's, by its name.
-            address: The port's on this machine, as "tls://host:port"; it asks for keys itself.
+            agent: Name of the host's agent.
+            address: Address of the port on this machine, as "tls://host:port". The server behind
+                it authenticates its clients itself.
 
         Raises:
-            PoolError: The host cannot reach it.
+            PoolError: The host cannot reach the port.
         """
         yield address
 
     async def why_lost(self, agent: str) -> str:
-        """Return what is known of a host that was lost, in one line; "" when nothing is."""
+        """Return one line that says why a host was lost; "" if the reason is unknown."""
         return ""
 
     def new_name(self) -> str:
-        """Return a name that no host had before."""
+        """Return a host name that this engine has not used yet."""
         return f"{self.pool.name}-{next(self._numbers)}"
 
 
@@ -113,8 +115,8 @@ class Host(ABC):
     """A host that a `HostsEngine` starts.
 
     Attributes:
-        name: By which Dask will know its agent.
-        coming: `start`, which the engine has begun.
+        name: Dask's name for the host's agent.
+        coming: The task that runs `start`.
     """
 
     coming: "asyncio.Task[None]"
@@ -124,31 +126,31 @@ class Host(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Bring the host up; returns when its agent has joined.
+        """Start the host; return when its agent has joined the pool.
 
         Raises:
-            PoolError: It will not come.
+            PoolError: The host could not be started.
         """
 
     @abstractmethod
     async def end(self) -> None:
-        """End what there is of the host, wherever `start` stands."""
+        """End the host, also if `start` has not finished."""
 
     @abstractmethod
     async def why_lost(self) -> str:
-        """See `Engine.why_lost`; the host is ended after that."""
+        """See `Engine.why_lost`. The engine ends the host after this call."""
 
     def news(self) -> str:
-        """Return what it has been doing for long, as a line for the user; "" when it is not."""
+        """Return one line for the user if the host's start takes unusually long, else ""."""
         return ""
 
 
 class HostsEngine(Engine):
-    """An engine that starts each of its hosts.
+    """An engine that starts each of its hosts itself.
 
     Attributes:
-        hosts: Those that are there or coming, by name.
-        ending: What ends others, which were given back or lost.
+        hosts: Hosts that have joined or are starting, by name.
+        ending: Tasks that end hosts which were returned or lost.
     """
 
     keys: "Keys"
@@ -163,11 +165,11 @@ class HostsEngine(Engine):
 
     @abstractmethod
     def make_host(self, name: str) -> Host:
-        """Return a host, not started."""
+        """Return a new host that has not been started."""
 
     @asynccontextmanager
     async def open(self, scheduler: type, keys: "Keys", folder: str) -> AsyncIterator["Scheduler"]:
-        """See `Engine.open`: it listens on this machine's loopback."""
+        """See `Engine.open`. The scheduler listens on the loopback interface."""
         from distributed import Security
 
         self.keys, self.folder = keys, folder
@@ -176,12 +178,12 @@ class HostsEngine(Engine):
             try:
                 yield self.scheduler
             finally:
-                self._is_over = True  # who still waits for hosts gets none
+                self._is_over = True  # a `bring` that still waits must start no more hosts
                 await self.give_back(())
                 await asyncio.gather(*self.ending)
 
     async def bring(self, count: int) -> list[str]:
-        """See `Engine.bring`; a host that has failed is told once, and forgotten."""
+        """See `Engine.bring`. The failure of a host is raised once; then the host is forgotten."""
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())
             self.hosts[host.name] = host
@@ -203,7 +205,7 @@ class HostsEngine(Engine):
         await asyncio.gather(*(host.coming for host in left), return_exceptions=True)
 
     async def why_lost(self, agent: str) -> str:
-        """See `Engine.why_lost`; what is left of the host is ended."""
+        """See `Engine.why_lost`. Also ends what is left of the host."""
         if (host := self.hosts.get(agent)) is None:
             return ""
         why = await host.why_lost()
@@ -222,7 +224,7 @@ def find_engine(pool: PoolConfig) -> Engine:
     """Return the engine that a pool's settings name.
 
     Raises:
-        UsageError: There is none of that name.
+        UsageError: No engine has that name.
     """
     place = _DASK_CLASS if "." in pool.engine else _ENGINES.get(pool.engine)
     if place is None:
@@ -236,6 +238,6 @@ def find_engine(pool: PoolConfig) -> Engine:
 
 
 def log_tail(path: Path) -> str:
-    """Return the last lines of a log, and where the others are."""
+    """Return the last lines of a log file, followed by its path."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return "\n".join([*text.splitlines()[-LOG_LINES:], f"({path})"])

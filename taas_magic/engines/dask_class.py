@@ -1,9 +1,9 @@
-"""The engine of pools whose hosts a Dask cluster class gets: batch systems, clouds, anything.
+"""The engine for pools whose hosts come from a Dask cluster class: batch systems, clouds, others.
 
-The class is named by its import path and used as it is. Its workers are plain Dask workers, and to
-us only vehicles (`host/vehicle.py`); the scheduler is ours and lives in the pool's process,
-whatever the class would have used. Slurm and PBS are asked what became of jobs whose hosts have
-not joined, or are lost; other systems' jobs are waited for without a word.
+taas.toml names the class by its import path. Its workers are plain Dask workers; each only starts
+our agent on its host (`host/vehicle.py`). The scheduler is ours and runs in the pool's process,
+whatever the class would use by default. For Slurm and PBS, the engine asks the batch system about
+jobs whose hosts have not joined or are lost. Other systems' jobs are waited for without details.
 """
 
 import asyncio
@@ -34,17 +34,20 @@ if TYPE_CHECKING:
 
 _BATCH_PACKAGE = "dask_jobqueue"
 _NO_REQUEUE = {"slurm": "--no-requeue", "pbs": "-r n"}
-"""What keeps a batch system from starting a job a second time, by dask-jobqueue's name of it."""
+"""Directive that forbids a batch system to requeue a job, by dask-jobqueue's name of the system."""
 
 
 class DaskClassEngine(Engine):
-    """Opens the Dask cluster class that `engine` names, with `options` as its keyword arguments."""
+    """Gets hosts from the Dask cluster class that the pool's `engine` names.
+
+    The pool's `options` are the keyword arguments of the class.
+    """
 
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
         self._vehicles = Vehicles(None, None)
         self._turn = asyncio.Lock()
-        """Hosts that are being given back and hosts that are asked for may have the same names."""
+        """Serializes `bring` and `give_back`: both change Dask's table of workers."""
         package = pool.engine.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             extra = "taas-magic[jobqueue]" if package == _BATCH_PACKAGE else package
@@ -54,13 +57,20 @@ class DaskClassEngine(Engine):
             )
 
     def capacity(self) -> HostCapacity:
-        """Return what taas.toml says, else no GPU and this machine's cores: none can be asked."""
+        """Return the values of taas.toml; without them, no GPU and this machine's cores.
+
+        A host that is still queued cannot be asked.
+        """
         cores = self.pool.cores or self.pool.options.get("cores") or probe.cores()
         return HostCapacity(self.pool.gpus or 0, int(cores))
 
     @asynccontextmanager
     async def open(self, scheduler: type, keys: "Keys", folder: str) -> AsyncIterator["Scheduler"]:
-        """See `Engine.open`; raises UsageError where the class cannot be used."""
+        """See `Engine.open`.
+
+        Raises:
+            UsageError: The class does not exist, is no Dask cluster, or refuses its options.
+        """
         from distributed import Security
 
         pool, cluster_class = self.pool, _find_class(self.pool)
@@ -75,7 +85,7 @@ class DaskClassEngine(Engine):
             self._vehicles = Vehicles(find_system(system), Path(options["log_directory"]))
         self._cluster = cluster = _make_cluster(pool, cluster_class, options)
         place = _scheduler_place(cluster)
-        cluster.worker_spec.clear()  # hosts are taken when a run needs them
+        cluster.worker_spec.clear()  # hosts are requested when a run needs them
 
         def make_scheduler(**options: Any) -> Any:
             return _with_vehicles(scheduler(**options), pool, keys)
@@ -89,15 +99,15 @@ class DaskClassEngine(Engine):
             try:
                 yield cluster.scheduler
             finally:
-                # Who still waits for hosts has no turn any more: Dask would wait for those.
+                # From here on no `bring` may start hosts, because Dask would wait for them.
                 await self._turn.acquire()
                 await self._keep(())
 
     async def bring(self, count: int) -> list[str]:
-        """See `Engine.bring`; the batch system is asked about jobs whose hosts have not joined.
+        """See `Engine.bring`. Also asks the batch system about jobs whose hosts have not joined.
 
-        Who stops waiting does not undo half: a host that was asked for at that moment would be
-        known to nobody.
+        The shield keeps a cancelled caller from stopping halfway: a host requested at that moment
+        would be recorded nowhere.
         """
         return await asyncio.shield(self._bring(count))
 
@@ -109,23 +119,24 @@ class DaskClassEngine(Engine):
             names = [str(worker.name) for worker in cluster.scheduler.workers.values()]
             agents = {vehicle_of(name) for name in names} - {""}
             lines = await self._vehicles.look([*map(str, cluster.worker_spec)], names, agents)
-            # no host has the name of an earlier one: Dask closes, 15 s after a worker has left
-            # (`distributed.deploy.lost-worker-timeout`), what then has its name and has not joined
+            # Never reuse a name: 15 s after a worker has left (the setting
+            # `distributed.deploy.lost-worker-timeout`), Dask closes a worker of the same name that
+            # has not joined yet.
             for _ in range(count - len(cluster.worker_spec)):
                 cluster.worker_spec[self.new_name()] = cluster.new_spec
             try:
                 await cluster
-            except (RuntimeError, OSError) as error:  # OSError: the system's command is not here
+            except (RuntimeError, OSError) as error:  # OSError: the command is not installed here
                 workers = cluster.workers.items()
                 await cluster.scale_down([n for n, it in workers if it.status != Status.running])
-                text = str(error)  # all that dask-jobqueue says; of that, what the command wrote
+                text = str(error)  # dask-jobqueue's message quotes what the command wrote
                 gist = text.partition("stderr:\n")[2].strip() or text
                 raise PoolError(f"{self.pool.engine} could not start a host: {gist}") from error
             self._vehicles.note(cluster.workers.items())
             return lines
 
     async def give_back(self, keep: Collection[str]) -> None:
-        """See `Engine.give_back`; a host is given back with the vehicle that brought its agent."""
+        """See `Engine.give_back`. Ends the workers that started the returned agents."""
         async with self._turn:
             await self._keep(keep)
 
@@ -136,15 +147,15 @@ class DaskClassEngine(Engine):
         self._vehicles.forget(kept)
 
     async def why_lost(self, agent: str) -> str:
-        """See `Engine.why_lost`; the batch system is asked about the job of the host."""
+        """See `Engine.why_lost`. Asks the batch system about the host's job."""
         return await self._vehicles.why_lost(vehicle_of(agent))
 
 
 def _find_class(pool: PoolConfig) -> Any:
-    """Return the class that a pool names.
+    """Return the class that a pool's `engine` names.
 
     Raises:
-        UsageError: There is none, or it is no Dask cluster.
+        UsageError: The class does not exist, or is no Dask cluster class.
     """
     from distributed import SpecCluster
 
@@ -159,7 +170,7 @@ def _find_class(pool: PoolConfig) -> Any:
 
 
 def _accepted(cluster_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those keyword arguments that a class takes."""
+    """Return the keyword arguments in `values` that a class accepts."""
     parameters = inspect.signature(cluster_class).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(values)
@@ -169,15 +180,17 @@ def _accepted(cluster_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
 def batch_options(
     pool: PoolConfig, options: Mapping[str, Any], system: str, folder: Path
 ) -> dict[str, Any]:
-    """Return keyword arguments of a dask-jobqueue class: what suits vehicles, then the user's own.
+    """Return keyword arguments for a dask-jobqueue class: our defaults, updated by the user's.
 
     Args:
-        system: The batch system, as dask-jobqueue calls it.
-        folder: The pool's private folder, which hosts must see: keys (0600) lie in it, and the
+        pool: The pool's settings.
+        options: The user's own keyword arguments.
+        system: dask-jobqueue's name of the batch system.
+        folder: The pool's private folder. Hosts must share it: it holds the keys (0600) and the
             output of jobs.
 
     Raises:
-        UsageError: One job is to hold several Dask workers.
+        UsageError: The options ask for several Dask workers in one job.
     """
     if options.get("processes", 1) != 1:
         raise UsageError(f'pool "{pool.name}": a job is one host: processes must be 1')
@@ -202,10 +215,10 @@ def batch_options(
 def _make_cluster(
     pool: PoolConfig, cluster_class: Any, options: Mapping[str, Any]
 ) -> "SpecCluster":
-    """Return the cluster as its class makes it, not started.
+    """Return a new cluster object that has not been started.
 
     Raises:
-        UsageError: The class refuses its options, or cannot say how to start a worker.
+        UsageError: The class refuses its options, or does not describe how to start a worker.
     """
     try:
         cluster = cluster_class(**options)
@@ -219,7 +232,7 @@ def _make_cluster(
 
 
 def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
-    """Return where our scheduler listens: on one address, which the hosts reach."""
+    """Return the listening options of our scheduler: one address that the hosts can reach."""
     from distributed import Scheduler
     from distributed.utils import get_ip
 
@@ -232,7 +245,7 @@ def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
 
 
 def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
-    """Have the scheduler make a vehicle of every worker that joins."""
+    """Make every worker that joins the scheduler start an agent on its host."""
     from distributed.protocol.pickle import dumps
 
     from taas_magic.host.vehicle import Vehicle
@@ -250,12 +263,12 @@ def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
 
 
 ASK_S = 10.0
-"""How long a batch system may take to answer."""
+"""Seconds that a batch system may take to answer."""
 
 _HISTORY_HINT = "use -x"  # OpenPBS's; Torque takes -x for something else
 
 _UNKNOWN = ("invalid job id", "unknown job id", "has finished")
-"""What commands complain of that fail only because jobs have ended too long ago to be known."""
+"""Error texts of commands that fail only because the batch system has forgotten an ended job."""
 
 _SLURM_LIVES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT")
 _PBS_STATES = {
@@ -274,12 +287,13 @@ _PBS_STATES = {
 
 @dataclass(frozen=True)
 class BatchJob:
-    """One job, as the batch system sees it.
+    """One job of a batch system.
 
     Attributes:
-        state: In the system's own word.
-        reason: Why it is in this state; "" when the system does not say.
-        ended: Whether it will not run any more.
+        job_id: The batch system's id.
+        state: The state in the system's own word.
+        reason: Why the job is in this state; "" if the system does not say.
+        ended: Whether the job has ended for good.
     """
 
     job_id: str
@@ -321,11 +335,13 @@ def parse_qstat(text: str) -> dict[str, BatchJob]:
 
 @dataclass(frozen=True)
 class BatchSystem:
-    """How to ask one kind of batch system.
+    """How to query one kind of batch system.
 
     Attributes:
-        command: Asks about jobs; their ids follow.
-        history: Asks about jobs that have ended, where `command` does not tell of them.
+        title: Name of the system in messages.
+        command: Returns the command that lists jobs with the given ids.
+        parse: Returns the jobs in that command's output, by id.
+        history: Returns the command that lists ended jobs, if `command` does not show them.
     """
 
     title: str
@@ -334,10 +350,10 @@ class BatchSystem:
     history: Callable[[Collection[str]], list[str]] | None = None
 
     async def look(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
-        """Return the jobs that the system knows, by id; one that it does not know has ended.
+        """Return the jobs that the system knows, by id. A job that it does not know has ended.
 
         Raises:
-            OSError: It cannot be asked, or does not answer.
+            OSError: The command cannot be run, fails, or does not answer in time.
         """
         if not job_ids:
             return {}
@@ -351,7 +367,7 @@ class BatchSystem:
         return found
 
     async def _ask(self, command: list[str]) -> tuple[dict[str, BatchJob], str]:
-        """Return what a command says, and what it complains of if it fails."""
+        """Run a command; return the jobs in its output, and its error text if it fails."""
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
@@ -376,17 +392,17 @@ SYSTEMS: Mapping[str, BatchSystem] = {
         history=lambda ids: ["qstat", "-x", "-f", *ids],
     ),
 }
-"""By the name that dask-jobqueue has for each."""
+"""The batch systems that can be queried, by dask-jobqueue's name."""
 
 
 def find_system(name: str) -> BatchSystem | None:
-    """Return the batch system of that name, if it is known and its command is here."""
+    """Return the batch system of that name; None if unknown or its command is not installed."""
     system = SYSTEMS.get(name)
     return system if system and shutil.which(system.command([])[0]) else None
 
 
 def output_tail(folder: Path, job_id: str) -> str:
-    """Return the last lines of what a job wrote, from the newest file named with its number."""
+    """Return the last lines of a job's output, from the newest file whose name has its number."""
     number = job_id.partition(".")[0]
     named = re.compile(rf"(?<!\d){re.escape(number)}(?!\d)")
     files = [file for file in folder.glob("*") if named.search(file.name) and file.stat().st_size]
@@ -394,49 +410,53 @@ def output_tail(folder: Path, job_id: str) -> str:
 
 
 LOOK_S = 2.0
-"""How often a batch system is asked at most."""
+"""Seconds between two queries of a batch system, at least."""
 
 SETTLE_S = 2.0
-"""How long a batch system may take to see what became of a job whose host is lost."""
+"""Seconds that a batch system may take to update the state of a job whose host is lost."""
 
 
 class Vehicles:
-    """The vehicles of a pool: Dask workers, each with its job where there is a batch system.
+    """The Dask workers of a pool that start agents, and the batch jobs behind them.
 
     Args:
-        system: The batch system; None where none is known.
-        output: The folder with what jobs write; None where there is none.
+        system: The batch system; None if it cannot be queried.
+        output: Folder with the output of jobs; None if there is none.
     """
 
     def __init__(self, system: BatchSystem | None, output: Path | None) -> None:
         self._system, self._output = system, output
         self._jobs: dict[str, str] = {}
         self._served: set[str] = set()
-        """Those whose jobs need not be watched: their agents have joined, or nobody wants them."""
+        """Workers whose jobs need no watching: their agent has joined, or they were returned."""
         self._looked = float("-inf")
         self._said: list[str] = []
 
     def note(self, workers: Iterable[tuple[object, Any]]) -> None:
-        """Learn the jobs of a cluster's workers: pairs of name and worker object."""
+        """Record the job ids of a cluster's workers.
+
+        Args:
+            workers: Pairs of a worker's name and dask-jobqueue's worker object.
+        """
         for name, worker in ((str(name), worker) for name, worker in workers):
             job_id = getattr(worker, "job_id", None)
             if job_id and self._jobs.get(name) != str(job_id):
                 self._jobs[name] = str(job_id)
-                self._served.discard(name)  # a worker that was lost has another job, and its name
+                self._served.discard(name)  # a lost worker's name is used again, with another job
                 self._looked = float("-inf")
 
     async def look(
         self, asked: Collection[str], up: Collection[str], agents: Collection[str]
     ) -> list[str]:
-        """Return what is known of the hosts that are awaited, a line each.
+        """Return one line for each host that has not joined yet.
 
         Args:
-            asked: Names of all vehicles that should be there.
-            up: Those that have joined.
-            agents: Those whose agents have joined.
+            asked: Names of all requested workers.
+            up: Names of the workers that have joined.
+            agents: Names of the workers whose agents have joined.
 
         Raises:
-            PoolError: A job has ended before its agent joined.
+            PoolError: A job ended before its agent joined.
         """
         self._served |= set(agents)
         if time.monotonic() - self._looked < LOOK_S:
@@ -448,11 +468,11 @@ class Vehicles:
         return self._said
 
     def forget(self, kept: Collection[str]) -> None:
-        """Stop watching vehicles that nobody wants any more: all but those kept."""
+        """Stop watching the jobs of all workers except those in `kept`."""
         self._served |= self._jobs.keys() - set(kept)
 
     async def why_lost(self, name: str) -> str:
-        """Return what the batch system says of a lost host's job; "" when it says nothing."""
+        """Return what the batch system says about a lost host's job; "" if it says nothing."""
         job_id = self._jobs.get(name)
         if job_id is None or self._system is None:
             return ""
@@ -468,10 +488,13 @@ class Vehicles:
         return f"{self._system.title} job {job_id} is {job or 'known no more'}"
 
     async def _ask(self, awaited: dict[str, str]) -> dict[str, BatchJob]:
-        """Return the jobs of vehicles, which are awaited with those ids.
+        """Return the jobs of workers that have not joined yet, by worker name.
+
+        Args:
+            awaited: Job id of each worker.
 
         Raises:
-            PoolError: One has ended.
+            PoolError: A job has ended.
         """
         if self._system is None or not awaited:
             return {}

@@ -1,8 +1,8 @@
-"""Who is who in a pool: certificates of its process, of its kernels, and of each of its hosts.
+"""The certificates of a pool: of its process, of its kernels, and of each of its hosts.
 
-Nobody trusts more than its part needs. The pool's process trusts what it has signed itself, and
-takes from each certificate who its holder is. Kernels and hosts trust the pool's own certificate
-alone, so that no host can pass for the pool, and nobody but the pool can connect to a host.
+Each side trusts as little as possible. The pool's process trusts certificates that it has signed
+itself, and reads from each certificate who its holder is. Kernels and hosts trust only the pool's
+own certificate. So no host can impersonate the pool, and only the pool can connect to a host.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ SecurityOptions = dict[str, str | bool]
 
 
 class PeerRole(str, Enum):
-    """What the holder of a certificate is.
+    """The role of a certificate's holder.
 
     Attributes:
-        KERNEL: A kernel of the user's: it may do everything.
+        KERNEL: A kernel of the user. It may do everything.
         HOST: The agent of one host.
-        VEHICLE: A plain Dask worker that brings an agent to its host; those of a pool share one
-            certificate, since the batch system starts them all by one command.
+        VEHICLE: A plain Dask worker that starts an agent on its host. All vehicles of a pool share
+            one certificate, because the batch system starts them with one command.
     """
 
     KERNEL = "kernel"
@@ -34,10 +34,10 @@ class PeerRole(str, Enum):
 
 
 class Peer(NamedTuple):
-    """Who is at the other end of a connection, by the certificate that it has proved.
+    """The other end of a connection, as its verified certificate names it.
 
     Attributes:
-        name: Of a host, the name by which Dask knows its agent.
+        name: For a host, Dask's name of its agent; otherwise "".
     """
 
     role: PeerRole
@@ -48,18 +48,18 @@ class Peer(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """As a certificate has it: a URI."""
+        """The peer as a URI, the form that a certificate holds."""
         return f"{_SCHEME}:{self.role.value}:{quote(self.name, safe='')}"
 
     @classmethod
     def of(cls, peercert: Mapping[str, Any]) -> "Peer":
-        """Read who the holder of a certificate is.
+        """Return the holder of a certificate.
 
         Args:
-            peercert: As `ssl.SSLSocket.getpeercert` gives it.
+            peercert: The result of `ssl.SSLSocket.getpeercert`.
 
         Raises:
-            ValueError: It does not say.
+            ValueError: The certificate does not name its holder.
         """
         for kind, value in peercert.get("subjectAltName", ()):
             scheme, _, rest = value.partition(":")
@@ -70,10 +70,11 @@ class Peer(NamedTuple):
 
 
 class Keys:
-    """The keys of one pool, made when its process starts and kept by nobody else.
+    """The keys of one pool. The pool's process makes them when it starts and keeps them to itself.
 
-    Every method returns keyword arguments for dask's `Security`. They hold private keys: they are
-    kept in files that only the user reads (0600), and travel over standard input or inside TLS.
+    Every method returns keyword arguments for dask's `Security`. They contain private keys. They
+    are stored only in files that the user alone can read (0600), and are sent only over standard
+    input or TLS.
     """
 
     def __init__(self) -> None:
@@ -85,32 +86,32 @@ class Keys:
         self._kernel = self._members.issue("kernel", Peer(PeerRole.KERNEL).identity)
 
     def scheduler(self) -> SecurityOptions:
-        """Return what the pool's own port shows and trusts."""
+        """Return the options of the pool's own port."""
         trusted = self._members.certificate + self._carriers.certificate
         return security(trusted, scheduler=self._pool)
 
     def kernel(self) -> SecurityOptions:
-        """Return what a kernel, and the pool's process itself, connects to the port with."""
+        """Return the options with which a kernel, or the pool's process itself, connects."""
         return security(self._pool[0], client=self._kernel)
 
     def host(self, name: str) -> SecurityOptions:
-        """Return what the agent of one host connects with; a new key each time."""
+        """Return the options with which one host's agent connects. Each call makes a new key."""
         issued = self._members.issue("host", Peer(PeerRole.HOST, name).identity)
         return security(self._pool[0], worker=issued)
 
     def cluster(self, talks: bool) -> SecurityOptions:
-        """Return what a Dask cluster class is given, for itself and for its workers.
+        """Return the options for a Dask cluster class and its workers.
 
         Args:
-            talks: Whether parts of a worker connect to one another, as Dask's nannies do. All
-                workers can then, as they have one certificate.
+            talks: Whether the parts of a worker connect to each other, as with Dask's nannies. All
+                workers can then connect to each other, because they share one certificate.
         """
         trusted = self._pool[0] + (self._carriers.certificate if talks else "")
         return security(trusted, client=self._kernel, worker=self._vehicle)
 
 
 def security(trusted: str, **pairs: tuple[str, str]) -> SecurityOptions:
-    """Return arguments of `Security`: what is trusted, certificate and key by Dask's role."""
+    """Return arguments for `Security`: trusted certificates, and a key pair for each Dask role."""
     values: SecurityOptions = {"require_encryption": True, "tls_ca_file": trusted}
     for role, (shown, key) in pairs.items():
         values |= {f"tls_{role}_cert": shown, f"tls_{role}_key": key}

@@ -1,4 +1,4 @@
-"""The engine of pool `local`: this machine, as one host or, to try things out, as several."""
+"""The engine `local`: this machine as one host, or as several hosts for trying things out."""
 
 import asyncio
 import contextlib
@@ -20,29 +20,29 @@ from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
 
 TROUBLE_S = 1.5
-"""How long a host that is coming may be in trouble; one that has just left is soon forgotten."""
+"""Seconds for which a starting host may look ended or stopped before its start fails."""
 
 _LOOK_S = 0.5
 
 
 class LocalEngine(HostsEngine):
-    """Starts a supervisor, and through it the agent, on this machine."""
+    """Starts hosts on this machine: a supervisor, which starts the agent."""
 
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
         self._started: list[subprocess.Popen[bytes]] = []
 
     def capacity(self) -> HostCapacity:
-        """Return what taas.toml says, and where it says nothing, what this machine has."""
+        """Return the values of taas.toml; where it has none, what this machine has."""
         gpus = self.pool.gpus if self.pool.gpus is not None else probe.count_gpus()
         return HostCapacity(gpus, self.pool.cores or probe.cores())
 
     def prepare(self) -> None:
-        """Start the first host: its imports take longest, and need nothing of the scheduler."""
+        """Start the first host's supervisor: its imports take longest and need no scheduler."""
         self._started.append(self.take_supervisor())
 
     def take_supervisor(self) -> subprocess.Popen[bytes]:
-        """Return a supervisor that waits for its agent's settings on its standard input."""
+        """Return a supervisor process that waits for its agent's settings on standard input."""
         if self._started:
             return self._started.pop()
         command = spawn_command("taas_magic.host.supervisor")
@@ -55,7 +55,7 @@ class LocalEngine(HostsEngine):
 
 
 class _LocalHost(Host):
-    """A supervisor and its agent on this machine."""
+    """A host on this machine: a supervisor process and its agent."""
 
     def __init__(self, engine: LocalEngine, name: str) -> None:
         super().__init__(name)
@@ -63,7 +63,7 @@ class _LocalHost(Host):
         self._supervisor: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """See `Host.start`; a host that is stopped will not come."""
+        """See `Host.start`. The start fails if a process of the host ends or is stopped."""
         engine, pool = self._engine, self._engine.pool
         settings = AgentSettings(
             scheduler=engine.scheduler.address,
@@ -93,16 +93,16 @@ class _LocalHost(Host):
             await asyncio.sleep(_LOOK_S)
 
     async def end(self) -> None:
-        """Close the supervisor's lease; returns when no process of the host is left."""
+        """Close the supervisor's standard input; return when no process of the host is left."""
         if asyncio.current_task() is not self.coming:
             self.coming.cancel()
         supervisor = self._supervisor
         if supervisor is None:
             return
         assert supervisor.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended before it read what it was told
+        with contextlib.suppress(BrokenPipeError):  # it ended before it read its settings
             supervisor.stdin.close()
-        supervisor.send_signal(signal.SIGCONT)  # a stopped one would not see it
+        supervisor.send_signal(signal.SIGCONT)  # a stopped supervisor would not notice the close
         try:
             await asyncio.to_thread(supervisor.wait, HOST_END_S)
         except subprocess.TimeoutExpired:
@@ -110,13 +110,13 @@ class _LocalHost(Host):
             supervisor.wait()
 
     async def why_lost(self) -> str:
-        """See `Host.why_lost`; it is ended first, lest two ranks 0 write."""
+        """See `Host.why_lost`. Ends the host first, so that two ranks 0 never write at once."""
         await self.end()
         return ""
 
 
 def _trouble(supervisor: subprocess.Popen[bytes]) -> str:
-    """Return what is wrong with a host that is coming; "" for nothing."""
+    """Return what is wrong with a starting host; "" if nothing is."""
     code = supervisor.poll()
     if code is not None:
         return f"ended (exit code {code})"

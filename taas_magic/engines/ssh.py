@@ -1,8 +1,7 @@
-"""The engine of SSH pools: hosts that are there already and let the user in.
+"""The engine `ssh`: existing hosts that the user can log in to.
 
-Every connection is opened from the pool's process to the host's sshd, or by the host: its agent
-reaches the pool's port through the SSH connection, so this machine needs no address that hosts can
-dial.
+The pool's process opens a connection to each host's sshd. The host's agent reaches the pool's port
+through that connection, so this machine needs no address that hosts can reach.
 """
 
 import asyncio
@@ -39,10 +38,10 @@ _POLL_S = 0.05
 _END_S = 1.0
 
 _SHARE = 0.9
-"""Of the time that the controller waits for a host, so that it hears why there is none."""
+"""Fraction of `start_timeout_s` that a host may use, so that its error reaches the controller."""
 
 _SLOW_S = 10.0
-"""After how long something that a host is doing is worth a line to the user."""
+"""Seconds after which the user is told which step of a host's start takes long."""
 
 _asked: dict[str, HostCapacity] = {}
 _log = logging.getLogger("taas.ssh")
@@ -50,7 +49,7 @@ _T = TypeVar("_T")
 
 
 class SshEngine(HostsEngine):
-    """Starts a supervisor, and through it the agent, on each host over SSH."""
+    """Starts hosts over SSH: a supervisor on each, which starts the agent."""
 
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
@@ -59,10 +58,10 @@ class SshEngine(HostsEngine):
         self._threads = ThreadPoolExecutor(2 * len(pool.hosts) or 1, "taas-ssh")
 
     def capacity(self) -> HostCapacity:
-        """Return what taas.toml says; what it leaves out is asked of the hosts, once in a process.
+        """Return the values of taas.toml. Missing values are asked of a host, once in a process.
 
         Raises:
-            PoolError: None of the hosts answers.
+            PoolError: No host answers.
         """
         if self.pool.gpus is not None and self.pool.cores:
             return HostCapacity(self.pool.gpus, self.pool.cores)
@@ -74,22 +73,22 @@ class SshEngine(HostsEngine):
         return HostCapacity(gpus, self.pool.cores or found.cores)
 
     def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """See `Engine.ways`: each is an SSH connection.
+        """See `Engine.ways`. Each shell is an SSH connection.
 
         Raises:
-            UsageError: A name, or ssh's configuration, cannot be understood.
+            UsageError: A host name or the SSH configuration is invalid.
         """
         config = read_config(self.pool.options.get("ssh_config"))
         targets = [find_target(host, config) for host in self.pool.hosts]
         return {target.label: _way(target, stop) for target in targets}
 
     def _ask_capacity(self) -> HostCapacity:
-        """Return what the first host that answers offers; the hosts of a pool are alike.
+        """Return the capacity of the first host that answers; the hosts of a pool are alike.
 
-        It may be interrupted at any time: nothing blocks in the caller's own thread.
+        Can be interrupted at any time: the connections run in other threads.
 
         Raises:
-            PoolError: None of the hosts answers.
+            PoolError: No host answers.
         """
         stop = threading.Event()
 
@@ -117,10 +116,10 @@ class SshEngine(HostsEngine):
 
     @asynccontextmanager
     async def way(self, agent: str, address: str) -> AsyncIterator[str]:
-        """See `Engine.way`: as its agent, a host reaches this machine by SSH only.
+        """See `Engine.way`. The host reaches this machine through the SSH connection.
 
         Raises:
-            PoolError: The host is gone, or forwards no port.
+            PoolError: The host is gone, or its sshd forwards no ports.
         """
         host = self.hosts.get(agent)
         connection = host.connection if isinstance(host, _SshHost) else None
@@ -133,10 +132,11 @@ class SshEngine(HostsEngine):
             await self.in_thread(close_tunnel, connection, port)
 
     async def take(self, besides: Collection[str], stop: threading.Event) -> str | None:
-        """Return a free host, awaiting those that are being given back; None if all are taken.
+        """Take a free host, waiting for hosts that are being returned; None if all are in use.
 
         Args:
-            stop: Set when none is wanted any more.
+            besides: Hosts that must not be chosen.
+            stop: Set to give up.
         """
         while not stop.is_set():
             host = next((host for host in self._free if host not in besides), None)
@@ -148,10 +148,11 @@ class SshEngine(HostsEngine):
         return None
 
     async def put_back(self, host: str, end: Callable[[], None]) -> None:
-        """Make a host free again, once `end` has returned; it is taken after the others.
+        """Make a host free again after `end` has returned. It goes to the end of the queue.
 
         Args:
-            end: Ends what runs there; may block.
+            host: The host, as taas.toml names it.
+            end: Ends everything that runs on the host; may block.
         """
         self._leaving += 1
         try:
@@ -161,7 +162,10 @@ class SshEngine(HostsEngine):
             self._free.append(host)
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run what blocks. Dask's and asyncio's own threads are too few for all hosts at once."""
+        """Run a blocking call in a thread of this engine.
+
+        The default thread pools of Dask and asyncio are too small for all hosts at once.
+        """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, work, *arguments)
 
@@ -176,23 +180,23 @@ def _way(target: Target, stop: threading.Event) -> Iterator[Shell]:
 
 
 class _SshHost(Host):
-    """A supervisor and its agent on a free host of the pool."""
+    """A host that is reached over SSH: a supervisor process and its agent."""
 
     def __init__(self, engine: SshEngine, name: str) -> None:
         super().__init__(name)
         self._engine = engine
         self._host: str | None = None
-        """As taas.toml has it; ssh's configuration of it is read anew by each that connects."""
+        """The host as taas.toml names it. Each connection reads its SSH configuration anew."""
         self.connection: Connection | None = None
         self._command: KeptCommand | None = None
         self._stop = threading.Event()
         self._doing, self._since = "", time.monotonic()
 
     async def start(self) -> None:
-        """Bring up a free host of the pool; returns when its agent has joined.
+        """Start an agent on a free host of the pool; return when the agent has joined.
 
         Raises:
-            PoolError: None could be brought up, or it was given up.
+            PoolError: No free host could be started, or `end` was called.
         """
         until = time.monotonic() + _SHARE * self._engine.pool.start_timeout_s
         failures: dict[str, str] = {}
@@ -205,7 +209,7 @@ class _SshHost(Host):
                 return
             except Stopped:
                 break
-            except Exception as error:  # of whatever kind: another host may do
+            except Exception as error:  # whatever the error: another host may work
                 if self._stop.is_set():
                     break
                 is_ours = isinstance(error, TaasError)
@@ -222,7 +226,7 @@ class _SshHost(Host):
         raise PoolError("\n".join(failures.values()) or "all of its hosts are taken")
 
     async def end(self) -> None:
-        """See `Host.end`; an attempt to bring a host up is given up first."""
+        """See `Host.end`. A start that is in progress is given up first."""
         self._stop.set()
         if not self.coming.done():
             if self.connection is not None:
@@ -231,12 +235,12 @@ class _SshHost(Host):
         await self._leave()
 
     def news(self) -> str:
-        """Return what it has been doing for long; "" when it is not."""
+        """See `Host.news`."""
         slow = self._doing and time.monotonic() - self._since > _SLOW_S
         return f"host {self._host}: {self._doing}" if slow and self._host else ""
 
     async def why_lost(self) -> str:
-        """See `Host.why_lost`: what its SSH connection tells of its end."""
+        """See `Host.why_lost`. The reason comes from the SSH connection."""
         command, connection = self._command, self.connection
         if command is None or connection is None:
             return ""
@@ -269,7 +273,7 @@ class _SshHost(Host):
             lease_s=pool.lease_s,
         )
         path = ":".join(path_entries)
-        environ = {"PYTHONPATH": path} if path else {}  # nothing where Python finds us by itself
+        environ = {"PYTHONPATH": path} if path else {}  # empty if taas-magic is installed there
         arguments = ["-c", entry_code("taas_magic.host.supervisor")]
         arguments += supervisor_arguments(pool.lease_s, pool.preload)
         self._do("its agent is still starting: torch is being imported")
@@ -282,7 +286,7 @@ class _SshHost(Host):
         )
 
     async def _join(self, host: str, until: float) -> None:
-        """Return when the agent is a member of the pool."""
+        """Return when the agent has joined the pool."""
         assert self._command is not None
         while self.name not in self._engine.scheduler.aliases:
             if self._stop.is_set():
@@ -298,7 +302,7 @@ class _SshHost(Host):
             await asyncio.sleep(_POLL_S)
 
     async def _leave(self) -> None:
-        """End what runs on the host, then the connection; make the host free."""
+        """End everything that runs on the host, close the connection, and make the host free."""
         host, self._host = self._host, None
         if host is not None:
             await self._engine.put_back(host, self._end)

@@ -1,5 +1,5 @@
-"""Hosts that may have nothing of ours: what is there, what is missing, how it gets there.
+"""Preparing hosts on which taas-magic may not be installed.
 
-facts.py     asks hosts, by ../probe.py, and says what is wrong with them for a run
-install.py   which packages a host lacks, and bringing them into its user's cache
+facts.py     asks hosts for their facts (with ../probe.py) and judges whether they can run
+install.py   finds the packages that a host lacks and installs them into its user's cache
 """

@@ -1,9 +1,9 @@
-"""What hosts are like before anything of ours runs there, and what is wrong with them.
+"""The facts of a host before taas-magic runs there, and the problems that they show.
 
-A host is asked by a program (`probe.py`) that goes as text to the standard input of its own Python.
-`judge` is pure: a host's facts against what a run needs -> findings, each with what to do. `check`
-asks all hosts of pools, side by side. Kernels and pools import this at their start: what takes
-30 ms to import, most of `packaging`, is left to install.py.
+The program `probe.py` is sent as text to the standard input of the host's own Python and returns
+the facts. `judge` is a pure function: it compares facts with what a run needs and returns findings,
+each with a remedy. `check` asks all hosts of pools in parallel. Kernels and pools import this
+module when they start, so most of `packaging`, which takes 30 ms to import, is left to install.py.
 """
 
 import importlib.metadata
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 DEFAULT_PYTHON = "python3"
 PROBE_TIMEOUT_S = 30.0
 MARK = "taas-magic says: "
-"""Before our answer, because a login script of the host may print whatever it likes."""
+"""Prefix of the probe's answer: a login script of the host may print other lines before it."""
 
 FULL_BYTES = 256 * 1024**2
-"""With less than this the host's cache holds neither our packages nor a run."""
+"""Free bytes below which the host's cache has no room for our packages or a run."""
 
 LOW_BYTES = 2 * 1024**3
 CLOCK_S = 60.0
@@ -50,7 +50,7 @@ _TAIL_LINES = 5
 
 
 class Done(NamedTuple):
-    """How a command ended."""
+    """The result of a command: exit code, standard output, standard error."""
 
     code: int
     out: bytes
@@ -58,7 +58,7 @@ class Done(NamedTuple):
 
 
 class Shell(Protocol):
-    """A way to one host. Calls block; a `PoolError` from either names the host.
+    """Runs commands on one host. Calls block, and raise a `PoolError` that names the host.
 
     Attributes:
         host: The host as the user calls it.
@@ -67,14 +67,14 @@ class Shell(Protocol):
     host: str
 
     def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> Done:
-        """Run a command in the user's shell there; `data` is its standard input."""
+        """Run a command in the user's shell on the host; `data` is its standard input."""
 
     def put(self, data: bytes, path: str) -> None:
-        """Write a file there, for the user alone; its folder exists."""
+        """Write a file on the host that only the user can read. Its folder must exist."""
 
 
 def python_word(python: str | None) -> str:
-    """Return an interpreter as a word of a command line; the host's shell expands a leading `~`."""
+    """Return an interpreter's path quoted for the host's shell, which expands a leading `~`."""
     text = python or DEFAULT_PYTHON
     home, slash, rest = text.partition("/")
     if slash and re.fullmatch(r"~[\w.-]*", home):
@@ -85,14 +85,17 @@ def python_word(python: str | None) -> str:
 def ask(
     shell: Shell, python: str | None, function: str, asked: Mapping[str, object], timeout_s: float
 ) -> bytes:
-    """Call a function of `probe` with the host's own Python; returns what it returns, as JSON.
+    """Call a function of `probe` in the host's own Python; return its result as JSON.
 
     Args:
-        python: The interpreter there; None is `python3`.
-        asked: Its keyword arguments, plain JSON values.
+        shell: The connection to the host.
+        python: The interpreter on the host; None means `python3`.
+        function: Name of the function.
+        asked: Keyword arguments of the function, plain JSON values.
+        timeout_s: Seconds that the call may take.
 
     Raises:
-        PoolError: There is no such interpreter, or the program failed.
+        PoolError: The interpreter does not exist, or the program failed.
     """
     done = shell.run(f"{python_word(python)} -", _program(function, asked), timeout_s)
     for line in reversed(done.out.decode(errors="replace").splitlines()):
@@ -110,7 +113,7 @@ def ask(
 
 
 def _program(function: str, asked: Mapping[str, object]) -> bytes:
-    """Return a program that every Python since 2.6 can read, so that an old one can say so."""
+    """Return a program that every Python since 2.6 can parse, so that an old one can say so."""
     source = Path(probe.__file__).read_text(encoding="utf-8")
     lines = [
         "import sys",
@@ -129,9 +132,11 @@ def _program(function: str, asked: Mapping[str, object]) -> bytes:
 
 
 class Kernel(Struct, frozen=True):
-    """What hosts must agree with: the Python of this kernel or pool.
+    """The versions of this process, which hosts must match.
 
     Attributes:
+        python: Version of Python.
+        torch: Version of torch.
         ours: Digest of taas-magic's files.
     """
 
@@ -141,19 +146,19 @@ class Kernel(Struct, frozen=True):
 
 
 def minor(version: str) -> str:
-    """Return `2.13` of a package's or Python's version such as `2.13.0+cpu`; "" of ""."""
+    """Return the minor version: `2.13` for `2.13.0+cpu`, "" for ""."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
 @lru_cache(maxsize=1)
 def this_kernel() -> Kernel:
-    """Return what the process that asks is like; torch is not imported."""
+    """Return the versions of this process, without importing torch."""
     ours = probe.digest(probe.package_files(str(Path(__file__).parent.parent)))
     return Kernel(platform.python_version(), importlib.metadata.version("torch"), ours)
 
 
 def of_this_machine(host: str, packages: Iterable[str] = (), mark: str = "") -> Facts:
-    """Return the facts of this very process's host and Python."""
+    """Return the facts of this machine and this Python."""
     facts = msgspec.convert(probe.main(tuple(packages), (), mark), Facts)
     return structs.replace(facts, host=host)
 
@@ -165,16 +170,17 @@ def ask_host(
     modules: Iterable[str] = (),
     mark: str = "",
 ) -> Facts:
-    """Ask a host, which needs a Python and nothing else.
+    """Return the facts of a host. The host needs only a Python.
 
     Args:
-        python: The interpreter there; None is `python3`.
-        packages: Distributions whose versions are wanted.
-        modules: Top-level modules that must be there.
-        mark: A file in the project store, as this machine calls it.
+        shell: The connection to the host.
+        python: The interpreter on the host; None means `python3`.
+        packages: Distributions whose versions are reported.
+        modules: Top-level modules to check; those that are missing are reported.
+        mark: Path of a file in the project store, as this machine sees it.
 
     Raises:
-        PoolError: The interpreter is not there or does not work; names the host.
+        PoolError: The interpreter does not exist or does not work. The message names the host.
     """
     asked = {"packages": sorted(packages), "modules": sorted(modules), "mark": mark}
     begin = time.time()
@@ -184,11 +190,12 @@ def ask_host(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A package that a host needs, by its canonical name.
+    """A package that a host needs.
 
     Attributes:
-        version: The version that is installed here; "" where none is.
-        allowed: The versions that would do.
+        name: Canonical name.
+        version: The version that is installed on this machine; "" if it is not installed.
+        allowed: Versions that the host may have.
     """
 
     name: str
@@ -197,11 +204,11 @@ class Wanted:
 
     @property
     def pin(self) -> str:
-        """What pip is asked for: the version of here, which is known to work with ours."""
+        """The requirement for pip: this machine's version, which works with this taas-magic."""
         return f"{self.name}=={self.version}" if self.version else f"{self.name}{self.allowed}"
 
     def is_met_by(self, version: str) -> bool:
-        """Return whether a version would do; "" is none."""
+        """Return whether a version is allowed. "" means not installed and is never allowed."""
         try:
             return bool(version) and self.allowed.contains(Version(version), prereleases=True)
         except InvalidVersion:
@@ -209,7 +216,7 @@ class Wanted:
 
 
 def lacking(needs: Mapping[str, Wanted], facts: Facts) -> tuple[Wanted, ...]:
-    """Return what is not there, or not in a version that would do."""
+    """Return the packages that a host does not have in an allowed version."""
     return tuple(
         each for name, each in needs.items() if not each.is_met_by(facts.versions.get(name, ""))
     )
@@ -220,12 +227,12 @@ ERROR, WARNING, REMARK = "error", "warning", "remark"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about a host that is not as it should be.
+    """One problem of a host.
 
     Attributes:
-        level: An error refuses the run; a warning is said once; a remark only when asked.
-        what: What was found, with both sides where two differ.
-        todo: What to do about it; "" where nothing need be done.
+        level: ERROR refuses the run; WARNING is shown once; REMARK is shown only by a check.
+        what: The problem, with both values if two differ.
+        todo: What to do; "" if nothing needs to be done.
     """
 
     level: str
@@ -243,15 +250,17 @@ def judge(
     interface: str | None = None,
     packages: Mapping[str, Wanted] = MappingProxyType({}),
 ) -> list[Finding]:
-    """Return all findings on a host, errors first.
+    """Return all findings about a host, errors first.
 
     Args:
-        gpus: CUDA devices that the pool promises; None promises nothing.
-        interface: The interface that ranks are to use; None finds one.
-        packages: What the host side of taas-magic needs.
+        facts: The facts of the host.
+        here: The versions that the host must match.
+        gpus: Number of CUDA devices in taas.toml; None if it does not say.
+        interface: Network interface for ranks in taas.toml; None if it does not say.
+        packages: Packages that taas-magic needs on a host.
     """
     if minor(facts.python) != minor(here.python) or not facts.system:
-        return [_other_python(facts, here)]  # all else was seen with the wrong interpreter
+        return [_other_python(facts, here)]  # the other facts describe the wrong interpreter
     found = [
         *_python(facts, here),
         *_disk(facts),
@@ -262,10 +271,10 @@ def judge(
 
 
 def refuse(all_facts: Iterable[Facts], here: Kernel) -> None:
-    """Refuse hosts that cannot carry a run.
+    """Refuse hosts that cannot execute a run.
 
     Raises:
-        PoolError: Names each such host, with all that is wrong there and what to do.
+        PoolError: At least one host has an error. The message lists hosts, errors and remedies.
     """
     lines = [
         f"host {facts.host}: {finding}"
@@ -288,7 +297,7 @@ def _other_python(facts: Facts, here: Kernel) -> Finding:
 
 
 def _python(facts: Facts, here: Kernel) -> Iterator[Finding]:
-    """Find a system or a Python that will not do, and modules that are missing."""
+    """Yield findings about the operating system, Python, torch, and missing modules."""
     if facts.system != "Linux" or facts.implementation != "cpython":
         what = f"it runs {facts.implementation} on {facts.system}"
         yield Finding(ERROR, what, "Hosts need CPython on Linux")
@@ -334,7 +343,7 @@ def _network(facts: Facts, interface: str | None) -> Iterator[Finding]:
 def _warnings(
     facts: Facts, promised: int | None, packages: Mapping[str, Wanted]
 ) -> Iterator[Finding]:
-    """Find what is not as it should be, though runs can do with it."""
+    """Yield findings that do not prevent a run."""
     if promised is not None and facts.gpus < promised:
         what = f"{facts.gpus} GPUs there, gpus = {promised} in taas.toml"
         yield Finding(WARNING, what, "Ranks without one run on the CPU: correct the number")
@@ -345,7 +354,7 @@ def _warnings(
         side = "ahead of" if facts.ahead_s > 0 else "behind"
         what = f"its clock is {abs(facts.ahead_s):,.0f} s {side} this machine's"
         yield Finding(WARNING, what, "Runs do not mind; times in files will: set it, or use NTP")
-    other = [  # packages of the host's environment that ours will come before on `sys.path`
+    other = [  # packages of the host's environment that ours will shadow on `sys.path`
         f"{each.name} {facts.versions[each.name]} (here {each.version})"
         for each in lacking(packages, facts)
         if facts.versions.get(each.name)
@@ -357,11 +366,13 @@ def _warnings(
 
 @dataclass(frozen=True)
 class Row:
-    """One host of a pool, or why it could not be asked.
+    """The result of checking one host of a pool.
 
     Attributes:
-        host: The host as the user calls it; "" for a pool none of whose hosts can be asked.
-        facts: What it is like; None where it did not say.
+        pool: Name of the pool.
+        host: The host as the user calls it; "" for a pool without a host that can be asked.
+        facts: The facts of the host; None if it did not answer.
+        findings: Problems, errors first.
     """
 
     pool: str
@@ -371,7 +382,7 @@ class Row:
 
     @property
     def is_fit(self) -> bool:
-        """Whether a run may use it."""
+        """Whether a run may use the host."""
         return not any(finding.level == ERROR for finding in self.findings)
 
 
@@ -385,15 +396,19 @@ def check(
     packages: Mapping[str, Wanted],
     mark: str = "",
 ) -> list[Row]:
-    """Ask the hosts of pools, all at the same time. May be interrupted at any moment.
+    """Check the hosts of pools in parallel. Can be interrupted at any time.
 
     Args:
-        ways: From a pool to the ways to its hosts, which are opened here and given up when the
-            event is set; none for hosts that are not there until a run takes them.
-        mark: A file in the project store by which hosts know it; "" asks nobody.
+        pools: The pools to check.
+        ways: Returns a pool's shells by host name (`Engine.ways`). This function enters them; they
+            give up when the event is set.
+        here: The versions that hosts must match.
+        packages: Packages that taas-magic needs on a host.
+        mark: Path of a file in the project store; a host that sees it shares the store. "" skips
+            this check.
 
     Returns:
-        A row for each host, in the order of the pools and their hosts.
+        One row for each host, in the order of the pools and their hosts.
     """
 
     def ask_one(pool: PoolConfig, host: str, way: AbstractContextManager[Shell] | None) -> Row:
@@ -424,6 +439,6 @@ def check(
 
 
 def judged(pool: PoolConfig, facts: Facts, here: Kernel, packages: Mapping[str, Wanted]) -> Row:
-    """Return the row of a host that has said what it is like."""
+    """Return the row of a host, from its facts."""
     found = judge(facts, here, pool.gpus, pool.interface, packages)
     return Row(pool.name, facts.host, facts, tuple(found))

@@ -1,9 +1,9 @@
-"""Packages that an agent and its ranks need on a host: which it lacks, and how they get there.
+"""Installing the packages that an agent and its ranks need on a host.
 
-By the host's own pip, or as one file: from this environment where its files fit there, else by pip
-here. What is installed here was built for this machine, and needs no index; for a host with another
-processor or an older C library an index is asked, once: the packages are kept in the user's cache.
-torch is never among them: a host's torch fits its GPUs.
+The host's own pip is tried first. Otherwise the packages are sent as one file. The files of this
+environment are used if they fit the host. For a host with another processor or an older C library,
+pip on this machine downloads wheels once and keeps them in the user's cache. torch is never
+installed, because a host's torch must fit its GPUs.
 """
 
 import hashlib
@@ -44,10 +44,10 @@ from taas_magic.setup.facts import (
 PROJECT = "taas-magic"
 
 AS_HERE = ("distributed",)
-"""Both ends of Dask's protocol are of one version (and its own bounds say the same of dask)."""
+"""Packages that need exactly this machine's version: both ends of Dask's protocol must match."""
 
 NEVER = ("torch", "ipykernel", "paramiko")
-"""What no host is given: a torch, and what `taas_magic.host` does not import."""
+"""Packages that no host gets: torch, and what `taas_magic.host` does not import."""
 
 PIP_LIMIT_S = 60.0
 INSTALL_LIMIT_S = 180.0
@@ -58,7 +58,7 @@ _OLDEST_GLIBC = 5
 _SAID_LINES = 4
 
 _parsing = threading.Lock()
-"""Markers are read with `ast`: Python 3.11 fails at that in two threads (python/cpython#106905)."""
+"""Serializes parsing of markers: `ast` fails in two threads on 3.11 (python/cpython#106905)."""
 
 _making = threading.Lock()
 _bundles: dict[str, bytes] = {}
@@ -67,7 +67,7 @@ Files = dict[str, bytes]
 
 
 class Installed(NamedTuple):
-    """A package of this environment: its version and what it requires."""
+    """An installed package of this environment: its version and its requirements."""
 
     version: str
     requires: tuple[str, ...]
@@ -75,7 +75,7 @@ class Installed(NamedTuple):
 
 @cache
 def installed(name: str) -> Installed | None:
-    """Return what this environment has of a package; None for nothing."""
+    """Return a package of this environment; None if it is not installed."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -84,15 +84,15 @@ def installed(name: str) -> Installed | None:
 
 
 def packages_needed(find: Callable[[str], Installed | None] = installed) -> dict[str, Wanted]:
-    """Return what a host, whose Python is as ours, needs with all that it requires, by name.
+    """Return the packages that a host needs, with their dependencies, by canonical name.
 
-    What extras require is left out.
+    Requirements of extras are left out. The host's Python has the same minor version as this one.
 
     Args:
-        find: What is here of a package, by its canonical name.
+        find: Returns the installed package with a canonical name.
 
     Raises:
-        PoolError: taas-magic itself is not installed here, so that nothing says what it requires.
+        PoolError: taas-magic itself is not installed here, so its requirements are unknown.
     """
     if (ours := find(PROJECT)) is None:
         folder = Path(__file__).parents[2]
@@ -122,15 +122,15 @@ def _wanted(name: str, allowed: SpecifierSet, here: Installed | None) -> Wanted:
 
 
 def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
-    """Make a host ready for an agent; the first time this puts packages into its user's cache.
+    """Prepare a host for an agent: install missing packages into its user's cache.
 
-    Blocks, for a fraction of a second where nothing is to be done.
+    Blocks. If nothing has to be installed, this takes a fraction of a second.
 
     Returns:
-        What the agent's PYTHONPATH must be; nothing where it is right as it is.
+        Entries for the agent's PYTHONPATH; empty if it needs none.
 
     Raises:
-        PoolError: The host cannot be used as it is; names host, reason and what to do.
+        PoolError: The host cannot be used. The message names the host, the reason and the remedy.
     """
     here = this_kernel()
     facts = ask_host(shell, pool.python, packages_needed())
@@ -145,9 +145,12 @@ def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PackageFolder:
-    """One folder of packages: its name, what pip calls them (if it may have them), and the files.
+    """A folder of packages to install on a host.
 
-    Its name says what is in it, so a folder of that name need not be looked into.
+    Attributes:
+        name: Name of the folder. It identifies the content; an existing folder is not checked.
+        pins: Requirements for pip; empty if pip cannot provide the packages.
+        bundle: Returns a zip file with the packages.
     """
 
     name: str
@@ -156,7 +159,7 @@ class PackageFolder:
 
 
 def what_to_bring(facts: Facts, here: Kernel) -> list[PackageFolder]:
-    """Return the folders of packages that a host must have, also those that are there already."""
+    """Return the package folders that a host needs, including those that it already has."""
     parcels = []
     missing = lacking(packages_needed(), facts)
     if missing:
@@ -172,19 +175,19 @@ def what_to_bring(facts: Facts, here: Kernel) -> list[PackageFolder]:
 
 
 def bring(parcel: PackageFolder, shell: Shell, python: str | None, cache: str) -> None:
-    """Put a parcel into its folder on a host: by the host's own pip, else as files from here.
+    """Install a package folder on a host: by the host's own pip, else as files from here.
 
     Raises:
-        PoolError: It is not there; says why.
+        PoolError: The folder could not be installed; the message says why.
     """
     folder = posixpath.join(cache, "site", parcel.name)
     if parcel.pins:
-        # One short attempt: where no index can be reached, that shall show at once.
+        # One short attempt, so that an unreachable index is noticed at once.
         options = ["--retries", "0", "--timeout", "5"]
         how = {"pins": parcel.pins, "options": options, "limit_s": PIP_LIMIT_S}
         if not _install(shell, python, folder, how):
             return
-    with _making:  # once for hosts that ask at the same time, mostly for the same
+    with _making:  # hosts that start at the same time mostly need the same folder: make it once
         if parcel.name not in _bundles:
             _bundles.clear()
             _bundles[parcel.name] = parcel.bundle()
@@ -197,14 +200,14 @@ def bring(parcel: PackageFolder, shell: Shell, python: str | None, cache: str) -
 
 
 def _install(shell: Shell, python: str | None, folder: str, how: Mapping[str, object]) -> str:
-    """Have the host make a folder of packages; returns why it is not there, or ""."""
+    """Call `probe.install` on the host; return its error text, or "" on success."""
     asked = {"folder": folder, **how}
     said = ask(shell, python, probe.install.__name__, asked, INSTALL_LIMIT_S)
     return unpack(said, str)
 
 
 def our_bundle() -> bytes:
-    """Return a zip file with taas-magic itself: this very code, never an index's."""
+    """Return a zip file with taas-magic itself: the code of this process, never an index's."""
     root = Path(__file__).parents[2]
     files = probe.package_files(str(root / "taas_magic"))
     programs = {"taas.py": (root / "taas.py").read_bytes()}  # `import taas` in the user's scripts
@@ -212,10 +215,11 @@ def our_bundle() -> bytes:
 
 
 def bundle_for(packages: Sequence[Wanted], facts: Facts) -> bytes:
-    """Return a zip file with the packages for a host, as they lie in a folder on `sys.path`.
+    """Return a zip file with packages for a host, laid out as a folder on `sys.path`.
 
     Raises:
-        PoolError: Some are not for that host here, and no index has them; says what to do.
+        PoolError: A package does not fit that host, and no index has it. The message says what to
+            do.
     """
     tags = tags_of(facts)
     files: Files = {}
@@ -228,7 +232,7 @@ def bundle_for(packages: Sequence[Wanted], facts: Facts) -> bytes:
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
-    """Return the files as a zip file, the same bytes for the same files."""
+    """Return the files as a zip file. The same files give the same bytes."""
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w") as archive:
         for path in sorted(files):
@@ -237,7 +241,7 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 
 
 def tags_of(facts: Facts) -> frozenset[Tag]:
-    """Return the wheels that a host's Python takes."""
+    """Return the tags of wheels that fit a host's Python."""
     version = tuple(int(part) for part in facts.python.split(".")[:2])
     platforms = list(platforms_of(facts))
     return frozenset(
@@ -249,7 +253,7 @@ def tags_of(facts: Facts) -> frozenset[Tag]:
 
 
 def platforms_of(facts: Facts) -> Iterator[str]:
-    """Yield a host's platforms as wheels name them (PEP 600 and its forerunners), newest first."""
+    """Yield the platform tags of wheels that fit a host, newest first (PEP 600 and before)."""
     major, _, rest = facts.glibc.partition(".")
     for number in range(int(rest.split(".")[0] or 0), _OLDEST_GLIBC - 1, -1) if rest else ():
         yield f"manylinux_{major}_{number}_{facts.machine}"
@@ -258,7 +262,7 @@ def platforms_of(facts: Facts) -> Iterator[str]:
 
 
 def installed_files(name: str, tags: frozenset[Tag]) -> Files | None:
-    """Return a package's files in this environment; None where they would not work on the host."""
+    """Return a package's files from this environment; None if they would not work on the host."""
     if installed(name) is None:
         return None
     known = importlib.metadata.distribution(name)
@@ -268,7 +272,7 @@ def installed_files(name: str, tags: frozenset[Tag]) -> Files | None:
     }
     if not tags & built_for or '"editable": true' in (known.read_text("direct_url.json") or ""):
         return None
-    paths = [  # programs and caches do not lie among the modules
+    paths = [  # leave out programs and caches, which lie elsewhere
         path
         for path in known.files or ()
         if not {"..", "__pycache__"} & {*path.parts} and not path.is_absolute()
@@ -280,10 +284,12 @@ def installed_files(name: str, tags: frozenset[Tag]) -> Files | None:
 
 
 def downloaded(pins: Sequence[str], facts: Facts) -> Files:
-    """Return the files of packages that pip here finds for a host; they are kept for the next one.
+    """Download wheels for a host with this machine's pip; return their files.
+
+    The wheels are kept in this user's cache for the next host.
 
     Raises:
-        PoolError: pip is missing here, reaches no index, or there is no such wheel.
+        PoolError: pip is missing, reaches no index, or the index has no such wheel.
     """
     mark = hashlib.sha256(repr((sorted(pins), sorted(map(str, tags_of(facts))))).encode())
     kept = Path(probe.cache_folder()) / "packages" / mark.hexdigest()[:16]
