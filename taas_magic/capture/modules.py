@@ -10,6 +10,7 @@ another package of that name.
 import ast
 import importlib
 import importlib.abc
+import importlib.metadata
 import importlib.util
 import linecache
 import re
@@ -21,9 +22,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
@@ -77,7 +78,7 @@ def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
         module = _find(name, folders, found)
         if module is not None:
             found[name] = module
-            waiting.extend(part for used in _imports(module) for part in _with_parents(used))
+            waiting.extend(part for used in _read(module).imports for part in _with_parents(used))
     return found
 
 
@@ -89,12 +90,37 @@ def local_folders(project: Path) -> tuple[Path, ...]:
 
 
 def is_local(path: Path, folders: Sequence[Path]) -> bool:
-    """Return whether a file is in one of the folders, and of no Python installed inside it."""
+    """Return whether a file is in one of the folders, and nobody installed it there."""
     if not _INSTALLED.isdisjoint(path.parts):
         return False
     homes = [folder for folder in folders if path.is_relative_to(folder)]
     inside = [system for system in _SYSTEM if any(system.is_relative_to(h) for h in homes)]
-    return bool(homes) and not _within(path, inside)
+    if not homes or _within(path, inside):
+        return False
+    return not any(_top_level(path.relative_to(home)) in _libraries(home) for home in homes)
+
+
+def _top_level(path: PurePath) -> str:
+    """Return the module that a file belongs to, whose path is relative to an entry of sys.path."""
+    return path.parts[0].removesuffix(".py") if path.parts else ""
+
+
+def _libraries(folder: Path) -> frozenset[str]:
+    """Return the top-level modules that pip installed into a folder (`pip install --target`)."""
+    try:
+        changed_ns = folder.stat().st_mtime_ns
+    except OSError:
+        return frozenset()
+    return _recorded_modules(folder, changed_ns)
+
+
+@cache
+def _recorded_modules(folder: Path, changed_ns: int) -> frozenset[str]:
+    """Return the modules in the records of installed packages, as the folder was at a time."""
+    found = importlib.metadata.distributions(path=[str(folder)])
+    records = (distribution.read_text("RECORD") or "" for distribution in found)
+    paths = {line.partition(",")[0] for record in records for line in record.splitlines()}
+    return frozenset(_top_level(PurePath(path)) for path in paths)
 
 
 def install(modules: Mapping[str, ModuleSource]) -> None:
@@ -123,14 +149,14 @@ def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ..
     found = []
     for name, module in modules.items():
         live = vars(sys.modules[name]) if name in sys.modules else {}
-        for constant, value in _constants(module).items():
+        for constant, value in _read(module).constants.items():
             here = live.get(constant, value)
             is_same = type(here) is type(value) and here == value
             if not is_same and not re.search(rf"\b{constant}\s*=(?!=)", cell):
                 found.append(
                     f"{name}.{constant} is {reprlib.repr(here)} in the notebook, "
                     f"{reprlib.repr(value)} in the file, which the ranks import: set it in the "
-                    "%%taas cell, too, or import the module again"
+                    "%%taas cell too, or reload the module"
                 )
     more = len(found) - _MOST_DIFFERENCES
     rest = [f"{more} more constants of the project's modules differ"] if more > 0 else []
@@ -203,14 +229,17 @@ def _find(
         package = found.get(parent)
         if package is None or not package.is_package:
             return None
-        return _read(name, PathFinder.find_spec(name, [str(Path(package.path).parent)]))
+        # by its last name: the spec of a folder without `__init__.py` looks its parent up
+        # in sys.modules, where a module that the notebook has not imported is missing
+        tail = name.rpartition(".")[2]
+        return _source(name, PathFinder.find_spec(tail, [str(Path(package.path).parent)]))
     if name in _OURS or name in sys.builtin_module_names:
         return None
     loaded = getattr(sys.modules.get(name), "__spec__", None)
     if loaded is not None and not _is_local_spec(loaded, folders):
         return None
     spec = PathFinder.find_spec(name, [*sys.path, str(folders[0])]) or loaded
-    return _read(name, spec) if _is_local_spec(spec, folders) else None
+    return _source(name, spec) if _is_local_spec(spec, folders) else None
 
 
 def _is_local_spec(spec: ModuleSpec | None, folders: Sequence[Path]) -> bool:
@@ -220,7 +249,8 @@ def _is_local_spec(spec: ModuleSpec | None, folders: Sequence[Path]) -> bool:
     return any(is_local(Path(place).resolve(), folders) for place in places or () if place)
 
 
-def _read(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
+def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
+    """Return the text of a module; None if it has none."""
     if spec is None:
         return None
     is_package = spec.submodule_search_locations is not None
@@ -244,10 +274,41 @@ def _tree(source: str) -> ast.Module:
         return ast.Module([], [])
 
 
-@lru_cache(maxsize=256)
-def _constants(module: ModuleSource) -> dict[str, Any]:
-    """Return what a module's text sets once, and to a plain value, at its top level."""
-    tree = _tree(module.source)
+@dataclass(frozen=True)
+class _Text:
+    """What a module's text says.
+
+    Attributes:
+        imports: Modules that it imports, anywhere in it.
+        needs: Top-level modules without which it cannot be imported.
+        constants: What it sets once, and to a plain value, at its top level.
+    """
+
+    source: str
+    imports: frozenset[str]
+    needs: frozenset[str]
+    constants: Mapping[str, Any]
+
+
+_texts: dict[tuple[str, str], _Text] = {}
+"""What was parsed, by name and file. Parsing a project of a thousand modules takes a minute."""
+
+
+def _read(module: ModuleSource) -> _Text:
+    """Return what a module's text says; it is parsed again only if it has changed."""
+    text = _texts.get((module.name, module.path))
+    if text is None or text.source != module.source:
+        tree = _tree(module.source)
+        package = module.name if module.is_package else module.name.rpartition(".")[0]
+        imports = (name for node in ast.walk(tree) for name in _imported_by(node, package))
+        needs = frozenset(_imported(tree, functions=False))
+        text = _Text(module.source, frozenset(imports), needs, _constants(tree))
+        _texts[module.name, module.path] = text
+    return text
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """Return what a module sets once, and to a plain value, at its top level."""
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     times = Counter(node.id for node in names if not isinstance(node.ctx, ast.Load))
     found = {}
@@ -261,14 +322,6 @@ def _constants(module: ModuleSource) -> dict[str, Any]:
                     hash(plain)  # what can be changed in place is left out
                     found[name] = plain
     return found
-
-
-@lru_cache(maxsize=256)
-def _imports(module: ModuleSource) -> frozenset[str]:
-    """Return what a module's text imports, anywhere in it."""
-    package = module.name if module.is_package else module.name.rpartition(".")[0]
-    nodes = ast.walk(_tree(module.source))
-    return frozenset(name for node in nodes for name in _imported_by(node, package))
 
 
 def _imported_by(node: ast.AST, package: str = "") -> Iterator[str]:
@@ -308,7 +361,7 @@ def needed_modules(
     for text in (cell, *texts):
         optional |= set(imported(text, branches=True)) - set(imported(text))
     for module in travelling.values():
-        sure |= set(imported(module.source, functions=False))
+        sure |= _read(module).needs
     loaded = {name.partition(".")[0] for name in referred} - optional
     sure |= {name for name in loaded if _is_installed(name)}
     own = {name.partition(".")[0] for name in travelling} | _NOT_NEEDED
@@ -323,7 +376,11 @@ def imported(source: str, functions: bool = True, branches: bool = False) -> Ite
         functions: Also what functions import when they are called.
         branches: Also what only a branch, or a `try` that knows what to do instead, imports.
     """
-    waiting: list[ast.AST] = [_tree(source)]
+    return _imported(_tree(source), functions, branches)
+
+
+def _imported(tree: ast.AST, functions: bool = True, branches: bool = False) -> Iterator[str]:
+    waiting = [tree]
     for node in waiting:
         yield from (name.partition(".")[0] for name in _imported_by(node))
         if _is_entered(node, functions, branches):

@@ -1,5 +1,6 @@
 """The project's modules: which are local, what they bring along, and how a rank imports them."""
 
+import ast
 import importlib
 import linecache
 import subprocess
@@ -28,6 +29,8 @@ def project(tmp_path: Path) -> Path:
         "pack/deep/__init__.py": "from .three import x\n",
         "pack/deep/three.py": "x = 3\n",
         "spaces/inner.py": "import alone\n",
+        "pack/no_init/inner.py": "from .deeper import low\n",
+        "pack/no_init/deeper/low.py": "y = 4\n",
         ".venv/lib/site-packages/installed_one.py": "",
     }
     for name, text in files.items():
@@ -53,6 +56,11 @@ def clean_imports() -> Iterator[None]:
         (["pack.unused"], {"pack", "pack.unused"}),
         (["pack.one"], {"pack", "pack.one", "pack.two", "pack.deep", "pack.deep.three"}),
         (["spaces.inner"], {"spaces", "spaces.inner", "alone"}),
+        (
+            ["pack.no_init.inner"],
+            {"pack", "pack.no_init", "pack.no_init.inner"}
+            | {"pack.no_init.deeper", "pack.no_init.deeper.low"},
+        ),
         (["json", "sys", "numpy", "pytest", "no_such_module", "taas_magic.errors"], set()),
     ],
 )
@@ -79,6 +87,49 @@ def test_a_module_from_another_folder_on_the_path(
     found = collect(["shared_code"], project)
     assert found["shared_code"].path == str(library / "shared_code.py")
     assert set(found) == {"shared_code", "alone"}
+
+
+def test_what_pip_installed_into_a_folder_on_the_path_is_not_the_projects(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("libraries")
+    (folder / "mine.py").write_text("")
+    for name, file in {"single": "single.py", "large": "large/__init__.py"}.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text("")
+        about = folder / f"{name}-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+        (about / "RECORD").write_text(f"{file},,\n{about.name}/METADATA,,\n../../bin/{name},,\n")
+    monkeypatch.syspath_prepend(str(folder))
+    assert set(collect(["mine", "single", "large"], project)) == {"mine"}
+
+
+def test_a_project_of_many_modules_is_parsed_once(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(300):
+        (project / f"many{number}.py").write_text(f"import many{number + 1}\n")
+    parsed: list[str] = []
+    parse = modules._tree
+
+    def counted(text: str) -> ast.Module:
+        parsed.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(modules, "_tree", counted)
+
+    def capture() -> int:
+        parsed.clear()
+        found = collect(["many0"], project)
+        modules.differences(found, "")
+        modules.needed_modules("", [], found, [])
+        return len([text for text in parsed if "many" in text])
+
+    assert capture() == 300
+    assert capture() == 0
+    (project / "many7.py").write_text("import many9\n")
+    assert capture() == 1
 
 
 def test_a_module_in_another_encoding(project: Path) -> None:
