@@ -23,6 +23,7 @@ _READS = {
     "LOAD_FROM_DICT_OR_GLOBALS",
 }
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
+_STORES = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _CODE_MAGICS = {"time", "timeit", "prun", "capture", "memit", "mprun", "lprun", "debug"}
 _DOLLAR = re.compile(r"(?<!\$)\$([A-Za-z_]\w*)")
 
@@ -36,12 +37,14 @@ class CodeUse:
         later: Global names read only when a function that it defines is called.
         imports: Modules it imports; `from x import y` gives both `x` and `x.y`.
         attributes: Attribute names it looks up on anything.
+        stores: Global names that it sets or deletes, sooner or later.
     """
 
     now: frozenset[str]
     later: frozenset[str]
     imports: frozenset[str]
     attributes: frozenset[str]
+    stores: frozenset[str]
 
     @property
     def names(self) -> frozenset[str]:
@@ -57,11 +60,15 @@ def code_use(code: CodeType) -> CodeUse:
     imports: set[str] = set()
     attributes: set[str] = set()
     stored: set[str] = set()
-    is_class_body = not code.co_flags & CO_OPTIMIZED and code.co_name != "<module>"
+    stores: set[str] = set()
+    is_module = code.co_name == "<module>"
+    is_class_body = not code.co_flags & CO_OPTIMIZED and not is_module
     before: object = None
     for instruction in dis.get_instructions(code):
         name = instruction.opname
         value = instruction.argval
+        if name in _STORES or (is_module and name in ("STORE_NAME", "DELETE_NAME")):
+            stores.add(value)
         if name in _READS:
             if not (is_class_body and value in stored):
                 now.add(value)
@@ -79,9 +86,13 @@ def code_use(code: CodeType) -> CodeUse:
         (now if runs_at_once else later).update(use.now)
         imports |= use.imports
         attributes |= use.attributes
+        stores |= use.stores
     if "get_ipython" in code.co_names:
-        now |= _shell_names([c for c in code.co_consts if isinstance(c, str)])
-    return CodeUse(frozenset(now), frozenset(later), frozenset(imports), frozenset(attributes))
+        texts = [constant for constant in code.co_consts if isinstance(constant, str)]
+        now |= _shell_names(texts)
+        stores.update(*(_names(text, stored=True) for text in texts))
+    found = (now, later, imports, attributes, stores)
+    return CodeUse(*map(frozenset, found))
 
 
 def nested_codes(code: CodeType) -> Iterator[CodeType]:
@@ -109,9 +120,9 @@ def _shell_names(texts: list[str]) -> set[str]:
     for text in texts:
         found.update(_DOLLAR.findall(text))
         for expression in _braced(text):
-            found |= _expression_names(expression)
+            found |= _names(expression)
         if runs_code and text not in _CODE_MAGICS:
-            found |= _expression_names(re.sub(r"^(\s*-\w+(\s*\d+)?)+\s", "", text))
+            found |= _names(re.sub(r"^(\s*-\w+(\s*\d+)?)+\s", "", text))
     return found
 
 
@@ -122,12 +133,14 @@ def _braced(text: str) -> list[str]:
         return []
 
 
-def _expression_names(source: str) -> set[str]:
+def _names(source: str, stored: bool = False) -> set[str]:
+    """Return the variables of a source, or those that it sets; none if it is not Python."""
     try:
         tree = ast.parse(source.strip())
     except (SyntaxError, ValueError):
         return set()
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+    return {node.id for node in names if not (stored and isinstance(node.ctx, ast.Load))}
 
 
 THE_CELL = "the cell uses it"
@@ -149,8 +162,8 @@ def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
     Raises:
         SyntaxError: The cell is not Python.
     """
-    compile(source, filename, "exec", _FLAGS, dont_inherit=True)
-    found = UsedNames()
+    code = compile(source, filename, "exec", _FLAGS, dont_inherit=True)
+    found = UsedNames(code_use(code).stores)
     found.walk(ast.parse(source, filename).body)
     return found
 
@@ -171,9 +184,11 @@ class UsedNames:
         why: Each name that the cell may read before it has surely set it, with the reason.
         imports: Modules that the cell imports, in functions too.
         attributes: Attribute names that the cell looks up on anything.
+        stores: Names that the cell sets or deletes, sooner or later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stores: frozenset[str]) -> None:
+        self.stores = stores
         self.why: dict[str, str] = {}
         self.imports: set[str] = set()
         self.attributes: set[str] = set()

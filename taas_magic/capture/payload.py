@@ -46,7 +46,12 @@ _OUTPUT = re.compile(r"_{1,3}|_\d+")
 
 @dataclass(frozen=True)
 class Captured:
-    """One notebook name that travels: its share of the payload in bytes, and why it travels."""
+    """One notebook name that travels.
+
+    Attributes:
+        size_bytes: Its share of the payload.
+        why: Why it travels.
+    """
 
     name: str
     size_bytes: int
@@ -189,13 +194,20 @@ class Contents(Struct, frozen=True, kw_only=True):
         modules: The project's own modules, by name.
         sources: Texts of this cell and of the cells that defined captured functions, by filename.
         submodules: Installed modules that the cell reaches through a package's attributes.
+        stores: Names that the cell, or a function that travels, sets or deletes.
     """
 
     cell: Cell
     captured: tuple[Captured, ...]
+    stores: frozenset[str]
     modules: dict[str, ModuleSource]
     sources: dict[str, CellSource]
     submodules: tuple[str, ...]
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names that travel and that nothing in a rank assigns: they stay the notebook's."""
+        return frozenset(captured.name for captured in self.captured) - self.stores
 
 
 class Payload(Contents, frozen=True, kw_only=True):
@@ -298,6 +310,7 @@ def capture(
     payload = Payload(
         cell=cell,
         captured=tuple(gathering.captured),
+        stores=used.stores | pickler.stores,
         modules=modules,
         sources=sources,
         submodules=_submodules(gathering.modules, used.attributes),

@@ -30,7 +30,8 @@ from taas_magic.capture.reducers import (
     LruCache,
     NotebookNamespace,
     Storages,
-    fill_cells,
+    fill_cell,
+    fill_function,
     is_single_dispatch,
     loading_into,
     make_cell,
@@ -197,9 +198,9 @@ class ValuePickler(cloudpickle.Pickler):
     """Adds values to one pickle in which what they share stays shared.
 
     Args:
-        namespace: The notebook's namespace, for values that go to the ranks: functions defined in
-            it travel without the globals that they use, and have the loading side's namespace in
-            its place. Without (results on their way back) they bring copies of what they use.
+        namespace: The namespace of `__main__`: functions defined in it travel without the globals
+            that they use, and have the loading side's namespace in its place. Without it they bring
+            copies of what they use.
         to: Where they go, see `Destination`. What goes to fetchers has its memory in the pickle,
             so that `pickle.loads` alone loads it.
 
@@ -208,7 +209,9 @@ class ValuePickler(cloudpickle.Pickler):
         needs: Names of the namespace that what was added looks up when it runs.
         modules: Modules that what was added refers to or imports.
         filenames: Files of the functions that travel by value.
+        stores: Names of the namespace that functions which were added set by `global`.
         replaced: Registered loaders that were met, packed, by name.
+        filled: Variables of closures that the pickle fills, by identity.
         coming: Values by name that are being added. They may hold what runs when it is loaded, as a
             class runs its base's `__init_subclass__`; so functions bring those that they look up.
     """
@@ -226,13 +229,14 @@ class ValuePickler(cloudpickle.Pickler):
         self.needs: dict[str, None] = {}
         self.modules: set[str] = set()
         self.filenames: set[str] = set()
+        self.stores: set[str] = set()
         self.replaced: dict[str, Any] = {}
         self.coming: dict[str, Any] = {}
         self._namespace = namespace
         if namespace is not None:
             self.globals_ref[id(namespace)] = NotebookNamespace()
         self._storages: Storages = {}
-        self._filled: dict[int, CellType] = {}
+        self.filled: dict[int, CellType] = {}
         self._rules = self._make_rules()
         self._handlers: dict[type, Handler | None] = {}
 
@@ -260,11 +264,11 @@ class ValuePickler(cloudpickle.Pickler):
     def undoing(self) -> Iterator[Callable[[], None]]:
         """Give a function that forgets what was added since; an error forgets it as well."""
         memo: dict[int, Any] = self.memo.copy()
-        filled = self._filled.copy()
+        filled = self.filled.copy()
         at, first_buffer = self._file.tell(), len(self.buffers)
 
         def undo() -> None:
-            self.memo, self._filled = memo, filled
+            self.memo, self.filled = memo, filled
             self._file.seek(at)
             self._file.truncate()
             del self.buffers[first_buffer:]
@@ -351,41 +355,39 @@ class ValuePickler(cloudpickle.Pickler):
         use = code_use(function.__code__)
         self.modules |= use.imports
         if function.__globals__ is self._namespace:
+            self.stores |= use.stores
             self.needs.update(dict.fromkeys(sorted(use.names)))
             coming = {name: self.coming[name] for name in sorted(use.names & self.coming.keys())}
             reduced[2][1]["__globals__"] = coming
-        return self._with_cells(function, reduced)
+        return self._with_cells(function.__closure__, reduced)
 
-    def _with_cells(self, function: FunctionType, reduced: Any) -> Any:
+    def _with_cells(self, closure: tuple[CellType, ...] | None, reduced: Any) -> Any:
         """Return a reduced function with the closure's own cells.
 
         cloudpickle gives each function new cells, so functions that share a variable would each
         have their own. A cell's content may refer to the function, so the cells travel empty, and
         the state of the first function that has a cell fills it.
         """
-        if not function.__closure__:
-            return reduced
         make, args, state, _, _, fill = reduced
         state[1]["__closure__"] = None
-        unfilled = [cell for cell in function.__closure__ if id(cell) not in self._filled]
-        self._filled |= {id(cell): cell for cell in unfilled}
+        unfilled = [cell for cell in closure or () if id(cell) not in self.filled]
+        self.filled |= {id(cell): cell for cell in unfilled}
         contents = tuple((cell, content) for cell in unfilled for content in _contents(cell))
-        args = (*args[:-1], function.__closure__)
-        return make, args, (fill, state, contents), None, None, fill_cells
+        return make, (*args[:-1], closure), (fill, state, contents), None, None, fill_function
 
     def _reduce_cell(self, cell: CellType) -> Any:
         """Reduce a variable that closures share; one that a function fills travels empty."""
-        if id(cell) in self._filled:
+        if id(cell) in self.filled:
             return make_cell, ()
-        self._filled[id(cell)] = cell
+        self.filled[id(cell)] = cell
         contents = tuple((cell, content) for content in _contents(cell))
-        return make_cell, (), (None, None, contents), None, None, fill_cells
+        return make_cell, (), contents, None, None, fill_cell
 
     def _unless_importable(self, handler: Handler) -> Handler:
         """Return a rule for what pickles by its name: of the notebook's own the value travels."""
 
         def reduce(definition: Any) -> Any:
-            if _is_importable(definition):
+            if is_importable(definition):
                 self.modules.add(definition.__module__)
                 return NotImplemented
             self._need_by_name(definition)
@@ -432,7 +434,7 @@ def _refuse(why: str, value: Any) -> Any:
     raise pickle.PicklingError(f"a {type(value).__name__} {why}")
 
 
-def _is_importable(definition: Any) -> bool:
+def is_importable(definition: Any) -> bool:
     """Return whether every process finds it under its name in an imported module."""
     module = getattr(definition, "__module__", None)
     name = _qualname(definition)

@@ -90,15 +90,28 @@ def make_cell() -> CellType:
     return CellType()
 
 
-def fill_cells(
-    made: Any, given: tuple[Callable[[Any, Any], None] | None, Any, Sequence[tuple[CellType, Any]]]
-) -> None:
-    """Fill cells, and set the state of the function that has them."""
-    fill, state, contents = given
+Contents = Sequence[tuple[CellType, Any]]
+
+
+def fill_cell(made: CellType, contents: Contents) -> None:
+    """Fill cells with what they hold."""
     for cell, content in contents:
         cell.cell_contents = content
-    if fill is not None:
-        fill(made, state)
+
+
+def fill_function(
+    function: FunctionType, given: tuple[Callable[[Any, Any], None], Any, Contents]
+) -> None:
+    """Set a function's state, and fill the cells that it brings.
+
+    Its globals may be those of a notebook, which has names of its own: they are kept.
+    """
+    fill, (attributes, slots), contents = given
+    for cell, content in contents:
+        cell.cell_contents = content
+    for name, value in slots["__globals__"].items():
+        function.__globals__.setdefault(name, value)
+    fill(function, (attributes, {**slots, "__globals__": {}}))
 
 
 LruCache: Any = type(functools.lru_cache(lambda: None))
@@ -207,6 +220,14 @@ def _current_namespace() -> dict[str, Any]:
     namespace = _target.get()
     assert namespace is not None, "only loads() and load_each() unpickle what dump() made"
     return namespace
+
+
+def notebooks_own(name: str) -> Any:
+    """Return what the notebook has under a name: a rank had it from there, and left it as it is."""
+    namespace = _current_namespace()
+    if name not in namespace:
+        raise CaptureError(f"the result uses `{name}` of the notebook, which has none any more")
+    return namespace[name]
 
 
 def stream_name(file: Any) -> str | None:

@@ -39,6 +39,7 @@ from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
 from taas_magic.capture import payload
+from taas_magic.capture.home import Scope
 from taas_magic.capture.modules import claim_taas, install
 from taas_magic.capture.payload import Cell, CellSource
 from taas_magic.data import service
@@ -358,10 +359,12 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
         tracebacks.send(link, tracebacks.failure_of(error))
         return False
     # made before the cell, which may change the environment
+    scope = Scope(namespace, loaded.kept)
     sender = results.ResultSender(
         folder.results,
         os.environ,
         lambda text: link.send(Note(text=text)),
+        scope,
         spec.share.plan.untrusted_pool,
     )
     signal.signal(signal.SIGINT, signal.default_int_handler)

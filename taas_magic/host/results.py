@@ -14,16 +14,15 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import Any
 
 from msgspec import Struct
 
-from taas_magic.capture import pickling
+from taas_magic.capture import home, pickling
 from taas_magic.capture.culprit import culprit, refusal, type_name
-from taas_magic.capture.pickling import Pickled, ValuePickler
+from taas_magic.capture.home import HomePickler, Scope
+from taas_magic.capture.pickling import Pickled
 from taas_magic.capture.plain import PlainWriter, read_plain
 from taas_magic.host.spec import HOST, VALUE
 from taas_magic.messages import unpack
@@ -47,10 +46,12 @@ class Received:
     Attributes:
         values: By name; that of the last expression is `VALUE`.
         missing: Names of `--out` that did not come, each with the reason.
+        notes: What the user should know about names that the values use.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 class Brought(Struct):
@@ -91,7 +92,9 @@ def _refusal(where: str, pool: str) -> str:
     )
 
 
-def receive(folder: Path, out: Sequence[str], sources: Sources) -> Received:
+def receive(
+    folder: Path, out: Sequence[str], sources: Sources, namespace: dict[str, Any]
+) -> Received:
     """Load the results of a run, each file for itself; called in the kernel.
 
     A rank's file is read for the names that were asked of that rank, and for no other. Rank 0 also
@@ -100,6 +103,7 @@ def receive(folder: Path, out: Sequence[str], sources: Sources) -> Received:
     Args:
         folder: `RunFolder.results`.
         out: As `--out` has them.
+        namespace: The notebook's, to which functions that come are connected (`capture/home.py`).
     """
     named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*"))
     found = sorted((int(it[1]), int(it[2]), path) for it, path in named if it is not None)
@@ -110,17 +114,23 @@ def receive(folder: Path, out: Sequence[str], sources: Sources) -> Received:
         theirs = [it for it in out if rank == 0 or is_from(it, rank, sources.world_size)]
         expected = {name_of(text) for text in theirs} | ({VALUE} if rank == 0 else set())
         if expected:
-            _load(path, rank, received, expected, sources)
+            _load(path, rank, received, expected, sources, namespace)
     names = [name_of(text) for text in out]
     missing = [name for name in names if name not in received.values]
     return Received(
         {name: received.values[name] for name in (*names, VALUE) if name in received.values},
         {name: received.missing.get(name, "nothing of it came") for name in missing},
+        received.notes,
     )
 
 
 def _load(
-    path: Path, rank: int, received: Received, expected: Collection[str], sources: Sources
+    path: Path,
+    rank: int,
+    received: Received,
+    expected: Collection[str],
+    sources: Sources,
+    namespace: dict[str, Any],
 ) -> None:
     names: list[str] = []
     try:
@@ -138,27 +148,29 @@ def _load(
             received.missing |= {name: why for name in names if name != VALUE}
             return
         else:
-            loaded = pickling.loads(mapped.stream(), mapped.buffers)
+            found = home.load(mapped.stream(), mapped.buffers, namespace, expected)
+            loaded = found.values
+            received.notes += found.notes
         received.values |= {name: loaded[name] for name in names}
     except Exception as error:  # what unpickling runs is the user's: anything may be raised
         why = f"it came, but loading it in the notebook raised {_said(error)}"
         received.missing |= {name: why for name in names if name != VALUE}
 
 
-class _ResultPickler(ValuePickler):
+class _ResultPickler(HomePickler):
     """Pickles values on their way home.
 
     Attributes:
         unwrapped: Whether a DistributedDataParallel was met; its `module` is pickled for it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope)
         self.unwrapped = False
         self._sharded = _sharded_types()
 
     def probe(self, value: Any) -> None:
-        _ResultPickler().dump(value)
+        _ResultPickler(self.scope).dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -168,11 +180,6 @@ class _ResultPickler(ValuePickler):
         if isinstance(obj, self._sharded):
             raise TypeError(f"this rank has only its part of a {type(obj).__name__}")
         return super().reducer_override(obj)
-
-    def shared_ids(self) -> set[int]:
-        """Return identities of objects and storages that must not be pickled twice."""
-        memo: dict[int, tuple[int, Any]] = self.memo.copy()
-        return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
 
 
 def _itself(value: Any) -> Any:
@@ -185,6 +192,7 @@ class ResultSender:
     Args:
         folder: `RunFolder.results`.
         environ: torchrun's variables of the rank.
+        scope: The names that functions among the results use.
         untrusted_pool: The pool, if the notebook takes plain data alone from it; else "".
     """
 
@@ -193,9 +201,11 @@ class ResultSender:
         folder: Path,
         environ: Mapping[str, str],
         note: Callable[[str], None],
+        scope: Scope,
         untrusted_pool: str = "",
     ) -> None:
         self._folder, self._note, self._untrusted_pool = folder, note, untrusted_pool
+        self._scope = scope
         self._host = environ.get(HOST, "?")
         self._rank, self._world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         self._attempt = environ["TORCHELASTIC_RESTART_COUNT"]
@@ -252,20 +262,20 @@ class ResultSender:
         if name != VALUE:
             self._missing[name] = why
             if not self._failed:
-                self._note(f"--out {name} does not come: {why}")
+                self._note(f"--out {name} could not be returned: {why}")
 
     def _put(self, values: Mapping[str, Any]) -> None:
         """Write values; record those that cannot be written as missing."""
         shared_ids: dict[str, set[int]] = {}
         for name, value in values.items():
-            pickler = _ResultPickler()
+            pickler = _ResultPickler(self._scope)
             try:
                 plain = _as_plain({name: value})
                 if plain is None and self._untrusted_pool:
                     self._miss(name, _refusal(f"host {self._host}", self._untrusted_pool))
                     continue
                 if plain is None:
-                    pickler.add({name: value})
+                    pickler.bring({name: value})
             except Exception as error:  # pickling runs the user's code: anything may be raised
                 self._miss(name, _unpicklable(name, value, pickler, error))
             else:
@@ -275,19 +285,21 @@ class ResultSender:
 
     def _put_group(self, values: Mapping[str, Any]) -> None:
         """Write values that share something as one file."""
-        pickler = _ResultPickler()
+        pickler = _ResultPickler(self._scope)
         try:
             plain = _as_plain(dict(values))
             if plain is not None:
                 written = Pickled(plain.data, tuple(plain.buffers))
             else:
-                pickler.add(dict(values))
+                pickler.bring(values)
                 written = pickler.pickled()
             self._write(written, Brought(names=list(values), is_plain=plain is not None))
         except Exception as error:  # the disk is full, or pickling it again runs other code
             for name in values:
                 self._miss(name, f"writing it raised {_said(error)}")
             return
+        for problem in pickler.problems.values() if values.keys() != {VALUE} else ():
+            self._note(problem)
         if pickler.unwrapped:
             listed = ", ".join(name for name in values if name != VALUE)
             self._note(f"--out {listed}: of a DistributedDataParallel its `.module` comes")
@@ -375,14 +387,6 @@ def _sharded_types() -> tuple[type, ...]:
 def _is_module(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
-
-
-def _is_mutable(value: Any) -> bool:
-    if isinstance(value, type | FunctionType | ModuleType | Enum):
-        return False
-    if isinstance(value, dict | list | set | bytearray) or type(value).__name__ == "ndarray":
-        return True
-    return bool(type(value).__dictoffset__)
 
 
 def _as_plain(values: dict[str, Any]) -> PlainWriter | None:

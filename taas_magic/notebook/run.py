@@ -515,10 +515,11 @@ class Run(RunFiles):
         sources = results.Sources(
             self._ended.attempt, self.head.world_size, self.plan.untrusted_pool
         )
-        received = results.receive(self._folder.results, self.plan.out, sources)
+        received = results.receive(self._folder.results, self.plan.out, sources, namespace)
         self.result = received.values.pop(VALUE, None)
         self.out, self.missing = received.values, received.missing
         namespace.update(self.out)
+        sys.stdout.writelines(f"{note}\n" for note in received.notes)
         if self.out and self.state not in ("SUCCEEDED", "INTERRUPTED"):
             sys.stdout.write(f"came back all the same (--out): {', '.join(self.out)}\n")
 

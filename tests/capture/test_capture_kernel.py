@@ -326,6 +326,74 @@ def test_what_is_one_object_in_the_notebook_is_one_in_the_ranks(frontend: Fronte
     assert held(frontend.text(ranks)) == {"0", "1"}
 
 
+NOTEBOOKS = """
+import functools
+STEP = 1
+def notebooks(x): return x + STEP
+UNSET = object()
+def is_unset(x=UNSET): return x is UNSET
+@functools.cache
+def remembered(x): return x
+class Stepper:
+    def step(self): return STEP
+"""
+COMES_BACK = """%%taas --gpus 1 --out uncalled,called,holder,is_unset,add,mean
+import math as m
+SCALE = 3
+def helper(x): return x * SCALE
+def uncalled(x): return m.floor(helper(x)) + STEP
+def called(x): return notebooks(x) + helper(x)
+class Trained(Stepper):
+    def run(self): return called(self.step())
+holder = Trained()
+holder.functions = [notebooks, called, remembered, UNSET]
+assert called(1) == 5 and holder.run() == 5 and is_unset()
+def make_meter():
+    total = 0
+    def add(x):
+        nonlocal total
+        total += x
+    def mean(): return total
+    return add, mean
+add, mean = make_meter()
+add(2)
+"""
+AT_HOME = """
+import pickle
+assert (uncalled(1), called(1), holder.run()) == (4, 5, 5)
+STEP, SCALE = 10, 30
+assert (uncalled(1), called(1), holder.run()) == (40, 41, 320)
+assert uncalled.__globals__ is globals() and helper.__globals__ is globals()
+assert isinstance(holder, Stepper) and type(holder) is Trained and is_unset()
+assert all(a is b for a, b in zip(holder.functions, [notebooks, called, remembered, UNSET]))
+assert type(pickle.loads(pickle.dumps(holder))) is Trained
+add(3)
+assert mean() == 5
+"""
+
+
+def test_functions_that_come_back_belong_to_the_notebook(frontend: Frontend) -> None:
+    frontend.run(NOTEBOOKS)
+    frontend.run(COMES_BACK)
+    assert frontend.text(frontend.run(AT_HOME + HELD)) == "all held\n"
+
+
+def test_a_name_of_the_notebook_is_replaced_only_where_out_names_it(frontend: Frontend) -> None:
+    cell = "%%taas --gpus 1 --out scale\nFACTOR = {}\ndef scale(x): return x * FACTOR"
+    assert "FACTOR" not in frontend.text(frontend.run(cell.format(2)))
+    assert "FACTOR" not in frontend.text(frontend.run(cell.format(3)))  # it came along before
+    frontend.run("assert scale(1) == 3\nFACTOR = 4")
+    text = frontend.text(frontend.run(cell.format(5)))
+    assert (
+        "scale uses FACTOR, which the cell has set; the notebook keeps its own FACTOR (4): "
+        "--out scale,FACTOR brings the cell's\n" in text
+    )
+    frontend.run("assert scale(1) == 4")
+    text = frontend.text(frontend.run(cell.format(5).replace("scale\n", "scale,FACTOR\n")))
+    assert "FACTOR" not in text
+    frontend.run("assert scale(1) == 5")
+
+
 SLOTS = """
 import abc, dataclasses
 @dataclasses.dataclass(slots=True)

@@ -83,7 +83,7 @@ if len(history) > 5:
     assert "ValueError: not here" in run.missing["grumpy"]
     assert "create it inside the cell" not in outcome.shown
     notes = [event["text"] for event in outcome.of_kind("note")]
-    assert [note for note in notes if note.startswith("--out state does not come")]
+    assert [note for note in notes if note.startswith("--out state could not be returned")]
 
 
 def test_values_come_home_from_a_cell_that_fails_at_its_end(
@@ -238,7 +238,7 @@ def test_a_file_of_another_rank_or_attempt_is_not_read(tmp_path: Path, name: str
     """Of four ranks, only 0 and 2 were asked for something, in the second attempt."""
     out, sources = ("x", "y@2"), Sources(attempt=1, world_size=4)
     forge(tmp_path / "results" / name, ["x", "y", VALUE], Makes(tmp_path / "made"))
-    received = receive(tmp_path / "results", out, sources)
+    received = receive(tmp_path / "results", out, sources, {})
     assert received.values == {} and set(received.missing) == {"x", "y"}
     assert not (tmp_path / "made").exists()
 
@@ -249,15 +249,15 @@ def test_a_rank_sends_what_it_was_asked_for_and_nothing_else(tmp_path: Path) -> 
     forge(folder / "0-2-0", ["x", VALUE], "of rank 2", is_plain=True)
     forge(folder / "0-2-1", ["y"], "of rank 2", is_plain=True)
     forge(folder / "0-3-0", ["z"], "of rank 3", is_plain=True)
-    received = receive(folder, ("x", "y@2", "z@last"), Sources(attempt=0, world_size=4))
+    received = receive(folder, ("x", "y@2", "z@last"), Sources(attempt=0, world_size=4), {})
     assert received.values == {"x": "of rank 0", "y": "of rank 2", "z": "of rank 3"}
     forge(folder / "0-2-2", ["x"], Makes(tmp_path / "made"), is_plain=True)
     forge(folder / "0-2-3", ["y"], Makes(tmp_path / "made"), is_plain=True)
-    received = receive(folder, ("x", "y@2"), Sources(attempt=0, world_size=4))
+    received = receive(folder, ("x", "y@2"), Sources(attempt=0, world_size=4), {})
     assert received.values == {"x": "of rank 0", "y": "of rank 2"}
     assert not (tmp_path / "made").exists()
     forge(folder / "0-2-4", ["y"], Makes(tmp_path / "made"))
-    received = receive(folder, ("y@2",), Sources(0, world_size=4, untrusted_pool="far"))
+    received = receive(folder, ("y@2",), Sources(0, world_size=4, untrusted_pool="far"), {})
     assert received.values == {"y": "of rank 2"} and not (tmp_path / "made").exists()
 
 

@@ -1,0 +1,207 @@
+"""Results on their way back: pickled in a rank, connected to the notebook when they are loaded.
+
+A function that comes back belongs to the notebook's namespace, as if the cell had run there. What
+it uses of the notebook is not sent. What it uses of the cell comes along, and is set in the
+notebook if the name is free there.
+"""
+
+import builtins
+import io
+import mmap
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pickle import PickleBuffer
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from taas_magic.capture.culprit import refusal
+from taas_magic.capture.pickling import ValuePickler, is_importable, load_each
+from taas_magic.capture.reducers import LruCache, notebooks_own
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A rank's namespace, and which of its names are still the notebook's.
+
+    Attributes:
+        names: The namespace of the rank's `__main__`.
+        kept: Names that came from the notebook and that nothing in the rank assigns.
+    """
+
+    names: dict[str, Any] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
+
+    def is_cells(self, name: str) -> bool:
+        """Return whether the cell has set a name."""
+        return name in self.names and name not in self.kept and not name.startswith("__")
+
+
+class Along(NamedTuple):
+    """A value of the cell that a result uses.
+
+    Attributes:
+        owner: The result that uses it: a variable, or the last expression's value.
+    """
+
+    name: str
+    value: Any
+    owner: str
+
+
+@dataclass
+class Loaded:
+    """Results as the notebook has them.
+
+    Attributes:
+        values: By name.
+        notes: What the user should know about names that came along.
+    """
+
+    values: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+class HomePickler(ValuePickler):
+    """Pickles results after what they use of the cell.
+
+    Attributes:
+        problems: Why values could not come along, by name.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope.names, "notebook")
+        self.scope = scope
+        self.problems: dict[str, str] = {}
+        self._met: set[str] = set()
+
+    def bring(self, values: Mapping[str, Any]) -> None:
+        """Add results by name, with all that they use of the cell.
+
+        Code that runs while a result is loaded (`__setstate__`, `__hash__`) finds its globals.
+        """
+        self._met |= values.keys()
+        self._add_after_needs(lambda: dict(values), next(iter(values)))
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce what is still the notebook's own to its name; called by pickle."""
+        name = self._kept_name(obj)
+        return super().reducer_override(obj) if name is None else (notebooks_own, (name,))
+
+    def shared_ids(self) -> set[int]:
+        """Return identities of objects and storages that must not be pickled twice."""
+        memo: dict[int, tuple[int, Any]] = self.memo.copy()
+        mine = {key for key, (_, held) in memo.items() if _is_shared(held)}
+        return mine | set(self._storages) | set(self.filled)
+
+    def _add_after_needs(self, value: Callable[[], Any], owner: str) -> None:
+        with self.undoing() as undo:
+            self.needs.clear()
+            self.add(value())
+            missing = [n for n in self.needs if n not in self._met and self.scope.is_cells(n)]
+            if missing:
+                undo()
+        for name in missing:
+            self._bring_along(name, owner)
+        if missing:
+            self.add(value())
+
+    def _bring_along(self, name: str, owner: str) -> None:
+        if name in self._met:
+            return
+        self._met.add(name)
+        value = self.coming[name] = self.scope.names[name]
+        try:
+            self._add_after_needs(lambda: Along(name, value, owner), owner)
+        except Exception as error:  # pickling runs the user's code: anything may be raised
+            why = refusal(name, value, self.probe, error, to="notebook")
+            self.problems[name] = f"`{owner}` uses `{name}`, which could not be returned: {why}"
+        finally:
+            del self.coming[name]
+
+    def _kept_name(self, obj: Any) -> str | None:
+        """Return the notebook's name for what is the notebook's own and cannot have changed."""
+        kind, scope = type(obj), self.scope
+        if kind is object:  # a sentinel, which is compared by identity
+            return next((n for n in scope.kept if scope.names.get(n) is obj), None)
+        if kind is not LruCache and not (kind is FunctionType and _is_stateless(obj)):
+            return None
+        name = str(obj.__name__)
+        return name if name in scope.kept and scope.names.get(name) is obj else None
+
+
+def _is_stateless(function: FunctionType) -> bool:
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    plain = (type(None), bool, int, float, str, bytes, object, type, FunctionType)
+    is_plain = all(type(each) in plain for each in defaults)
+    return not function.__closure__ and not vars(function) and is_plain
+
+
+def _is_shared(value: Any) -> bool:
+    """Return whether two results that have this object must have the same one."""
+    if isinstance(value, FunctionType | LruCache):
+        return not is_importable(value)
+    if isinstance(value, type | ModuleType | Enum):
+        return False
+    if isinstance(value, dict | list | set | bytearray) or type(value).__name__ == "ndarray":
+        return True
+    return bool(type(value).__dictoffset__)
+
+
+_came_along: dict[str, Any] = {}
+"""What earlier results brought along: the next ones may replace it."""
+
+
+def load(
+    stream: io.BytesIO | mmap.mmap,
+    buffers: Sequence[PickleBuffer | memoryview],
+    namespace: dict[str, Any],
+    out: Collection[str] = (),
+) -> Loaded:
+    """Load what a `HomePickler` brought, and connect it to a notebook's namespace.
+
+    Args:
+        namespace: The notebook's. A name that is free there gets what came along under it.
+        out: Names of all results, which replace the notebook's anyway.
+    """
+    notes: list[str] = []
+    for loaded in load_each(stream, buffers, namespace):
+        if not isinstance(loaded, Along):
+            return Loaded(loaded, notes)
+        name, value, owner = loaded
+        is_free = not hasattr(builtins, name)
+        if name in namespace:
+            is_free = namespace[name] is _came_along.get(name, loaded)
+        if is_free:
+            namespace[name] = _came_along[name] = value
+        elif owner.isidentifier() and name not in out and not _is_same(namespace.get(name), value):
+            notes.append(
+                f"{owner} uses {name}, which the cell has set; the notebook keeps its own {name} "
+                f"({reprlib.repr(namespace.get(name))}): --out {owner},{name} brings the cell's"
+            )
+    raise EOFError("the file of results ends early")
+
+
+def _is_same(here: Any, there: Any) -> bool:
+    """Return whether it makes no difference which of two values a name has."""
+    if here is there:
+        return True
+    if type(here) is not type(there):
+        return False
+    if isinstance(here, FunctionType):
+        return list(_code_parts(here.__code__)) == list(_code_parts(there.__code__))
+    try:
+        return bool(here == there)
+    except Exception:  # of tensors, arrays and frames, or of the user's `__eq__`
+        return False
+
+
+def _code_parts(code: CodeType) -> Iterator[Any]:
+    """Yield what a function does, without where it is written."""
+    yield code.co_code, code.co_names, code.co_varnames
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _code_parts(constant)
+        else:
+            yield constant
