@@ -131,10 +131,12 @@ class StoreConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
     Attributes:
         path: Where it is; None is the notebook's folder.
         limit_bytes: What of it may travel to hosts that do not share it.
+        overwrite: Patterns of files that such hosts may write though they are the user's.
     """
 
     path: _Text | None = None
     limit_bytes: _Size = 1024**3
+    overwrite: _Texts = ()
 
 
 class CaptureConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from taas_magic.data import service
 from taas_magic.errors import ProtocolError
 from taas_magic.host.spec import Emit, HostSpec, Place
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import Note, StoreMessage, UnsentFile, WrittenFile
+from taas_magic.messages import Note, StoreMessage, StoreReceipt, UnsentFile, WrittenFile
 from taas_magic.store.desk import Desk
 from taas_magic.store.manifest import (
     CHUNK_BYTES,
@@ -40,8 +41,9 @@ from taas_magic.store.manifest import (
 )
 from taas_magic.store.mirror import News, bring_in, take
 from taas_magic.store.outbound import Outbound
+from taas_magic.store.ownership import RunsFiles
 from taas_magic.store.receipt import Ledger
-from taas_magic.store.rule import StoreRule, is_below, state_folder
+from taas_magic.store.rule import is_below, state_folder
 from taas_magic.store.tree import shown
 
 _T = TypeVar("_T")
@@ -186,7 +188,7 @@ class Travelling:
         """Return the same share with this host's paths."""
         rule = self._rule
         shared = tuple(map(self._place, rule.shared))
-        here = StoreRule(self._mirror.path, rule.writes, shared, rule.limit_bytes)
+        here = structs.replace(rule, path=self._mirror.path, shared=shared)
         cwd, sys_path = self._place(spec.origin.cwd), tuple(map(self._place, spec.origin.sys_path))
         environ = {**spec.origin.environ, **copy_environ(rule.path, self._mirror.path)}
         return structs.replace(
@@ -352,11 +354,22 @@ class HostFiles:
         if self._ledger is not None:  # what a kill left unfinished goes before the rest is sent
             is_here = self._travelling is None
             receipt = self._ledger.close(has_rank_0=self._has_rank_0 and is_here)
+            if is_here and not self._place.is_foreign:
+                self._record(receipt)
         finished = self._travelling.finish() if self._travelling is not None else None
         if receipt is not None:
             if finished is not None:
                 receipt.written, receipt.not_sent = finished
             self._emit(receipt)
+
+    def _record(self, receipt: StoreReceipt) -> None:
+        """Record what rank 0 wrote here, on the notebook's machine, as files of a run."""
+        rule = self._spec.plan.store
+        assert rule is not None
+        with suppress(OSError):  # without the record, other hosts keep their versions beside
+            folder = state_folder(rule.path)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            RunsFiles(folder).record_written(rule.path, [it.path for it in receipt.written])
 
     def _note(self, text: str) -> None:
         self._emit(Note(text=text))

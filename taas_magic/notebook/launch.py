@@ -174,9 +174,15 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
         UsageError: The pool cannot hold so many ranks.
         StoreError: The project store cannot be used as asked.
     """
-    path = flags.store or config.store.path or ""
-    limit = config.store.limit_bytes
-    rule = store.choose(os.getcwd(), path, flags.store_writes, flags.shared_writes, limit)
+    settings = config.store
+    rule = store.choose(
+        os.getcwd(),
+        flags.store or settings.path or "",
+        flags.store_writes,
+        flags.shared_writes,
+        settings.limit_bytes,
+        settings.overwrite,
+    )
     plan = make_plan(flags, pool.capacity(), new_run_id(), pool.config.max_hosts, rule)
     notes = (*plan.notes, *store.warnings(rule, plan.world_size))
     hang_s = config.runs.hang_s if flags.hang_s is None else flags.hang_s

@@ -12,6 +12,7 @@ trusts the other's names or bytes.
 
 tree.py      a folder that is reached by descriptors alone, and how a file arrives in it
 manifest.py  what travels, what never does, and how it is packed
+ownership.py which files are the user's, and which may come from a host
 desk.py      the notebook's side: answers a run's hosts
 mirror.py    a host's copy, brought up to date
 outbound.py  what is written in it, sent back

@@ -23,15 +23,36 @@ from taas_magic.store.manifest import (
     ListStore,
     MakeToken,
     Manifest,
+    PathFileCheck,
     Piece,
     PublishFiles,
     ReadStore,
     ignore_of,
-    is_path_file,
+    known_as,
     look_through,
 )
+from taas_magic.store.ownership import (
+    KEPT_BESIDE,
+    WHY_BESIDE,
+    WHY_NOT_KEPT,
+    WHY_NOT_NEW,
+    WHY_NOT_REMOVED,
+    Exceptions,
+    RunsFiles,
+    is_program,
+    is_start_up,
+)
 from taas_magic.store.rule import StoreRule, is_below
-from taas_magic.store.tree import Arrival, Cases, Tree, UnsafeError, parted, shown, why_unsafe
+from taas_magic.store.tree import (
+    Arrival,
+    Cases,
+    Tree,
+    UnsafeError,
+    folders_of,
+    parted,
+    shown,
+    why_unsafe,
+)
 
 _T = TypeVar("_T")
 
@@ -66,7 +87,11 @@ class Desk:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._hashes = Hashes(folder / "hashes.json")
         self._ignore, self._cases = ignore_of(self._tree), Cases()
+        self._made, self._exceptions = RunsFiles(folder), Exceptions(rule.overwrite)
+        self._beside: set[str] = set()
+        """Files of the user that rank 0 wrote in this run: its version is kept beside them."""
         self._arriving: dict[tuple[int, str], Arrival] = {}
+        self._checks: dict[tuple[int, str], PathFileCheck] = {}
         self._flushers = ThreadPoolExecutor(FLUSHERS, "taas-store-flush")
         self._looker = ThreadPoolExecutor(1, "taas-store-look")
         self._look: Future[tuple[Cases, Manifest]] | None = None
@@ -126,8 +151,21 @@ class Desk:
         if not self._look.done():
             return None
         self._cases, manifest = self._look.result()
+        manifest = self._as_the_run_has_it(manifest)
         self._listed = {entry.path for entry in manifest.entries}
         return manifest
+
+    def _as_the_run_has_it(self, manifest: Manifest) -> Manifest:
+        """Return the list with rank 0's versions in the place of the user's files."""
+        if not self._beside:
+            return manifest
+        kept = {path + KEPT_BESIDE for path in self._beside}
+        entries = []
+        for entry in manifest.entries:
+            change = self._changes.get(entry.path) if entry.path in self._beside else None
+            if entry.path not in kept:
+                entries.append(entry if change is None or change.entry is None else change.entry)
+        return Manifest(entries, manifest.skipped)
 
     def _read(self, host_rank: int, asked: ReadStore) -> list[bytes | None]:
         parts = asked.parts
@@ -140,7 +178,7 @@ class Desk:
         if offset < 0 or size < 0 or not (changed or path in self._listed):
             return None
         try:
-            with self._tree.open_file(path) as file:
+            with self._tree.open_file(self._place_of(path)) as file:
                 return os.pread(file.fileno(), size, offset)
         except OSError:
             return None
@@ -192,6 +230,48 @@ class Desk:
         if other := self._cases.clash(path):
             raise UnsafeError(path, f"its name differs from {shown(other)} by case alone")
 
+    def _check_new(self, path: str) -> None:
+        """Raise where a host may not make what is not there, or a folder that it lies in."""
+        if self._exceptions.has(path):
+            return
+        parts = path.split("/")
+        for depth, name in enumerate(parts):
+            here = "/".join(parts[: depth + 1])
+            if self._tree.status(here) is not None:
+                continue
+            # a module's folder is found by its name, as a module's file is
+            is_package = name.partition(".")[0] in ("__init__", "__main__")
+            folder = "/".join(parts[: max(0, depth - is_package)])
+            if is_start_up(known_as(name), in_users_folder=not self._is_runs_folder(folder)):
+                raise UnsafeError(path, WHY_NOT_NEW)
+
+    def _is_runs_folder(self, path: str) -> bool:
+        """Return whether a run made a folder, or may make it, or every rank may write there."""
+        if path and self._tree.status(path) is None:
+            return True
+        place = os.path.join(self._rule.path, path)
+        is_shared = any(is_below(place, folder) for folder in self._rule.shared)
+        return is_shared or any(map(self._made.has_folder, (path, *folders_of(path))))
+
+    def _may_replace(self, path: str) -> bool:
+        """Return whether a host may replace or remove what lies at a path."""
+        status = self._tree.status(path)
+        if status is None or not stat.S_ISREG(status.st_mode) or self._exceptions.has(path):
+            return True
+        is_notebook = known_as(path).endswith(".ipynb")  # it may be open
+        return not is_notebook and self._made.has_file(self._tree, path, status)
+
+    def _place_of(self, path: str) -> str:
+        """Return where the run's version of a file lies."""
+        return path + KEPT_BESIDE if path in self._beside else path
+
+    def _make_folders(self, path: str) -> None:
+        """Make a folder and those that it lies in; record those that were not there."""
+        for folder in reversed([path, *folders_of(path)]):
+            if folder and self._tree.status(folder) is None:
+                self._tree.make_folder(folder)
+                self._made.record_folder(folder)
+
     def _take(self, host_rank: int, pieces: Sequence[Piece]) -> dict[str, str]:
         """Take pieces together: a disk is forced to keep many files in hardly more time than one.
 
@@ -217,8 +297,11 @@ class Desk:
     ) -> None:
         """Write a piece beside its file's place; with the last one the file goes to `whole`."""
         entry, key = piece.entry, (host_rank, path)
+        if piece.offset == 0:
+            self._check_new(path)
         if entry.is_folder:
-            self._tree.make_folder(path)
+            self._make_folders(path)
+            self._tree.make_folder(path)  # raises where something else is there
             self._note(host_rank, path, entry)
             return
         if piece.offset == 0:
@@ -226,13 +309,18 @@ class Desk:
             n_open = sum(rank == host_rank for rank, _ in self._arriving)
             if not entry.sha256 and n_open >= MAX_OPEN:
                 raise UnsafeError(path, f"more than {MAX_OPEN} files are on their way already")
-            with self._tree.folder(parted(path)[0], make=True) as here:
+            self._make_folders(parted(path)[0])
+            with self._tree.folder(parted(path)[0]) as here:
                 self._arriving[key] = Arrival(here)
+            if known_as(path).endswith(".pth"):
+                self._checks[key] = PathFileCheck()
         arrival = self._arriving.get(key)
         if arrival is None or arrival.received != piece.offset:
             raise UnsafeError(path, f"its part at {piece.offset:,} does not follow on")
         try:
             arrival.write(piece.data)
+            if (check := self._checks.get(key)) is not None:
+                check.add(piece.data)
             if entry.sha256:
                 arrival.verify(path, entry.size, entry.sha256)
                 whole.append((entry, self._arriving.pop(key)))
@@ -246,14 +334,27 @@ class Desk:
         """Put a file that is whole into its place; it is gone if it cannot get there."""
         try:
             flushed.result()
-            if is_path_file(path, arrival.begins):
+            check = self._checks.pop((host_rank, path), None)
+            if check is not None and not check.is_checkpoint:
                 raise UnsafeError(path, "a .pth that is no checkpoint: Python runs such")
-            arrival.place(self._tree, path, executable=entry.executable)
+            is_exception = self._exceptions.has(path)
+            if entry.executable and is_program(arrival.begins) and not is_exception:
+                raise UnsafeError(path, WHY_NOT_NEW)
+            may_replace = self._may_replace(path)
+            if not (may_replace or self._may_replace(path + KEPT_BESIDE)):
+                raise UnsafeError(path, WHY_NOT_KEPT)
+            (self._beside.discard if may_replace else self._beside.add)(path)
+            self._made.record_file(self._place_of(path), os.fstat(arrival.file), entry.sha256)
+            may_run = entry.executable and is_exception
+            arrival.place(self._tree, self._place_of(path), executable=may_run)
         finally:
             arrival.discard()
         self._note(host_rank, path, entry)
+        if not may_replace:
+            raise UnsafeError(path, WHY_BESIDE)
 
     def _drop(self, key: tuple[int, str]) -> None:
+        self._checks.pop(key, None)
         arrival = self._arriving.pop(key, None)
         if arrival is not None:
             arrival.discard()
@@ -264,8 +365,15 @@ class Desk:
             self._tree.open_file(path).close()  # raises for what is no regular file
         for key in [it for it in self._arriving if it[0] == host_rank and is_below(it[1], path)]:
             self._drop(key)  # its folder would not be empty
-        if self._tree.remove(path):
-            self._cases.forget(path)
+        if not self._may_replace(path):
+            self._note(host_rank, path, None)
+            if path not in self._beside:
+                raise UnsafeError(path, WHY_NOT_REMOVED)
+        place = self._place_of(path)
+        if self._tree.remove(place):
+            self._beside.discard(path)
+            self._made.forget(place)
+            self._cases.forget(place)
             self._note(host_rank, path, None)
 
     def _note(self, host_rank: int, path: str, entry: Entry | None) -> None:

@@ -105,8 +105,13 @@ BELIEVED = (
 )
 """Names of what runs, or changes what runs, without being asked; as patterns."""
 
-TORCH_BEGINS = (b"PK\x03\x04", b"\x80")
+_TORCH_BEGINS = (b"PK\x03\x04", b"\x80")
 """First bytes of what `torch.save` writes: a zip archive, or a pickle in its older format."""
+
+_IMPORT_LINE = re.compile(rb"[\n\r\v\f\x1c-\x1e\x85\xa8\xa9]import[ \t]")
+"""A line, as any version of Python divides a text into lines."""
+
+_OVERLAP_BYTES = 16
 
 
 def _anywhere(patterns: Iterable[str]) -> re.Pattern[str]:
@@ -119,18 +124,33 @@ _SECRET, _BELIEVED = _anywhere(SECRETS), _anywhere(BELIEVED)
 
 def is_believed(path: str) -> bool:
     """Return whether a shell, ssh, git, Python or this package would believe a file at a path."""
-    return _BELIEVED.fullmatch(_known_as(path)) is not None
+    return _BELIEVED.fullmatch(known_as(path)) is not None
 
 
-def is_path_file(path: str, begins: bytes) -> bool:
-    """Return whether Python would take a file, in a folder of packages, for one with lines to run.
+class PathFileCheck:
+    """Looks through a `.pth` file as it arrives; checkpoints have the same suffix.
 
-    Checkpoints have the same suffix; they are told by their first bytes, `begins`.
+    Python runs the lines of one that begin with `import`, where it looks for packages.
     """
-    return _known_as(path).endswith(".pth") and not begins.startswith(TORCH_BEGINS)
+
+    def __init__(self) -> None:
+        self._begins = self._end = b""
+        self._has_import = False
+
+    def add(self, data: bytes) -> None:
+        """Look through the next bytes of the file."""
+        self._begins = self._begins or data[:_OVERLAP_BYTES]
+        seen = self._end + data
+        self._has_import = self._has_import or _IMPORT_LINE.search(seen) is not None
+        self._end = seen[-_OVERLAP_BYTES:]
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether `torch.save` wrote it, and Python would find no line to run in it."""
+        return self._begins.startswith(_TORCH_BEGINS) and not self._has_import
 
 
-def _known_as(path: str) -> str:
+def known_as(path: str) -> str:
     """Return a path as the file system sees it that tells the fewest names apart."""
     seen = path.lower()
     if not path.isascii():
@@ -184,7 +204,7 @@ class Ignore:
 
 
 def _is_secret(path: str) -> bool:
-    return _SECRET.fullmatch(_known_as(path)) is not None
+    return _SECRET.fullmatch(known_as(path)) is not None
 
 
 def _takes_any_folder_back(line: str) -> bool:

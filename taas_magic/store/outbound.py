@@ -35,6 +35,7 @@ from taas_magic.store.manifest import (
     ignore_of,
 )
 from taas_magic.store.mirror import Mirror
+from taas_magic.store.ownership import WHY_BESIDE
 from taas_magic.store.rule import is_below
 from taas_magic.store.tree import Seen, UnsafeError, folders_of, shown, why_unsafe
 
@@ -320,7 +321,10 @@ class _Sender:
         refused = self._pace.ask(self._ask, asked)
         for entry in (piece.entry for piece in asked.pieces if piece.entry.sha256):
             path, status = entry.path, self._statuses.pop(entry.path, None)
-            if path not in refused:
+            is_kept_beside = refused.get(path) == WHY_BESIDE  # it arrived, under another name
+            if is_kept_beside:
+                self._mirror.hashes.remember(path, entry.sha256, status)
+            elif path not in refused:
                 self._mirror.hashes.remember(path, entry.sha256, status)
                 self.refused.pop(path, None)
                 self.written |= {path: entry.size} if status else {}
@@ -334,8 +338,7 @@ class _Sender:
         self.refused[path] = why
         if why not in self._stays:
             self._note(f"{shown(path)} did not get into the project store: {why}")
-        if self._ignore.why_not_back(path):
-            self._stays.add(why)  # said of the first one: there may be thousands
+        self._stays.add(why)  # said of the first one: there may be thousands
 
 
 SETTLE_S = 0.05

@@ -40,12 +40,14 @@ class StoreRule(Struct, frozen=True):
             `refuse` raises PermissionError.
         shared: Folders in the store that every rank may write (`--shared-writes`).
         limit_bytes: How much of it may travel to hosts that do not share it.
+        overwrite: Files that such hosts may write though they are the user's; patterns.
     """
 
     path: str
     writes: str = "discard"
     shared: tuple[str, ...] = ()
     limit_bytes: int = 1 << 30
+    overwrite: tuple[str, ...] = ()
 
 
 def is_below(path: str, folder: str) -> bool:
@@ -59,13 +61,14 @@ def choose(
     writes: str = "discard",
     shared: Sequence[str] = (),
     limit_bytes: int = 1 << 30,
+    overwrite: tuple[str, ...] = (),
 ) -> StoreRule:
     """Decide the store of a run; change nothing.
 
     Args:
         notebook_folder: The store where nothing else is said; relative paths start here.
         path: `--store`, else `[store] path`.
-        writes: As of `StoreRule`, like `limit_bytes`.
+        writes: As of `StoreRule`, like `limit_bytes` and `overwrite`.
         shared: `--shared-writes`, relative to the store.
 
     Raises:
@@ -85,7 +88,7 @@ def choose(
             f"which is cleared in time: {_ANOTHER}"
         )
     folders = tuple(_shared_folder(store, name) for name in shared)
-    return StoreRule(store, writes, folders, limit_bytes)
+    return StoreRule(store, writes, folders, limit_bytes, overwrite)
 
 
 def _shared_folder(store: str, name: str) -> str:

@@ -352,7 +352,7 @@ class Arrival:
             OSError: The disk is full; the arrival is to be discarded.
         """
         view = memoryview(data)
-        self.begins = self.begins or bytes(view[:_BEGINS_BYTES])
+        self.begins += bytes(view[: _BEGINS_BYTES - len(self.begins)])
         self._hash.update(view)
         self.received += len(view)
         while view:

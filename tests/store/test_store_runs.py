@@ -12,7 +12,9 @@ import torch
 
 from taas_magic.display import head
 from taas_magic.errors import RankFailed, StoreError
-from taas_magic.store.rule import owned
+from taas_magic.store.ownership import RunsFiles
+from taas_magic.store.rule import owned, state_folder
+from taas_magic.store.tree import Tree
 from tests.events import new_state, parsed
 from tests.harness import Notebook, Outcome
 
@@ -360,3 +362,15 @@ def test_a_plain_write_that_fills_the_disk_says_which_and_how_full(
         assert (folder / "old").read_text() == "kept"
     finally:
         subprocess.run(["umount", folder], check=True)
+
+
+def test_what_rank_0_writes_on_this_machine_counts_as_a_runs(notebook: Notebook) -> None:
+    """A later run on a host that does not share the project may replace it."""
+    (notebook.project / "mine.txt").write_text("mine")
+    outcome = notebook.run("open('m.txt', 'w').write('x')")
+    assert outcome.error is None
+    made, tree = RunsFiles(state_folder(os.path.realpath(notebook.project))), Tree(notebook.project)
+    for name, is_of_a_run in (("m.txt", True), ("mine.txt", False)):
+        status = tree.status(name)
+        assert status is not None and made.has_file(tree, name, status) == is_of_a_run
+    tree.close()

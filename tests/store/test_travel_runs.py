@@ -95,7 +95,8 @@ if os.environ["RANK"] == "0":
     assert outcome.error is None, outcome.shown
     assert Path("out/deep/total.txt").read_text() == "6"
     assert Path("data/shell.txt").read_text() == "by the shell\n"
-    assert not Path("old.txt").exists() and Path("secret").is_symlink()
+    assert Path("old.txt").exists() and Path("secret").is_symlink()
+    assert any("old.txt did not get into" in note for note in notes(outcome))
     assert "not taken along from the project store: pipe (a FIFO), secret (a symbolic link)" in (
         notes(outcome)
     )
@@ -129,6 +130,36 @@ if os.environ["RANK"] == "0":
     assert "did not get into the project store: shells, ssh, git" in said
     assert outcome.run is not None
     assert set(outcome.run.receipt.not_sent) >= {".bashrc", "taas.toml", ".env.local"}
+
+
+def test_files_of_the_user_stay_and_those_of_runs_are_replaced(far: Notebook) -> None:
+    """FAULTS 75: and what tools find by themselves does not come; ranks see no difference."""
+    Path("results.json").write_text("mine")
+    Path("train.py").write_text("mine")
+    source = """
+if rank == 0:
+    for name in ("results.json", "train.py", "random.py", "conftest.py", ".gdbinit", "log.txt"):
+        open(name, "a").write("of rank 0")
+    os.makedirs("exp/.hydra", exist_ok=True)
+    open("exp/train.py", "w").write("a copy")
+    open("exp/.hydra/config.yaml", "w").write("lr: 1")
+while not os.path.exists("exp/.hydra/config.yaml") or "rank 0" not in open("train.py").read():
+    time.sleep(0.1)
+dist.barrier()
+"""
+    for runs in (1, 2):
+        outcome = far.run(SAVE + source, "--pool two", gpus=4)
+        assert outcome.error is None and outcome.run is not None, outcome.shown
+        assert tree_of(Path()) == {
+            "results.json": b"mine", "results.json.from-host": b"mineof rank 0",
+            "train.py": b"mine", "train.py.from-host": b"mineof rank 0",
+            "log.txt": b"of rank 0" * runs, "exp": None, "exp/.hydra": None,
+            "exp/train.py": b"a copy", "exp/.hydra/config.yaml": b"lr: 1",
+        }  # fmt: skip
+        kept = {"results.json", "train.py", "random.py", "conftest.py", ".gdbinit"}
+        assert set(outcome.run.receipt.not_sent) == kept
+    said = [note for note in notes(outcome) if "did not get into the project store" in note]
+    assert len(said) == 2 and all("[store] overwrite" in note for note in said)
 
 
 def test_other_hosts_read_what_rank_0_saved(far: Notebook) -> None:

@@ -37,14 +37,26 @@ def wired(desk: Desk, host_rank: int = 0) -> Ask:
 
 
 class Travel:
-    """One run: a store, a desk, and the mirrors of its hosts."""
+    """One run: a store, a desk, and the mirrors of its hosts.
 
-    def __init__(self, folder: Path, limit_bytes: int = 1 << 30, shared: tuple[str, ...] = ()):
+    Args:
+        overwrite: What of the user's files hosts may write; all, as most tests are about how.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limit_bytes: int = 1 << 30,
+        shared: tuple[str, ...] = (),
+        overwrite: tuple[str, ...] = ("*",),
+    ) -> None:
         self.folder = folder
         self.store = folder / "store"
         self.store.mkdir(exist_ok=True)
         open_to_all = tuple(str(self.store / name) for name in shared)
-        self.rule = StoreRule(str(self.store), shared=open_to_all, limit_bytes=limit_bytes)
+        self.rule = StoreRule(
+            str(self.store), shared=open_to_all, limit_bytes=limit_bytes, overwrite=overwrite
+        )
         self.desk = Desk(self.rule, folder / "state")
         self.notes: list[str] = []
 

@@ -1,0 +1,225 @@
+"""What a host may write into the user's project: files of runs, and nothing that others believe."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from taas_magic.store.desk import Desk
+from taas_magic.store.manifest import PathFileCheck, PublishFiles
+from taas_magic.store.mirror import News, bring_in
+from taas_magic.store.ownership import (
+    WHY_BESIDE,
+    WHY_NOT_KEPT,
+    WHY_NOT_NEW,
+    WHY_NOT_REMOVED,
+    RunsFiles,
+    is_start_up,
+)
+from taas_magic.store.rule import StoreRule
+from tests.store.test_travel_outbound import checkpoint, empty, folders, in_two
+from tests.store.travel_rig import Travel, tree_of, wired
+
+
+@pytest.fixture
+def travel(tmp_path: Path) -> Iterator[Travel]:
+    """Yield a store of whose files hosts may replace none of the user's."""
+    travel = Travel(tmp_path, overwrite=())
+    yield travel
+    travel.desk.close()
+
+
+@pytest.fixture
+def desk(travel: Travel) -> Desk:
+    """Return what a hostile host asks itself."""
+    return travel.desk
+
+
+def put(desk: Desk, path: str, content: bytes = b"from the host", host_rank: int = 0) -> str:
+    """Publish a file in two pieces; return why it was refused, or ""."""
+    ask = wired(desk, host_rank)
+    said = [ask(PublishFiles([piece])).get(path, "") for piece in in_two(path, content)]
+    return next(filter(None, said), "")
+
+
+def next_run(travel: Travel, overwrite: tuple[str, ...] = ()) -> Desk:
+    travel.desk.close()
+    rule = StoreRule(str(travel.store), shared=travel.rule.shared, overwrite=overwrite)
+    travel.desk = Desk(rule, travel.folder / "state")
+    return travel.desk
+
+
+def test_a_file_of_the_user_stays_and_rank_0s_is_beside_it(travel: Travel) -> None:
+    for name in ("train.py", "results.json", "analysis.ipynb", "run.sh"):
+        (travel.store / name).write_text("mine")
+    (travel.store / "run.sh").chmod(0o755)
+    with travel.running() as mirror:
+        for name in ("train.py", "results.json", "analysis.ipynb", "run.sh", "new.json"):
+            (mirror / name).write_text("of rank 0")
+    found = tree_of(travel.store)
+    kept = [name for name, held in found.items() if held == b"mine"]
+    assert kept == ["analysis.ipynb", "results.json", "run.sh", "train.py"]
+    assert {name for name, held in found.items() if held == b"of rank 0"} == {
+        "new.json", *(f"{name}.from-host" for name in kept),
+    }  # fmt: skip
+    assert not os.access(travel.store / "run.sh.from-host", os.X_OK)
+    assert travel.outbound.refused == dict.fromkeys(kept, WHY_BESIDE)
+    [note] = travel.notes  # the others are in the receipt
+    assert "no run made the file that is there" in note and "[store] overwrite" in note
+
+
+def test_other_hosts_of_the_run_have_rank_0s_version(travel: Travel, desk: Desk) -> None:
+    (travel.store / "m.pt").write_text("mine")
+    mirror, _ = travel.mirrored(1)
+    news, there = News(mirror, wired(desk, 1), travel.notes.append), Path(mirror.path, "m.pt")
+    assert there.read_text() == "mine"
+    assert put(desk, "m.pt") == WHY_BESIDE
+    news.catch_up()
+    assert there.read_bytes() == b"from the host"
+    bring_in(mirror, wired(desk, 1), fresh=True)  # the next attempt
+    assert there.read_bytes() == b"from the host"
+    assert not Path(mirror.path, "m.pt.from-host").exists()
+    mirror.close()
+    next_run(travel)
+    mirror, _ = travel.mirrored(1)
+    assert there.read_text() == "mine"
+    mirror.close()
+
+
+def test_files_of_runs_are_replaced_and_removed_until_the_user_changes_them(
+    travel: Travel,
+) -> None:
+    names = ("m.pt", "edited", "copied", "gone")
+    assert [put(travel.desk, name) for name in names] == [""] * 4
+    desk = next_run(travel)
+    (travel.store / "edited").write_text("my own words!")
+    content = (travel.store / "copied").read_bytes()
+    (travel.store / "copied").unlink()
+    (travel.store / "copied").write_bytes(content)  # as by git, or a copy of the project
+    assert [put(desk, name, b"again") for name in names[:3]] == ["", WHY_BESIDE, ""]
+    (travel.store / "own").write_text("mine")
+    removed = wired(desk)(PublishFiles(removed=["edited", "gone", "m.pt", "own"]))
+    assert removed == {"own": WHY_NOT_REMOVED}  # of the other one, what is beside it
+    assert set(os.listdir(travel.store)) == {"edited", "copied", "own"}
+    assert (travel.store / "edited").read_text() == "my own words!"
+    assert put(next_run(travel, overwrite=("edit*",)), "edited") == ""
+
+
+def test_what_a_kill_leaves_is_known_as_a_runs(travel: Travel) -> None:
+    """A run's files are recorded before they are in their places, and not when it ends."""
+    put(travel.desk, "m.pt")
+    record = travel.folder / "state" / "made-by-runs"
+    record.write_bytes(record.read_bytes() + b'["torn')
+    killed, travel.desk = travel.desk, Desk(travel.rule, travel.folder / "state")
+    assert put(travel.desk, "m.pt", b"new") == ""
+    (travel.store / "m.pt.from-host").write_text("mine")
+    (travel.store / "m.pt").write_text("mine")
+    assert put(travel.desk, "m.pt", b"newest") == WHY_NOT_KEPT
+    assert (travel.store / "m.pt.from-host").read_text() == "mine"
+    killed.close()
+
+
+def test_records_of_many_runs_stay_few(tmp_path: Path) -> None:
+    made = RunsFiles(tmp_path)
+    (tmp_path / "file").touch()
+    for _ in range(1500):
+        made.record_file("file", (tmp_path / "file").stat())
+    made.record_folder("folder")
+    RunsFiles(tmp_path)
+    assert len((tmp_path / "made-by-runs").read_bytes().splitlines()) == 2
+    assert RunsFiles(tmp_path).has_folder("folder")
+
+
+IN_THE_USERS_FOLDERS = (
+    "random.py", "torch.pyd", "mod.cpython-311-x86_64-linux-gnu.so", "Makefile", "GNUmakefile",
+    "conftest.py", "setup.py", "setup.cfg", "pyproject.toml", "tox.ini", ".pre-commit-config.yaml",
+    ".gdbinit", ".lldbinit", ".cargo/env", ".husky/pre-commit", ".python-version",
+    "numpy/__init__.py", "numpy/__init__.pyc", "pkg/__main__.py", "src/random.py", "src/.hidden",
+    "requirements.txt", "Dockerfile", "run.sh", "activate", "activate.d/x", "test_it.py",
+)  # fmt: skip
+
+
+def test_start_up_files_modules_and_hidden_files_do_not_come_into_the_users_folders(
+    travel: Travel, desk: Desk
+) -> None:
+    (travel.store / "src").mkdir()
+    before = tree_of(travel.store)
+    for path in IN_THE_USERS_FOLDERS:
+        assert put(desk, path) == WHY_NOT_NEW, path
+        assert wired(desk)(PublishFiles([empty(path)])) == {path: WHY_NOT_NEW}
+    assert tree_of(travel.store) == before
+    desk = next_run(travel, overwrite=IN_THE_USERS_FOLDERS)
+    assert [put(desk, path) for path in IN_THE_USERS_FOLDERS] == [""] * len(IN_THE_USERS_FOLDERS)
+
+
+def test_a_run_may_put_code_and_hidden_files_into_its_own_folders(travel: Travel) -> None:
+    """As Hydra, wandb, zarr and torch's checkpoints do, and programs that copy their source."""
+    (travel.store / "data.zarr").mkdir()
+    (travel.store / "checkpoints").mkdir()
+    good = (
+        "outputs/1/.hydra/config.yaml", "wandb/run-1/files/requirements.txt", "exp/src/train.py",
+        "exp/src/__init__.py", "exp/.done", ".metadata", "data.zarr/.zattrs", "data.zarr/x/.zarray",
+        "checkpoints/.metadata", ".hydra/config.yaml", "results.json", "figure.png", "notes.ipynb",
+    )  # fmt: skip
+    assert [put(travel.desk, path) for path in good] == [""] * len(good)
+    desk = next_run(travel)
+    assert put(desk, "exp/src/more.py") == "" and put(desk, "exp/src/conftest.py") == WHY_NOT_NEW
+    assert put(desk, "exp/__init__.py") == WHY_NOT_NEW  # it would be a module `exp`
+    assert wired(desk)(PublishFiles(folders([".idea2", "venv/bin/activate.d"]))).keys() == {
+        ".idea2", "venv/bin/activate.d",
+    }  # fmt: skip
+
+
+def test_hidden_files_come_into_folders_that_are_open_to_all_ranks(tmp_path: Path) -> None:
+    travel = Travel(tmp_path, shared=("ckpt",), overwrite=())
+    (travel.store / "ckpt").mkdir()
+    assert put(travel.desk, "ckpt/.anything", host_rank=1) == ""
+    travel.desk.close()
+
+
+def test_no_host_makes_a_program(travel: Travel, desk: Desk) -> None:
+    for number, begins in enumerate((b"#!/bin/sh\n", b"\x7fELF\2\1\1\0", b"data")):
+        name = f"bin/ls{number}"
+        for piece in in_two(name, begins * 3):
+            entry = structs.replace(piece.entry, executable=True)
+            said = wired(desk)(PublishFiles([structs.replace(piece, entry=entry)]))
+        assert said == ({} if begins == b"data" else {name: WHY_NOT_NEW})
+    assert not os.access(travel.store / "bin" / "ls2", os.X_OK)
+
+
+PATH_FILES = {
+    checkpoint(): True,
+    b"PK\x03\x04\nimport os\n": False,
+    b"\x80\x02\rimport\tos": False,
+    b"\x80\x02" + bytes(100_000) + b"\nimport os": False,
+    b"PK\x03\x04 important import of data": True,
+    b"/somewhere\n": False,
+}
+
+
+@pytest.mark.parametrize("content", PATH_FILES)
+@pytest.mark.parametrize("size", [1, 5, 1 << 20])
+def test_a_path_file_is_looked_through_to_its_end(content: bytes, size: int) -> None:
+    check = PathFileCheck()
+    for at in range(0, len(content), size):
+        check.add(content[at : at + size])
+    is_long = len(content) > 20_000 and size == 1
+    assert is_long or check.is_checkpoint == (PATH_FILES[content] and size > 1)
+
+
+def test_what_runs_by_itself_is_known_by_its_name() -> None:
+    for name in (
+        "loss.csv",
+        "m.pt",
+        "model.pth",
+        "a.txt",
+        "x.safetensors",
+        "build",
+        "test_results",
+    ):
+        assert not is_start_up(name, in_users_folder=True)
+    assert not is_start_up("train.py", in_users_folder=False)
+    for name in ("conftest.py", "sitecustomize.py", "activate", "activate.fish", "test_x.py"):
+        assert is_start_up(name, in_users_folder=False)
