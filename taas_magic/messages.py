@@ -672,6 +672,16 @@ class Request(Struct, Generic[_T]):
         return cleaned(read) if answer in _FOR_PEOPLE else read
 
 
+class Enter(Request[bool]):
+    """Let a kernel in; the answer is False if the pool's process has begun to end.
+
+    Attributes:
+        owner: The Dask client of the kernel, which is connected.
+    """
+
+    owner: str
+
+
 class WaitForHosts(Request[Started]):
     """Wait until so many hosts are there and can start ranks at once.
 

@@ -49,7 +49,7 @@ from taas_magic.host.system import CALM_DASK, LOOPBACK
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event, Failure, RunEnded
 from taas_magic.plan import Flags, make_plan, new_run_id
-from taas_magic.pool.client import Pool, Wait
+from taas_magic.pool.client import Pool, PoolConnection, Wait
 
 DASK_SETTINGS = {
     **CALM_DASK,
@@ -151,12 +151,14 @@ class _NodeRun:
     Attributes:
         state: "coming", "here" once it has taken jobs, then "lost", or "left" if nobody needs it.
         pool: Whose host it has, or waits for.
+        connection: The connection to the pool's process on which its run was launched.
         run_id: Its run, once that was launched.
         wait: Its wait for a host, as long as it lasts.
     """
 
     state: str = "coming"
     pool: Pool | None = None
+    connection: PoolConnection | None = None
     run_id: str = ""
     wait: Wait | None = None
 
@@ -249,16 +251,16 @@ class Fleet(SchedulerPlugin):
             # a pool that has a host without a node: the first of those that failed least of late
             room = [pool for pool in self._pools if self._count(pool) < pool.config.max_hosts]
             pool = min(room or self._pools, key=lambda pool: self._failures[pool.name])
-            node.pool, node.wait = pool, Wait()
+            node.pool, node.wait = pool, Wait(pool)
             wait, hosts = node.wait, min(self._count(pool), pool.config.max_hosts)
         try:
             self._said(name, "asked for")
-            pool.open(hosts, wait=wait)
+            connection = pool.open(hosts, wait=wait)
             with self._lock:  # one after the other, each on the host that then runs least
                 if node.wait is None:
                     return
                 node.wait = None
-                self._launch(name, pool)
+                self._launch(name, pool, connection)
             self._on_loop(self._loop.call_later, self._terms.start_s, self._check_came, name)
         except Exception as error:  # of whatever kind: nobody waits for this thread
             node.wait = None
@@ -272,9 +274,9 @@ class Fleet(SchedulerPlugin):
         if self._nodes[name].state == "coming":
             self._lost(name, f"it did not come within {self._terms.start_s:g} s")
 
-    def _launch(self, name: str, pool: Pool) -> None:
-        spec = self._spec(name, pool, self._reach(pool))
-        self._nodes[name].run_id = spec.plan.run_id
+    def _launch(self, name: str, pool: Pool, connection: PoolConnection) -> None:
+        spec, node = self._spec(name, pool, self._reach(connection)), self._nodes[name]
+        node.connection, node.run_id = connection, spec.plan.run_id
 
         def hear(event: Event) -> None:
             if isinstance(event, RunEnded):
@@ -284,12 +286,12 @@ class Fleet(SchedulerPlugin):
                 self._on_loop(self._lost, name, why)
 
         with spec.folder.held():
-            hosts = pool.launch(spec, hear, [])
+            hosts = connection.launch(spec, hear, [])
         self._said(name, "starting", host=hosts[0])
 
-    def _reach(self, pool: Pool) -> str:
+    def _reach(self, connection: PoolConnection) -> str:
         """Return the scheduler's address for a pool: where its hosts reach the pool's process."""
-        host = get_address_host(pool.address)
+        host = get_address_host(connection.address)
         if host == get_address_host(self._scheduler.address):
             return str(self._scheduler.address)
         if host not in self._heard:
@@ -389,13 +391,13 @@ class Fleet(SchedulerPlugin):
         time.sleep(wait_s)
         node = self._nodes[name]
         with self._lock:
-            pool, wait, node.wait = node.pool, node.wait, None
-        with contextlib.suppress(TaasError, OSError):  # the pool is gone, and the run with it
-            if pool is not None and wait is not None:
-                pool.give_up(wait)
-            elif pool is not None and node.run_id:
-                pool.forget(node.run_id)
-                pool.halt(node.run_id, "interrupt")
+            wait, node.wait = node.wait, None
+        if wait is not None:
+            wait.give_up()
+        if node.connection is not None:
+            with contextlib.suppress(TaasError):  # the run has ended with the pool's process
+                node.connection.forget(node.run_id)
+                node.connection.halt(node.run_id, "interrupt")
 
     def _on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(call, *arguments)

@@ -148,7 +148,7 @@ def _carry_out(run: Run, spec: HostSpec, pool: Pool, config: Config) -> None:
             stack.callback(fetchers.close, interrupts)
         try:  # what never had hosts leaves no trace
             if not plan.prefill:
-                pools.wait_for(pool, interrupts, len(plan.hosts))
+                connection = pools.wait_for(pool, interrupts, len(plan.hosts))
             if fetchers:
                 fetchers.wait(interrupts, pools.say)
         except (PoolError, KeyboardInterrupt):
@@ -159,12 +159,13 @@ def _carry_out(run: Run, spec: HostSpec, pool: Pool, config: Config) -> None:
         with run.giving_up(view):
             if fetchers and plan.prefill:
                 run.fill(fetchers, view, interrupts)
-                pools.wait_for(pool, interrupts, len(plan.hosts))
-            run.start(pool, spec, fetchers.said() if fetchers else [], view, interrupts)
+            if plan.prefill:
+                connection = pools.wait_for(pool, interrupts, len(plan.hosts))
+            run.start(connection, spec, fetchers.said() if fetchers else [], view, interrupts)
         if fetchers:
-            fetchers.pass_on(pool)
+            fetchers.pass_on(connection)
         journal.prune(config.runs.keep, config.runs.keep_bytes)  # while the ranks start
-        run.follow(pool, view, interrupts)
+        run.follow(connection, view, interrupts)
 
 
 def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:

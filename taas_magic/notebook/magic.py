@@ -232,22 +232,49 @@ def unload(shell: "InteractiveShell") -> None:
 _loaded: dict["InteractiveShell", Callable[[], None]] = {}
 
 
+class _WarmUp:
+    """The warm-up of the local pool when the extension is loaded; `%taas down` may come before it.
+
+    It goes on in a thread: importing Dask takes longer than `%load_ext` may.
+    """
+
+    def __init__(self, settings: Config) -> None:
+        self._settings, self._is_cancelled = settings, False
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the thread."""
+        context = contextvars.copy_context()
+        threading.Thread(
+            target=context.run, args=(self._run,), name="taas-load", daemon=True
+        ).start()
+
+    def cancel(self) -> None:
+        """Do not begin to warm the pool any more; what has begun ends with the pool."""
+        with self._lock:
+            self._is_cancelled = True
+
+    def _run(self) -> None:
+        from taas_magic.notebook import pools
+
+        with self._lock:
+            if not self._is_cancelled:
+                pools.warm(self._settings)
+        importlib.import_module("taas_magic.notebook.launch")  # with all that the first cell needs
+
+
+_warm_ups: list[_WarmUp] = []
+
+
 def _warm_local(magics: TaasMagics) -> None:
-    """Warm the local pool in a thread: importing Dask takes longer than `%load_ext` may."""
+    """Warm the local pool in a thread."""
     try:
         settings = magics.settings()
     except UsageError as error:
         sys.stderr.write(f"taas: nothing is warmed up: {error}\n")
         return
-
-    def warm() -> None:
-        from taas_magic.notebook import pools
-
-        pools.warm(settings)
-        importlib.import_module("taas_magic.notebook.launch")  # with all that the first cell needs
-
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(warm,), name="taas-load", daemon=True).start()
+    _warm_ups.append(_WarmUp(settings))
+    _warm_ups[-1].start()
 
 
 def _say(text: str) -> None:
@@ -386,6 +413,9 @@ def _down(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools
 
     pool = settings.pool(_take("down", words) or LOCAL)
+    if pool.name == LOCAL:
+        for warm_up in _warm_ups:
+            warm_up.cancel()
     pools.down(pool.name, settings)
     return f'Pool "{pool.name}" is down.'
 

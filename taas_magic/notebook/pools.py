@@ -17,7 +17,7 @@ from taas_magic.host.spec import share_id
 from taas_magic.journal.folder import RunFolder, RunRecord
 from taas_magic.messages import Facts, GetFacts, GetStacks, PoolStatus, RunStacks
 from taas_magic.notebook.run import Background, Interrupts
-from taas_magic.pool.client import Pool, Wait
+from taas_magic.pool.client import Pool, PoolConnection, Wait
 from taas_magic.setup import facts
 from taas_magic.setup.facts import ERROR, REMARK, WARNING, Finding, Kernel, Row
 
@@ -43,23 +43,24 @@ def named(name: str, config: Config) -> Pool:
         return known
 
 
-def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> None:
-    """Return when a pool has so many hosts; say meanwhile what it waits for.
+def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnection:
+    """Return the connection to a pool when it has so many hosts; print what it waits for.
 
     Raises:
+        ConnectionEnded: The pool's process that was to get them has ended.
         PoolError: They could not be had.
         KeyboardInterrupt: The user did not want to wait: hosts that nobody uses are given back.
     """
-    if interrupts.attend(lambda: pool.has_hosts(hosts)):
-        return
-    for versions in pool.process.of_other_versions():
+    wait = Wait(pool)
+    if ready := interrupts.attend(lambda: pool.connection_with(hosts)):
+        return ready
+    for versions in pool.folder.of_other_versions():
         say(f'another kernel uses pool "{pool.name}" with {versions}: it is not joined')
     say(f'waiting for pool "{pool.name}" to warm up …')
-    wait = Wait()
     try:
-        Background(lambda tell: pool.open(hosts, tell, wait)).wait(interrupts, say)
+        return Background(lambda tell: pool.open(hosts, tell, wait)).wait(interrupts, say)
     except KeyboardInterrupt:
-        interrupts.attend(lambda: pool.give_up(wait))
+        wait.give_up()
         raise
 
 
@@ -72,27 +73,42 @@ def say(line: str) -> None:
 def warm(config: Config, name: str = "local") -> threading.Thread:
     """Open a pool in a thread; a failure shows when a cell needs the pool."""
     pool = named(name, config)
-    return Background(lambda tell: pool.open(1, has_run=False)).thread
+    wait = Wait(pool)  # `down` ends it, also if the thread has not begun by then
+    return Background(lambda tell: pool.open(1, wait=wait, has_run=False)).thread
 
 
 def stop(run: RunRecord, config: Config) -> None:
-    """End a run that goes on, of this kernel or of another one of the user's."""
-    _connected(run.pool, config).halt(run.run_id, "interrupt")
+    """End a run that goes on, of this kernel or of another one of the user's.
+
+    Raises:
+        PoolError: Its pool has no process any more.
+    """
+    _joined(run.pool, config).halt(run.run_id, "interrupt")
 
 
 def stacks(run: RunRecord, config: Config) -> RunStacks:
-    """Return where the ranks of a run stand, and its fetchers; of any kernel of the user's."""
-    found = _connected(run.pool, config).call(GetStacks(run.run_id))
+    """Return where the ranks of a run stand, and its fetchers; of any kernel of the user's.
+
+    Raises:
+        PoolError: Its pool has no process any more.
+    """
+    found = _joined(run.pool, config).call(GetStacks(run.run_id))
     if data := RunFolder(run.path).plan().data:
-        of_data = _connected(data.pool, config).call(GetStacks(share_id(run.run_id)))
+        of_data = _joined(data.pool, config).call(GetStacks(share_id(run.run_id)))
         found.fetchers, found.silent = of_data.fetchers, [*found.silent, *of_data.silent]
     return found
 
 
-def _connected(name: str, config: Config) -> Pool:
-    pool = named(name, config)
-    pool.connect()
-    return pool
+def _joined(name: str, config: Config) -> PoolConnection:
+    """Return the connection to a pool whose process lives; start none.
+
+    Raises:
+        PoolError: None lives.
+    """
+    found = named(name, config).join()
+    if found is None:
+        raise PoolError(f'pool "{name}" has no process: what ran on it has ended with it')
+    return found
 
 
 @dataclass(frozen=True)
@@ -110,12 +126,13 @@ def rows(config: Config) -> list[PoolRow]:
     found = []
     for name, settings in config.pools.items():
         pool = named(name, config)
-        alive, status = pool.process.is_alive(), PoolStatus()
+        connection, status = pool.connection, PoolStatus()
         with suppress(PoolError):
-            if pool.is_ready:
-                status = pool.status()
-        state = "ready" if pool.is_ready else "starting" if alive else "down"
-        state = "silent" if pool.is_silent else state
+            if connection is not None and connection.is_ready:
+                status = connection.status()
+        state = "starting" if pool.folder.is_locked else "down"
+        if connection is not None and not connection.is_over:
+            state = "ready" if connection.is_ready else "silent"
         found.append(PoolRow(name, settings.engine, state, status))
     return found
 
@@ -151,7 +168,7 @@ def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
             if pool.name not in known and up[pool.name]:
                 # its hosts are there only while they are taken: their agents say
                 question = GetFacts(packages=list(packages), mark=mark.name)
-                agents = named(pool.name, config).call(question)
+                agents = _joined(pool.name, config).call(question)
                 found += [facts.judged(pool, each, here, packages) for each in agents]
             elif pool.name not in known:
                 todo = f"%taas warm {pool.name} takes one now"

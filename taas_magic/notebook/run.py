@@ -42,7 +42,7 @@ from taas_magic.messages import (
     RunEnded,
 )
 from taas_magic.plan import Plan
-from taas_magic.pool.client import Pool, Wait
+from taas_magic.pool.client import ConnectionEnded, Pool, PoolConnection, Wait
 from taas_magic.store.receipt import Receipt
 
 LEAVE_S = 1.2
@@ -186,7 +186,8 @@ class Fetching:
     """The fetchers of a run: begun before its ranks, ended after them.
 
     They may be in another pool than the ranks. What they say is passed on to the ranks' pool, which
-    has the run's journal and tells the ranks' hosts where the fetchers listen.
+    has the run's journal and tells the ranks' hosts where the fetchers listen. They belong to the
+    process of their pool on which they were launched, and end with it.
 
     Args:
         pool: The pool whose hosts they are on.
@@ -204,7 +205,8 @@ class Fetching:
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._relay: threading.Thread | None = None
         self._closing = False
-        self._wait = Wait()
+        self._wait = Wait(pool)
+        self._connection: PoolConnection | None = None
         self._beginning = Background(self._begin)
 
     def wait(self, interrupts: Interrupts, say: Callable[[str], None]) -> None:
@@ -216,6 +218,11 @@ class Fetching:
         """
         self._beginning.wait(interrupts, say)
 
+    def check(self) -> None:
+        """Raise ConnectionEnded if the fetchers have ended with their pool's process."""
+        if self._connection is not None:
+            self._connection.check()
+
     def say(self, event: Event) -> None:
         """Take what a fetcher said, or what is said of them."""
         self._listen(event)
@@ -225,11 +232,11 @@ class Fetching:
         """Return what was said since this was asked last."""
         return taken(self._events)
 
-    def pass_on(self, pool: Pool) -> None:
-        """Pass on all that is said from now on to the pool that runs the ranks."""
+    def pass_on(self, connection: PoolConnection) -> None:
+        """Pass on all that is said from now on to the pool's process that runs the ranks."""
         self._listen = lambda event: None
         self._relay = threading.Thread(
-            target=self._pass_on, args=(pool,), name="taas-relay", daemon=True
+            target=self._pass_on, args=(connection,), name="taas-relay", daemon=True
         )
         self._relay.start()
 
@@ -257,26 +264,26 @@ class Fetching:
 
         data = self._spec.plan.data
         if self._waits and data is not None:
-            self._pool.open(data.pool_hosts, tell, self._wait)
+            self._connection = self._pool.open(data.pool_hosts, tell, self._wait)
         else:
-            self._pool.connect()
+            self._connection = self._pool.connect(wait=self._wait)
         if not self._closing:
-            self._pool.launch(structs.replace(self._spec, fetches=True), listen)
+            self._connection.launch(structs.replace(self._spec, fetches=True), listen)
         if self._closing:
             self._end()
 
     def _end(self) -> None:
-        with suppress(PoolError):  # with its pool, they are gone
-            if self._pool.is_ready:
-                self._pool.give_up(self._wait)
-                self._pool.forget(self._share_id)
-                self._pool.halt(self._share_id, "kill")
+        self._wait.give_up()
+        if self._connection is not None:
+            with suppress(PoolError):  # they have ended with their pool's process
+                self._connection.forget(self._share_id)
+                self._connection.halt(self._share_id, "kill")
 
-    def _pass_on(self, pool: Pool) -> None:
+    def _pass_on(self, connection: PoolConnection) -> None:
         # the None that ends it may be among events that it takes together
         while not self._closing and (event := self._events.get()) is not None:
             try:
-                pool.call(Relay(self._run_id, [event, *self.said()]))
+                connection.call(Relay(self._run_id, [event, *self.said()]))
             except PoolError:
                 return  # the run is lost, and says so itself
 
@@ -392,6 +399,7 @@ class Run(RunFiles):
         """Show how fetchers prepare what `--prefill` asks for; return when it is there.
 
         Raises:
+            ConnectionEnded: The pool's process that has the fetchers has ended.
             PoolError: It was not there in `--timeout`.
             KeyboardInterrupt: The user did not want to wait.
         """
@@ -404,6 +412,7 @@ class Run(RunFiles):
                 if isinstance(seen, FetcherReport):
                     fetching.say(filling.event(seen.host))
             interrupts.check()
+            fetching.check()
             if deadline is not None and time.monotonic() > deadline:
                 stands = filling.event("")
                 came = f"{stands.done:,} of {stands.wanted:,} {stands.unit}"
@@ -416,13 +425,14 @@ class Run(RunFiles):
             yield
         except (PoolError, StoreError, KeyboardInterrupt) as error:
             state = "INTERRUPTED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            state = "LOST" if isinstance(error, ConnectionEnded) else state
             view.feed(self._finish(state, str(error)))
             view.close()
             raise
 
     def start(
         self,
-        pool: Pool,
+        connection: PoolConnection,
         spec: HostSpec,
         said: list[Event],
         view: View,
@@ -433,15 +443,16 @@ class Run(RunFiles):
         `said` is what its fetchers have said before.
 
         Raises:
+            ConnectionEnded: The pool's process has ended.
             PoolError: It has no hosts for them.
             StoreError: Another run writes to the project store.
             KeyboardInterrupt: The user interrupted twice; what starts all the same is ended.
         """
 
         def launch() -> list[str]:
-            hosts = pool.launch(spec, self.put, said)
+            hosts = connection.launch(spec, self.put, said)
             if self._is_left:
-                self._halt(pool, "kill")
+                self._halt(connection, "kill")
             return hosts
 
         try:
@@ -450,11 +461,13 @@ class Run(RunFiles):
             )
         except KeyboardInterrupt:
             self._is_left = True
-            self._halt(pool, "kill")
+            self._halt(connection, "kill")
             raise
 
-    def follow(self, pool: Pool, view: View, interrupts: Interrupts) -> None:
+    def follow(self, connection: PoolConnection, view: View, interrupts: Interrupts) -> None:
         """Show the run until it has ended; blocks, in the thread that runs the cell.
+
+        `connection` is the one on which the run was started: the run ends with it.
 
         The first interrupt gives the ranks a grace to end, the second ends them. What has not ended
         soon after that ends by itself; the cell says what it is, and ends.
@@ -467,16 +480,16 @@ class Run(RunFiles):
             now = time.monotonic()
             if interrupts.count > obeyed:
                 obeyed = interrupts.count
-                self._halt(pool, "interrupt" if obeyed == 1 else "kill")
+                self._halt(connection, "interrupt" if obeyed == 1 else "kill")
                 leave_at = min(leave_at, now + (KILL_WAIT_S if obeyed == 1 else LEAVE_S))
             if now - checked_at > CHECK_S or now >= leave_at:
                 checked_at = now
-                self._check(pool, view)
+                self._check(connection, view)
             if now >= leave_at and self._ended is None:
-                self._leave(pool)
+                self._leave(connection)
         view.feed(self._ended)
         view.close()
-        pool.forget(self.run_id)
+        connection.forget(self.run_id)
 
     def conclude(self, namespace: dict[str, Any]) -> None:
         """Bring the results into the notebook; then raise what went wrong.
@@ -541,35 +554,40 @@ class Run(RunFiles):
                 view.feed(seen)
         view.tick(time.monotonic())
 
-    def _halt(self, pool: Pool, how: str) -> None:
+    def _halt(self, connection: PoolConnection, how: str) -> None:
         """Have the pool interrupt (`interrupt`) or end (`kill`) the run; do not wait for it."""
 
         def halt() -> None:
             try:
-                pool.halt(self.run_id, how)
+                connection.halt(self.run_id, how)
+            except ConnectionEnded:
+                return  # the run has ended with it, and says so itself
             except PoolError as error:
                 self.put(Note(text=str(error)))
 
         threading.Thread(target=halt, name="taas-halt", daemon=True).start()
 
-    def _check(self, pool: Pool, view: View) -> None:
-        """Look whether the pool's process lives and is heard."""
-        if not pool.process.is_alive():
-            self._ended = self._finish("LOST", "the pool's process is gone")
-        elif pool.silent_s > SILENT_LOST_S:
-            self._ended = self._finish("LOST", pool.silence())
-        elif pool.silent_s > SILENT_NOTE_S and not self._is_silent:
+    def _check(self, connection: PoolConnection, view: View) -> None:
+        """End the run if the pool's process that has it has ended, or is not heard any more."""
+        if connection.is_over:
+            # a process that lives ends the run itself, and says so in the journal
+            in_journal = not connection.process.is_alive()
+            self._ended = self._finish("LOST", connection.why, in_journal)
+        elif connection.silent_s > SILENT_LOST_S:
+            self._ended = self._finish("LOST", connection.silence())
+        elif connection.silent_s > SILENT_NOTE_S and not self._is_silent:
             self._is_silent = True
-            view.feed(Note(text=f"{pool.silence()}; interrupt twice to leave the run"))
+            view.feed(Note(text=f"{connection.silence()}; interrupt twice to leave the run"))
 
-    def _leave(self, pool: Pool) -> None:
+    def _leave(self, connection: PoolConnection) -> None:
         """End the wait for an interrupted run; say what of it ends by itself, and when."""
         # after a restart they may be others than at first
         hosts = ", ".join(self.head.hosts or self.hosts)
         why = f"left to end by itself: the ranks on {hosts}"
-        if pool.silent_s > SILENT_NOTE_S:
-            why += f", {pool.config.lease_s:g} s after the pool's last word at the latest: "
-            why += pool.silence()
+        if connection.silent_s > SILENT_NOTE_S:
+            lease_s = connection.config.lease_s
+            why += f", {lease_s:g} s after the pool's last word at the latest: "
+            why += connection.silence()
         else:
             why += f"; the pool ends them within {HALT_S:.0f} s, else their host"
         self._ended = self._finish("INTERRUPTED", why, in_journal=False)

@@ -23,6 +23,7 @@ from taas_magic.host.spec import EVENT, POOL_BEAT, HostSpec, Launch, topic, with
 from taas_magic.journal.folder import RunFolder, Writer
 from taas_magic.messages import (
     EndPool,
+    Enter,
     Event,
     Facts,
     GetFacts,
@@ -68,6 +69,7 @@ class Kernels:
         self.connected: set[str] = set()
         self._waiting: dict[str, tuple[str, asyncio.Future[list[Member]]]] = {}
         self._stays_until = time.monotonic() + max(FIRST_S, linger_s)
+        self.is_ending = False
         self.over = asyncio.Event()
         """Nobody needs the pool any more."""
 
@@ -77,6 +79,7 @@ class Kernels:
         if self.connected or has_runs:
             self._stays_until = now + self._linger_s
         elif now >= self._stays_until:
+            self.is_ending = True
             self.over.set()
 
     def go(self, client: str) -> None:
@@ -86,12 +89,16 @@ class Kernels:
             if owner == client:
                 self.give_up(wait)
 
+    async def enter(self, asked: Enter) -> bool:
+        """Return whether a kernel is let in: the process then stays as long as the kernel."""
+        return not self.is_ending and asked.owner in self.connected
+
     async def ready(self, asked: WaitForHosts) -> Started:
         """Return when so many hosts are there and can start ranks at once.
 
         A kernel may wait several times at once: a cell does while its pool is being warmed.
         """
-        if self.over.is_set():
+        if self.is_ending:
             return Started(error="its process is ending", is_ending=True)
         waiting = asyncio.ensure_future(self._members.take(asked.hosts, has_run=asked.has_run))
         self._waiting[asked.wait] = asked.owner, waiting
@@ -212,6 +219,7 @@ class Controller(SchedulerPlugin):
         scheduler.stream_handlers[EVENT] = self._on_event
         scheduler.handlers |= handlers(
             {
+                Enter: self._kernels.enter,
                 WaitForHosts: self._kernels.ready,
                 Launch: self.launch,
                 Relay: self.relay,
@@ -355,6 +363,7 @@ class Controller(SchedulerPlugin):
 
     async def down(self, asked: EndPool) -> None:
         """End every wait and every run, and then the pool's process."""
+        self._kernels.is_ending = True
         await self._kernels.give_up_all()
         await asyncio.gather(*(run.halt("kill") for run in list(self._runs.values())))
         asyncio.get_running_loop().call_later(0.1, self.over.set)

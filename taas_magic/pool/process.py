@@ -1,12 +1,12 @@
 """The pool's own process: a Dask scheduler, the controller, and an engine that gets hosts.
 
-Run by a kernel (`PoolProcess`), in a session of its own, so that neither the kernel's interrupt nor
-its end reaches it: it decides itself what follows. A kernel finds it by `pool.json` in the pool's
-folder, as Jupyter finds a kernel by its connection file: address and key, readable by the user
-alone.
+A kernel starts it (`PoolFolder.start`) in a session of its own, so that neither the kernel's
+interrupt nor its end reaches it: it decides itself what follows. A kernel finds it by `pool.json`
+in the pool's folder, as Jupyter finds a kernel by its connection file: address and key, readable
+by the user alone.
 
-While it lives it holds a lock on the folder, so a pool has one process, and anybody can see
-whether it lives.
+A `PoolProcess` is one process, known by its id and the moment of its start. A process that later
+takes its place in the folder is another one.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -24,9 +25,9 @@ import psutil
 from msgspec import Struct
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import LOG, Engine, find_engine, log_tail
+from taas_magic.engines.base import LOG, Engine, find_engine
 from taas_magic.engines.keys import SecurityOptions
-from taas_magic.errors import PoolError
+from taas_magic.errors import PoolError, signal_name
 from taas_magic.host.system import CALM_DASK, spawn_command
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import pack, unpack
@@ -44,21 +45,31 @@ DASK_SETTINGS = {
 
 
 class PoolWords(Struct):
-    """What a kernel tells the pool's process that it starts, by standard input."""
+    """What a kernel tells the pool's process that it starts, by standard input.
+
+    Attributes:
+        lock: The descriptor by which the process inherits the lock of its folder.
+    """
 
     folder: str
     pool: PoolConfig
     project: str
     linger_s: float
+    lock: int
 
 
 class PoolPlace(Struct):
-    """`pool.json`: by what a kernel connects to the process."""
+    """`pool.json`: how a kernel connects to the process.
+
+    Attributes:
+        pid: The process that wrote the file.
+    """
 
     address: str
     security: SecurityOptions
     project: str
     made_of: Kernel
+    pid: int = 0
 
 
 LINGER_S = 5.0
@@ -70,68 +81,156 @@ _POLL_S = 0.02
 
 
 class PoolProcess:
-    """The process of one pool, which lives while somebody holds the lock of its folder."""
+    """One process of a pool, from its start to its end; this kernel or another one started it.
+
+    Another process in the same folder is another `PoolProcess`.
+
+    Args:
+        process: The process; as a `Popen` if it is a child of this kernel.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes] | psutil.Process) -> None:
+        self.pid, self._process = process.pid, process
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this kernel started it."""
+        return isinstance(self._process, subprocess.Popen)
+
+    def is_alive(self) -> bool:
+        """Return whether the process lives."""
+        if isinstance(self._process, subprocess.Popen):
+            return self._process.poll() is None
+        try:
+            is_zombie = self._process.status() == psutil.STATUS_ZOMBIE
+            return not is_zombie and self._process.is_running()
+        except psutil.NoSuchProcess:
+            return False
+
+    def state(self) -> str:
+        """Return whether the process lives, or how it ended, as far as this kernel can know."""
+        if self.is_alive():
+            return "is alive"
+        code = self._process.returncode if isinstance(self._process, subprocess.Popen) else 0
+        if name := signal_name(code):
+            return f"was killed by {name}"
+        return f"ended with exit code {code}" if code else "has ended"
+
+    def kill(self) -> None:
+        """Kill the process; return when it has ended.
+
+        Raises:
+            PoolError: It does not end.
+        """
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process.kill()
+        self.wait_for_end(_KILL_S)
+
+    def wait_for_end(self, limit_s: float) -> None:
+        """Return when the process has ended.
+
+        Raises:
+            PoolError: It does not end in that time.
+        """
+        deadline = time.monotonic() + limit_s
+        while self.is_alive():
+            if time.monotonic() > deadline:
+                raise PoolError(f"the pool's process {self.pid} did not end within {limit_s:g} s")
+            time.sleep(_POLL_S)
+
+
+class PoolFolder:
+    """The private folder of one pool: its lock, its `pool.json`, its log.
+
+    The process of the pool holds the lock as long as it lives. A kernel that starts a process takes
+    the lock first and hands it over, so a pool has one process.
+    """
 
     def __init__(self, config: PoolConfig, project: Path) -> None:
         self._config, self._project = config, project
-        self._started: subprocess.Popen[bytes] | None = None
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
 
     @property
-    def folder(self) -> Path:
-        """The pool's private folder: its address and key, its lock, its log."""
+    def path(self) -> Path:
+        """The folder itself; made on first use."""
         mark = f"{sys.prefix}|{self._project}|{self._config}|{this_kernel()}"
         digest = hashlib.sha256(os.fsencode(mark)).hexdigest()[:_DIGEST]
         path = state_dir() / "pools" / f"{self._config.name}-{digest}"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path
 
-    def is_alive(self) -> bool:
-        """Return whether the pool's process lives, whoever started it."""
-        return not is_free(self.folder / "lock")
+    @property
+    def log(self) -> Path:
+        """The log of the pool's newest process."""
+        return self.path / LOG
 
-    def is_ending(self) -> bool:
-        """Return whether the pool's process, if it lives, has begun to end."""
-        return not (self.folder / "pool.json").exists()
+    @property
+    def is_locked(self) -> bool:
+        """Whether a process of the pool lives, or is just being started."""
+        return not is_free(self.path / "lock")
 
-    def begin(self) -> None:
-        """Start the pool's process, unless one lives; first remove what a killed one left."""
-        lock = take_lock(self.folder / "lock")
+    def find(self) -> PoolProcess | None:
+        """Return the process that holds the lock; None if there is none, or it is just starting."""
+        self.has_children()
+        path = self.path / "lock"
+        written = path.read_text() if self.is_locked else ""
+        if not written:
+            return None
+        pid = int(written)
+        for child in self._children:
+            if child.pid == pid:
+                return PoolProcess(child)
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            # after a restart of the machine, another process may have that id
+            if any(file.path == os.path.realpath(path) for file in process.open_files()):
+                return PoolProcess(process)
+        return None
+
+    def start(self) -> PoolProcess | None:
+        """Start a process of the pool; return None if one lives, or another kernel starts one."""
+        self.has_children()
+        path = self.path / "lock"
+        lock = take_lock(path)
         if lock is None:
-            return
-        (self.folder / "pool.json").unlink(missing_ok=True)
-        os.close(lock)
-        if self._started is not None:  # it has let go of the lock, so it is all but gone
-            self._started.wait(self._config.start_timeout_s)
-        with (self.folder / LOG).open("ab") as log:
-            self._started = subprocess.Popen(
-                spawn_command("taas_magic.pool.process"),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        words = PoolWords(str(self.folder), self._config, str(self._project), LINGER_S)
-        assert self._started.stdin is not None
-        self._started.stdin.write(pack(words) + b"\n")
-        self._started.stdin.close()
+            return None
+        try:
+            (path.parent / "pool.json").unlink(missing_ok=True)  # a process that was killed left it
+            os.ftruncate(lock, 0)  # the new process writes its id
+            with self.log.open("ab") as log:
+                child = subprocess.Popen(
+                    spawn_command("taas_magic.pool.process"),
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    pass_fds=(lock,),
+                )
+            with self._lock:
+                self._children.append(child)
+            project = str(self._project)
+            words = PoolWords(str(path.parent), self._config, project, LINGER_S, lock)
+        finally:
+            os.close(lock)
+        assert child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which is seen later
+            child.stdin.write(pack(words) + b"\n")
+            child.stdin.close()
+        return PoolProcess(child)
 
-    def wait_for_place(self) -> PoolPlace:
-        """Return where the pool's scheduler listens, and how one connects to it, once it says so.
+    def place(self, process: PoolProcess) -> PoolPlace | None:
+        """Return how to connect to a process; None before it listens, and when it has begun to end.
 
         Raises:
-            PoolError: It could not be started, and is ended, if it is stopped or hangs; the message
-                ends with the last lines of its log. Or it is of another version than this kernel.
+            PoolError: It is of another version than this kernel.
         """
-        deadline = time.monotonic() + self._config.start_timeout_s
-        while (place := self._place()) is None:
-            code = self._started.poll() if self._started is not None else 0
-            if code == 0:  # the process that lived before was about to end
-                self.begin()
-            if code or time.monotonic() > deadline:
-                error = self._error("did not start")
-                self.kill()
-                raise error
-            time.sleep(_POLL_S)
+        try:
+            place = unpack((self.path / "pool.json").read_bytes(), PoolPlace)
+        except FileNotFoundError:
+            return None
+        if place.pid != process.pid:
+            return None
         if place.made_of != this_kernel():
             raise PoolError(
                 f'pool "{self._config.name}": Python, torch or taas-magic was changed since this '
@@ -139,18 +238,11 @@ class PoolProcess:
             )
         return place
 
-    def _place(self) -> PoolPlace | None:
-        """Return what `pool.json` says; None while there is none."""
-        try:
-            return unpack((self.folder / "pool.json").read_bytes(), PoolPlace)
-        except FileNotFoundError:
-            return None
-
     def of_other_versions(self) -> list[str]:
         """Return the living pools that this one would be, but for their versions, a text each."""
         found = []
         folders = f"{self._config.name}-{'?' * _DIGEST}"  # not those of a pool `name-more`
-        for path in self.folder.parent.glob(f"{folders}/pool.json"):
+        for path in self.path.parent.glob(f"{folders}/pool.json"):
             with contextlib.suppress(OSError, ValueError):  # it is just ending
                 place = unpack(path.read_bytes(), PoolPlace)
                 made_of = place.made_of
@@ -159,53 +251,11 @@ class PoolProcess:
                     found.append(f"Python {made_of.python}, torch {made_of.torch}")
         return found
 
-    def wait_for_end(self, limit_s: float, address: str = "") -> None:
-        """Return when the process has ended.
-
-        Args:
-            address: Where it listened; one that another kernel has started since is not waited for.
-
-        Raises:
-            PoolError: It does not end in that time.
-        """
-        deadline = time.monotonic() + limit_s
-        while self.is_alive() or not self.is_over():
-            if address and (place := self._place()) and place.address != address:
-                return
-            if time.monotonic() > deadline:
-                raise self._error("did not end")
-            time.sleep(_POLL_S)
-
-    def pid(self) -> int | None:
-        """Return the process that holds, or last held, the folder's lock; None where none did."""
-        path = self.folder / "lock"
-        written = path.read_text() if path.exists() else ""
-        return int(written) if written else None
-
-    def kill(self) -> None:
-        """End a process that does not answer; returns when it has let go of its lock.
-
-        Raises:
-            PoolError: It cannot be ended.
-        """
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if (pid := self.pid()) is not None:
-                process = psutil.Process(pid)  # its id may be another process's by now
-                if any("taas_magic.pool.process" in word for word in process.cmdline()):
-                    process.kill()
-        if self._started is not None:
-            self._started.kill()
-        self.wait_for_end(_KILL_S)
-
-    def is_over(self) -> bool:
-        """Return whether no process that was started here lives; forgets one that has ended."""
-        if self._started is not None and self._started.poll() is not None:
-            self._started = None
-        return self._started is None
-
-    def _error(self, what: str) -> PoolError:
-        tail = log_tail(self.folder / LOG)
-        return PoolError(f'pool "{self._config.name}" {what}. Its log:\n{tail}')
+    def has_children(self) -> bool:
+        """Return whether a process that was started here lives; forget those that have ended."""
+        with self._lock:
+            self._children = [child for child in self._children if child.poll() is None]
+            return bool(self._children)
 
 
 def main() -> int:
@@ -213,11 +263,8 @@ def main() -> int:
     gc.disable()  # what is imported stays; to look through it again and again takes a tenth
     words = unpack(sys.stdin.buffer.readline(), PoolWords)
     folder = Path(words.folder)
-    lock = take_lock(folder / "lock")
-    if lock is None:
-        return 0
-    os.ftruncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())
+    os.set_inheritable(words.lock, False)
+    os.write(words.lock, str(os.getpid()).encode())
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     os.truncate(folder / LOG, 0)  # it tells of this process; each line is appended
     engine = find_engine(words.pool)
@@ -242,7 +289,8 @@ async def _keep(engine: Engine, folder: Path, words: PoolWords) -> None:
     keys = Keys()
     async with engine.open(HeadScheduler, keys, str(folder)) as scheduler:
         controller = Controller(scheduler, engine, engine.pool, words.linger_s)
-        place = PoolPlace(scheduler.address, keys.kernel(), words.project, this_kernel())
+        made_of, pid = this_kernel(), os.getpid()
+        place = PoolPlace(scheduler.address, keys.kernel(), words.project, made_of, pid)
         path = folder / "pool.json"
         try:
             with replacing(path) as file:

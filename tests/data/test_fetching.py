@@ -18,7 +18,8 @@ from taas_magic.config import load_config
 from taas_magic.errors import PoolError, RankFailed
 from taas_magic.host.spec import HostSpec
 from taas_magic.notebook import pools
-from taas_magic.pool.client import Pool
+from taas_magic.notebook.run import Run
+from taas_magic.pool.client import ConnectionEnded, PoolConnection
 from tests.data import ledger
 from tests.events import Line
 from tests.harness import Notebook, Outcome, below, on_event
@@ -213,19 +214,19 @@ def test_hosts_with_fetchers_die_before_these_listen(
     two_pools: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FAULTS.md 20: no rank waits for a fetcher that never comes."""
-    launch = Pool.launch
+    launch = PoolConnection.launch
 
-    def launch_in_vain(pool: Pool, spec: HostSpec, *args: Any) -> list[str]:
+    def launch_in_vain(connection: PoolConnection, spec: HostSpec, *args: Any) -> list[str]:
         if not spec.fetches:
-            return launch(pool, spec, *args)
+            return launch(connection, spec, *args)
         os.mkfifo(spec.folder.path / "logs" / "fetcher-0.log")  # whoever opens it waits
-        hosts = launch(pool, spec, *args)
-        for process in below(pool.process.pid() or 0):
+        hosts = launch(connection, spec, *args)
+        for process in below(connection.process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):  # some go with others of them
                 process.kill()
         return hosts
 
-    monkeypatch.setattr(Pool, "launch", launch_in_vain)
+    monkeypatch.setattr(PoolConnection, "launch", launch_in_vain)
     outcome = two_pools.run(TRAIN, "--cpus 1 --timeout 100")
     assert isinstance(outcome.error, RankFailed)
     assert re.search('no fetcher of loader "loader": host .* is gone: ', outcome.shown)
@@ -282,15 +283,29 @@ def test_the_journal_says_where_fetchers_were_but_not_where_they_listen(
     assert {event["number"] for event in outcome.of_kind("fetched")} <= {0, 1}
 
 
+def test_prefilling_ends_with_the_process_of_the_fetchers_pool(two_pools: Notebook) -> None:
+    def kill(run: Run) -> None:
+        psutil.Process(pools.named("data", load_config(Path.cwd())).connect().process.pid).kill()
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        on_event(patch, lambda event: event["kind"] == "fetched", kill) as seen,
+    ):
+        outcome = two_pools.run("list(slow)", "--cpus 1 --prefill 200 --timeout 600")
+    assert seen and isinstance(outcome.error, ConnectionEnded)
+    assert outcome.run is not None and outcome.run.state == "LOST"
+    assert re.search(r'pool "data": its process \d+ was killed by SIGKILL', outcome.shown)
+
+
 def test_an_interrupt_while_fetchers_come_up_leaves_none(two_pools: Notebook) -> None:
     pools.down("data", load_config(two_pools.project))
     pool = pools.named("data", load_config(two_pools.project))
     original, over = pool.open, threading.Event()
 
-    def interrupted(*arguments: Any) -> None:
+    def interrupted(*arguments: Any) -> PoolConnection:
         _thread.interrupt_main()
         try:
-            original(*arguments)
+            return original(*arguments)
         finally:
             over.set()
 

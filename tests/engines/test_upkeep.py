@@ -83,14 +83,14 @@ def test_gpu_hours_count_hosts_that_are_gone() -> None:
 @pytest.mark.usefixtures("no_leftovers")
 def test_an_idle_host_of_a_real_pool_goes_and_comes_again(tmp_path: Path) -> None:
     pool = RealPool(PoolConfig("thrifty", idle_timeout_s=6.0), tmp_path)
-    pool.open()
+    connection = pool.open()
     try:
-        (host,) = pool.status().hosts
+        (host,) = connection.status().hosts
         assert not host.runs and host.had_s >= 0
         deadline = time.monotonic() + 100
-        while pool.status().hosts:
+        while connection.status().hosts:
             assert time.monotonic() < deadline
             threading.Event().wait(0.1)
-        assert not pool.call(WaitForHosts("test", "", hosts=1)).error
+        assert not connection.call(WaitForHosts("test", "", hosts=1)).error
     finally:
         pool.down()

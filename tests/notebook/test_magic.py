@@ -1,6 +1,7 @@
 """The magics in a shell of their own; only `launch`, which starts runs, is replaced."""
 
 import sys
+import threading
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +21,7 @@ from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import PlanHead, RunFolder, RunRecord
 from taas_magic.messages import HostStatus, PoolStatus, StateChanged
-from taas_magic.notebook import pools
+from taas_magic.notebook import magic, pools
 from taas_magic.notebook.pools import PoolRow
 from taas_magic.plan import Flags
 from tests.eventually import eventually
@@ -345,6 +346,17 @@ def test_unloading_takes_everything_away(shell: InteractiveShell) -> None:
     assert shell.Completer.custom_matchers == []
 
 
+def test_a_warm_up_that_has_not_begun_before_down_does_not_begin(
+    shell: InteractiveShell, launch: FakeLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread may still be importing Dask then."""
+    warm_up = magic._WarmUp(Config())
+    monkeypatch.setattr(magic, "_warm_ups", [warm_up])
+    assert run(shell, "%taas down") is None
+    warm_up._run()
+    assert ("warm", "local") not in launch.asked
+
+
 def test_loading_warms_the_local_pool_in_a_thread(
     shell: InteractiveShell, launch: FakeLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +369,9 @@ def test_loading_warms_the_local_pool_in_a_thread(
 
     monkeypatch.delenv("TAAS_WARM")
     # not of the module itself: other threads of this process start some, too
-    monkeypatch.setattr("taas_magic.notebook.magic.threading", SimpleNamespace(Thread=thread))
+    monkeypatch.setattr(
+        "taas_magic.notebook.magic.threading", SimpleNamespace(Thread=thread, Lock=threading.Lock)
+    )
     taas_magic.load_ipython_extension(shell)
     assert launch.asked == []
     threads[0]["target"](*threads[0]["args"])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,8 +19,8 @@ from taas_magic.errors import PoolError, RunLost
 from taas_magic.host.system import status_of
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import Interrupts, Run
-from taas_magic.pool.client import Pool
-from taas_magic.pool.process import PoolProcess
+from taas_magic.pool.client import ConnectionEnded, Pool, Wait
+from taas_magic.pool.process import PoolFolder
 from tests.conftest import carriers
 from tests.events import event, new_state
 from tests.eventually import eventually
@@ -79,7 +80,7 @@ def test_the_hosts_that_are_left_are_those_of_the_newest_attempt(own_pool: Pool)
     for host, attempt in (("gpu1", 0), ("gpu2", 0), ("gpu3", 1), ("gpu1", 1)):
         run.put(event("restart", attempt=1) if host == "gpu3" else event("note", text="on"))
         run.put(event("started", host, attempt=attempt, pids={}))
-    run.follow(own_pool, View(run.head), interrupts)
+    run.follow(own_pool.connect(), View(run.head), interrupts)
     assert run.state == "INTERRUPTED" and "the ranks on gpu3, gpu1; the pool" in run.head.why
 
 
@@ -102,7 +103,7 @@ def own_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str)
 
 
 def process_of(pool: Pool) -> psutil.Process:
-    return psutil.Process(int((pool.process.folder / "lock").read_text()))
+    return psutil.Process(pool.connect().process.pid)
 
 
 def test_a_stopped_pool_is_told_and_down_ends_it(
@@ -110,16 +111,16 @@ def test_a_stopped_pool_is_told_and_down_ends_it(
 ) -> None:
     monkeypatch.setattr("taas_magic.pool.client.SILENT_S", 3.0)
     monkeypatch.setattr("taas_magic.pool.client.ANSWER_S", 3.0)
-    process = process_of(own_pool)
+    connection, process = own_pool.connect(), process_of(own_pool)
     process.suspend()
     with pytest.raises(PoolError, match=rf"process {process.pid} has not been heard for \d+ s"):
-        own_pool.status()
+        connection.status()
     [row] = pools.rows(OWN)
     assert (row.state, row.status.hosts) == ("silent", [])
     own_pool.down()
     assert pools.rows(OWN)[0].state == "down"
     assert status_of(process) in ("", psutil.STATUS_ZOMBIE)
-    assert not own_pool.process.is_alive()
+    assert not own_pool.folder.is_locked
 
 
 def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
@@ -137,24 +138,107 @@ def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
         patch.undo()  # the new one may take its time
         joining.join()
     assert told == ['pool "own" did not answer: it is ended and started again']
-    assert not other.status().hosts
+    assert not other.connect().status().hosts
     other.down()
 
 
-def test_a_pool_that_is_killed_while_kernels_await_its_hosts_is_started_again(
+def test_waits_end_with_the_process_that_is_killed_and_the_next_one_starts_another(
     own_pool: Pool, tmp_path: Path
 ) -> None:
-    process, other = process_of(own_pool), Pool(own_pool.config, tmp_path)
+    own_killed, other = own_pool.connect(), Pool(own_pool.config, tmp_path)
+    process = process_of(own_pool)
     other.connect()
     with ThreadPoolExecutor() as threads:
         opening = [threads.submit(pool.open) for pool in (own_pool, other)]
         eventually(process.children)  # a host starts: it is asked for
         process.kill()
         for opened in opening:
-            opened.result(WAIT_S)
-    assert own_pool.address == other.address
-    assert len(own_pool.status().hosts) == 1
-    other.down()
+            with pytest.raises(ConnectionEnded, match=rf"its process {process.pid} ") as ended:
+                opened.result(WAIT_S)
+            assert "ConnectionPool" not in str(ended.value) and "hangs" not in str(ended.value)
+    assert "was killed by SIGKILL" in own_killed.why
+    assert len(own_pool.open().status().hosts) == 1
+    assert other.connect().process.pid == own_pool.connect().process.pid != process.pid
+    other.close()
+
+
+def test_a_wait_from_before_the_pool_was_ended_starts_no_process(own_pool: Pool) -> None:
+    """Its thread may be anywhere: here it comes to the pool only when that is being ended."""
+    wait = Wait(own_pool)
+    with ThreadPoolExecutor() as threads:
+        with own_pool._joining:
+            opening = threads.submit(own_pool.open, wait=wait)
+            ending = threads.submit(own_pool.down)
+            eventually(lambda: own_pool.downs)
+        with pytest.raises(PoolError, match='pool "own" was ended while this waited for it'):
+            opening.result()
+        ending.result()
+    assert not own_pool.folder.is_locked
+    assert own_pool.open().is_ready, "a wait that begins later starts the pool"
+
+
+def test_an_interrupt_while_a_pool_starts_leaves_no_wait_and_one_process(
+    tmp_path: Path, no_leftovers: str
+) -> None:
+    pool = Pool(PoolConfig("local"), tmp_path)
+    wait, before = Wait(pool), psutil.Process().children()
+    with ThreadPoolExecutor() as threads:
+        opening = threads.submit(pool.open, wait=wait)
+        eventually(lambda: pool.folder.has_children())
+        wait.give_up()
+        with pytest.raises(PoolError, match="nobody waits for its hosts any more"):
+            opening.result()
+    started = [child for child in psutil.Process().children() if child not in before]
+    assert len(started) == 1 and pool.connection is None
+    pool.down()
+    assert not left_of(started)
+
+
+def test_a_run_ends_with_its_pools_process_though_another_has_taken_its_place(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, replaced, check = pools.named("local", Config()), threading.Event(), Run._check
+
+    def replace(run: Run) -> None:
+        process_of(pool).kill()
+        pool.open()
+        replaced.set()
+
+    def check_late(run: Run, *args: Any) -> None:
+        assert replaced.wait(WAIT_S)
+        check(run, *args)
+
+    monkeypatch.setattr(Run, "_check", check_late)
+    first = pool.connect().process
+    with on_event(monkeypatch, lambda event: event["kind"] == "lines", replace):
+        outcome = notebook.run("import time\nprint('begun', flush=True)\ntime.sleep(600)", gpus=1)
+    assert isinstance(outcome.error, RunLost)
+    assert outcome.run is not None and outcome.run.state == "LOST"
+    assert f"its process {first.pid} was killed by SIGKILL" in outcome.shown
+    assert pool.connect().process.pid != first.pid
+    assert notebook.run("print('on')", gpus=1).lines == {0: ["on"]}
+
+
+def test_a_pool_that_is_killed_during_a_launch_is_told_in_plain_words(notebook: Notebook) -> None:
+    assert notebook.run("pass", gpus=1).error is None
+    process = process_of(pools.named("local", Config()))
+    [forkserver] = forkservers(process.children(recursive=True))
+    forkserver.suspend()  # the launch waits for it
+    begun = set(notebook.state_dir.glob("runs/*/events.jsonl"))
+
+    def kill() -> None:
+        eventually(lambda: set(notebook.state_dir.glob("runs/*/events.jsonl")) - begun)
+        process.kill()
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    outcome = notebook.run("pass", gpus=1)
+    killing.join()
+    assert isinstance(outcome.error, RunLost)
+    assert outcome.run is not None and outcome.run.state == "LOST"
+    assert f"its process {process.pid} was killed by SIGKILL" in outcome.shown
+    assert "ConnectionPool" not in outcome.shown and "hangs" not in outcome.shown
+    assert notebook.run("print('on')", gpus=1).lines == {0: ["on"]}
 
 
 HASTY = PoolConfig("local", start_timeout_s=5)
@@ -165,7 +249,7 @@ def test_a_pool_that_stops_while_it_starts_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, hasty = Pool(PoolConfig("local"), tmp_path), Pool(HASTY, tmp_path)
-    monkeypatch.setattr(PoolProcess, "folder", tmp_path)  # it follows the settings
+    monkeypatch.setattr(PoolFolder, "path", tmp_path)  # it follows the settings
     before = psutil.Process().children()
 
     def begun(process: psutil.Process) -> bool:
@@ -178,8 +262,7 @@ def test_a_pool_that_stops_while_it_starts_is_replaced(
         new[0].suspend()
         with pytest.raises(PoolError, match="did not start"):
             opening.result()
-    pool.connect()
-    assert not pool.status().hosts
+    assert not pool.connect().status().hosts
     pool.down()
 
 

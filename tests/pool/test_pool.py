@@ -10,7 +10,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
@@ -21,8 +20,8 @@ from taas_magic.messages import EndPool, Event, Started, pack
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import Run
 from taas_magic.pool import process as pool_process
-from taas_magic.pool.client import Pool
-from taas_magic.pool.process import PoolPlace, PoolProcess
+from taas_magic.pool.client import Pool, PoolConnection
+from taas_magic.pool.process import PoolFolder, PoolPlace
 from taas_magic.setup.facts import Kernel
 from taas_magic.shared_files import take_lock
 from tests.events import line_of
@@ -45,8 +44,13 @@ def the_pool(notebook: Notebook) -> Pool:
     return pools.named("local", Config())
 
 
+def connection_of(pool: Pool) -> PoolConnection:
+    assert pool.connection is not None
+    return pool.connection
+
+
 def test_its_files_are_the_users_alone(notebook: Notebook) -> None:
-    folder = the_pool(notebook).process.folder
+    folder = the_pool(notebook).folder.path
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "pool.json").stat().st_mode) == 0o600
 
@@ -105,8 +109,7 @@ dist.barrier()
 def test_the_kernel_hears_a_run_from_its_first_event_on(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, put = the_pool(notebook)._client, Run.put
-    assert client is not None
+    client, put = connection_of(the_pool(notebook))._client, Run.put
     send = client._send_to_scheduler
     heard: list[str] = []
 
@@ -131,15 +134,15 @@ from pathlib import Path
 from taas_magic.config import Config
 from taas_magic.notebook.pools import named
 pool = named("local", Config())
-assert pool.process.is_alive() and not pool.is_ready
-pool.open()
-print(len(pool.status().hosts), pool.address)
+assert pool.folder.is_locked and not pool.is_ready
+connection = pool.open()
+print(len(connection.status().hosts), connection.address)
 pool.close()
 """
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=WAIT_S
     )
-    assert done.stdout.split() == ["1", the_pool(notebook).address]
+    assert done.stdout.split() == ["1", connection_of(the_pool(notebook)).address]
 
 
 def test_a_pool_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
@@ -152,10 +155,10 @@ def test_a_pool_of_another_version_is_one_of_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TAAS_STATE_DIR", str(tmp_path))
-    lab, cpu = (PoolProcess(PoolConfig(name), tmp_path) for name in ("lab", "lab-cpu"))
+    lab, cpu = (PoolFolder(PoolConfig(name), tmp_path) for name in ("lab", "lab-cpu"))
     place = PoolPlace("tls://a:1", {}, str(tmp_path), Kernel("3.9.1", "1.13.1", ""))
-    (cpu.folder / "pool.json").write_bytes(pack(place))
-    lock = take_lock(cpu.folder / "lock")
+    (cpu.path / "pool.json").write_bytes(pack(place))
+    lock = take_lock(cpu.path / "lock")
     assert lock is not None
     assert cpu.of_other_versions() == ["Python 3.9.1, torch 1.13.1"]
     assert lab.of_other_versions() == []
@@ -170,9 +173,10 @@ def test_a_pool_is_ended_while_it_comes_up(tmp_path: Path) -> None:
         opening = threads.submit(pool.connect)
         while not set(psutil.Process().children()) - before:
             threading.Event().wait(0.001)
-        pool.down()  # its process does not hold its lock yet
-        opening.result()
-    assert not pool.process.is_alive()
+        pool.down()  # its process has not imported anything yet
+        with pytest.raises(PoolError, match="was ended while this waited for it"):
+            opening.result()
+    assert not pool.folder.is_locked
 
 
 OTHER_KERNEL = """
@@ -212,14 +216,14 @@ def test_a_pool_that_is_just_ending_is_followed_by_a_new_one_for_all_that_wait(
     """Cells wait for it beside the warming."""
     monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
     pool = Pool(PoolConfig("local"), tmp_path)
-    lock = take_lock(pool.process.folder / "lock")
+    lock = take_lock(pool.folder.path / "lock")
     assert lock is not None
     threading.Timer(0.5, os.close, [lock]).start()
     pool.connect()
     with ThreadPoolExecutor() as threads:
         for waiting in [threads.submit(pool.open) for _ in range(3)]:
             waiting.result()
-    assert pool.is_ready and pool.has_hosts(1)
+    assert pool.is_ready and pool.connection_with(hosts=1)
     pool.down()
 
 
@@ -229,12 +233,12 @@ def test_a_kernel_that_comes_while_its_pool_ends_gets_a_new_one(tmp_path: Path) 
     first, late = Pool(config, tmp_path), Pool(config, tmp_path)
     first.open()
     late.connect()
-    ending = (first.process.folder / "lock").read_text()
-    first.call(EndPool())
-    while (first.process.folder / "pool.json").exists():
+    ending = connection_of(first)
+    ending.call(EndPool())
+    while (first.folder.path / "pool.json").exists():
         threading.Event().wait(0.001)
-    late.open()
-    assert late.is_ready and (late.process.folder / "lock").read_text() != ending
+    assert late.open().process.pid != ending.process.pid
+    assert late.is_ready and ending.is_over
     first.close()
     late.down()
 
@@ -255,14 +259,14 @@ def test_a_pool_whose_settings_have_changed_is_left_after_its_runs_and_ends_by_i
     [process] = [child for child in psutil.Process().children() if child not in others]
     tree = [process, *below(process.pid)]
     assert len(tree) >= 4
-    pool._listeners["busy"] = print
+    connection_of(pool)._listeners["busy"] = print
     assert pools.named("brief", after) is not pool
     assert pool.is_ready, "a run is on it"
-    pool.forget("busy")
+    connection_of(pool).forget("busy")
     while not pool.is_over():
         threading.Event().wait(0.05)
     assert not left_of(tree)
-    assert not pool.process.is_alive() and not (pool.process.folder / "pool.json").exists()
+    assert not pool.folder.is_locked and not (pool.folder.path / "pool.json").exists()
     pool.close()
 
 
@@ -275,32 +279,30 @@ def test_a_run_in_which_the_pool_fails_ends(kernel_of_its_own: Frontend) -> None
     assert "its pool failed: ZeroDivisionError('not foreseen')" in reply["evalue"], reply
 
 
+@pytest.mark.usefixtures("no_leftovers")
 def test_all_that_wait_hear_what_becomes_of_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also who began to wait after it was first said, and who waits beside another."""
-    pool, asked, over = (
-        Pool(PoolConfig("local"), tmp_path),
-        threading.Semaphore(0),
-        threading.Event(),
-    )
+    asked, over = threading.Semaphore(0), threading.Event()
     heard: list[list[str]] = [[], []]
 
-    def call(request: object) -> Started:
+    def call(*request: object) -> Started:
         asked.release()
         over.wait(WAIT_S)
         return Started()
 
-    monkeypatch.setattr(pool, "connect", lambda tell: None)
-    monkeypatch.setattr(pool, "call", call)
-    monkeypatch.setattr(pool, "_connected", mock.Mock())
-    (pool.process.folder / "pool.json").touch()
+    pool = Pool(PoolConfig("local"), tmp_path)
+    connection = pool.connect()
+    monkeypatch.setattr(connection, "call", call)
     waiting = [threading.Thread(target=pool.open, args=(1, lines.extend)) for lines in heard]
     for thread in waiting:
         thread.start()
         assert asked.acquire(timeout=WAIT_S)
-        pool._hear((0.0, ("host a: still connecting",)))
+        connection._on_beat((0.0, ("host a: still connecting",)))
     over.set()
     for thread in waiting:
         thread.join()
     assert heard == [["host a: still connecting"] * 2, ["host a: still connecting"]]
+    monkeypatch.undo()
+    pool.down()

@@ -19,7 +19,7 @@ from taas_magic.notebook import pools
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.hosts import Member
-from tests.conftest import GONE_WITHIN_S, is_tracker
+from tests.conftest import GONE_WITHIN_S, describe, is_tracker
 from tests.harness import Notebook, below
 from tests.rig.hosts import Hosts
 
@@ -78,14 +78,27 @@ def give_back(notebook: Notebook, settings: Path, *names: str) -> None:
 
 @contextmanager
 def given_back(notebook: Notebook, settings: Path, *names: str) -> Iterator[None]:
-    """Pools go on for the time of the block; then they are given back, and leave no process."""
+    """Pools go on for the time of the block; then they are given back, and leave no process.
+
+    Other pools of this process go on; their hosts may have been replaced meanwhile.
+    """
     before = set(below(psutil.Process().pid))
     yield
     give_back(notebook, settings, *names)
     tree = below(psutil.Process().pid)
-    left = {it for it in tree if not is_tracker(it)} - before
+    left = {it for it in tree if not is_tracker(it)} - before - _of_other_pools(names)
     _, alive = psutil.wait_procs(left, timeout=GONE_WITHIN_S)
-    assert not alive
+    assert not alive, [describe(process) for process in alive]
+
+
+def _of_other_pools(names: Sequence[str]) -> set[psutil.Process]:
+    """Return the processes of the pools of this process that have none of these names."""
+    found = set()
+    for name, pool in pools._pools.items():
+        if name not in names and (connection := pool.connection) is not None:
+            process = psutil.Process(connection.process.pid)
+            found.update([process, *below(process.pid)])
+    return found
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Remote:
         return list((self.notebook.state_dir / "runs").glob("*"))
 
     def pool_process(self, name: str) -> psutil.Process:
-        place = pools.named(name, self.config).process.folder / "lock"
+        place = pools.named(name, self.config).folder.path / "lock"
         found = [p for p in psutil.Process().children() if str(place) in open_files(p)]
         assert len(found) == 1
         return found[0]

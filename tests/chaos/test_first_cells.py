@@ -1,0 +1,29 @@
+"""The pool's process is killed while the extension warms it and the first cells run."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.first_cells import FirstCells
+from tests.conftest import GONE_WITHIN_S
+from tests.frontend import WAIT_S, Scene
+
+ROUNDS = int(os.environ.get("TAAS_KILL_ROUNDS", "4"))
+SEED = int(os.environ.get("TAAS_KILL_SEED", "1"))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.timeout(600)
+def test_the_first_cells_end_with_the_pools_process(scene: Scene) -> None:
+    result = FirstCells(scene, SEED, spread_s=10.0, end_s=WAIT_S, gone_s=GONE_WITHIN_S).play(
+        ROUNDS, print
+    )
+    assert not result.wrong, f"seed {SEED}: {result}: {result.wrong}"
