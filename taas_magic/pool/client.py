@@ -59,7 +59,6 @@ _LOOK_S = 0.25
 _POLL_S = 0.02
 _PATIENCE_S = 2.0  # beats that wait in this process, which was busy, arrive meanwhile
 _MAX_PROCESSES = 3  # one that is just ending, one that does not answer, and a new one
-_LOG_LINES = 5
 
 
 class ConnectionEnded(RunLost):
@@ -400,16 +399,14 @@ class PoolConnection:
         self._over.set()
 
     def _how_process_ended(self) -> str:
-        try:
-            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            lines = []
-        tail = ["", "Its log ends with:", *lines[-_LOG_LINES:]] if lines else []
-        return (
+        said = (
             f'pool "{self.config.name}": its process {self.process.pid} {self.process.state()}. '
-            f"What ran on it is gone; run the cell again to start another process. "
-            f"Log: {self._log}" + "\n".join(tail)
+            f"What ran on it is gone; run the cell again to start another process."
         )
+        # the log of one that was killed says nothing of it, but what its hosts said afterwards
+        has_failed = (self.process.exit_code or 0) > 0
+        log = f"Its log ends with:\n{log_tail(self._log)}" if has_failed else f"Log: {self._log}"
+        return f"{said} {log}"
 
     def _broken(self) -> str:
         return (
@@ -600,7 +597,7 @@ class Pool:
             if self.folder.place(process) is not None and process.is_alive():
                 raise
         process.wait_for_end(END_S)  # it has begun to end
-        if process.is_own and process.state() != "has ended":
+        if process.exit_code:
             raise self._error(f"did not start: its process {process.pid} {process.state()}")
         return None
 

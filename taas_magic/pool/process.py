@@ -92,11 +92,6 @@ class PoolProcess:
     def __init__(self, process: subprocess.Popen[bytes] | psutil.Process) -> None:
         self.pid, self._process = process.pid, process
 
-    @property
-    def is_own(self) -> bool:
-        """Whether this kernel started it."""
-        return isinstance(self._process, subprocess.Popen)
-
     def is_alive(self) -> bool:
         """Return whether the process lives."""
         if isinstance(self._process, subprocess.Popen):
@@ -107,11 +102,16 @@ class PoolProcess:
         except psutil.NoSuchProcess:
             return False
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, negative for a signal; None while it lives or where nobody can know it."""
+        return self._process.poll() if isinstance(self._process, subprocess.Popen) else None
+
     def state(self) -> str:
         """Return whether the process lives, or how it ended, as far as this kernel can know."""
         if self.is_alive():
             return "is alive"
-        code = self._process.returncode if isinstance(self._process, subprocess.Popen) else 0
+        code = self.exit_code or 0
         if name := signal_name(code):
             return f"was killed by {name}"
         return f"ended with exit code {code}" if code else "has ended"

@@ -19,6 +19,7 @@ import psutil
 
 from tests.chaos.tree import NOT_OURS, is_over, left_after
 from tests.conftest import TOKEN, abandoned, carriers, describe, end
+from tests.eventually import eventually
 from tests.frontend import WAIT_S, Frontend, Scene, kernel
 from tests.harness import words
 
@@ -85,6 +86,7 @@ class FirstCells:
                 what = self._round(frontend, number)
                 if self._random.random() < 0.25:
                     frontend.process.kill()
+                    eventually(lambda: not frontend.manager.is_alive())  # noqa: B023
             left = left_after(lambda token=token: self._left(token), self._gone_s)  # type: ignore[misc]
             self.result.left += [f"{number}: {what}: {each}" for each in left]
             for process in carriers(token):

@@ -146,11 +146,10 @@ def test_waits_end_with_the_process_that_is_killed_and_the_next_one_starts_anoth
     own_pool: Pool, tmp_path: Path
 ) -> None:
     own_killed, other = own_pool.connect(), Pool(own_pool.config, tmp_path)
-    process = process_of(own_pool)
-    other.connect()
+    process, other_killed = process_of(own_pool), other.connect()
     with ThreadPoolExecutor() as threads:
         opening = [threads.submit(pool.open) for pool in (own_pool, other)]
-        eventually(process.children)  # a host starts: it is asked for
+        eventually(lambda: own_killed._waiting and other_killed._waiting)
         process.kill()
         for opened in opening:
             with pytest.raises(ConnectionEnded, match=rf"its process {process.pid} ") as ended:
@@ -201,6 +200,7 @@ def test_a_run_ends_with_its_pools_process_though_another_has_taken_its_place(
 
     def replace(run: Run) -> None:
         process_of(pool).kill()
+        eventually(lambda: pool.connection is None)
         pool.open()
         replaced.set()
 
