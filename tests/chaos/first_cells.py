@@ -86,7 +86,7 @@ class FirstCells:
                 what = self._round(frontend, number)
                 if self._random.random() < 0.25:
                     frontend.process.kill()
-                    eventually(lambda: not frontend.manager.is_alive())  # noqa: B023
+                    eventually(lambda: not frontend.manager.is_alive())
             left = left_after(lambda token=token: self._left(token), self._gone_s)  # type: ignore[misc]
             self.result.left += [f"{number}: {what}: {each}" for each in left]
             for process in carriers(token):
