@@ -16,7 +16,7 @@ import msgspec
 
 from taas_magic import messages, probe
 from taas_magic.config import Config, PoolConfig
-from taas_magic.engines.base import LOG, log_tail
+from taas_magic.engines.base import log_tail
 from taas_magic.errors import UsageError, reason_of
 from taas_magic.journal.folder import RunFolder
 from taas_magic.notebook import pools
@@ -98,7 +98,7 @@ def _run(run: Path | None) -> Iterator[str]:
 
 def _pool_logs(config: Config) -> Iterator[str]:
     for name in config.pools:
-        log = pools.named(name, config).process.folder / LOG
+        log = pools.named(name, config).folder.log
         if log.exists():
             yield f'\n## The end of the log of pool "{name}"'
             yield log_tail(log)
