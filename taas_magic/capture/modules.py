@@ -163,6 +163,13 @@ def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ..
     return (*found[:_MOST_DIFFERENCES], *rest)
 
 
+def is_shipped(name: str) -> bool:
+    """Return whether this process (a rank) imported a module from its shipped source."""
+    return isinstance(
+        getattr(getattr(sys.modules.get(name), "__spec__", None), "loader", 0), _Loader
+    )
+
+
 def claim_taas() -> bool:
     """Make `import taas` give `taas_magic.api` in this process and its forks.
 

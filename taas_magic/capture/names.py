@@ -185,10 +185,12 @@ class UsedNames:
         imports: Modules that the cell imports, in functions too.
         attributes: Attribute names that the cell looks up on anything.
         stores: Names that the cell sets or deletes, sooner or later.
+        updates: Those that one statement reads and sets: `total += 1`.
     """
 
     def __init__(self, stores: frozenset[str]) -> None:
         self.stores = stores
+        self.updates: set[str] = set()
         self.why: dict[str, str] = {}
         self.imports: set[str] = set()
         self.attributes: set[str] = set()
@@ -237,7 +239,9 @@ class UsedNames:
                 self._simple(node)
 
     def _simple(self, node: ast.stmt) -> None:
-        self._read(self._compiled(node).names)
+        use = self._compiled(node)
+        self.updates |= use.names & use.stores
+        self._read(use.names)
         for name in _assigned(node):
             self._defined.add(name)
             self._later.pop(name, None)
@@ -246,6 +250,7 @@ class UsedNames:
 
     def _define(self, node: _Definition) -> None:
         use = self._compiled(node)
+        self.updates |= (use.names & use.stores) - {node.name}
         reads_at_once = use.names if node.decorator_list else use.now
         self._read(reads_at_once)
         self._defined.add(node.name)

@@ -3,7 +3,7 @@
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import Struct, structs
 
 from taas_magic.capture import process_state
+from taas_magic.capture.changes import Watch
 from taas_magic.capture.culprit import Destination, type_name
 from taas_magic.capture.modules import ModuleSource, collect, install, needed_modules
 from taas_magic.capture.names import (
@@ -195,11 +196,13 @@ class Contents(Struct, frozen=True, kw_only=True):
         sources: Texts of this cell and of the cells that defined captured functions, by filename.
         submodules: Installed modules that the cell reaches through a package's attributes.
         stores: Names that the cell, or a function that travels, sets or deletes.
+        updates: Those of them that are set from their own value, or by a function.
     """
 
     cell: Cell
     captured: tuple[Captured, ...]
     stores: frozenset[str]
+    updates: frozenset[str]
     modules: dict[str, ModuleSource]
     sources: dict[str, CellSource]
     submodules: tuple[str, ...]
@@ -256,6 +259,16 @@ class LoadedPayload(Contents, frozen=True, kw_only=True):
             namespace[captured.name] = value
         process_state.apply(state)
 
+    def watch(self, namespace: Mapping[str, Any], out: Collection[str]) -> Watch:
+        """Return what tells which of the captured values a cell changes; after `load_into`.
+
+        Args:
+            out: Names that come back anyway.
+        """
+        by_size = sorted(self.captured, key=lambda captured: captured.size_bytes)
+        values = {captured.name: namespace[captured.name] for captured in by_size}
+        return Watch(values, out, self.stores, self.updates)
+
     def set_state(self) -> None:
         """Set the notebook's process state alone, where loaders run and none of the cell does."""
         install(self.modules)
@@ -311,6 +324,7 @@ def capture(
         cell=cell,
         captured=tuple(gathering.captured),
         stores=used.stores | pickler.stores,
+        updates=frozenset(used.updates | pickler.stores),
         modules=modules,
         sources=sources,
         submodules=_submodules(gathering.modules, used.attributes),

@@ -68,6 +68,7 @@ from taas_magic.messages import (
     RankTouched,
     RankUp,
 )
+from taas_magic.plan import name_of
 from taas_magic.store.guard import HELD_BY_PYTHON, Means, hold
 
 IMAGE_LIMIT_BYTES = 20_000_000
@@ -358,6 +359,8 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     except Exception as error:
         tracebacks.send(link, tracebacks.failure_of(error))
         return False
+    out = {name_of(text) for text in spec.share.plan.out}
+    watch = loaded.watch(namespace, out) if rank == 0 else None
     # made before the cell, which may change the environment
     scope = Scope(namespace, loaded.kept)
     sender = results.ResultSender(
@@ -375,6 +378,8 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     elif link.is_own and result.error_in_exec is not None:  # sys.exit(0)
         # fine if all ranks do, else a failure
         link.send(RankLeft(tracebacks.frames(result.error_in_exec)))
+    for text in watch.notes(shell.user_ns) if watch and link.is_own and failure is None else ():
+        link.send(Note(text=text))
     if link.is_own and result.error_before_exec is None:
         failed = failure is not None
         try:

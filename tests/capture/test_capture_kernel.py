@@ -394,6 +394,21 @@ def test_a_name_of_the_notebook_is_replaced_only_where_out_names_it(frontend: Fr
     frontend.run("assert scale(1) == 5")
 
 
+def test_changes_of_the_notebooks_values_are_told_where_they_do_not_come_back(
+    frontend: Frontend,
+) -> None:
+    frontend.run("import torch\nlosses, total, net = [], 0, torch.nn.Linear(2, 1)")
+    body = "losses.append(1)\ntotal += 1\nnet.eval()(torch.ones(1, 2))\nunset = net"
+    shown = str(frontend.outputs[frontend.run(f"%%taas --gpus 2\n{body}")])
+    assert (
+        "losses, total were changed in the ranks, not in the notebook; --out losses,total brings "
+        "them back" in shown
+    )
+    shown = str(frontend.outputs[frontend.run(f"%%taas --gpus 2 --out losses,total\n{body}")])
+    assert "changed in the ranks" not in shown
+    frontend.run("assert losses == [1] and total == 1")
+
+
 SLOTS = """
 import abc, dataclasses
 @dataclasses.dataclass(slots=True)

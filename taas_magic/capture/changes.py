@@ -1,0 +1,291 @@
+"""Which of the notebook's values a cell has changed in rank 0.
+
+A plain cell would have left them changed; here the notebook keeps what it had. So they are named,
+once a run. What costs too much to compare, and what cannot be compared without running other code,
+is not watched.
+"""
+
+import functools
+import hashlib
+import pickle
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from enum import Enum
+from typing import Any
+
+from taas_magic.capture.modules import is_shipped
+from taas_magic.capture.reducers import LruCache
+
+_BUDGET = 10_000
+"""What comparing all values may cost, before the cell and again after it: about 10 ms.
+
+Counted and not timed, so that the same values are watched on a busy machine.
+"""
+
+_TENSOR_COST = 10
+_OBJECT_COST = 3
+_BYTES_PER_COST = 200
+_WHOLE_BYTES = 4096
+_SAMPLES = 64
+"""Of a tensor or an array that is larger than `_WHOLE_BYTES` so many elements are compared."""
+
+_PLAIN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, type(None))
+_BY_PICKLE = {"collections", "datetime", "pathlib", "decimal", "fractions", "pandas"}
+_BY_PICKLE |= {"types", "argparse", "numpy"}
+_LISTED = 5
+
+State = tuple[Any, ...]
+
+
+class Watch:
+    """The values of a payload as they were before the cell.
+
+    Args:
+        values: The notebook's values, by name, the cheap ones first.
+        out: Names of `--out`, which come back anyway.
+        stores: Names that the cell sets.
+        updates: Those of them that it sets from their own value (`total += 1`).
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        out: Collection[str],
+        stores: Collection[str],
+        updates: Collection[str],
+    ) -> None:
+        self._known = {id(part) for name in out for part in _tensors_of(values.get(name))}
+        self._before: dict[str, bytes] = {}
+        self._held: dict[str, Callable[[], Any]] = {}
+        budget = _Budget()
+        for name, value in values.items():
+            if name in out or name.startswith("_") or issubclass(type(value), types.ModuleType):
+                continue
+            is_set_anew = name in stores and not (name in updates and type(value) in _PLAIN)
+            if is_set_anew:  # then the variable has another value after the cell
+                with suppress(TypeError):  # a list, say
+                    self._held[name] = weakref.ref(value)
+            if not is_set_anew or name in self._held:
+                described = _described(value, self._known, budget)
+                if described is not None:
+                    self._before[name] = described
+
+    def notes(self, namespace: Mapping[str, Any]) -> list[str]:
+        """Return what to say of the values that the cell has changed: one line, or none."""
+        names = self._changed(namespace)
+        classes = [name for name in names if isinstance(namespace[name], type)]
+        values = [name for name in names if name not in classes]
+        parts = [_said(values)] if values else []
+        if classes:
+            listed = ", ".join(classes[:_LISTED])
+            parts.append(
+                f"class attributes of {listed} were changed in the ranks and stay there: set them "
+                "in the notebook"
+            )
+        return ["; ".join(parts)] if parts else []
+
+    def _changed(self, namespace: Mapping[str, Any]) -> list[str]:
+        found = []
+        budget = _Budget()
+        for name, before in self._before.items():
+            held = self._held.get(name)
+            if held is None and name not in namespace:
+                continue
+            value = namespace[name] if held is None else held()
+            after = _described(value, self._known, budget)
+            if after is not None and after != before and not (held and value is None):
+                found.append(name)
+        return found
+
+
+def _said(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    was, them = ("was", "it") if len(names) == 1 else ("were", "them")
+    shown = names[:_LISTED]
+    return (
+        f"{', '.join(shown)}{more} {was} changed in the ranks, not in the notebook; "
+        f"--out {','.join(shown)} brings {them} back"
+    )
+
+
+class _NotWatchedError(Exception):
+    """Comparing the values costs too much."""
+
+
+class _Budget:
+    def __init__(self) -> None:
+        self._left = _BUDGET
+
+    def spend(self, cost: int) -> None:
+        self._left -= cost
+        if self._left < 0:
+            raise _NotWatchedError
+
+
+class _Digest:
+    """A file that keeps a digest of what is written."""
+
+    def __init__(self, budget: _Budget) -> None:
+        self._hash, self._budget = hashlib.blake2b(), budget
+
+    def write(self, data: Any) -> None:
+        self._budget.spend(memoryview(data).nbytes // _BYTES_PER_COST)
+        self._hash.update(data)
+
+    def value(self) -> bytes:
+        return self._hash.digest()
+
+
+def _described(value: Any, known: Collection[int], budget: _Budget) -> bytes | None:
+    """Return a digest of a value's content; None if it cannot be watched."""
+    digest = _Digest(budget)
+    try:
+        _Describer(digest, known, budget).dump(value)
+    except Exception:  # what a value is made of may raise anything
+        return None
+    return digest.value()
+
+
+class _Describer(pickle.Pickler):
+    """Writes what of a value a cell may change; it runs none of the user's code."""
+
+    def __init__(self, digest: _Digest, known: Collection[int], budget: _Budget) -> None:
+        super().__init__(digest, protocol=5)
+        self._known, self._budget = known, budget
+
+    def reducer_override(self, obj: Any) -> Any:
+        is_array = type(obj).__module__.partition(".")[0] in ("torch", "numpy")
+        self._budget.spend(_TENSOR_COST if is_array else _OBJECT_COST)
+        if obj is _loaded:
+            return NotImplemented
+        if id(obj) in self._known:
+            return _loaded, ("comes back",)
+        described = _description(obj)
+        return described if described is NotImplemented else (_loaded, described)
+
+
+def _loaded(*described: Any) -> None:
+    """Stand for a value in a description, which nobody loads."""
+
+
+def _description(obj: Any) -> Any:
+    """Return what is compared of an object; of what is not watched only its class."""
+    import torch
+
+    kind = type(obj)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    match obj:
+        case torch.Tensor():
+            return name, str(obj.dtype), tuple(obj.shape), _sample_of_tensor(obj)
+        case torch.nn.Module():
+            return name, *_parts_of_module(obj)
+        case torch.optim.Optimizer():
+            groups = [{**group, "params": None} for group in obj.param_groups]
+            params = [it for group in obj.param_groups for it in group["params"]]
+            samples = [_sample_of_tensor(param) for param in params]
+            return name, groups, samples, [obj.state.get(param) for param in params]
+        case types.FunctionType():
+            return name, *_parts_of_function(obj)
+        case types.MethodType():
+            return name, obj.__func__, obj.__self__
+        case functools.partial():
+            return name, obj.func, obj.args, obj.keywords
+        case type():
+            return (name, obj.__qualname__, _attributes_of_class(obj))
+        case Enum():
+            return name, obj.name
+        case _ if kind is LruCache:
+            return name, obj.__wrapped__
+        case _ if name == "numpy.ndarray":
+            return name, obj.dtype.str, obj.shape, _sample_of_array(obj)
+        case _ if kind.__module__.partition(".")[0] in _BY_PICKLE:
+            return NotImplemented
+        case _ if is_users(kind):
+            return name, _attributes(obj), *_items(obj)
+    return (name,)
+
+
+def is_users(kind: type) -> bool:
+    """Return whether a class is the notebook's or the project's."""
+    return kind.__module__ == "__main__" or is_shipped(kind.__module__)
+
+
+def _sample_of_tensor(tensor: Any) -> State:
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return ()
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() * flat.element_size() > _WHOLE_BYTES:
+        flat = flat[:: flat.numel() // _SAMPLES]
+    return (flat.cpu().contiguous().view(torch.uint8).numpy().tobytes(),)
+
+
+def _sample_of_array(array: Any) -> Any:
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.ravel(order="K")
+    if flat.nbytes > _WHOLE_BYTES:
+        flat = flat[:: max(1, flat.size // _SAMPLES)]
+    return flat.tolist() if flat.dtype.hasobject else flat.tobytes()
+
+
+def _parts_of_module(module: Any) -> State:
+    """Return a module's tensors, its children, and its plain attributes but for its mode."""
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if name[0] != "_" and name != "training" and not callable(value)
+    }
+    parameters = dict(module.named_parameters(recurse=False))
+    buffers = dict(module.named_buffers(recurse=False))
+    return parameters, buffers, dict(module.named_children()), own
+
+
+def _parts_of_function(function: types.FunctionType) -> State:
+    if function.__module__ != "__main__" and not is_shipped(function.__module__ or ""):
+        return (function.__qualname__,)
+    contents = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not set yet
+            contents.append(cell.cell_contents)
+    defaults = (function.__defaults__, function.__kwdefaults__)
+    return function.__qualname__, contents, vars(function), defaults
+
+
+def _attributes_of_class(cls: type) -> dict[str, Any]:
+    if not is_users(cls) or issubclass(cls, Enum):
+        return {}
+    plain = {name: v for name, v in vars(cls).items() if not name.startswith("__")}
+    return {name: v for name, v in plain.items() if type(v) in _PLAIN}
+
+
+def _attributes(obj: Any) -> dict[str, Any]:
+    """Return an instance's attributes, without those that a `cached_property` has made."""
+    kind = type(obj)
+    found = dict(getattr(obj, "__dict__", {}))
+    for base in kind.__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, functools.cached_property):
+                found.pop(name, None)
+            elif isinstance(member, types.MemberDescriptorType):
+                with suppress(AttributeError):  # not set
+                    found[name] = member.__get__(obj, kind)
+    return found
+
+
+def _items(obj: Any) -> Iterator[Any]:
+    """Yield what an instance of a class derived from a container holds."""
+    kinds: tuple[Any, ...] = (list, tuple, dict, set, frozenset)
+    for kind in kinds:
+        if isinstance(obj, kind):
+            yield list(kind.items(obj) if kind is dict else kind.__iter__(obj))
+
+
+def _tensors_of(value: Any) -> Iterator[Any]:
+    """Yield the parts of what comes back by `--out` that other values may hold, too."""
+    import torch
+
+    yield value
+    if isinstance(value, torch.nn.Module):
+        yield from (*value.modules(), *value.parameters(), *value.buffers())

@@ -1,0 +1,145 @@
+"""Which changes of the notebook's values a cell is told of, and which not."""
+
+import argparse
+import collections
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from taas_magic.capture.changes import Watch
+
+
+class Meter:
+    """What a notebook's class may be."""
+
+    __module__ = "__main__"
+    __slots__ = ("__dict__", "slot")
+    total = 0
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.slot = 1
+
+    @functools.cached_property
+    def lazy(self) -> int:
+        return 3
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+
+
+def counter() -> Callable[[], None]:
+    count = 0
+
+    def add() -> None:
+        nonlocal count
+        count += 1
+
+    add.__module__ = "__main__"
+    return add
+
+
+def train(model: torch.nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+
+
+def said(value: Any, change: Callable[[Any], object], **names: Any) -> str:
+    """Return what is said when a cell changes `value`."""
+    namespace = {"value": value}
+    watch = Watch(namespace, **{"out": (), "stores": (), "updates": (), **names})
+    change(namespace["value"])
+    return "".join(watch.notes(namespace))
+
+
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "list": (list, lambda it: it.append(1)),
+    "nested": (lambda: {"a": [{}]}, lambda it: it["a"][0].update(b=1)),
+    "defaultdict": (lambda: collections.defaultdict(list), lambda it: it["a"].append(1)),
+    "namespace": (argparse.Namespace, lambda it: setattr(it, "x", 1)),
+    "instance": (Meter, lambda it: it.add(1)),
+    "slot": (Meter, lambda it: setattr(it, "slot", 2)),
+    "method": (lambda: Meter().add, lambda it: it(1)),
+    "closure": (counter, lambda it: it()),
+    "tensor": (lambda: torch.zeros(2), lambda it: it.add_(1)),
+    "large tensor": (lambda: torch.zeros(10**6), lambda it: it.add_(1)),
+    "array": (lambda: np.zeros((3, 3)).T, lambda it: it.__setitem__((1, 1), 1)),
+    "model": (lambda: torch.nn.Linear(100, 100), train),
+    "statistics": (lambda: torch.nn.BatchNorm1d(2), lambda it: it(torch.rand(4, 2))),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_value_that_has_changed_is_named(what: str) -> None:
+    make, change = CHANGES[what]
+    assert (
+        said(make(), change)
+        == "value was changed in the ranks, not in the notebook; --out value brings it back"
+    )
+    assert said(make(), change, out=["value"]) == ""
+
+
+def test_what_was_only_used_is_not_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(100, 2), torch.nn.Dropout())
+    unchanged: dict[str, tuple[Any, Callable[[Any], object]]] = {
+        "evaluated": (model, lambda it: it.eval()(torch.ones(1, 100))),
+        "hooked": (model, lambda it: it.register_forward_hook(lambda *args: None)),
+        "cached": (Meter(), lambda it: it.lazy),
+        "memoized": (functools.lru_cache(counter()), lambda it: None),
+        "iterated": ([1, 2], lambda it: list(it)),
+        "generator": (torch.Generator(), lambda it: torch.rand(1, generator=it)),
+        "lock": ({"a": object()}, lambda it: it["a"].__hash__()),
+    }
+    assert {name: said(*case) for name, case in unchanged.items()} == dict.fromkeys(unchanged, "")
+
+
+def test_a_variable_that_is_set_from_itself_is_named_and_one_that_is_set_anew_is_not() -> None:
+    cases: list[tuple[list[str], list[str]]] = [(["value"], ["value was changed"]), ([], [])]
+    for updates, expected in cases:
+        namespace: dict[str, Any] = {"value": 1}
+        watch = Watch(namespace, (), {"value"}, updates)
+        namespace["value"] += 1
+        assert [note[:17] for note in watch.notes(namespace)] == expected
+
+
+def test_a_model_that_the_cell_wraps_is_watched_all_the_same() -> None:
+    namespace: dict[str, Any] = {"model": torch.nn.Linear(100, 2)}
+    for steps in (0, 1):
+        watch = Watch(namespace, (), {"model"}, {"model"})
+        wrapped = namespace["model"] = torch.nn.Sequential(namespace["model"])
+        for _ in range(steps):
+            train(wrapped)
+        assert len(watch.notes(namespace)) == steps
+
+
+def test_an_optimizer_of_a_model_that_comes_back_is_named() -> None:
+    """Without it the notebook's optimizer would go on with the old model's parameters."""
+    model = torch.nn.Linear(100, 2)
+    namespace = {"model": model, "kept": [model], "optimizer": torch.optim.SGD(model.parameters())}
+    watch = Watch(namespace, ["model"], (), ())
+    train(model)
+    [note] = watch.notes(namespace)
+    assert note.startswith("optimizer was changed")
+
+
+def test_changes_of_a_class_do_not_come_back() -> None:
+    assert "class attributes of value were changed in the ranks and stay there" in said(
+        Meter, lambda it: setattr(it, "total", 1)
+    )
+    Meter.total = 0
+
+
+def test_what_is_large_or_raises_costs_nothing_and_says_nothing() -> None:
+    class Refusing(dict[str, int]):
+        __module__ = "__main__"
+
+        def __getattribute__(self, name: str) -> Any:
+            raise ValueError(name)
+
+    assert said(list(range(10**6)), lambda it: it.append(1)) == ""
+    assert said(Refusing(), lambda it: None) == ""
