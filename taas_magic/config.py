@@ -27,15 +27,22 @@ from taas_magic.leases import LEAST_FETCH_S, FetchLease
 
 FILE_NAME = "taas.toml"
 LOCAL = "local"
+MOST_BYTES = 1 << 60
+"""The largest size that a flag or a setting may have."""
 
 _GPU_POOL = re.compile(r"g\d+\.\d+")
+_CLOSE = 0.7
+"""How alike two names must be for one to be suggested for the other, from 0 to 1."""
+
 _MODULE = r"^[^\W\d]\w*(\.\w+)*\Z"
 _T = TypeVar("_T", bound=Struct)
 
 # What a key may hold, and what is said of one that holds something else.
-_Whole = Annotated[int, Meta(ge=1, description="a whole number from 1")]
-_WholeOrZero = Annotated[int, Meta(ge=0, description="a whole number from 0")]
-_Size = Annotated[int, Meta(ge=1, description='a size such as "4GiB", "500MB" or 1000000')]
+_Whole = Annotated[int, Meta(ge=1, le=10**9, description="a whole number from 1")]
+_WholeOrZero = Annotated[int, Meta(ge=0, le=10**9, description="a whole number from 0")]
+_Size = Annotated[
+    int, Meta(ge=1, le=MOST_BYTES, description='a size such as "4GiB", "500MB" or 1000000')
+]
 _Seconds = Annotated[float, Meta(gt=0, lt=1e9, description="a number of seconds above 0")]
 _SecondsOrZero = Annotated[float, Meta(ge=0, lt=1e9, description="a number of seconds from 0")]
 _FetchSeconds = Annotated[
@@ -201,8 +208,9 @@ class Config(Struct, frozen=True):
 
 def closest(word: str, possible: Iterable[str]) -> str:
     """Return ` (did you mean "x"?)`, or nothing where no word is near."""
-    near = difflib.get_close_matches(word, list(possible), n=1)
-    return f' (did you mean "{near[0]}"?)' if near else ""
+    by_name = {name.lstrip("-"): name for name in possible}  # all flags have their dashes alike
+    near = difflib.get_close_matches(word.lstrip("-"), by_name, n=1, cutoff=_CLOSE)
+    return f' (did you mean "{by_name[near[0]]}"?)' if near else ""
 
 
 if sys.version_info >= (3, 11):
@@ -245,6 +253,8 @@ def load_config(folder: Path) -> Config:
         values = tomllib.loads(_read_own(path))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise UsageError(f"{path} cannot be read: its brackets are nested too deeply") from error
     return parse(values, path)
 
 
@@ -262,7 +272,7 @@ def _read_own(path: Path) -> str:
         for place, status in seen:
             if why := _why_foreign(place, status):
                 raise UsageError(
-                    f"{path} is not believed, as it may name programs to run: {why}, "
+                    f"{path} is not trusted, as it may name programs to run: {why}, "
                     "or keep it in ~/.config/taas"
                 )
         return file.read()
@@ -333,7 +343,10 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(text)
-    return int(float(match[1]) * _SIZE_FACTORS[(match[2] or "").lower()])
+    n_bytes = float(match[1]) * _SIZE_FACTORS[(match[2] or "").lower()]
+    if n_bytes > MOST_BYTES:
+        raise ValueError(text)
+    return int(n_bytes)
 
 
 def size_text(n_bytes: float, base: int = 1000) -> str:
@@ -387,8 +400,10 @@ def _pool(name: str, table: object, source: Path) -> PoolConfig:
         raise UsageError(
             f'{where} engine needs "local", as pool "local" is this machine; got {pool.engine!r}'
         )
-    if (pool.engine == "ssh") != bool(pool.hosts):
-        raise UsageError(f'{where}: hosts = ["host1", …] and engine = "ssh" belong together')
+    if pool.engine == "ssh" and not pool.hosts:
+        raise UsageError(f'{where}: engine "ssh" needs hosts = ["host1", …]')
+    if pool.hosts and pool.engine != "ssh":
+        raise UsageError(f'{where}: hosts needs engine = "ssh"; got engine {pool.engine!r}')
     if pool.hosts and "max_hosts" not in given:
         pool = structs.replace(pool, max_hosts=len(pool.hosts))
     if pool.engine != "local" and "idle_timeout_s" not in given:

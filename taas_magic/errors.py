@@ -2,6 +2,7 @@
 
     TaasError
     ├── UsageError            the cell's head, a flag, a name, taas.toml: nothing was started
+    │   └── RegistrationError a loader that taas.register refuses; a TypeError and a ValueError, too
     ├── CellSyntaxError       the cell is not Python: nothing was started
     ├── CaptureError          the notebook holds something that cannot travel: nothing was started
     ├── ResultError           the run succeeded, but a name of --out could not come back
@@ -32,6 +33,10 @@ class TaasError(Exception):
 
 class UsageError(TaasError):
     """Words that cannot be carried out; the message is one line and lists what is possible."""
+
+
+class RegistrationError(UsageError, TypeError, ValueError):
+    """A loader cannot be registered or unregistered; the message is one line and says why."""
 
 
 class CellSyntaxError(TaasError):

@@ -30,6 +30,7 @@ class Failure(Struct, kw_only=True, frozen=True):
     pid: int | None = None
     how: str = ""
     etype: str = ""
+    etype_module: str = ""
     message: str = ""
     traceback: list[str] = []
     stack: list[str] = []
@@ -228,10 +229,15 @@ class StateChanged(Event, tag="state", kw_only=True):
 
 
 class RanksStarted(Event, tag="started", kw_only=True):
-    """The ranks of a host have started."""
+    """The ranks of a host have started.
+
+    Attributes:
+        gpus: GPUs that they hold: as many as there are ranks, as far as the host has them.
+    """
 
     attempt: int = 0
     pids: dict[int, int] = {}
+    gpus: int = 0
 
 
 class Lines(RankEvent, tag="lines", kw_only=True):
@@ -427,12 +433,14 @@ class RankRaised(RankMessage, tag="raised"):
 
     Attributes:
         is_logged: Whether the rank has already written the traceback to its log.
+        etype_module: The module that defines the exception's type.
     """
 
     etype: str
     message: str
     traceback: list[str]
     is_logged: bool = False
+    etype_module: str = ""
 
 
 class RankShowed(RankMessage, tag="showed"):
@@ -917,7 +925,10 @@ def event_of(packed: bytes) -> Event:
     Raises:
         msgspec.DecodeError: It is none.
     """
-    return cleaned(_event_of(packed))
+    try:
+        return cleaned(_event_of(packed))
+    except RecursionError as error:
+        raise msgspec.DecodeError("it is nested too deeply") from error
 
 
 of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
@@ -943,7 +954,10 @@ def unpack(packed: bytes, kind: type[_T]) -> _T:
     Raises:
         ValueError: It is no such value.
     """
-    return msgspec.convert(json.loads(packed), kind, str_keys=True)
+    try:
+        return msgspec.convert(json.loads(packed), kind, str_keys=True)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def to_bytes(value: object) -> bytes:

@@ -375,8 +375,9 @@ def _check_fits(
         raise UsageError(f"{where} allows 1 to {most} {kind}{each}; you asked for {asked}")
     if flags.gpus % n_hosts and not flags.uneven_hosts:
         raise UsageError(
-            f"{flags.gpus} ranks do not divide evenly over {n_hosts} hosts of {per_host}: ask for "
-            f"a multiple of {n_hosts}, or add --uneven-hosts"
+            f"{flags.gpus} ranks do not divide evenly over {n_hosts} hosts with {per_host} "
+            f"{'GPUs' if host.gpus else 'CPU processes'} each: ask for a multiple of {n_hosts}, or "
+            "add --uneven-hosts"
         )
 
 

@@ -24,7 +24,7 @@ from taas_magic.capture.pickling import ValuePickler
 from taas_magic.config import DataConfig
 from taas_magic.data import service
 from taas_magic.data.sharding import UNEVEN, Uneven
-from taas_magic.errors import CaptureError, UsageError
+from taas_magic.errors import CaptureError, RegistrationError, UsageError
 from taas_magic.host.cell_main import PAYLOAD
 from taas_magic.plan import Plan
 
@@ -123,9 +123,8 @@ def register(
         The loader, so that `loader = taas.register(DataLoader(...))` works.
 
     Raises:
-        TypeError: It cannot be iterated, something in it cannot be pickled, or it deals its data to
-            ranks itself.
-        ValueError: `uneven` is none of these.
+        RegistrationError: It is not iterable, something in it cannot be pickled, it deals its data
+            to ranks itself, or `uneven` is none of these. A TypeError and a ValueError, too.
         UsageError: The name is too long.
         RuntimeError: This is a rank.
     """
@@ -175,13 +174,13 @@ def unregister(loader: Any) -> None:
     """Take a loader, given itself or by its name, out again.
 
     Raises:
-        ValueError: It is not registered.
+        RegistrationError: It is not registered; a ValueError, too.
     """
     by_name = {name: entry.loader for name, entry in registered().items()}
     found = by_name.get(loader) if isinstance(loader, str) else loader
     if not is_registered(found):
         have = ", ".join(sorted(by_name)) or "none"
-        raise ValueError(f"unregister: this loader is not registered; registered: {have}")
+        raise RegistrationError(f"unregister: this loader is not registered; registered: {have}")
     del _registered[id(found)]
 
 
@@ -247,24 +246,27 @@ def serve(
 
 
 def _check_kind(loader: Any, uneven: str) -> None:
-    kind = type(loader).__name__
+    name = type(loader).__name__
+    kind = f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
     if not hasattr(loader, "__iter__"):
-        raise TypeError(f"register: a {kind} cannot be iterated; give it a DataLoader")
+        raise RegistrationError(f"register: {kind} is not iterable; give it a DataLoader")
     if isinstance(loader, Iterator):
-        raise TypeError(f"register: a {kind} can be iterated only once; give it what it came from")
+        raise RegistrationError(
+            f"register: {kind} can be iterated only once; give it what it came from"
+        )
     if type(loader) in _BUILT_IN:
-        raise TypeError(
-            f"register: a {kind} would reach every rank whole; register a DataLoader of it "
+        raise RegistrationError(
+            f"register: {kind} would reach every rank whole; register a DataLoader of it "
             "(DataLoader(data, batch_size=None) where its elements are the batches)"
         )
     if (module := _iterated_by(type(loader))) is not None:
-        raise TypeError(
-            f"register: {kind} is a DataLoader with an `__iter__` of its own ({module}), which "
+        raise RegistrationError(
+            f"register: {name} is a DataLoader with an `__iter__` of its own ({module}), which "
             "fetchers do not run. Register the DataLoader without it and do its work in the cell, "
             "or in the dataset or collate_fn"
         )
     if uneven not in UNEVEN:
-        raise ValueError(
+        raise RegistrationError(
             f"register: uneven needs {', '.join(UNEVEN[:-1])} or {UNEVEN[-1]}; got {uneven!r}"
         )
 
@@ -282,7 +284,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
     """Check that a loader can go to fetchers; return where its sampler and generator stand.
 
     Raises:
-        TypeError: It cannot travel; the message has the path to what cannot.
+        RegistrationError: It cannot travel; the message has the path to what cannot.
     """
     from taas_magic.data import dataset
 
@@ -293,7 +295,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
         _pickled(name, dataset.parts_of(loader))
         return dataset.order_start(loader)
     except CaptureError as error:
-        raise TypeError(f"register: {error}") from None  # it says all, in one line
+        raise RegistrationError(f"register: {error}") from None  # it says all, in one line
 
 
 def _pickled(name: str, parts: "LoaderParts") -> bytes:

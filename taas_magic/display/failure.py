@@ -5,8 +5,10 @@ and everything is bounded: a message of a megabyte must not reach the browser.
 """
 
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from msgspec import structs
 
@@ -215,3 +217,21 @@ def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreEr
         rank=first.rank if first else None,
         etype=first.etype if first else "",
     )
+
+
+def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseException | None:
+    """Return an exception of the type that a rank raised; None if this process has no such type.
+
+    Only a type counts that the notebook, or a module that is already imported, has under that name.
+    No code of the type runs: the exception has the message as its argument, and no attributes.
+    """
+    if failure is None or not failure.etype:
+        return None
+    module = sys.modules.get(failure.etype_module)
+    names = notebook if failure.etype_module == "__main__" else vars(module) if module else {}
+    kind = names.get(failure.etype)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return None
+    built_in: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    made: BaseException = built_in.__new__(kind, failure.message)
+    return made

@@ -82,17 +82,17 @@ class RunState:
     """What is known of a run, folded from its events in the notebook's kernel.
 
     Attributes:
-        gpus: GPUs that the run holds; 0 for CPU ranks.
-        held_gpu_s: GPUs times seconds, of the time before the run grew.
+        gpus: GPUs that the run holds, as its hosts count them; 0 for CPU ranks.
+        held_gpu_s: GPUs times seconds, of the time before their number changed.
         began: When the run began, on the caller's clock.
         world_size: Ranks in all; the plan's, until the run grows.
         hosts: Those of the newest attempt; until one of them starts its ranks, those before.
         hosts_attempt: The attempt that they are of.
-        up_since: When its first ranks started, or when it grew last, on that clock; infinity
-            before.
+        up_since: When its first ranks started, or when the number of its GPUs changed last, on
+            that clock; infinity before.
         ended_at: When it ended, on that clock; infinity before.
         elapsed_s: How long it took, where its end says so.
-        hangs: By host, when it said that none of its ranks comes forward, and where they stand.
+        hangs: By host, when it reported that none of its ranks makes progress, and their stacks.
     """
 
     plan: Plan
@@ -193,8 +193,11 @@ class RunState:
         return self.held_gpu_s + self.gpus * max(0.0, min(now, self.ended_at) - self.up_since)
 
     def _started(self, event: RanksStarted, now: float) -> None:
+        gpus = self.gpus + event.gpus
         if event.attempt > self.hosts_attempt:  # others may have taken the place of some
             self.hosts, self.hosts_attempt = [], event.attempt
+            gpus = event.gpus
+        self._hold(gpus, now)
         if event.host and event.host not in self.hosts:
             self.hosts.append(event.host)
         self.up.update(event.pids)
@@ -213,15 +216,17 @@ class RunState:
         self.restarts = event.attempt
         self.restart_cause = headline(event.failure) if event.failure else event.cause
         if event.world_size is not None:
-            self._grown(event.world_size, now)
+            self.world_size = event.world_size
         self.first = None
         for known in (self.up, self.hangs, self.settled, self.failures):
             known.clear()
 
-    def _grown(self, world_size: int, now: float) -> None:
+    def _hold(self, gpus: int, now: float) -> None:
+        """Count other GPUs from now on."""
         self.held_gpu_s = self.gpu_seconds(now)
-        self.up_since = max(self.up_since, now)
-        self.world_size, self.gpus = world_size, world_size if self.gpus else 0
+        if self.up_since < math.inf:
+            self.up_since = max(self.up_since, now)
+        self.gpus = gpus
 
 
 def text(state: RunState, now: float) -> str:
@@ -501,7 +506,7 @@ def hang_lines(rows: Sequence[RankStand], now: float) -> list[str]:
     """Return what the head's text says of a run that hangs, since when by the clock of `now`."""
     table = columns([_HANG_HEAD, *_hang_cells(rows, now)])
     still = duration(now - max(row.since for row in rows))
-    title = f"no rank has come forward for {still} (%taas stacks shows all threads):"
+    title = f"no rank has made progress for {still} (%taas stacks shows all threads):"
     return [title, *(f"    {line}" for line in table)]
 
 

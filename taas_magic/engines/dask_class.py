@@ -56,6 +56,13 @@ class DaskClassEngine(Engine):
                 f"is not installed here: pip install '{extra}'"
             )
 
+        processes = pool.options.get("processes", 1)
+        if package == _BATCH_PACKAGE and processes != 1:
+            raise UsageError(
+                f'pool "{pool.name}": a Dask job is one host here: remove processes, use '
+                f"gpus = {processes}"
+            )
+
     def capacity(self) -> HostCapacity:
         """Return the values of taas.toml; without them, no GPU and this machine's cores.
 
@@ -188,12 +195,7 @@ def batch_options(
         system: dask-jobqueue's name of the batch system.
         folder: The pool's private folder. Hosts must share it: it holds the keys (0600) and the
             output of jobs.
-
-    Raises:
-        UsageError: The options ask for several Dask workers in one job.
     """
-    if options.get("processes", 1) != 1:
-        raise UsageError(f'pool "{pool.name}": a job is one host: processes must be 1')
     jobs = folder / "jobs"
     jobs.mkdir(mode=0o700, exist_ok=True)
     defaults = {

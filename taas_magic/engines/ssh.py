@@ -248,7 +248,8 @@ class _SshHost(Host):
             return ""
         if not connection.is_open:
             error = connection.transport.get_exception()
-            return f"its SSH connection broke ({error or 'closed by the host'})"
+            why = str(error) if error is not None else "the host closed it"
+            return "its SSH connection broke" + (f" ({why})" if why else "")
         last = command.tail.rpartition("\n")[2]
         return f"its agent ended: {last}" if last else "its agent ended"
 

@@ -145,7 +145,8 @@ def head(state: FarmState) -> str:
 
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     """Return nodes, then jobs: those that run, that failed, that ended last."""
-    nodes = [n for n in list(state.nodes.values()) if n.state != "left"]
+    there = [] if state.is_closed else list(state.nodes.values())
+    nodes = [n for n in there if n.state != "left"]
     found = [(n.node, n.state, n.host, n.why.partition("\n")[0]) for n in nodes[-SHOWN_JOBS:]]
     order = {"running": 0, "failed": 1, "cancelled": 2, "done": 3, "queued": 4}
     jobs = sorted(reversed(list(state.jobs.values())), key=lambda job: order[job.state])

@@ -72,6 +72,11 @@ class Federation:
         magics = _magics()
         settings = magics.settings()
         pool = settings.pool(self.pool)
+        if unknown := sorted(set(self.per_host) - set(pool.hosts or self.per_host)):
+            raise UsageError(
+                f'per_host names {", ".join(unknown)}; the hosts of pool "{pool.name}" are '
+                f"{', '.join(pool.hosts)}"
+            )
         pair = certificate.make("taas-magic federation")
         terms = Terms(*pair, secrets.token_urlsafe(32), self.per_host, config or {})
         names = {TERMS: terms, SERVER_APP: server_app, CLIENT_APP: client_app}

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from taas_magic import messages
+from taas_magic import messages, probe
 from taas_magic.data import service
 from taas_magic.errors import PoolError, TaasError, signal_name
 from taas_magic.host import forkserver, link, rendezvous, stacks
@@ -232,7 +232,8 @@ class Attempt:
             self._processes[rank] = forkserver.start(RANK, about, environ)
         pids = {rank: process.pid for rank, process in self._processes.items()}
         self.ranks.started(pids)
-        self._emit(RanksStarted(attempt=spec.attempt, pids=pids))
+        gpus = min(len(pids), probe.count_gpus())
+        self._emit(RanksStarted(attempt=spec.attempt, pids=pids, gpus=gpus))
 
     @property
     def sentinels(self) -> list[int]:

@@ -284,6 +284,7 @@ def _heartbeat(link: Link, fed: Feed | None) -> Iterator[None]:
     Where it stands is said in full when asked, what it was handed once more at the block's end.
     """
     main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
+    meeting = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
 
     def report() -> None:
         if fed is not None and (counts := fed.counts()):
@@ -293,6 +294,8 @@ def _heartbeat(link: Link, fed: Feed | None) -> Iterator[None]:
         while not ended.is_set():
             if link.is_asked(RANK_BEAT_S):
                 link.send(RankSight(tracebacks.threads(main), _pending()))
+                if why := _why_nobody_comes(meeting):
+                    link.send(Note(text=why))
                 continue
             begun, spins = _progress()
             stack = tracebacks.where(main)
@@ -309,6 +312,23 @@ def _heartbeat(link: Link, fed: Feed | None) -> Iterator[None]:
         ended.set()
         with reporting:  # what the thread has counted before must not be this rank's last word
             report()
+
+
+def _why_nobody_comes(meeting: Mapping[str, str]) -> str:
+    """Return why ranks wait for one another if the cell chose another place to meet; "" if not.
+
+    Args:
+        meeting: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
+    """
+    changed = [name for name, value in meeting.items() if os.environ.get(name) != value]
+    if not changed or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return ""
+    names = " and ".join(changed)
+    return (
+        f"the program has changed {names} while TORCHELASTIC_USE_AGENT_STORE is set: then no rank "
+        f"listens there, and all wait. Leave {names} unchanged, or delete "
+        "TORCHELASTIC_USE_AGENT_STORE from os.environ first"
+    )
 
 
 def _recorded(details: bool) -> dict[str, dict[str, Any]]:
@@ -481,6 +501,14 @@ def _draw_bars_as_text() -> None:
         setattr(module, name, text.trange)
 
 
+def _find_the_notebooks_folder() -> None:
+    """Have hydra's `initialize(config_path=…)` look in the notebook's folder.
+
+    It does so in a shell whose class has the name of a Jupyter kernel's.
+    """
+    vars(sys.modules["hydra._internal.utils"])["is_notebook"] = lambda: True
+
+
 def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a display, by MIME type, without the forms that are too large for a browser."""
     kept, notes = {}, []
@@ -607,6 +635,7 @@ class RankShell(InteractiveShell):
         # Python's own: IPython's exit and quit take no exit code, its open no descriptor below 3
         main.__dict__.update({name: vars(builtins)[name] for name in ("exit", "quit")})
         del main.__dict__["open"]
+        main.__dict__["_dh"] = [os.getcwd()]  # where hydra finds a notebook's folder
         self._at_start = dict(main.__dict__)
         self.link, self.shows = link, shows
         self.colors = colors
@@ -617,6 +646,7 @@ class RankShell(InteractiveShell):
             sys.__dict__.pop(name, None)
         sys.stdin, sys.breakpointhook = _NoKeyboard(), _refuse_breakpoint
         when_imported("tqdm.notebook", _draw_bars_as_text)
+        when_imported("hydra._internal.utils", _find_the_notebooks_folder)
         return main.__dict__
 
     def run(self, cell: Cell, sources: Mapping[str, CellSource]) -> ExecutionResult:

@@ -75,7 +75,8 @@ def failure_of(error: BaseException, text: str | None = None) -> RankRaised:
     except Exception as broken:  # an exception's own __str__ or __repr__, or a deep recursion
         text = f"<the traceback could not be drawn: {type(broken).__name__}>"
     lines = cut(text, TRACEBACK_LIMIT_CHARS).splitlines()
-    return RankRaised(type(error).__name__, message_of(error), lines)
+    kind = type(error)
+    return RankRaised(kind.__name__, message_of(error), lines, etype_module=str(kind.__module__))
 
 
 def plain(error: BaseException) -> str:

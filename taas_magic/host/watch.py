@@ -25,6 +25,7 @@ from taas_magic.leases import STOPPED_S
 from taas_magic.messages import (
     Event,
     Failure,
+    Note,
     RankBeat,
     RankFinished,
     RankLeft,
@@ -89,6 +90,7 @@ class RankState:
     left_at: float | None = None
     stopped_at: float | None = None
     etype: str = ""
+    etype_module: str = ""
     message: str = ""
     traceback: list[str] = field(default_factory=list)
     stack: list[str] = field(default_factory=list)
@@ -338,6 +340,7 @@ def failure_of(
         pid=state.pid,
         how=kind,
         etype=state.etype if kind == "raised" else "",
+        etype_module=state.etype_module if kind == "raised" else "",
         message=f"exceeded --timeout {timeout_s:g}s" if kind == "timeout" else said,
         traceback=state.traceback,
         stack=[] if state.traceback else state.stack or _lines_of(state.beat.stack),
@@ -430,6 +433,7 @@ class Ranks:
                     state.failed_at = state.failed_at or now
                     state.is_reporting = True
                     state.etype, state.message = message.etype, message.message
+                    state.etype_module = message.etype_module
                     state.traceback = message.traceback
                 case RankShowed():
                     state.showed_at = state.showed_at or now
@@ -450,7 +454,7 @@ class Ranks:
                     if batches == state.batches:
                         return  # nothing new
                     state.batches = batches
-            if not isinstance(message, RankBeat | RankSight):
+            if not isinstance(message, RankBeat | RankSight | Note):
                 state.forward_at = now
 
     def ended(self, rank: int, exitcode: int, stack: Path) -> None:

@@ -89,6 +89,8 @@ def misplaced_pragma(raw_cell: str) -> Iterator[str]:
 MAX_RANKS = 1_000_000
 """More than any pool has; the bound of the pool itself is the plan's to check."""
 
+MAX_COUNT = 1 << 60
+
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)", re.IGNORECASE | re.ASCII)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -111,7 +113,7 @@ def count(text: str) -> int:
     if match is None:
         raise ValueError(text)
     number = float(match[1]) * 1000.0 ** " KMGT".index(match[2].upper() or " ")
-    if number != int(number) or number < 1:
+    if not 1 <= number <= MAX_COUNT or number != int(number):
         raise ValueError(text)
     return int(match[1]) if not match[2] and match[1].isdigit() else int(number)
 
@@ -150,10 +152,10 @@ def hang_s(text: str) -> float:
 
 def names(text: str) -> tuple[str, ...]:
     """Read `a,b@last` as `split_name` reads them; a variable is named once."""
-    listed = dict.fromkeys(name.strip() for name in text.split(","))
+    listed = tuple(name.strip() for name in text.split(","))
     if len({name_of(name) for name in listed}) < len(listed):
         raise ValueError(text)
-    return tuple(listed)
+    return listed
 
 
 def ranks(text: str) -> frozenset[int]:
@@ -175,6 +177,8 @@ def variable(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) or "\0" in value:
         raise ValueError(text)
+    if key in OF_EACH_RANK:
+        raise UsageError(f"--env {text}: each rank has a {key} of its own; choose another name")
     return key, value
 
 
@@ -230,6 +234,13 @@ class Flag:
 _NOT_EXPANDED = re.compile(r"\$\w+|\{.+\}")
 _FIELDS = {"--timeout": "timeout_s", "--logs": "log_ranks", "--hang": "hang_s"}
 
+
+OF_EACH_RANK = frozenset(
+    {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"}
+    | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
+    | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
+)
+"""Variables by which the ranks of a run find each other: one value for all would be wrong."""
 
 REPEATED = ("--env", "--shared-writes")
 """Flags that may be given more than once."""
@@ -324,7 +335,7 @@ FLAGS = (
         "T",
         hang_s,
         "a time such as 90, 90s, 5m or 2h, or 0 for never",
-        "After how long in which no rank came forward the head says where they stand; default 60s.",
+        "Time without progress of any rank after which the head says where they are; default 60s.",
         ("5m", "0", "20s"),
     ),
     Flag(
@@ -416,7 +427,7 @@ The same as a comment, so that the cell stays plain Python::
 `%taas?` tells of status, logs, stacks, stop, pools, warm and down.
 """,
 )
-HELP: str = _PARSER.format_help()
+HELP: str = _PARSER.format_help().replace("[--gpus N]", "--gpus N", 1)  # the one that is required
 """What `%%taas?` shows."""
 
 
@@ -494,7 +505,7 @@ def _parse_words(words: list[str]) -> dict[str, Any]:
     given = [word.partition("=")[0] for word in words]
     for name in BY_NAME:
         if given.count(name) > 1 and name not in REPEATED:
-            raise UsageError(f"{name} is there twice; give it once")
+            raise UsageError(f"{name} is given twice; give it once")
     settings = {name: value for name, value in vars(answer).items() if value is not None}
     settings["env"] = dict(settings.get("env", ()))
     settings["shared_writes"] = tuple(settings.get("shared_writes", ()))

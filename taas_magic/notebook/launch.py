@@ -89,8 +89,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     requires = None if pool.config.engine == "local" else captured.requires
     spec = HostSpec(plan, 0, str(folder.path), origin(shell, rule.path), requires=requires)
     labels = {filename: source.label for filename, source in captured.sources.items()}
-    gpus = plan.world_size if pool.capacity().gpus else 0
-    run = Run(RunState(plan, folder.path, gpus), labels | labels_of_cells(shell))
+    run = Run(RunState(plan, folder.path), labels | labels_of_cells(shell))
     with folder.held():
         _carry_out(run, spec, pool, config)
     run.conclude(shell.user_ns)

@@ -209,7 +209,8 @@ def report(rows: Sequence[Row], here: Kernel, means: Mapping[tuple[str, str], st
             shown.append(f"    {_MARKS[finding.level]} {finding.what}")
             shown += [f"      {finding.todo}"] * bool(finding.todo)
     hosts = [row for row in rows if row.host]
-    unfit = [row.host for row in hosts if not row.is_fit]
+    several = len({row.pool for row in hosts}) > 1
+    unfit = [f"{row.pool}: {row.host}" if several else row.host for row in hosts if not row.is_fit]
     without = f"; not {', '.join(unfit)}" if unfit else ""
     fit = f"fit for runs: {len(hosts) - len(unfit)} of {len(hosts)} hosts{without}"
     return CheckReport("\n".join([*shown, fit]))

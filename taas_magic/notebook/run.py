@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import structs
 
-from taas_magic.display.failure import to_exception, with_labels
+from taas_magic.display.failure import cause_of, to_exception, with_labels
 from taas_magic.display.head import RunState, duration
 from taas_magic.display.view import View
 from taas_magic.errors import (
@@ -62,6 +62,12 @@ SILENT_NOTE_S = 5.0
 
 SILENT_LOST_S = 60.0
 """After how long without a beat of the pool's process a run is taken for lost."""
+
+_FOR_USERS = (
+    *("advice", "elapsed_s", "failed_rank", "failures", "hosts", "log_path", "logs", "missing"),
+    *("name", "out", "path", "plan", "plot", "receipt", "result", "run_id", "state", "waited"),
+    "world_size",
+)
 
 T = TypeVar("T")
 Tell = Callable[[list[str]], None]
@@ -384,6 +390,10 @@ class Run(RunFiles):
         """What rank 0 wrote to the project store, and what was kept out of it."""
         return self.head.receipt or Receipt()
 
+    def __dir__(self) -> list[str]:
+        """Return the names for users: those in the docstrings of this class and of `RunFiles`."""
+        return sorted(_FOR_USERS)
+
     def __repr__(self) -> str:
         return f"<Run {self.run_id} {self.name}: {self.state}, {self.path}>"
 
@@ -515,7 +525,8 @@ class Run(RunFiles):
             raise interrupted(said.rstrip())
         if self.state != "SUCCEEDED":
             labelled = with_labels(first, self._labels)
-            raise to_exception(structs.replace(self._ended, first=labelled))
+            raised = to_exception(structs.replace(self._ended, first=labelled))
+            raise raised from cause_of(first, namespace)
         if self.missing:
             came = f"; the others are here: {names}" if names else ""
             raise ResultError(
@@ -583,13 +594,12 @@ class Run(RunFiles):
         """End the wait for an interrupted run; say what of it ends by itself, and when."""
         # after a restart they may be others than at first
         hosts = ", ".join(self.head.hosts or self.hosts)
-        why = f"left to end by itself: the ranks on {hosts}"
+        why = f"ranks on {hosts} are still stopping; "
         if connection.silent_s > SILENT_NOTE_S:
-            lease_s = connection.config.lease_s
-            why += f", {lease_s:g} s after the pool's last word at the latest: "
-            why += connection.silence()
+            lease = f"{connection.config.lease_s:g} s after the pool's last sign of life"
+            why += f"they are killed at the latest {lease}: {connection.silence()}"
         else:
-            why += f"; the pool ends them within {HALT_S:.0f} s, else their host"
+            why += f"they are killed within {HALT_S:.0f} s"
         self._ended = self._finish("INTERRUPTED", why, in_journal=False)
 
     def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:

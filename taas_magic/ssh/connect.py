@@ -330,7 +330,7 @@ def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack
     except (OSError, UnicodeError) as error:  # a name with two dots in a row is no text for DNS
         why = error.strerror if isinstance(error, OSError) else error
         raise PoolError(
-            f"host {target.label}: its name {target.hostname!r} has no address: {why}"
+            f"cannot resolve host {target.label} ({target.hostname!r}): {why}"
         ) from error
     refusals: list[str] = []
     for left, (family, _, _, _, address) in zip(range(len(found), 0, -1), found, strict=True):

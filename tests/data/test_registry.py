@@ -11,7 +11,7 @@ from taas_magic import registry
 from taas_magic.capture import pickling
 from taas_magic.data.loader import Feed, RemoteLoader, use_feed
 from taas_magic.data.server import OwnServers
-from taas_magic.errors import UsageError
+from taas_magic.errors import RegistrationError, UsageError
 from taas_magic.registry import Registered
 from tests.data.data_rig import Lines, Rows
 
@@ -52,7 +52,7 @@ class Locked(Rows):
 @pytest.mark.parametrize(
     ("value", "error", "says"),
     [
-        (3, TypeError, "a int cannot be iterated"),
+        (3, TypeError, "an int is not iterable"),
         (iter([1]), TypeError, "only once"),
         (DataLoader(Locked()), TypeError, r"train\.dataset\.state\['lock'\]"),
     ],
@@ -60,6 +60,10 @@ class Locked(Rows):
 def test_what_cannot_be_registered(value: object, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         taas.register(value, name="train")
+    with pytest.raises(RegistrationError) as shown:
+        taas.register(value, name="train")
+    [line] = shown.value._render_traceback_()  # without the frames of this package
+    assert line.startswith("RegistrationError: register: ") and "\n" not in line
     assert taas.registered() == {}
 
 

@@ -320,7 +320,7 @@ stage.play(lines(0, "a"), seconds=0.2)
 
 def urgent(text: str) -> list[str]:
     """Return the lines between the two heads of a run, and look that each is there once."""
-    assert text.count("no rank has come forward") == 1 and "Cell In[1], line 3  a lock\n" in text
+    assert text.count("no rank has made progress") == 1 and "Cell In[1], line 3  a lock\n" in text
     assert "note: … and 12 more notes" not in text
     return [line for line in text.splitlines() if line.startswith("note: ")]
 

@@ -26,13 +26,13 @@ def failure(rank: int, message: str = "division by zero", **values: Any) -> dict
 
 
 def run_state(*events: Event, **values: Any) -> RunState:
-    state = new_state(**{"name": "digits", "world_size": 4, "gpus": 4, "began": 10.0, **values})
+    state = new_state(**{"name": "digits", "world_size": 4, "began": 10.0, **values})
     for number, seen in enumerate(events):
         state.apply(seen, 11.0 + number)
     return state
 
 
-STARTED = event("started", attempt=0, pids={"0": 1, "1": 2, "2": 3, "3": 4})
+STARTED = event("started", attempt=0, pids={"0": 1, "1": 2, "2": 3, "3": 4}, gpus=4)
 RUNNING = event("state", state="RUNNING")
 
 
@@ -194,24 +194,25 @@ def test_a_hosts_clock_does_not_matter() -> None:
 
 
 def test_the_journal_alone_gives_times() -> None:
-    state = new_state(began=100.0, gpus=2)
-    for seen in (at(STARTED, 101.0), at(event("ended", state="INTERRUPTED"), 105.0)):
+    state = new_state(began=100.0)
+    two = event("started", pids={"0": 1, "1": 2}, gpus=2)
+    for seen in (at(two, 101.0), at(event("ended", state="INTERRUPTED"), 105.0)):
         state.apply(seen)
     assert (state.elapsed(1e9), state.gpu_seconds(1e9)) == (5.0, 8.0)
 
 
 def test_a_run_that_grows_holds_more_gpus_from_then_on() -> None:
-    state = new_state(world_size=2, gpus=2)
+    state = new_state(world_size=2)
     for seen in (
-        at(event("started", pids={"0": 1, "1": 2}), 1.0),
+        at(event("started", pids={"0": 1, "1": 2}, gpus=2), 1.0),
         at(event("restart", attempt=1, cause="it grows", world_size=4), 11.0),
-        at(event("started", "gpu2", attempt=1, pids={"2": 1, "3": 2}), 12.0),
-        at(event("started", attempt=1, pids={"0": 1, "1": 2}), 12.0),
+        at(event("started", "gpu2", attempt=1, pids={"2": 1, "3": 2}, gpus=2), 11.0),
+        at(event("started", attempt=1, pids={"0": 1, "1": 2}, gpus=2), 11.0),
     ):
         state.apply(seen)
     assert (state.gpu_seconds(11.0), state.gpu_seconds(21.0)) == (20.0, 60.0)
     assert "ranks 4 · pool local · hosts 2 (gpu2, gpu1)" in text(state, 21.0)
-    on_cpus = run_state(STARTED, event("restart", attempt=1, world_size=8), gpus=0)
+    on_cpus = run_state(structs.replace(STARTED, gpus=0), event("restart", attempt=1, world_size=8))
     assert on_cpus.gpu_seconds(99.0) == 0.0
 
 

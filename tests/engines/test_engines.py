@@ -137,3 +137,10 @@ def test_gpus_are_counted_without_cuda(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert probe.count_gpus() == count
+
+
+def test_a_batch_job_with_several_workers_is_refused_before_the_pool_starts() -> None:
+    options = {"processes": 12}
+    pool = PoolConfig("hpc", engine="dask_jobqueue.SLURMCluster", options=options)
+    with pytest.raises(UsageError, match=r"a Dask job is one host here: .* use gpus = 12"):
+        find_engine(pool)

@@ -675,6 +675,8 @@ def test_the_table_has_nodes_jobs_their_hosts_and_last_lines() -> None:
     assert "1 nodes of 1 slots (0 to 2) · 1 queued, 1 running" in shown["text/plain"]
     assert "train-1  running  h<1>  epoch 2" in shown["text/plain"]
     assert "h&lt;1&gt;" in shown["text/html"]
+    (closed := farm_state()).close()
+    assert "node-0" not in bundle(closed)["text/plain"]
 
 
 def test_jobs_of_a_node_that_is_lost_wait_again() -> None:

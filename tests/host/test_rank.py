@@ -109,6 +109,8 @@ def test_the_last_value_is_shown_and_kept(notebook: Notebook) -> None:
     outcome = notebook.run("import os\nint(os.environ['RANK']) + 40")
     assert [event["data"]["text/plain"] for event in outcome.of_kind("display")] == ["40"]
     assert outcome.run is not None and outcome.run.result == 40
+    assert "logs" in dir(outcome.run) and "conclude" not in dir(outcome.run)  # what Tab offers
+    assert all(hasattr(outcome.run, name) for name in dir(outcome.run))
 
 
 def test_displays_of_other_ranks_are_said_and_shown_on_request(

@@ -1,5 +1,8 @@
 """What IPython catches and shows fails the run: `%run`, `%%capture`, `run_cell`, in any nesting."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from taas_magic.errors import RankFailed
@@ -90,3 +93,42 @@ def _write_scripts(notebook: Notebook) -> None:
     }
     for name, text in scripts.items():
         (notebook.project / name).write_text(text)
+
+
+def test_what_a_rank_raised_is_the_cause_of_the_notebooks_error(notebook: Notebook) -> None:
+    """Its type is one that the notebook has; no code of it runs here."""
+    notebook.define(
+        "class TrainError(Exception):\n"
+        "    def __init__(self, step, loss):\n        super().__init__(f'{step}: {loss}')\n"
+    )
+    space = notebook.shell.user_ns
+    cause = _cause(notebook, "raise TrainError(3, 'nan')")
+    assert type(cause) is space["TrainError"] and str(cause) == "3: nan"
+    assert type(_cause(notebook, "open('nowhere')")) is FileNotFoundError
+    assert type(_cause(notebook, "import json\njson.loads('{')")) is json.JSONDecodeError
+    assert _cause(notebook, "class Own(Exception): pass\nraise Own('bad')") is None
+    assert _cause(notebook, "import os\nos._exit(3)") is None
+
+
+def _cause(notebook: Notebook, source: str) -> BaseException | None:
+    error = notebook.run(source, gpus=1).error
+    assert isinstance(error, RankFailed)
+    return error.__cause__
+
+
+def test_hydra_looks_for_its_configuration_in_the_notebooks_folder(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    """A stand-in has the function by which hydra finds out, and what it asks the cell's names."""
+    folder = tmp_path / "hydra" / "_internal"
+    folder.mkdir(parents=True)
+    for path in (folder.parent, folder):
+        (path / "__init__.py").touch()
+    (folder / "utils.py").write_text("def is_notebook():\n    return False\n")
+    source = f"""
+import os, sys
+sys.path.insert(0, {str(tmp_path)!r})
+from hydra._internal import utils
+print(utils.is_notebook(), _dh == [os.getcwd()])
+"""
+    assert notebook.run(source, gpus=1).lines[0] == ["True True"]

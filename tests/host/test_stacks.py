@@ -528,7 +528,7 @@ def test_the_head_folds_ranks_and_names_the_odd_one_first() -> None:
     state = of_events(*both, first, hang("gpu2", row(2, waits=ALL), row(3, waits=ALL)))
     lines = text(state, 105.0).splitlines()
     at = next(
-        i for i, line in enumerate(lines) if "no rank has come forward for 1 min 05 s" in line
+        i for i, line in enumerate(lines) if "no rank has made progress for 1 min 05 s" in line
     )
     assert lines[at + 2].split()[:2] == ["1", "gpu1"]
     assert lines[at + 2].endswith("a lock")
@@ -541,12 +541,12 @@ def test_a_terminal_shows_it_once(capsys: pytest.CaptureFixture[str]) -> None:
     state, screen = of_events(started("gpu1", 0), hang("gpu1", row(0))), TerminalScreen()
     screen.show(state, 101.0)
     screen.show(state, 102.0)
-    assert capsys.readouterr().out.count("no rank has come forward") == 1
+    assert capsys.readouterr().out.count("no rank has made progress") == 1
     state.apply(hang("gpu1"), 103.0)
     screen.show(state, 103.0)
     state.apply(hang("gpu1", row(0)), 104.0)
     screen.show(state, 104.0)
-    assert capsys.readouterr().out.count("no rank has come forward") == 1
+    assert capsys.readouterr().out.count("no rank has made progress") == 1
 
 
 def test_the_head_says_nothing_while_a_host_comes_forward() -> None:
@@ -572,3 +572,22 @@ def test_a_host_that_was_lost_need_not_say_that_it_hangs() -> None:
     state = of_events(*replaced, hang("gpu1", row(0), attempt=1))
     assert {stand.host for stand in state.hang} == {"gpu1", "gpu3"}
     assert "hosts 2 (gpu1, gpu3)" in text(state, 100.0)
+
+
+def test_ranks_that_wait_where_nobody_listens_are_told_why(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guide for PBS sets MASTER_PORT itself, as `initDist` there does."""
+
+    def says_why(event: Line) -> bool:
+        return event["kind"] == "note" and "has changed MASTER_PORT" in event["text"]
+
+    source = """
+import os, torch.distributed as dist
+os.environ["MASTER_PORT"] = "29517"
+dist.init_process_group("gloo")
+"""
+    with on_event(monkeypatch, says_why, stop) as seen:
+        outcome = notebook.run(source, HANG)
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert "TORCHELASTIC_USE_AGENT_STORE" in seen[0]["text"]

@@ -20,7 +20,7 @@ from taas_magic.host.watch import (
     is_consequence,
 )
 from taas_magic.leases import STOPPED_S
-from taas_magic.messages import Failure
+from taas_magic.messages import Failure, Note, RankUp
 
 
 def ranks(**of_rank_1: Any) -> list[RankState]:
@@ -188,3 +188,12 @@ def test_a_kill_in_the_cgroup_counts_where_the_log_cannot_be_read(
     assert watch.out_of_memory(7, 0.0, {str(events): 3}) == ""
     monkeypatch.setattr(watch, "_logged_kill", lambda pid, started_at: "")
     assert watch.out_of_memory(7, 0.0, before) == ""
+
+
+def test_a_note_of_a_rank_is_no_progress() -> None:
+    ranks = watch.Ranks([0])
+    [state] = ranks.states()
+    ranks.hear(0, Note(text="waits where nobody listens"))
+    assert state.forward_at == 0.0
+    ranks.hear(0, RankUp())
+    assert state.forward_at > 0.0

@@ -215,13 +215,20 @@ def test_a_journal_is_bounded_and_still_says_how_the_run_ended() -> None:
     assert journal.find("r1").state == "SUCCEEDED"
 
 
+NESTED = b"[" * 3000 + b"]" * 3000
+
+
 def test_what_is_torn_is_read_as_far_as_it_goes() -> None:
     folder = make_run("r1", event("state", state="RUNNING"))
     with folder.events.open("ab") as file:
         file.write(b'not JSON\n[1]\n{"kind": "state"}\n\xff\xfe\n{"kind": "lines", "li')
+        file.write(b'\n{"kind": "display", "data": {"a": %b}}\n' % NESTED)
     write(folder, event("ended", state="FAILED")).close()  # by the kernel, which has lost its pool
     assert [line_of(seen)["kind"] for seen in folder.read_events()] == ["state", "ended"]
     assert journal.find("r1").state == "FAILED"
+    make_run("r2", event("state", state="RUNNING"))
+    (RunFolder(journal.state_dir() / "runs" / "r2").path / "plan.json").write_bytes(NESTED)
+    assert [seen.run_id for seen in journal.runs()] == ["r1"]
 
 
 def test_a_run_whose_kernel_died_before_the_launch_is_lost_and_pruned() -> None:

@@ -57,6 +57,13 @@ def test_a_run_may_grow() -> None:
     )
 
 
+HUGE = "9" * 400
+
+
+def test_help_shows_that_gpus_is_required() -> None:
+    assert "%taas --gpus N [--cpus M]" in " ".join(HELP.split())
+
+
 def test_defaults_are_the_plans() -> None:
     assert parse("--gpus 2", NO_FILE) == Flags(gpus=2)
 
@@ -97,7 +104,18 @@ def test_each_field_of_flags_has_a_flag() -> None:
         ("--gpu 2", 'No flag --gpu (did you mean "--gpus"?). The flags are: --gpus --cpus'),
         ("--gpus 2 -x", "No flag -x. The flags are: --gpus --cpus"),
         ("8", '"8" is not a flag. The flags are: --gpus'),
-        ("--gpus 2 --gpus 3", "--gpus is there twice"),
+        ("--gpus 2 --gpus 3", "--gpus is given twice"),
+        ("--gpus 2 --foo 1", "No flag --foo. The flags are: --gpus"),
+        ("--gpus 2 --out x,x", "--out needs names of variables, each once"),
+        ("--gpus 2 --env RANK=5", "--env RANK=5: each rank has a RANK of its own"),
+        ("--gpus 2 --env MASTER_PORT=1", "each rank has a MASTER_PORT of its own"),
+        (f"--gpus {HUGE}", "--gpus needs a number"),
+        (f"--gpus 2 --units {HUGE}", "--units needs a number"),
+        (f"--gpus 2 --units {HUGE}T", "--units needs a number"),
+        (f"--gpus 2 --timeout {HUGE}", "--timeout needs a time"),
+        (f"--gpus 2 --cpus 1 --prefill {HUGE}B", "--prefill needs a size"),
+        (f"--gpus 2 --cpus 1 --prefill {HUGE}", "--prefill needs a size"),
+        (f"--gpus 2 --logs {HUGE}", "--logs needs ranks"),
         (
             "--gpus 2 --units 0",
             '--units needs a number (--units 20480000, 20_480_000, 20M or 1.5G); got "0"',
