@@ -11,6 +11,7 @@ Body of a batch: `[head][buffer][buffer]…`, each aligned to 64 bytes (`protoco
 
 import copyreg
 import ctypes
+import hashlib
 import io
 import math
 import pickle
@@ -31,11 +32,15 @@ _ZEROS = bytes(protocol.ALIGN)
 _PREFIX = struct.Struct("<II")
 _MOST_FORMS = 256
 _COMMON_HEAD_BYTES = 4096
-_MOST_TENSORS = 16
+_MOST_REDUCERSS = 16
 _PIECE_BYTES = 256 << 10
 _WIDEST = 16
 _THIN = 2
 """Overlapping views travel together unless that costs more than so many times their own bytes."""
+
+_SPREAD, _SPREAD_BYTES = 16, 1 << 20
+"""A view whose values lie further apart than this factor, and over more bytes than this, arrives
+dense: with its own strides it would take so much memory in the rank."""
 
 SUM_MASK = (1 << 64) - 1
 
@@ -146,8 +151,34 @@ def _reduce(tensor: torch.Tensor) -> Any:
     return compressed, (*indices, tensor.values(), tensor.shape)
 
 
+def _reduce_array(array: Any) -> Any:
+    """Keep the strides of an array, which pickle would make dense."""
+    low, high = _span(array.shape, array.strides)
+    is_far = high - low > max(_SPREAD * array.nbytes, _SPREAD_BYTES)
+    is_dense = array.flags.c_contiguous or array.flags.f_contiguous
+    if is_dense or is_far or not array.size or array.dtype.hasobject:
+        return array.__reduce_ex__(5)
+    return _strided_array, (_numpy.ascontiguousarray(array), array.strides)
+
+
+def _strided_array(dense: Any, strides: tuple[int, ...]) -> Any:
+    low, high = _span(dense.shape, strides)
+    memory = bytearray(high - low + dense.itemsize)
+    array = _numpy.ndarray(dense.shape, dense.dtype, memory, -low, strides)
+    array[...] = dense
+    return array
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
+    """Return how far the elements of an array lie before and behind its first one, in bytes."""
+    ends = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
+    return sum(min(end, 0) for end in ends), sum(max(end, 0) for end in ends)
+
+
 _Table = MutableMapping[type, Any]
-_TENSOR: dict[type, Any] = {torch.Tensor: _reduce}
+_REDUCERS: dict[type, Any] = {torch.Tensor: _reduce}
+if _numpy:
+    _REDUCERS[_numpy.ndarray] = _reduce_array
 
 
 class _Numbered:
@@ -168,13 +199,13 @@ class _Numbered:
 class _FastPickler(_Numbered, pickle.Pickler):
     """For types that an import finds: pickles in C."""
 
-    dispatch_table: ClassVar[_Table] = ChainMap(_TENSOR, copyreg.dispatch_table)  # type: ignore[misc]
+    dispatch_table: ClassVar[_Table] = ChainMap(_REDUCERS, copyreg.dispatch_table)  # type: ignore[misc]
 
 
 class _CloudPickler(_Numbered, cloudpickle.Pickler):
     """For types that a notebook defines: pickled by value."""
 
-    dispatch_table: ClassVar[_Table] = ChainMap(_TENSOR, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[_Table] = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)
 
 
 def _pickle(
@@ -225,7 +256,7 @@ def _take_apart(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
         parts, names = tuple(batch.values()), tuple(batch)
     else:
         return None
-    if not 0 < len(parts) <= _MOST_TENSORS:
+    if not 0 < len(parts) <= _MOST_REDUCERSS:
         return None
     try:
         buffers = tuple([_memory(tensor) for tensor in parts])
@@ -283,9 +314,13 @@ class _Extent(NamedTuple):
 
 
 def _extent(number: int, tensor: torch.Tensor) -> _Extent:
-    start = tensor.data_ptr()
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return _Extent(start, start + (reach + 1) * tensor.element_size(), number)
+    start, reach = tensor.data_ptr(), _reach(tensor.shape, tensor.stride())
+    return _Extent(start, start + reach * tensor.element_size(), number)
+
+
+def _reach(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many values there are from a tensor's first to its last, gaps included."""
+    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
@@ -329,8 +364,10 @@ def _lay_out(
             travel(start, end, group, owner)
             continue
         for extent in group:
-            dense = tensors[extent.number].contiguous()
-            rows[extent.number] = rows[extent.number]._replace(stride=dense.stride())
+            tensor = tensors[extent.number]
+            dense = tensor.contiguous()
+            if extent.end - extent.start > max(_SPREAD * tensor.nbytes, _SPREAD_BYTES):
+                rows[extent.number] = rows[extent.number]._replace(stride=dense.stride())
             own = _extent(extent.number, dense)
             travel(own.start, own.end, [own], dense)
     return rows, spans
@@ -357,7 +394,13 @@ def decode(body: memoryview, head_bytes: int) -> Any:
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in a body: at which byte, how many values, in what (None: alone), how."""
+    """Where a tensor lies in a body, and its form.
+
+    Attributes:
+        at: Its first byte.
+        storage: Start and size of the buffer that it shares; None if it has one of its own.
+        is_packed: Its values lie there without gaps, and have gaps between them in the tensor.
+    """
 
     at: int
     values: int
@@ -365,6 +408,7 @@ class _Place(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    is_packed: bool
 
 
 class _Contents(NamedTuple):
@@ -391,17 +435,22 @@ def _contents(head: bytes) -> _Contents:
         start, size = spans[buffer] if buffer >= 0 else (0, 0)
         is_alone = uses[buffer] == 1 and values * dtype.itemsize == size
         storage = None if is_alone or not values else (start, size)
-        places.append(_Place(start + offset, values, storage, dtype, shape, stride))
-    return _Contents(spans, places, pickled, pickled == _LONE_TENSOR)
+        is_packed = is_alone and _reach(shape, stride) > values
+        places.append(_Place(start + offset, values, storage, dtype, shape, stride, is_packed))
+    return _Contents(spans, places, pickled, pickled == _LONE_REDUCERS)
 
 
 def _rebuild(places: Iterable[_Place], body: memoryview) -> list[torch.Tensor]:
     """Put the tensors of a body together, as views of it."""
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
     tensors = []
-    for at, values, storage, dtype, shape, stride in places:
+    for at, values, storage, dtype, shape, stride, is_packed in places:
         if not values:
-            tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
+            tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device="cpu"))
+        elif is_packed:
+            dense = torch.frombuffer(body, dtype=dtype, offset=at, count=values).view(shape)
+            apart = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+            tensors.append(apart.copy_(dense))
         elif storage is None:
             tensor = torch.frombuffer(body, dtype=dtype, offset=at, count=values)
             tensors.append(tensor if len(shape) == 1 else tensor.as_strided_(shape, stride))
@@ -423,7 +472,7 @@ class _Unpickler(pickle.Unpickler):
         return self.tensors[number]
 
 
-_LONE_TENSOR = _pickle(torch.empty(0), _FastPickler)[0]
+_LONE_REDUCERS = _pickle(torch.empty(0), _FastPickler)[0]
 
 
 def raw(data: bytes) -> Encoded:
@@ -458,6 +507,13 @@ def checksum(data: bytes | memoryview) -> int:
     elif words:  # frombuffer warns of memory that it may not write
         total += int(torch.frombuffer(bytearray(data), dtype=torch.int64, count=words).sum())
     return total & SUM_MASK
+
+
+def fingerprint(encoded: Encoded) -> int:
+    """Return a hash of a batch of 32 bits, never 0: equal for equal batches."""
+    sums = [checksum(buffer) for buffer in encoded.buffers]
+    data = encoded.head + struct.pack(f"<{len(sums)}Q", *sums)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") or 1
 
 
 @lru_cache(_MOST_FORMS)

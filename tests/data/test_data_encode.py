@@ -78,11 +78,18 @@ nested = st.recursive(
 )
 
 
+def steps(tensor: torch.Tensor) -> list[int]:
+    """Return the strides of the dimensions in which there is a next value."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return [step for size, step in sizes if size > 1] if tensor.numel() else []
+
+
 def assert_same(left: object, right: object) -> None:
     assert type(left) is type(right)
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         assert (left.dtype, left.shape) == (right.dtype, right.shape)
         assert bits(left) == bits(right)
+        assert steps(left) == steps(right)
     elif isinstance(left, dict) and isinstance(right, dict):
         assert list(left) == list(right)
         for key in left:
@@ -131,6 +138,28 @@ def test_the_checksum_of_a_large_body_sees_one_flipped_bit() -> None:
     before = checksum(bytes(data))
     data[999_999] ^= 4
     assert checksum(bytes(data)) != before
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        *(slice(None, None, 2), slice(None, None, -1), (slice(None), 3), (slice(1, 9, 3), None)),
+        (slice(None, None, -2), slice(5, 1, -1)),
+    ],
+    ids=str,
+)
+def test_an_array_keeps_its_strides(view: Any) -> None:
+    array = np.arange(100, dtype=np.int16).reshape(10, 10)[view]
+    found, (again, same) = there_and_back(array), there_and_back([array, array])
+    assert found.tolist() == again.tolist() == array.tolist()
+    assert found.strides == again.strides == array.strides
+    assert again is same
+
+
+def test_a_view_that_is_spread_far_arrives_dense() -> None:
+    base = torch.arange(1_000_000)
+    assert there_and_back(base[::100_000]).stride() == (1,)
+    assert there_and_back(base.numpy()[::100_000]).strides == (8,)
 
 
 def test_a_view_travels_as_its_own_bytes() -> None:
