@@ -2,6 +2,7 @@
 
 import os
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.journal.folder import RunRecord, runs
@@ -43,10 +44,25 @@ def get_registered_data_loaders_names() -> list[str]:
 
 
 def get_worker_info() -> Any:
-    """Return torch's `get_worker_info()`; the old client had one of its own."""
+    """Return torch's `get_worker_info()`, and where that is None, what stands for one worker.
+
+    The old client had one of its own, which always said which share of the data is this process's.
+
+    Returns:
+        An object with `id`, `num_workers` and `seed`. In a registered loader with `num_workers=0`,
+        whose batches are dealt to the ranks, it is worker 0 of 1; elsewhere in a rank, worker
+        `RANK` of `WORLD_SIZE`.
+    """
+    import torch
     from torch.utils.data import get_worker_info
 
-    return get_worker_info()
+    found = get_worker_info()
+    if found is not None:
+        return found
+    rank, world_size = (
+        int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1))
+    )
+    return SimpleNamespace(id=rank, num_workers=world_size, seed=torch.initial_seed())
 
 
 def _device_type() -> str:

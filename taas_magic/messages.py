@@ -169,7 +169,7 @@ class LoaderPlace(Struct, kw_only=True, frozen=True):
     Attributes:
         workers: How many workers its fetchers have together.
         addresses: Where this one listens, by its place among them.
-        failed: Why it could not start; "" where it did.
+        failed: Why it has ended, or could not start; "" if it listens, or is about to.
     """
 
     fetchers: int
@@ -346,7 +346,7 @@ class FetcherReport(Event, tag="fetched", kw_only=True):
 
 
 class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
-    """A fetcher has ended, or could not be started: then `entry` says why."""
+    """A fetcher has ended. If it was not told to, or never listened, `entry` says why."""
 
     number: int
     entry: LoaderPlaces | UnsetType = UNSET

@@ -11,11 +11,9 @@ import secrets
 import sys
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from taas_magic.capture import pickling
@@ -38,9 +36,6 @@ _BUILT_IN = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
 _SMALL_ATTRIBUTE_BYTES = 64 << 10
 _NAME_BYTES = 100
 """A name's most: it is in a file's name, in hexadecimal, and in a line of the ledger."""
-
-_MOST_LOOKS = 1000
-_DEEPEST = 3
 
 _Loader = TypeVar("_Loader")
 
@@ -369,6 +364,7 @@ def _shape_of(entry: Registered, loader: Any, parts: "LoaderParts") -> "LoaderSh
         has_batch_sampler=parts.batch_sampler is not None,
         drawn=None if parts.sampler is None else _length(parts.sampler),
         varies=_may_vary(parts),
+        has_own_sampler=_has_own_sampler(parts),
         uneven=entry.uneven,
         seed=entry.seed,
         dataset=type(dataset).__qualname__,
@@ -402,9 +398,20 @@ def _length(value: Any) -> int | None:
 
 def _may_vary(parts: "LoaderParts") -> bool:
     """Return whether the number of batches may change from epoch to epoch."""
-    samplers = [one for one in (parts.sampler, parts.batch_sampler) if one is not None]
-    are_torchs = all(type(one).__module__.startswith(("torch.", "builtins")) for one in samplers)
-    return bool(samplers) and (not are_torchs or _has(parts.dataset, "set_epoch"))
+    has_sampler = parts.sampler is not None or parts.batch_sampler is not None
+    return has_sampler and (_has_own_sampler(parts) or _has(parts.dataset, "set_epoch"))
+
+
+def _has_own_sampler(parts: "LoaderParts") -> bool:
+    """Return whether a sampler, or one that it wraps, is not torch's."""
+    left = [parts.sampler, parts.batch_sampler]
+    for sampler in left:
+        if sampler is not None and not type(sampler).__module__.startswith(("torch.", "builtins")):
+            return True
+        inner = getattr(sampler, "sampler", None)
+        if inner is not None and all(inner is not one for one in left):
+            left.append(inner)
+    return False
 
 
 def _has(dataset: Any, method: str) -> bool:
@@ -429,10 +436,11 @@ def _warn_of_own_generators(loader: Any) -> None:
     from torch.utils.data import IterableDataset
 
     from taas_magic.data.dataset import as_data_loader, goes_on
+    from taas_magic.data.generators import own_generators
 
     name = _registered[id(loader)].name or "loader"
     loader = as_data_loader(loader)
-    path = next(_own_generators(loader.dataset), None)
+    path = next(own_generators(loader.dataset), None)
     if path is None:
         return
     kept = f'the dataset of loader "{name}" has a random generator of its own ({path})'
@@ -448,38 +456,3 @@ def _warn_of_own_generators(loader: Any) -> None:
             "alike: give it a method set_epoch(epoch) that seeds it",
             stacklevel=3,
         )
-
-
-def _own_generators(value: object) -> Iterator[str]:
-    """Yield where an object holds random generators of its own: `rng`, `transform.noise.rng`."""
-    kinds = _generator_kinds()
-    left = deque([("", value)])
-    for _ in range(_MOST_LOOKS):
-        if not left:
-            return
-        path, one = left.popleft()
-        if isinstance(one, kinds):
-            yield path
-        elif path.count(".") < _DEEPEST:
-            left.extend(_parts(path, one))
-
-
-def _generator_kinds() -> tuple[type, ...]:
-    import random
-
-    import torch
-
-    numpy: Any = sys.modules.get("numpy")
-    of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
-    return (torch.Generator, random.Random, *of_numpy)
-
-
-def _parts(path: str, value: object) -> list[tuple[str, object]]:
-    import torch
-
-    if isinstance(value, (list, tuple)):
-        return [(f"{path}[{at}]", one) for at, one in enumerate(value[:_MOST_LOOKS])]
-    if isinstance(value, (type, ModuleType, torch.Tensor)):
-        return []
-    attributes = getattr(value, "__dict__", {})
-    return [(f"{path}.{name}".lstrip("."), one) for name, one in attributes.items()]

@@ -59,7 +59,7 @@ class Route:
         self._loader, self._directory, self._key = loader, directory, key
         self._tls, self._lease = tls, lease
         self._found = LoaderPlace(fetchers=0)
-        self._look_again_at = 0.0
+        self._look_again_at, self._has_started = 0.0, False
         self._links: weakref.WeakSet[FetcherLink] = weakref.WeakSet()
         self._idle: list[tuple[dict[int, FetcherLink], Blocks]] = []
         self._paused: dict[int, tuple[float, float]] = {}
@@ -155,7 +155,7 @@ class Route:
         who = self._found.addresses.get(number, f"fetcher {number}")
         self._reasons[number] = f"{who} {_why_useless(error)}"
         self._silent_s += silent_s
-        self._found = self._directory(self._loader)
+        self._found = self._looked_up()
         have_all_failed = self._found.addresses.keys() <= self._reasons.keys()
         if have_all_failed and self._silent_s >= self._lease.fetch_s:
             reasons = "; ".join(sorted(set(self._reasons.values()))[:4])
@@ -186,18 +186,29 @@ class Route:
             return
         self._look_again_at, deadline = now + _LOOK_AGAIN_S, now + self._lease.start_s
         while True:
-            found = self._directory(self._loader)
+            found = self._looked_up()
             if found.addresses or known.addresses:
                 self._found = found if found.addresses else known
                 return
-            if found.failed:
-                raise RunLost(f'no fetcher of loader "{self._loader}": {found.failed}')
             if time.monotonic() > deadline:
+                again = "was started again" if self._has_started else "has started"
                 raise RunLost(
-                    f'no fetcher of loader "{self._loader}" has started within '
+                    f'no fetcher of loader "{self._loader}" {again} within '
                     f"{self._lease.start_s:g} s; the run's log says why"
                 )
             time.sleep(_FIRST_LOOKS_S)
+
+    def _looked_up(self) -> LoaderPlace:
+        """Return where fetchers listen now; none while they are started again.
+
+        Raises:
+            RunLost: All have ended, or could not start, and none is started again.
+        """
+        found = self._directory(self._loader)
+        if found.failed:
+            raise RunLost(f'no fetcher of loader "{self._loader}" is left: {found.failed}')
+        self._has_started = self._has_started or bool(found.addresses)
+        return found
 
 
 def _why_useless(error: Exception) -> str:
@@ -212,15 +223,17 @@ class Delivered(NamedTuple):
     """What a rank gets for a `SlotRequest`.
 
     Attributes:
-        units: What the batch counts; VOID: there is none.
+        units: Number that the batch counts, or UNHINTED; VOID: there is none.
         size: Its bytes on the wire, 0 if it was on none.
         failure: What the user's code raised instead; `reraise()` raises it here.
+        order: `Response.order`.
     """
 
     units: int
     batch: Any = None
     size: int = 0
     failure: Raised | None = None
+    order: int = 0
 
 
 class Client:
@@ -247,6 +260,7 @@ class Client:
         self._instead: dict[LoaderRequest, LoaderRequest] = {}
         self._epoch = 0
         self._order: int | None = None
+        self._indices: Sequence[Any] | None = None
         self._streams: int | None = None
         self.retried = 0
 
@@ -270,8 +284,19 @@ class Client:
         """
         body = self._answer_to(LoaderRequest(RequestKind.OPEN, epoch, 0), ResponseKind.OPENED)
         opened = protocol.read_opened(body)
-        self._epoch, self._streams, self._order = epoch, opened.streams, opened.order
+        self._epoch, self._streams, self._indices = epoch, opened.streams, None
+        self._order = opened.order if opened.streams is None else None
         return opened
+
+    def order(self) -> bytes:
+        """Return the indices of all batches of the epoch, encoded (`follow`)."""
+        ask = LoaderRequest(RequestKind.ORDER, self._epoch, 0, b"all")
+        return bytes(self._answer_to(ask, ResponseKind.VALUE))
+
+    def follow(self, order: bytes) -> int:
+        """Ask for the batches of this epoch by another rank's order; return their number."""
+        self._indices, self._order = encode.from_bytes(order), None
+        return len(self._indices)
 
     def ask(self, asks: Sequence[SlotRequest]) -> None:
         """Send requests ahead."""
@@ -319,7 +344,8 @@ class Client:
 
     def _request(self, ask: SlotRequest) -> LoaderRequest:
         kind = RequestKind.GET if ask.mine else RequestKind.PEEK
-        return LoaderRequest(kind, self._epoch, ask.slot)
+        detail = b"" if self._indices is None else encode.as_bytes(self._indices[ask.slot])
+        return LoaderRequest(kind, self._epoch, ask.slot, detail)
 
     def _value(self, ask: LoaderRequest) -> Any:
         body = self._answer_to(ask, ResponseKind.VALUE)
@@ -447,7 +473,8 @@ class Client:
         is_other = order != self._order and order != 0 and self._order is not None
         if first is ask and is_other:
             return LoaderRequest(RequestKind.ORDER, ask.epoch, ask.slot)
-        if ask.kind is RequestKind.ORDER and response.kind is ResponseKind.VALUE:
+        has_indices = ask.kind is RequestKind.ORDER and response.kind is ResponseKind.VALUE
+        if has_indices and first is not ask:
             if is_other:
                 raise RunLost(_OTHER_ORDER.format(epoch=ask.epoch))
             return LoaderRequest(RequestKind.GET, first.epoch, first.slot, bytes(body))
@@ -480,11 +507,12 @@ def received(response: Response, body: memoryview) -> Delivered:
     """
     kind = response.kind
     if kind is ResponseKind.BATCH:
-        return Delivered(response.units, encode.decode(body, response.head_bytes), len(body))
+        batch, order = encode.decode(body, response.head_bytes), response.order
+        return Delivered(response.units, batch, len(body), order=order)
     if kind is ResponseKind.ERROR:
         return Delivered(1, failure=encode.from_bytes(bytes(body)))
     if kind is ResponseKind.VOID:
         return Delivered(VOID)
     if kind is ResponseKind.PEEKED:
-        return Delivered(response.units)
+        return Delivered(response.units, order=response.order)
     raise ProtocolError(f"a request for a batch was answered with {kind.name}")

@@ -17,9 +17,14 @@ import cloudpickle
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
+from taas_magic.data.generators import own_generators
 from taas_magic.data.order import Epoch, Order, dump_beside, load_beside, seed_all, tell_epoch
 from taas_magic.data.protocol import Opened
 from taas_magic.data.sharding import seed_of
+
+OPEN_EPOCHS = 2
+"""In how many epochs a stream is open at once, where its ranks are not in the same one. With a
+single cursor each change between the epochs would be a replay of the stream."""
 
 _SNAPSHOT_EVERY = 64
 _MOST_SNAPSHOTS = 256
@@ -34,7 +39,9 @@ class Ended(Exception):
 def own_units(batch: object) -> int | None:
     """Return what a batch itself says that it counts in `--units` (`hints["units"]`), else None."""
     hints = getattr(batch, "hints", None)
-    return int(hints["units"]) if isinstance(hints, dict) and "units" in hints else None
+    if not isinstance(hints, dict) or "units" not in hints:
+        return None
+    return max(0, int(hints["units"]))
 
 
 @dataclass
@@ -126,13 +133,17 @@ class Source:
         self._name, self._seed, self._where = name, seed, where
         self.streams = streams_of(self.loader)
         self._order = Order(self.loader, seed) if self.streams is None else None
-        self._cursors: dict[int, Cursor] = {}
+        self._cursors: dict[tuple[int, int], Cursor] = {}
         self._snapshots: dict[tuple[int, int], Snapshots] = {}
         self._at = ""
         self._info: Any = None
         self._entered = -1
+        self._generator = ""
         if self._order and self.loader.num_workers:
+            before = set(own_generators(self.loader.dataset))
             self._info = self._start_worker(self.loader, worker_id, seed_of(seed))
+            after = own_generators(self.loader.dataset)
+            self._generator = next((path for path in after if path not in before), "")
 
     def open(self, epoch: int) -> Opened:
         """Return how long an epoch is; enumerate its order.
@@ -143,7 +154,7 @@ class Source:
         if self._order is not None:
             self._at = f"epoch {epoch}, its order"
             order = self._guarded(self._enter, epoch)
-            return Opened(order.batches, None, order.digest)
+            return Opened(order.batches, None, order.digest, generator=self._generator)
         counter = ""
         if goes_on(self.loader) and not hasattr(self.loader.dataset, "set_epoch"):
             # The dataset counts epochs that it begins afresh here, and would not locally.
@@ -158,6 +169,10 @@ class Source:
     def indices(self, epoch: int, slot: int) -> Any:
         """Return the indices of a batch of a map-style loader."""
         return self._enter(epoch).indices[slot]
+
+    def all_indices(self, epoch: int) -> Any:
+        """Return the indices of all batches of a map-style loader whose sampler has a length."""
+        return self._enter(epoch).indices
 
     def prepare(self, epoch: int, slot: int, indices: Any = None) -> Any:
         """Return the batch in a slot.
@@ -260,11 +275,15 @@ class Source:
     def _next_of(self, epoch: int, slot: int) -> Any:
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
-        cursor = self._cursors.get(stream)
-        if cursor is None or (cursor.epoch, cursor.item) != (epoch, item):
+        cursor = self._cursors.pop((epoch, stream), None)
+        if cursor is None or cursor.item != item:
             start = self._snapshots_of(epoch, stream).item_before(item)
-            if cursor is None or cursor.epoch != epoch or not start <= cursor.item <= item:
-                cursor = self._cursors[stream] = self._new_cursor(epoch, stream, item)
+            if cursor is None or not start <= cursor.item <= item:
+                others = [key for key in self._cursors if key[1] == stream]
+                for key in others[: 1 - OPEN_EPOCHS]:
+                    del self._cursors[key]
+                cursor = self._new_cursor(epoch, stream, item)
+        self._cursors[epoch, stream] = cursor  # behind those that were used before it
         while cursor.item < item:
             try:
                 self._advance(cursor)
@@ -341,7 +360,12 @@ def streams_of(loader: Any) -> int | None:
 
 @dataclass
 class Cursor:
-    """How far one stream of one epoch has come."""
+    """One stream of one epoch, and how far it has been read.
+
+    Attributes:
+        counter: Attribute in which the dataset counts its epochs, known at the stream's end; ""
+            for none. It has grown by one, and did not change from one batch to the next.
+    """
 
     loader: Any
     epoch: int
@@ -349,6 +373,7 @@ class Cursor:
     item: int
     info: Any
     snapshots: "Snapshots"
+    counter: str = ""
     _samples: Iterator[Any] | None = None
     _ended: bool = False
     _ints: list[dict[str, int]] = field(default_factory=list)
@@ -360,6 +385,7 @@ class Cursor:
             Ended: It has none.
         """
         if self._ended:
+            self.loader = self.info = self._samples = None  # ranks may still ask for the end
             raise Ended
         if self.item <= _LOOKS_AT_INTS:
             self._ints.append(_ints_of(self.loader.dataset))
@@ -371,13 +397,8 @@ class Cursor:
             self.snapshots.pass_by(self.loader.dataset, at)
         return self.loader.collate_fn(self._gather(self._samples))
 
-    @property
-    def counter(self) -> str:
-        """Attribute in which the dataset has counted this epoch, by all signs; "" for none.
-
-        It is one more than in the beginning, and did not move from one batch to the next.
-        """
-        if not self._ended or len(self._ints) <= _LOOKS_AT_INTS:
+    def _counted(self) -> str:
+        if len(self._ints) <= _LOOKS_AT_INTS:
             return ""
         before, first, second = self._ints
         after = _ints_of(self.loader.dataset)
@@ -390,7 +411,7 @@ class Cursor:
             try:
                 items.append(next(samples))
             except StopIteration:
-                self._ended = True
+                self._ended, self.counter = True, self._counted()
                 break
         is_short = count is not None and self.loader.drop_last and len(items) < count
         if not items or is_short:
@@ -493,7 +514,8 @@ class Raised:
 
         Raises:
             Exception: Of the same type where one can be made of a message alone.
-            RuntimeError: Else, as for an exception that would end the process (`sys.exit`).
+            RuntimeError: Else, as for an exception that would end the process (`sys.exit`) or the
+                loop (`StopIteration`).
         """
         raise self._made() from None
 
@@ -501,6 +523,8 @@ class Raised:
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):
             return RuntimeError(f"{text}\nA dataset must not end its process; raise an exception.")
+        if issubclass(self.kind, StopIteration):
+            return RuntimeError(f"{text}\nIt would have ended the epoch of this rank alone.")
         make: Callable[..., Exception] = self.kind
         try:
             if self.parts:

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +19,17 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from taas_magic.data.client import Client, Delivered
 from taas_magic.data.protocol import Opened
-from taas_magic.data.sharding import Course, EpochPlace, NoSlot, Part, ScoutedCourse, SlotRequest
-from taas_magic.errors import ProtocolError
+from taas_magic.data.sharding import (
+    UNHINTED,
+    VOID,
+    Course,
+    EpochPlace,
+    NoSlot,
+    Part,
+    ScoutedCourse,
+    SlotRequest,
+)
+from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.messages import RankCounts
 
 if TYPE_CHECKING:
@@ -47,6 +56,34 @@ _ANOTHER_ORDER = (
     "now: the sampler, the generator, batch_size or the dataset has changed. Register the loader "
     "as it was when the state was saved, or start a new epoch (loader.set_epoch)"
 )
+
+
+_OWN_GENERATOR = (
+    'worker_init_fn of loader "{}" gives the dataset a random generator of its own ({}). It is not '
+    "seeded for each batch: what it draws depends on --cpus and on where a resumed epoch begins. "
+    "Draw from torch, numpy.random or random, which are seeded for each batch"
+)
+
+_OTHER_ORDER_HERE = (
+    'loader "{}": the sampler gives this rank another order of epoch {} than the other ranks, and '
+    "has no length, so that they cannot share one. Draw the order from torch, numpy.random or "
+    "random, which are seeded, or use --cpus 1: then one fetcher's order holds for all ranks"
+)
+
+_ANOTHER_STREAM = (
+    'loader "{}": epoch {} begins with another batch than when the state was saved, so samples may '
+    "come twice or not at all. The dataset draws from a random generator that is not seeded, or "
+    "its data have changed. Seed it, for example in a method set_epoch(epoch) of the dataset"
+)
+
+_STREAMS_DIFFER = (
+    'loader "{}": batch {} of epoch {} is another one on rank {} than on other ranks, so samples '
+    "may come twice or not at all. With --cpus 0 each rank reads the dataset itself, and the "
+    "dataset draws from a random generator that is not seeded. Use --cpus 1, where all ranks share "
+    "one stream, or seed the generator, for example in a method set_epoch(epoch) of the dataset"
+)
+
+_KEPT_ORDERS = 3
 
 
 class Step(NamedTuple):
@@ -152,20 +189,68 @@ class EpochIterator(Iterator[Any]):
     def _begin(self) -> Iterator[Step]:
         loader, feed = self._loader, self._loader.feed
         self._client = loader.client()
-        opened = self.opened = self._client.open(self.epoch)
-        if self.order and self.order != opened.order:
-            raise ValueError(_ANOTHER_ORDER.format(loader.name, self.epoch))
-        self.order = opened.order
+        opened = self.opened = self._agreed(self._client, self._client.open(self.epoch))
+        if opened.streams is None:
+            if self.order and self.order != opened.order:
+                raise ValueError(_ANOTHER_ORDER.format(loader.name, self.epoch))
+            self.order = opened.order
         loader.give_states(self._client, opened.streams or 1)
         if opened.counter and not feed.rank:
             warnings.warn(_EVERY_EPOCH_ALIKE.format(loader.name, opened.counter), stacklevel=4)
+        if opened.generator and not feed.rank and not self._turn:
+            warnings.warn(_OWN_GENERATOR.format(loader.name, opened.generator), stacklevel=4)
         if feed.ledger is not None:
             step = self.after.position // feed.world_size
             about = loader.name, self._turn, self.epoch, feed.world_size, step
             self._line = feed.ledger.begin(*about)
         left = None if feed.units is None else feed.units - loader.counts.spent
         part = Part(feed.rank, feed.world_size, loader.shape.uneven, left)
-        return Walk(self._client, opened, part, self.after, feed.window_bytes).steps()
+        bounds = self.after, feed.window_bytes
+        return Walk(self._client, opened, part, *bounds, self._compare).steps()
+
+    def _agreed(self, client: Client, opened: Opened) -> Opened:
+        """Return an epoch in the order of the rank that opened it first.
+
+        Without fetchers each rank runs the sampler itself, which may draw from something that is
+        not seeded.
+
+        Raises:
+            RunLost: This rank has another order, and the sampler has no length.
+        """
+        loader, agreement = self._loader, self._loader.feed.agreement
+        if agreement is None or opened.streams is not None or not loader.shape.has_own_sampler:
+            return opened
+        key, order = f"{loader.name}/{self.epoch}/order", str(opened.order).encode()
+        who = str(loader.feed.rank).encode()
+        first, _, whose = agreement.first(key, order + b" of " + who).partition(b" of ")
+        if whose == who and opened.batches is not None:
+            old = f"{loader.name}/{self.epoch - _KEPT_ORDERS}/indices"
+            agreement.publish(f"{loader.name}/{self.epoch}/indices", client.order(), old)
+        if first == order:
+            return opened
+        if opened.batches is None:
+            raise RunLost(_OTHER_ORDER_HERE.format(loader.name, self.epoch))
+        batches = client.follow(agreement.read(f"{loader.name}/{self.epoch}/indices"))
+        return structs.replace(opened, batches=batches, order=int(first))
+
+    def _compare(self, slot: int, order: int) -> None:
+        """Compare a batch of a stream with that of the saved state, and with the other ranks'.
+
+        Args:
+            order: The batch's hash.
+        """
+        loader, agreement = self._loader, self._loader.feed.agreement
+        if not slot:
+            if self.order not in (0, order):
+                warnings.warn(_ANOTHER_STREAM.format(loader.name, self.epoch), stacklevel=2)
+            self.order = order
+        if agreement is None or loader.has_warned:
+            return
+        mine = str(order).encode()
+        if agreement.first(f"{loader.name}/{self.epoch}/{slot}", mine) != mine:
+            loader.has_warned = True
+            about = loader.name, slot, self.epoch, loader.feed.rank
+            warnings.warn(_STREAMS_DIFFER.format(*about), stacklevel=2)
 
     def _hand_out(self, step: Step) -> Any:
         loader, (received, row_units, after) = self._loader, step
@@ -183,7 +268,7 @@ class EpochIterator(Iterator[Any]):
         self.after = after
         counts.spent += row_units
         counts.batches += 1
-        counts.units += max(received.units, 0)
+        counts.units += 1 if received.units == UNHINTED else received.units
         counts.bytes += received.size
         if counts.batches % _LOOK_EVERY == 1 and self._client is not None:
             counts.held_bytes = self._client.held_bytes
@@ -202,15 +287,25 @@ class Walk:
     Args:
         client: Who is asked; it was opened for the epoch.
         window_bytes: As many batches are asked for ahead as fit into this.
+        compare: Called with the slot and the hash of those batches of streams that have a hash.
     """
 
     def __init__(
-        self, client: Client, opened: Opened, part: Part, place: EpochPlace, window_bytes: int
+        self,
+        client: Client,
+        opened: Opened,
+        part: Part,
+        place: EpochPlace,
+        window_bytes: int,
+        compare: Callable[[int, int], None] = lambda slot, order: None,
     ) -> None:
+        self._compare = compare if opened.streams is not None else lambda slot, order: None
         self._client, self._window_bytes, self._largest_bytes = client, window_bytes, 0
         self._course: Course | ScoutedCourse
         if opened.batches is None or opened.counted:
-            self._course = ScoutedCourse(part, opened.batches, opened.streams or 1, place)
+            has_hints = None if part.units is None else opened.counted
+            about = part, opened.batches, opened.streams or 1, place, has_hints
+            self._course = ScoutedCourse(*about)
         else:
             self._course = Course(part, opened.batches, place)
         self._scouts = isinstance(self._course, ScoutedCourse)
@@ -238,12 +333,14 @@ class Walk:
             ask = self._unlearnt.popleft()
             learnt = self._client.reply(ask)
             self._course.learn(ask.slot, learnt.units)
-            if ask.mine and learnt.units >= 0:
+            if learnt.order:
+                self._compare(ask.slot, learnt.order)
+            if ask.mine and learnt.units != VOID:
                 self._kept[ask.slot] = learnt
         if isinstance(slot, NoSlot):
             return None
         received = self._kept.pop(slot, None) or self._client.reply(SlotRequest(slot, True))
-        if received.units < 0:
+        if received.units == VOID:
             raise ProtocolError(f"the fetchers announced batch {slot} and do not have it")
         if self._learns_late:
             self._course.learn(slot, received.units)

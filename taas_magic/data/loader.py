@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
@@ -63,6 +63,7 @@ class LoaderShape:
         context: multiprocessing's start method of its workers, "" for the default.
         drawn: How many samples its sampler draws; None where that does not say.
         varies: The number of batches may change from epoch to epoch.
+        has_own_sampler: A sampler is not torch's: its order may differ from process to process.
         seed: None: the run's.
         has_state: An iterable-style dataset has a `state_dict` of its own.
         shown: What else a rank may look at (`LoaderParts.shown`).
@@ -77,6 +78,7 @@ class LoaderShape:
     has_batch_sampler: bool = False
     drawn: int | None = None
     varies: bool = False
+    has_own_sampler: bool = False
     uneven: Uneven = "pad"
     seed: int | None = None
     dataset: str = ""
@@ -91,6 +93,19 @@ class LoaderShape:
         return int(self.settings["num_workers"])
 
 
+class Agreement(Protocol):
+    """Values that the ranks of an attempt share."""
+
+    def first(self, key: str, value: bytes) -> bytes:
+        """Return the value that the first rank gave for a key, which may be this one."""
+
+    def publish(self, key: str, value: bytes, replaced: str) -> None:
+        """Store a value for the other ranks; remove the one of another key."""
+
+    def read(self, key: str) -> bytes:
+        """Return a value that another rank publishes; wait for it."""
+
+
 @dataclass
 class Feed:
     """What a rank knows of the run's data service.
@@ -98,6 +113,7 @@ class Feed:
     Attributes:
         payload: Returns the pickled loader of a name.
         directory: None: this rank has servers of its own, which `own` starts.
+        agreement: What the ranks agree on where each has servers of its own; None for one rank.
         tls: Makes a client context, for fetchers on other hosts.
         window_bytes: How much a rank asks for ahead.
     """
@@ -114,6 +130,7 @@ class Feed:
     window_bytes: int = 128 << 20
     lease: FetchLease = FetchLease()  # noqa: RUF009
     own: OwnServers | None = None
+    agreement: "Agreement | None" = None
     loaders: "list[RemoteLoader]" = field(default_factory=list)
 
     def counts(self) -> dict[str, RankCounts]:
@@ -142,7 +159,7 @@ class RemoteLoader(DataLoader[Any]):
         self.counts = RankCounts(workers=shape.num_workers)
         self._shown: tuple[Any, ...] | None = None
         self._original: Any = None
-        self._is_made = False
+        self._is_made = self.has_warned = False
         settings, own, path = shape.settings, vars(self), f"{shape.name}.dataset"
         if shape.iterable:
             stream = RemoteStream(self, path)

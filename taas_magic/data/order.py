@@ -27,8 +27,10 @@ from taas_magic.data.sharding import seed_of
 _numpy: Any = sys.modules.get("numpy")  # torch imports it where there is one
 
 _KEEP_EPOCHS = 3
-_ENDLESS_STEP = 1024
-_KEEP_ENDLESS = 16 * _ENDLESS_STEP
+_UNSIZED_STEP = 1024
+_KEEP_UNSIZED = 16 * _UNSIZED_STEP
+_MOST_PASSED = 1 << 17
+"""A sampler without a length that gives more batches in an epoch is taken to have no end."""
 
 
 class Epoch(NamedTuple):
@@ -36,11 +38,11 @@ class Epoch(NamedTuple):
 
     Attributes:
         indices: Its batches by their numbers, each a list of indices (or one index).
-        batches: How many there are; None where the sampler does not know.
-        digest: Hash of the order, 0 where it has no end.
+        batches: Their number; None if the sampler has no length.
+        digest: Hash of the order; of a sampler without a length, of its first batches.
     """
 
-    indices: "Endless | _Packed | list[Any]"
+    indices: "Unsized | Packed | list[Any]"
     batches: int | None
     digest: int
 
@@ -54,6 +56,7 @@ class Order:
 
     def __init__(self, loader: Any, seed: int) -> None:
         self._dataset, self._seed = loader.dataset, seed
+        self._persists = bool(loader.num_workers and loader.persistent_workers)
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._starts = {0: dump_beside((sampler, loader.generator), self._dataset)}
         self._epochs: dict[int, Epoch] = {}
@@ -64,7 +67,7 @@ class Order:
             latest = max(start for start in self._starts if start <= number)
             for before in range(latest, number):
                 if not self._forgets():
-                    self._enumerate(before)
+                    self._pass_by(before)
             self._epochs[number] = self._enumerate(number)
             for old in [start for start in self._starts if 1 < start <= number - _KEEP_EPOCHS]:
                 del self._starts[old]
@@ -78,16 +81,29 @@ class Order:
 
     def _enumerate(self, number: int) -> Epoch:
         sampler, generator, indices = self._begin(number)
-        try:
-            len(sampler)
-        except (TypeError, NotImplementedError):
-            self._starts[1] = self._starts[0]
-            return Epoch(Endless(lambda: self._begin(number)[2]), None, 0)
+        if not _has_length(sampler):
+            unsized = Unsized(lambda: self._begin(number)[2])
+            return Epoch(unsized, None, unsized.digest)
         packed, digest = _pack(indices)
+        self._leave(number, sampler, generator)
+        return Epoch(packed, len(packed), digest)
+
+    def _pass_by(self, number: int) -> None:
+        """Run through an epoch to see how it leaves the sampler and the generator."""
+        sampler, generator, indices = self._begin(number)
+        most = None if _has_length(sampler) else _MOST_PASSED
+        for _ in itertools.islice(indices, most):
+            pass
+        if most is not None and next(indices, None) is not None:
+            self._starts[1] = self._starts[0]  # it may have no end: every epoch begins alike
+            return
+        self._leave(number, sampler, generator)
+
+    def _leave(self, number: int, sampler: Any, generator: Any) -> None:
+        """Record how an epoch leaves the sampler and the generator: the next one begins there."""
         if not self._forgets():
             tell_epoch(sampler, 0, "sampler")
             self._starts[number + 1] = dump_beside((sampler, generator), self._dataset)
-        return Epoch(packed, len(packed), digest)
 
     def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
         """Return a sampler at the beginning of an epoch, its generator, and its batches."""
@@ -96,9 +112,19 @@ class Order:
         tell_epoch(sampler, number, "sampler")
         seed_all(seed_of(self._seed, number))
         # A local DataLoader's order of draws: the sampler's iterator, the base seed, the indices.
+        # Persistent workers get their base seed once, before the first epoch.
         indices = iter(sampler)
-        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        if not (self._persists and number):
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
         return sampler, generator, indices
+
+
+def _has_length(sampler: Any) -> bool:
+    try:
+        len(sampler)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
 
 
 def tell_epoch(value: object, epoch: int, inner: str) -> None:
@@ -116,46 +142,64 @@ def tell_epoch(value: object, epoch: int, inner: str) -> None:
         value = getattr(value, inner, None)
 
 
-class Endless:
-    """The batches of a sampler that does not know its length: enumerated as far as asked.
+class Unsized:
+    """The batches of a sampler without a length: enumerated as far as they are asked for.
 
     Remembers the last of them and begins again for an earlier one. What the sampler draws does not
     depend on what else is seeded in the meantime.
 
     Args:
         begin: Begins the enumeration, under seeds of its own.
-    """
 
-    _random: Any
+    Attributes:
+        digest: Hash of the first batches.
+    """
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         self._begin = begin
+        self._rest: Iterator[Any]
+        self._random: Any
+        self._raised: Exception | None
         self._restart()
+        self._draw()
+        self.digest = _pack(self._seen)[1]
 
     def __getitem__(self, batch: int) -> Any:
         """Return the indices of a batch.
 
         Raises:
             IndexError: The sampler ended before it.
+            Exception: What the sampler raised there.
         """
         if batch < self._drawn - len(self._seen):
             self._restart()
-        while self._drawn <= batch:
-            _set_random_state(self._random)
-            more = [_copied(indices) for indices in itertools.islice(self._rest, _ENDLESS_STEP)]
-            self._random = _random_state()
-            if not more:
-                raise IndexError(batch)
-            self._seen.extend(more)
-            self._drawn += len(more)
-        return self._seen[batch - self._drawn]
+        while self._drawn <= batch and not self._has_ended:
+            self._draw()
+        if self._drawn > batch:
+            return self._seen[batch - self._drawn]
+        if self._raised is not None and batch == self._drawn:
+            raise self._raised
+        raise IndexError(batch)
+
+    def _draw(self) -> None:
+        _set_random_state(self._random)
+        try:
+            for _ in range(_UNSIZED_STEP):
+                self._seen.append(_copied(next(self._rest)))
+                self._drawn += 1
+        except StopIteration:
+            self._has_ended = True
+        except Exception as error:  # the answer to who asks for this batch, and not before
+            self._has_ended, self._raised = True, error
+        self._random = _random_state()
 
     def _restart(self) -> None:
-        self._seen, self._drawn = deque[Any](maxlen=_KEEP_ENDLESS), 0
+        self._seen, self._drawn = deque[Any](maxlen=_KEEP_UNSIZED), 0
+        self._has_ended, self._raised = False, None
         self._rest, self._random = self._begin(), _random_state()
 
 
-class _Packed:
+class Packed:
     """Lists of ints at 8 bytes an index (a Python list takes 36); or all of numpy's int64."""
 
     def __init__(self) -> None:
@@ -189,9 +233,9 @@ class _Packed:
         return True
 
 
-def _pack(drawn: Iterable[Any]) -> tuple[_Packed | list[Any], int]:
+def _pack(drawn: Iterable[Any]) -> tuple[Packed | list[Any], int]:
     """Return the batches that a sampler draws in little memory, and the hash of their order."""
-    packed, others = _Packed(), list[Any]()
+    packed, others = Packed(), list[Any]()
     for batch in drawn:
         if others or not packed.takes(batch):
             others.append(_copied(batch))

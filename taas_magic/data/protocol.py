@@ -33,6 +33,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 import msgspec
 from msgspec import Meta, Struct
 
+from taas_magic.data.sharding import UNHINTED
 from taas_magic.errors import ProtocolError
 
 ALIGN = 64
@@ -52,6 +53,7 @@ HEADER_BYTES = 64
 _ZEROS = bytes(ALIGN)
 
 _Count = Annotated[int, Meta(ge=0)]
+_Units = Annotated[int, Meta(ge=UNHINTED)]
 
 
 class RequestKind(enum.IntEnum):
@@ -82,10 +84,11 @@ class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
 
     Attributes:
         kind: OPEN (how long is an epoch), GET (a batch), PEEK (what does it count), SAMPLE (an item
-            of the dataset), ORDER (a batch's indices), STATE (the dataset's own state).
+            of the dataset), ORDER (a batch's indices, or those of all batches), STATE (the
+            dataset's own state).
         slot: The batch's place in the epoch's order.
-        detail: What else the request says: of GET the indices to use, of SAMPLE the index, of STATE
-            a state that the stream is to begin at.
+        detail: What else the request says: of GET the indices to use, of SAMPLE the index, of ORDER
+            that all batches are meant, of STATE a state that the stream is to begin at.
     """
 
     kind: RequestKind
@@ -104,6 +107,7 @@ class Opened(Struct, frozen=True, array_like=True):
         counted: Whether batches carry `hints["units"]`.
         counter: Attribute in which an iterable-style dataset counts its epochs by itself, if an
             earlier epoch has shown one; it finds every epoch as the first.
+        generator: Attribute in which `worker_init_fn` has put a random generator; "" for none.
     """
 
     batches: int | None
@@ -111,6 +115,7 @@ class Opened(Struct, frozen=True, array_like=True):
     order: int
     counted: bool = False
     counter: str = ""
+    generator: str = ""
 
 
 class Challenge(Struct, frozen=True, array_like=True, tag=1):
@@ -188,8 +193,9 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
     """The response to one request, or to some in a row; the bodies follow, unless it is `shared`.
 
     Attributes:
-        units: What the batch counts in `--units` (BATCH, PEEKED).
-        order: Hash of the epoch's order as the worker has it; 0 where it did not use its own.
+        units: Number that the batch counts in `--units`, or UNHINTED (BATCH, PEEKED).
+        order: Hash of the epoch's order as the worker has it; 0 where it did not use its own. Of a
+            stream, hash of this batch, for some of its first batches; else 0 (BATCH, PEEKED).
         head_bytes: How many bytes at the body's start are its table of contents (BATCH).
         body_sum: The checksum of all that follows; None where TLS or the kernel sees to it.
         more: The response to so many of the next requests is the same but for the slot and for what
@@ -199,7 +205,7 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
     kind: ResponseKind
     epoch: _Count
     slot: _Count
-    units: _Count = 1
+    units: _Units = 1
     order: _Count = 0
     head_bytes: _Count = 0
     body_sum: _Count | None = None

@@ -27,6 +27,7 @@ import msgspec
 from msgspec import structs
 
 from taas_magic.data import protocol, worker
+from taas_magic.data.dataset import OPEN_EPOCHS
 from taas_magic.data.memory import largest_file_bytes
 from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID, FetcherShare
@@ -318,6 +319,11 @@ class Buffer:
             return self._counts.get(request)
         return entry.prepared.reply.units
 
+    def order(self, request: LoaderRequest) -> int:
+        """Return the hash that came with a batch (`Response.order`); 0 if it is not here."""
+        entry = self._entries.get(request)
+        return 0 if entry is None or entry.prepared is None else entry.prepared.reply.order
+
     def choose(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None = None
     ) -> LoaderRequest | None:
@@ -402,8 +408,12 @@ class Buffer:
             return None
         chosen = next(iter(next(iter(self._queues[homes[0]].values()))))
         if follows is not None and chosen.kind is RequestKind.GET:
-            queues = (queue for home in homes for queue in self._queues[home].values())
-            chosen = next(filter(follows, itertools.chain.from_iterable(queues)), chosen)
+            queues = [queue for home in homes for queue in self._queues[home].values()]
+            # An epoch is finished first: a rank that is behind has little more to ask of it.
+            epoch = min(next(iter(queue)).epoch for queue in queues)
+            chosen = next(one for queue in queues for one in queue if one.epoch == epoch)
+            asked = (one for queue in queues for one in queue if one.epoch == epoch)
+            chosen = next(filter(follows, asked), chosen)
         queued = self._entries[chosen].queued
         assert queued is not None
         self._queues[queued[0]].move_to_end(queued[1])
@@ -504,7 +514,7 @@ class Scheduler:
         folder = served.spill
         self._disk = Disk(folder, served.spill_bytes) if folder is not None else None
         self._streams: int | None = None
-        self._positions: dict[int, tuple[int, int]] = {}
+        self._positions: dict[int, dict[int, int]] = {}
         self._tries: dict[LoaderRequest, int] = {}
         self._lost, self._numbers = 0, itertools.count()
         self._wall_s: dict[int, float] = {}
@@ -555,7 +565,7 @@ class Scheduler:
                     break
                 if self._streams is not None and request.kind is RequestKind.GET:
                     item, stream = divmod(request.slot, self._streams)
-                    self._positions[stream] = request.epoch, item + 1
+                    self._advance(stream, request.epoch, item + 1)
                 one.tell(next(self._numbers), request, to_disk)
             one.send(self.buffer.oldest_epoch)
 
@@ -598,8 +608,16 @@ class Scheduler:
     def _follows(self, request: LoaderRequest) -> bool:
         """Return whether a stream need not go back for a batch."""
         assert self._streams is not None
-        epoch, item = self._positions.get(request.slot % self._streams, (-1, 0))
-        return epoch != request.epoch or request.slot // self._streams >= item
+        item, stream = divmod(request.slot, self._streams)
+        return item >= self._positions.get(stream, {}).get(request.epoch, 0)
+
+    def _advance(self, stream: int, epoch: int, item: int) -> None:
+        """Record how far a worker reads a stream in an epoch; it keeps the last two epochs open."""
+        epochs = self._positions.setdefault(stream, {})
+        epochs.pop(epoch, None)
+        epochs[epoch] = item
+        if len(epochs) > OPEN_EPOCHS:
+            del epochs[next(iter(epochs))]
 
     def _is_filled(self) -> bool:
         """Return whether there is as much as was asked for before the ranks."""

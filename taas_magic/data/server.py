@@ -185,7 +185,7 @@ class RankConnection:
         reply = prepared.reply
         is_batch = reply.kind is ResponseKind.BATCH
         head_bytes = reply.head_bytes if is_batch else 0
-        form = reply.kind, request.epoch, max(reply.units, 0), reply.order, head_bytes
+        form = reply.kind, request.epoch, reply.units, reply.order, head_bytes
         shared, descriptor = self._lend(prepared) if is_batch else (None, -1)
         if shared is not None:
             self.add(_packed(form, request.slot, shared=shared), descriptor=descriptor)
@@ -564,7 +564,8 @@ class Server:
             if units is None:
                 return False
             kind = ResponseKind.VOID if units == VOID else ResponseKind.PEEKED
-            connection.say(Response(kind, request.epoch, request.slot, max(units, 0)))
+            order = loader.buffer.order(request)
+            connection.say(Response(kind, request.epoch, request.slot, units, order))
         else:
             prepared = loader.buffer.take(connection, request)
             if prepared is None:

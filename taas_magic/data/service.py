@@ -186,12 +186,12 @@ class FolderDirectory:
         contents = [_content(file) for file in files]
         entries = [_entry.decode(content) for content in contents if content is not None]
         places = [entry[loader] for entry in entries if loader in entry]
-        started = [place for place in places if not place.failed]
-        if started:
+        if started := [place for place in places if place.addresses]:
             found = {at: address for place in started for at, address in place.addresses.items()}
             return structs.replace(started[0], addresses=found)
-        have_all_failed = places and len(places) == places[0].fetchers
-        return places[0] if have_all_failed else LoaderPlace(fetchers=0)
+        failed = [place for place in places if place.failed]
+        have_all_failed = failed and len(failed) == failed[0].fetchers
+        return failed[0] if have_all_failed else LoaderPlace(fetchers=0)
 
 
 class BatchLedger:

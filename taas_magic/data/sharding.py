@@ -32,6 +32,9 @@ _FORGET_SLOTS = 1024
 VOID = -1
 """What is learnt of a slot that holds no batch."""
 
+UNHINTED = -2
+"""What is learnt of a batch without `hints["units"]`, which counts one unit."""
+
 
 def seed_of(seed: int, *place: int) -> int:
     """Return the seed of one place (epoch, or epoch and batch) under a run's seed; 63 bits."""
@@ -155,11 +158,8 @@ class Course:
 
     def learn(self, slot: int, units: int) -> None:
         """Take note of what a slot counts, or that it is VOID."""
-        if units != 1:
-            raise ValueError(
-                f"batch {slot} counts {units} units and batch 0 has no hints; "
-                "give every batch hints, or none"
-            )
+        if units not in (UNHINTED, 1):
+            raise _mixed_hints(slot, has_hints=True)
 
     def at(self, step: int) -> int | NoSlot:
         """Return the slot to hand out at a step."""
@@ -179,12 +179,21 @@ class Course:
         return EpochPlace(position, position)
 
 
+def _mixed_hints(slot: int, has_hints: bool) -> ValueError:
+    has, other = ('has hints["units"]', "does not") if has_hints else ("has no hints", "does")
+    return ValueError(f"batch {slot} {has} and batch 0 {other}; give every batch hints, or none")
+
+
 class ScoutedCourse:
     """A rank's way through an epoch that has to be looked at ahead.
 
     That is one of streams, whose ends show only when they are reached, or one whose batches carry
     `hints["units"]`. Each slot is asked for by the rank that seems to get it and peeked at by the
     others, so that every rank knows each row before it takes its part of it.
+
+    Args:
+        has_hints: Whether the epoch's first batch carries `hints["units"]`; None if `--units` does
+            not bound the run and nobody looked.
     """
 
     def __init__(
@@ -193,8 +202,10 @@ class ScoutedCourse:
         batches: int | None,
         streams: int,
         place: EpochPlace = EpochPlace(),  # noqa: B008
+        has_hints: bool | None = None,
     ) -> None:
         self._part, self._batches, self._streams = part, batches, streams
+        self._has_hints = has_hints
         self._known: dict[int, int] = {}
         self._place = place
         self._walked = self._asked = place.slot
@@ -217,8 +228,15 @@ class ScoutedCourse:
             yield SlotRequest(slot, mine=self._guess(slot) % world_size == self._part.rank)
 
     def learn(self, slot: int, units: int) -> None:
-        """Take note of what a slot counts, or that it is VOID."""
-        self._known[slot] = units
+        """Record what a slot counts, or that it is VOID.
+
+        Raises:
+            ValueError: The batch has hints and the first one has none, or the reverse.
+        """
+        is_mixed = units not in (VOID, 1) and self._has_hints is (units == UNHINTED)
+        if is_mixed:
+            raise _mixed_hints(slot, has_hints=units != UNHINTED)
+        self._known[slot] = 1 if units == UNHINTED else units
         while not self._ended and self._walked in self._known:
             if self._known[self._walked] == VOID:
                 self._voids += 1

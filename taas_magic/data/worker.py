@@ -33,7 +33,7 @@ from taas_magic.data import encode, protocol
 from taas_magic.data.dataset import Ended, Failed, Source, own_units
 from taas_magic.data.memory import Arena, Mapping
 from taas_magic.data.protocol import Command, LoaderRequest, Reply, RequestKind, ResponseKind
-from taas_magic.data.sharding import VOID, FetcherShare
+from taas_magic.data.sharding import UNHINTED, VOID, FetcherShare
 from taas_magic.leases import STOPPED_S
 
 MESSAGE_BYTES = 128 << 10
@@ -301,7 +301,9 @@ class Worker:
                 raise Failed(ValueError(text), f"with {where}")
             return prepared
         except Ended:
-            return ResponseKind.VOID, encode.NOTHING, VOID, 0
+            # The sampler of the worker that opened the epoch may have given more batches.
+            order = self._source.digest(request.epoch) if isinstance(self._source, Source) else 0
+            return ResponseKind.VOID, encode.NOTHING, VOID, order
         except Failed as failure:
             return _failed(failure)
         except Exception as error:
@@ -313,7 +315,11 @@ class Worker:
         if kind is RequestKind.GET:
             batch = source.prepare(epoch, slot, encode.from_bytes(detail) if detail else None)
             body, units = encode.encode(batch), own_units(batch)
-            return ResponseKind.BATCH, body, 1 if units is None else units, source.digest(epoch)
+            units = UNHINTED if units is None else units
+            order = source.digest(epoch)
+            if source.streams is not None and _is_compared(slot // source.streams):
+                order = encode.fingerprint(body)
+            return ResponseKind.BATCH, body, units, order
         if kind is RequestKind.OPEN:
             opened = source.open(epoch)
             if self._served.share.units is not None:
@@ -326,7 +332,8 @@ class Worker:
         if kind is RequestKind.SAMPLE:
             value = source.sample(encode.from_bytes(detail))
         elif kind is RequestKind.ORDER:
-            value, order = source.indices(epoch, slot), source.digest(epoch)
+            value = source.all_indices(epoch) if detail else source.indices(epoch, slot)
+            order = source.digest(epoch)
         elif detail:
             source.restore(epoch, slot, encode.from_bytes(detail))
         else:
@@ -336,6 +343,11 @@ class Worker:
 
 _Prepared = tuple[ResponseKind, encode.Encoded, int, int]
 """What to answer: its kind, its body, its units and the hash of its order."""
+
+
+def _is_compared(item: int) -> bool:
+    """Return whether ranks compare a stream's item: 0 and powers of two, to cost little."""
+    return item & (item - 1) == 0
 
 
 def _failed(failure: Failed) -> _Prepared:

@@ -38,7 +38,7 @@ from taas_magic.host.spec import (
     HostSpec,
     Place,
     ProcessSpec,
-    never_started,
+    fetcher_failed,
     torchrun_variables,
 )
 from taas_magic.host.stacks import Stand
@@ -59,7 +59,6 @@ from taas_magic.messages import (
     FetcherEnded,
     FetcherFailed,
     FetcherStand,
-    FetcherStarted,
     Halt,
     HostEnded,
     Note,
@@ -496,7 +495,6 @@ class _Running:
 
     spec: FetcherSpec
     process: Any
-    is_up: bool = False
     why: str = ""
     said_writes: bool = False
 
@@ -568,7 +566,7 @@ class HostFetchers(HostShare):
         data = self.spec.plan.data
         assert data is not None
         for plan in data.on(self.spec.host_rank):
-            self.emit(never_started(self.spec.plan, plan, why))
+            self.emit(fetcher_failed(self.spec.plan, plan, why))
 
     def _keep(self, error: Exception) -> None:
         self.note(f"the fetchers' logs stay on host {self.host}: {error}")
@@ -592,10 +590,8 @@ class HostFetchers(HostShare):
             except (EOFError, OSError):
                 ended.append(control)
                 continue
-            one = self._running[control]
-            one.is_up = one.is_up or isinstance(said, FetcherStarted)
             if isinstance(said, FetcherFailed):
-                one.why = said.why
+                self._running[control].why = said.why
             else:
                 self.emit(said)
         return ended
@@ -619,8 +615,7 @@ class HostFetchers(HostShare):
         if self.stopped_at is None:
             text = self._how_one_ended(one)
             self.note(text)
-            if not one.is_up:
-                ended = never_started(self.spec.plan, one.spec.plan, text)
+            ended = fetcher_failed(self.spec.plan, one.spec.plan, text)
         forkserver.forget(one.process)
         self.emit(ended)
 

@@ -249,7 +249,8 @@ class AgentWorker(ClosedWorker):
         try:
             share.run()
         finally:
-            del self._shares[run_id]
+            if self._shares.get(run_id) is share:  # else fetchers were started again meanwhile
+                del self._shares[run_id]
             self._rest_at = self._rest_at or time.monotonic() + _REST_AFTER_S
 
     async def beat(self) -> None:

@@ -231,9 +231,11 @@ def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:
     def payload_of(name: str) -> bytes:
         return service.payload_file(share.folder.path, name).read_bytes()
 
-    own = None
+    own = agreement = None
     if not served.fetchers:
         own = OwnServers(served.key, payload_of, lambda: _become_a_fetcher(share))
+        if share.plan.world_size > 1:
+            agreement = rendezvous.LoaderAgreement(os.environ, share.plan.run_id)
     return Feed(
         rank=rank,
         world_size=share.plan.world_size,
@@ -247,6 +249,7 @@ def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:
         window_bytes=served.settings.rank_buffer_bytes // 2,
         lease=FetchLease(served.settings.fetch_s),
         own=own,
+        agreement=agreement,
     )
 
 

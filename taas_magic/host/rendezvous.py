@@ -5,7 +5,8 @@ all hosts can be told of it at once, and starts a process of the forkserver that
 ranks are started. Every attempt has a store of its own: in an old one its ranks would find where
 those of the last attempt listened.
 
-Ranks of several hosts that end wait for one another there (`await_all`).
+Ranks of several hosts that end wait for one another there (`await_all`). Ranks without fetchers
+agree there on what their loaders give (`LoaderAgreement`).
 
 Horovod's ranks find each other over an HTTP server of horovod's own. The same process runs it, and
 leaves its port in the store, from which ranks make what `horovodrun` would tell them.
@@ -14,13 +15,14 @@ leaves its port in the store, from which ranks make what `horovodrun` would tell
 import functools
 import importlib
 import importlib.util
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from taas_magic.errors import PoolError
 from taas_magic.host import forkserver
@@ -34,6 +36,9 @@ _HOROVOD_SERVER = "horovod.runner.http.http_server"
 _HOROVOD_KEY = "taas/horovod"
 _HOROVOD_ANSWER_S = 60.0
 _ANSWER_S, _LOOK_S = 5.0, 0.01
+_AGREE_S = 60.0
+"""How long a rank may take to publish the order of an epoch, once it has run the sampler."""
+
 _ENDING_KEY, _ALL_END_KEY = "taas/ending", "taas/all end"
 
 
@@ -102,6 +107,56 @@ def await_all(environ: Mapping[str, str], limit_s: float) -> None:
         # torch writes warnings when the time of its own wait() is over
         while not store.check([_ALL_END_KEY]) and time.monotonic() < until:
             time.sleep(_LOOK_S)
+
+
+class LoaderAgreement:
+    """What the ranks of an attempt agree on about their loaders, in its store; any thread may ask.
+
+    Args:
+        environ: torchrun's variables of this rank, as they were before the cell could change them.
+        run: What tells the values of this run apart from those of another one in the same ranks.
+    """
+
+    def __init__(self, environ: Mapping[str, str], run: str) -> None:
+        self._address, self._port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        self._prefix = f"taas/loaders/{run}/"
+        self._lock = threading.Lock()
+        self._pid, self._store = 0, cast(Any, None)
+
+    def first(self, key: str, value: bytes) -> bytes:
+        """Return the value that the first rank gave for a key, which may be this one."""
+        found: bytes = self._client().compare_set(self._prefix + key, "", value.decode())
+        return found
+
+    def publish(self, key: str, value: bytes, replaced: str) -> None:
+        """Store a value for the other ranks; remove the one of another key."""
+        store = self._client()
+        store.set(self._prefix + key, value)
+        store.delete_key(self._prefix + replaced)
+
+    def read(self, key: str) -> bytes:
+        """Return a value that another rank publishes; wait for it.
+
+        Raises:
+            RuntimeError: That rank, or the store, is gone.
+        """
+        found: bytes = self._client().get(self._prefix + key)
+        return found
+
+    def _client(self) -> Any:
+        """Return the connection of this process; a fork of the rank has one of its own."""
+        import torch.distributed as dist
+
+        with self._lock:
+            if self._pid != os.getpid():
+                self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                    *(self._address, self._port),
+                    is_master=False,
+                    timeout=timedelta(seconds=_AGREE_S),
+                    wait_for_workers=False,
+                )
+                self._pid = os.getpid()
+            return self._store
 
 
 def serve(listener: socket.socket, address: str) -> None:

@@ -309,8 +309,11 @@ def of_host(spec: HostSpec, host_rank: int) -> HostSpec:
     return structs.replace(spec, plan=mine, host_rank=host_rank, n_hosts=len(hosts))
 
 
-def never_started(run: Plan, fetcher: FetcherPlan, why: str) -> FetcherEnded:
-    """Return the end of a fetcher of a run that never listened, by which no rank waits for it."""
+def fetcher_failed(run: Plan, fetcher: FetcherPlan, why: str) -> FetcherEnded:
+    """Return the end of a fetcher that ended by itself, or never listened.
+
+    Its entry tells the ranks so: they do not wait for it.
+    """
     place = LoaderPlace(fetchers=run.cpus, failed=why)
     return FetcherEnded(number=fetcher.number, entry=dict.fromkeys(fetcher.loaders, place))
 

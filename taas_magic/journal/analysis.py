@@ -166,6 +166,7 @@ class Flow:
                     self._loader(name).fetchers[event.number] = stats
             case FetcherStarted():
                 self.fetchers[event.number] = event
+                self.fetchers_ended.discard(event.number)
             case FetcherEnded():
                 self.fetchers_ended.add(event.number)
             case Prefilling():

@@ -28,14 +28,17 @@ from taas_magic.errors import (
     interrupted,
 )
 from taas_magic.host import results
-from taas_magic.host.spec import VALUE, HostSpec, share_id
+from taas_magic.host.spec import VALUE, HostSpec, fetcher_failed, share_id
 from taas_magic.host.watch import HALT_S
 from taas_magic.journal import folder as journal
 from taas_magic.journal.analysis import Flow
 from taas_magic.journal.folder import RunFiles, RunFolder
 from taas_magic.messages import (
     Event,
+    FetcherEnded,
     FetcherReport,
+    FetcherStarted,
+    LoaderPlace,
     Note,
     Prefilling,
     Relay,
@@ -193,7 +196,8 @@ class Fetching:
 
     They may be in another pool than the ranks. What they say is passed on to the ranks' pool, which
     has the run's journal and tells the ranks' hosts where the fetchers listen. They belong to the
-    process of their pool on which they were launched, and end with it.
+    process of their pool on which they were launched, and end with it. When all have ended by
+    themselves before, they are started again, as often as `--max-restarts` says.
 
     Args:
         pool: The pool whose hosts they are on.
@@ -211,6 +215,8 @@ class Fetching:
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._relay: threading.Thread | None = None
         self._closing = False
+        self._ended: set[int] = set()
+        self._restarts = 0
         self._wait = Wait(pool)
         self._connection: PoolConnection | None = None
         self._beginning = Background(self._begin)
@@ -231,8 +237,34 @@ class Fetching:
 
     def say(self, event: Event) -> None:
         """Take what a fetcher said, or what is said of them."""
+        if isinstance(event, FetcherStarted):
+            self._ended.discard(event.number)
+        elif isinstance(event, FetcherEnded) and event.entry:
+            self._ended.add(event.number)
+            event = self._or_again(event)
         self._listen(event)
         self._events.put(event)
+
+    def _or_again(self, last: FetcherEnded) -> FetcherEnded:
+        """Start the fetchers again if none is left; return the end of one as ranks are told it."""
+        plan = self._spec.plan
+        are_all = plan.data is not None and len(self._ended) == len(plan.data.fetchers)
+        if not last.entry or not are_all or self._closing or self._restarts == plan.max_restarts:
+            return last
+        self._restarts += 1
+        count = f"{self._restarts} of {plan.max_restarts}"
+        self.say(Note(text=f"all fetchers have ended; they are started again (restart {count})"))
+        threading.Thread(target=self._start_again, name="taas-fetchers", daemon=True).start()
+        soon = {name: LoaderPlace(fetchers=plan.cpus) for name in last.entry}
+        return structs.replace(last, entry=soon)
+
+    def _start_again(self) -> None:
+        try:
+            self._launch(self.say)
+        except PoolError as error:
+            plan, self._restarts = self._spec.plan, self._spec.plan.max_restarts
+            for fetcher in plan.data.fetchers if plan.data is not None else ():
+                self.say(fetcher_failed(plan, fetcher, f"not started again: {error}"))
 
     def said(self) -> list[Event]:
         """Return what was said since this was asked last."""
@@ -273,6 +305,10 @@ class Fetching:
             self._connection = self._pool.open(data.pool_hosts, tell, self._wait)
         else:
             self._connection = self._pool.connect(wait=self._wait)
+        self._launch(listen)
+
+    def _launch(self, listen: Callable[[Event], None]) -> None:
+        assert self._connection is not None
         if not self._closing:
             self._connection.launch(structs.replace(self._spec, fetches=True), listen)
         if self._closing:

@@ -285,11 +285,14 @@ class Controller(SchedulerPlugin):
                 await run.over.wait()
 
     async def _fetch(self, owner: str, first: HostSpec) -> Started:
+        if before := self._runs.get(first.share_id):
+            await before.gone()  # what ends them on a host would end their successors there, too
         fetch = PoolFetchers(first, owner, self.members, self._teller(owner, first.share_id))
 
         async def carry_out() -> None:
             await fetch.carry_out()
-            del self._runs[fetch.run_id]
+            if self._runs.get(fetch.run_id) is fetch:
+                del self._runs[fetch.run_id]
 
         try:
             hosts = await self._start(fetch)

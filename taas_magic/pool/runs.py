@@ -20,7 +20,7 @@ from msgspec import UNSET, structs
 
 from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.host.files import FileServer, OwnedFiles
-from taas_magic.host.spec import HostSpec, StartShare, never_started, of_host
+from taas_magic.host.spec import HostSpec, StartShare, fetcher_failed, of_host
 from taas_magic.host.system import LOOPBACK
 from taas_magic.host.watch import HALT_S, LEFT_GRACE_S, first_failure, host_failure
 from taas_magic.messages import (
@@ -392,7 +392,7 @@ class Share(ABC):
         part.member.runs.discard(self.run_id)
         self._changed.set()
 
-    async def _gone(self) -> None:
+    async def gone(self) -> None:
         """Return when the share is on no host any more."""
         while self._running():
             self._changed.clear()
@@ -415,13 +415,6 @@ class Share(ABC):
 class PoolFetchers(Share):
     """The fetchers of a run."""
 
-    def __init__(
-        self, spec: HostSpec, owner: str, members: Members, publish: Callable[[Event], None]
-    ) -> None:
-        super().__init__(spec, owner, members, publish)
-        self._started: set[int] = set()
-        """Those that have said where they listen."""
-
     async def start(self) -> list[str]:
         """See `Share.start`; when one host fails, those that have started are not ended here."""
         chosen = (await self._take(self._data.pool_hosts))[: self._data.hosts]
@@ -435,14 +428,14 @@ class PoolFetchers(Share):
 
     async def carry_out(self) -> None:
         """Return when they have ended on all hosts."""
-        await self._gone()
+        await self.gone()
         await self._files.close()
 
     async def halt(self, how: str) -> None:
         """End the fetchers; returns when they are gone, or their hosts are about to be ended."""
         await super().halt("kill")
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._gone(), FETCHERS_END_S)
+            await asyncio.wait_for(self.gone(), FETCHERS_END_S)
 
     @property
     def _data(self) -> DataPlan:
@@ -461,8 +454,6 @@ class PoolFetchers(Share):
         if isinstance(event, HostEnded):
             self._leave(part)
             return
-        if isinstance(event, FetcherStarted):
-            self._started.add(event.number)
         self.publish(event)
 
     def _lost(self, part: HostPart, why: str) -> None:
@@ -472,9 +463,7 @@ class PoolFetchers(Share):
         others = "their batches come from the others" if are_others else "no other is left"
         self.publish(Note(host=host, text=f"host {host} with {fetchers} is gone ({why}); {others}"))
         for fetcher in self._data.on(part.host_rank):
-            ended = FetcherEnded(number=fetcher.number)
-            if fetcher.number not in self._started:
-                ended = never_started(self.plan, fetcher, f"host {host} is gone: {why}")
+            ended = fetcher_failed(self.plan, fetcher, f"host {host} is gone: {why}")
             ended.host = host
             self.publish(ended)
 
@@ -708,7 +697,7 @@ class PoolRun(Share):
             part.report = None
         self._tasks.start(self._end_late(END_S))
         await self._tell_all(EndRun(self.run_id))
-        await self._gone()
+        await self.gone()
         await self._ways.aclose()
         reports = [part.report for part in there if part.report is not None]
         return [f for report in reports if report.state == "LOST" for f in report.failures]

@@ -145,6 +145,15 @@ def test_a_stream_does_not_go_back_as_long_as_it_can_go_on() -> None:
     assert buffer.choose(0, lambda key: key.slot >= 5) == key(0)
 
 
+def test_a_worker_finishes_an_epoch_of_streams_before_the_next_one() -> None:
+    buffer = buffer_of()
+    for one in (key(0, epoch=1), key(1, epoch=1)):
+        buffer.want("ahead", one)
+    buffer.want("behind", key(9))
+    order = [buffer.choose(0, lambda key: key.slot < 9) for _ in range(3)]
+    assert order == [key(9), key(0, epoch=1), key(1, epoch=1)]
+
+
 def test_what_is_wanted_comes_before_what_is_done_ahead() -> None:
     buffer = buffer_of(batches=4)
     assert buffer.choose(0) is None

@@ -20,8 +20,8 @@ from torch.utils.data import (
 )
 
 from taas_magic.data.dataset import Ended, Failed, Source
-from taas_magic.data.order import Endless as Enumerated
 from taas_magic.data.order import Order
+from taas_magic.data.order import Unsized as UnsizedOrder
 from taas_magic.data.sharding import seed_of
 
 SEED = 11
@@ -47,6 +47,13 @@ class Broken(Squares):
     def __getitem__(self, index: int) -> float:
         if index == 5:
             raise ValueError("sample five is bad")
+        return index
+
+
+class Stopping(Squares):
+    def __getitem__(self, index: int) -> float:
+        if index == 2:
+            raise StopIteration
         return index
 
 
@@ -194,6 +201,53 @@ def test_a_sampler_without_length_is_read_to_its_end() -> None:
     assert source.open(0).batches is None
 
 
+class Turning(Remembering):
+    """Has no length, and another order in each epoch."""
+
+    __len__ = None  # type: ignore[assignment]
+
+
+class Breaking(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from (3, 1, 2)
+        raise OSError("the list of files is gone")
+
+
+def test_a_sampler_without_length_has_another_order_in_each_epoch() -> None:
+    loader = DataLoader(Squares(12), 3, sampler=Turning(12))
+    source, again = source_of(loader), source_of(loader)
+    orders = [flat(loader) for _ in range(3)]
+    assert orders[0] != orders[1] != orders[2]
+    assert [flat(stream(source, epoch)) for epoch in range(3)] == orders
+    assert flat(stream(again, 2)) == orders[2]
+
+
+def test_a_sampler_that_raises_does_so_where_it_did() -> None:
+    source = source_of(DataLoader(Squares(4), batch_size=None, sampler=Breaking()))
+    assert [source.prepare(0, slot) for slot in range(3)] == [9, 1, 4]
+    with pytest.raises(Failed, match="the list of files is gone"):
+        source.prepare(0, 3)
+    with pytest.raises(Ended):
+        source.prepare(0, 4)
+
+
+@pytest.mark.parametrize("is_persistent", [True, False])
+def test_the_order_is_that_of_a_loader_whose_workers_stay(is_persistent: bool) -> None:
+    loader = DataLoader(
+        Squares(12), 3, shuffle=True, num_workers=1, persistent_workers=is_persistent
+    )
+    source, generator = source_of(loader), torch.Generator().manual_seed(5)
+    assert [flat(stream(source, at)) for at in range(3)] == [local(loader, at) for at in range(3)]
+    own = DataLoader(
+        *(Squares(12), 3, True),
+        generator=generator,
+        num_workers=1,
+        persistent_workers=is_persistent,
+    )
+    source = source_of(own)
+    assert [flat(stream(source, at)) for at in range(3)] == [flat(own) for _ in range(3)]
+
+
 def test_an_endless_sampler_draws_the_same_whatever_is_prepared_meanwhile() -> None:
     loader = DataLoader(Noise(100), batch_size=4, sampler=Endless(100))
     one, other = Order(loader, SEED).epoch(0).indices, source_of(loader)
@@ -206,7 +260,7 @@ def test_an_endless_sampler_draws_the_same_whatever_is_prepared_meanwhile() -> N
 def test_an_endless_sampler_is_remembered_in_bounded_memory() -> None:
     loader = DataLoader(Squares(100), batch_size=1, sampler=Endless(100))
     indices = Order(loader, SEED).epoch(0).indices
-    assert isinstance(indices, Enumerated)
+    assert isinstance(indices, UnsizedOrder)
     first = [indices[batch] for batch in range(40_000)]
     assert len(indices._seen) < 20_000
     assert [indices[batch] for batch in range(40_000)] == first, "it begins again"
@@ -351,3 +405,10 @@ def test_of_a_long_stream_few_states_are_kept_and_they_reach_all_of_it() -> None
     assert len(behind) == len(states)
     assert max(behind.values()) < 64 * 4
     assert len({slot - lag for slot, lag in behind.items()}) <= 256
+
+
+def test_a_dataset_cannot_end_the_loop_of_one_rank() -> None:
+    with pytest.raises(Failed) as failed:
+        source_of(DataLoader(Stopping(4), batch_size=2)).prepare(0, 1)
+    with pytest.raises(RuntimeError, match="StopIteration(.|\n)*epoch of this rank alone"):
+        failed.value.raised.reraise()

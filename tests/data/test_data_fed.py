@@ -213,3 +213,37 @@ def test_a_fetcher_that_answers_nothing_fails_the_run_with_its_name(
     assert isinstance(outcome.error, RankFailed)
     assert 'no fetcher of loader "loader" has answered for ' in outcome.shown
     assert "fetcher 0 on this host says nothing" in outcome.shown
+
+
+SAYS_PARENT = """
+import os, signal
+
+class SaysParent(Pictures):
+    def __getitem__(self, index):
+        return os.getppid(), index
+"""
+KILLS_PARENT = """
+seen = []
+for parent, index in loader:
+    seen.append(int(index))
+    if len(seen) == 3:
+        os.kill(int(parent), signal.SIGKILL)
+seen
+"""
+
+
+def test_the_last_fetcher_that_ends_is_started_again_as_often_as_ranks_are(
+    notebook: Notebook,
+) -> None:
+    notebook.define(LOADER)
+    notebook.define(SAYS_PARENT)
+    notebook.define("loader = taas.register(DataLoader(SaysParent(2000), 1, num_workers=1))")
+    outcome = notebook.run(KILLS_PARENT, "--cpus 1", gpus=1)
+    assert isinstance(outcome.error, RankFailed)
+    assert 'no fetcher of loader "loader" is left: fetcher 0 on host' in outcome.shown
+    again = notebook.run(KILLS_PARENT, "--cpus 1 --max-restarts 1", gpus=1)
+    assert again.error is None and again.run is not None, again.shown
+    assert again.run.result == list(range(2000))
+    notes = [note["text"] for note in again.of_kind("note")]
+    assert "all fetchers have ended; they are started again (restart 1 of 1)" in notes
+    assert not again.of_kind("restart")

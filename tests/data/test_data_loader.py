@@ -123,6 +123,38 @@ def test_iterable_style(tmp_path: Path, workers: int, uneven: Uneven) -> None:
         assert seen(running, 3, shape={"uneven": uneven}, local=True) == dealt(want, 3, uneven)
 
 
+class Noted(Lines):
+    """Notes the epoch in a file each time that it is begun."""
+
+    def __init__(self, size: int, file: Path) -> None:
+        super().__init__(size)
+        self.file, self.epoch = file, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        with self.file.open("a") as file:
+            file.write(f"{self.epoch}\n")
+        return super().__iter__()
+
+
+def test_ranks_in_two_epochs_do_not_make_streams_begin_again(tmp_path: Path) -> None:
+    dataset = Noted(41, tmp_path / "begun")
+    loader = DataLoader(dataset, 2, num_workers=2)
+    with service(tmp_path, loader, workers=2, buffer_bytes=1) as running:
+        ahead, behind = (
+            running.loader(rank=rank, world_size=2, window_bytes=1) for rank in range(2)
+        )
+        late = iter(behind)
+        found = [next(late), *ahead]
+        for other, _ in zip(late, ahead, strict=False):
+            found.append(other)
+    seen = sorted(number for batch in found for (number,) in plain(batch))
+    assert sorted({*seen}) == list(range(41))
+    assert dataset.file.read_text().split().count("1") == 2
+
+
 def test_a_rank_prepares_its_own_share_in_workers_of_its_own(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(30), 2, shuffle=True)) as running:
         children = psutil.Process().children()

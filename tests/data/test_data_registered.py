@@ -435,7 +435,9 @@ def test_workers_are_what_a_local_loaders_are(defined: Notebook, workers: int) -
         "class Seeing(Numbers):\n"
         "    def __getitem__(self, index):\n"
         "        info = get_worker_info()\n"
-        "        return (info.id, info.num_workers) if info else None, os.environ.get('BEGUN')\n"
+        "        ours = taas.get_worker_info()\n"
+        "        told = (ours.id, ours.num_workers), os.environ.get('BEGUN')\n"
+        "        return (info.id, info.num_workers) if info else None, told\n"
         f"loader = DataLoader(Seeing(6), batch_size=None, num_workers={workers},\n"
         "                    collate_fn=list, worker_init_fn=begin)\n"
         "here = list(loader)\n"
@@ -443,6 +445,8 @@ def test_workers_are_what_a_local_loaders_are(defined: Notebook, workers: int) -
     )
     for flags in CPUS[:2]:
         assert result(defined.run("list(loader)", flags, gpus=1)) == defined.shell.user_ns["here"]
+    told = "info = taas.get_worker_info(); (info.id, info.num_workers)"
+    assert result(defined.run(told)) == (0, 2)
 
 
 def test_a_handle_opened_after_register_is_named(

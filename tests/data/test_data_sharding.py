@@ -1,5 +1,6 @@
 """Who gets which batch: against a plain model, for every size, world size and rule."""
 
+import re
 from collections.abc import Callable, Sequence
 
 import hypothesis
@@ -8,6 +9,7 @@ import pytest
 
 from taas_magic.data import sharding
 from taas_magic.data.sharding import (
+    UNHINTED,
     VOID,
     Course,
     EpochPlace,
@@ -148,9 +150,15 @@ def test_a_long_course_forgets_what_is_behind_it() -> None:
     assert len(course._known) < 3000
 
 
-def test_hints_that_come_late_are_refused() -> None:
-    with pytest.raises(ValueError, match="batch 3 counts 5 units"):
+def test_hints_of_some_batches_only_are_refused() -> None:
+    late = 'batch 3 has hints["units"] and batch 0 does not'
+    with pytest.raises(ValueError, match=re.escape(late)):
         Course(Part(0, 1), 10).learn(3, 5)
+    with pytest.raises(ValueError, match=re.escape(late)):
+        ScoutedCourse(Part(0, 1, units=9), None, 1, has_hints=False).learn(3, 5)
+    with pytest.raises(ValueError, match="batch 3 has no hints and batch 0 does"):
+        ScoutedCourse(Part(0, 1, units=9), 10, 1, has_hints=True).learn(3, UNHINTED)
+    ScoutedCourse(Part(0, 1), None, 1).learn(3, 5)
 
 
 def test_an_unknown_row_waits() -> None:

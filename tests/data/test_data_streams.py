@@ -730,6 +730,99 @@ def test_randomness_and_epochs_of_a_datasets_own_are_told(notebook: Notebook, cp
     assert found["counting"] == dict.fromkeys(range(3), expected["counting"][0])
 
 
+UNSEEDED = """
+import os, random, torch
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return index
+
+class Unseeded(Sampler):
+    def __iter__(self):
+        order = list(range(40))
+        random.Random(os.urandom(8)).shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return 40
+
+class Endless(Unseeded):
+    __len__ = None
+
+class Bunches(Sampler):
+    def __iter__(self):
+        order, rng = list(Unseeded()), random.Random(os.urandom(8))
+        while order:
+            yield [order.pop() for _ in range(min(len(order), rng.randint(1, 5)))]
+
+    def __len__(self):
+        return sum(1 for _ in self)
+
+class Stream(IterableDataset):
+    def __init__(self, is_seeded):
+        self.is_seeded = is_seeded
+
+    def __iter__(self):
+        rng = np.random.default_rng(3 if self.is_seeded else None)
+        yield from rng.permutation(40).tolist()
+
+def set_generator(worker):
+    torch.utils.data.get_worker_info().dataset.rng = np.random.default_rng(worker)
+
+def make():
+    return {
+        "bunches": DataLoader(Numbers(), batch_sampler=Bunches()),
+        "endless": DataLoader(Numbers(), 4, sampler=Endless()),
+        "sampler": DataLoader(Numbers(), batch_sampler=BatchSampler(Unseeded(), 4, False)),
+        "seeded": DataLoader(Stream(True), 4),
+        "stream": DataLoader(Stream(False), 4),
+        "worker": DataLoader(Numbers(), 4, num_workers=1, worker_init_fn=set_generator),
+    }
+"""
+SEEN = """
+import taas_magic, torch.distributed as dist
+dist.init_process_group("gloo")
+seen = {}
+for name, loader in loaders.items():
+    for epoch in range(2):
+        try:
+            mine = [n for batch in loader for n in batch.tolist()]
+        except Exception as error:
+            mine = f"{type(error).__name__}: {error}"
+        both = [None, None]
+        dist.all_gather_object(both, mine)
+        seen.setdefault(name, []).append(both)
+seen
+"""
+
+
+@pytest.mark.parametrize("cpus", [0, 2])
+def test_ranks_share_an_order_that_is_not_seeded_or_are_told(notebook: Notebook, cpus: int) -> None:
+    register(notebook, UNSEEDED)
+    outcome = notebook.run(SEEN, f"--cpus {cpus}")
+    assert outcome.error is None and outcome.run is not None, outcome.shown
+    seen = outcome.run.result
+    said = "\n".join(line for lines in outcome.lines.values() for line in lines)
+    assert '"worker" gives the dataset a random generator of its own (rng)' in said
+    of_all = ["sampler", "seeded", "worker", *([] if not cpus else ["endless", "stream"])]
+    for name in of_all:
+        for mine, other in seen[name]:
+            assert sorted(mine + other) == list(range(40)), name
+    for mine, other in seen["bunches"]:
+        assert {*mine, *other} == set(range(40))
+    assert ("batch 0 of epoch 0 is another one on rank" in said) is (not cpus)
+    assert 'loader "seeded": batch' not in said
+    if not cpus:
+        for both in seen["endless"]:  # the rank that came first has its order, the other is told
+            assert [type(mine) for mine in sorted(both, key=repr)] == [str, list]
+            assert any("use --cpus 1" in mine for mine in both if isinstance(mine, str))
+
+
 KINDS = r"""
 import asyncio
 import collections

@@ -205,7 +205,7 @@ def test_20_all_hosts_with_fetchers_die(two_pools: Notebook) -> None:
     )
     outcome = two_pools.run(KILL, "--cpus 2")
     assert isinstance(outcome.error, RankFailed)
-    assert 'no fetcher of loader "slow" has answered for' in outcome.shown
+    assert re.search('no fetcher of loader "slow" is left: host .* is gone: ', outcome.shown)
     notes = [note["text"] for note in outcome.of_kind("note")]
     assert any(text.endswith("no other is left") for text in notes)
 
@@ -229,7 +229,7 @@ def test_hosts_with_fetchers_die_before_these_listen(
     monkeypatch.setattr(PoolConnection, "launch", launch_in_vain)
     outcome = two_pools.run(TRAIN, "--cpus 1 --timeout 100")
     assert isinstance(outcome.error, RankFailed)
-    assert re.search('no fetcher of loader "loader": host .* is gone: ', outcome.shown)
+    assert re.search('no fetcher of loader "loader" is left: host .* is gone: ', outcome.shown)
 
 
 def test_a_fetcher_is_kept_off_the_project_store(two_pools: Notebook) -> None:

@@ -1,0 +1,38 @@
+"""Random generators that a dataset keeps in its attributes, which nothing seeds for each batch."""
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_MOST_LOOKS = 1000
+_DEEPEST = 3
+
+
+def own_generators(value: object) -> Iterator[str]:
+    """Yield the paths of an object's random generators: `rng`, `transform.noise.rng`."""
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
+    kinds = (torch.Generator, random.Random, *of_numpy)
+    left = deque([("", value)])
+    for _ in range(_MOST_LOOKS):
+        if not left:
+            return
+        path, one = left.popleft()
+        if isinstance(one, kinds):
+            yield path
+        elif path.count(".") < _DEEPEST:
+            left.extend(_parts(path, one))
+
+
+def _parts(path: str, value: object) -> list[tuple[str, object]]:
+    if isinstance(value, (list, tuple)):
+        return [(f"{path}[{at}]", one) for at, one in enumerate(value[:_MOST_LOOKS])]
+    if isinstance(value, (type, ModuleType, torch.Tensor)):
+        return []
+    attributes = getattr(value, "__dict__", {})
+    return [(f"{path}.{name}".lstrip("."), one) for name, one in attributes.items()]
