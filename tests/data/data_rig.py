@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from taas_magic.config import DataConfig
 from taas_magic.data import service as about
 from taas_magic.data.connection import FetcherLink, Silent
-from taas_magic.data.loader import Feed, RemoteLoader
+from taas_magic.data.loader import Agreement, Feed, RemoteLoader
 from taas_magic.data.memory import Blocks
 from taas_magic.data.protocol import (
     Alive,
@@ -132,6 +132,7 @@ class FeedChanges(TypedDict, total=False):
     ledger: about.BatchLedger
     window_bytes: int
     lease: FetchLease
+    agreement: Agreement | None
     direct: bool
 
 

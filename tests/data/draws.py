@@ -1,0 +1,495 @@
+"""Random loaders, each described by a seed, and how they compare with local ones.
+
+A draw is played with real fetchers, or with ranks' own servers, and compared with a local
+DataLoader of the same arguments: each batch bit for bit, each position once. What docs/data.md
+excepts is not drawn, or has an expectation of its own (`sampler == "unseeded"`).
+"""
+
+import contextlib
+import os
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from taas_magic.data.loader import RemoteLoader
+from taas_magic.data.sharding import Uneven, seed_of
+from tests.data.data_rig import SEED, Service, service, workers_of
+
+DATASETS = ("rows", "together", "subset", "concat")
+STREAMS = ("lines", "sized", "chain", "stateful")
+SAMPLERS = (
+    *("sequential", "shuffle", "generator", "weighted", "subset", "memory", "epochs"),
+    *("unsized", "unsized memory", "bunches", "nested", "unseeded"),
+)
+ITEMS = ("tensor", "dict", "tuple", "text", "views", "array", "none", "sparse", "complex")
+COLLATES = ("default", "list", "dict", "joined")
+FAULTS = ("", "", "", "kill worker", "kill fetcher")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one seed describes.
+
+    Attributes:
+        leave: After how many steps of the first epoch all ranks leave it; -1: at its end.
+        save: After how many steps of the last epoch a state is saved and loaded by other ranks;
+            -1: not at all.
+        cpus_after: The number of fetchers that serve the ranks that have loaded it.
+        fault: What happens after two steps.
+    """
+
+    seed: int
+    dataset: str
+    sampler: str
+    item: str
+    collate: str
+    size: int
+    batch_size: int | None
+    drop_last: bool
+    num_workers: int
+    persistent: bool
+    epochs: int
+    leave: int
+    save: int
+    world_size: int
+    uneven: Uneven
+    cpus: int
+    cpus_after: int
+    fault: str
+
+    @property
+    def is_stream(self) -> bool:
+        return self.dataset in STREAMS
+
+
+def draw(seed: int) -> Draw:
+    """Describe a loader, its ranks, and what happens to them."""
+    rng = random.Random(seed)
+    dataset = rng.choice(DATASETS + STREAMS)
+    is_stream = dataset in STREAMS
+    sampler = "" if is_stream else rng.choice(SAMPLERS)
+    item = rng.choice(ITEMS)
+    collate = rng.choice(COLLATES if item in ("tensor", "dict", "tuple", "text") else ("list",))
+    has_batch_sampler = sampler in ("bunches", "nested")
+    batch_size = None if rng.random() < 0.1 and not has_batch_sampler else rng.randint(1, 6)
+    num_workers = rng.randint(0, 2)
+    world_size, epochs = rng.randint(1, 3), rng.randint(1, 3)
+    cpus = rng.randint(0, 3)
+    fault = rng.choice(FAULTS)
+    if (fault == "kill fetcher" and (cpus < 2 or sampler == "unseeded")) or not cpus:
+        fault = ""  # nobody is left; or docs/data.md says that the rest of the epoch is lost
+    can_save = sampler != "unseeded"  # its order does not come again
+    return Draw(
+        seed=seed,
+        dataset=dataset,
+        sampler=sampler,
+        item=item,
+        collate="bare" if batch_size is None else collate,
+        size=rng.choice((1, rng.randint(2, 12), rng.randint(13, 60))),
+        batch_size=batch_size,
+        drop_last=batch_size is not None and not has_batch_sampler and rng.random() < 0.3,
+        num_workers=num_workers,
+        persistent=num_workers > 0 and rng.random() < 0.5,
+        epochs=epochs,
+        leave=rng.randint(0, 3) if epochs > 1 and rng.random() < 0.3 else -1,
+        save=rng.randint(0, 6) if can_save and rng.random() < 0.5 else -1,
+        world_size=world_size,
+        uneven=rng.choice(("pad", "drop", "keep")),
+        cpus=cpus,
+        cpus_after=rng.randint(0, 3),
+        fault=fault,
+    )
+
+
+def value_of(index: int, kind: str) -> Any:
+    """Return an item; deterministic."""
+    row = torch.arange(6, dtype=torch.float32) + index
+    square = torch.arange(30).reshape(5, 6) + index
+    kinds: dict[str, Callable[[], Any]] = {
+        "tensor": lambda: row,
+        "dict": lambda: {"row": row, "label": index, "name": f"n{index}"},
+        "tuple": lambda: (row, index, float(index) / 3),
+        "text": lambda: f"text {index}",
+        "views": lambda: [square[:, 2], square[::2, 1::3], square.t(), square[1]],
+        "array": lambda: np.arange(12, dtype=np.int16).reshape(3, 4) + index,
+        "none": lambda: (None, index, [], b"bytes", {index}),
+        "sparse": lambda: torch.eye(3).to_sparse() * index,
+        "complex": lambda: [row.to(torch.complex64) * 1j, row > 2, row.to(torch.bfloat16)],
+    }
+    return kinds[kind]()
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, size: int, kind: str) -> None:
+        self.size, self.kind = size, kind
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return int(index), value_of(int(index), self.kind)
+
+
+class Together(Rows):
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Lines(IterableDataset[Any]):
+    """Split over the workers."""
+
+    def __init__(self, first: int, size: int, kind: str) -> None:
+        self.first, self.size, self.kind = first, size, kind
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        begin, step = (info.id, info.num_workers) if info else (0, 1)
+        for index in range(self.first + begin, self.first + self.size, step):
+            yield index, value_of(index, self.kind)
+
+
+class Sized(Lines):
+    def __len__(self) -> int:
+        return self.size
+
+
+class Stateful(Lines):
+    """Goes on from a state of its own."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        begin, step = (info.id, info.num_workers) if info else (0, 1)
+        while (index := begin + self.at * step) < self.size:
+            self.at += 1
+            yield index, value_of(index, self.kind)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Memory(Sampler[int]):
+    """Another order in each epoch, from a generator of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rng = size, random.Random(size)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.sample(range(self.size), self.size))
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Epochs(Memory):
+    """Told its epoch by `set_epoch`."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.epoch).sample(range(self.size), self.size))
+
+
+class Drawn(Memory):
+    """Draws from torch's generator while it is iterated."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.size):
+            yield int(torch.randint(self.size, ()))
+
+
+class Unseeded(Memory):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(os.urandom(8)).sample(range(self.size), self.size))
+
+
+class Unsized(Drawn):
+    __len__ = None  # type: ignore[assignment]
+
+
+class UnsizedMemory(Memory):
+    __len__ = None  # type: ignore[assignment]
+
+
+class Bunches(Memory):
+    """A batch sampler whose batches, and their number, change from epoch to epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self.rng.sample(range(self.size), self.size)
+        while order:
+            yield [order.pop() for _ in range(min(len(order), self.rng.randint(1, 5)))]
+
+    __len__ = None  # type: ignore[assignment]
+
+
+def bare(item: Any) -> Any:
+    return item
+
+
+def joined(items: Sequence[Any]) -> Any:
+    """Return all items in one dict, and no list."""
+    return {f"{at}": item for at, item in enumerate(items)} | {"count": len(items)}
+
+
+def named(items: Sequence[Any]) -> Any:
+    return {"items": list(items)}
+
+
+def make(one: Draw) -> DataLoader[Any]:
+    """Make the loader, always from its beginning."""
+    size, kind = one.size, one.item
+    datasets: dict[str, Callable[[], Any]] = {
+        "rows": lambda: Rows(size, kind),
+        "together": lambda: Together(size, kind),
+        "subset": lambda: Subset(Rows(2 * size, kind), range(size)),
+        "concat": lambda: ConcatDataset([Rows(1, kind), *([Rows(size - 1, kind)] * (size > 1))]),
+        "lines": lambda: Lines(0, size, kind),
+        "sized": lambda: Sized(0, size, kind),
+        "chain": lambda: ChainDataset([Lines(0, 2, kind), Lines(2, size, kind)]),
+        "stateful": lambda: Stateful(0, size, kind),
+    }
+    samplers: dict[str, Callable[[], dict[str, Any]]] = {
+        "": dict,
+        "sequential": dict,
+        "shuffle": lambda: {"shuffle": True},
+        "generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(size)},
+        "weighted": lambda: {"sampler": WeightedRandomSampler(range(1, size + 1), 2 * size)},
+        "subset": lambda: {"sampler": SubsetRandomSampler(range(0, size, 2))},
+        "memory": lambda: {"sampler": Memory(size)},
+        "epochs": lambda: {"sampler": Epochs(size)},
+        "unsized": lambda: {"sampler": Unsized(size)},
+        "unsized memory": lambda: {"sampler": UnsizedMemory(size)},
+        "bunches": lambda: {"batch_sampler": Bunches(size)},
+        "nested": lambda: {
+            "batch_sampler": BatchSampler(RandomSampler(range(size), True, size + 3), 3, False)
+        },
+        "unseeded": lambda: {"sampler": Unseeded(size)},
+    }
+    collates = {"default": None, "list": list, "dict": named, "joined": joined, "bare": bare}
+    chosen = samplers[one.sampler]()
+    if "batch_sampler" not in chosen:
+        chosen |= {"batch_size": one.batch_size, "drop_last": one.drop_last}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of more workers than there are cores
+        return DataLoader(
+            datasets[one.dataset](),
+            collate_fn=collates[one.collate],
+            num_workers=one.num_workers,
+            persistent_workers=one.persistent,
+            **chosen,
+        )
+
+
+def exact(value: Any) -> Any:
+    """Return a batch in a form that is equal only where all bits are."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            parts = [value.is_coalesced(), value._indices(), value._values()]
+            return [str(value.layout), list(value.shape), *map(exact, parts)]
+        sizes = zip(value.shape, value.stride(), strict=True)
+        steps = [step for size, step in sizes if size > 1]
+        data = value.contiguous().view(torch.uint8).numpy().tobytes() if value.dim() else b""
+        return [str(value.dtype), list(value.shape), steps, data.hex(), str(value.tolist())]
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), list(value.shape), value.tobytes().hex()]
+    if isinstance(value, dict):
+        return {key: exact(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, *map(exact, value)]
+    return [type(value).__name__, value]
+
+
+def local(one: Draw) -> list[list[Any]]:
+    """Return the epochs of a local DataLoader, each seeded as a registered loader's is."""
+    loader, epochs = make(one), list[list[Any]]()
+    for epoch in range(one.epochs):
+        for part in (loader.sampler, loader.dataset):
+            getattr(part, "set_epoch", int)(epoch)
+        torch.manual_seed(seed_of(SEED, epoch))
+        epochs.append([exact(batch) for batch in loader])
+    return epochs
+
+
+def dealt(batches: Sequence[Any], one: Draw) -> list[list[Any]]:
+    """Return each rank's batches of an epoch."""
+    whole, rest = divmod(len(batches), one.world_size)
+    padded = [*batches]
+    if rest and one.uneven == "pad":
+        padded += [batches[at % len(batches)] for at in range(one.world_size - rest)]
+    elif rest and one.uneven == "drop":
+        padded = padded[: whole * one.world_size]
+    return [padded[rank :: one.world_size] for rank in range(one.world_size)]
+
+
+class Agreed:
+    """What ranks in one process agree on (`taas_magic.data.loader.Agreement`)."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._news = threading.Condition()
+
+    def first(self, key: str, value: bytes) -> bytes:
+        with self._news:
+            return self._values.setdefault(key, value)
+
+    def publish(self, key: str, value: bytes, replaced: str) -> None:
+        with self._news:
+            self._values[key] = value
+            self._values.pop(replaced, None)
+            self._news.notify_all()
+
+    def read(self, key: str) -> bytes:
+        with self._news:
+            self._news.wait_for(lambda: key in self._values)
+            return self._values[key]
+
+
+class Player:
+    """Plays a draw: what its ranks are handed, epoch by epoch."""
+
+    def __init__(self, one: Draw, folder: Path) -> None:
+        self._one, self._folder = one, folder
+        self.epochs: list[list[list[Any]]] = []
+
+    def play(self) -> None:
+        one = self._one
+        with self._serving(one.cpus, "first") as (running, ranks):
+            for epoch in range(one.epochs):
+                is_last = epoch == one.epochs - 1
+                most = one.save if is_last else one.leave if not epoch else -1
+                harm = one.fault if not epoch else ""
+                handed = self._pass(running, ranks, most, harm)
+                self.epochs.append(handed)
+            states = [loader.state_dict() for loader in ranks]
+        if one.save < 0:
+            return
+        with self._serving(one.cpus_after, "after") as (running, ranks):
+            for loader, state in zip(ranks, states, strict=True):
+                loader.load_state_dict(state)
+            if ranks[0].next_epoch == one.epochs - 1:  # else it was saved at the epoch's end
+                rest = self._pass(running, ranks, -1)
+                for mine, more in zip(self.epochs[-1], rest, strict=True):
+                    mine += more
+
+    @contextlib.contextmanager
+    def _serving(self, cpus: int, name: str) -> Iterator[tuple[Service, list[RemoteLoader]]]:
+        one, agreed = self._one, Agreed()
+        workers = max(1, one.num_workers)
+        with service(self._folder / name, make(one), fetchers=cpus, workers=workers) as running:
+            yield (
+                running,
+                [
+                    running.loader(
+                        rank=rank,
+                        world_size=one.world_size,
+                        shape={"uneven": one.uneven},
+                        local=not cpus,
+                        window_bytes=4096,
+                        agreement=agreed if not cpus and one.world_size > 1 else None,
+                    )
+                    for rank in range(one.world_size)
+                ],
+            )
+
+    def _pass(
+        self, running: Service, ranks: Sequence[RemoteLoader], most: int, harm: str = ""
+    ) -> list[list[Any]]:
+        """Iterate all ranks, their steps in turn, until they end or have made `most` steps."""
+        passes = [iter(loader) for loader in ranks]
+        handed: list[list[Any]] = [[] for _ in passes]
+        left, step = set(range(len(passes))), 0
+        while left and step != most:
+            if step == 2:
+                self._harm(running, harm)
+            for rank in sorted(left):
+                try:
+                    handed[rank].append(exact(next(passes[rank])))
+                except StopIteration:
+                    left.remove(rank)
+            step += 1
+        return handed
+
+    def _harm(self, running: Service, harm: str) -> None:
+        if harm == "kill worker":
+            workers_of(running, 0, max(1, self._one.num_workers))[0].kill()
+        elif harm == "kill fetcher":
+            running.processes[0][0].kill()
+
+
+def differences(one: Draw, folder: Path) -> list[str]:
+    """Play a draw; return what differs from a local DataLoader, in sentences."""
+    expected, player = local(one), Player(one, folder)
+    try:
+        player.play()
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    found = []
+    for epoch, handed in enumerate(player.epochs):
+        model = dealt(expected[epoch], one)
+        if one.leave >= 0 and not epoch and one.epochs > 1:
+            model = [mine[: one.leave] for mine in model]
+        if one.sampler == "unseeded":
+            found += _not_once(one, epoch, handed, model)
+            continue
+        for rank, (mine, theirs) in enumerate(zip(handed, model, strict=True)):
+            found += _differing(f"epoch {epoch}, rank {rank}", mine, theirs)
+    return found
+
+
+def _differing(where: str, mine: list[Any], theirs: list[Any]) -> list[str]:
+    if len(mine) != len(theirs):
+        return [f"{where}: {len(mine)} batches instead of {len(theirs)}"]
+    pairs = enumerate(zip(mine, theirs, strict=True))
+    return [
+        f"{where}, step {step}: {str(got)[:200]} instead of {str(want)[:200]}"
+        for step, (got, want) in pairs
+        if got != want
+    ][:2]
+
+
+def _not_once(one: Draw, epoch: int, handed: list[list[Any]], model: list[list[Any]]) -> list[str]:
+    """Return what is wrong with an epoch whose order nobody knows: no position may come twice."""
+    if [len(mine) for mine in handed] != [len(mine) for mine in model]:
+        return [f"epoch {epoch}: {[len(mine) for mine in handed]} batches"]
+    steps = max(map(len, handed), default=0)
+    rows = [mine[step] for step in range(steps) for mine in handed if step < len(mine)]
+    count = (
+        -(-one.size // (one.batch_size or 1))
+        if not one.drop_last
+        else one.size // (one.batch_size or 1)
+    )
+    whole = [str(batch) for batch in rows[:count]]
+    if len(set(whole)) != len(whole):
+        return [f"epoch {epoch}: batches come twice"]
+    if any(str(batch) != whole[at % count] for at, batch in enumerate(rows)):
+        return [f"epoch {epoch}: it is not padded by its first batches"]
+    return []
