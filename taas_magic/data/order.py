@@ -56,7 +56,8 @@ class Order:
 
     def __init__(self, loader: Any, seed: int) -> None:
         self._dataset, self._seed = loader.dataset, seed
-        self._persists = bool(loader.num_workers and loader.persistent_workers)
+        self._workers = loader.num_workers
+        self._persists = bool(self._workers and loader.persistent_workers)
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._starts = {0: dump_beside((sampler, loader.generator), self._dataset)}
         self._epochs: dict[int, Epoch] = {}
@@ -112,10 +113,11 @@ class Order:
         tell_epoch(sampler, number, "sampler")
         seed_all(seed_of(self._seed, number))
         # A local DataLoader's order of draws: the sampler's iterator, the base seed, the indices.
-        # Persistent workers get their base seed once, before the first epoch.
+        # With workers it begins the sampler a second time; those that persist are started once.
         indices = iter(sampler)
         if not (self._persists and number):
             torch.empty((), dtype=torch.int64).random_(generator=generator)
+            indices = iter(sampler) if self._workers else indices
         return sampler, generator, indices
 
 

@@ -231,6 +231,13 @@ def test_a_sampler_that_raises_does_so_where_it_did() -> None:
         source.prepare(0, 4)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_begins_as_often_as_a_local_loader_begins_it(workers: int) -> None:
+    loader = DataLoader(Squares(12), None, sampler=Remembering(12), num_workers=workers)
+    source = source_of(loader)
+    assert [flat(stream(source, epoch)) for epoch in range(3)] == [flat(loader) for _ in range(3)]
+
+
 @pytest.mark.parametrize("is_persistent", [True, False])
 def test_the_order_is_that_of_a_loader_whose_workers_stay(is_persistent: bool) -> None:
     loader = DataLoader(
