@@ -2,7 +2,7 @@
 
     python -m benchmarks.chaos [--faults 1000] [--seed 1] [--tls] [--rest 5]
     python -m benchmarks.chaos --processes 500 [--only "kill agent"] [--seed 1]
-    python -m benchmarks.chaos --first-cells 200 [--seed 1]
+    python -m benchmarks.chaos --first-cells 200 [--deed "kill pool"] [--seed 1]
     python -m benchmarks.chaos --runs 300
 
 The first kills, stops and resumes fetchers and their workers and cuts connections while ranks
@@ -10,9 +10,10 @@ train, one on the fetchers' host and one that comes by TCP (`--tls`: under TLS),
 every 40 steps rests so many seconds in the mean; the stream, the weights and the ledger must stay
 the same. The second kills or stops a process
 of a kernel's tree in the middle of a cell; the cell must end and the next one run. The third starts
-a kernel each round and kills the pool's process at a random moment from the loading of the
-extension to the end of the second cell. The fourth says what runs cost the kernel, the pool and the
-agent for ever. The same seed plays the same faults again.
+a kernel each round and, at a random moment from the loading of the extension to the end of the
+second cell, kills its pool's process, ends the pool, or interrupts, restarts or kills the kernel.
+The fourth says what runs cost the kernel, the pool and the agent for ever. The same seed plays the
+same faults again.
 """
 
 import argparse
@@ -25,14 +26,14 @@ from pathlib import Path
 
 from taas_magic.data.service import new_certificate
 from taas_magic.pool.controller import FIRST_S
-from tests.chaos.first_cells import FirstCells
+from tests.chaos.first_cells import DEEDS, FirstCells
 from tests.chaos.harm import play
 from tests.chaos.tree import HARMS, NEXT, Chaos, memory_of
 from tests.eventually import eventually
 from tests.frontend import Frontend, Scene
 
 END_S, GONE_S = 45.0, 20.0
-CELL_END_S, FIRST_CELLS_S = 20.0, 15.0
+CELL_END_S = 20.0
 WARM_RUNS = 20
 HAS_ALL = "%%taas --gpus 1\nimport sys\nprint('all:', 'torch._dynamo' in sys.modules)"
 
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, metavar="ROUNDS")
     parser.add_argument("--only", choices=HARMS, action="append")
     parser.add_argument("--first-cells", type=int, metavar="ROUNDS")
+    parser.add_argument("--deed", choices=DEEDS, action="append")
     parser.add_argument("--runs", type=int)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tls", action="store_true")
@@ -51,7 +53,7 @@ def main() -> None:
     if asked.processes:
         harm_processes(asked.processes, asked.seed, tuple(asked.only or HARMS))
     elif asked.first_cells:
-        kill_in_first_cells(asked.first_cells, asked.seed)
+        harm_first_cells(asked.first_cells, asked.seed, tuple(asked.deed or DEEDS))
     elif asked.runs:
         run_again_and_again(asked.runs)
     else:
@@ -80,10 +82,10 @@ def harm_processes(rounds: int, seed: int, harms: tuple[str, ...]) -> None:
         print(f"    {line}")
 
 
-def kill_in_first_cells(rounds: int, seed: int) -> None:
+def harm_first_cells(rounds: int, seed: int, deeds: tuple[str, ...]) -> None:
     started = time.perf_counter()
     with _scene() as scene:
-        cells = FirstCells(scene, seed, FIRST_CELLS_S, CELL_END_S, GONE_S + FIRST_S)
+        cells = FirstCells(scene, seed, deeds, CELL_END_S, GONE_S + FIRST_S)
         with contextlib.suppress(KeyboardInterrupt):  # then what there is so far is told
             cells.play(rounds, say=_say)
     print(f"seed {seed}: {cells.result} ({time.perf_counter() - started:.0f} s)")

@@ -1,8 +1,9 @@
-"""Kills the pool's process between the loading of the extension and the end of the second cell.
+"""Ends what a kernel needs between the loading of the extension and the end of the second cell.
 
 Each round starts a kernel, which loads the extension and so warms the local pool in a thread, and
-runs two cells. At a random moment the pool's process is killed. Each cell must end with success, or
-soon after the kill with a message that says what ended; nothing may be left.
+runs two cells. At a random moment one thing happens: the pool's process is killed, `%taas down`
+ends it, or the kernel is interrupted, restarted or killed. Each cell must end with success, or soon
+afterwards with a message that says what ended; nothing may be left.
 """
 
 import random
@@ -10,9 +11,10 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,8 +29,17 @@ CELLS = (
     "%%taas --gpus 1\nprint('first')",
     "%%taas --gpus 2\nimport time\nprint('second', flush=True)\ntime.sleep(1)",
 )
-CLEAR = re.compile(r'pool "local"(:| did not start:) (its|the connection to its) process \d+ ')
+DEEDS = ("kill pool", "down", "interrupt", "restart kernel", "kill kernel")
+CLEAR = {
+    "kill pool": r'pool "local"(:| did not start:) (its|the connection to its) process \d+ ',
+    "down": r'KeyboardInterrupt|pool "local"( was ended|: nobody waits for its hosts any more)',
+    "interrupt": "KeyboardInterrupt|aborted",
+}
+"""Patterns for the message of a cell that failed, by the deed."""
+
 UNCLEAR = re.compile(r"ConnectionPool|<TLS|object at 0x|Traceback|Comm|hangs")
+MORE_S = 3.0
+"""The deed is done at most so long after its phase has begun."""
 
 
 @dataclass
@@ -36,21 +47,21 @@ class Result:
     """The outcome of all rounds.
 
     Attributes:
-        kills: How many rounds killed a process, by what the cells did then.
+        deeds: How often each deed was done, with what the cells did then.
         late: Rounds in which a cell that failed did not end in time.
         unclear: Rounds in which a cell failed without saying clearly why.
         left: What was left.
     """
 
-    kills: Counter[str] = field(default_factory=Counter)
+    deeds: Counter[str] = field(default_factory=Counter)
     late: list[str] = field(default_factory=list)
     unclear: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{count} x {what}" for what, count in sorted(self.kills.items()))
+        counts = ", ".join(f"{count} x {what}" for what, count in sorted(self.deeds.items()))
         return (
-            f"{self.kills.total()} rounds ({counts}); a cell ended too late: {len(self.late)}; "
+            f"{self.deeds.total()} rounds ({counts}); a cell ended too late: {len(self.late)}; "
             f"without a clear message: {len(self.unclear)}; left over: {len(self.left)}"
         )
 
@@ -64,17 +75,17 @@ class FirstCells:
 
     Args:
         scene: The surroundings of the kernels.
-        seed: Decides when the process is killed.
-        spread_s: The latest moment of the kill, in seconds after the kernel has started.
-        end_s: Seconds for a cell that fails to end after the kill.
+        seed: Decides what is done and when.
+        deeds: Of DEEDS, what may be done.
+        end_s: Seconds for a cell that fails to end after the deed.
         gone_s: Seconds until nothing may be left.
     """
 
     def __init__(
-        self, scene: Scene, seed: int, spread_s: float, end_s: float, gone_s: float
+        self, scene: Scene, seed: int, deeds: Sequence[str], end_s: float, gone_s: float
     ) -> None:
-        self._scene, self._random = scene, random.Random(seed)
-        self._spread_s, self._end_s, self._gone_s = spread_s, end_s, gone_s
+        self._scene, self._random, self._deeds = scene, random.Random(seed), deeds
+        self._end_s, self._gone_s = end_s, gone_s
         self._files = set(Path("/dev/shm").iterdir())
         self.result = Result()
 
@@ -84,10 +95,7 @@ class FirstCells:
             token, began = secrets.token_hex(8), time.monotonic()
             with kernel(self._scene.project, **self._scene.environ(), **{TOKEN: token}) as frontend:
                 what = self._round(frontend, number)
-                if self._random.random() < 0.25:
-                    frontend.process.kill()
-                    eventually(lambda: not frontend.manager.is_alive())
-            left = left_after(lambda token=token: self._left(token), self._gone_s)  # type: ignore[misc]
+            left = left_after(partial(self._left, token), self._gone_s)
             self.result.left += [f"{number}: {what}: {each}" for each in left]
             for process in carriers(token):
                 end(process)
@@ -95,43 +103,81 @@ class FirstCells:
         return self.result
 
     def _round(self, frontend: Frontend, number: int) -> str:
-        """Run the cells and kill the process meanwhile; return what happened."""
-        delay_s = self._random.uniform(0.0, self._spread_s)
+        """Run the cells and do something meanwhile; return what happened."""
+        deed = self._random.choice(self._deeds)
+        phase, delay_s = self._random.randrange(5), self._random.uniform(0.0, MORE_S)
+        beside = frontend.new_subshell() if deed == "down" else None
         requests = [self._send(frontend, cell) for cell in CELLS]
-        kill_at, killed_at, victim = time.monotonic() + delay_s, 0.0, None
         ended: dict[str, float] = {}
+        begun_at = done_at = 0.0
 
-        def are_over() -> bool:
-            nonlocal killed_at, victim
+        def is_over() -> bool:
+            nonlocal begun_at, done_at
             now = time.monotonic()
             for request in requests:
                 if request in frontend.replies:
                     ended.setdefault(request, now)
-            if victim is None and now >= kill_at and (victim := self._victim(frontend)):
-                with suppress(psutil.NoSuchProcess):
-                    victim.kill()
-                killed_at = now
-            return len(ended) == len(requests)
+            if not begun_at and self._has_begun(frontend, requests, phase):
+                begun_at = now
+            if not done_at and begun_at and now >= begun_at + delay_s:
+                done_at = now
+                self._do(frontend, deed, beside)
+            is_without_cells = done_at and deed in ("restart kernel", "kill kernel")
+            return bool(is_without_cells) or len(ended) == len(requests)
 
-        frontend.wait(are_over, 3 * WAIT_S)
-        told = [self._outcome(frontend, request) for request in requests]
-        if victim is None:
-            self.result.kills["no kill"] += 1
-            return f"no process to kill after {delay_s:.1f} s: {told}"
+        frontend.wait(is_over, 5 * WAIT_S)
+        told = f"{deed} {delay_s:.1f} s after phase {phase}"
+        if not done_at:
+            self.result.deeds["nothing in time"] += 1
+            return f"{told}: the cells were faster"
+        if deed == "kill kernel":
+            eventually(lambda: not frontend.manager.is_alive())
+            self.result.deeds[deed] += 1
+            return told
+        if deed == "restart kernel":
+            frontend.manager.restart_kernel()
+            frontend.client.wait_for_ready(timeout=WAIT_S)
+            requests, ended, done_at = [self._send(frontend, CELLS[0])], {}, time.monotonic()
+        errors = [self._outcome(frontend, request) for request in requests]
         began = 0.0
-        for request, message in zip(requests, told, strict=True):
-            after_s = ended[request] - max(killed_at, began)
-            began = ended[request]  # the next cell begins then
-            if not message:
+        for request, error in zip(requests, errors, strict=True):
+            after_s = ended.get(request, done_at) - max(done_at, began)
+            began = ended.get(request, done_at)  # the next cell begins then
+            if not error:
                 continue
-            if not CLEAR.search(message) or UNCLEAR.search(message):
-                self.result.unclear.append(f"{number}: {message}")
+            if not re.search(CLEAR.get(deed, "nothing"), error) or UNCLEAR.search(error):
+                self.result.unclear.append(f"{number}: {told}: {error}")
             if after_s > self._end_s:
-                self.result.late.append(f"{number}: {after_s:.1f} s: {message}")
-        what = " and ".join("failed" if message else "succeeded" for message in told)
-        self.result.kills[what] += 1
-        seconds = ", ".join(f"{ended[request] - killed_at:+.1f} s" for request in requests)
-        return f"killed {victim.pid} after {delay_s:.1f} s: {what}, ended at {seconds}"
+                self.result.late.append(f"{number}: {told}: {after_s:.1f} s: {error}")
+        what = " and ".join("failed" if error else "succeeded" for error in errors)
+        self.result.deeds[f"{deed}: {what}"] += 1
+        seconds = ", ".join(f"{at - done_at:+.1f} s" for at in ended.values())
+        return f"{told}: {what} {seconds}"
+
+    def _has_begun(self, frontend: Frontend, requests: Sequence[str], phase: int) -> bool:
+        """Return whether a phase has begun: the process lives, listens, the cells go on."""
+        first, second = requests
+        if phase == 0:
+            return self._pool_of(frontend) is not None
+        if phase == 1:
+            return any(self._scene.state.glob("pools/*/pool.json"))
+        if phase == 2:
+            return bool(frontend.contents(first, "display_data")) or first in frontend.replies
+        if phase == 3:
+            return first in frontend.replies
+        return "second" in frontend.text(second) or second in frontend.replies
+
+    def _do(self, frontend: Frontend, deed: str, beside: str | None) -> None:
+        if deed == "kill pool":
+            if (process := self._pool_of(frontend)) is not None:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        elif deed == "down":
+            frontend.send("%taas down", beside)
+        elif deed == "interrupt":
+            frontend.manager.interrupt_kernel()
+        elif deed == "kill kernel":
+            frontend.process.kill()
 
     def _send(self, frontend: Frontend, cell: str) -> str:
         content = {"code": cell, "silent": False, "store_history": True, "stop_on_error": False}
@@ -141,10 +187,12 @@ class FirstCells:
 
     def _outcome(self, frontend: Frontend, request: str) -> str:
         """Return what a cell raised; "" for success."""
-        reply = frontend.finish(request)
-        return "" if reply["status"] == "ok" else f"{reply['ename']}: {reply['evalue']}"
+        reply = frontend.finish(request, 5 * WAIT_S)
+        if reply["status"] == "error":
+            return f"{reply['ename']}: {reply['evalue']}"
+        return "" if reply["status"] == "ok" else str(reply["status"])
 
-    def _victim(self, frontend: Frontend) -> psutil.Process | None:
+    def _pool_of(self, frontend: Frontend) -> psutil.Process | None:
         """Return the pool's process, also before it listens; None while there is none."""
         with suppress(psutil.NoSuchProcess):
             for process in frontend.process.children():

@@ -1,4 +1,4 @@
-"""The pool's process is killed while the extension warms it and the first cells run."""
+"""The pool's process is killed or ended while the extension warms it and the first cells run."""
 
 import os
 from collections.abc import Iterator
@@ -8,10 +8,11 @@ import pytest
 
 from tests.chaos.first_cells import FirstCells
 from tests.conftest import GONE_WITHIN_S
-from tests.frontend import WAIT_S, Scene
+from tests.frontend import Scene
 
 ROUNDS = int(os.environ.get("TAAS_KILL_ROUNDS", "4"))
 SEED = int(os.environ.get("TAAS_KILL_SEED", "1"))
+END_S = 100.0
 
 
 @pytest.fixture
@@ -23,7 +24,6 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 @pytest.mark.timeout(600)
 def test_the_first_cells_end_with_the_pools_process(scene: Scene) -> None:
-    result = FirstCells(scene, SEED, spread_s=10.0, end_s=WAIT_S, gone_s=GONE_WITHIN_S).play(
-        ROUNDS, print
-    )
+    cells = FirstCells(scene, SEED, ("kill pool", "down"), END_S, GONE_WITHIN_S)
+    result = cells.play(ROUNDS, print)
     assert not result.wrong, f"seed {SEED}: {result}: {result.wrong}"
