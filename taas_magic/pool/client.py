@@ -55,6 +55,9 @@ ANSWER_S = 20.0
 END_S = 30.0
 """Seconds for a pool's process that was told to end; then it is killed."""
 
+NAMED_S = 5.0
+"""Seconds that a user waits for a pool's process before it is named."""
+
 _LOOK_S = 0.25
 _POLL_S = 0.02
 _PATIENCE_S = 2.0  # beats that wait in this process, which was busy, arrive meanwhile
@@ -488,6 +491,7 @@ class Pool:
         connection = self.connect(on_wait, wait)
         answer = connection.wait_for_hosts(wait, hosts, has_run, on_wait)
         if answer.is_ending:  # another kernel has ended it before this one asked
+            on_wait([self._waits_for(connection.process, "to end")])
             connection.process.wait_for_end(END_S)
             connection = self.connect(on_wait, wait)
             answer = connection.wait_for_hosts(wait, hosts, has_run, on_wait)
@@ -557,7 +561,7 @@ class Pool:
             if process is None:
                 return None
             try:
-                found = self._enter(process, wait)
+                found = self._enter(process, wait, tell)
             except OSError:  # it is stopped, or hangs
                 tell([f'pool "{self.name}" did not answer: it is ended and started again'])
                 process.kill()
@@ -567,7 +571,9 @@ class Pool:
                 return found
         raise self._error("did not start: its processes end, or do not answer")
 
-    def _enter(self, process: PoolProcess, wait: Wait) -> PoolConnection | None:
+    def _enter(
+        self, process: PoolProcess, wait: Wait, tell: Callable[[list[str]], None]
+    ) -> PoolConnection | None:
         """Return the connection to a process that has let this kernel in.
 
         Returns:
@@ -577,11 +583,16 @@ class Pool:
             OSError: The process lives, but does not answer.
             PoolError: The process, which this kernel started, has failed. Or nobody waits any more.
         """
+        began, is_told = time.monotonic(), False
 
         def check() -> None:
+            nonlocal is_told
             wait.check()
             if not process.is_alive():
                 raise ConnectionEnded(f"process {process.pid} {process.state()}")
+            if not is_told and time.monotonic() - began > NAMED_S:
+                is_told = True
+                tell([self._waits_for(process, "to answer")])
 
         try:
             client = _connect(self._place_of(process, check), check)
@@ -596,7 +607,9 @@ class Pool:
         except OSError:
             if self.folder.place(process) is not None and process.is_alive():
                 raise
-        process.wait_for_end(END_S)  # it has begun to end
+        if process.is_alive():  # it has begun to end
+            tell([self._waits_for(process, "to end")])
+        process.wait_for_end(END_S)
         if process.exit_code:
             raise self._error(f"did not start: its process {process.pid} {process.state()}")
         return None
@@ -630,6 +643,9 @@ class Pool:
                 raise error
             time.sleep(_POLL_S)
         return place
+
+    def _waits_for(self, process: PoolProcess, what: str) -> str:
+        return f'pool "{self.name}": waits for its process {process.pid} {what} ({self.folder.log})'
 
     def _error(self, what: str) -> PoolError:
         return PoolError(f'pool "{self.name}" {what}. Its log:\n{log_tail(self.folder.log)}')

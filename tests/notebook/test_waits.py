@@ -250,18 +250,23 @@ def test_a_pool_that_stops_while_it_starts_is_replaced(
 ) -> None:
     pool, hasty = Pool(PoolConfig("local"), tmp_path), Pool(HASTY, tmp_path)
     monkeypatch.setattr(PoolFolder, "path", tmp_path)  # it follows the settings
+    monkeypatch.setattr("taas_magic.pool.client.NAMED_S", 0.0)
+    told: list[str] = []
     before = psutil.Process().children()
 
     def begun(process: psutil.Process) -> bool:
         return process not in before and POOL in words(process)  # it has called exec
 
     with ThreadPoolExecutor() as threads:
-        opening = threads.submit(hasty.connect)
+        opening = threads.submit(hasty.connect, told.extend)
         while not (new := [it for it in psutil.Process().children() if begun(it)]):
             threading.Event().wait(0.001)
         new[0].suspend()
         with pytest.raises(PoolError, match="did not start"):
             opening.result()
+    assert told == [
+        f'pool "local": waits for its process {new[0].pid} to answer ({tmp_path / "pool.log"})'
+    ]
     assert not pool.connect().status().hosts
     pool.down()
 
