@@ -18,6 +18,10 @@ LOST_AFTER_S = 1.0
 RANK_BEAT_S = 1.0
 """How often a rank says that it lives and where its main thread stands."""
 
+START_TIMEOUT_S = 120.0
+"""How long a process that starts may do nothing at all (`host/activity.py`): the default of a
+pool's `start_timeout_s`."""
+
 STOPPED_S = 5.0
 """How long a process may be stopped (SIGSTOP): a rank, before the run fails; a worker of a fetcher
 and a forkserver, before they are ended, and the worker or the host is replaced."""
@@ -31,8 +35,8 @@ ALIVE_S = 1.0
 PROOF_S = 5.0
 """How long a peer of a fetcher may take, in all, to show that it belongs to the run."""
 
-NODE_START_S = 120.0
-"""How long a farm's node may take to come, once its run has begun."""
+NODE_JOIN_S = 120.0
+"""How long a farm's node may try to reach the farm, once it can run jobs."""
 
 LEAST_FETCH_S = 4 * ALIVE_S
 """The shortest `fetch_s`: half of it has to be longer than a sign of life may take."""

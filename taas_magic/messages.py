@@ -493,6 +493,7 @@ class AgentSettings(Struct, kw_only=True):
         is_foreign: Whether it is another machine than the notebook's.
         local_directory: For what Dask writes.
         lease_s: How long it lives without hearing the pool.
+        start_timeout_s: Seconds without any work after which its forkserver counts as stuck.
     """
 
     scheduler: str
@@ -503,6 +504,7 @@ class AgentSettings(Struct, kw_only=True):
     is_foreign: bool = True
     local_directory: str | None = None
     lease_s: float
+    start_timeout_s: float
 
 
 class AgentKeys(Struct, kw_only=True):
@@ -627,16 +629,32 @@ class HostStatus(Struct, kw_only=True):
     gpu_hours: float
 
 
+class StartingHost(Struct, kw_only=True):
+    """A host that has joined its pool, and cannot start ranks yet.
+
+    Attributes:
+        host: Its name, as the user calls it.
+        imports: The module that its forkserver imports.
+        for_s: Seconds since that import began.
+    """
+
+    host: str
+    imports: str
+    for_s: float
+
+
 class PoolStatus(Struct, kw_only=True):
     """What `%taas pools` says of a pool.
 
     Attributes:
+        starting: Hosts that cannot start ranks yet.
         refused: Messages and connections that were refused.
         gpu_hours: Of all hosts since the pool began.
         used_gpu_hours: Those of runs.
     """
 
     hosts: list[HostStatus] = []
+    starting: list[StartingHost] = []
     refused: int = 0
     gpu_hours: float = 0.0
     used_gpu_hours: float = 0.0
@@ -746,7 +764,7 @@ class Greet(Request[HostHello]):
     """Tell who the host is.
 
     Attributes:
-        has_run: Whether a run waits for it; else it imports first what a run could do without.
+        has_run: Whether a run waits for it; else it begins to import what a run could do without.
     """
 
     has_run: bool = True

@@ -42,10 +42,15 @@ LOG_LINES = 15
 
 
 class Engine(ABC):
-    """The engine of one pool. The kernel calls `capacity` and `ways`; the pool calls the rest."""
+    """The engine of one pool. The kernel calls `capacity` and `ways`; the pool calls the rest.
+
+    Attributes:
+        ready: Names of the agents whose hosts can start ranks; the pool adds them.
+    """
 
     def __init__(self, pool: PoolConfig) -> None:
         self.pool = pool
+        self.ready: set[str] = set()
         self._numbers = itertools.count()
 
     @abstractmethod
@@ -88,6 +93,13 @@ class Engine(ABC):
     async def give_back(self, keep: Collection[str]) -> None:
         """Return all hosts, also those that have not joined yet, except the agents in `keep`."""
 
+    def is_starting(self) -> bool:
+        """Return whether a host is starting that this engine can see, and sees work.
+
+        As long as one is, `start_timeout_s` does not count.
+        """
+        return False
+
     @asynccontextmanager
     async def way(self, agent: str, address: str) -> AsyncIterator[str]:
         """Let a host reach a port of this machine until the block ends; yield the address to use.
@@ -126,7 +138,7 @@ class Host(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Start the host; return when its agent has joined the pool.
+        """Start the host; return when it can start ranks (`Engine.ready`).
 
         Raises:
             PoolError: The host could not be started.

@@ -124,7 +124,7 @@ class DaskClassEngine(Engine):
         async with self._turn:
             cluster = self._cluster
             names = [str(worker.name) for worker in cluster.scheduler.workers.values()]
-            agents = {vehicle_of(name) for name in names} - {""}
+            agents = {vehicle_of(name) for name in self.ready} - {""}
             lines = await self._vehicles.look([*map(str, cluster.worker_spec)], names, agents)
             # Never reuse a name: 15 s after a worker has left (the setting
             # `distributed.deploy.lost-worker-timeout`), Dask closes a worker of the same name that
@@ -253,7 +253,7 @@ def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
     from taas_magic.host.vehicle import Vehicle
 
     interface = pool.interface or pool.options.get("interface") or ""
-    vehicle = Vehicle(interface, pool.lease_s, pool.preload)
+    vehicle = Vehicle(interface, pool.lease_s, pool.start_timeout_s, pool.preload)
     scheduler.worker_plugins[Vehicle.name] = dumps(vehicle)
 
     async def new_host(asked: GetAgentKeys) -> AgentKeys:

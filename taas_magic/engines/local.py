@@ -14,6 +14,7 @@ from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import LOG, Host, HostsEngine, log_tail
 from taas_magic.errors import PoolError
+from taas_magic.host.activity import IdleTimer
 from taas_magic.host.system import LOOPBACK, spawn_command, supervisor_arguments
 from taas_magic.leases import HOST_END_S
 from taas_magic.messages import AgentSettings, pack
@@ -53,6 +54,10 @@ class LocalEngine(HostsEngine):
         """See `HostsEngine.make_host`."""
         return _LocalHost(self, name)
 
+    def is_starting(self) -> bool:
+        """See `Engine.is_starting`: a host that does nothing is given up (`_LocalHost.start`)."""
+        return any(not host.coming.done() for host in self.hosts.values())
+
 
 class _LocalHost(Host):
     """A host on this machine: a supervisor process and its agent."""
@@ -74,15 +79,25 @@ class _LocalHost(Host):
             is_foreign=False,
             local_directory=engine.folder,
             lease_s=pool.lease_s,
+            start_timeout_s=pool.start_timeout_s,
         )
         self._supervisor = supervisor = engine.take_supervisor()
         assert supervisor.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended: the log says why
             supervisor.stdin.write(pack(settings) + b"\n")
             supervisor.stdin.flush()
-        well_at = time.monotonic()
-        while self.name not in engine.scheduler.aliases:
-            if not (trouble := _trouble(supervisor)):
+        well_at, has_joined = time.monotonic(), False
+        timer = IdleTimer(supervisor.pid)
+        while self.name not in engine.ready:
+            is_here = self.name in engine.scheduler.aliases
+            has_joined = has_joined or is_here
+            trouble = _trouble(supervisor)
+            if not trouble and has_joined and not is_here:
+                trouble = "left its pool"
+            # once it has joined, its agent says what it imports, and ends itself if that is stuck
+            if not trouble and not has_joined and timer.idle_s() >= pool.start_timeout_s:
+                trouble = f"did nothing for start_timeout_s = {pool.start_timeout_s:g} s"
+            if not trouble:
                 well_at = time.monotonic()
             elif time.monotonic() - well_at > TROUBLE_S:
                 await self.end()

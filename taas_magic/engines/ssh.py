@@ -272,12 +272,13 @@ class _SshHost(Host):
             host_name=host,
             interface=pool.interface or "",
             lease_s=pool.lease_s,
+            start_timeout_s=pool.start_timeout_s,
         )
         path = ":".join(path_entries)
         environ = {"PYTHONPATH": path} if path else {}  # empty if taas-magic is installed there
         arguments = ["-c", entry_code("taas_magic.host.supervisor")]
         arguments += supervisor_arguments(pool.lease_s, pool.preload)
-        self._do("its agent is still starting: torch is being imported")
+        self._do("its agent is still starting")
         self._command = KeptCommand(
             connection,
             shell_words(pool.python, arguments, environ),
@@ -287,14 +288,22 @@ class _SshHost(Host):
         )
 
     async def _join(self, host: str, until: float) -> None:
-        """Return when the agent has joined the pool."""
+        """Return when the host can start ranks; until `until`, its agent must have joined."""
         assert self._command is not None
-        while self.name not in self._engine.scheduler.aliases:
+        has_joined = False
+        while self.name not in self._engine.ready:
             if self._stop.is_set():
                 raise Stopped
             if self._command.ended.is_set():
                 raise PoolError(f"host {host}: its agent ended:\n{self._command.tail}")
-            if time.monotonic() > until:
+            if self.name in self._engine.scheduler.aliases:
+                has_joined = True
+                self._do("")  # it says itself what it imports
+            elif has_joined:
+                raise PoolError(
+                    f"host {host} left the pool before it was ready:\n{self._command.tail}"
+                )
+            elif time.monotonic() > until:
                 raise PoolError(
                     f"host {host}: its agent did not join within "
                     f"start_timeout_s = {self._engine.pool.start_timeout_s:g}:\n"

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +52,7 @@ from taas_magic.farms.terms import (
     NodeNews,
     Part,
 )
+from taas_magic.host.activity import wait_for_start
 from taas_magic.host.system import spawn_command
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import cleaned
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 
 LOG = "farm.log"
 
-START_S = 120.0
-"""How long the farm's process may take to start: to import Dask from a slow disk takes minutes."""
+START_TIMEOUT_S = leases.START_TIMEOUT_S
+"""Seconds without any work after which the farm's process counts as stuck while it starts."""
 
 END_S = 30.0
 """How long the farm's process may take to end."""
@@ -636,7 +636,6 @@ def farm(
         cpus=cpus,
         store=rule,
         origin=launch.origin(shell, rule.path),
-        start_s=leases.NODE_START_S,
     )
     return Farm(terms, config, shell)
 
@@ -683,7 +682,7 @@ def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], Far
     try:
         process.stdin.write(messages.pack(terms) + b"\n")
         process.stdin.flush()
-        has_answered = connection.wait([process.stdout.fileno()], START_S)
+        has_answered = wait_for_start(process, process.stdout.fileno(), START_TIMEOUT_S)
         line = process.stdout.readline() if has_answered else b""
     except BaseException:  # an interrupt
         process.kill()
@@ -693,7 +692,7 @@ def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], Far
     if not line:
         process.kill()
         process.communicate()
-        why = "did not start" if has_answered else f"has not started in {START_S:g} s"
+        why = "did not start" if has_answered else f"did nothing for {START_TIMEOUT_S:g} s"
         raise PoolError(f"the farm's process {why}:\n{log_tail(path)}")
     return process, messages.unpack(line, FarmPlace)
 

@@ -2,7 +2,8 @@
 
 It is a program of its own beside the rank of a one-rank run (`keep`), so that the pool takes it for
 what it knows: it has leases, an end, and a place in the journal. As an agent does, it starts a
-forkserver before it imports Dask, and joins when that is warm.
+forkserver before it imports Dask. It joins the farm when that is warm, and says until then what is
+imported. Imports have no bound; a node that does nothing for `start_timeout_s` ends.
 """
 
 import asyncio
@@ -20,8 +21,9 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
 import psutil
 from msgspec import structs
 
@@ -30,17 +32,20 @@ from taas_magic.errors import PoolError, signal_name
 from taas_magic.farms.terms import (
     CANCELLED,
     INLINE_BYTES,
+    TOPIC,
     Blob,
     JobCall,
     JobEnded,
     JobNews,
     JobOutcome,
     JobSetting,
+    NodeNews,
     NodeSetting,
     NodeTerms,
     PlacedCall,
 )
 from taas_magic.host import forkserver
+from taas_magic.host.activity import wait_for_start
 from taas_magic.host.spec import REACH, TORCHRUN_NAMES
 from taas_magic.host.supervisor import host_folder
 from taas_magic.host.system import (
@@ -49,7 +54,10 @@ from taas_magic.host.system import (
     die_with_parent,
     spawn_command,
 )
-from taas_magic.leases import NODE_START_S
+from taas_magic.leases import NODE_JOIN_S
+
+if TYPE_CHECKING:
+    from distributed import Security
 
 GRACE_S = 5.0
 """How long a job that was cancelled may take to end, after SIGINT."""
@@ -63,6 +71,9 @@ DASK_SETTINGS = {
 LINES_BYTES = 256 << 10
 """Of what a job prints in `_FLUSH_S`, what is passed on at most; the rest is counted."""
 
+SAID_S = 2.0
+"""How often a node that starts says what it imports, in seconds."""
+
 _END_S = 3.0
 _FLUSH_S = 0.2
 
@@ -71,7 +82,7 @@ def keep(terms: NodeTerms) -> None:
     """Run a node until the run is ended; in its rank.
 
     Raises:
-        RuntimeError: The node ended by itself.
+        RuntimeError: The node ended by itself, or is stuck at its start.
     """
     scheduler, here = os.environ.pop(REACH), os.getcwd()
     environ = {name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
@@ -86,18 +97,24 @@ def keep(terms: NodeTerms) -> None:
     places = dict.fromkeys([*filter(None, first.split(os.pathsep)), ours])
     environ["PYTHONPATH"] = os.pathsep.join(places)
     del environ["OMP_NUM_THREADS"]
-    command = [*spawn_command(__name__), str(os.getpid())]
-    node = subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/", env=environ)
+    reader, writer = os.pipe()
+    command = [*spawn_command(__name__), str(os.getpid()), str(writer)]
+    node = subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/", env=environ, pass_fds=[writer])
+    os.close(writer)
     assert node.stdin is not None
     try:
         node.stdin.write(messages.pack(setting) + b"\n")
         node.stdin.flush()
+        if not wait_for_start(node, reader, terms.start_timeout_s):
+            limit = f"start_timeout_s = {terms.start_timeout_s:g}"
+            raise RuntimeError(f"the farm's node did nothing for {limit} s, and did not start")
         code = node.wait()
     except KeyboardInterrupt:  # how a run is ended
         code = 0
     finally:
         node.kill()
         node.wait()
+        os.close(reader)
     if code:
         raise RuntimeError(f"the farm's node ended with exit code {code}; its log says why")
 
@@ -105,19 +122,22 @@ def keep(terms: NodeTerms) -> None:
 def main() -> int:
     """Keep a node until its parent ends, or the farm; returns the process's exit code.
 
-    Its argument is its parent's pid; standard input has one line, a packed `NodeSetting`.
+    Its arguments are its parent's pid, and a descriptor that it closes when it has joined the farm.
+    Standard input has one line, a packed `NodeSetting`.
     """
     die_with_parent(int(sys.argv[1]))
+    starting = int(sys.argv[2])
+    os.set_inheritable(starting, False)
     setting = messages.unpack(sys.stdin.buffer.readline(), NodeSetting)
     logging.getLogger("distributed").setLevel(logging.ERROR)
     with host_folder() as folder:
         tempfile.tempdir = str(folder)
         forkserver.begin([])
-        asyncio.run(_serve(setting, folder))
+        asyncio.run(_serve(setting, folder, starting))
     return 0
 
 
-async def _serve(setting: NodeSetting, folder: Path) -> None:
+async def _serve(setting: NodeSetting, folder: Path, starting: int) -> None:
     import dask
 
     dask.config.set(DASK_SETTINGS)  # some are read when Dask's modules are imported
@@ -129,9 +149,12 @@ async def _serve(setting: NodeSetting, folder: Path) -> None:
 
     use_steady_clock()
     means = guard.strongest().value
-    forkserver.warm_up()
-    forkserver.import_rest()
-    terms, slots = setting.terms, Slots(setting, folder, means)
+    terms, security = setting.terms, Security(**setting.terms.security)
+    warming = asyncio.ensure_future(asyncio.to_thread(forkserver.warm_up, terms.start_timeout_s))
+    await _tell_imports(warming, setting, security)
+    await warming
+    forkserver.start_importing_rest()
+    slots = Slots(setting, folder, means)
     threads = ThreadPoolExecutor(terms.slots + 2)  # processes are started and ended there
     asyncio.get_running_loop().set_default_executor(threads)
     node = NodeWorker(
@@ -142,13 +165,28 @@ async def _serve(setting: NodeSetting, folder: Path) -> None:
         name=terms.name,
         host=LOOPBACK,
         contact_address=terms.place,
-        security=Security(**terms.security),
+        security=security,
         local_directory=str(folder),
-        death_timeout=NODE_START_S,
+        death_timeout=NODE_JOIN_S,
     )
     async with node:
+        os.close(starting)
         await node.finished()
     slots.close()
+
+
+async def _tell_imports(
+    warming: "asyncio.Future[list[str]]", setting: NodeSetting, security: "Security"
+) -> None:
+    """Tell the farm what the forkserver imports, every `SAID_S`, until it is warm."""
+    from distributed.core import rpc
+
+    options = security.get_connection_args("worker")
+    async with rpc(setting.scheduler, connection_args=options) as scheduler:
+        while not (await asyncio.wait({warming}, timeout=SAID_S))[0]:
+            name, for_s = forkserver.importing()
+            news = NodeNews(setting.terms.name, "starting", f"imports {name}, {for_s:.0f} s")
+            await scheduler.log_event(topic=TOPIC, msg=msgspec.to_builtins(news))
 
 
 class Slots:

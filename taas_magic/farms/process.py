@@ -261,18 +261,12 @@ class Fleet(SchedulerPlugin):
                     return
                 node.wait = None
                 self._launch(name, pool, connection)
-            self._on_loop(self._loop.call_later, self._terms.start_s, self._check_came, name)
         except Exception as error:  # of whatever kind: nobody waits for this thread
             node.wait = None
             self._on_loop(self._lost, name, str(error) or repr(error))
 
     def _count(self, pool: Pool) -> int:
         return sum(self._nodes[name].pool is pool for name in self._living())
-
-    def _check_came(self, name: str) -> None:
-        """Give a node up whose run goes on but that takes no jobs."""
-        if self._nodes[name].state == "coming":
-            self._lost(name, f"it did not come within {self._terms.start_s:g} s")
 
     def _launch(self, name: str, pool: Pool, connection: PoolConnection) -> None:
         spec, node = self._spec(name, pool, self._reach(connection)), self._nodes[name]
@@ -325,6 +319,7 @@ class Fleet(SchedulerPlugin):
             gpus=terms.gpus,
             cpus=terms.cpus,
             store=terms.store,
+            start_timeout_s=config.start_timeout_s,
         )
         source = "from taas_magic.farms.node import keep\nkeep(terms)"
         cell = Cell(source, filename="<a node>", raw=source)

@@ -58,7 +58,6 @@ class FarmTerms(Struct, frozen=True):
         pools: Names of the pools whose hosts become nodes.
         gpus: CUDA devices of each job.
         cpus: Processors of each job.
-        start_s: Seconds in which a node must have come.
     """
 
     name: str
@@ -69,7 +68,6 @@ class FarmTerms(Struct, frozen=True):
     cpus: int
     store: StoreRule
     origin: Origin
-    start_s: float
 
 
 class FarmPlace(Struct, frozen=True):
@@ -90,6 +88,7 @@ class NodeTerms(Struct, frozen=True):
         gpus: CUDA devices of each.
         cpus: Processors of each.
         store: The rule of the project store, as the notebook's machine has it.
+        start_timeout_s: Seconds without any work after which its start counts as stuck.
     """
 
     name: str
@@ -99,6 +98,7 @@ class NodeTerms(Struct, frozen=True):
     gpus: int
     cpus: int
     store: StoreRule
+    start_timeout_s: float
 
 
 class JobSetting(Struct, frozen=True):

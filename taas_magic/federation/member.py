@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,12 +46,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from taas_magic import certificate
 from taas_magic.errors import UsageError
+from taas_magic.federation.executor import IMPORTS, needed_modules
 from taas_magic.federation.flower import KEY_FILE, RESULT, Terms
+from taas_magic.host.activity import IdleTimer
+from taas_magic.host.cell_main import PAYLOAD
 from taas_magic.host.spec import HOST
-from taas_magic.host.system import LOOPBACK
+from taas_magic.host.system import LOOPBACK, spawn_command
+from taas_magic.leases import START_TIMEOUT_S
 
-START_S = 120.0
-"""How long the SuperLink may take until it listens."""
+MEET_S = 120.0
+"""How long a host may take to reach the run's store, which is there before its rank starts."""
 
 END_S = 3.0
 """How long Flower's programs may take to end; an interrupted rank has 5 s."""
@@ -86,7 +91,7 @@ def take_part(terms: Terms, server_app: Any, client_app: Any) -> Any:
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
-        timeout=timedelta(seconds=START_S),
+        timeout=timedelta(seconds=MEET_S),
     )
     meeting.set(_HOST + os.environ["RANK"], os.environ[HOST])
     folder = tempfile.TemporaryDirectory(prefix="taas-flower-")
@@ -96,7 +101,7 @@ def take_part(terms: Terms, server_app: Any, client_app: Any) -> Any:
                 return _lead(host, meeting)
             finally:
                 meeting.set(_OVER, "")
-        host.start_supernode(meeting.get(_SUPERLINK).decode())
+        host.start_supernode(_get(meeting, _SUPERLINK))
         while not meeting.check([_OVER]):
             host.check()
             time.sleep(LOOK_S)
@@ -105,11 +110,19 @@ def take_part(terms: Terms, server_app: Any, client_app: Any) -> Any:
 
 def _lead(host: "_Host", meeting: TCPStore) -> Any:
     ranks = range(int(os.environ["WORLD_SIZE"]))
-    host.expect([meeting.get(f"{_HOST}{rank}").decode() for rank in ranks])
+    host.expect([_get(meeting, f"{_HOST}{rank}") for rank in ranks])
     address = host.start_superlink(os.environ["MASTER_ADDR"])
     meeting.set(_SUPERLINK, address)
     host.start_supernode(address)
     return host.serve(address)
+
+
+def _get(meeting: TCPStore, key: str) -> str:
+    """Return what another rank says, once it does: a rank that fails ends the run."""
+    while not meeting.check([key]):
+        time.sleep(LOOK_S)
+    found: str = meeting.get(key).decode()
+    return found
 
 
 class _Host:
@@ -122,6 +135,8 @@ class _Host:
     def __init__(self, folder: Path, terms: Terms) -> None:
         self._folder, self._terms = folder, terms
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
+        self._failed: RuntimeError | None = None
+        self._is_over = threading.Event()
         self._root = self._write("root.pem", terms.certificate)
         self._result = folder / "result"
         self._environ = {
@@ -134,6 +149,7 @@ class _Host:
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
             KEY_FILE: str(self._write("key", terms.key)),
             RESULT: str(self._result),
+            IMPORTS: ",".join(needed_modules(Path(os.environ[PAYLOAD]), list(sys.modules))),
         }
 
     def __enter__(self) -> "_Host":
@@ -215,9 +231,30 @@ class _Host:
         """Start the ServerApp, print its log until it has ended; returns what its main returned.
 
         Raises:
-            RuntimeError: It failed.
-            httpx.HTTPError: The SuperLink has ended.
+            RuntimeError: It failed, or one of Flower's programs has ended.
+            httpx.HTTPError: The SuperLink does not answer.
         """
+        watching = threading.Thread(target=self._watch, name="taas-flower", daemon=True)
+        watching.start()
+        try:
+            return self._serve(superlink)
+        except httpx.HTTPError as error:
+            raise self._failed or error from error
+        finally:
+            self._is_over.set()
+            watching.join()
+
+    def _watch(self) -> None:
+        """End the SuperLink when another program has ended, so that `serve` does not wait on."""
+        while not self._is_over.wait(LOOK_S):
+            try:
+                self.check()
+            except RuntimeError as error:
+                self._failed = error
+                self._is_over.set()
+                self._programs["SuperLink"].kill()
+
+    def _serve(self, superlink: str) -> Any:
         fab, _ = build_fab_from_files({"pyproject.toml": _bundle(self._terms.config).encode()})
         with self._control(superlink) as control:
             request = StartRunRequest(fab=fab_to_proto(Fab("", fab, {})))
@@ -244,13 +281,14 @@ class _Host:
         program = shutil.which(command[0], path=self._environ["PATH"])
         if program is None:
             raise RuntimeError(f"no {command[0]} beside {sys.executable}: pip install flwr there")
-        quiet = {} if "superexec" in command[0] else {"FLWR_LOG_LEVEL": "WARNING"}  # not the apps
+        quiet = {} if "SuperExec" in name else {"FLWR_LOG_LEVEL": "WARNING"}  # not the apps
         environ = {**self._environ, **quiet}
         self._programs[name] = subprocess.Popen([program, *command[1:]], env=environ)
 
     def _start_superexec(self, name: str, address: str, secret: Path, *, tls: bool) -> None:
         how = ["--root-certificates", str(self._root)] if tls else ["--insecure"]
-        command = ["flower-superexec", "--runtime-api-address", address, *how]
+        command = spawn_command("taas_magic.federation.executor")
+        command += ["--runtime-api-address", address, *how]
         command += ["--parent-pid", str(os.getpid())]
         self._start(name, *command, "--superexec-auth-secret-file", str(secret))
 
@@ -267,13 +305,15 @@ class _Host:
         raise RuntimeError(f"Flower's {name} ended at each of {PORT_TRIES} starts; see above")
 
     def _listens(self, name: str, port: int) -> bool:
-        program, until = self._programs[name], time.monotonic() + START_S
+        program = self._programs[name]
+        timer = IdleTimer(program.pid)
         while program.poll() is None:
             own = [seen for seen in psutil.net_connections("tcp") if seen.pid == program.pid]
             if any(seen.status == "LISTEN" and tuple(seen.laddr)[1:] == (port,) for seen in own):
                 return True
-            if time.monotonic() > until:
-                raise RuntimeError(f"Flower's {name} does not listen at {port} in {START_S:g} s")
+            if timer.idle_s() >= START_TIMEOUT_S:
+                stuck = f"did nothing for {START_TIMEOUT_S:g} s before it listened at {port}"
+                raise RuntimeError(f"Flower's {name} {stuck}")
             time.sleep(LOOK_S)
         return False
 

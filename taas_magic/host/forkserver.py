@@ -3,7 +3,10 @@
 Two processes import this module. The agent, which imports neither torch nor IPython, starts the
 forkserver and has it start processes, in tens of milliseconds and as clean as ones that imported
 the same modules themselves; what they run is a function that the agent only names. The forkserver
-imports it for its effect (`_preload`), and imports the rest when no cell waits (`import_rest`).
+imports it for its effect (`_preload`), and imports the rest when it has no child
+(`start_importing_rest`).
+While the forkserver imports the rest, which may take a minute, a fork of it (`_StandIn`) starts
+processes in its place.
 """
 
 import gc
@@ -11,21 +14,25 @@ import importlib
 import multiprocessing
 import os
 import signal
+import socket
+import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, reduction, resource_tracker, util
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
 
 from taas_magic.errors import PoolError
+from taas_magic.host.activity import IdleTimer
 from taas_magic.host.system import die_with_parent, status_of
-from taas_magic.leases import STOPPED_S
+from taas_magic.leases import START_TIMEOUT_S, STOPPED_S
 
 MODULES = ("torch", "taas_magic.api", "taas_magic.host.rank", "taas_magic.host.fetcher")
 """What the forkserver imports first, besides the modules that the pool's settings name."""
@@ -33,14 +40,14 @@ MODULES = ("torch", "taas_magic.api", "taas_magic.host.rank", "taas_magic.host.f
 LATER = ("torch._dynamo",)
 """What it imports when no cell waits; else each rank does, at its first optimizer step: 1 s."""
 
-START_S = 30.0
-"""How long it may take to start a process, once it has imported everything."""
-
 _PRELOAD = "TAAS_PRELOAD"
 """The environment variable that names the modules which a pool's settings add, with commas."""
 
 _AGENT_PID = "TAAS_AGENT_PID"
 """The environment variable that names the process with which the forkserver ends."""
+
+_IMPORTS = "TAAS_IMPORTS"
+"""The environment variable that names the file in which the forkserver says what it imports."""
 
 _FORGET_S = 1.0
 """How long the forkserver may take to say that a killed process has ended."""
@@ -53,15 +60,25 @@ _SEEN_S = 1.0
 
 _WATCH_S = 0.5
 _STOPPED_LOOK_S = 0.05
+_IMPORTS_LOOK_S = 0.1
 
 _context = multiprocessing.get_context("forkserver")
 # Process.start() looks at all children, also those of other threads, and reads their exit codes:
 # two threads that read the same one leave one of them without it.
-_lock = threading.Lock()
+_lock = threading.RLock()
 _server: psutil.Process | None = None
-_is_warm = _has_rest = _is_over = False
+_stand_in: "_StandIn | None" = None
+_stand_ins: list["_StandIn"] = []
+"""The one that starts processes now, if any, and earlier ones, of which some may have children."""
+
+_has_rest = _is_over = False
 _importing = threading.Lock()
-_begun_at: float | None = None
+_starting: IdleTimer | None = None
+"""Watches the process that is asked to start another one, as long as it has not answered."""
+
+_start_timeout_s = START_TIMEOUT_S
+_imports_file = Path()
+_imports_seen = "", 0.0
 _why = "this host's forkserver has ended"
 _own_pid: int | None = None
 """In the forkserver, and what it forks: the forkserver's process id."""
@@ -75,8 +92,11 @@ def begin(modules: Sequence[str]) -> None:
 
     Must run in the main thread: the forkserver ends with the thread that started it (prctl(2)).
     """
-    global _server
+    global _server, _imports_file
+    _imports_file = Path(tempfile.gettempdir(), f"taas-imports-{os.getpid()}")
+    _say_import(_imports_file, MODULES[0])
     os.environ.update({_PRELOAD: ",".join(modules), _AGENT_PID: str(os.getpid())})
+    os.environ[_IMPORTS] = str(_imports_file)
     # Nothing in torch's imports may make a CUDA context, which no fork survives: torch then asks
     # NVML instead of CUDA whether there is a GPU.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -85,84 +105,218 @@ def begin(modules: Sequence[str]) -> None:
     before = psutil.Process().children()
     forkserver.ensure_running()
     [_server] = [child for child in psutil.Process().children() if child not in before]
-    threading.Thread(target=_watch, args=(_server,), name="taas-forkserver", daemon=True).start()
 
 
-def _watch(server: psutil.Process) -> None:
-    """End the forkserver when it is stopped, or hangs, for too long.
+def importing() -> tuple[str, float]:
+    """Return the module that the forkserver imports, and for how many seconds it has; "": none."""
+    global _imports_seen
+    try:
+        name = _imports_file.read_text()
+    except OSError:  # the host's folder is being removed
+        name = ""
+    if name != _imports_seen[0]:
+        _imports_seen = name, time.monotonic()
+    return name, time.monotonic() - _imports_seen[1] if name else 0.0
+
+
+def _say_import(file: Path, name: str) -> None:
+    """Write what the forkserver imports; nobody ever reads half of it."""
+    new = file.with_suffix(".new")
+    new.write_text(name)
+    new.replace(file)
+
+
+def _watch() -> None:
+    """End the forkserver when it is stopped or stuck for too long.
 
     Who waits for it then sees it gone, as when it ended by itself; and the host is replaced.
     """
     stopped_at: float | None = None
-    while status := status_of(server):
+    while is_alive():
         now = time.monotonic()
-        stopped_at = (stopped_at or now) if status == psutil.STATUS_STOPPED else None
-        if stopped_at is not None and now - stopped_at >= STOPPED_S:
-            _end(server, f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s")
-        elif _is_warm and _begun_at is not None and now - _begun_at >= START_S:
-            _end(server, f"did not start a process within {START_S:.0f} s")
+        if stopped := [it for it in _servers() if status_of(it) == psutil.STATUS_STOPPED]:
+            stopped_at = stopped_at or now
+            if now - stopped_at >= STOPPED_S:
+                _end(stopped[0], f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s")
+        else:
+            stopped_at = None
+            if (timer := _starting) is not None and timer.idle_s() >= _start_timeout_s:
+                what = f"imported {name}" if (name := importing()[0]) else "was to start a process"
+                limit = f"for start_timeout_s = {_start_timeout_s:g}"
+                _end(
+                    _servers()[0],
+                    f"used no processor time and read nothing {limit} while it {what}",
+                )
+        for stand_in in list(_stand_ins):
+            stand_in.end_if_over()
         time.sleep(_WATCH_S)
 
 
+def _servers() -> list[psutil.Process]:
+    """Return the processes on which this host's ranks and fetchers depend."""
+    servers = [_server] if _server is not None else []
+    return servers + [it.process for it in list(_stand_ins)]
+
+
 def _end(server: psutil.Process, what: str) -> None:
+    """End the forkserver, and its stand-in with it."""
     global _why, _is_over
     _is_over = True
     _why = f"this host's forkserver (process {server.pid}) {what}, and was ended"
-    server.kill()
+    for process in _servers():
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
-def warm_up() -> list[str]:
+def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
     """Block until the forkserver has imported everything; returns what it could not, and why.
+
+    Args:
+        start_timeout_s: Seconds without any work after which the forkserver counts as stuck, now
+            and at each start of a process.
 
     Raises:
         PoolError: The forkserver has ended.
     """
-    global _is_warm
+    global _start_timeout_s
+    _start_timeout_s = start_timeout_s
+    threading.Thread(target=_watch, name="taas-forkserver", daemon=True).start()
     try:
-        problems = _reported()
+        ours, theirs = multiprocessing.Pipe()
+        with ours:
+            process = start(f"{__name__}.report", theirs)
+            theirs.close()
+            problems: list[str] = ours.recv()
+        process.join()
     except (EOFError, OSError, PoolError) as error:
-        raise PoolError("the forkserver could not import torch and what ranks need") from error
-    _is_warm = True
+        text = "the forkserver could not import torch and what ranks need"
+        raise PoolError(_why if _is_over else text) from error
     return problems
 
 
-def import_rest() -> None:
-    """Block until the warm forkserver has imported LATER; what is started now waits for that, too.
+class _StandIn:
+    """A fork of the forkserver, which starts processes while the forkserver imports the rest.
 
-    Raises:
-        PoolError: The forkserver has ended.
+    It runs multiprocessing's own server on a socket of its own. It ends when the last process that
+    it has started has ended, and with the forkserver.
+
+    Attributes:
+        children: What it has started.
     """
+
+    def __init__(self) -> None:
+        self.children: list[Any] = []
+        self._address = os.path.join(util.get_temp_dir(), "stand-in")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self._address)
+            os.chmod(self._address, 0o600)
+            listener.listen()
+            # its server ends when all writing ends are closed, which its children have, too
+            held, self._held = multiprocessing.Pipe(duplex=False)
+            with held:
+                started = start(f"{__name__}.stand_in", listener, held)
+        self.process = psutil.Process(started.pid)
+        self._started = started
+
+    def has_failed(self) -> bool:
+        """Return whether it has ended with processes that it started, which end with it."""
+        if self is _stand_in:  # the forkserver, which imports, says nothing of its exit code
+            return status_of(self.process) == ""
+        return exitcode(self._started) not in (None, 0)
+
+    def connect(self, fds: Sequence[int]) -> tuple[int, int]:
+        """Do what `forkserver.connect_to_new_process` does, with this process."""
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(self._address)
+            from_child, child_writes = os.pipe()
+            child_reads, to_child = os.pipe()
+            tracker = resource_tracker.getfd()
+            assert tracker is not None
+            theirs = child_reads, child_writes, self._held.fileno(), tracker
+            try:
+                reduction.sendfds(client, [*theirs, *fds])
+            except BaseException:
+                os.close(from_child)
+                os.close(to_child)
+                raise
+            finally:
+                os.close(child_reads)
+                os.close(child_writes)
+        return from_child, to_child
+
+    def end_if_over(self) -> None:
+        """Let it end, if it has been replaced and has said how each of its children ended.
+
+        It ends before it says so of the last one, where that alone keeps it from its end.
+        """
+        if self is _stand_in or self._held.closed:
+            return
+        self.children = [child for child in self.children if _runs(child)]
+        if not self.children:
+            self._held.close()
+
+
+def stand_in(listener: socket.socket, held: Connection) -> None:
+    """Start processes until nobody holds the other end of `held`; a fork of the forkserver."""
+    global _own_pid
+    _own_pid = os.getpid()
+    forkserver.main(listener.detach(), held.fileno(), [])
+
+
+def start_importing_rest() -> None:
+    """Have the forkserver import LATER, in a thread; a fork of it starts processes meanwhile.
+
+    Does nothing while the forkserver has children: it would not see their ends. To be called again
+    when they have ended.
+    """
+    threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
+
+
+def _import_rest_once() -> None:
     global _has_rest
     with _importing:
         if _has_rest or _server is None:
             return
-        try:
-            _server.send_signal(signal.SIGUSR1)
-            _reported()
-        except (EOFError, OSError, psutil.NoSuchProcess) as error:
-            raise PoolError(why_ended()) from error
-        _has_rest = True
+        # where it has ended, whoever uses it sees that as well
+        with suppress(psutil.NoSuchProcess, PoolError):
+            stand_in = _StandIn()
+            with _replaced_by(stand_in):
+                if any(child != stand_in.process for child in _server.children()):
+                    return
+                _say_import(_imports_file, LATER[0])
+                _server.send_signal(signal.SIGUSR1)
+                while importing()[0] and is_alive():
+                    time.sleep(_IMPORTS_LOOK_S)
+            _has_rest = True
 
 
-def _reported() -> list[str]:
-    """Return the forkserver's `_problems`, which a fork sends once all before it is done."""
-    ours, theirs = multiprocessing.Pipe()
-    with ours:
-        process = start(f"{__name__}.report", theirs)
-        theirs.close()
-        problems: list[str] = ours.recv()
-    process.join()
-    return problems
+@contextmanager
+def _replaced_by(stand_in: _StandIn) -> Iterator[None]:
+    """Have the stand-in start processes instead of the forkserver, for as long as the block."""
+    global _stand_in
+    own = forkserver.connect_to_new_process
+    with _lock:
+        _stand_in = stand_in
+        _stand_ins.append(stand_in)
+        forkserver.connect_to_new_process = stand_in.connect
+    try:
+        yield
+    finally:
+        with _lock:
+            _stand_in = None
+            forkserver.connect_to_new_process = own
 
 
 def is_alive() -> bool:
     """Return whether the forkserver lives, and nobody has given it up."""
-    return not _is_over and (_server is None or status_of(_server) != "")
+    if _is_over or (_server is not None and status_of(_server) == ""):
+        return False
+    return not any(stand_in.has_failed() for stand_in in list(_stand_ins))
 
 
 def wait_while_stopped() -> None:
     """Block while the forkserver is stopped (SIGSTOP); for too long, and `_watch` ends it."""
-    while _server is not None and status_of(_server) == psutil.STATUS_STOPPED:
+    while any(status_of(process) == psutil.STATUS_STOPPED for process in _servers()):
         time.sleep(_STOPPED_LOOK_S)
 
 
@@ -189,14 +343,16 @@ def start(function: str, *arguments: Any) -> Any:
     Raises:
         PoolError: The forkserver has ended; so will this host.
     """
-    global _begun_at
+    global _starting
     process = _context.Process(target=call, args=(function, *arguments))
     with _lock:
         try:
-            _begun_at = time.monotonic()
+            _starting = _start_timer()
             if not is_alive():
                 raise EOFError
             process.start()
+            if _stand_in is not None:
+                _stand_in.children.append(process)
         except EOFError as error:  # it has ended, or will have in a moment
             raise PoolError(why_ended()) from error
         except OSError as error:
@@ -204,8 +360,17 @@ def start(function: str, *arguments: Any) -> Any:
                 raise
             raise PoolError(why_ended()) from error
         finally:
-            _begun_at = None
+            _starting = None
     return process
+
+
+def _start_timer() -> IdleTimer | None:
+    """Return what watches the process that is now asked to start one."""
+    if _stand_in is not None:
+        return IdleTimer(_stand_in.process.pid, with_children=False)
+    # an import may start programs; later, what is below the forkserver are ranks
+    is_first_import = importing()[0] != ""
+    return IdleTimer(_server.pid, is_first_import) if _server is not None else None
 
 
 def why_ended() -> str:
@@ -233,6 +398,14 @@ def _leave_resource_tracker() -> None:
     if tracker._fd is not None:
         os.close(tracker._fd)
     tracker._fd = tracker._pid = None
+
+
+def _runs(process: Any) -> bool:
+    """Return whether a process runs, as far as was said; one that was forgotten does not."""
+    try:
+        return exitcode(process) is None
+    except ValueError:  # it is closed
+        return False
 
 
 def exitcode(process: Any) -> int | None:
@@ -267,9 +440,12 @@ def _preload() -> None:
     die_with_parent(int(os.environ[_AGENT_PID]))
     _close_input()
     gc.disable()  # what is imported stays; to look through it again and again takes 0.2 s
+    imports_file = Path(os.environ[_IMPORTS])
     for name in MODULES:
+        _say_import(imports_file, name)
         importlib.import_module(name)
     for name in filter(None, os.environ[_PRELOAD].split(",")):
+        _say_import(imports_file, name)
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever a module raises is only reported
@@ -277,6 +453,7 @@ def _preload() -> None:
     importlib.import_module("taas_magic.host.rank").prepare()
     _settle()
     signal.signal(signal.SIGUSR1, _import_rest)
+    _say_import(imports_file, "")
 
 
 def _close_input() -> None:
@@ -290,12 +467,15 @@ def _close_input() -> None:
 
 
 def _import_rest(number: int, frame: FrameType | None) -> None:
-    """Handle `import_rest`'s signal, in the forkserver's only thread, between two forks."""
+    """Handle the agent's signal, in the forkserver's only thread, between two forks."""
     gc.disable()
+    imports_file = Path(os.environ[_IMPORTS])
     with suppress(Exception):  # whoever needs it meets the same error where the user sees it
         for name in LATER:
+            _say_import(imports_file, name)
             importlib.import_module(name)
     _settle()
+    _say_import(imports_file, "")
 
 
 def _settle() -> None:

@@ -10,7 +10,6 @@ host alive. Only monotonic clocks are read: those of hosts may be days apart.
 
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
 import logging
 import os
@@ -18,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import dask
@@ -49,10 +48,12 @@ from taas_magic.messages import (
     PlaceFetcher,
     Request,
     RunStacks,
+    StartingHost,
     ask,
     encode,
     escaped,
     handlers,
+    pack,
     unpack,
 )
 from taas_magic.store import guard
@@ -65,9 +66,6 @@ _T = TypeVar("_T")
 logger = logging.getLogger("taas_magic.agent")
 
 _LOOK_S = 0.5
-
-_REST_AFTER_S = 2.0
-"""How long after a run has ended the forkserver imports the rest: more cells may come."""
 
 _started = time.time() - time.monotonic()
 
@@ -154,11 +152,17 @@ class AgentWorker(ClosedWorker):
     """The agent; one a host. It takes no Dask tasks: the controller calls it.
 
     Args:
-        problems: What every run is told of this host.
+        warming: What the forkserver could not import, which every run is told; done once the host
+            can start ranks.
     """
 
     def __init__(
-        self, *args: Any, place: Place, lease: Lease, problems: Sequence[str] = (), **kwargs: Any
+        self,
+        *args: Any,
+        place: Place,
+        lease: Lease,
+        warming: "asyncio.Task[list[str]]",
+        **kwargs: Any,
     ) -> None:
         said = {AGENT: lambda agent: True}
         super().__init__(
@@ -169,9 +173,9 @@ class AgentWorker(ClosedWorker):
             startup_information=said,
             **kwargs,
         )
-        self._place, self._lease, self._problems = place, lease, problems
+        self._place, self._lease, self._warming = place, lease, warming
         self._shares: dict[str, HostShare] = {}
-        self._rest_at: float | None = None
+        self._is_rest_due = asyncio.Event()
         self._answering: set[asyncio.Task[None]] = set()
         answers: dict[type[Request[Any]], Answer] = {
             Greet: self.hello,
@@ -186,16 +190,19 @@ class AgentWorker(ClosedWorker):
         self.stream_handlers |= {CALL: self._on_call, HEARD: lease.heard}
 
     async def hello(self, asked: Greet) -> HostHello:
-        """Return who this host is, what holds its ranks off the store, and its GPUs.
+        """Return who this host is, once it can start ranks; there is no bound on imports.
 
         Raises:
             PoolError: No run can start here any more: the pool takes another host.
         """
+        await asyncio.wait({self._warming})
+        if self._warming.exception() is not None:
+            await asyncio.Future()  # this agent ends (`watch_forkserver`), and its engine says why
         await asyncio.to_thread(forkserver.wait_while_stopped)
         if not forkserver.is_alive():
             raise PoolError(forkserver.why_ended())
         if not asked.has_run:
-            await asyncio.to_thread(forkserver.import_rest)
+            self._is_rest_due.set()
         return HostHello(
             host=self._place.host,
             address=self._place.address,
@@ -227,7 +234,7 @@ class AgentWorker(ClosedWorker):
         kind = HostFetchers if spec.fetches else HostRun
         share = await asyncio.to_thread(kind, spec, self._place, emit, self._is_alone, ask_files)
         self._shares[run_id] = share
-        for problem in () if spec.fetches else self._problems:
+        for problem in () if spec.fetches else self._warming.result():
             emit(Note(text=problem))
         carry_out = threading.Thread(
             target=self._carry_out, args=(run_id, share), name=f"run-{run_id}"
@@ -251,27 +258,44 @@ class AgentWorker(ClosedWorker):
         finally:
             if self._shares.get(run_id) is share:  # else fetchers were started again meanwhile
                 del self._shares[run_id]
-            self._rest_at = self._rest_at or time.monotonic() + _REST_AFTER_S
+            self.loop.add_callback(self._is_rest_due.set)
 
     async def beat(self) -> None:
-        """Beat until it is cancelled."""
+        """Beat until it is cancelled; say meanwhile what is imported."""
         while True:
-            self.batched_send({"op": BEAT, "beat": time.monotonic()})
+            beat: dict[str, Any] = {"op": BEAT, "beat": time.monotonic()}
+            if not self._warming.done():
+                name, for_s = forkserver.importing()
+                beat["starting"] = pack(
+                    StartingHost(host=self._place.host, imports=name, for_s=for_s)
+                )
+            self.batched_send(beat)
             await asyncio.sleep(self._lease.beat_s)
 
     async def watch_forkserver(self) -> None:
-        """Have it import the rest when no run is here; without it, leave the pool."""
+        """Leave the pool when the forkserver has ended, or could not import what ranks need.
+
+        Raises:
+            PoolError: It could not.
+        """
+        try:
+            await asyncio.shield(self._warming)
+        except PoolError:
+            self.loop.add_callback(self.close, reason="taas: its forkserver did not start")
+            raise
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self._shares:
-                continue
-            if not forkserver.is_alive():
+            if not self._shares and not forkserver.is_alive():
                 self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")
                 return
-            if self._rest_at is not None and time.monotonic() >= self._rest_at:
-                self._rest_at = None
-                with contextlib.suppress(PoolError):  # it has ended just now
-                    await asyncio.to_thread(forkserver.import_rest)
+
+    async def import_rest(self) -> None:
+        """Have the forkserver import the rest as soon as no run is here; until it is cancelled."""
+        while True:
+            await self._is_rest_due.wait()
+            self._is_rest_due.clear()
+            if not self._shares:
+                forkserver.start_importing_rest()
 
     def _is_alone(self) -> bool:
         return len(self._shares) == 1
@@ -313,9 +337,12 @@ class AgentWorker(ClosedWorker):
 
 
 async def serve(words: bytes) -> None:
-    """Join the pool as a packed `AgentSettings` says, when this host is warm.
+    """Join the pool as a packed `AgentSettings` says; the forkserver may still import.
 
     Returns when the pool has closed or lost it.
+
+    Raises:
+        PoolError: The forkserver could not import what ranks need.
     """
     settings = unpack(words, AgentSettings)
     logging.getLogger("distributed").setLevel(logging.WARNING)
@@ -326,13 +353,15 @@ async def serve(words: bytes) -> None:
     )
     place = Place(settings.host_name or socket.gethostname(), address, settings.is_foreign)
     guard.strongest()  # found while the forkserver imports
-    problems = forkserver.warm_up()
+    warming = asyncio.create_task(
+        asyncio.to_thread(forkserver.warm_up, settings.start_timeout_s), name="taas-warm-up"
+    )
     lease = Lease(settings.lease_s, functools.partial(end_agent, settings.lease_s))
     agent = AgentWorker(
         settings.scheduler,
         place=place,
         lease=lease,
-        problems=problems,
+        warming=warming,
         name=settings.name,
         security=Security(**settings.security),
         local_directory=settings.local_directory,
@@ -341,8 +370,11 @@ async def serve(words: bytes) -> None:
     async with agent:
         if place.is_foreign:  # here, the supervisor's lease is a pipe, which no stall can cut
             lease.start()
-        tasks = [*map(asyncio.ensure_future, (agent.beat(), agent.watch_forkserver()))]
+        watching = asyncio.ensure_future(agent.watch_forkserver())
+        tasks = [watching, *map(asyncio.ensure_future, (agent.beat(), agent.import_rest()))]
         await agent.finished()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    if not watching.cancelled() and (error := watching.exception()) is not None:
+        raise error

@@ -39,8 +39,15 @@ class Vehicle(WorkerPlugin):
 
     name = "taas-vehicle"
 
-    def __init__(self, interface: str, lease_s: float, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        interface: str,
+        lease_s: float,
+        start_timeout_s: float,
+        preload: Sequence[str] = (),
+    ) -> None:
         self._interface, self._lease_s = interface, lease_s
+        self._start_timeout_s = start_timeout_s
         self._preload = list(preload)
         self._supervisor: asyncio.subprocess.Process | None = None
         self._following: asyncio.Task[None] | None = None
@@ -87,6 +94,7 @@ class Vehicle(WorkerPlugin):
             interface=self._interface,
             local_directory=worker.local_directory,
             lease_s=self._lease_s,
+            start_timeout_s=self._start_timeout_s,
         )
         self._supervisor.stdin.write(pack(settings) + b"\n")
         self._following = asyncio.create_task(self._follow(worker, self._supervisor))

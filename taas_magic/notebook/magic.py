@@ -382,6 +382,10 @@ def _pools(words: Sequence[str], settings: Config) -> str:
             gpu_hours = f"{host.gpu_hours:.2f}"
             rows.append((*names, host.host, does, duration(host.had_s), gpu_hours))
             names = ("", "", "")  # they stand in the first one
+        for coming in pool.status.starting:
+            does = f"imports {coming.imports}, {coming.for_s:.0f} s" if coming.imports else "starts"
+            rows.append((*names, coming.host, does, "", ""))
+            names = ("", "", "")
         if names[0]:
             rows.append((*names, "", "", "", ""))
     source = settings.source or "there is no taas.toml: all runs on this machine"

@@ -336,6 +336,7 @@ class Controller(SchedulerPlugin):
     async def status(self, asked: GetStatus) -> PoolStatus:
         """Return the pool's hosts and what each does."""
         status = self._upkeep.pool()
+        status.starting = self.members.starting()
         status.refused = self.members.refused + self._scheduler.refused
         return status
 

@@ -20,7 +20,15 @@ from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
 from taas_magic.host.spec import AGENT, ANSWER, BEAT, CALL, HEARD, POOL_BEAT
 from taas_magic.leases import LOST_AFTER_S
-from taas_magic.messages import Facts, GetFacts, Greet, Request, to_bytes
+from taas_magic.messages import (
+    Facts,
+    GetFacts,
+    Greet,
+    Request,
+    StartingHost,
+    to_bytes,
+    unpack,
+)
 from taas_magic.setup.facts import refuse, this_kernel
 
 _numbers = itertools.count(1)
@@ -36,7 +44,8 @@ class Member:
         agent: Its agent's name, by which the engine knows it.
         heard_at: When it was last heard, by this process's monotonic clock.
         excused_s: Of the time since then, how long this process stood still and could hear nothing.
-        name: What the notebook calls it; "" until it has said so.
+        name: What the notebook calls it; "" until it has said so: then it can start ranks.
+        starting: What it has said of itself before that.
         means: What holds its ranks off the project store.
         place: Where its ranks and fetchers are reached by those of other hosts.
         had_s: How long it is had.
@@ -51,6 +60,7 @@ class Member:
     heard_at: float = field(default_factory=time.monotonic)
     excused_s: float = 0.0
     name: str = ""
+    starting: StartingHost | None = None
     means: str = ""
     place: str = ""
     runs: set[str] = field(default_factory=set)
@@ -71,6 +81,12 @@ CALL_S = 150.0
 
 NAMED_AFTER_S = 1.5
 """After how long who waits for a host's word that it lives is told which host that is."""
+
+FAILED_STARTS = 3
+"""How many hosts may be lost before they can start ranks, until who waits is told."""
+
+SLOW_S = 5.0
+"""After how many seconds an import is told to who waits; again after twice as many, and so on."""
 
 _CHECKS_PER_LEASE = 32
 
@@ -116,6 +132,7 @@ class Members(SchedulerPlugin):
         self._changed = asyncio.Condition()
         self._tasks = Tasks()
         self._takes = self._runs_waiting = 0
+        self._lost_early: list[str] = []
         self.awaited: list[str] = []
         """What is known of the hosts that are waited for, a line each."""
         self.refused = 0
@@ -127,6 +144,11 @@ class Members(SchedulerPlugin):
     def all(self) -> list[Member]:
         """Return hosts that have joined and can start ranks, in the order in which they came."""
         return [m for m in self._members.values() if m.name and not m.leaves]
+
+    def starting(self) -> list[StartingHost]:
+        """Return hosts that have joined and cannot start ranks yet."""
+        coming = [m.starting for m in self._members.values() if not m.name and not m.leaves]
+        return [host for host in coming if host is not None]
 
     def named(self, agent: str) -> Member | None:
         """Return the host whose agent has that name, if it is (still) one."""
@@ -197,7 +219,7 @@ class Members(SchedulerPlugin):
     async def _take(self, count: int, keep: Collection[str]) -> list[Member]:
         self._takes += 1
         try:
-            await asyncio.wait_for(self._have_joined(count), self.start_timeout_s)
+            await self._have_joined(count)
         except asyncio.TimeoutError:
             about = "\n".join(self.awaited) or "see the pool's log"
             joined = f"{len(self.all())} of {count} hosts joined"
@@ -237,17 +259,20 @@ class Members(SchedulerPlugin):
     async def call(self, address: str, request: Request[_T]) -> _T:
         """Ask a host's agent; returns what it answers.
 
+        As long as the host cannot start ranks, the wait has no bound but the host's life.
+
         Raises:
             PoolError: It is gone, the call failed there, or its answer is none.
         """
         member = self._members.get(address)
         if member is None:
             raise PoolError(f"the host at {address} is gone")
+        limit_s = CALL_S if member.name else None
         number, name, who = next(_numbers), request.op(), f"host {member.name or address}"
         answer = member.pending[number] = asyncio.get_running_loop().create_future()
         self._send(address, op=CALL, id=number, name=name, request=to_bytes(request))
         try:
-            return request.read_answer(await asyncio.wait_for(answer, CALL_S))
+            return request.read_answer(await asyncio.wait_for(answer, limit_s))
         except ValueError as error:
             raise PoolError(f"{who} answered {name}: {error}") from error
         except asyncio.TimeoutError:
@@ -277,6 +302,8 @@ class Members(SchedulerPlugin):
         """Take a host for lost; its engine ends what is left of it."""
         if member := self._members.get(address):
             member.why_lost = why
+            if not member.name:
+                self._lost_early.append(f"host {member.agent}: {why}")
             await self._scheduler.remove_worker(address, stimulus_id="taas-lease")
 
     async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
@@ -287,7 +314,10 @@ class Members(SchedulerPlugin):
             self._tasks.start(self._greet(member))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Take a host off that is gone, in whatever way; called by Dask."""
+        """Take a host off that is gone, in whatever way; called by Dask.
+
+        If a host goes by itself before it can start ranks, its engine says why.
+        """
         member = self._members.pop(worker, None)
         if member is None:
             return
@@ -296,34 +326,56 @@ class Members(SchedulerPlugin):
             if not answer.done():
                 gone = f"host {member.name or worker} is gone: {why}"
                 answer.set_exception(PoolError(gone))
-        self._tasks.start(self._lose(member, why))
+        if member.name or member.why_lost:
+            self._tasks.start(self._lose(member, why))
 
     async def _lose(self, member: Member, why: str) -> None:
         said = await self._source.why_lost(member.agent)
         self._on_lost(member, f"{why}; {said}" if said else why)
 
     async def _greet(self, member: Member) -> None:
-        """Ask a new host who it is: only then is it one of the pool's. One that fails is lost."""
+        """Ask a new host who it is, which it says once it can start ranks.
+
+        Imports have no bound: a host that lives says so, and ends itself where they are stuck. One
+        that fails is lost.
+        """
+        greeting = Greet(has_run=self._runs_waiting > 0)
         try:
-            said = await self.call(member.address, Greet(has_run=self._runs_waiting > 0))
+            said = await self.call(member.address, greeting)
         except PoolError as error:
             logger.warning("a new host did not answer: %s", error)
             await self.drop(member.address, str(error))
             return
         member.name, member.means, member.place = said.host, said.means, said.address
-        member.gpus = said.gpus
+        member.gpus, member.starting = said.gpus, None
+        self._source.ready.add(member.agent)
         async with self._changed:
             self._changed.notify_all()
 
     async def _have_joined(self, count: int) -> None:
-        """Wait for hosts; ask again now and then, since one that is coming may die."""
+        """Wait for hosts; ask again now and then, since one that is coming may die.
+
+        Raises:
+            asyncio.TimeoutError: For `start_timeout_s`, no host was known to be starting.
+            PoolError: Hosts will not come.
+        """
 
         async def change(known: int) -> None:
             async with self._changed:
                 await self._changed.wait_for(lambda: len(self.all()) != known)
 
+        lost_before, limit_s = len(self._lost_early), self.start_timeout_s
+        until = time.monotonic() + limit_s
         while len(self.all()) < count:
-            self._say(await self._source.bring(count))
+            left_s = max(ASK_AGAIN_S, until - time.monotonic())
+            lines = await asyncio.wait_for(self._source.bring(count), left_s)
+            self._say([*lines, *filter(None, map(slow_import, self.starting()))])
+            if len(self._lost_early) - lost_before >= FAILED_STARTS:
+                raise PoolError("\n".join(dict.fromkeys(self._lost_early[lost_before:])))
+            if self._source.is_starting() or any(not m.name for m in self._members.values()):
+                until = time.monotonic() + limit_s
+            elif time.monotonic() > until:
+                raise asyncio.TimeoutError
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(change(len(self.all())), ASK_AGAIN_S)
 
@@ -349,13 +401,31 @@ class Members(SchedulerPlugin):
         else:
             waiting.set_result(answer)
 
-    def _on_beat(self, worker: str, beat: float) -> None:
+    def _on_beat(self, worker: str, beat: float, starting: bytes = b"") -> None:
         member = self._members.get(worker)
         if member is None:
             self.refused += 1
             return
+        if starting and not member.name:
+            try:
+                member.starting = unpack(starting, StartingHost)
+            except ValueError:
+                self.refused += 1
         member.heard_at, member.excused_s = time.monotonic(), 0.0
         self._send(worker, op=HEARD, beat=beat)
+
+
+def slow_import(host: StartingHost) -> str:
+    """Return a line about a host that imports for long, for who waits for it; "" before that.
+
+    The seconds are rounded down to `SLOW_S` times a power of two, so that a wait has few lines.
+    """
+    if host.for_s < SLOW_S or not host.imports:
+        return ""
+    for_s = SLOW_S
+    while 2 * for_s <= host.for_s:
+        for_s *= 2
+    return f"host {host.host} imports {host.imports}, {for_s:.0f} s"
 
 
 async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequence[str]) -> None:

@@ -133,7 +133,7 @@ def test_a_lost_host_is_replaced_when_restarts_are_left(several: Notebook) -> No
 import psutil
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 if rank == 0 and attempt == 0:
-    psutil.Process().parent().parent().kill()
+    next(it for it in psutil.Process().parents() if 'host.agent' in str(it.cmdline())).kill()
     time.sleep(600)
 dist.barrier()
 print("attempt", attempt)
@@ -150,7 +150,7 @@ def test_a_host_that_replaces_another_has_what_is_left_of_the_time(several: Note
 import os, psutil, time
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     time.sleep(5)
-    psutil.Process().parent().parent().kill()
+    next(it for it in psutil.Process().parents() if 'host.agent' in str(it.cmdline())).kill()
     time.sleep(600)
 time.sleep(3)
 print("had more than was left")
@@ -216,7 +216,9 @@ def test_a_host_whose_agent_stands_still_is_lost_and_cleared(several: Notebook) 
     source = """
 import psutil, signal
 if rank == 2:
-    psutil.Process().parent().parent().send_signal(signal.SIGSTOP)
+    above = psutil.Process().parents()
+    agent = next(it for it in above if 'host.agent' in str(it.cmdline()))
+    agent.send_signal(signal.SIGSTOP)
 dist.barrier()
 time.sleep(600)
 """
@@ -234,7 +236,7 @@ def test_a_host_that_is_halted_for_less_than_its_lease_goes_on(several: Notebook
     source = """
 import psutil, subprocess
 if rank == 2:
-    agent = psutil.Process().parent().parent().pid
+    agent = next(it for it in psutil.Process().parents() if 'host.agent' in str(it.cmdline())).pid
     words = f"kill -STOP {agent}; sleep 2; kill -CONT {agent}"
     subprocess.Popen(["sh", "-c", words])
     time.sleep(4)
@@ -252,7 +254,9 @@ import contextlib, os, psutil, signal, time
 if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     with open("first", "w") as file:
         file.write(str(os.getpid()))
-    psutil.Process(os.getppid()).parent().send_signal(signal.SIGSTOP)
+    above = psutil.Process().parents()
+    agent = next(it for it in above if 'host.agent' in str(it.cmdline()))
+    agent.send_signal(signal.SIGSTOP)
 elif os.environ["RANK"] == "0":
     first, lives = int(open("first").read()), False
     with contextlib.suppress(psutil.NoSuchProcess):

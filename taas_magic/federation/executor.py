@@ -1,0 +1,146 @@
+"""Flower's SuperExec, which starts apps as forks of itself.
+
+Flower starts a ClientApp for each message as a new Python, which imports what the app needs again,
+and takes a claimed task away from a process that sends no heartbeat for 30 s. On a slow machine an
+app would never begin. This program imports what the apps need once, before it claims any task, and
+forks: an app begins within milliseconds, whatever its imports take.
+"""
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from flwr.supercore.cli import flower_superexec
+from flwr.supercore.constant import (
+    TASK_TYPE_TO_APPIO_API_ADDRESS_ARG,
+    TASK_TYPE_TO_COMMAND,
+    TaskType,
+)
+from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult, SubprocessExecutor
+
+from taas_magic.errors import signal_name
+
+IMPORTS = "TAAS_FEDERATION_IMPORTS"
+"""The environment variable that names the modules which the apps need, with commas."""
+
+STARTS = 3
+"""How often one task may be started: an app that does not answer is started again by Flower."""
+
+SAID_AFTER_S = 5.0
+"""After how many seconds the log says what is imported."""
+
+_FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
+
+
+def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
+    """Return those modules whose names a payload has somewhere, without Python's own.
+
+    A module too many costs its import, and one too few is imported by each app.
+    """
+    data = payload.read_bytes()
+    ours = {*sys.stdlib_module_names, "taas_magic", "taas"}
+    public = (it for it in modules if "._" not in it and it.partition(".")[0] not in ours)
+    return sorted(it for it in public if it.encode() in data)
+
+
+def main() -> None:
+    """Run the SuperExec with the command line's arguments until a signal ends it."""
+    for name in filter(None, os.environ.get(IMPORTS, "").split(",")):
+        _import(name)
+    for kind in _FORKED:
+        _entry(kind)
+    forks = _Forks()
+    executor: Any = SubprocessExecutor
+    executor.launch = lambda own, spec: forks.launch(spec)
+    executor.reconcile = lambda own: forks.report_killed()
+    flower_superexec()
+
+
+def _import(name: str) -> None:
+    """Import a module; say so if it takes long. The app that needs it shows any error."""
+
+    def say() -> None:
+        _say(f"this host imports {name} for the apps")
+
+    timer = threading.Timer(SAID_AFTER_S, say)
+    timer.start()
+    with suppress(Exception):
+        importlib.import_module(name)
+    timer.cancel()
+    timer.join()
+
+
+def _say(line: str) -> None:
+    """Write a line to the rank's log."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _entry(kind: TaskType) -> Any:
+    """Return the function of Flower's command that runs an app."""
+    [found] = entry_points(group="console_scripts", name=TASK_TYPE_TO_COMMAND[kind])
+    return found.load()
+
+
+class _Forks:
+    """The app processes that this SuperExec has started."""
+
+    def __init__(self) -> None:
+        self._running: list[Any] = []
+        self._starts: Counter[int] = Counter()
+
+    def launch(self, spec: ExecutionSpec) -> LaunchResult:
+        """Start an app; called by Flower.
+
+        Raises:
+            SystemExit: The same task was started too often.
+        """
+        if spec.task_type not in _FORKED:
+            return LaunchResult.failed(f"{spec.task_type} does not run here")
+        self._starts[spec.task_id] += 1
+        if self._starts[spec.task_id] > STARTS:
+            sys.exit(
+                f"Flower has started the {spec.task_type} of task {spec.task_id} {STARTS} times, "
+                "and it did not answer: this host is too slow, or its processes are killed"
+            )
+        process = multiprocessing.get_context("fork").Process(target=_run_app, args=(spec,))
+        process.start()
+        self._running.append(process)
+        return LaunchResult.accepted()
+
+    def report_killed(self) -> None:
+        """Say which apps were killed; called by Flower ten times a second."""
+        for process in [it for it in self._running if it.exitcode is not None]:
+            self._running.remove(process)
+            if process.exitcode < 0:
+                how = signal_name(process.exitcode)
+                _say(f"an app's process {process.pid} was killed by {how}")
+            process.close()
+
+
+def _run_app(spec: ExecutionSpec) -> None:
+    """Run the command that Flower would have started; in a fork."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if spec.suppress_output:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+    arguments = [TASK_TYPE_TO_APPIO_API_ADDRESS_ARG[spec.task_type], spec.runtime_api_address]
+    arguments += ["--token", spec.token, "--parent-pid", str(os.getppid())]
+    if spec.insecure:
+        arguments.append("--insecure")
+    elif spec.root_certificates_path is not None:
+        arguments += ["--root-certificates", spec.root_certificates_path]
+    sys.argv[:] = [TASK_TYPE_TO_COMMAND[spec.task_type], *arguments]
+    _entry(spec.task_type)()

@@ -1,0 +1,52 @@
+"""Imports that take minutes keep nothing from working, and are named while somebody waits."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.frontend import Scene
+from tests.rig.pools import settings_in
+from tests.rig.slow_cells import CELL, FARM, LOADER, POOLS, TRAIN
+
+GATES = """
+import importlib.abc, os, sys, time
+
+class Gates(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("torch", "torch._dynamo"):
+            while not os.path.exists(os.path.join({folder!r}, name)):
+                time.sleep(0.05)
+
+sys.meta_path.insert(0, Gates())
+"""
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.timeout(300)
+def test_cells_a_loader_and_a_farm_work_while_imports_take_for_ever(scene: Scene) -> None:
+    gates = scene.folder / "gates"
+    gates.mkdir()
+    (gates / "sitecustomize.py").write_text(GATES.format(folder=str(gates)))
+    (scene.folder / "config").mkdir()
+    settings_in(scene.folder / "config", POOLS)
+    paths = os.pathsep.join([str(gates), scene.environ()["PYTHONPATH"]])
+    with scene.kernel(PYTHONPATH=paths) as frontend:
+        first = frontend.send(CELL.format(number=0))
+        frontend.wait(lambda: " imports torch, 5 s" in frontend.text(first))
+        assert first not in frontend.replies
+        (gates / "torch").touch()
+        assert frontend.finish(first)["status"] == "ok"
+        for number in (1, 2, 3):  # torch._dynamo is imported, and never comes
+            request = frontend.run(CELL.format(number=number))
+            assert f"cell {number}" in frontend.text(request)
+        frontend.run(LOADER)
+        assert "batches 4" in frontend.text(frontend.run(TRAIN))
+        assert "jobs [0, 1, 4, 9, 16]" in frontend.text(frontend.run(FARM))
