@@ -86,7 +86,7 @@ class PoolConfig(Struct, frozen=True):
         max_hosts: Hosts that may be taken at a time.
         idle_timeout_s: Seconds after which a host that nobody uses is given back; None keeps it.
         lease_s: Seconds without a word from the pool after which a host ends what it runs.
-        start_timeout_s: Seconds that a host may take to join, and that a process which starts may do
+        start_timeout_s: Seconds that a host may take to join, and that a starting process may do
             nothing at all.
         preload: Modules that ranks find imported, besides torch and IPython.
         trusted: Whether its hosts may return what runs code in the kernel or in the browser.
