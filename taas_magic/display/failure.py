@@ -161,7 +161,7 @@ def stood(failures: Sequence[Failure]) -> list[str]:
         if failure.rank is not None:
             alike[_notebook_line(failure.stack)].append(failure.rank)
     lines = [f"    {_ranks(ranks)}: {line}" for line, ranks in alike.items()]
-    return ["where the ranks stood:", *middle_cut(lines, 2 * MAX_OTHERS)] if lines else []
+    return ["where the ranks were:", *middle_cut(lines, 2 * MAX_OTHERS)] if lines else []
 
 
 def _notebook_line(stack: Sequence[str]) -> str:

@@ -357,7 +357,7 @@ def _title_row(state: RunState) -> str:
     if not state.has_ended:
         late = f"0s {STALE_S}s forwards"
         status = f"<span style='{CODE}'>%taas status</span>"
-        stale = f"no news for {STALE_S} s; {status} says how it stands"
+        stale = f"no update for {STALE_S} s; {status} shows the state"
         title = (
             "<style>@keyframes taas-go{to{visibility:hidden;font-size:0}}"
             "@keyframes taas-come{to{visibility:visible;font-size:13px}}</style>"
@@ -479,7 +479,7 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
     if kept and receipt.means:
         shown.append(("held by", receipt.means))
     if not receipt.complete:
-        shown.append(("store", "too large to look through: files of subprocesses may be missing"))
+        shown.append(("store", "too large to scan: files that subprocesses wrote may be missing"))
     return shown
 
 

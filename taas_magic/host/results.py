@@ -119,7 +119,7 @@ def receive(
     missing = [name for name in names if name not in received.values]
     return Received(
         {name: received.values[name] for name in (*names, VALUE) if name in received.values},
-        {name: received.missing.get(name, "nothing of it came") for name in missing},
+        {name: received.missing.get(name, "it did not arrive") for name in missing},
         received.notes,
     )
 
@@ -153,7 +153,7 @@ def _load(
             received.notes += found.notes
         received.values |= {name: loaded[name] for name in names}
     except Exception as error:  # what unpickling runs is the user's: anything may be raised
-        why = f"it came, but loading it in the notebook raised {_said(error)}"
+        why = f"it arrived, but loading it in the notebook raised {_said(error)}"
         received.missing |= {name: why for name in names if name != VALUE}
 
 

@@ -314,12 +314,12 @@ _ADVICE = {
     "SIGKILL": "something on the host killed it; the system's log (dmesg) may say why",
     "SIGSEGV": "native code crashed; the Python stack above is where it was called",
     "SIGBUS": "often shared memory is full: `df -h /dev/shm` on that host",
-    "SIGABRT": "native code gave up; its last words are above",
+    "SIGABRT": "native code called abort(); its last output is above",
     "left": "end a rank by letting the cell end; all ranks must take the same number of steps",
     "exit": "os._exit ends a rank before the cell's end; raise an exception instead",
-    "end": "what failed came after the cell's last line: atexit, threads, or native code",
+    "end": "it failed after the cell's last line: in atexit, a thread, or native code",
     "stopped": "it was stopped from outside (SIGSTOP); nothing that it did can have caused that",
-    "timeout": "raise --timeout, or look where the ranks stood",
+    "timeout": "raise --timeout, or look at the lines above, where the ranks were",
 }
 
 

@@ -367,7 +367,7 @@ FLAGS = (
         "RULE",
         store_writes,
         " or ".join(WRITES),
-        "Other ranks' writes to the store: kept from it in silence (discard, default) or an error.",
+        "What other ranks' writes to the store do: nothing (discard, default) or an error (refuse).",
         WRITES[::-1],
     ),
     Flag(

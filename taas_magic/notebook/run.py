@@ -556,7 +556,7 @@ class Run(RunFiles):
         self._bring_results(namespace)
         names = ", ".join(self.out)
         if self.state == "INTERRUPTED":
-            came = f"came back all the same: {names}" if names else "nothing was returned"
+            came = f"returned: {names}" if names else "nothing was returned"
             said = f"Stopped by you after {duration(self.elapsed_s)}; {came}. {self._ended.why}"
             raise interrupted(said.rstrip())
         if self.state != "SUCCEEDED":
@@ -564,9 +564,9 @@ class Run(RunFiles):
             raised = to_exception(structs.replace(self._ended, first=labelled))
             raise raised from cause_of(first, namespace)
         if self.missing:
-            came = f"; the others are here: {names}" if names else ""
+            came = f"; these were returned: {names}" if names else ""
             raise ResultError(
-                f"run {self.run_id} succeeded, but not all of --out could come back{came}\n"
+                f"run {self.run_id} succeeded, but not all of --out could be returned{came}\n"
                 + "\n".join(f"    {name}: {why}" for name, why in self.missing.items())
             )
 
@@ -581,7 +581,7 @@ class Run(RunFiles):
         namespace.update(self.out)
         sys.stdout.writelines(f"{note}\n" for note in received.notes)
         if self.out and self.state not in ("SUCCEEDED", "INTERRUPTED"):
-            sys.stdout.write(f"came back all the same (--out): {', '.join(self.out)}\n")
+            sys.stdout.write(f"returned although the run failed (--out): {', '.join(self.out)}\n")
 
     def _wait(self, view: View, until: float = float("inf")) -> Iterable[Event]:
         """Wait for events, and no longer than until then; return all that are there."""

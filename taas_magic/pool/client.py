@@ -96,7 +96,7 @@ class Wait:
     def check(self) -> None:
         """Raise PoolError if the wait has ended."""
         if self.is_given_up:
-            raise PoolError(f'pool "{self._pool.name}": nobody waits for its hosts any more')
+            raise PoolError(f'pool "{self._pool.name}": the wait for its hosts was cancelled')
         if self.is_over:
             raise PoolError(f'pool "{self._pool.name}" was ended while this waited for it')
 

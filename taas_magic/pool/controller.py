@@ -111,7 +111,7 @@ class Kernels:
             if not waiting.cancelled():
                 raise
             why = "it was interrupted, or a kernel told the pool to end (`%taas down`)"
-            return Started(error=f"nobody waits for its hosts any more: {why}")
+            return Started(error=f"the wait for its hosts was cancelled: {why}")
         finally:
             self._waiting.pop(asked.wait, None)
 

@@ -194,7 +194,7 @@ class Members(SchedulerPlugin):
         def tell() -> None:
             silent_s = time.monotonic() - member.heard_at
             heard_at = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
-            why = "which says that it is not ready"
+            why = "which is not ready yet"
             if silent_s >= NAMED_AFTER_S:
                 why = (
                     f"last heard at {heard_at}, {silent_s:.0f} s ago; "

@@ -352,7 +352,7 @@ class Share(ABC):
         halted.cancel()
         if self.is_halted:
             taking.cancel()
-            raise PoolError("nobody waits for its hosts any more")
+            raise PoolError("the wait for its hosts was cancelled")
         return taking.result()
 
     async def _require_fit(self, members: Collection[Member]) -> None:
@@ -571,7 +571,7 @@ class PoolRun(Share):
         """Take down how a host's ranks ended: what it says first; of a federation's, only that."""
         if self.plan.federated and part.host_rank and state in ("FAILED", "LOST"):
             why = "; ".join(failure.message for failure in failures)
-            text = f"host {part.member.name} takes no part any more: {why}"
+            text = f"host {part.member.name} no longer takes part: {why}"
             self.publish(Note(host=part.member.name, text=text))
             state, failures = "SUCCEEDED", []
         if part.report is None:

@@ -113,7 +113,7 @@ def test_where_ranks_stood_is_the_notebooks_line_and_folded() -> None:
 
     failures = [failure(rank, "timeout", stack=stack(7 + (rank == 2))) for rank in range(4)]
     assert stood([*failures, failure(4, "timeout", stack=[])]) == [
-        "where the ranks stood:",
+        "where the ranks were:",
         "    ranks 0-1,3: Cell In[5], line 7: loss.backward()",
         "    rank 2: Cell In[5], line 8: loss.backward()",
         "    rank 4: not seen in Python code yet",

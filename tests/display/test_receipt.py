@@ -98,7 +98,7 @@ def test_hosts_make_one_receipt() -> None:
         ("not saved (only rank 0 writes)", "m.pt from ranks 1,3"),
         ("not saved, and not by rank 0 either", "m-4.pt from rank 4"),
         ("held by", "Landlock"),
-        ("store", "too large to look through: files of subprocesses may be missing"),
+        ("store", "too large to scan: files that subprocesses wrote may be missing"),
     ]
 
 

@@ -76,7 +76,7 @@ if len(history) > 5:
     assert run is not None and run.state == "SUCCEEDED"
     assert notebook.shell.user_ns["history"] == [1, 2] and run.out == {"history": [1, 2]}
     assert set(run.missing) == {"state", "never", "steps", "grumpy"}
-    assert "the others are here: history" in outcome.shown
+    assert "these were returned: history" in outcome.shown
     assert "`state['lock']` is a _thread.lock and cannot travel to the notebook" in outcome.shown
     assert "make a list of it" in run.missing["steps"]
     assert "rank 0 has no such variable; it has: threading, Grumpy," in run.missing["never"]
@@ -93,7 +93,7 @@ def test_values_come_home_from_a_cell_that_fails_at_its_end(
     outcome = notebook.run(source, "--out history,model", gpus=1)
     assert isinstance(outcome.error, RankFailed) and outcome.error.etype == "AssertionError"
     assert notebook.shell.user_ns["history"] == [1, 2]
-    assert "came back all the same (--out): history\n" in capsys.readouterr().out
+    assert "returned although the run failed (--out): history\n" in capsys.readouterr().out
     assert outcome.run is not None and set(outcome.run.missing) == {"model"}
     assert "model" not in notebook.shell.user_ns
 

@@ -185,7 +185,7 @@ def test_an_interrupt_while_a_pool_starts_leaves_no_wait_and_one_process(
         opening = threads.submit(pool.open, wait=wait)
         eventually(lambda: pool.folder.has_children())
         wait.give_up()
-        with pytest.raises(PoolError, match="nobody waits for its hosts any more"):
+        with pytest.raises(PoolError, match="the wait for its hosts was cancelled"):
             opening.result()
     started = [child for child in psutil.Process().children() if child not in before]
     assert len(started) == 1 and pool.connection is None
