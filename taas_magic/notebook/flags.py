@@ -367,7 +367,7 @@ FLAGS = (
         "RULE",
         store_writes,
         " or ".join(WRITES),
-        "What other ranks' writes to the store do: nothing (discard, default) or an error (refuse).",
+        "Other ranks' writes to the store: ignored (discard, default) or an error (refuse).",
         WRITES[::-1],
     ),
     Flag(
