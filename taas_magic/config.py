@@ -342,7 +342,7 @@ def parse_size(text: str) -> int:
         ValueError: It is none of these.
     """
     match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    if match is None or ("." in match[1] and not match[2]):
         raise ValueError(text)
     n_bytes = float(match[1]) * _SIZE_FACTORS[(match[2] or "").lower()]
     if n_bytes > MOST_BYTES:

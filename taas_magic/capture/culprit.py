@@ -77,6 +77,8 @@ def refusal(
     article = "an" if kind[0] in "aeiouAEIOU" else "a"
     said = f" (pickling it said: {type(error).__name__}: {_short(error)})"
     what = f"`{path}` is {article} {kind} and cannot travel to the {to}"
+    if _is_one_of(type(offender), _WIDGETS):
+        return CaptureError(f"`{path}` is a widget; use `{path}.value`")
     names = [each.__name__ for each in type(offender).__mro__]
     if to == "notebook":
         advice = _by_name(names, _RESULT_ADVICE) or _PLAIN_RESULT + said
@@ -107,6 +109,8 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     for _ in range(_DEPTH):
         if is_process_bound(type(value)) or is_shard(type(value)) or _is_compiled(value):
             break  # no part of it is to blame
+        if _is_one_of(type(value), _LIVE):
+            break
         for step, child in _parts(value):
             if time.monotonic() > deadline:
                 return path, value
@@ -284,6 +288,15 @@ _DEALERS = {
     "transformers": {"IterableDatasetShard", "ShardSampler"},
 }
 """What gives one rank its share: of a registered loader each has its share already."""
+
+_WIDGETS = {"ipywidgets": {"Widget"}}
+_LIVE = {
+    **_WIDGETS,
+    "threading": {"Thread"},
+    "multiprocessing": {"BaseProcess"},
+    "subprocess": {"Popen"},
+}
+"""What lives in its own process, whatever part of it pickle meets first."""
 
 _DEALT = {"datasets": {"DistributedConfig"}}
 """What says that a dataset is one rank's share."""

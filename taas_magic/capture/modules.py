@@ -19,13 +19,13 @@ import sys
 import sysconfig
 import tokenize
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path, PurePath
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from taas_magic.errors import CaptureError
@@ -163,11 +163,58 @@ def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ..
     return (*found[:_MOST_DIFFERENCES], *rest)
 
 
+def patches(
+    modules: Iterable[ModuleType | None],
+    classes: Iterable[type],
+    attributes: Collection[str],
+    namespace: Mapping[str, Any],
+    cell: str,
+) -> Iterator[str]:
+    """Yield notes on functions of modules and classes that the notebook has replaced by its own.
+
+    Args:
+        modules: Those that a cell uses.
+        classes: Library classes of what travels.
+        attributes: Attribute names that the cell, or a function that travels, looks up.
+        cell: The cell's text, which may replace them for itself.
+    """
+
+    def is_notebooks(value: Any) -> bool:
+        if isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        return isinstance(value, FunctionType) and value.__globals__ is namespace
+
+    found: list[str] = []
+    seen: set[int] = set()
+    waiting: list[Any] = [*(it for it in modules if isinstance(it, ModuleType)), *classes]
+    for owner in waiting:
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        is_class = isinstance(owner, type)
+        if is_class and owner.__module__ == "__main__":
+            continue
+        prefix = f"{owner.__module__}.{owner.__qualname__}" if is_class else owner.__name__
+        members = vars(owner)
+        for name in members if is_class else [name for name in attributes if name in members]:
+            value = members[name]
+            if is_notebooks(value) and not re.search(rf"\.{name}\s*=(?!=)", cell):
+                found.append(f"{prefix}.{name}")
+            elif isinstance(value, ModuleType | type) and not is_class:
+                waiting.append(value)
+    for name in sorted(found)[:_MOST_DIFFERENCES]:
+        yield (
+            f"{name} is a function of the notebook here, and the original in the ranks: set it in "
+            "the %%taas cell too"
+        )
+
+
 def is_shipped(name: str) -> bool:
     """Return whether this process (a rank) imported a module from its shipped source."""
-    return isinstance(
-        getattr(getattr(sys.modules.get(name), "__spec__", None), "loader", 0), _Loader
-    )
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and isinstance(spec.loader, _Loader)
 
 
 def claim_taas() -> bool:

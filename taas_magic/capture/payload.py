@@ -14,7 +14,13 @@ from msgspec import Struct, structs
 from taas_magic.capture import process_state
 from taas_magic.capture.changes import Watch
 from taas_magic.capture.culprit import Destination, type_name
-from taas_magic.capture.modules import ModuleSource, collect, install, needed_modules
+from taas_magic.capture.modules import (
+    ModuleSource,
+    collect,
+    install,
+    needed_modules,
+    patches,
+)
 from taas_magic.capture.names import (
     THE_CELL,
     code_use,
@@ -219,12 +225,14 @@ class Payload(Contents, frozen=True, kw_only=True):
     Attributes:
         requires: Top-level modules that must be installed wherever the cell runs.
         loaders: The registered loaders that the cell uses, packed, by name.
+        notes: What the user should know of what does not travel.
         data: What the notebook set in its process, then the values in the order of `captured`,
             pickled, with their buffers.
     """
 
     requires: tuple[str, ...]
     loaders: dict[str, Any]
+    notes: tuple[str, ...]
     data: Pickled
 
     @property
@@ -330,6 +338,16 @@ def capture(
         submodules=_submodules(gathering.modules, used.attributes),
         requires=needed_modules(python, pickler.modules, modules, texts),
         loaders=pickler.replaced,
+        notes=(
+            *patches(
+                [*gathering.modules, *(sys.modules.get(name) for name in used.imports)],
+                pickler.classes.values(),
+                used.attributes | pickler.attributes,
+                namespace,
+                cell.source,
+            ),
+            *process_state.lost_loggers(),
+        ),
         data=pickler.pickled(),
     )
     if payload.size_bytes > limit_bytes:
@@ -367,10 +385,13 @@ def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[st
 
 
 def _too_large(payload: Payload, limit_bytes: int) -> CaptureError:
-    biggest = sorted(payload.captured, key=lambda c: c.size_bytes, reverse=True)[:_LISTED]
-    listed = ", ".join(f"`{c.name}` {size_text(c.size_bytes, 1024)}" for c in biggest)
+    sizes = {f"`{captured.name}`": captured.size_bytes for captured in payload.captured}
+    sizes |= {f"module {name}": len(it.source) for name, it in payload.modules.items()}
+    sizes["the notebook's settings"] = payload.size_bytes - sum(sizes.values())
+    biggest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:_LISTED]
+    listed = ", ".join(f"{name} {size_text(sizes[name], 1024)}" for name in biggest)
     return CaptureError(
-        f"the cell uses {size_text(payload.size_bytes, 1024)} of the notebook's values, more than "
+        f"the cell needs {size_text(payload.size_bytes, 1024)} of the notebook, more than "
         f"{size_text(limit_bytes, 1024)}: {listed}; load large data inside the cell, or raise "
         "`[capture] limit` in taas.toml"
     )

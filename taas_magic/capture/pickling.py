@@ -32,6 +32,7 @@ from taas_magic.capture.reducers import (
     Storages,
     fill_cell,
     fill_function,
+    fill_in_main,
     is_single_dispatch,
     loading_into,
     make_cell,
@@ -210,6 +211,8 @@ class ValuePickler(cloudpickle.Pickler):
         modules: Modules that what was added refers to or imports.
         filenames: Files of the functions that travel by value.
         stores: Names of the namespace that functions which were added set by `global`.
+        attributes: Attribute names that functions which were added look up.
+        classes: Classes that were added by their name, by identity.
         replaced: Registered loaders that were met, packed, by name.
         filled: Variables of closures that the pickle fills, by identity.
         coming: Values by name that are being added. They may hold what runs when it is loaded, as a
@@ -230,6 +233,8 @@ class ValuePickler(cloudpickle.Pickler):
         self.modules: set[str] = set()
         self.filenames: set[str] = set()
         self.stores: set[str] = set()
+        self.attributes: set[str] = set()
+        self.classes: dict[int, type] = {}
         self.replaced: dict[str, Any] = {}
         self.coming: dict[str, Any] = {}
         self._namespace = namespace
@@ -339,9 +344,11 @@ class ValuePickler(cloudpickle.Pickler):
         reduced = super().reducer_override(cls)
         if reduced is NotImplemented:
             self.modules.add(cls.__module__)
+            self.classes[id(cls)] = cls
             return reduced
         self._need_by_name(cls)
-        return reduce_by_value(cls, reduced, coming_home=self._to == "notebook")
+        reduced = reduce_by_value(cls, reduced, coming_home=self._to == "notebook")
+        return self._placed_in_main(cls, reduced)
 
     def _reduce_function(self, function: FunctionType) -> Any:
         reduced = super().reducer_override(function)
@@ -354,12 +361,13 @@ class ValuePickler(cloudpickle.Pickler):
         self.filenames.add(function.__code__.co_filename)
         use = code_use(function.__code__)
         self.modules |= use.imports
+        self.attributes |= use.attributes
         if function.__globals__ is self._namespace:
             self.stores |= use.stores
             self.needs.update(dict.fromkeys(sorted(use.names)))
             coming = {name: self.coming[name] for name in sorted(use.names & self.coming.keys())}
             reduced[2][1]["__globals__"] = coming
-        return self._with_cells(function.__closure__, reduced)
+        return self._placed_in_main(function, self._with_cells(function.__closure__, reduced))
 
     def _with_cells(self, closure: tuple[CellType, ...] | None, reduced: Any) -> Any:
         """Return a reduced function with the closure's own cells.
@@ -374,6 +382,18 @@ class ValuePickler(cloudpickle.Pickler):
         self.filled |= {id(cell): cell for cell in unfilled}
         contents = tuple((cell, content) for cell in unfilled for content in _contents(cell))
         return make, (*args[:-1], closure), (fill, state, contents), None, None, fill_function
+
+    def _placed_in_main(self, definition: Any, reduced: Any) -> Any:
+        """Return what also sets a notebook's definition in the `__main__` of a fetcher's worker.
+
+        There a process pool of a dataset pickles it by its name.
+        """
+        main = vars(sys.modules["__main__"])
+        name = definition.__name__
+        if self._to != "fetchers" or main.get(name) is not definition or len(reduced) < 6:
+            return reduced
+        make, args, state, items, pairs, fill = reduced
+        return make, args, (fill, state), items, pairs, fill_in_main
 
     def _reduce_cell(self, cell: CellType) -> Any:
         """Reduce a variable that closures share; one that a function fills travels empty."""

@@ -140,6 +140,24 @@ def _collect_loggers() -> dict[str, Any]:
     return {"disable": manager.disable, "loggers": changed} if changed or manager.disable else {}
 
 
+def lost_loggers() -> list[str]:
+    """Return notes on loggers whose lines would be lost: their level travels, and no handler."""
+    found = _collect_loggers().get("loggers", {})
+    root = found.get("", _Logger(True, logging.WARNING))
+    notes = []
+    for name, state in found.items():
+        logger = logging.getLogger(name)
+        is_heard = state.handlers or (name and state.propagate and root.handlers)
+        hides_lines = state.is_own and 0 < state.level < logging.WARNING and not is_heard
+        if hides_lines and logger.handlers:
+            kinds = ", ".join(type(handler).__name__ for handler in logger.handlers)
+            notes.append(
+                f"logger {name or 'root'}: its {kinds} stays in the notebook, so ranks show only "
+                "its warnings; add a handler in the %%taas cell"
+            )
+    return notes
+
+
 def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
     """Return a handler that writes to the cell's output and is nothing but that; else None."""
     if type(handler) is not logging.StreamHandler or handler.filters:

@@ -52,6 +52,9 @@ NO_LOADER = (
     "earlier cell"
 )
 
+set_in_ranks: set[str] = set()
+"""Names that cells of this kernel have set in ranks."""
+
 _told: set[str] = set()
 
 
@@ -83,7 +86,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     if problem := out_problem(flags, captured, shell):
         raise UsageError(problem)
     plan = with_fetchers(plan, flags, tuple(captured.loaders), config)
-    differences = modules.differences(captured.modules, cell.source)
+    differences = (*modules.differences(captured.modules, cell.source), *captured.notes)
     plan = structs.replace(plan, notes=_news(plan.notes, differences))
     folder = _written(plan, captured, config)
     requires = None if pool.config.engine == "local" else captured.requires
@@ -92,7 +95,10 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     run = Run(RunState(plan, folder.path), labels | labels_of_cells(shell))
     with folder.held():
         _carry_out(run, spec, pool, config)
-    run.conclude(shell.user_ns)
+    try:
+        run.conclude(shell.user_ns)
+    finally:
+        set_in_ranks.update(captured.stores)
     return run
 
 

@@ -78,9 +78,13 @@ class TaasMagics(Magics):
             _say(line)
 
     def after(self, result: Any) -> None:
-        """Say what pip's package of our name changes (IPython's `post_run_cell` event)."""
+        """Explain pip's package of our name, and a missing name (`post_run_cell` event)."""
         if result.info is not None and INSTALLS_TAAS.search(result.info.raw_cell):
             _say(TAAS_IS_HERE)
+        launch = sys.modules.get("taas_magic.notebook.launch")
+        name = _missing_name(result.error_in_exec)
+        if launch is not None and name in launch.set_in_ranks:
+            _say(f"`{name}` was set in an earlier %%taas cell; bring it back with --out {name}")
 
     def variables(self) -> list[str]:
         """Return the names that the user gave to things, for Tab."""
@@ -150,6 +154,14 @@ class TaasMagics(Magics):
                 return frame.f_code.co_filename
         shell = self.shell
         return str(shell.compile.get_code_name(raw, shell.transform_cell(raw), 0))
+
+
+def _missing_name(error: BaseException | None) -> str | None:
+    """Return the name that a cell, or a rank of it, has not found; None for other errors."""
+    if error is None or "NameError" not in (type(error).__name__, getattr(error, "etype", "")):
+        return None
+    found = re.search(r"name '(\w+)' is not defined", str(error))
+    return found[1] if found else None
 
 
 @contextlib.contextmanager

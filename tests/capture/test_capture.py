@@ -1,6 +1,8 @@
 """The cases that the capture promises, each for real: captured here, run in a new process."""
 
 import json
+import logging
+import math
 import os
 import socket
 import sqlite3
@@ -8,6 +10,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+from fractions import Fraction
+from json import JSONDecoder
 from pathlib import Path
 from typing import Any
 
@@ -468,6 +472,8 @@ def test_refuses_more_than_the_limit(notebook: Notebook) -> None:
         notebook.capture("a, b, c, d", limit_bytes=9 << 10)
     message = str(caught.value)
     assert "`a` 4.0 KiB, `b` 3.0 KiB, `c` 2.0 KiB;" in message
+    with pytest.raises(CaptureError, match="more than 5 bytes: the notebook's settings "):
+        notebook.capture("1", limit_bytes=5)
     assert "`[capture] limit` in taas.toml" in message
 
 
@@ -561,3 +567,38 @@ def _ask(rank: "subprocess.Popen[str]") -> str:
     rank.stdin.write("\n")
     rank.stdin.flush()
     return _line(rank)
+
+
+def test_what_the_notebook_has_replaced_in_modules_is_told(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook.run("import math, fractions, json")
+    notebook.run("def patched(*args): return 0")
+    monkeypatch.setattr(math, "sqrt", notebook.namespace["patched"])
+    monkeypatch.setattr(math, "sin", notebook.namespace["patched"])
+    monkeypatch.setattr(Fraction, "limit_denominator", notebook.namespace["patched"])
+    monkeypatch.setattr(JSONDecoder, "decode", notebook.namespace["patched"])
+    notebook.run("half = fractions.Fraction(1, 2)\ndef f(): return json.decoder.JSONDecoder")
+    told = notebook.capture("math.sqrt(2), half, f").notes
+    assert [note.partition(" is a function of the notebook here")[0] for note in told] == [
+        "fractions.Fraction.limit_denominator",
+        "json.decoder.JSONDecoder.decode",
+        "math.sqrt",
+    ]
+    assert notebook.capture("math.sqrt = abs").notes == ()
+
+
+def test_loggers_whose_handlers_stay_behind_are_told(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("experiment of a test")
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
+    assert notebook.capture("1").notes == ()
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    assert notebook.capture("1").notes == (
+        "logger experiment of a test: its NullHandler stays in the notebook, so ranks show only "
+        "its warnings; add a handler in the %%taas cell",
+    )
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stdout)])
+    assert notebook.capture("1").notes == ()

@@ -3,6 +3,7 @@
 import collections
 import functools
 import pickle
+import subprocess
 import threading
 from typing import Any, NamedTuple
 
@@ -183,3 +184,20 @@ def test_a_result_is_not_told_to_be_made_in_the_cell(value: Any, advice: str) ->
     assert str(captured.value).startswith(advice.format("ranks"))
     assert "inside the cell" not in str(result.value)
     assert "inside the cell" in str(captured.value)
+
+
+def test_a_thread_a_process_and_a_widget_are_named_as_such() -> None:
+    widgets = pytest.importorskip("ipywidgets")
+    thread, process = threading.Thread(target=print), subprocess.Popen(["true"])
+    process.wait()
+    slider = widgets.IntSlider()
+    slider.held = LOCK  # as a kernel's has, by its comm
+    said = {
+        "v['x']": (thread, "is a threading.Thread and cannot travel to the ranks; start it inside"),
+        "v['y']": (process, "is a subprocess.Popen and cannot travel to the ranks; start it"),
+        "v['z']": (slider, "is a widget; use `v['z'].value`"),
+    }
+    for path, (value, expected) in said.items():
+        with pytest.raises(CaptureError) as caught:
+            dump({path[3]: value}, name="v", namespace={})
+        assert str(caught.value).startswith(f"`{path}` {expected}")

@@ -35,6 +35,7 @@ rank = dist.get_rank()
         ("history@2", "--gpus 2 has ranks @0 to @1, and @last"),
         ("history@first", 'got "history@first"'),
         ("history,history@1", "each once"),
+        ("history,history", "each once"),
         ("unused", "neither sets nor uses it"),
     ],
 )

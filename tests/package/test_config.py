@@ -149,6 +149,8 @@ def test_local_may_be_set_otherwise(home: Path) -> None:
         ("[pools.local]\nengine = 'a.B'", 'pool "local" is this machine'),
         ("[capture]\nlimit = '4 apples'", 'a size such as "4GiB"'),
         ("[capture]\nlimit = 0", 'a size such as "4GiB"'),
+        ("[capture]\nlimit = 5.5", 'a size such as "4GiB"'),
+        ("[capture]\nlimit = '5.5'", 'a size such as "4GiB"'),
         ("store = 1", "needs a table; got 1"),
         (f"[runs]\nkeep = {'9' * 400}", "keep needs a whole number from 1"),
         (f"[runs]\nkeep_size = {'9' * 400}", "keep_size needs a size"),
