@@ -146,16 +146,21 @@ def lost_loggers() -> list[str]:
     root = found.get("", _Logger(True, logging.WARNING))
     notes = []
     for name, state in found.items():
-        logger = logging.getLogger(name)
+        shows = [it for it in logging.getLogger(name).handlers if _shows(it)]
         is_heard = state.handlers or (name and state.propagate and root.handlers)
-        hides_lines = state.is_own and 0 < state.level < logging.WARNING and not is_heard
-        if hides_lines and logger.handlers:
-            kinds = ", ".join(type(handler).__name__ for handler in logger.handlers)
+        if state.is_own and shows and 0 < state.level < logging.WARNING and not is_heard:
+            kinds = ", ".join(type(handler).__name__ for handler in shows)
             notes.append(
                 f"logger {name or 'root'}: its {kinds} stays in the notebook, so ranks show only "
                 "its warnings; add a handler in the %%taas cell"
             )
     return notes
+
+
+def _shows(handler: logging.Handler) -> bool:
+    """Return whether a handler shows anything, and is not the kernel's own."""
+    is_kernels = type(handler.formatter).__module__.startswith("traitlets")
+    return not isinstance(handler, logging.NullHandler) and not is_kernels
 
 
 def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:

@@ -1,5 +1,6 @@
 """The cases that the capture promises, each for real: captured here, run in a new process."""
 
+import io
 import json
 import logging
 import math
@@ -593,12 +594,13 @@ def test_loggers_whose_handlers_stay_behind_are_told(
 ) -> None:
     logger = logging.getLogger("experiment of a test")
     monkeypatch.setattr(logger, "propagate", False)
-    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(io.StringIO())])
     assert notebook.capture("1").notes == ()
     monkeypatch.setattr(logger, "level", logging.INFO)
     assert notebook.capture("1").notes == (
-        "logger experiment of a test: its NullHandler stays in the notebook, so ranks show only "
+        "logger experiment of a test: its StreamHandler stays in the notebook, so ranks show only "
         "its warnings; add a handler in the %%taas cell",
     )
-    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stdout)])
-    assert notebook.capture("1").notes == ()
+    for heard in (logging.StreamHandler(sys.stdout), logging.NullHandler()):
+        monkeypatch.setattr(logger, "handlers", [heard])
+        assert notebook.capture("1").notes == ()
