@@ -1,56 +1,14 @@
-"""accelerate and registered loaders; and `when_imported`, as it is taught when a cell imports it.
+"""accelerate and registered loaders.
 
 Light, as every rank imports it: neither accelerate nor torch before `teach_accelerate`.
 """
 
 import functools
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from taas_magic.data.loader import RemoteLoader
-
-
-def when_imported(name: str, then: Callable[[], None]) -> None:
-    """Call `then` when the module of that name has been imported; at once if it has been.
-
-    Nothing is imported for it.
-    """
-    if name in sys.modules:
-        then()
-    else:
-        sys.meta_path.insert(0, _Finder(name, then))
-
-
-class _Finder(MetaPathFinder):
-    """Finds one module, once, as the other finders do, and has its loader call back."""
-
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name, self._then = name, then
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the module's spec; None for any other module."""
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            loader, execute = spec.loader, spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                del loader.exec_module  # it may be the loader of other modules, too (zipimport's)
-                execute(module)
-                self._then()
-
-            loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 class _Placed:

@@ -43,7 +43,7 @@ from taas_magic.capture.home import Scope
 from taas_magic.capture.modules import claim_taas, install
 from taas_magic.capture.payload import Cell, CellSource
 from taas_magic.data import service
-from taas_magic.data.accelerated import teach_accelerate, when_imported
+from taas_magic.data.accelerated import teach_accelerate
 from taas_magic.data.loader import Feed, use_feed
 from taas_magic.data.server import OwnServers
 from taas_magic.data.service import Service
@@ -51,6 +51,7 @@ from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, rendezvous, results, tracebacks
 from taas_magic.host.link import OTHERS_END_S, Link, rank_file
 from taas_magic.host.spec import TORCHRUN_NAMES, HostSpec, ProcessSpec
+from taas_magic.late_imports import when_imported
 from taas_magic.leases import RANK_BEAT_S, FetchLease
 from taas_magic.messages import (
     ClearOutput,

@@ -27,6 +27,7 @@ from taas_magic.capture.reducers import project_home
 from taas_magic.errors import TaasError
 from taas_magic.host.link import SIGNAL, SIGNAL_IN_C, Link
 from taas_magic.messages import RankRaised, RankSight, StackFrame, encode
+from taas_magic.store import guard
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -236,7 +237,7 @@ def print_unraisable(failed: "UnraisableHookArgs") -> None:
 def message_of(error: BaseException) -> str:
     """Return an exception's text, bounded; an exception whose `__str__` fails has one too."""
     try:
-        hint = _room_left(error) or _not_in_the_copy(error)
+        hint = _room_left(error) or _not_in_the_copy(error) or guard.why_refused(error)
         return cut(str(error), MESSAGE_LIMIT_CHARS) + hint
     except Exception as broken:
         return f"<the exception's __str__ raised {type(broken).__name__}>"

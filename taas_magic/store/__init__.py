@@ -3,6 +3,7 @@
 rule.py      which folder it is, whether it can be used, which run owns it
 guard.py     holds a rank to the rule, by mounts, Landlock, or Python alone
 redirect.py  what Python's writes of other ranks do instead
+libraries.py the same for what libraries write from C, C++ and Rust
 receipt.py   what a run did to it
 publish.py   files that appear whole or not at all
 

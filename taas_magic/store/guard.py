@@ -21,6 +21,7 @@ made directly in them. Reading is not handled and stays as it was; truncation is
 """
 
 import ctypes
+import errno
 import functools
 import os
 import re
@@ -34,7 +35,7 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
-from taas_magic.store import redirect
+from taas_magic.store import libraries, redirect
 from taas_magic.store.rule import StoreRule, is_below
 
 _PROBE_TIMEOUT_S = 20
@@ -123,15 +124,50 @@ def hold(
     writable = holes(rule.path, [*rule.shared, *usual, run_folder, str(scratch)], means)
     view = who, rule.path, writable, note
     if writes:
-        redirect.install(redirect.Watched(*view))
+        _lead(redirect.Watched(*view))
         return means
     used = protect(rule.path, writable, means)
     _move_temporary_folder(rule.path, used, scratch)
+    _held.append(rule.path)
     if rule.writes == "refuse":
-        redirect.install(redirect.Refused(*view))
+        _lead(redirect.Refused(*view))
     else:
-        redirect.install(redirect.Discarded(*view, scratch=str(scratch)))
+        _lead(redirect.Discarded(*view, scratch=str(scratch)))
     return used
+
+
+def _lead(view: redirect.Watched) -> None:
+    redirect.install(view)
+    libraries.install(view)
+
+
+_held: list[str] = []
+"""The store that this process may not write, if there is one."""
+
+_REFUSED = re.compile(
+    r"read-only file system|os error 30\b|errno(?: =)? 30\b|unable to open database file"
+    r"|readonly database|os error 13\b",
+    re.IGNORECASE,
+)
+"""What libraries say of a write that the system refused."""
+
+
+def why_refused(error: BaseException) -> str:
+    """Return the store's rule and the way out, if it refused this process a write; else ""."""
+    if not _held:
+        return ""
+    [store], errors = _held, (errno.EROFS, errno.EACCES)
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        place = os.path.realpath(os.fsdecode(error.filename)) if error.filename else ""
+        is_refused = error.errno in errors and is_below(place, store)
+    else:
+        is_refused = _REFUSED.search(str(error)) is not None
+    if not is_refused or "project store" in str(error):
+        return ""
+    return (
+        f" (only rank 0 writes to the project store {store}: write under `if rank == 0:`, open a "
+        "folder to all ranks with --shared-writes FOLDER, or write elsewhere; docs/store.md)"
+    )
 
 
 _CACHE_VARIABLES = (

@@ -2,7 +2,8 @@
 
 What Python code of any library does goes through `open` and `os`: pathlib, shutil, tempfile,
 numpy and, but for its C++ writers, torch. `install` replaces these in the rank, before user code
-runs. What goes around them (subprocesses, C++ writers, ctypes) meets `guard.py`.
+runs. `libraries.py` leads other libraries' C, C++ and Rust writers. What goes around all of them
+(subprocesses, ctypes) meets `guard.py`.
 
 A view decides about paths only: `Watched` is rank 0's, which writes, and what it writes is noted;
 `Discarded` and `Refused` are the other ranks' (`--store-writes`).
@@ -288,6 +289,7 @@ def install(view: Watched) -> None:
     else:
         _save_atomically(view)
     if isinstance(view, Discarded):
+        _lead_torch_reader(view)
         _map_privately(view)
         _tell_of_locks(view)
         # Entry by entry, it would stumble over what rank 0 removes at the same time.
@@ -454,7 +456,13 @@ def _look(
     return _call_led(real, path, own, None, *args, **kw)
 
 
-def _writable(view: Watched, place: str, *, keep: bool = False) -> str | None:
+def led_path(view: Watched, decide: Callable[[str], str | None], path: Path) -> Path:
+    """Return the path that a call of a library is led to, or the path itself."""
+    led, _ = _lead(view, decide, path, follow=True)
+    return led
+
+
+def writable(view: Watched, place: str, *, keep: bool = False) -> str | None:
     """Return where to open a file for writing; a folder cannot be, and the system says so."""
     return None if os.path.isdir(place) else view.target(place, keep=keep)
 
@@ -463,7 +471,7 @@ def _open(view: Watched, real: _Call, file: Path, mode: str = "r", *args: Any, *
     if isinstance(file, int) or kw.get("opener") or any(args[5:]):
         return real(file, mode, *args, **kw)  # an opener opens by os.open
     if set(mode) & set("wxa+"):
-        target = partial(_writable, view, keep=not set(mode) & set("wx"))
+        target = partial(writable, view, keep=not set(mode) & set("wx"))
         return _call_led(real, file, *_lead(view, target, file, follow=True), mode, *args, **kw)
     return _look(view, real, file, mode, *args, **kw)
 
@@ -482,7 +490,7 @@ def _os_open(
 ) -> Any:
     if not flags & _WRITE_FLAGS:
         return _look(view, real, path, flags, mode, dir_fd=dir_fd)
-    target = partial(_writable, view, keep=not flags & (os.O_TRUNC | os.O_EXCL))
+    target = partial(writable, view, keep=not flags & (os.O_TRUNC | os.O_EXCL))
     led = _lead(view, target, path, dir_fd, follow=not flags & os.O_NOFOLLOW)
     return _call_led(real, path, *led, flags, mode)
 
@@ -593,7 +601,7 @@ def _lead_torch_writer(view: Watched) -> None:
         def __init__(self, file: Any, *args: Any, **kw: Any) -> None:
             led = file
             if isinstance(file, (str, os.PathLike)):
-                led, _ = _lead(view, partial(_writable, view), file, follow=True)
+                led, _ = _lead(view, partial(writable, view), file, follow=True)
             try:
                 super().__init__(led, *args, **kw)
             except RuntimeError as error:
@@ -602,12 +610,29 @@ def _lead_torch_writer(view: Watched) -> None:
     setattr(torch._C, "PyTorchFileWriter", PyTorchFileWriter)  # noqa: B010
 
 
+def _lead_torch_reader(view: Discarded) -> None:
+    """Lead the C++ reader of `torch.export.load` and `torch.package` to the rank's own files."""
+    import torch
+
+    real: Any = torch._C.PyTorchFileReader
+
+    def shown(place: str) -> str | None:
+        return None if os.path.exists(place) else view.own(place)
+
+    class PyTorchFileReader(real):
+        def __init__(self, file: Any, *args: Any, **kw: Any) -> None:
+            is_path = isinstance(file, (str, os.PathLike))
+            super().__init__(led_path(view, shown, file) if is_path else file, *args, **kw)
+
+    setattr(torch._C, "PyTorchFileReader", PyTorchFileReader)  # noqa: B010
+
+
 def _lead_profiler(view: Watched) -> None:
     """Lead torch.profiler's C++ writer of traces, which fails without an error."""
     import torch
 
     def export(real: _Call, profiled: Any, path: Path, *args: Any, **kw: Any) -> Any:
-        led, _ = _lead(view, partial(_writable, view), path, follow=True)
+        led, _ = _lead(view, partial(writable, view), path, follow=True)
         return real(profiled, led, *args, **kw)
 
     profile = torch.autograd.profiler.profile
@@ -677,7 +702,7 @@ def _lead_torch_maps(view: Watched) -> None:
     ) -> Any:
         if isinstance(view, Discarded) and _is_the_stores(view, filename):
             shared = False
-        decide = partial(_writable, view, keep=True) if shared else shown
+        decide = partial(writable, view, keep=True) if shared else shown
         led, _ = _lead(view, decide, filename, follow=True)
         return real(led, shared, *args, **kw)
 

@@ -1,9 +1,11 @@
 """What a rank does in the project store, its working directory, when all ranks do the same."""
 
 import glob
+import importlib
 import os
 import pathlib
 import shutil
+from typing import Any
 
 import numpy
 import torch
@@ -84,3 +86,70 @@ def maps_tensors() -> None:
     torch.from_file("mine.bin", shared=True, size=4, dtype=torch.uint8).fill_(7)
     assert torch.from_file("mine.bin", shared=True, size=4, dtype=torch.uint8).tolist() == [7] * 4
     assert torch.from_file("mine.bin", size=4, dtype=torch.uint8).tolist() == [7] * 4
+
+
+def saves_with_libraries() -> None:
+    """Save with what opens files in C, C++ and Rust, and read it again."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+    from tokenizers import Tokenizer, models
+
+    names = ("dataset", "feather", "parquet")
+    dataset, feather, parquet = (importlib.import_module(f"pyarrow.{name}") for name in names)
+    pyarrow, pandas = map(importlib.import_module, ("pyarrow", "pandas"))
+    jit: Any = torch.jit
+    os.makedirs("out", exist_ok=True)
+    save_file({"weight": torch.ones(3)}, "out/m.safetensors")
+    assert load_file("out/m.safetensors")["weight"].tolist() == [1.0] * 3
+    with safe_open("out/m.safetensors", framework="pt") as file:
+        assert file.keys() == ["weight"]
+    Tokenizer(models.BPE()).save("tokenizer.json")
+    assert Tokenizer.from_file("tokenizer.json").get_vocab_size() == 0
+    script = jit.script(torch.nn.Linear(2, 3))
+    jit.save(script, "script.pt")
+    jit.trace(torch.nn.Linear(2, 3), torch.ones(1, 2)).save("out/traced.pt")
+    for name in ("script.pt", "out/traced.pt"):
+        assert jit.load(name)(torch.ones(1, 2)).shape == (1, 3)
+    exported = torch.export.export(torch.nn.Linear(2, 3), (torch.ones(1, 2),))
+    torch.export.save(exported, "m.pt2")
+    torch.export.load("m.pt2")
+    frame = pandas.DataFrame({"a": [1, 2], "b": [3, 4]})
+    frame.to_parquet("frame.parquet")
+    frame.to_parquet("parts", partition_cols=["a"])
+    frame.to_feather("frame.feather")
+    assert (
+        len(pandas.read_parquet("frame.parquet")) == len(pandas.read_feather("frame.feather")) == 2
+    )
+    table = pyarrow.table({"a": [1]})
+    parquet.write_table(table, pathlib.Path("table.parquet"))
+    assert parquet.ParquetFile("table.parquet").metadata.num_rows == 1
+    dataset.write_dataset(table, "dataset", format="parquet")
+    assert dataset.dataset("dataset").count_rows() == 1
+    feather.write_feather(table, "out/table.feather")
+    assert feather.read_table("out/table.feather").num_rows == 1
+
+
+def is_refused_by_the_system() -> list[str]:
+    """Write where no Python call leads; return what users are told."""
+    import sqlite3
+
+    from taas_magic.host.tracebacks import message_of
+
+    def saves_for_mobiles() -> None:
+        script: Any = torch.jit.script(torch.nn.Linear(2, 2))
+        script._save_for_lite_interpreter("m.ptl")
+
+    def saves_a_database() -> None:
+        sqlite3.connect("a.db").execute("create table t(a)")
+
+    told = []
+    for save in (saves_for_mobiles, saves_a_database):
+        try:
+            save()
+        except Exception as error:  # each library has a type of its own
+            told.append(message_of(error))
+    try:
+        pathlib.Path("/proc/version").write_text("x")
+    except OSError as error:
+        told.append(message_of(error))
+    return told

@@ -23,7 +23,16 @@ FLOORS = (
     ("plan",),
     ("data", "store"),
     ("capture", "journal"),
-    ("config", "messages", "shared_files", "certificate", "leases", "probe", "errors"),
+    (
+        "config",
+        "messages",
+        "shared_files",
+        "certificate",
+        "leases",
+        "probe",
+        "errors",
+        "late_imports",
+    ),
 )
 
 IMPORTED_BY_TEXT_FROM_ABOVE = {

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from taas_magic.store import redirect
-from taas_magic.store.guard import Means
+from taas_magic.store.guard import Means, strongest
 from tests.children import sights
 from tests.rig import held
 from tests.rig.held import Held, Raised, Setting
+from tests.store.travel_rig import tree_of
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -50,6 +51,27 @@ def test_writing_elsewhere_is_not_led_anywhere(base: Path, rank: Held) -> None:
     rank.call(sights.saves, base / "outside" / "m.pt", 1.0)
     assert (base / "outside" / "m.pt").exists()
     assert rank.call(held.kept_out) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_libraries_that_open_files_themselves_are_led(base: Path, rank: Held) -> None:
+    """Python alone holds this rank: what were not led would be in the store."""
+    pytest.importorskip("transformers")
+    before = tree_of(base / "store")
+    rank.call(sights.saves_with_libraries)
+    assert tree_of(base / "store") == before
+
+
+def test_what_the_system_refuses_says_the_rule(base: Path) -> None:
+    means = strongest()
+    if means is Means.PYTHON:
+        pytest.skip("the system holds nothing here")
+    with held.held(Setting(str(base / "store"), str(base / "scratch"), means)) as process:
+        *refused, elsewhere = process.call(sights.is_refused_by_the_system)
+    assert len(refused) == 2 and "project store" not in elsewhere
+    for told in refused:
+        assert "only rank 0 writes to the project store" in told
+        assert "`if rank == 0:`" in told and "--shared-writes" in told
 
 
 def test_a_path_is_noted_once(base: Path, rank: Held) -> None:

@@ -1,12 +1,13 @@
 """Something is done once a module has been imported, whenever that is."""
 
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
-from taas_magic.data.accelerated import when_imported
+from taas_magic.late_imports import when_imported
 
 
 @pytest.fixture
@@ -32,6 +33,18 @@ def test_it_is_done_after_the_import_and_once(module: str) -> None:
     assert found.__spec__ is not None and found.__file__ is not None
     importlib.reload(found)
     assert seen == [7]
+
+
+def test_who_asks_whether_a_module_is_there_does_not_take_the_hook_away(module: str) -> None:
+    """As transformers asks for accelerate, safetensors and tokenizers before it imports them."""
+    seen: list[str] = []
+    when_imported(module, lambda: seen.append("first"))
+    when_imported(module, lambda: seen.append("second"))
+    for _ in range(2):
+        assert importlib.util.find_spec(module) is not None
+    importlib.import_module(module)
+    assert sorted(seen) == ["first", "second"]
+    assert not [it for it in sys.meta_path if type(it).__name__ == "_Finder"]
 
 
 def test_it_is_done_at_once_for_what_was_imported_before(module: str) -> None:

@@ -1,0 +1,130 @@
+"""Lead what libraries write from C, C++ and Rust, which `redirect.py` does not see.
+
+Each call below opens a file by itself, and a Python name leads to it. In a rank, the name is
+replaced when its module is imported: the path that the call is given is led as `open` leads it.
+Calls that read are led where a rank may have a file of its own to read.
+"""
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from taas_magic.late_imports import when_imported
+from taas_magic.store.redirect import Discarded, Watched, led_path, writable
+
+
+class _Call(NamedTuple):
+    """A call that opens a file.
+
+    Attributes:
+        module: Where it is; what is named before a dot in `name` is a class there.
+        position: Of the path among its arguments, with that of the object of a method.
+        parameter: What the path is called.
+        writes: Whether it writes; None: as its argument `mode` says.
+        makes_folder: Whether it makes a folder.
+    """
+
+    module: str
+    name: str
+    position: int
+    parameter: str
+    writes: bool | None
+    makes_folder: bool = False
+
+
+CALLS = (
+    _Call("safetensors", "serialize_file", 1, "filename", writes=True),
+    _Call("safetensors", "safe_open", 0, "filename", writes=False),
+    _Call("tokenizers", "Tokenizer.save", 1, "path", writes=True),
+    _Call("tokenizers", "Tokenizer.from_file", 0, "path", writes=False),
+    _Call("torch.jit._script", "RecursiveScriptModule.save", 1, "f", writes=True),
+    _Call("torch.jit._script", "ScriptModule.save", 1, "f", writes=True),
+    _Call("torch.jit", "load", 0, "f", writes=False),
+    _Call("h5py", "File.__init__", 1, "name", writes=None),
+    _Call("pyarrow", "OSFile", 0, "path", writes=None),
+    _Call("pyarrow.parquet.core", "ParquetWriter.__init__", 1, "where", writes=True),
+    _Call("pyarrow.parquet.core", "ParquetFile.__init__", 1, "source", writes=False),
+    _Call("pyarrow.parquet.core", "read_table", 0, "source", writes=False),
+    _Call("pyarrow.dataset", "write_dataset", 1, "base_dir", writes=True, makes_folder=True),
+    _Call("pyarrow.dataset", "dataset", 0, "source", writes=False),
+    _Call("pyarrow.feather", "write_feather", 1, "dest", writes=True),
+    _Call("pyarrow.feather", "read_table", 0, "source", writes=False),
+    _Call("pyarrow.csv", "write_csv", 1, "output_file", writes=True),
+)
+
+
+def install(view: Watched) -> None:
+    """Replace these calls in this process, now or when their modules are imported; for good."""
+    modules: dict[str, list[_Call]] = {}
+    for call in CALLS:
+        if call.writes is not False or isinstance(view, Discarded):
+            modules.setdefault(call.module, []).append(call)
+    for module, calls in modules.items():
+        when_imported(module, partial(_replace_all, view, calls))
+
+
+def _replace_all(view: Watched, calls: list[_Call]) -> None:
+    for call in calls:
+        holder: Any = sys.modules[call.module]
+        *classes, name = call.name.split(".")
+        for each in classes:
+            holder = getattr(holder, each, None)
+        real = getattr(holder, name, None)
+        if real is None:  # another version of the library
+            continue
+        led: Any = _led_class(view, call, real) if inspect.isclass(real) else None
+        led, is_of_class = led or _led(view, call, real), inspect.isclass(holder)
+        setattr(holder, name, staticmethod(led) if is_of_class and call.position == 0 else led)
+        if not is_of_class:
+            _replace_where_imported(name, real, led)
+
+
+def _replace_where_imported(name: str, real: object, led: object) -> None:
+    """Replace a function also in modules that took it by `from … import`."""
+    for module in list(sys.modules.values()):
+        if vars(module).get(name) is real:
+            setattr(module, name, led)
+
+
+def _led_class(view: Watched, call: _Call, real: Any) -> type | None:
+    """Return a class whose constructor is led; None of one that cannot be derived from."""
+
+    def new(cls: type, *args: Any, **kw: Any) -> Any:
+        return _led(view, call, partial(real.__new__, cls))(*args, **kw)
+
+    try:
+        return type(real.__name__, (real,), {"__new__": new, "__module__": real.__module__})
+    except TypeError:
+        return None
+
+
+def _led(view: Watched, call: _Call, real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real, updated=())
+    def lead(*args: Any, **kw: Any) -> Any:
+        path = args[call.position] if len(args) > call.position else kw.get(call.parameter)
+        is_path = isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)
+        if not is_path or kw.get("filesystem") is not None:
+            return real(*args, **kw)
+        others = args[call.position + 1 :]
+        to = _place(view, call, path, kw.get("mode", others[0] if others else "r"))
+        if len(args) > call.position:
+            args = (*args[: call.position], to, *args[call.position + 1 :])
+        else:
+            kw[call.parameter] = to
+        return real(*args, **kw)
+
+    return lead
+
+
+def _place(view: Watched, call: _Call, path: Any, mode: Any) -> Any:
+    """Return the path to call with."""
+    if call.makes_folder:
+        return led_path(view, view.target, path)
+    if call.writes or (call.writes is None and mode not in ("r", "rb")):
+        keep = call.writes is None and not str(mode).startswith(("w", "x"))
+        return led_path(view, partial(writable, view, keep=keep), path)
+    return led_path(view, lambda place: None if os.path.exists(place) else view.own(place), path)
