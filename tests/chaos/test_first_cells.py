@@ -10,8 +10,10 @@ from tests.chaos.first_cells import FirstCells
 from tests.conftest import GONE_WITHIN_S
 from tests.frontend import Scene
 
-ROUNDS = int(os.environ.get("TAAS_KILL_ROUNDS", "4"))
-SEED = int(os.environ.get("TAAS_KILL_SEED", "1"))
+ROUNDS = int(os.environ.get("TAAS_KILL_ROUNDS", "3"))
+SEED = int(os.environ.get("TAAS_KILL_SEED", "309"))
+"""Kills during a launch and while hosts come up; ends the pool when its process has just started.
+"""
 END_S = 100.0
 
 
