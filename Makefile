@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY := passive
 # Debian's packages and pip's are fetched at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test debian lint docs bench clean
+.PHONY: demo test slow-test debian lint docs bench clean
 
 demo: .venv/.examples
 	$(BIN)/python notebooks/demo.py
@@ -19,6 +19,10 @@ demo: .venv/.examples
 test: lint debian
 	$(BIN)/python -m compileall -q taas_magic
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
+
+# The same on one core, whatever the machine has.
+slow-test: lint debian
+	tests/rig/slow.sh 100 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
 
 debian:
 	@tests/rig/debian.sh

@@ -1,4 +1,4 @@
-"""Fifty faults at random: the stream, the weights and the ledger are the undisturbed ones."""
+"""Faults at random: the stream, the weights and the ledger are the undisturbed ones."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.chaos.harm import play
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
-FAULTS = int(os.environ.get("TAAS_CHAOS_FAULTS", "50"))
+FAULTS = int(os.environ.get("TAAS_CHAOS_FAULTS", "20"))
 SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))
 
 

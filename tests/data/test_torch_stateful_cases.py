@@ -5,16 +5,21 @@ from types import ModuleType
 import pytest
 
 from tests.data.loaders import resumed, state
-from tests.data.loaders.rig import Seen, differences, parameters
+from tests.data.loaders.rig import Seen, Setting, cells, differences, parameters
 from tests.harness import Notebook
 
 pytestmark = pytest.mark.timeout(600)
-"""A module's first case runs the cells of all of them."""
+"""On a slow machine, one cell iterates fifty loaders."""
 
 
 @pytest.fixture(scope="module")
 def seen(warm_notebook: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return Seen(warm_notebook, tmp_path_factory.mktemp("config"))
+
+
+@pytest.mark.parametrize("module, setting", cells(state, resumed))
+def test_the_ranks_run_all_cases(seen: Seen, module: ModuleType, setting: Setting) -> None:
+    assert len(seen.in_setting(module, setting)) == setting.ranks
 
 
 @pytest.mark.parametrize("module, name", parameters(state, resumed))

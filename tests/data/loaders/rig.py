@@ -108,6 +108,15 @@ def parameters(*modules: ModuleType) -> list[Any]:
     ]
 
 
+def cells(*modules: ModuleType) -> list[Any]:
+    """The cells of some modules, as pytest's parameters: a module, and a setting of its loaders."""
+    return [
+        pytest.param(module, setting, id=f"{module.__name__.rpartition('.')[2]}-{setting}")
+        for module in modules
+        for setting in settings_of(module)
+    ]
+
+
 def settings_of(module: ModuleType) -> list[Setting]:
     """Under which settings a module's loaders are iterated."""
     return [Setting(*numbers) for numbers in module.SETTINGS]
@@ -122,35 +131,40 @@ class Seen:
 
     def __init__(self, notebook: Notebook, settings: Path) -> None:
         self._notebook, self._settings = notebook, settings_in(settings, PATIENT)
-        self._seen: dict[str, SeenBySetting | Exception] = {}
+        self._seen: dict[tuple[str, Setting], list[SeenByCase] | Exception] = {}
 
     def of(self, module: ModuleType) -> SeenBySetting:
         """Return what each rank saw of each case, by setting."""
-        if module.__name__ not in self._seen:
-            self._seen[module.__name__] = self._entered(module)
-        found = self._seen[module.__name__]
+        return {setting: self.in_setting(module, setting) for setting in settings_of(module)}
+
+    def in_setting(self, module: ModuleType, setting: Setting) -> list[SeenByCase]:
+        """Return what each rank saw of each case in one setting."""
+        key = module.__name__, setting
+        if key not in self._seen:
+            self._seen[key] = self._entered(module, setting)
+        found = self._seen[key]
         if isinstance(found, Exception):
             raise found
         return found
 
-    def _entered(self, module: ModuleType) -> SeenBySetting | Exception:
+    def _entered(self, module: ModuleType, setting: Setting) -> list[SeenByCase] | Exception:
         """Return what ranks saw, or why they could not: no case of the module tries again."""
         with pytest.MonkeyPatch.context() as patch, unfiltered():
             patch.setenv("TAAS_STATE_DIR", str(self._notebook.state_dir))
             patch.setenv("XDG_CONFIG_HOME", str(self._settings))
             patch.chdir(self._notebook.project)
             try:
-                return self._run(module)
+                return self._run(module, setting)
             except Exception as error:  # whatever it is, each case of the module raises it
                 return error
 
-    def _run(self, module: ModuleType) -> SeenBySetting:
+    def _run(self, module: ModuleType, setting: Setting) -> list[SeenByCase]:
         for each in (described, module):
             assert each.__file__ is not None
             self._notebook.define(Path(each.__file__).read_text())
         try:
             self._notebook.define(REGISTER.format(seed=SEED, names=cases_of(module)))
-            return {setting: self._ranks(setting) for setting in settings_of(module)}
+            return self._ranks(setting)
         finally:
             self._notebook.define(UNREGISTER)
 
