@@ -108,13 +108,33 @@ def parameters(*modules: ModuleType) -> list[Any]:
     ]
 
 
-def cells(*modules: ModuleType) -> list[Any]:
-    """The cells of some modules, as pytest's parameters: a module, and a setting of its loaders."""
-    return [
-        pytest.param(module, setting, id=f"{module.__name__.rpartition('.')[2]}-{setting}")
-        for module in modules
-        for setting in settings_of(module)
-    ]
+CASES = 16
+"""How many cases one cell has at most."""
+
+
+class Part(NamedTuple):
+    """What one cell runs: some cases of a module, in one setting."""
+
+    module: ModuleType
+    setting: Setting
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ranks, cpus, resumed_cpus = self.setting
+        module = self.module.__name__.rpartition(".")[2]
+        return f"{module}-{ranks}-{cpus}-{resumed_cpus}-{self.names[0]}"
+
+
+def parts_of(module: ModuleType) -> list[Part]:
+    """Return what the cells of a module run."""
+    names = cases_of(module)
+    groups = [tuple(names[at : at + CASES]) for at in range(0, len(names), CASES)]
+    return [Part(module, setting, group) for setting in settings_of(module) for group in groups]
+
+
+def all_parts(*modules: ModuleType) -> list[Any]:
+    """Return what the cells of some modules run, as pytest's parameters."""
+    return [pytest.param(part, id=str(part)) for module in modules for part in parts_of(module)]
 
 
 def settings_of(module: ModuleType) -> list[Setting]:
@@ -131,40 +151,40 @@ class Seen:
 
     def __init__(self, notebook: Notebook, settings: Path) -> None:
         self._notebook, self._settings = notebook, settings_in(settings, PATIENT)
-        self._seen: dict[tuple[str, Setting], list[SeenByCase] | Exception] = {}
+        self._seen: dict[Part, list[SeenByCase] | Exception] = {}
 
-    def of(self, module: ModuleType) -> SeenBySetting:
-        """Return what each rank saw of each case, by setting."""
-        return {setting: self.in_setting(module, setting) for setting in settings_of(module)}
+    def of(self, module: ModuleType, name: str) -> SeenBySetting:
+        """Return what each rank saw of the cases beside one, by setting."""
+        parts = [part for part in parts_of(module) if name in part.names]
+        return {part.setting: self.of_part(part) for part in parts}
 
-    def in_setting(self, module: ModuleType, setting: Setting) -> list[SeenByCase]:
-        """Return what each rank saw of each case in one setting."""
-        key = module.__name__, setting
-        if key not in self._seen:
-            self._seen[key] = self._entered(module, setting)
-        found = self._seen[key]
+    def of_part(self, part: Part) -> list[SeenByCase]:
+        """Return what each rank saw of some cases."""
+        if part not in self._seen:
+            self._seen[part] = self._entered(part)
+        found = self._seen[part]
         if isinstance(found, Exception):
             raise found
         return found
 
-    def _entered(self, module: ModuleType, setting: Setting) -> list[SeenByCase] | Exception:
-        """Return what ranks saw, or why they could not: no case of the module tries again."""
+    def _entered(self, part: Part) -> list[SeenByCase] | Exception:
+        """Return what ranks saw, or why they could not: no case of the part tries again."""
         with pytest.MonkeyPatch.context() as patch, unfiltered():
             patch.setenv("TAAS_STATE_DIR", str(self._notebook.state_dir))
             patch.setenv("XDG_CONFIG_HOME", str(self._settings))
             patch.chdir(self._notebook.project)
             try:
-                return self._run(module, setting)
+                return self._run(part)
             except Exception as error:  # whatever it is, each case of the module raises it
                 return error
 
-    def _run(self, module: ModuleType, setting: Setting) -> list[SeenByCase]:
-        for each in (described, module):
+    def _run(self, part: Part) -> list[SeenByCase]:
+        for each in (described, part.module):
             assert each.__file__ is not None
             self._notebook.define(Path(each.__file__).read_text())
         try:
-            self._notebook.define(REGISTER.format(seed=SEED, names=cases_of(module)))
-            return self._ranks(setting)
+            self._notebook.define(REGISTER.format(seed=SEED, names=list(part.names)))
+            return self._ranks(part.setting)
         finally:
             self._notebook.define(UNREGISTER)
 
@@ -219,7 +239,7 @@ def _made(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, str]]
 def differences(seen: Seen, module: ModuleType, name: str) -> list[str]:
     """Where ranks saw something else of a case than they are to see."""
     found = []
-    for setting, ranks in seen.of(module).items():
+    for setting, ranks in seen.of(module, name).items():
         for rank, mine in enumerate(ranks):
             shall = expected(module, name, rank, setting.ranks, setting.resumed_cpus is not None)
             if mine[name] != shall:
