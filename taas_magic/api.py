@@ -5,20 +5,19 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from taas_magic.journal.folder import RunRecord, runs
 from taas_magic.registry import is_registered, register, registered, unregister
 
 if TYPE_CHECKING:
     from taas_magic.farms.farm import farm
     from taas_magic.federation.federation import Federation as federation
-    from taas_magic.notebook.run import Run
+    from taas_magic.notebook.runs import Run, runs
     from taas_magic.store.publish import save
 
     device_type: str
     last_run: Run | None
 
 __all__ = [
-    "RunRecord",
+    "Run",
     "device_type",
     "farm",
     "federation",
@@ -80,15 +79,19 @@ def _device_type() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """Return `last_run`, `device_type`, `farm`, `federation` or `save`.
+    """Return `last_run`, `runs`, `Run`, `device_type`, `farm`, `federation` or `save`.
 
-    `last_run` is the newest run that this kernel started (None before the first), `device_type` is
-    "cuda" or "cpu". What they need is imported when they are asked for: the kernel
+    `last_run` is the newest run that this kernel started or attached (None before the first),
+    `device_type` is "cuda" or "cpu". What they need is imported when they are asked for: the kernel
     imports this module while the notebook's folder, which may hold a `random.py`, still comes
     before the standard library.
     """
     if name == "last_run":
         return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)
+    if name in ("Run", "runs"):
+        from taas_magic.notebook import runs
+
+        return getattr(runs, name)
     if name == "device_type":
         return _device_type()
     if name == "farm":

@@ -159,12 +159,14 @@ class RunsConfig(Struct, frozen=True, rename={"keep_bytes": "keep_size"}):
     Attributes:
         keep: How many are kept at most.
         keep_bytes: Bytes that these may hold together.
+        notify: Command line that is run at the end of a detached run; None: none.
         hang_s: Seconds in which no rank came forward, after which a run's head says so; 0: never.
     """
 
     keep: _Whole = 50
     keep_bytes: _Size = 10 * 1024**3
     hang_s: _SecondsOrZero = 60.0
+    notify: _Text | None = None
 
 
 class Config(Struct, frozen=True):

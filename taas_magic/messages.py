@@ -228,6 +228,10 @@ class StateChanged(Event, tag="state", kw_only=True):
     state: str
 
 
+class Detached(Event, tag="detached", kw_only=True):
+    """The pool's process owns the run from now on, and no kernel does."""
+
+
 class RanksStarted(Event, tag="started", kw_only=True):
     """The ranks of a host have started.
 
@@ -738,6 +742,25 @@ class Halt(Request[None]):
 
     run_id: str
     how: str
+
+
+class Detach(Request[str]):
+    """Take a run over from its kernel, with its fetchers; the answer says why not, or is ""."""
+
+    run_id: str
+
+
+class TakeFetchers(Request[list[AnyEvent] | None]):
+    """Make a run's fetchers those of another pool's process, which hears their events from then on.
+
+    The answer has the starts and ends of fetchers so far; None: the fetchers are not here.
+
+    Attributes:
+        owner: The Dask client of that process; when it is gone, the fetchers end.
+    """
+
+    owner: str
+    run_id: str
 
 
 class GetStatus(Request[PoolStatus]):

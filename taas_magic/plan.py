@@ -181,6 +181,7 @@ class Flags(RunOptions, frozen=True, kw_only=True):
         store: The project store; "" is the one of taas.toml, else the notebook's folder.
         store_writes: What becomes of writes to it by ranks that are not 0: discard or refuse.
         shared_writes: Folders in it that every rank may write.
+        detach: Whether the run goes on without its kernel as soon as its ranks have started.
     """
 
     gpus: int
@@ -191,6 +192,7 @@ class Flags(RunOptions, frozen=True, kw_only=True):
     store: str = ""
     store_writes: str = "discard"
     shared_writes: tuple[str, ...] = ()
+    detach: bool = False
     dry_run: bool = False
 
 

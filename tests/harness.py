@@ -19,7 +19,8 @@ from taas_magic.host.system import status_of
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event
 from taas_magic.notebook import launch
-from taas_magic.notebook.run import Run
+from taas_magic.notebook.run import RunDriver
+from taas_magic.notebook.runs import Run
 from tests.conftest import GONE_WITHIN_S
 from tests.events import Line, line_of
 
@@ -113,9 +114,9 @@ class Notebook:
 def on_event(patch: pytest.MonkeyPatch, wanted: Any, act: Any) -> Iterator[list[Line]]:
     """Call `act` with a run, in a thread, at its first event that is wanted; yield these."""
     seen: list[Line] = []
-    put = Run.put
+    put = RunDriver.put
 
-    def take(run: Run, event: Event) -> None:
+    def take(run: RunDriver, event: Event) -> None:
         put(run, event)
         if wanted(line := line_of(event)):
             seen.append(line)
@@ -123,7 +124,7 @@ def on_event(patch: pytest.MonkeyPatch, wanted: Any, act: Any) -> Iterator[list[
                 threading.Thread(target=act, args=(run,), daemon=True).start()
 
     with patch.context() as inner:
-        inner.setattr(Run, "put", take)
+        inner.setattr(RunDriver, "put", take)
         yield seen
 
 

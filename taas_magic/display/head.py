@@ -93,6 +93,10 @@ class RunState:
         ended_at: When it ended, on that clock; infinity before.
         elapsed_s: How long it took, where its end says so.
         hangs: By host, when it reported that none of its ranks makes progress, and their stacks.
+        last_attempt: The attempt whose results count, once the run has ended.
+        left: Title of a head that the run's end does not reach, in the place of the state; "": it
+            is followed to its end.
+        tails: The last lines of ranks whose logs were read, by rank, once the run has ended.
     """
 
     plan: Plan
@@ -120,6 +124,9 @@ class RunState:
     advice: str = ""
     hangs: dict[str, tuple[float, list[RankStand]]] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
+    last_attempt: int = 0
+    left: str = ""
+    tails: dict[int, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.world_size, self.notes = self.plan.world_size, list(self.plan.notes)
@@ -161,7 +168,7 @@ class RunState:
             case RunEnded():
                 self.state, self.ended_at = event.state, now
                 self.elapsed_s, self.first, self.why = event.elapsed_s, event.first, event.why
-                self.failures = event.failures
+                self.failures, self.last_attempt = event.failures, event.attempt
                 self.advice = advice(self.flow)
 
     @property
@@ -248,8 +255,12 @@ def _colour(state: RunState) -> str:
 def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
     """Yield the head's parts from top to bottom, each as text and as HTML."""
     found = facts(state, now)
-    title = f"{state.state} {cut(state.plan.name, WORDS_CHARS)}".rstrip()
+    title = f"{state.left or state.state} {cut(state.plan.name, WORDS_CHARS)}".rstrip()
     yield _joined([title], found), _title_row(state) + _row(_facts_html(found))
+    if state.left:
+        run_id = state.plan.run_id
+        said = f"%taas attach {run_id} shows how it stands; %taas stop {run_id} ends it"
+        yield said, _row(escape(said))
     if state.progress:
         rows = "".join(_progress_row(line) for line in state.progress.split("\n") if line)
         yield f"rank 0: {plain(state.progress)}", rows
@@ -276,7 +287,27 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
     for label, value in receipt_lines(state.receipt):
         yield _labelled(label, value)
     log = f"log: <span style='{CODE}'>{escape(str(state.run_dir))}</span>"
-    yield f"log: {state.run_dir}", _row(log, "font-size:12px;opacity:0.65")
+    row = _row(log, "font-size:12px;opacity:0.65")
+    yield f"log: {state.run_dir}", row + _tails_html(state)
+
+
+def _tails_html(state: RunState) -> str:
+    """Return the last lines of each rank, to be unfolded; ranks whose lines are equal together."""
+    alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for rank, lines in state.tails.items():
+        alike[tuple(cut(_COLOUR.sub("", line), CELL_CHARS) for line in lines)].append(rank)
+    style = f"{CODE};white-space:pre-wrap;margin:0px 0px 4px 16px;font-size:12px"
+    shown = [
+        f"<details style='margin:0px 0px 0px 16px'><summary>rank{'s' * (len(ranks) > 1)} "
+        f"{rank_ranges(sorted(ranks))}</summary>"
+        f"<div style='{style}'>{escape(chr(10).join(lines))}</div></details>"
+        for lines, ranks in alike.items()
+    ]
+    if not shown:
+        return ""
+    summary = f"last lines of each rank (%taas logs {state.plan.run_id} --rank R has all)"
+    inside = f"<details><summary>{escape(summary)}</summary>{''.join(shown)}</details>"
+    return _row(inside, "font-size:12px")
 
 
 def facts(state: RunState, now: float) -> list[Fact]:
@@ -353,11 +384,12 @@ def _title_row(state: RunState) -> str:
     So it does in a page that was loaded again, and after the kernel is gone: nobody can reach this
     HTML then. Each update begins the time anew.
     """
-    title = f"<span style='color:{_colour(state)}'>● <b>{escape(state.state)}</b></span>"
-    if not state.has_ended:
+    shown = state.left or state.state
+    title = f"<span style='color:{_colour(state)}'>● <b>{escape(shown)}</b></span>"
+    if not state.has_ended and not state.left:
         late = f"0s {STALE_S}s forwards"
-        status = f"<span style='{CODE}'>%taas status</span>"
-        stale = f"no update for {STALE_S} s; {status} shows the state"
+        command = f"<span style='{CODE}'>%taas attach {escape(state.plan.run_id)}</span>"
+        stale = f"no update for {STALE_S} s; {command} shows the state"
         title = (
             "<style>@keyframes taas-go{to{visibility:hidden;font-size:0}}"
             "@keyframes taas-come{to{visibility:visible;font-size:13px}}</style>"

@@ -180,7 +180,7 @@ UNBOUNDED = 1 << 62
 ERRORS = (16_000, 200)
 """Bytes and lines that look like errors which are kept of what does not fit into the cell."""
 
-LAST_LINES = 30
+LAST_LINES = 100
 LINE_CHARS = 500
 DROPPED_NOTE_S = 1.0
 MAX_DROPPED_NOTE_S = 60.0

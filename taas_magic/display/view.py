@@ -9,7 +9,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.display_functions import clear_output, publish_display_data
@@ -20,6 +20,8 @@ from taas_magic.display import head
 from taas_magic.display.failure import headline
 from taas_magic.display.head import RunState
 from taas_magic.display.log import CELL_BYTES, UNBOUNDED, LogText
+from taas_magic.display.replay import TAIL_BYTES, Piece
+from taas_magic.display.tails import last_lines
 from taas_magic.messages import ClearOutput, Display, Event, Lines, LinesDropped, Restart
 
 if TYPE_CHECKING:
@@ -239,9 +241,11 @@ class View:
     of events, and no later than `next_due` says. Nothing here starts a thread or a timer.
 
     Args:
-        state: What is known of the run, which the events are folded into; it begins now.
+        state: What is known of the run, which the events are folded into; it begins now, unless it
+            has begun.
         shell: The shell that shows it; default is the one that runs.
         clock: Seconds that never go back; `tick` and `next_due` speak of its time.
+        past: What is shown of the events that `state` has already.
     """
 
     def __init__(
@@ -250,21 +254,40 @@ class View:
         *,
         shell: "InteractiveShell | None" = None,
         clock: Callable[[], float] = time.monotonic,
+        past: Sequence[Piece] = (),
     ) -> None:
         plan, now = state.plan, clock()
-        self._clock, self._state, state.began = clock, state, now
+        self._clock, self._state = clock, state
+        state.began = state.began or now
         self._screen = screen_for(shell or get_ipython(), plan.run_id)
+        limit_bytes = self._screen.limit_bytes + (TAIL_BYTES if past else 0)
         self._clearing_rank = min(plan.log_ranks or {0})
-        self._log = LogText(plan, state.run_dir, self._screen.limit_bytes)
+        self._log = LogText(plan, state.run_dir, limit_bytes)
         self._written_at = float("-inf")
         self._head_at = now
         self._head_is_stale = False
         self._screen.open(self._state, now)
+        for piece in past:
+            if isinstance(piece, str):
+                self._log.say(piece)
+            else:
+                self._show(piece, piece.time)
+        if past:
+            self._log.flush()
+            self._write(now)
 
-    def feed(self, event: Event) -> None:
-        """Take the next event. Displays are shown at once, after the lines before them."""
-        now, plan = self._clock(), self._state.plan
+    def feed(self, event: Event, now: float | None = None) -> None:
+        """Take the next event. Displays are shown at once, after the lines before them.
+
+        Args:
+            now: When it came, by the view's clock; default is now.
+        """
+        now = self._clock() if now is None else now
         self._state.apply(event, now)
+        self._show(event, now)
+
+    def _show(self, event: Event, now: float) -> None:
+        plan = self._state.plan
         match event:
             case Lines():
                 self._log.lines(event, now)
@@ -299,16 +322,24 @@ class View:
             self._head_at, self._head_is_stale = now, False
             self._screen.show(self._state, now)
 
+    @property
+    def can_update(self) -> bool:
+        """Whether what it has shown can be changed after it was closed."""
+        return type(self._screen) is NotebookScreen
+
     def next_due(self) -> float:
         """Return when to call `tick` although no event came; infinity when there is no need to."""
         return min(self._log.next_due(), self._head_due(), self._write_due())
 
     def close(self) -> None:
         """Write all that is left and the head as it stands."""
-        now = self._clock()
+        now, state = self._clock(), self._state
         self._log.close(now)
         self._write(now)
-        self._screen.close(self._state, now)
+        if state.has_ended and state.world_size > 1:  # the log of one rank is below the head
+            failed_rank = state.first.rank if state.first else None
+            state.tails = last_lines(state.run_dir, state.world_size, failed_rank)
+        self._screen.close(state, now)
 
     def _write_due(self) -> float:
         if not self._log.has_text:

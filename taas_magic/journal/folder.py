@@ -3,6 +3,7 @@
     <state folder>/runs/<run_id>/      0700
         plan.json                      what was decided
         cell.py                        what the user ran
+        run.json                       `RunContext`: what readers need of the notebook and its pools
         payload                        what the ranks load (removed when the run has ended)
         events.jsonl                   every event, in the order the pool's process saw it
         logs/rank-<N>.log              all that rank N wrote to its descriptors 1 and 2
@@ -25,32 +26,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from taas_magic import messages
-from taas_magic.errors import PoolError, UsageError, reason_of
-from taas_magic.journal.analysis import Flow, advice, draw
+from taas_magic.errors import PoolError, reason_of
+from taas_magic.journal.reader import JournalReader
 from taas_magic.messages import (
     ClearOutput,
     Display,
     Event,
+    Failure,
     FetcherReport,
     Lines,
     LinesDropped,
     Progress,
     RankReport,
-    RunEnded,
-    StateChanged,
 )
-from taas_magic.shared_files import lock
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+from taas_magic.shared_files import lock, replacing
 
 T = TypeVar("T")
 
@@ -110,6 +105,24 @@ class DataPlanHead(msgspec.Struct):
     """Where a run's fetchers are."""
 
     pool: str
+
+
+class RunContext(msgspec.Struct, kw_only=True):
+    """What other processes need to know of a run's notebook and pools (`run.json`).
+
+    Attributes:
+        project: The notebook's folder.
+        labels: What tracebacks call the notebook's cells, by the file names of these.
+        pool_folder: The folder of the pool's process that has the ranks.
+        data_folder: The folder of the pool's process that has the fetchers; "" without fetchers.
+        notify: Command to run at the end of a detached run; "" for none.
+    """
+
+    project: str = ""
+    labels: dict[str, str] = {}
+    pool_folder: str = ""
+    data_folder: str = ""
+    notify: str = ""
 
 
 class PlanHead(msgspec.Struct):
@@ -184,6 +197,22 @@ class RunFolder:
         """Return what was decided, as far as lists of runs show it; raises as `record`."""
         return messages.unpack((self.path / "plan.json").read_bytes(), PlanHead)
 
+    def context(self) -> RunContext:
+        """Return what the notebook recorded; an empty one for a run of an older version."""
+        try:
+            return messages.unpack((self.path / "run.json").read_bytes(), RunContext)
+        except FileNotFoundError:
+            return RunContext()
+
+    def write_context(self, context: RunContext) -> None:
+        """Record what other processes need to know.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        with replacing(self.path / "run.json") as file:
+            file.write(messages.pack(context))
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Mark a run whose kernel lives: until the pool has it, only the kernel will tell its end.
@@ -200,13 +229,10 @@ class RunFolder:
         A line that is still being written, or that a full disk or a killed process has cut, is left
         out.
         """
-        if not self.events.exists():
-            return
-        with self.events.open("rb") as lines:
-            for line in lines:
+        for chunk in JournalReader(self.events).chunks():
+            for line in chunk.splitlines():
                 with contextlib.suppress(msgspec.DecodeError):
-                    if line.endswith(b"\n"):
-                        yield messages.event_of(line)
+                    yield messages.event_of(line)
 
 
 KEPT_FREE_BYTES = 64 << 20
@@ -345,105 +371,75 @@ def _lock(descriptor: int) -> None:
         time.sleep(_LOCK_AGAIN_S)
 
 
-class RunFiles:
-    """What the folder of a run says when it is asked, of one that goes on, too.
+@dataclass(frozen=True)
+class RunSummary:
+    """State and times of a run, read from its journal without decoding all of it.
 
     Attributes:
-        path: The folder.
-        failed_rank: The rank that failed first.
+        started: When its hosts were there, in seconds since 1970; before that, when its folder was
+            made.
+        elapsed_s: Seconds from the start to the end, or until now.
+        first: The failure to blame.
+        why: The reason where a run could not report its own end.
     """
 
-    run_id: str
-    name: str
-    world_size: int
-    path: Path
-    failed_rank: int | None
-
-    def logs(self, rank: int | None = None) -> str:
-        """Return all that a rank wrote to its output and error, and the traceback if it raised.
-
-        None is the rank that failed first, or 0.
-
-        Raises:
-            UsageError: The run has no such rank.
-        """
-        path = self.log_path(rank)
-        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-    def log_path(self, rank: int | None = None) -> Path:
-        """Return the file of that; where the rank wrote nothing, there is none.
-
-        Raises:
-            UsageError: The run has no such rank.
-        """
-        rank = rank if rank is not None else self.failed_rank or 0
-        if not 0 <= rank < self.world_size:
-            raise UsageError(f"run {self.run_id} has ranks 0 to {self.world_size - 1}; got {rank}")
-        return RunFolder(self.path).log(rank)
-
-    @property
-    def advice(self) -> str:
-        """What to change when ranks waited for data; "" where there is nothing to say."""
-        return advice(self._flow())
-
-    @property
-    def waited(self) -> dict[str, float]:
-        """The share of their time with each loader that ranks waited for it, from 0 to 1."""
-        return {loader.name: loader.mean.share for loader in self._flow().loaders.values()}
-
-    def plot(self) -> "Figure":
-        """Draw how long ranks waited for data, and how fast it came, over time.
-
-        Raises:
-            UsageError: matplotlib is missing, or the run used no registered loader.
-        """
-        return draw(RunFolder(self.path).read_events(), f"{self.run_id} {self.name}".rstrip())
-
-    def _flow(self) -> Flow:
-        flow = Flow()
-        for seen in RunFolder(self.path).read_events():
-            flow.apply(seen, seen.time)
-        return flow
-
-
-@dataclass(frozen=True)
-class RunRecord(RunFiles):
-    """A run as its journal tells it, for `taas.runs()` and `%taas status`."""
-
-    run_id: str
-    name: str
-    pool: str
-    world_size: int
     state: str
     started: float
     elapsed_s: float
-    """Seconds from the start to the end, or until it was read."""
-
-    path: Path
-    failed_rank: int | None = None
+    first: Failure | None = None
+    why: str = ""
 
 
-def runs() -> list[RunRecord]:
-    """Return the runs whose folders are kept and can be read, newest first."""
-    return list(newest())
+LOST_WHY = "the process that owned the run is gone"
 
 
-def newest() -> Iterator[RunRecord]:
-    """Yield the same; a journal, which may take seconds, is read when its run is asked for."""
-    return _readable(record)
+def summary(folder: RunFolder) -> RunSummary:
+    """Return the state of a run; reads the journal's first and last events only.
+
+    Raises:
+        OSError: The folder has no plan.
+    """
+    made = (folder.path / "plan.json").stat().st_mtime
+    reader = JournalReader(folder.events)
+    ended, is_active = reader.end(), True
+    if ended is None and not is_kept(folder):
+        # The end may have been written since, or by a kernel that took a hung pool for gone.
+        ended, is_active = reader.end(whole=True), False
+    started = reader.started()
+    begun = made if started is None else started
+    if ended is not None:
+        took_s = ended.time - begun if ended.elapsed_s is None else ended.elapsed_s
+        return RunSummary(ended.state, begun, took_s, ended.first, ended.why)
+    if is_active:
+        state = "STARTING" if started is None else "RUNNING"
+        return RunSummary(state, begun, max(0.0, time.time() - begun))
+    last = reader.last()
+    return RunSummary("LOST", begun, last.time - begun if last else 0.0, why=LOST_WHY)
+
+
+def is_kept(folder: RunFolder) -> bool:
+    """Return whether the process lives that will record the run's end: its kernel, or its pool."""
+    for path in (folder.events, folder.path / "plan.json"):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            if not lock(file.fileno(), shared=True):
+                return True
+    return False
 
 
 def ids() -> Iterator[str]:
-    """Yield their ids; no journal is read."""
-    return (plan.run_id for plan in _readable(RunFolder.plan))
+    """Yield the ids of the runs whose folders are kept, newest first; no journal is read."""
+    return (plan.run_id for plan in readable(RunFolder.plan))
 
 
-def _readable(read: Callable[[RunFolder], T]) -> Iterator[T]:
-    """Yield what can be read of each folder, the newest run's first."""
+def readable(read: Callable[[RunFolder], T]) -> Iterator[T]:
+    """Yield what `read` returns for each run's folder, newest first; skip broken folders.
+
+    A folder is broken, too, while it is being made or removed.
+    """
     for folder in _folders():
         try:
             found = read(folder)
-        except (OSError, ValueError):  # it is being made or removed, or is broken
+        except (OSError, ValueError):
             continue
         yield found
 
@@ -452,76 +448,6 @@ def _folders() -> list[RunFolder]:
     root = state_dir() / "runs"
     paths = sorted(root.iterdir(), reverse=True) if root.exists() else []
     return [RunFolder(path) for path in paths]
-
-
-def record(folder: RunFolder) -> RunRecord:
-    """Read one run's folder.
-
-    Raises:
-        OSError: There is no plan in it.
-        ValueError: The plan is torn.
-    """
-    plan = folder.plan()
-    made = (folder.path / "plan.json").stat().st_mtime
-    told = _states(folder)
-    if not _has_end(told) and not _is_kept(folder):
-        told = _states(folder)  # its end may have been written since
-        if not _has_end(told):
-            told.append(StateChanged(state="LOST", time=told[-1].time if told else made))
-    last = told[-1] if told else StateChanged(state="STARTING", time=made)
-    started = next((it.time for it in told if isinstance(it, StateChanged)), made)
-    elapsed_s = (last.time if _has_end(told) else time.time()) - started
-    end = last if isinstance(last, RunEnded) else None
-    return RunRecord(
-        run_id=folder.run_id,
-        name=plan.name,
-        pool=plan.pool,
-        world_size=plan.world_size,
-        state=last.state,
-        started=started,
-        elapsed_s=elapsed_s if end is None or end.elapsed_s is None else end.elapsed_s,
-        path=folder.path,
-        failed_rank=end.first.rank if end and end.first else None,
-    )
-
-
-def _states(folder: RunFolder) -> list[StateChanged | RunEnded]:
-    """Return what a journal says of the run's state, in its order, once its hosts were there."""
-    return [seen for seen in folder.read_events() if isinstance(seen, StateChanged | RunEnded)]
-
-
-def _has_end(told: list[StateChanged | RunEnded]) -> bool:
-    return bool(told) and told[-1].state in ENDED_STATES
-
-
-def _is_kept(folder: RunFolder) -> bool:
-    """Return whether the process lives that will tell the run's end: its kernel, or its pool."""
-    for path in (folder.events, folder.path / "plan.json"):
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            if not lock(file.fileno(), shared=True):
-                return True
-    return False
-
-
-def find(run_id: str | None) -> RunRecord:
-    """Return the run of that id, of an id that begins so, or of that name; None is the newest.
-
-    Raises:
-        UsageError: There is none.
-    """
-
-    def asked(folder: RunFolder) -> RunRecord | None:
-        plan = folder.plan()
-        is_asked = run_id is None or folder.run_id.startswith(run_id) or run_id == plan.name
-        return record(folder) if is_asked else None
-
-    for found in _readable(asked):
-        if found is not None:
-            return found
-    listed = ", ".join(islice(ids(), 5))
-    if not listed:
-        raise UsageError("There is no run yet.")
-    raise UsageError(f'No run "{run_id}". The newest are: {listed}')
 
 
 def prune(keep_runs: int, keep_bytes: int) -> None:
@@ -544,7 +470,7 @@ def _may_go(folder: RunFolder, is_beyond: bool) -> bool:
         folder.plan()
     except (ValueError, FileNotFoundError):
         return time.time() - folder.path.stat().st_mtime > _YOUNG_S
-    return is_beyond and record(folder).state in ENDED_STATES  # a journal takes long to read
+    return is_beyond and summary(folder).state in ENDED_STATES
 
 
 def _size_bytes(path: Path) -> int:

@@ -378,6 +378,10 @@ FLAGS = (
         "A folder of the store that all ranks write, for sharded checkpoints; may be repeated.",
         ("checkpoints",),
     ),
+    Flag(
+        "--detach",
+        help="End the cell when the ranks have started; the run goes on, also without the kernel.",
+    ),
     Flag("--dry-run", help="Print what would run and what would travel, and start nothing."),
 )
 

@@ -23,9 +23,10 @@ from taas_magic.display.view import View
 from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageError
 from taas_magic.host.spec import HostSpec, Origin, environ_changes
 from taas_magic.journal import folder as journal
-from taas_magic.journal.folder import RunFolder
+from taas_magic.journal.folder import RunContext, RunFolder
 from taas_magic.notebook import pools
-from taas_magic.notebook.run import Fetching, Interrupts, Run
+from taas_magic.notebook.run import Fetching, Interrupts, RunDriver
+from taas_magic.notebook.runs import Run
 from taas_magic.plan import (
     NO_GPU,
     Flags,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 
 last_run: Run | None = None
-"""The newest run of this kernel."""
+"""The newest run that this kernel started or attached."""
 
 NO_LOADER = (
     "without effect, as the cell uses no registered loader; write taas.register(loader) in an "
@@ -92,14 +93,29 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     requires = None if pool.config.engine == "local" else captured.requires
     spec = HostSpec(plan, 0, str(folder.path), origin(shell, rule.path), requires=requires)
     labels = {filename: source.label for filename, source in captured.sources.items()}
-    run = Run(RunState(plan, folder.path), labels | labels_of_cells(shell))
+    context = _context(plan, pool, config)
+    context.labels = labels | labels_of_cells(shell)
+    with folder.whole():
+        folder.write_context(context)
+    driver = RunDriver(RunState(plan, folder.path))
     with folder.held():
-        _carry_out(run, spec, pool, config)
+        _carry_out(driver, spec, pool, config, flags.detach)
     try:
-        run.conclude(shell.user_ns)
+        driver.conclude(shell.user_ns)
     finally:
         set_in_ranks.update(captured.stores)
-    return run
+    return driver.run
+
+
+def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
+    """Return what other processes need to know of a run, but for the names of its cells."""
+    data_pool = pools.named(plan.data.pool, config) if plan.data else None
+    return RunContext(
+        project=str(Path.cwd()),
+        pool_folder=str(pool.folder.path),
+        data_folder=str(data_pool.folder.path) if data_pool else "",
+        notify=config.runs.notify or "",
+    )
 
 
 def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
@@ -141,36 +157,43 @@ def _cell_syntax_error(error: SyntaxError, cell: Cell) -> CellSyntaxError:
     return CellSyntaxError("".join(traceback.format_exception_only(error)).rstrip())
 
 
-def _carry_out(run: Run, spec: HostSpec, pool: Pool, config: Config) -> None:
-    """Get fetchers and hosts, start the ranks, and show the run until it has ended."""
+def _carry_out(
+    driver: RunDriver, spec: HostSpec, pool: Pool, config: Config, detaches: bool
+) -> None:
+    """Get fetchers and hosts, start the ranks, and show the run until it has ended.
+
+    Args:
+        detaches: Whether the run is detached as soon as all ranks have started.
+    """
     global last_run
-    plan = run.plan
+    plan = driver.plan
     data_pool = pools.named(plan.data.pool, config) if plan.data else None
     fetchers = None
     with Interrupts() as interrupts, ExitStack() as stack:
         if data_pool is not None:
-            fetchers = Fetching(data_pool, spec, run.put, waits=data_pool is not pool)
-            stack.callback(fetchers.close, interrupts)
+            fetchers = Fetching(data_pool, spec, driver.put, waits=data_pool is not pool)
+            closing = fetchers
+            stack.callback(lambda: closing.close(interrupts, driver.is_detached))
         try:  # what never had hosts leaves no trace
             if not plan.prefill:
                 connection = pools.wait_for(pool, interrupts, len(plan.hosts))
             if fetchers:
                 fetchers.wait(interrupts, pools.say)
         except (PoolError, KeyboardInterrupt):
-            run.discard()
+            driver.discard()
             raise
-        last_run = run
-        view = View(run.head)
-        with run.giving_up(view):
+        last_run = driver.run
+        view = View(driver.head)
+        with driver.giving_up(view):
             if fetchers and plan.prefill:
-                run.fill(fetchers, view, interrupts)
+                driver.fill(fetchers, view, interrupts)
             if plan.prefill:
                 connection = pools.wait_for(pool, interrupts, len(plan.hosts))
-            run.start(connection, spec, fetchers.said() if fetchers else [], view, interrupts)
+            driver.start(connection, spec, fetchers.said() if fetchers else [], view, interrupts)
         if fetchers:
             fetchers.pass_on(connection)
         journal.prune(config.runs.keep, config.runs.keep_bytes)  # while the ranks start
-        run.follow(connection, view, interrupts)
+        driver.follow(connection, view, interrupts, detaches)
 
 
 def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:

@@ -14,7 +14,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,10 @@ from IPython.core.display_functions import display
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from taas_magic.capture.modules import claim_taas, release_taas
-from taas_magic.config import LOCAL, Config, closest, load_config, size_text
+from taas_magic.config import LOCAL, Config, closest, load_config
 from taas_magic.display.head import columns, duration
 from taas_magic.errors import UsageError, interrupted
-from taas_magic.host.output import LineAssembler
 from taas_magic.journal import folder as journal
-from taas_magic.journal.folder import ENDED_STATES, RunRecord
-from taas_magic.messages import harmless
 from taas_magic.notebook import flags
 from taas_magic.notebook.flags import (
     BY_NAME,
@@ -72,8 +69,10 @@ class TaasMagics(Magics):
         return load_config(self._folder)
 
     def remember(self, info: Any) -> None:
-        """Keep the cell as the user sees it, head and all (IPython's `pre_run_cell` event)."""
+        """Keep the cell as the user sees it, and correct old heads (IPython's `pre_run_cell`)."""
         self._raw_cell = info.raw_cell
+        if heads := sys.modules.get("taas_magic.notebook.heads"):
+            heads.correct()
         for line in misplaced_pragma(info.raw_cell):
             _say(line)
 
@@ -126,10 +125,10 @@ class TaasMagics(Magics):
         """Carry out `%taas LINE` and show what it says; raises as `run_command`."""
         with _one_line("Stopped by you."):
             shown = run_command(line, self.settings())
-        if type(shown) is str:
-            _say(shown)
-        else:
+        if type(shown) is not str:
             display(shown)
+        elif shown:
+            _say(shown)
 
     def _cell(self, line: str, body: str) -> "Cell":
         from taas_magic.capture.payload import Cell, cell_number
@@ -294,9 +293,6 @@ def _say(text: str) -> None:
 
 
 _SHOWN_RUNS = 10
-_READ_BYTES = 4_000_000
-_SHOWN_BYTES = 500_000
-"""A browser bears so much of a log in a cell; what comes before that is named by its file."""
 
 
 def run_command(line: str, settings: Config) -> str:
@@ -319,63 +315,77 @@ def run_command(line: str, settings: Config) -> str:
 
 
 def _status(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import runs
+
     _take("status", words, most=0)
     rows = [("run", "state", "ranks", "pool", "elapsed", "name")]
-    for run in islice(journal.newest(), _SHOWN_RUNS):
+    for run in islice(runs.newest(), _SHOWN_RUNS):
         # as the head of the run has it
-        elapsed = duration(run.elapsed_s, decimals=int(run.state in ENDED_STATES))
+        elapsed = duration(run.elapsed_s, decimals=int(not run.is_active))
         rows.append((run.run_id, run.state, str(run.world_size), run.pool, elapsed, run.name))
     return "\n".join(columns(rows)) if rows[1:] else "no runs"
 
 
-_LOGS_FLAGS = FlagParser([Flag("--rank", "R", whole(0), "a rank's number (--rank 3)")])
+_LOGS_FLAGS = FlagParser(
+    [
+        Flag("--rank", "R", whole(0), "a rank's number (--rank 3)"),
+        Flag("--tail", "N", whole(1), "a number of lines (--tail 50)"),
+        Flag("--grep", "PATTERN", str, "a regular expression (--grep 'loss nan')"),
+    ]
+)
 
 
 def _logs(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import runs
+    from taas_magic.notebook.logs import end_of_log, shortened
+
     given, words = _LOGS_FLAGS.parse_known_args(words)
-    asked, record = given.rank, journal.find(_take("logs", words))
-    rank = asked if asked is not None else record.failed_rank or 0
-    shown = _end_of(record.log_path(rank))
+    run, asked = runs.find(_take("logs", words)), given.rank
+    rank = asked if asked is not None else run.failed_rank or 0
+    if given.tail is None and given.grep is None:
+        shown = end_of_log(run.log_path(rank))
+    else:
+        shown = shortened(run.logs(rank, given.tail, given.grep or ""), run.log_path(rank))
     if not shown:
-        return f"rank {rank} of run {record.run_id} wrote nothing"
+        found = "wrote nothing" if given.grep is None else f'wrote no line with "{given.grep}"'
+        return f"rank {rank} of run {run.run_id} {found}"
     return shown if asked is not None or not rank else f"rank {rank}, which failed first:\n{shown}"
 
 
-def _end_of(log: Path) -> str:
-    """Return a log's last lines as a terminal would show them, and how much comes before them."""
-    if not log.exists():
-        return ""
-    with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _READ_BYTES))
-        assembler = LineAssembler()
-        lines = [*assembler.feed(file.read()), *assembler.flush()]
-    lengths = accumulate(len(line) + 1 for line in reversed(lines))
-    fit = sum(length <= _SHOWN_BYTES for length in lengths)
-    text = "\n".join(harmless(line) for line in lines[len(lines) - max(1, fit) :])
-    if fit == len(lines) and size <= _READ_BYTES:
-        return text
-    return f"… {size_text(size - len(text))} before this: {log}\n{text}"
+def _attach(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import attach, launch, runs
+
+    run = runs.to_attach(_take("attach", words), Path.cwd())
+    launch.last_run = run
+    attach.attach(run)
+    return ""
+
+
+def _detach(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import pools, runs
+
+    run = runs.active(_take("detach", words))
+    pools.detach(run, settings)
+    return f"Run {run.run_id} goes on without its kernel: `%taas attach {run.run_id}` shows it."
 
 
 def _stop(words: Sequence[str], settings: Config) -> str:
-    from taas_magic.notebook import pools
+    from taas_magic.notebook import pools, runs
 
-    record = _running(_take("stop", words))
-    pools.stop(record, settings)
-    return f"stopping run {record.run_id}"
+    run = runs.active(_take("stop", words))
+    pools.stop(run, settings)
+    return f"stopping run {run.run_id}"
 
 
 def _stacks(words: Sequence[str], settings: Config) -> str:
     from IPython.core.getipython import get_ipython
 
     from taas_magic.display.head import stacks_text
-    from taas_magic.notebook import launch, pools
+    from taas_magic.notebook import launch, pools, runs
 
-    record = _running(_take("stacks", words))
-    shell = get_ipython()
-    assert shell is not None
-    return stacks_text(pools.stacks(record, settings), launch.labels_of_cells(shell))
+    run, shell = runs.active(_take("stacks", words)), get_ipython()
+    labels = run.context.labels if shell is None else launch.labels_of_cells(shell)
+    return stacks_text(pools.stacks(run, settings), labels)
 
 
 def _pools(words: Sequence[str], settings: Config) -> str:
@@ -437,12 +447,13 @@ def _down(words: Sequence[str], settings: Config) -> str:
 
 
 def _report(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import runs
     from taas_magic.notebook.report import write_report
 
     run_id = _take("report", words)
-    record = journal.find(run_id) if run_id else next(journal.newest(), None)
-    name = f"taas-report-{record.run_id}.txt" if record else "taas-report.txt"
-    path = write_report(settings, record.path if record else None, Path(name))
+    run = runs.find(run_id) if run_id else next(runs.newest(), None)
+    name = f"taas-report-{run.run_id}.txt" if run else "taas-report.txt"
+    path = write_report(settings, run.path if run else None, Path(name))
     return (
         f"Wrote {path.resolve()}. It holds neither the cell nor variables, but error messages and "
         "tracebacks quote some of both. Read the file before you send it."
@@ -452,9 +463,19 @@ def _report(words: Sequence[str], settings: Config) -> str:
 _COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], str]]] = {
     "status": ("status", "your newest runs, of any kernel", _status),
     "logs": (
-        "logs [RUN] [--rank R]",
+        "logs [RUN] [--rank R] [--tail N] [--grep PATTERN]",
         "what a rank wrote, and its traceback; the newest run, the rank that failed or 0",
         _logs,
+    ),
+    "attach": (
+        "attach [RUN]",
+        "show a run's view again, live or ended; without RUN the newest of this project",
+        _attach,
+    ),
+    "detach": (
+        "detach [RUN]",
+        "let a run go on without its kernel, whose cell ends; without RUN the newest that runs",
+        _detach,
     ),
     "stacks": (
         "stacks [RUN]",
@@ -492,26 +513,13 @@ def _take(name: str, words: Sequence[str], most: int = 1) -> str | None:
     return words[0] if words else None
 
 
-def _running(run_id: str | None) -> RunRecord:
-    """Return the run of that id, or the newest that runs.
-
-    Raises:
-        UsageError: It is not running, or none is.
-    """
-    asked = journal.newest() if run_id is None else [journal.find(run_id)]
-    for record in asked:
-        if record.state not in ENDED_STATES:
-            return record
-        if run_id is not None:
-            raise UsageError(f"run {record.run_id} is not running: {record.state}")
-    raise UsageError("No run is running. %taas status lists the newest.")
-
-
 _HEAD = re.compile(r"\s*(?:%%taas|#\s?pragma\s+taas)\s(.*)")
 _LINE = re.compile(r"\s*%taas\s(.*)")
 _PRAGMA = re.compile(r"#\s?pragma\s+(t?a?a?)")
 _POOL = re.compile(r"#!\s*([\w.-]*)")
 _LISTED_RUNS = 20
+_LOGS_VALUES = ("--rank", "--tail", "--grep")
+_OF_A_RUN = ("attach", "detach", "stop", "stacks", "report")
 
 
 def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
@@ -551,15 +559,15 @@ def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
     before = [each for each in before if each]
     if not before:
         return _beginning(word, _COMMANDS)
-    if before[-1] == "--rank":
+    if before[-1] in _LOGS_VALUES:
         return word, []
     if before[0] in ("warm", "down"):
         return _beginning(word, known.pools())
     if before[0] == "pools":
         return _beginning(word, known.pools() if before[-1] == "--check" else ["--check"])
     if before[0] == "logs":
-        return _beginning(word, [*known.runs(), "--rank"])
-    return _beginning(word, known.runs() if before[0] in ("stop", "stacks", "report") else ())
+        return _beginning(word, [*known.runs(), *_LOGS_VALUES])
+    return _beginning(word, known.runs() if before[0] in _OF_A_RUN else ())
 
 
 def _beginning(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:

@@ -8,18 +8,31 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from taas_magic.config import Config, size_text
 from taas_magic.display.head import as_html, columns
 from taas_magic.engines.base import find_engine
 from taas_magic.errors import PoolError, StoreError
 from taas_magic.host.spec import share_id
-from taas_magic.journal.folder import RunFolder, RunRecord
-from taas_magic.messages import Facts, GetFacts, GetStacks, PoolStatus, RunStacks
+from taas_magic.journal.folder import RunFolder
+from taas_magic.messages import (
+    Detach,
+    Facts,
+    GetFacts,
+    GetStacks,
+    Halt,
+    PoolStatus,
+    Request,
+    RunStacks,
+)
 from taas_magic.notebook.run import Background, Interrupts
-from taas_magic.pool.client import Pool, PoolConnection, Wait
+from taas_magic.notebook.runs import Run
+from taas_magic.pool.client import Pool, PoolConnection, Wait, ask_pool
 from taas_magic.setup import facts
 from taas_magic.setup.facts import ERROR, REMARK, WARNING, Finding, Kernel, Row
+
+_T = TypeVar("_T")
 
 _pools: dict[str, Pool] = {}
 _retired: list[Pool] = []
@@ -77,26 +90,56 @@ def warm(config: Config, name: str = "local") -> threading.Thread:
     return Background(lambda tell: pool.open(1, wait=wait, has_run=False)).thread
 
 
-def stop(run: RunRecord, config: Config) -> None:
-    """End a run that goes on, of this kernel or of another one of the user's.
+def stop(run: Run, config: Config) -> None:
+    """End an active run, of this kernel or of another one of the user's.
 
     Raises:
-        PoolError: Its pool has no process any more.
+        PoolError: The pool's process has ended, or does not answer.
     """
-    _joined(run.pool, config).halt(run.run_id, "interrupt")
+    _ask(run.context.pool_folder, run.pool, config, Halt(run.run_id, "interrupt"))
 
 
-def stacks(run: RunRecord, config: Config) -> RunStacks:
-    """Return where the ranks of a run stand, and its fetchers; of any kernel of the user's.
+def detach(run: Run, config: Config) -> None:
+    """Have the pool's process take an active run over from its kernel.
 
     Raises:
-        PoolError: Its pool has no process any more.
+        PoolError: The pool's process has ended, does not answer, or cannot take the run over.
     """
-    found = _joined(run.pool, config).call(GetStacks(run.run_id))
+    if why := _ask(run.context.pool_folder, run.pool, config, Detach(run.run_id)):
+        raise PoolError(f"run {run.run_id} cannot be detached: {why}")
+
+
+def stacks(run: Run, config: Config) -> RunStacks:
+    """Return where the ranks and fetchers of a run stand; of any kernel of the user's.
+
+    Raises:
+        PoolError: The pool's process has ended, or does not answer.
+    """
+    found = _ask(run.context.pool_folder, run.pool, config, GetStacks(run.run_id))
     if data := RunFolder(run.path).plan().data:
-        of_data = _joined(data.pool, config).call(GetStacks(share_id(run.run_id)))
+        request = GetStacks(share_id(run.run_id))
+        of_data = _ask(run.context.data_folder, data.pool, config, request)
         found.fetchers, found.silent = of_data.fetchers, [*found.silent, *of_data.silent]
     return found
+
+
+def _ask(folder: str, name: str, config: Config, request: Request[_T]) -> _T:
+    """Ask the process that keeps a run's pool; start none.
+
+    Args:
+        folder: The pool's folder; "" for a run of an older version, whose pool is found by name.
+
+    Raises:
+        PoolError: The process has ended, or does not answer.
+    """
+    if not folder:
+        return _joined(name, config).call(request)
+    with _lock:
+        own = [pool.connection for pool in _pools.values() if str(pool.folder.path) == folder]
+    for connection in own:
+        if connection is not None and connection.is_ready:
+            return connection.call(request)
+    return ask_pool(Path(folder), request)
 
 
 def _joined(name: str, config: Config) -> PoolConnection:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -18,22 +18,21 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import structs
 
-from taas_magic.display.failure import cause_of, to_exception, with_labels
-from taas_magic.display.head import RunState, duration
+from taas_magic.display.head import RunState
 from taas_magic.display.view import View
 from taas_magic.errors import (
     PoolError,
-    ResultError,
     StoreError,
     interrupted,
 )
-from taas_magic.host import results
-from taas_magic.host.spec import VALUE, HostSpec, fetcher_failed, share_id
+from taas_magic.host.spec import HostSpec, fetcher_failed, share_id
 from taas_magic.host.watch import HALT_S
 from taas_magic.journal import folder as journal
 from taas_magic.journal.analysis import Flow
-from taas_magic.journal.folder import RunFiles, RunFolder
+from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
+    Detach,
+    Detached,
     Event,
     FetcherEnded,
     FetcherReport,
@@ -44,9 +43,10 @@ from taas_magic.messages import (
     Relay,
     RunEnded,
 )
+from taas_magic.notebook import heads
+from taas_magic.notebook.runs import Run
 from taas_magic.plan import Plan
 from taas_magic.pool.client import ConnectionEnded, Pool, PoolConnection, Wait
-from taas_magic.store.receipt import Receipt
 
 LEAVE_S = 1.2
 """How long something may still take that the user does not wait for any more."""
@@ -66,11 +66,8 @@ SILENT_NOTE_S = 5.0
 SILENT_LOST_S = 60.0
 """After how long without a beat of the pool's process a run is taken for lost."""
 
-_FOR_USERS = (
-    *("advice", "elapsed_s", "failed_rank", "failures", "hosts", "log_path", "logs", "missing"),
-    *("name", "out", "path", "plan", "plot", "receipt", "result", "run_id", "state", "waited"),
-    "world_size",
-)
+DETACHED = "DETACHED"
+"""Title of the head of a run that was detached, where nothing follows it any more."""
 
 T = TypeVar("T")
 Tell = Callable[[list[str]], None]
@@ -278,17 +275,23 @@ class Fetching:
         )
         self._relay.start()
 
-    def close(self, interrupts: Interrupts) -> None:
+    def close(self, interrupts: Interrupts, is_detached: bool = False) -> None:
         """End the fetchers; where they are still waited for, as soon as they are there.
 
         At the user's second interrupt they are left to end by themselves.
+
+        Args:
+            is_detached: Whether the fetchers go on with their run, which has another owner now.
         """
         self._closing = True
         with suppress(KeyboardInterrupt):
-            interrupts.attend(self._close, patience=2)
+            interrupts.attend(lambda: self._close(is_detached), patience=2)
 
-    def _close(self) -> None:
-        self._end()
+    def _close(self, is_detached: bool) -> None:
+        if not is_detached:
+            self._end()
+        elif self._connection is not None:
+            self._connection.forget(self._share_id)
         self._events.put(None)
         if self._relay is not None:
             self._relay.join()
@@ -382,56 +385,27 @@ def taken(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
     return found
 
 
-class Run(RunFiles):
-    """One execution of a cell on N ranks; `taas.last_run` is the newest one.
+class RunDriver:
+    """Starts a run, shows it until it has ended, and brings its results; lives in its kernel.
 
     Attributes:
+        run: The run, as users see it.
         plan: What was decided before it started.
         head: What its events came to; the head above its log shows it.
-        failures: What went wrong on which rank, the first failure first.
         hosts: Names of the hosts of its first attempt, by their ranks.
-        result: The value of the cell's last expression on rank 0, if it could travel.
-        out: The variables that `--out` brought back, also from a run that failed.
-        missing: Names of `--out` that did not come, each with the reason.
+        is_detached: Whether the run goes on without this kernel.
     """
 
-    def __init__(self, head: RunState, labels: Mapping[str, str], is_trusted: bool = True) -> None:
-        self._labels, self.head = labels, head
-        self._untrusted_pool = "" if is_trusted else head.plan.pool
-        self.plan = plan = head.plan
-        self.run_id, self.name, self.world_size = plan.run_id, plan.name, plan.world_size
-        self.path, self.failed_rank = head.run_dir, None
+    def __init__(self, head: RunState) -> None:
+        self.head, self.plan = head, head.plan
+        self.run_id, self.path = head.plan.run_id, head.run_dir
+        self.run = Run(head.run_dir, live=head)
         self.hosts: list[str] = []
-        self.failures: list[dict[str, Any]] = []
-        self.result: Any = None
-        self.out: dict[str, Any] = {}
-        self.missing: dict[str, str] = {}
+        self.is_detached = False
         self._folder = RunFolder(self.path)
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._ended: RunEnded | None = None
         self._is_left = self._is_silent = False
-
-    @property
-    def state(self) -> str:
-        """STARTING, RUNNING, SUCCEEDED, FAILED, INTERRUPTED or LOST."""
-        return self.head.state
-
-    @property
-    def elapsed_s(self) -> float:
-        """How long it took; 0 before its end."""
-        return self.head.elapsed_s or 0.0
-
-    @property
-    def receipt(self) -> Receipt:
-        """What rank 0 wrote to the project store, and what was kept out of it."""
-        return self.head.receipt or Receipt()
-
-    def __dir__(self) -> list[str]:
-        """Return the names for users: those in the docstrings of this class and of `RunFiles`."""
-        return sorted(_FOR_USERS)
-
-    def __repr__(self) -> str:
-        return f"<Run {self.run_id} {self.name}: {self.state}, {self.path}>"
 
     def discard(self) -> None:
         """Remove its folder: it was never started."""
@@ -510,8 +484,14 @@ class Run(RunFiles):
             self._halt(connection, "kill")
             raise
 
-    def follow(self, connection: PoolConnection, view: View, interrupts: Interrupts) -> None:
-        """Show the run until it has ended; blocks, in the thread that runs the cell.
+    def follow(
+        self,
+        connection: PoolConnection,
+        view: View,
+        interrupts: Interrupts,
+        detaches: bool = False,
+    ) -> None:
+        """Show the run until it has ended or is detached; blocks, in the thread that runs the cell.
 
         `connection` is the one on which the run was started: the run ends with it.
 
@@ -521,8 +501,11 @@ class Run(RunFiles):
         interrupts.wake = lambda: self._events.put(None)
         obeyed, leave_at = 0, float("inf")
         checked_at = time.monotonic()
-        while self._ended is None:
+        while self._ended is None and not self.is_detached:
             self._show(view, self._wait(view, leave_at))
+            if detaches and len(self.head.up) == self.head.world_size:
+                detaches = False
+                self._detach(connection)
             now = time.monotonic()
             if interrupts.count > obeyed:
                 obeyed = interrupts.count
@@ -533,55 +516,27 @@ class Run(RunFiles):
                 self._check(connection, view)
             if now >= leave_at and self._ended is None:
                 self._leave(connection)
+        connection.forget(self.run_id)
+        if self._ended is None:
+            heads.leave(self.run, view, self.head, DETACHED)
+            self.run.live = None  # from now on its journal tells of it
+            return
         view.feed(self._ended)
         view.close()
-        connection.forget(self.run_id)
 
     def conclude(self, namespace: dict[str, Any]) -> None:
-        """Bring the results into the notebook; then raise what went wrong.
+        """Bring the results into the notebook; then raise what went wrong, as `Run.wait` does.
 
-        What a run that failed left comes, too.
-
-        Raises:
-            KeyboardInterrupt: The user interrupted the run.
-            ResultError: The run succeeded, but not all that `--out` names could come.
-            RunError: The cell failed on a rank.
-            RunLost: The hosts, or the pool, are gone.
-            StoreError: The project store could not get to a host.
+        What a run that failed left comes, too. A run that was detached is left alone.
         """
-        assert self._ended is not None
-        first = self._ended.first
-        self.failed_rank = first.rank if first else None
-        self.failures = [structs.asdict(failure) for failure in self._ended.failures]
-        self._bring_results(namespace)
-        names = ", ".join(self.out)
-        if self.state == "INTERRUPTED":
-            came = f"returned: {names}" if names else "nothing was returned"
-            said = f"Stopped by you after {duration(self.elapsed_s)}; {came}. {self._ended.why}"
-            raise interrupted(said.rstrip())
-        if self.state != "SUCCEEDED":
-            labelled = with_labels(first, self._labels)
-            raised = to_exception(structs.replace(self._ended, first=labelled))
-            raise raised from cause_of(first, namespace)
-        if self.missing:
-            came = f"; these were returned: {names}" if names else ""
-            raise ResultError(
-                f"run {self.run_id} succeeded, but not all of --out could be returned{came}\n"
-                + "\n".join(f"    {name}: {why}" for name, why in self.missing.items())
-            )
-
-    def _bring_results(self, namespace: dict[str, Any]) -> None:
-        assert self._ended is not None
-        sources = results.Sources(
-            self._ended.attempt, self.head.world_size, self.plan.untrusted_pool
-        )
-        received = results.receive(self._folder.results, self.plan.out, sources, namespace)
-        self.result = received.values.pop(VALUE, None)
-        self.out, self.missing = received.values, received.missing
-        namespace.update(self.out)
-        sys.stdout.writelines(f"{note}\n" for note in received.notes)
-        if self.out and self.state not in ("SUCCEEDED", "INTERRUPTED"):
-            sys.stdout.write(f"returned although the run failed (--out): {', '.join(self.out)}\n")
+        if self.is_detached:
+            return
+        out = self.run.out
+        namespace.update(out)
+        sys.stdout.writelines(f"{note}\n" for note in self.run.result_notes)
+        if out and self.run.state not in ("SUCCEEDED", "INTERRUPTED"):
+            sys.stdout.write(f"returned although the run failed (--out): {', '.join(out)}\n")
+        self.run.raise_failure()
 
     def _wait(self, view: View, until: float = float("inf")) -> Iterable[Event]:
         """Wait for events, and no longer than until then; return all that are there."""
@@ -598,8 +553,22 @@ class Run(RunFiles):
             if isinstance(seen, RunEnded):
                 self._ended = seen
             else:
+                self.is_detached = self.is_detached or isinstance(seen, Detached)
                 view.feed(seen)
         view.tick(time.monotonic())
+
+    def _detach(self, connection: PoolConnection) -> None:
+        """Have the pool's process take the run over; it says so by an event, or a note why not."""
+
+        def detach() -> None:
+            try:
+                why = connection.call(Detach(self.run_id))
+            except PoolError as error:
+                why = str(error)
+            if why:
+                self.put(Note(text=f"--detach: {why}; the run ends with this kernel"))
+
+        threading.Thread(target=detach, name="taas-detach", daemon=True).start()
 
     def _halt(self, connection: PoolConnection, how: str) -> None:
         """Have the pool interrupt (`interrupt`) or end (`kill`) the run; do not wait for it."""

@@ -36,7 +36,8 @@ from taas_magic.messages import (
     event_of,
 )
 from taas_magic.plan import HostCapacity
-from taas_magic.pool.process import PoolFolder, PoolPlace, PoolProcess
+from taas_magic.pool.process import PoolFolder, PoolPlace, PoolProcess, place_in
+from taas_magic.shared_files import is_free
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -150,6 +151,29 @@ def _connect(place: PoolPlace, check: Callable[[], None]) -> "Client":
             made.add_done_callback(drop)
             raise
     return made.result()
+
+
+def ask_pool(folder: Path, request: Request[_T]) -> _T:
+    """Ask the process that keeps the pool of a folder, whoever started it; start none.
+
+    Raises:
+        PoolError: There is no such process (any more), or it does not answer.
+    """
+    place = place_in(folder)
+    if place is None or is_free(folder / "lock"):
+        raise PoolError(f"the pool's process has ended ({folder})")
+    try:
+        client = _connect(place, lambda: None)
+    except OSError as error:
+        raise PoolError(f"the pool's process does not answer: {error} ({folder})") from error
+    try:
+        asking = ask(client.scheduler, request)
+        answer = asyncio.run_coroutine_threadsafe(asking, client.loop.asyncio_loop)
+        return answer.result(ANSWER_S)
+    except (OSError, futures.TimeoutError) as error:
+        raise PoolError(f"the pool's process does not answer: {error} ({folder})") from error
+    finally:
+        disconnect(client)
 
 
 class PoolConnection:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
@@ -19,9 +20,19 @@ from msgspec import DecodeError
 from taas_magic.config import LOCAL, PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError, ProtocolError, StoreError
-from taas_magic.host.spec import EVENT, POOL_BEAT, HostSpec, Launch, topic, without_environ
+from taas_magic.host.spec import (
+    EVENT,
+    POOL_BEAT,
+    HostSpec,
+    Launch,
+    share_id,
+    topic,
+    without_environ,
+)
 from taas_magic.journal.folder import RunFolder, Writer
 from taas_magic.messages import (
+    Detach,
+    Detached,
     EndPool,
     Enter,
     Event,
@@ -37,6 +48,7 @@ from taas_magic.messages import (
     RunEnded,
     RunStacks,
     Started,
+    TakeFetchers,
     WaitForHosts,
     answering,
     encode,
@@ -45,6 +57,7 @@ from taas_magic.messages import (
     leaves,
 )
 from taas_magic.plan import Plan
+from taas_magic.pool.detached import EndFetchers, notify, take_fetchers
 from taas_magic.pool.gate import GateComm
 from taas_magic.pool.hosts import Member, Members, Tasks, ask_all
 from taas_magic.pool.runs import PoolFetchers, PoolRun, Share
@@ -211,6 +224,9 @@ class Controller(SchedulerPlugin):
     ) -> None:
         self._scheduler, self._is_local = scheduler, pool.engine == LOCAL
         self._runs: dict[str, Share] = {}
+        self._fetchers_of: dict[str, EndFetchers] = {}
+        """What ends the fetchers of each run that was detached."""
+
         self._tasks = Tasks()
         self.members = Members(scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost)
         self._kernels = Kernels(self.members, linger_s)
@@ -223,6 +239,8 @@ class Controller(SchedulerPlugin):
                 WaitForHosts: self._kernels.ready,
                 Launch: self.launch,
                 Relay: self.relay,
+                Detach: self.detach,
+                TakeFetchers: self.take_fetchers,
                 Halt: self.halt,
                 GetStatus: self.status,
                 GetStacks: self.stacks,
@@ -261,7 +279,8 @@ class Controller(SchedulerPlugin):
 
                 def publish(event: Event) -> None:
                     journal.append(event)
-                    tell(event)
+                    if run.owner:
+                        tell(event)
 
                 run = PoolRun(first, owner, self.members, publish, over)
                 hosts = await self._start(run, asked.said)
@@ -269,8 +288,69 @@ class Controller(SchedulerPlugin):
                 return Started(store_error=str(error))
             except (PoolError, OSError) as error:
                 return Started(error=str(error))
-            self._tasks.start(_carry_out(run, journal, tell, until_end.pop_all()))
+            self._tasks.start(self._carry_out(run, journal, tell, until_end.pop_all()))
         return Started(hosts=hosts)
+
+    async def detach(self, asked: Detach) -> str:
+        """Take a run over from its kernel: it goes on without one, and its fetchers with it."""
+        run = self._runs.get(asked.run_id)
+        if not isinstance(run, PoolRun):
+            return f"run {asked.run_id} is not running in this pool (any more)"
+        if not run.owner:
+            return ""
+        try:
+            self._fetchers_of[run.run_id] = await self._take_over(run)
+        except (PoolError, OSError) as error:
+            return f"its fetchers cannot be taken over: {error}"
+        run.publish(Detached())  # the last that its kernel hears of it
+        run.owner = ""
+        return ""
+
+    async def _take_over(self, run: PoolRun) -> "EndFetchers":
+        """Become the owner of a run's fetchers, if it has any; return what ends them.
+
+        Raises:
+            PoolError: The pool that has them does not answer, or has not got them any more.
+            OSError: It cannot be reached.
+        """
+        data_id = share_id(run.run_id)
+        here = self._runs.get(data_id)
+        if isinstance(here, PoolFetchers):
+            fetchers = here
+            fetchers.owner = ""
+            fetchers.publish = lambda event: self._tasks.start(run.relay([event]))
+            await run.relay(fetchers.said)
+            return partial(fetchers.halt, "kill")
+        if run.plan.data is None:
+            return _no_fetchers
+        folder = Path(run.folder.context().data_folder)
+        return await take_fetchers(folder, data_id, run.relay, self._tasks)
+
+    async def take_fetchers(self, asked: TakeFetchers) -> list[Event] | None:
+        """Make another pool's process the owner of a run's fetchers that are here."""
+        fetchers = self._runs.get(asked.run_id)
+        if not isinstance(fetchers, PoolFetchers) or asked.owner not in self._kernels.connected:
+            return None
+        fetchers.owner, fetchers.publish = asked.owner, self._teller(asked.owner, asked.run_id)
+        return fetchers.said
+
+    async def _carry_out(
+        self, run: PoolRun, journal: Writer, tell: Tell, until_end: contextlib.AsyncExitStack
+    ) -> None:
+        """Tell a run's end when it is in the journal and the store is free for the next run."""
+        try:
+            ended = await _end_of(run)
+            journal.append(ended)
+        finally:
+            closing = asyncio.ensure_future(until_end.aclose())
+            await asyncio.wait({closing}, timeout=END_S)  # the state folder's disk may hang
+        if run.owner:
+            tell(ended)
+        await asyncio.to_thread(journal.folder.payload.unlink, missing_ok=True)
+        if end_fetchers := self._fetchers_of.pop(run.run_id, None):
+            with contextlib.suppress(PoolError, OSError):  # with their pool, they are gone
+                await end_fetchers()
+            await asyncio.to_thread(notify, journal.folder, ended)
 
     async def _interrupted_end(self, owner: str, tell: Tell) -> None:
         """Return when interrupted runs of a kernel, or of kernels that are gone, have ended.
@@ -426,18 +506,8 @@ def _journal(folder: RunFolder, tell: Tell) -> Writer:
     return Writer(folder, say)
 
 
-async def _carry_out(
-    run: PoolRun, journal: Writer, tell: Tell, until_end: contextlib.AsyncExitStack
-) -> None:
-    """Tell a run's end when it is in the journal and the store is free for the next run."""
-    try:
-        ended = await _end_of(run)
-        journal.append(ended)
-    finally:
-        closing = asyncio.ensure_future(until_end.aclose())
-        await asyncio.wait({closing}, timeout=END_S)  # the state folder's disk may hang
-    tell(ended)
-    await asyncio.to_thread(journal.folder.payload.unlink, missing_ok=True)
+async def _no_fetchers() -> None:
+    """End the fetchers of a run that has none."""
 
 
 async def _end_of(run: PoolRun) -> RunEnded:

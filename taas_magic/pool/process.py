@@ -72,6 +72,14 @@ class PoolPlace(Struct):
     pid: int = 0
 
 
+def place_in(folder: Path) -> PoolPlace | None:
+    """Return what `pool.json` in a pool's folder says; None while there is none."""
+    try:
+        return unpack((folder / "pool.json").read_bytes(), PoolPlace)
+    except FileNotFoundError:
+        return None
+
+
 LINGER_S = 5.0
 """How long a pool's process waits for a kernel after the last one has gone."""
 
@@ -225,11 +233,8 @@ class PoolFolder:
         Raises:
             PoolError: It is of another version than this kernel.
         """
-        try:
-            place = unpack((self.path / "pool.json").read_bytes(), PoolPlace)
-        except FileNotFoundError:
-            return None
-        if place.pid != process.pid:
+        place = place_in(self.path)
+        if place is None or place.pid != process.pid:
             return None
         if place.made_of != this_kernel():
             raise PoolError(

@@ -23,7 +23,9 @@ from taas_magic.host.files import FileServer, OwnedFiles
 from taas_magic.host.spec import HostSpec, StartShare, fetcher_failed, of_host
 from taas_magic.host.system import LOOPBACK
 from taas_magic.host.watch import HALT_S, LEFT_GRACE_S, first_failure, host_failure
+from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
+    Detached,
     EndRun,
     Event,
     Failure,
@@ -76,7 +78,7 @@ STACKS_S = 15.0
 AGAIN_S = 5.0
 """After hosts could not be had, how long until they are asked for again."""
 
-POOLS_OWN = (StateChanged, Restart, RunEnded)
+POOLS_OWN = (StateChanged, Detached, Restart, RunEnded)
 """Events that no host sends: the pool decides what they say."""
 
 TICK_S = 0.1
@@ -191,7 +193,7 @@ class Share(ABC):
 
     Args:
         spec: What its first host is told.
-        owner: The Dask client of the run's kernel.
+        owner: The Dask client of the run's kernel; "" for a run that was detached.
     """
 
     def __init__(
@@ -234,6 +236,11 @@ class Share(ABC):
     @abstractmethod
     def _lost(self, part: HostPart, why: str) -> None:
         """Say that a host is gone."""
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder on the notebook's machine."""
+        return self._spec.folder
 
     @property
     def plan(self) -> Plan:
@@ -415,6 +422,13 @@ class Share(ABC):
 class PoolFetchers(Share):
     """The fetchers of a run."""
 
+    def __init__(
+        self, spec: HostSpec, owner: str, members: Members, publish: Callable[[Event], None]
+    ) -> None:
+        super().__init__(spec, owner, members, publish)
+        self.said: list[Event] = []
+        """The starts and ends of fetchers, for who becomes their owner later."""
+
     async def start(self) -> list[str]:
         """See `Share.start`; when one host fails, those that have started are not ended here."""
         chosen = (await self._take(self._data.pool_hosts))[: self._data.hosts]
@@ -454,6 +468,12 @@ class PoolFetchers(Share):
         if isinstance(event, HostEnded):
             self._leave(part)
             return
+        self._say(event)
+
+    def _say(self, event: Event) -> None:
+        """Publish an event; keep it, where an owner that comes later needs it."""
+        if isinstance(event, FetcherStarted | FetcherEnded):
+            self.said.append(event)
         self.publish(event)
 
     def _lost(self, part: HostPart, why: str) -> None:
@@ -465,7 +485,7 @@ class PoolFetchers(Share):
         for fetcher in self._data.on(part.host_rank):
             ended = fetcher_failed(self.plan, fetcher, f"host {host} is gone: {why}")
             ended.host = host
-            self.publish(ended)
+            self._say(ended)
 
 
 class PoolRun(Share):
@@ -487,6 +507,7 @@ class PoolRun(Share):
         self.over = over
         self._restarts = 0
         self._fetchers: dict[int, LoaderPlaces] = {}
+        self._relayed: set[tuple[type[Event], int, float]] = set()
         self._growth: asyncio.Task[tuple[Plan, list[Member]]] | None = None
         """The search for hosts of a larger attempt."""
         self._ways = contextlib.AsyncExitStack()
@@ -531,6 +552,9 @@ class PoolRun(Share):
         """Take what the run's fetchers said; its hosts are told where they listen."""
         for said in events:
             if isinstance(said, FetcherStarted | FetcherEnded):
+                if (about := (type(said), said.number, said.time)) in self._relayed:
+                    continue  # told again, as their owner has changed
+                self._relayed.add(about)
                 self.publish(structs.replace(said, entry=UNSET))
                 if said.entry:
                     self._fetchers[said.number] = said.entry

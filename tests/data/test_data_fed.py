@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.errors import RankFailed
-from taas_magic.journal import folder as journal
+from taas_magic.notebook import runs
 from tests.data import ledger
 from tests.events import Line
 from tests.harness import Notebook, Outcome, on_event
@@ -78,7 +78,7 @@ def test_slow_storage_is_seen_and_advice_given(notebook: Notebook) -> None:
     assert outcome.error is None and outcome.run is not None
     assert "for 'loader': its storage waits; --cpus " in outcome.run.advice
     assert isinstance(outcome.run.plot(), Figure)
-    old = journal.find(outcome.run.run_id)
+    old = runs.find(outcome.run.run_id)
     assert old.advice == outcome.run.advice
     assert 0.1 < outcome.run.waited["loader"] == old.waited["loader"] <= 1.0
     assert isinstance(old.plot(), Figure)

@@ -18,7 +18,7 @@ from taas_magic.config import load_config
 from taas_magic.errors import PoolError, RankFailed
 from taas_magic.host.spec import HostSpec
 from taas_magic.notebook import pools
-from taas_magic.notebook.run import Run
+from taas_magic.notebook.run import RunDriver
 from taas_magic.pool.client import ConnectionEnded, PoolConnection
 from tests.data import ledger
 from tests.events import Line
@@ -284,7 +284,7 @@ def test_the_journal_says_where_fetchers_were_but_not_where_they_listen(
 
 
 def test_prefilling_ends_with_the_process_of_the_fetchers_pool(two_pools: Notebook) -> None:
-    def kill(run: Run) -> None:
+    def kill(run: RunDriver) -> None:
         psutil.Process(pools.named("data", load_config(Path.cwd())).connect().process.pid).kill()
 
     with (

@@ -287,7 +287,7 @@ def test_a_console_gets_the_last_lines_of_a_flood_at_the_end(client: BlockingKer
     streams = contents(run_in(client, code, allow_stdin=True), "stream")
     text = "".join(stream["text"] for stream in streams)
     assert 8_000_000 < len(text) < 9_000_000
-    assert f" MB): %taas logs run-1\n[0] 11 {9970:090}\n" in text
+    assert f" MB): %taas logs run-1\n[0] 11 {9900:090}\n" in text
     assert f"[0] 11 {9999:090}\nSUCCEEDED digits" in text
 
 

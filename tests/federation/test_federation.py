@@ -12,7 +12,7 @@ from taas_magic.errors import RankFailed, UsageError
 from taas_magic.federation.federation import Federation
 from taas_magic.federation.flower import RESULT, _keeping
 from taas_magic.notebook import launch
-from taas_magic.notebook.run import Run
+from taas_magic.notebook.runs import Run
 from tests.events import Line
 from tests.harness import Notebook, on_event, without_pytests_filter
 from tests.rig.hosts import Hosts, hosts_up

@@ -37,7 +37,7 @@ from taas_magic.messages import (
     StackFrame,
 )
 from taas_magic.notebook.magic import run_command
-from taas_magic.notebook.run import Run
+from taas_magic.notebook.run import RunDriver
 from taas_magic.plan import Flags, HostCapacity, make_plan
 from tests.events import Line, failure, new_state
 from tests.eventually import eventually
@@ -60,7 +60,7 @@ dist.all_reduce(torch.ones(1))
 """
 
 
-def stop(run: Run) -> None:
+def stop(run: RunDriver) -> None:
     run_command(f"stop {run.run_id}", Config())
 
 
@@ -200,10 +200,10 @@ while not os.path.exists("{tmp_path}/end"):
     time.sleep(0.2)
 """
 
-    def go_on(run: Run) -> None:
+    def go_on(run: RunDriver) -> None:
         (tmp_path / "go on").touch()
 
-    def end(run: Run) -> None:
+    def end(run: RunDriver) -> None:
         (tmp_path / "end").touch()
 
     with (
@@ -273,7 +273,7 @@ time.sleep(600)
     )
     shown: list[str] = []
 
-    def look(run: Run) -> None:
+    def look(run: RunDriver) -> None:
         shown.append(stacks_with(*awaited))
         stop(run)
 
@@ -399,7 +399,7 @@ def test_stacks_shows_fetchers_and_their_workers(
     notebook.define(SLOW_LOADER)
     shown: list[str] = []
 
-    def look(run: Run) -> None:
+    def look(run: RunDriver) -> None:
         shown.append(stacks_with("Cell In[1], line 9, in __getitem__"))
         stop(run)
 
@@ -464,7 +464,7 @@ def test_stacks_of_a_rank_that_is_stopped(
     source = f"print('up')\n{AFTER_BEATS}\nos.kill(os.getpid(), 19)\n"
     shown: list[str] = []
 
-    def look(run: Run) -> None:
+    def look(run: RunDriver) -> None:
         while not begun:  # a line may be heard before it is heard whose it is
             threading.Event().wait(0.05)
         [pid] = begun[0]["pids"].values()

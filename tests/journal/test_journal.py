@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,9 @@ from taas_magic.config import Config
 from taas_magic.display.head import text
 from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
-from taas_magic.journal.folder import PlanHead, RunFolder, Writer
+from taas_magic.journal.folder import PlanHead, RunContext, RunFolder, RunSummary, Writer
 from taas_magic.messages import Display, Event, encode, event_of
-from taas_magic.notebook import pools
+from taas_magic.notebook import pools, runs
 from taas_magic.notebook.magic import run_command
 from tests.events import event, line_of, new_state
 from tests.eventually import eventually
@@ -60,7 +59,7 @@ def test_state_dir_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
 def test_records_tell_how_runs_stand() -> None:
     make_run("r1", event("state", state="RUNNING"), event("ended", state="FAILED"))
     writer = write(make_run("r2", name="second"), event("state", state="RUNNING"))
-    newest, oldest = journal.runs()
+    newest, oldest = runs.runs()
     assert (newest.run_id, newest.state) == ("r2", "RUNNING")
     assert (oldest.state, oldest.world_size) == ("FAILED", 2)
     writer.close()
@@ -73,14 +72,14 @@ def test_how_long_runs_took() -> None:
     ended = event("ended", state="FAILED", time=9.0, elapsed_s=2.5)
     make_run("r2", event("state", state="RUNNING", time=5.0), ended)
     writer = write(make_run("r3"), event("state", state="RUNNING", time=time.time() - 50.0))
-    goes_on, told, not_told = journal.runs()
+    goes_on, told, not_told = runs.runs()
     assert (not_told.elapsed_s, told.elapsed_s) == (4.0, 2.5) and goes_on.elapsed_s >= 50.0
     writer.close()
 
 
 def test_a_run_that_nobody_keeps_any_more_is_lost() -> None:
     make_run("r1", event("state", state="RUNNING", time=5.0))
-    [lost] = journal.runs()
+    [lost] = runs.runs()
     assert (lost.state, lost.elapsed_s) == ("LOST", 0.0)
 
 
@@ -89,23 +88,22 @@ def test_a_journal_is_read_when_its_run_is_asked_for(monkeypatch: pytest.MonkeyP
         make_run(run_id, event("ended", state="SUCCEEDED"), name=f"run {run_id}")
     writer = write(make_run("r5"), event("state", state="RUNNING"))
     (journal.state_dir() / "runs" / "r6").mkdir()  # of a kernel that is just making it
-    opened: list[str] = []
-    read_events = RunFolder.read_events
+    opened: set[str] = set()
+    summary = journal.summary
 
-    def read(folder: RunFolder) -> Iterator[Event]:
-        opened.append(folder.run_id)
-        return read_events(folder)
+    def read(folder: RunFolder) -> RunSummary:
+        opened.add(folder.run_id)
+        return summary(folder)
 
-    monkeypatch.setattr(RunFolder, "read_events", read)
+    monkeypatch.setattr(journal, "summary", read)
     for run_id in ("r2", "run r2", "r3"):
-        journal.find(run_id)
+        runs.find(run_id)
     assert list(journal.ids()) == ["r5", "r4", "r3", "r2", "r1"]
-    assert opened == ["r2", "r2", "r3"]
-    opened.clear()
+    assert not opened
     monkeypatch.setattr(pools, "stop", lambda run, settings: None)
     assert run_command("stop", Config()) == "stopping run r5"
     assert run_command("logs", Config()) == "rank 0 of run r5 wrote nothing"
-    assert opened == ["r5", "r5"]
+    assert opened == {"r5"}
     with pytest.raises(UsageError, match="run r3 is not running: SUCCEEDED"):
         run_command("stop r3", Config())
     for number in range(9):
@@ -126,8 +124,8 @@ def test_a_run_that_ends_while_its_journal_is_read_is_not_lost(
         writer.close()
         return False
 
-    monkeypatch.setattr(journal, "_is_kept", end)
-    [run] = journal.runs()
+    monkeypatch.setattr(journal, "is_kept", end)
+    [run] = runs.runs()
     assert run.state == "SUCCEEDED"
 
 
@@ -141,17 +139,31 @@ def test_a_line_that_is_being_written_is_left_out() -> None:
 def test_runs_are_found_by_id_prefix_and_name() -> None:
     make_run("20260101-1")
     make_run("20260202-2", name="second")
-    assert journal.find(None).run_id == "20260202-2"
-    assert journal.find("20260101").run_id == "20260101-1"
-    assert journal.find("second").run_id == "20260202-2"
+    assert runs.find(None).run_id == "20260202-2"
+    assert runs.find("20260101").run_id == "20260101-1"
+    assert runs.find("second").run_id == "20260202-2"
     with pytest.raises(UsageError, match=r'No run "x". The newest are: 20260202-2'):
-        journal.find("x")
+        runs.find("x")
+
+
+def test_what_is_attached_where_no_run_is_named() -> None:
+    ended = event("ended", state="SUCCEEDED")
+    for number in (1, 2):
+        make_run(f"r{number}", ended).write_context(RunContext(project="/here"))
+    make_run("r3", ended).write_context(RunContext(project="/there"))
+    writer = write(make_run("r0"), event("state", state="RUNNING"))
+    assert runs.to_attach(None, Path("/here")).run_id == "r2"
+    assert runs.to_attach(None, Path("/nowhere")).run_id == "r0"
+    writer.folder.write_context(RunContext(project="/here"))
+    assert runs.to_attach(None, Path("/here")).run_id == "r0"
+    assert runs.to_attach("r1", Path("/here")).run_id == "r1"
+    writer.close()
 
 
 def test_logs_are_read_by_rank() -> None:
     folder = make_run("r1")
     folder.log(1).write_bytes(b"gr\xc3\xbcn \xff\n")
-    record = journal.find("r1")
+    record = runs.find("r1")
     assert record.logs(1) == "grün \ufffd\n"
     assert record.logs(0) == ""
     with pytest.raises(UsageError, match="ranks 0 to 1; got 2"):
@@ -164,7 +176,7 @@ def test_pruning_keeps_the_newest_and_what_runs() -> None:
     for run_id in ("r2", "r3", "r4"):
         make_run(run_id, ended)
     journal.prune(keep_runs=2, keep_bytes=1 << 30)
-    assert [seen.run_id for seen in journal.runs()] == ["r4", "r3", "r1"]
+    assert [seen.run_id for seen in runs.runs()] == ["r4", "r3", "r1"]
     writer.close()
 
 
@@ -172,7 +184,7 @@ def test_pruning_bounds_the_size() -> None:
     for run_id in ("r1", "r2"):
         make_run(run_id, event("ended", state="SUCCEEDED")).log(0).write_bytes(bytes(1000))
     journal.prune(keep_runs=10, keep_bytes=1500)
-    assert [seen.run_id for seen in journal.runs()] == ["r2"]
+    assert [seen.run_id for seen in runs.runs()] == ["r2"]
 
 
 def test_a_full_disk_is_said_once_and_stops_nobody() -> None:
@@ -212,7 +224,7 @@ def test_a_journal_is_bounded_and_still_says_how_the_run_ended() -> None:
     writer.close()
     assert folder.events.stat().st_size < 6 << 20
     assert said == ["it has 5 MiB; what ranks print goes on in their logs"]
-    assert journal.find("r1").state == "SUCCEEDED"
+    assert runs.find("r1").state == "SUCCEEDED"
 
 
 NESTED = b"[" * 3000 + b"]" * 3000
@@ -225,19 +237,19 @@ def test_what_is_torn_is_read_as_far_as_it_goes() -> None:
         file.write(b'\n{"kind": "display", "data": {"a": %b}}\n' % NESTED)
     write(folder, event("ended", state="FAILED")).close()  # by the kernel, which has lost its pool
     assert [line_of(seen)["kind"] for seen in folder.read_events()] == ["state", "ended"]
-    assert journal.find("r1").state == "FAILED"
+    assert runs.find("r1").state == "FAILED"
     make_run("r2", event("state", state="RUNNING"))
     (RunFolder(journal.state_dir() / "runs" / "r2").path / "plan.json").write_bytes(NESTED)
-    assert [seen.run_id for seen in journal.runs()] == ["r1"]
+    assert [seen.run_id for seen in runs.runs()] == ["r1"]
 
 
 def test_a_run_whose_kernel_died_before_the_launch_is_lost_and_pruned() -> None:
     held = RunFolder.create("r1", PLAN, "")
     RunFolder.create("r2", PLAN, "")
     with held.held():
-        assert [seen.state for seen in journal.runs()] == ["LOST", "STARTING"]
+        assert [seen.state for seen in runs.runs()] == ["LOST", "STARTING"]
         journal.prune(keep_runs=0, keep_bytes=0)
-        assert [seen.run_id for seen in journal.runs()] == ["r1"]
+        assert [seen.run_id for seen in runs.runs()] == ["r1"]
 
 
 def test_two_kernels_prune_at_once() -> None:
@@ -247,7 +259,7 @@ def test_two_kernels_prune_at_once() -> None:
     prune = "from taas_magic.journal.folder import prune; prune(keep_runs=1, keep_bytes=1 << 30)"
     kernels = [subprocess.Popen([sys.executable, "-c", prune]) for _ in range(3)]
     assert [kernel.wait(100) for kernel in kernels] == [0, 0, 0]
-    assert [seen.run_id for seen in journal.runs()] == ["r099"]
+    assert [seen.run_id for seen in runs.runs()] == ["r099"]
 
 
 def test_texts_that_no_codec_takes_are_escaped() -> None:
@@ -268,7 +280,7 @@ Its two ranks read a registered loader; rank 1 raised, and raised again after th
 
 def test_a_run_of_an_older_version_is_read_whole() -> None:
     shutil.copytree(OLD, journal.state_dir() / "runs" / "20260101-120000-0000000")
-    [run] = journal.runs()
+    [run] = runs.runs()
     assert (run.name, run.state, run.world_size, run.failed_rank) == ("old", "FAILED", 2, 1)
     assert run.elapsed_s == pytest.approx(6.2, abs=0.1)
     assert 0.1 < run.waited["loader"] < 0.3

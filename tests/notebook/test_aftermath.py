@@ -20,7 +20,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from taas_magic.config import PoolConfig
-from taas_magic.journal.folder import ENDED_STATES, RunFolder, record
+from taas_magic.journal.folder import ENDED_STATES, RunFolder, summary
 from taas_magic.store.rule import user_name
 from tests.frontend import Frontend, Scene, environment
 from tests.harness import forkservers, left_of, processes, remove_cgroup, words
@@ -403,7 +403,7 @@ def a_kernel_that_dies_while_its_run_is_launched_leaves_no_run(
     wait_until(lambda: "kernel is gone" in events.read_text())
     with contextlib.suppress(psutil.NoSuchProcess):  # after 5 s its host ends it
         forkserver.resume()
-    wait_until(lambda: record(RunFolder(events.parent)).state in ENDED_STATES)
+    wait_until(lambda: summary(RunFolder(events.parent)).state in ENDED_STATES)
     assert not left_of(kept)
 
 

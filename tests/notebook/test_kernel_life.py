@@ -13,7 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from taas_magic.host.system import status_of
-from taas_magic.journal import folder as journal
+from taas_magic.notebook import runs
 from tests.chaos.tree import NEXT, grown, memory_of
 from tests.conftest import carriers
 from tests.frontend import ROOT, WAIT_S, Frontend, before_start, environment, kernel
@@ -81,7 +81,7 @@ def test_a_restarted_kernel_waits_for_its_old_run_and_a_killed_one_leaves_no_pro
     frontend.process.kill()
     assert not left_of(ranks)
     assert not left_of(processes)
-    states = [run.state for run in sorted(journal.runs(), key=lambda run: run.run_id)]
+    states = [run.state for run in sorted(runs.runs(), key=lambda run: run.run_id)]
     assert states == ["INTERRUPTED", "SUCCEEDED", "INTERRUPTED"]
 
 

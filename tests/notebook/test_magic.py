@@ -19,10 +19,11 @@ from taas_magic.capture.payload import Cell
 from taas_magic.config import Config
 from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
-from taas_magic.journal.folder import PlanHead, RunFolder, RunRecord
-from taas_magic.messages import HostStatus, PoolStatus, StateChanged
+from taas_magic.journal.folder import PlanHead, RunFolder
+from taas_magic.messages import HostStatus, PoolStatus, RunEnded, StateChanged
 from taas_magic.notebook import magic, pools
 from taas_magic.notebook.pools import PoolRow
+from taas_magic.notebook.runs import Run
 from taas_magic.plan import Flags
 from tests.eventually import eventually
 
@@ -41,7 +42,7 @@ class FakeLaunch(ModuleType):
     def tell(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> str:
         return f"{flags.gpus} ranks"
 
-    def stop(self, run: RunRecord, config: Config) -> None:
+    def stop(self, run: Run, config: Config) -> None:
         self.asked.append(("stop", run.run_id))
 
     def rows(self, config: Config) -> list[PoolRow]:
@@ -112,7 +113,7 @@ def a_run(run_id: str, state: str, log: str = "") -> journal.Writer:
     """Return a run whose controller lives until the writer is closed."""
     folder = RunFolder.create(run_id, PlanHead(run_id, "", "local", 2), "")
     writer = journal.Writer(folder)
-    writer.append(StateChanged(state=state))
+    writer.append(StateChanged(state=state) if state == "RUNNING" else RunEnded(state=state))
     eventually(lambda: any(folder.read_events()))
     folder.log(1).write_text(log)
     return writer
@@ -187,7 +188,7 @@ def test_names_of_the_notebook_are_filled_in(shell: InteractiveShell, launch: Fa
         ("#pragma taas --gpus 2\n\n", "nothing to run"),
         ("%taas --gpus 2", "begin it with %%taas"),
         ("%taas statsu", 'did you mean "status"'),
-        ("%taas nothing", "It has: status, logs, stacks, stop, pools, warm, down, report"),
+        ("%taas nothing", "attach, detach, stacks, stop, pools, warm, down, report"),
         ("%taas pools x", 'does not take "x". It is used as: %taas pools'),
         ("%taas logs --rank x", '--rank needs a rank\'s number (--rank 3); got "x"'),
         ("%taas logs --rank", "--rank needs a rank's number (--rank 3)"),

@@ -18,7 +18,7 @@ from taas_magic.display.view import View
 from taas_magic.errors import PoolError, RunLost
 from taas_magic.host.system import status_of
 from taas_magic.notebook import pools
-from taas_magic.notebook.run import Interrupts, Run
+from taas_magic.notebook.run import Interrupts, RunDriver
 from taas_magic.pool.client import ConnectionEnded, Pool, Wait
 from taas_magic.pool.process import PoolFolder
 from tests.conftest import carriers
@@ -75,13 +75,13 @@ def two_interrupts_end_the_cell(frontend: Frontend, token: str, stopped: str, sa
 
 
 def test_the_hosts_that_are_left_are_those_of_the_newest_attempt(own_pool: Pool) -> None:
-    run, interrupts = Run(new_state(n_hosts=2), {}), Interrupts()
+    run, interrupts = RunDriver(new_state(n_hosts=2)), Interrupts()
     run.hosts, interrupts.count = ["gpu1", "gpu2"], 2
     for host, attempt in (("gpu1", 0), ("gpu2", 0), ("gpu3", 1), ("gpu1", 1)):
         run.put(event("restart", attempt=1) if host == "gpu3" else event("note", text="on"))
         run.put(event("started", host, attempt=attempt, pids={}))
     run.follow(own_pool.connect(), View(run.head), interrupts)
-    assert run.state == "INTERRUPTED" and "the ranks on gpu3, gpu1; the pool" in run.head.why
+    assert run.head.state == "INTERRUPTED" and "the ranks on gpu3, gpu1; the pool" in run.head.why
 
 
 def carriers_of(token: str, command: str) -> list[psutil.Process]:
@@ -196,19 +196,19 @@ def test_an_interrupt_while_a_pool_starts_leaves_no_wait_and_one_process(
 def test_a_run_ends_with_its_pools_process_though_another_has_taken_its_place(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool, replaced, check = pools.named("local", Config()), threading.Event(), Run._check
+    pool, replaced, check = pools.named("local", Config()), threading.Event(), RunDriver._check
 
-    def replace(run: Run) -> None:
+    def replace(run: RunDriver) -> None:
         process_of(pool).kill()
         eventually(lambda: pool.connection is None)
         pool.open()
         replaced.set()
 
-    def check_late(run: Run, *args: Any) -> None:
+    def check_late(run: RunDriver, *args: Any) -> None:
         assert replaced.wait(WAIT_S)
         check(run, *args)
 
-    monkeypatch.setattr(Run, "_check", check_late)
+    monkeypatch.setattr(RunDriver, "_check", check_late)
     first = pool.connect().process
     with on_event(monkeypatch, lambda event: event["kind"] == "lines", replace):
         outcome = notebook.run("import time\nprint('begun', flush=True)\ntime.sleep(600)", gpus=1)
@@ -332,13 +332,13 @@ above = psutil.Process().parents()
 next(it for it in above if "host.agent" in str(it.cmdline())).kill()
 """
 
-    def interrupt(run: Run) -> None:
+    def interrupt(run: RunDriver) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     with on_event(monkeypatch, lambda event: event["kind"] == "restart", interrupt):
         outcome = notebook.run(source, "--max-restarts 1", gpus=1)
     assert isinstance(outcome.error, KeyboardInterrupt)
-    assert outcome.run is not None and outcome.run.state == "INTERRUPTED"
+    assert outcome.run is not None and outcome.run.head.state == "INTERRUPTED"
     assert notebook.run("print('on')", gpus=1).lines == {0: ["on"]}
 
 
@@ -347,7 +347,7 @@ def test_a_host_that_does_not_end_a_run_is_ended(
 ) -> None:
     """The host's next attempt opens a log that nobody reads: its thread waits for ever."""
 
-    def interrupt(run: Run) -> None:
+    def interrupt(run: RunDriver) -> None:
         while not opens_a_pipe(agent):
             threading.Event().wait(0.02)
         os.kill(os.getpid(), signal.SIGINT)

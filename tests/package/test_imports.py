@@ -14,7 +14,7 @@ PACKAGE = ROOT / "taas_magic"
 # Top to bottom; a module imports from its own floor and those below it. A folder stands for all
 # that is in it. The package's own __init__ is left out: every import of a module runs it.
 FLOORS = (
-    ("kernel", "__init__", "api"),
+    ("kernel", "__init__", "__main__", "api"),
     ("farms", "federation"),
     ("notebook",),
     ("display", "pool"),

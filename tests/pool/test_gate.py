@@ -23,6 +23,7 @@ from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.host.spec import HostSpec, Launch, Origin, StartShare
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
+    Detach,
     EndPool,
     EndRun,
     GetAgentKeys,
@@ -35,6 +36,7 @@ from taas_magic.messages import (
     PlaceFetcher,
     Relay,
     Request,
+    TakeFetchers,
     WaitForHosts,
     ask,
     from_bytes,
@@ -180,7 +182,7 @@ def test_who_may_ask_what_and_who_answers(
     by_hosts: Kinds = {ListRunFiles, ReadRunFile, WriteRunFile, MakeToken, ListStore, ReadStore}
     by_hosts |= {ListChanges, PublishFiles}
     by_kernels: Kinds = {WaitForHosts, Launch, Relay, Halt, GetStatus, GetStacks}
-    by_kernels |= {GetFacts, EndPool}
+    by_kernels |= {GetFacts, EndPool, Detach, TakeFetchers}
     of_hosts: Kinds = {Greet, GetFacts, StartShare, Halt, EndRun, PlaceFetcher, GetStacks}
     kinds = {it for it in leaves(Request) if it.__module__.startswith("taas_magic.")}
     assert kinds == by_hosts | by_kernels | of_hosts | {GetAgentKeys}

@@ -18,7 +18,7 @@ from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import PoolError
 from taas_magic.messages import EndPool, Event, Started, pack
 from taas_magic.notebook import pools
-from taas_magic.notebook.run import Run
+from taas_magic.notebook.run import RunDriver
 from taas_magic.pool import process as pool_process
 from taas_magic.pool.client import Pool, PoolConnection
 from taas_magic.pool.process import PoolFolder, PoolPlace
@@ -109,7 +109,7 @@ dist.barrier()
 def test_the_kernel_hears_a_run_from_its_first_event_on(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, put = connection_of(the_pool(notebook))._client, Run.put
+    client, put = connection_of(the_pool(notebook))._client, RunDriver.put
     send = client._send_to_scheduler
     heard: list[str] = []
 
@@ -117,12 +117,12 @@ def test_the_kernel_hears_a_run_from_its_first_event_on(
         if message["op"] != "subscribe-topic":
             send(message)
 
-    def hear(run: Run, event: Event) -> None:
+    def hear(run: RunDriver, event: Event) -> None:
         heard.append(line_of(event)["kind"])
         put(run, event)
 
     monkeypatch.setattr(client, "_send_to_scheduler", send_late)
-    monkeypatch.setattr(Run, "put", hear)
+    monkeypatch.setattr(RunDriver, "put", hear)
     outcome = notebook.run("print('here')")
     assert heard[0] == "state"
     assert heard == [event["kind"] for event in outcome.events]

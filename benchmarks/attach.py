@@ -1,0 +1,66 @@
+"""How long it takes until a run with a journal of 100 MB is shown again.
+
+    python benchmarks/attach.py
+
+Two journals of runs that have ended: lines of 8 ranks, and reports of their loaders.
+"""
+
+import contextlib
+import io
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from taas_magic.journal.folder import RunFolder, Writer
+from taas_magic.messages import Event, Lines, RankCounts, RankReport, RunEnded, StateChanged, encode
+from taas_magic.notebook.attach import attach
+from taas_magic.notebook.runs import Run
+from taas_magic.plan import Flags, HostCapacity, make_plan
+
+JOURNAL_BYTES = 100_000_000
+RANKS = 8
+
+
+def journal(run_id: str, kind: str) -> Run:
+    """Return an ended run whose journal is full of one kind of event."""
+    plan = make_plan(Flags(gpus=RANKS), HostCapacity(0, RANKS), run_id)
+    folder = RunFolder.create(run_id, plan, "pass")
+    events: list[Event] = []
+    for step in range(2000):
+        rank, now = step % RANKS, 1e9 + step / RANKS
+        if kind == "reports":
+            counts = RankCounts(batches=step, span_s=step / RANKS, waited_s=1.0, bytes=step * 1000)
+            events.append(RankReport(rank=rank, cores=8, loaders={"train": counts}, time=now))
+        else:
+            events.append(Lines(rank=rank, lines=[f"step {step} loss {1 / (step + 1)}"], time=now))
+    block = b"".join(encode(event) + b"\n" for event in events)
+    with folder.events.open("wb") as file:
+        file.write(encode(StateChanged(state="RUNNING", time=1e9)) + b"\n")
+        while file.tell() < JOURNAL_BYTES:
+            file.write(block)
+    writer = Writer(folder)
+    writer.append(RunEnded(state="SUCCEEDED", time=2e9))
+    writer.close()
+    return Run(folder.path)
+
+
+def main() -> None:
+    """Attach each, and print how long it took."""
+    with tempfile.TemporaryDirectory() as state:
+        os.environ["TAAS_STATE_DIR"] = state
+        for number, kind in enumerate(("lines", "reports")):
+            run = journal(f"run-{number}", kind)
+            size = Path(run.path / "events.jsonl").stat().st_size
+            took = []
+            for _ in range(5):
+                began, cpu = time.perf_counter(), time.process_time()
+                with contextlib.redirect_stdout(io.StringIO()):
+                    attach(Run(run.path))
+                took.append((time.perf_counter() - began, time.process_time() - cpu))
+            wall, used = (min(each) for each in zip(*took, strict=True))
+            print(f"{kind}: {size / 1e6:.0f} MB, {wall:.2f} s, of which {used:.2f} s computing")
+
+
+if __name__ == "__main__":
+    main()

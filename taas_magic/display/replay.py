@@ -1,0 +1,341 @@
+"""A journal folded into the state of its run, and into what a view that comes later shows. Pure.
+
+The state is exact: every event that says something about the head is applied. Of what ranks
+printed, only the end is decoded, which makes a journal of 100 MB cost less than a second.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from taas_magic.config import size_text
+from taas_magic.display.head import TQDM, RunState
+from taas_magic.host.output import ERROR_WORDS, LogBudget
+from taas_magic.messages import (
+    ClearOutput,
+    Display,
+    Event,
+    Lines,
+    Restart,
+    RunEnded,
+    StateChanged,
+    event_of,
+)
+from taas_magic.plan import Plan
+
+TAIL_BYTES = 500_000
+"""How much of the end of a log a view shows of what was printed before it came."""
+
+END_LINES = 100
+"""How many lines at both ends of a longer log the view of an ended run shows."""
+
+ERRORS = (64_000, 1_000)
+"""Bytes and lines that look like errors which such a view shows of what is between them."""
+
+_LINES, _DROPPED = b'{"kind":"lines"', b'{"kind":"dropped"'
+_PROGRESS = b'{"kind":"progress"'
+_COUNTS = (b'{"kind":"data"', b'{"kind":"fetched"')
+_NO_TEXT = b'"text":""}\n'
+_REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
+_ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
+
+_LEAST_COUNTS = 2_000
+"""Reports of loaders at both ends of an attempt that are all applied: rates need the last ones."""
+
+Piece = Event | str
+"""What a view shows: an event, or a line that no rank printed."""
+
+
+class Replay:
+    """Folds a journal, as far as it was read; more of it may follow.
+
+    Args:
+        state: The run's state before its first event.
+    """
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._log_ranks = {str(rank).encode() for rank in state.plan.log_ranks or ()}
+        self._progress: list[bytes] = []
+        plan = state.plan
+        n_ranks = plan.room.most if plan.room else plan.world_size
+        n_fetchers = len(plan.data.fetchers) if plan.data else 0
+        self._counts = _Counts(_LEAST_COUNTS + 8 * n_ranks, n_ranks + n_fetchers)
+        self._shown = _Shown(state.plan)
+
+    @property
+    def state(self) -> RunState:
+        """The run's state after all that was read."""
+        self._apply_pending()
+        return self._state
+
+    def read(self, chunk: bytes) -> None:
+        """Take the next lines of the journal."""
+        errs, has_bar = any(word in chunk for word in _ERROR_WORDS), b"%|" in chunk
+        is_plain = chunk.startswith(_LINES) and not has_bar and not self._log_ranks
+        if is_plain and chunk.count(b"\n" + _LINES) == chunk.count(b"\n") - 1:
+            self._shown.add(chunk, errs)
+            return
+        printed, counts = list[bytes](), list[bytes]()
+        for line in chunk.splitlines(keepends=True):
+            if line.startswith(_LINES):
+                if not self._log_ranks or _reporter(line) in self._log_ranks:
+                    printed.append(line)
+                if has_bar and b"%|" in line and _reporter(line) == b"0":
+                    self._take_bar(line)
+            elif line.startswith(_COUNTS):
+                counts.append(line)
+            elif line.startswith(_PROGRESS):
+                if not line.endswith(_NO_TEXT):
+                    self._progress.clear()
+                if len(self._progress) < 2:  # another empty text changes nothing
+                    self._progress.append(line)
+            elif line.startswith(_DROPPED):
+                printed.append(line)
+            elif (event := _decoded(line)) is not None:
+                self._shown.add(b"".join(printed), errs)
+                self._counts.add(counts)
+                printed, counts = [], []
+                self._take(event)
+        self._shown.add(b"".join(printed), errs)
+        self._counts.add(counts)
+
+    def pieces(self) -> list[Piece]:
+        """Return what a view shows of the past, in its order; call it once."""
+        return self._shown.pieces(self.state)
+
+    def _take(self, event: Event) -> None:
+        self._shown.keep(event)
+        if isinstance(event, Restart | RunEnded):  # they look at what came before
+            self._apply_pending()
+        if isinstance(event, StateChanged) and self._state.state == "STARTING":
+            self._state.began = event.time
+        if not isinstance(event, Display | ClearOutput):
+            self._state.apply(event, event.time)
+
+    def _take_bar(self, line: bytes) -> None:
+        event = _decoded(line)
+        if isinstance(event, Lines) and any("%|" in it and TQDM.match(it) for it in event.lines):
+            self._progress = [line]
+
+    def _apply_pending(self) -> None:
+        for line in [*self._counts.take(), *self._progress]:
+            if (event := _decoded(line)) is not None:
+                self._state.apply(event, event.time)
+        self._progress.clear()
+
+
+class _Counts:
+    """Reports of loaders that wait to be applied: sums, of which an earlier one may be left out.
+
+    The first ones and the last ones are all kept: from them come the rates, and what was there when
+    the ranks began.
+
+    Args:
+        most: How many at each end are kept.
+        reporters: How many ranks and fetchers report.
+    """
+
+    def __init__(self, most: int, reporters: int) -> None:
+        self._most, self._reporters = most, reporters
+        self._first: list[bytes] = []
+        self._sums: dict[tuple[bytes, bytes], bytes] = {}
+        self._last: deque[list[bytes]] = deque()
+        self._n_last = 0
+
+    def add(self, lines: list[bytes]) -> None:
+        """Take the next reports."""
+        if (room := self._most - len(self._first)) > 0:
+            self._first += lines[:room]
+            lines = lines[room:]
+        if not lines:
+            return
+        self._last.append(lines)
+        self._n_last += len(lines)
+        while self._n_last - len(self._last[0]) >= self._most:
+            old = self._last.popleft()
+            self._n_last -= len(old)
+            self._add_up(old)
+
+    def take(self) -> list[bytes]:
+        """Return those that are to be applied, in their order, and forget them."""
+        taken = [*self._first, *self._sums.values(), *(it for lines in self._last for it in lines)]
+        self._first, self._sums, self._n_last = [], {}, 0
+        self._last.clear()
+        return taken
+
+    def _add_up(self, lines: list[bytes]) -> None:
+        """Keep the last report of each rank and fetcher."""
+        newest: dict[tuple[bytes, bytes], bytes] = {}
+        for line in reversed(lines):
+            newest.setdefault((line[:12], _reporter(line)), line)
+            if len(newest) == self._reporters:
+                break
+        for about, line in reversed(newest.items()):
+            self._sums.pop(about, None)  # so that they are in the order of their times
+            self._sums[about] = line
+
+
+def _reporter(line: bytes) -> bytes:
+    """Return the number of the rank, or of the fetcher, that an event is of."""
+    found = _REPORTER.search(line)
+    return found[1] if found else b""
+
+
+@dataclass
+class _Block:
+    """Lines of the journal, one after the other, with what ranks printed.
+
+    Attributes:
+        number: Its place among the blocks and the events that are shown.
+        errs: Whether there may be an error in it.
+        skipped: How many lines at its beginning are among the first ones, which are kept.
+    """
+
+    number: int
+    raw: bytes
+    errs: bool
+    skipped: int = 0
+
+    def lines(self) -> list[bytes]:
+        """Return its lines."""
+        return self.raw.splitlines()
+
+    def erring(self) -> list[bytes]:
+        """Return its lines that may hold an error."""
+        if not self.errs:
+            return []
+        lines = self.lines()[self.skipped :]
+        return [line for line in lines if any(word in line for word in _ERROR_WORDS)]
+
+
+class _Shown:
+    """What a view shows of the past: displays, restarts, and the ends of what ranks printed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._numbers = plan, 0
+        self._kept: list[tuple[int, Event]] = []
+        self._displays: dict[str, list[Display]] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._kept.clear()
+        self._displays.clear()
+        self._first: list[bytes] = []
+        self._errors: list[bytes] = []
+        self._tail: deque[_Block] = deque()
+        self._tail_bytes = self._left_out_bytes = 0
+
+    def add(self, raw: bytes, errs: bool) -> None:
+        """Take the next events with lines that ranks printed."""
+        if not raw:
+            return
+        self._numbers += 1
+        block = _Block(self._numbers, raw, errs)
+        if (room := END_LINES - len(self._first)) > 0:
+            first = block.lines()[:room]
+            block.skipped = len(first)
+            self._first += first
+        self._tail.append(block)
+        self._tail_bytes += len(raw)
+        while self._tail_bytes - len(self._tail[0].raw) >= TAIL_BYTES:
+            self._leave_out(self._tail.popleft())
+
+    def keep(self, event: Event) -> None:
+        """Take an event that is shown wherever it is, or that changes what is."""
+        self._numbers += 1
+        match event:
+            case ClearOutput() if event.rank == min(self._plan.log_ranks or {0}):
+                self._clear()
+            case Display() if not self._plan.shows_displays(event.rank):
+                pass
+            case Display(update=True):
+                for shown in self._displays.get(event.display_id or "", ()):
+                    shown.data, shown.metadata = event.data, event.metadata
+            case Display():
+                self._kept.append((self._numbers, event))
+                if event.display_id:
+                    self._displays.setdefault(event.display_id, []).append(event)
+            case Restart():
+                self._kept.append((self._numbers, event))
+
+    def pieces(self, state: RunState) -> list[Piece]:
+        """Return all of it in its order, for a run with that state."""
+        if self._tail_bytes > TAIL_BYTES:
+            self._shorten(self._tail[0])
+        if not self._left_out_bytes:
+            return self._merged()
+        where = f"full log: {state.run_dir / 'logs'}"
+        if not state.has_ended:
+            size = size_text(self._left_out_bytes)
+            return [f"… {size} of the log came before this; {where}", *self._merged()]
+        first = _cut(self._first)
+        last = _cut([line for block in reversed(self._tail) for line in block.lines()[::-1]], True)
+        erring = [*self._errors, *(line for block in self._tail for line in block.erring())]
+        pieces: list[Piece] = [*first, f"… the lines between are left out; {where}"]
+        if errors := _errors_of(erring, last):
+            pieces += ["lines among them that look like errors:", *errors]
+        pieces += [event for _, event in self._kept]
+        return [*pieces, f"the last {END_LINES} lines:", *last]
+
+    def _leave_out(self, block: _Block) -> None:
+        """Forget a block, but for its errors."""
+        self._tail_bytes -= len(block.raw)
+        self._left_out_bytes += len(block.raw)
+        if len(self._errors) < ERRORS[1]:
+            self._errors += block.erring()
+
+    def _shorten(self, block: _Block) -> None:
+        """Leave the first lines of a block out, as far as there are too many."""
+        end = block.raw.find(b"\n", self._tail_bytes - TAIL_BYTES - 1) + 1
+        self._tail.popleft()
+        self._tail.appendleft(_Block(block.number, block.raw[end:], block.errs))
+        skipped = min(block.skipped, block.raw.count(b"\n", 0, end))
+        self._tail[0].skipped = block.skipped - skipped
+        self._leave_out(_Block(block.number, block.raw[:end], block.errs, skipped))
+
+    def _merged(self) -> list[Piece]:
+        found = list(self._kept)
+        for block in self._tail:
+            decoded = (_decoded(line) for line in block.lines())
+            found += [(block.number, event) for event in decoded if event is not None]
+        return [event for _, event in sorted(found, key=lambda pair: pair[0])]
+
+
+def _cut(lines: Iterable[bytes], from_end: bool = False) -> list[Lines]:
+    """Return the first END_LINES lines; `from_end`: the last, of lines that come backwards."""
+    left, found = END_LINES, list[Lines]()
+    for line in lines:
+        event = _decoded(line)
+        if isinstance(event, Lines):
+            event.lines = event.lines[-left:] if from_end else event.lines[:left]
+            found.append(event)
+            left -= len(event.lines)
+            if not left:
+                break
+    return found[::-1] if from_end else found
+
+
+def _errors_of(lines: Sequence[bytes], last: Sequence[Lines]) -> list[Lines]:
+    """Return what looks like errors and is not among the last lines, as far as it fits."""
+    budget = LogBudget(
+        lambda: 0.0, burst=(0, 0), per_s=(0, 0), reserve=ERRORS, reserve_per_s=(0, 0)
+    )
+    shown = {(event.time, event.rank) for event in last}
+    found = []
+    for line in lines:
+        event = _decoded(line)
+        if isinstance(event, Lines) and (event.time, event.rank) not in shown:
+            event.lines = budget.errors(event.lines)
+            found += [event] if event.lines else []
+    return found
+
+
+def _decoded(line: bytes) -> Event | None:
+    with suppress(msgspec.DecodeError):
+        return event_of(line)
+    return None

@@ -1,0 +1,43 @@
+"""The last lines of each rank of a run, from the log files in its folder."""
+
+import os
+from pathlib import Path
+
+from taas_magic.host.output import LineAssembler
+from taas_magic.journal.folder import RunFolder
+from taas_magic.messages import harmless
+
+TAIL_LINES = 15
+"""Lines of each rank."""
+
+MOST_RANKS = 32
+"""Ranks whose last lines a head shows; `%taas logs` shows those of the others."""
+
+_READ_BYTES = 1 << 14
+
+
+def last_lines(run_dir: Path, world_size: int, failed_rank: int | None) -> dict[int, list[str]]:
+    """Return the last lines of the lowest ranks, by rank, and first of the one that failed first.
+
+    Ranks that wrote nothing are left out; so are log files that cannot be read.
+    """
+    ranks = [failed_rank] if failed_rank is not None else []
+    ranks += [rank for rank in range(min(world_size, MOST_RANKS)) if rank != failed_rank]
+    folder, found = RunFolder(run_dir), dict[int, list[str]]()
+    for rank in ranks[:MOST_RANKS]:
+        try:
+            lines = _end_of(folder.log(rank))
+        except OSError:
+            continue
+        if lines:
+            found[rank] = lines
+    return found
+
+
+def _end_of(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _READ_BYTES))
+        assembler = LineAssembler()
+        lines = [*assembler.feed(file.read()), *assembler.flush()]
+    return [harmless(line) for line in lines[-TAIL_LINES:]]

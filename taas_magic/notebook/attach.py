@@ -1,0 +1,82 @@
+"""A run's view again: its past from the journal, then live, until it ends or the user leaves.
+
+It needs no connection to the pool: it reads the run's folder.
+"""
+
+import time
+from contextlib import suppress
+
+from msgspec import DecodeError
+
+from taas_magic.display.head import RunState
+from taas_magic.display.replay import Replay
+from taas_magic.display.view import View
+from taas_magic.errors import interrupted
+from taas_magic.journal.folder import RunFolder
+from taas_magic.journal.reader import JournalReader
+from taas_magic.messages import event_of
+from taas_magic.notebook import heads
+from taas_magic.notebook.run import Interrupts
+from taas_magic.notebook.runs import Run, goes_on
+
+POLL_S = 0.1
+"""How often the journal is looked at for what was added."""
+
+CHECK_S = 1.0
+"""How often the process that owns a run is looked for while nothing is added."""
+
+NOT_ATTACHED = "NOT ATTACHED"
+"""Title of the head of a run that may go on and is not followed any more."""
+
+
+def attach(run: Run) -> None:
+    """Show a run from its folder until it has ended.
+
+    Raises:
+        KeyboardInterrupt: The user interrupted the view; the run goes on.
+    """
+    with Interrupts() as interrupts:
+        state = _show(run, interrupts)
+    if not state.has_ended:
+        raise interrupted(goes_on(run.run_id))
+    heads.forget(run)
+
+
+def _show(run: Run, interrupts: Interrupts) -> RunState:
+    """Show a run's past, and what is added to its journal; return its last state."""
+    reader = JournalReader(RunFolder(run.path).events)
+    replay = Replay(run.new_state())
+    for chunk in reader.chunks():
+        replay.read(chunk)
+    state, ahead_s = replay.state, time.time() - time.monotonic()
+    if not state.has_ended and (ended := run.unrecorded_end()):
+        state.apply(ended, ended.time)
+
+    def now() -> float:
+        return ahead_s + time.monotonic()  # by the clock of the journal's times
+
+    view = View(state, clock=now, past=replay.pieces())
+    checked_at = now()
+    while not state.has_ended and not interrupts.count:
+        is_silent = True
+        for chunk in reader.chunks():
+            is_silent = False
+            _feed(view, chunk)
+        view.tick(now())
+        if is_silent and now() - checked_at > CHECK_S:
+            checked_at = now()
+            if ended := run.unrecorded_end():
+                view.feed(ended, ended.time)
+        time.sleep(POLL_S)
+    if state.has_ended:
+        view.close()
+    else:
+        heads.leave(run, view, state, NOT_ATTACHED)
+    return state
+
+
+def _feed(view: View, chunk: bytes) -> None:
+    for line in chunk.splitlines():
+        with suppress(DecodeError):
+            event = event_of(line)
+            view.feed(event, event.time)

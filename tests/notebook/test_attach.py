@@ -1,0 +1,164 @@
+"""A run seen again: from another kernel, from a terminal, after its end, and how its heads end."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.frontend import WAIT_S, Frontend, kernel
+from tests.notebook.test_kernel_life import ANSI
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+WAITS = """%%taas --gpus 2 --out total --name slow
+import os, time
+rank = int(os.environ["RANK"])
+print("before", rank)
+while not os.path.exists({go!r}):
+    time.sleep(0.02)
+print("after", rank)
+total = 42
+"""
+
+
+@pytest.fixture
+def frontend(frontend_of_module: Frontend, monkeypatch: pytest.MonkeyPatch) -> Frontend:
+    """Return the module's kernel; programs that a test starts find its runs."""
+    asked = frontend_of_module.run("import os; print(os.environ['TAAS_STATE_DIR'])")
+    monkeypatch.setenv("TAAS_STATE_DIR", frontend_of_module.text(asked).strip())
+    return frontend_of_module
+
+
+@contextmanager
+def beside(folder: Path) -> Iterator[Frontend]:
+    """Yield another kernel, in a folder that has no runs, with the same state folder."""
+    with kernel(folder / "beside", TAAS_WARM="0") as other:
+        yield other
+
+
+def head(frontend: Frontend, request: str) -> str:
+    """Return the newest head below a cell."""
+    kinds = ("display_data", "update_display_data")
+    shown = [m["content"] for m in frontend.outputs[request] if m["msg_type"] in kinds]
+    heads = [it for it in shown if it["transient"].get("display_id", "").endswith(":head")]
+    return str(heads[-1]["data"]["text/plain"]) if heads else ""
+
+
+def test_a_run_is_seen_again_from_another_kernel_and_a_terminal(
+    frontend: Frontend, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    run = frontend.send(WAITS.format(go=str(go)))
+    frontend.wait(lambda: len(re.findall("before", frontend.text(run))) == 2)
+    with beside(tmp_path) as other:
+        seen = other.send("%taas attach")
+        other.wait(lambda: "before 1" in other.text(seen) and "RUNNING" in head(other, seen))
+        assert "ranks 2 · pool local" in head(other, seen)
+        other.manager.interrupt_kernel()
+        reply = other.finish(seen)
+        assert reply["ename"] == "KeyboardInterrupt" and "goes on: `%taas attach" in reply["evalue"]
+        assert head(other, seen).startswith("NOT ATTACHED slow")
+        assert "%taas stop" in head(other, seen)
+
+        again = other.send("%taas attach slow")
+        other.wait(lambda: "before 1" in other.text(again))
+        terminal, ours = pty.openpty()
+        command = [sys.executable, "-m", "taas_magic", "attach", "slow"]
+        process = subprocess.Popen(command, stdin=ours, stdout=ours, stderr=ours)
+        os.close(ours)
+        printed = b""
+        while b"before" not in printed:
+            printed += os.read(terminal, 4096)
+        go.touch()
+        assert frontend.finish(run)["status"] == other.finish(again)["status"] == "ok"
+        assert frontend.text(run) == other.text(again)
+        assert head(other, again).startswith("SUCCEEDED slow")
+        html = other.contents(again, "update_display_data")[-1]["data"]["text/html"]
+        assert "<summary>rank 1</summary>" in html and ">before 1\nafter 1</div>" in html
+        assert process.wait(WAIT_S) == 0
+        with open(terminal, "rb", closefd=True) as rest:
+            printed += _all_of(rest.fileno())
+        shown = ANSI.sub("", printed.decode())
+        assert shown.count("after") == 2 and "SUCCEEDED slow" in shown
+
+        other.run("import taas; run = taas.last_run; assert run.out == {'total': 42}, run.out")
+        other.run("assert run.wait() == {'total': 42} and run.state == 'SUCCEEDED'")
+        other.run("assert taas.runs()[0].path == run.path and 'slow' in run._repr_html_()")
+        assert other.text(other.run("%taas attach slow")) == frontend.text(run)
+    frontend.run("import taas; assert taas.last_run.out == {'total': 42} and total == 42")
+
+
+def _all_of(descriptor: int) -> bytes:
+    found = b""
+    while True:
+        try:
+            read = os.read(descriptor, 4096)
+        except OSError:  # the other end is closed
+            return found
+        if not read:
+            return found
+        found += read
+
+
+def test_a_head_that_was_left_is_corrected_by_the_next_cell(
+    frontend: Frontend, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    run = frontend.send(WAITS.format(go=str(go)))
+    frontend.wait(lambda: len(re.findall("before", frontend.text(run))) == 2)
+    with beside(tmp_path) as other:
+        seen = other.send("%taas attach")
+        other.wait(lambda: "RUNNING" in head(other, seen))
+        other.manager.interrupt_kernel()
+        other.finish(seen)
+        assert "update_display_data" not in kinds(other, other.run("1 + 1"))
+        go.touch()
+        frontend.finish(run)
+        cell = other.run("1 + 1")
+        [update] = other.contents(cell, "update_display_data")
+        assert update["data"]["text/plain"].startswith("SUCCEEDED slow")
+        [first] = other.contents(seen, "display_data")
+        assert update["transient"] == first["transient"]
+        assert "update_display_data" not in kinds(other, other.run("1 + 1"))
+
+
+def kinds(frontend: Frontend, request: str) -> list[str]:
+    return [message["msg_type"] for message in frontend.outputs[request]]
+
+
+def test_stop_ends_a_run_of_another_project_from_a_terminal(
+    frontend: Frontend, tmp_path: Path
+) -> None:
+    run = frontend.send(WAITS.format(go=str(tmp_path / "never")))
+    frontend.wait(lambda: len(re.findall("before", frontend.text(run))) == 2)
+    (tmp_path / "elsewhere").mkdir()
+    pools = Path(os.environ["TAAS_STATE_DIR"]) / "pools"
+    before = set(pools.iterdir())
+    command = [sys.executable, "-m", "taas_magic", "stop"]
+    done = subprocess.run(
+        command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("stopping run ")
+    assert frontend.finish(run)["ename"] == "KeyboardInterrupt"
+    assert set(pools.iterdir()) == before, "no other pool was started for it"
+
+
+def test_logs_by_tail_and_pattern_and_what_a_terminal_says_of_mistakes(frontend: Frontend) -> None:
+    frontend.run("%%taas --gpus 2\nfor i in range(100):\n    print('step', i)")
+    assert frontend.text(frontend.run("%taas logs --rank 1 --tail 2")) == "step 98\nstep 99\n"
+    found = frontend.text(frontend.run("%taas logs --rank 1 --grep 'p [12]0$'"))
+    assert found == "step 10\nstep 20\n"
+    frontend.run("assert taas.last_run.logs(rank=1, tail=1, grep='p 1') == 'step 19\\n'")
+    assert "no regular expression" in frontend.fail("%taas logs --grep '('")["evalue"]
+    command = [sys.executable, "-m", "taas_magic", "logs", "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 1 and done.stderr.startswith('UsageError: No run "nothing"')

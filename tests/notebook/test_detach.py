@@ -1,0 +1,174 @@
+"""Runs that go on without their kernel: SIGKILL of the kernel, another kernel's `%taas detach`."""
+
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from taas_magic.notebook import runs
+from taas_magic.notebook.runs import Run
+from tests.frontend import WAIT_S, Frontend, kernel
+from tests.notebook.test_attach import WAITS, beside, head
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+COUNTS = """%%taas --gpus 2 --out total --name counts --detach
+import os, time
+rank, total = int(os.environ["RANK"]), 0
+for step in range(150):
+    total += step
+    print("step", step, "of rank", rank)
+    time.sleep(0.02)
+"""
+TOTAL = sum(range(150))
+
+
+@pytest.fixture
+def frontend(frontend_of_module: Frontend, monkeypatch: pytest.MonkeyPatch) -> Frontend:
+    """Return the module's kernel; this process sees the same runs."""
+    asked = frontend_of_module.run("import os; print(os.environ['TAAS_STATE_DIR'])")
+    monkeypatch.setenv("TAAS_STATE_DIR", frontend_of_module.text(asked).strip())
+    return frontend_of_module
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def kill(frontend: Frontend) -> None:
+    """Kill a kernel; return when its manager knows."""
+    frontend.process.kill()
+    wait_until(lambda: not frontend.manager.is_alive())
+
+
+def steps_of(text: str, rank: int) -> list[int]:
+    """Return the steps that a view, or a log, shows of a rank, in their order."""
+    found = re.findall(rf"step (\d+) of rank {rank}\b", text)
+    return [int(step) for step in found]
+
+
+def check_attached(other: Frontend, run_id: str) -> None:
+    """Attach a run from another kernel: its log is complete and in order, its result is right."""
+    seen = other.run(f"%taas attach {run_id}")
+    assert head(other, seen).startswith("SUCCEEDED counts")
+    for rank in (0, 1):
+        assert steps_of(other.text(seen), rank) == list(range(150))
+    other.run(f"import taas\nassert taas.last_run.wait() == {{'total': {TOTAL}}}")
+
+
+def test_a_detached_run_goes_on_when_its_kernel_is_killed(
+    frontend: Frontend, tmp_path: Path
+) -> None:
+    with beside(tmp_path) as other:
+        for _ in range(3):
+            with kernel(tmp_path / "killed", TAAS_WARM="0") as killed:
+                cell = killed.run(COUNTS)
+                assert head(killed, cell).startswith("DETACHED counts")
+                run = next(runs.newest())
+                assert run.state == "RUNNING"
+                time.sleep(random.uniform(0.0, 1.0))
+                kill(killed)
+            check_attached(other, run.run_id)
+        # its pool has no kernel any more, and ends
+        folder = Path(run.context.pool_folder)
+        wait_until(lambda: not (folder / "pool.json").exists())
+
+
+def test_a_cell_is_detached_from_a_subshell_and_stopped_from_another_kernel(
+    frontend: Frontend, tmp_path: Path
+) -> None:
+    go, own = tmp_path / "go", tmp_path / "own"
+    own.mkdir()
+    cell = frontend.send(WAITS.format(go=str(go)))
+    frontend.wait(lambda: len(re.findall("before", frontend.text(cell))) == 2)
+    frontend.finish(frontend.send("%taas detach", subshell_id=frontend.new_subshell()))
+    assert frontend.finish(cell)["status"] == "ok"
+    assert head(frontend, cell).startswith("DETACHED slow")
+    frontend.run(
+        "import taas; run = taas.last_run\nassert run.state == 'RUNNING' and run.out == {}"
+    )
+    # another cell runs meanwhile, where it writes to a store of its own
+    assert "StoreError" in frontend.fail("%%taas --gpus 1\nprint('on')")["ename"]
+    meanwhile = frontend.run(f"%%taas --gpus 1 --store {own}\nprint('on')")
+    assert "[0] on" in frontend.text(meanwhile)
+    go.touch()
+    frontend.run("assert run.wait() == {'total': 42}, run.out")
+    corrected = frontend.run("assert run.state == 'SUCCEEDED'")
+    heads = frontend.contents(corrected, "update_display_data")
+    assert [it["data"]["text/plain"][:14] for it in heads] in ([], ["SUCCEEDED slow"])
+
+    go.unlink()
+    cell = frontend.send(WAITS.format(go=str(go)).replace("--name", "--detach --name"))
+    assert frontend.finish(cell)["status"] == "ok"
+    with beside(tmp_path) as other:
+        seen = other.send("%taas attach")
+        other.wait(lambda: "before 1" in other.text(seen))
+        stopped = frontend.run("%taas stop")
+        assert frontend.text(stopped).startswith("stopping run ")
+        assert other.finish(seen)["status"] == "ok"
+        assert head(other, seen).startswith("INTERRUPTED slow")
+    assert "Stopped by you" in frontend.fail("taas.last_run.wait()")["evalue"]
+
+
+LOADER = """import taas, time
+from torch.utils.data import DataLoader, Dataset
+class Numbers(Dataset):
+    def __len__(self): return 60
+    def __getitem__(self, i):
+        time.sleep(0.05)
+        return i
+numbers = taas.register(DataLoader(Numbers(), batch_size=1, num_workers=1), name="numbers")
+"""
+FED = """%%taas --gpus 1 --cpus 1 {pool} --out seen --detach
+seen = [int(batch) for batch in numbers]
+"""
+TWO_POOLS = """
+[pools.fetch]
+engine = "local"
+cores = 1
+
+[runs]
+notify = "env | grep ^TAAS_RUN_ > told"
+"""
+
+
+@pytest.mark.parametrize("pool", ["", "--data-pool fetch"])
+def test_fetchers_of_a_detached_run_go_on_in_whatever_pool(
+    frontend: Frontend, tmp_path: Path, pool: str
+) -> None:
+    project = tmp_path / "fed"
+    project.mkdir()
+    (project / "taas.toml").write_text(TWO_POOLS)
+    with kernel(project, TAAS_WARM="0") as killed:
+        killed.run(LOADER)
+        killed.run(FED.format(pool=pool))
+        run = next(runs.newest())
+        assert run.state == "RUNNING"
+        kill(killed)
+    assert run.wait(WAIT_S) == {"seen": list(range(60))}
+    told = project / "told"
+    wait_until(told.exists)
+    wait_until(lambda: "DURATION" in told.read_text())
+    assert f"TAAS_RUN_ID={run.run_id}\n" in told.read_text()
+    assert "TAAS_RUN_STATE=SUCCEEDED\n" in told.read_text()
+    places = [Path(it) / "pool.json" for it in (run.context.pool_folder, run.context.data_folder)]
+    wait_until(lambda: not any(place.exists() for place in places))
+
+
+def test_without_detach_a_run_ends_with_its_kernel(frontend: Frontend, tmp_path: Path) -> None:
+    with kernel(tmp_path / "killed", TAAS_WARM="0") as killed:
+        cell = killed.send(WAITS.format(go=str(tmp_path / "never")))
+        killed.wait(lambda: len(re.findall("before", killed.text(cell))) == 2)
+        run = Run(next(runs.newest()).path)
+        kill(killed)
+        wait_until(lambda: not run.is_active)
+    assert run.state == "INTERRUPTED"
