@@ -34,7 +34,7 @@ _SAMPLES = 64
 _PLAIN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, type(None))
 _BY_PICKLE = {"collections", "datetime", "pathlib", "decimal", "fractions", "pandas"}
 _BY_PICKLE |= {"types", "argparse", "numpy"}
-_LISTED = 5
+_LISTED = 10
 
 State = tuple[Any, ...]
 
@@ -200,6 +200,8 @@ def _description(obj: Any) -> Any:
             return name, obj.__wrapped__
         case _ if name == "numpy.ndarray":
             return name, obj.dtype.str, obj.shape, _sample_of_array(obj)
+        case _ if kind.__module__.startswith("numpy.random"):  # drawing from it is no result
+            return (name,)
         case _ if kind.__module__.partition(".")[0] in _BY_PICKLE:
             return NotImplemented
         case _ if is_users(kind):

@@ -92,6 +92,7 @@ def test_what_was_only_used_is_not_named() -> None:
         "cached": (Meter(), lambda it: it.lazy),
         "memoized": (functools.lru_cache(counter()), lambda it: None),
         "iterated": ([1, 2], lambda it: list(it)),
+        "numpy's": (np.random.default_rng(1), lambda it: it.random()),
         "generator": (torch.Generator(), lambda it: torch.rand(1, generator=it)),
         "lock": ({"a": object()}, lambda it: it["a"].__hash__()),
     }
