@@ -15,6 +15,9 @@ from pathlib import Path
 from tests.data.draws import differences, draw
 
 
+_TELL_EVERY = 25
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=500)
@@ -28,6 +31,8 @@ def main() -> None:
     warnings.simplefilter("ignore")  # of more workers than there are cores
     began, differ = time.perf_counter(), 0
     for seed in seeds:
+        if seed > seeds.start and (seed - seeds.start) % _TELL_EVERY == 0:
+            print(f"{seed - seeds.start} draws, {differ} differ", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             found = differences(draw(seed), Path(folder))
         differ += bool(found)

@@ -510,9 +510,13 @@ def checksum(data: bytes | memoryview) -> int:
 
 
 def fingerprint(encoded: Encoded) -> int:
-    """Return a hash of a batch of 32 bits, never 0: equal for equal batches."""
+    """Return a hash of a batch of 32 bits, never 0: equal for equal batches.
+
+    It is that of the tensors and arrays, if there are any: the pickle of other parts may differ
+    where they are equal, as that of a set does from host to host.
+    """
     sums = [checksum(buffer) for buffer in encoded.buffers]
-    data = encoded.head + struct.pack(f"<{len(sums)}Q", *sums)
+    data = struct.pack(f"<{len(sums)}Q", *sums) or encoded.head
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") or 1
 
 
