@@ -14,7 +14,6 @@ from pathlib import Path
 
 from tests.data.draws import differences, draw
 
-
 _TELL_EVERY = 25
 
 
