@@ -10,6 +10,9 @@ from tests.frontend import Scene
 from tests.rig.pools import settings_in
 from tests.rig.slow_cells import CELL, FARM, LOADER, POOLS, TRAIN
 
+WAIT_S = 400.0
+"""How long a farm may take whose node imports torch on a busy machine."""
+
 GATES = """
 import importlib.abc, os, sys, time
 
@@ -30,7 +33,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     made.close()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_cells_a_loader_and_a_farm_work_while_imports_take_for_ever(scene: Scene) -> None:
     gates = scene.folder / "gates"
     gates.mkdir()
@@ -49,4 +52,6 @@ def test_cells_a_loader_and_a_farm_work_while_imports_take_for_ever(scene: Scene
             assert f"cell {number}" in frontend.text(request)
         frontend.run(LOADER)
         assert "batches 4" in frontend.text(frontend.run(TRAIN))
-        assert "jobs [0, 1, 4, 9, 16]" in frontend.text(frontend.run(FARM))
+        farm = frontend.send(FARM.replace("sites", "local"))
+        assert frontend.finish(farm, WAIT_S)["status"] == "ok"
+        assert "jobs [0, 1, 4, 9, 16]" in frontend.text(farm)
