@@ -92,14 +92,15 @@ class FirstCells:
     def play(self, rounds: int, say: Callable[[str], None]) -> Result:
         """Play so many rounds; `say` is called with a line for each."""
         for number in range(1, rounds + 1):
-            token, began = secrets.token_hex(8), time.monotonic()
+            token, began, known = secrets.token_hex(8), time.monotonic(), len(self.result.wrong)
             with kernel(self._scene.project, **self._scene.environ(), **{TOKEN: token}) as frontend:
                 what = self._round(frontend, number)
             left = left_after(partial(self._left, token), self._gone_s)
             self.result.left += [f"{number}: {what}: {each}" for each in left]
             for process in carriers(token):
                 end(process)
-            say(f"{number}: {what} ({time.monotonic() - began:.0f} s)")
+            is_wrong = ", WRONG" * (len(self.result.wrong) > known)
+            say(f"{number}: {what} ({time.monotonic() - began:.0f} s){is_wrong}")
         return self.result
 
     def _round(self, frontend: Frontend, number: int) -> str:
