@@ -395,10 +395,11 @@ class Player:
         with self._serving(one.cpus_after, "after") as (running, ranks):
             for loader, state in zip(ranks, states, strict=True):
                 loader.load_state_dict(state)
-            if ranks[0].next_epoch == one.epochs - 1:  # else it was saved at the epoch's end
-                rest = self._pass(running, ranks, -1)
-                for mine, more in zip(self.epochs[-1], rest, strict=True):
-                    mine += more
+            # A rank that had ended its epoch goes on with the next one.
+            left = [rank for rank in ranks if rank.next_epoch == one.epochs - 1]
+            rest = self._pass(running, left, -1)
+            for rank, more in zip(left, rest, strict=True):
+                self.epochs[-1][rank.feed.rank] += more
 
     @contextlib.contextmanager
     def _serving(self, cpus: int, name: str) -> Iterator[tuple[Service, list[RemoteLoader]]]:
