@@ -204,6 +204,15 @@ class UnsentFile(Struct):
     why: str
 
 
+class MetricPoint(NamedTuple):
+    """One value that a program logged by `taas.log`; `value` is None for NaN and infinity."""
+
+    name: str
+    step: int
+    value: float | None
+    time: float
+
+
 class Event(Struct, tag_field="kind", kw_only=True):
     """Something that happened in a run.
 
@@ -369,6 +378,12 @@ class RankReport(RankEvent, tag="data", kw_only=True):
 
     cores: int = 0
     loaders: dict[str, RankCounts]
+
+
+class Metrics(RankEvent, tag="metrics", kw_only=True):
+    """Values that a rank's program logged since the rank's last event of this kind."""
+
+    points: list[MetricPoint]
 
 
 class HostEnded(Event, tag="host_ended", kw_only=True):
@@ -974,7 +989,7 @@ def event_of(packed: bytes) -> Event:
 
 of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
     reduce(or_, [*leaves(RankMessage), *leaves(StoreMessage)])
-    | (Display | ClearOutput | Note | RankReport)
+    | (Display | ClearOutput | Note | RankReport | Metrics)
 ).decode
 """Reads what a rank says; raises msgspec.DecodeError where it is no message, as `of_fetcher`."""
 

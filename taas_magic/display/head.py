@@ -21,11 +21,13 @@ from taas_magic.display.failure import cut, headline, labelled, others
 from taas_magic.display.log import rank_ranges
 from taas_magic.journal.analysis import Flow, LoaderFlow, advice
 from taas_magic.journal.folder import ENDED_STATES
+from taas_magic.journal.metrics import Curve, Curves, add_points, picture, sparkline
 from taas_magic.messages import (
     Event,
     Failure,
     Hang,
     Lines,
+    Metrics,
     Note,
     ProcessStand,
     Progress,
@@ -64,6 +66,7 @@ MAX_LOADERS = 8
 MAX_RANKS = 8
 MAX_FILES = 8
 MAX_GROUPS = 10
+MAX_CURVES = 4
 STALE_S = 30
 """A head of a run that goes on is brought up to date each second."""
 
@@ -122,6 +125,7 @@ class RunState:
     receipt: Receipt | None = None
     flow: Flow = field(default_factory=Flow)
     advice: str = ""
+    curves: Curves = field(default_factory=dict)
     hangs: dict[str, tuple[float, list[RankStand]]] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
     last_attempt: int = 0
@@ -163,6 +167,8 @@ class RunState:
                 self.hangs[event.host] = now, event.ranks
             case Settled() if event.attempt == self.restarts:
                 self.settled.add(event.host)
+            case Metrics():
+                add_points(self.curves, event)
             case StoreReceipt():
                 self.receipt = (self.receipt or Receipt()).with_event(event)
             case RunEnded():
@@ -268,6 +274,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         name = cut(name, WORDS_CHARS)
         words = f"{name}: {_joined([], found)}".rstrip(": ")
         yield words, _row(f"<b>{escape(name)}</b> {_facts_html(found)}")
+    yield from _curve_parts(state.curves)
     if state.hang:
         title, *table = hang_lines(state.hang, now)
         rows = _row(escape(title), f"color:{COLOURS['INTERRUPTED']}") + as_html("\n".join(table))
@@ -308,6 +315,36 @@ def _tails_html(state: RunState) -> str:
     summary = f"last lines of each rank (%taas logs {state.plan.run_id} --rank R has all)"
     inside = f"<details><summary>{escape(summary)}</summary>{''.join(shown)}</details>"
     return _row(inside, "font-size:12px")
+
+
+def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
+    """Yield the first metrics as one row of small curves; as text, a line for each."""
+    if not curves:
+        return
+    words, figures = [], []
+    for name, of_ranks in list(curves.items())[:MAX_CURVES]:
+        first = of_ranks[min(of_ranks)]
+        label, points = cut(plain(name), CELL_CHARS), _values_text(first, len(of_ranks))
+        words.append(f"{label}: {first.last:.4g} {sparkline(first.points)} {points}")
+        source = picture([curve.points for _, curve in sorted(of_ranks.items())[:MAX_RANKS]])
+        figures.append(
+            "<span style='display:inline-block;margin:2px 18px 0px 0px'>"
+            f"<span style='{LABEL}'>{escape(label)}</span> <b>{first.last:.4g}</b> "
+            f"<span style='{LABEL}'>{points}</span><br><img src='{source}' alt='{escape(label)}'>"
+            "</span>"
+        )
+    more = len(curves) - MAX_CURVES
+    if more > 0:
+        rest = f"… and {more} more metric{'s' * (more > 1)}: run.metrics"
+        words.append(rest)
+        figures.append(f"<span style='{LABEL}'>{rest}</span>")
+    yield "\n".join(words), _row("".join(figures))
+
+
+def _values_text(first: Curve, n_ranks: int) -> str:
+    """Return how many values a metric has, and of how many ranks if several logged it."""
+    values = f"{first.count:,} value{'s' * (first.count != 1)}"
+    return f"{values} on each of {n_ranks} ranks" if n_ranks > 1 else values
 
 
 def facts(state: RunState, now: float) -> list[Fact]:

@@ -50,12 +50,15 @@ from taas_magic.data.service import Service
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, rendezvous, results, tracebacks
 from taas_magic.host.link import OTHERS_END_S, Link, rank_file
+from taas_magic.host.metrics import OFF as METRICS_OFF
+from taas_magic.host.metrics import MetricBuffer, record_tensorboard, use_buffer
 from taas_magic.host.spec import TORCHRUN_NAMES, HostSpec, ProcessSpec
 from taas_magic.late_imports import when_imported
 from taas_magic.leases import RANK_BEAT_S, FetchLease
 from taas_magic.messages import (
     ClearOutput,
     Display,
+    Metrics,
     Note,
     RankBeat,
     RankFinished,
@@ -283,16 +286,23 @@ def _use_gloo_without_cuda(link: Link) -> None:
 
 @contextmanager
 def _heartbeat(link: Link, fed: Feed | None) -> Iterator[None]:
-    """Say in a thread, at each beat, where the main thread stands and what it was handed.
+    """Send heartbeats in a thread until the block ends: stack, batch counts, logged metrics.
 
-    Where it stands is said in full when asked, what it was handed once more at the block's end.
+    The thread sends all stacks when the agent asks. Counts and metrics are sent once more at the
+    block's end.
     """
     main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
     meeting = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    metrics = MetricBuffer(int(os.environ["RANK"]))
+    use_buffer(metrics)
+    if os.environ.get(METRICS_OFF) != "0":
+        when_imported("torch.utils.tensorboard.writer", record_tensorboard)
 
     def report() -> None:
         if fed is not None and (counts := fed.counts()):
             link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))
+        if points := metrics.take():
+            link.send(Metrics(points=points))
 
     def beat() -> None:
         while not ended.is_set():

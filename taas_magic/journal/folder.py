@@ -8,6 +8,7 @@
         events.jsonl                   every event, in the order the pool's process saw it
         logs/rank-<N>.log              all that rank N wrote to its descriptors 1 and 2
         results/                       what ranks sent back; see host/results.py
+        metrics.csv                    what ranks logged by `taas.log`; see journal/metrics.py
 
 The state folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.local/state/taas`:
 never the project store, which only rank 0 may write.
@@ -33,6 +34,7 @@ import msgspec
 
 from taas_magic import messages
 from taas_magic.errors import PoolError, reason_of
+from taas_magic.journal import metrics
 from taas_magic.journal.reader import JournalReader
 from taas_magic.messages import (
     ClearOutput,
@@ -42,6 +44,7 @@ from taas_magic.messages import (
     FetcherReport,
     Lines,
     LinesDropped,
+    Metrics,
     Progress,
     RankReport,
 )
@@ -60,7 +63,7 @@ WAITING_BYTES = 64 << 20
 CLOSE_S = 5.0
 """How long the last lines of a journal may take to be written."""
 
-_BULK = (Lines, LinesDropped, Progress, Display, ClearOutput, RankReport, FetcherReport)
+_BULK = (Lines, LinesDropped, Progress, Display, ClearOutput, RankReport, FetcherReport, Metrics)
 """Events that a run may have without end."""
 
 _LOCK_TRIES, _LOCK_AGAIN_S = 20, 0.01
@@ -160,6 +163,11 @@ class RunFolder:
     def events(self) -> Path:
         """The journal, an event a line."""
         return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """The table of what ranks logged by `taas.log`."""
+        return self.path / metrics.FILE
 
     def log(self, rank: int) -> Path:
         """Return the file that holds everything rank `rank` wrote."""
@@ -298,7 +306,7 @@ class Writer:
     ) -> None:
         self.folder = folder
         self._on_incomplete, self._limit_bytes = on_incomplete, limit_bytes
-        self._waiting: queue.SimpleQueue[tuple[bytes, bool] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Event, bytes] | None] = queue.SimpleQueue()
         self._room = DiskRoom(folder.path)
         self._appended_bytes = self._handled_bytes = 0
         self._descriptor: int | None = None
@@ -309,12 +317,11 @@ class Writer:
     def append(self, event: Event) -> None:
         """Take an event; returns at once."""
         line = messages.encode(event) + b"\n"
-        is_bulk = isinstance(event, _BULK)
-        if is_bulk and (why := self._why_full(len(line))):
+        if isinstance(event, _BULK) and (why := self._why_full(len(line))):
             self._say_incomplete(why)
             return
         self._appended_bytes += len(line)
-        self._waiting.put((line, is_bulk))
+        self._waiting.put((event, line))
 
     def close(self) -> None:
         """Return when all is written, or was not in CLOSE_S."""
@@ -330,12 +337,14 @@ class Writer:
 
     def _run(self) -> None:
         while (taken := self._waiting.get()) is not None:
-            line, is_bulk = taken
+            event, line = taken
             try:
-                if not is_bulk or self._room.take(len(line)):
-                    self._write(line)
-                else:
+                if isinstance(event, _BULK) and not self._room.take(2 * len(line)):
                     self._say_incomplete(f"{NO_ROOM} ({self.folder.events})")
+                else:
+                    self._write(line)
+                    if isinstance(event, Metrics):
+                        self._write_metrics(event)
             except OSError as error:
                 self._say_incomplete(f"{reason_of(error)} ({self.folder.events})")
             self._handled_bytes += len(line)
@@ -357,10 +366,20 @@ class Writer:
             line = line[os.write(self._descriptor, line) :]
         self._is_torn = False
 
+    def _write_metrics(self, event: Metrics) -> None:
+        """Append logged values to the run's table of metrics."""
+        with open(self.folder.metrics, "ab", opener=_private) as table:
+            table.write(metrics.rows(event, is_first=table.tell() == 0))
+
     def _say_incomplete(self, why: str) -> None:
         if not self._is_incomplete:
             self._is_incomplete = True
             self._on_incomplete(why)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that the user alone can read."""
+    return os.open(path, flags, 0o600)
 
 
 def _lock(descriptor: int) -> None:

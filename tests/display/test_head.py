@@ -13,11 +13,11 @@ from taas_magic.messages import Event
 from tests.events import event, new_state, parsed
 
 BAR = " epoch 3:  62%|######2   | 31/50 [00:05<00:03, 5.91it/s]"
-SURVIVING_TAGS = {"div", "span", "b", "details", "summary", "progress"}
+SURVIVING_TAGS = {"div", "span", "b", "details", "summary", "progress", "img", "br"}
 LIVE_TAGS = {"style"}
 """What a notebook that is saved in the middle of a run may lose."""
 
-SURVIVING_ATTRIBUTES = {"style", "value", "max"}
+SURVIVING_ATTRIBUTES = {"style", "value", "max", "src", "alt"}
 
 
 def failure(rank: int, message: str = "division by zero", **values: Any) -> dict[str, Any]:
@@ -59,8 +59,8 @@ class Words(HTMLParser):
 
 
 def words_of_text(source: str) -> set[str]:
-    """Return the text's words that the HTML must have, too; a drawn bar is a progress there."""
-    return {word.rstrip(":") for word in re.sub(r"\|[^|]*\|| · ", " ", source).split()}
+    """Return the words that the HTML must have, too; bars and curves are no text there."""
+    return {word.rstrip(":") for word in re.sub(r"\|[^|]*\|| · |[▁-█]+", " ", source).split()}
 
 
 COUNTS = {"batches": 9, "units": 9, "bytes": 1e6, "waited_s": 6.0, "span_s": 8.0}
@@ -92,6 +92,10 @@ STATES = {
         *(event("data", rank=rank, loaders={"<train>": COUNTS}) for rank in (0, 0, 1)),
         event("ended", state="SUCCEEDED", failures=[], first=None, elapsed_s=2.5),
         units=100,
+    ),
+    "curves": run_state(
+        STARTED,
+        event("metrics", rank=0, points=[["<loss>", 0, 2.0, 1.0], ["<loss>", 1, None, 1.0]]),
     ),
     "filling": run_state(event("filling", done=3, wanted=40, unit="batches")),
     "hosts": run_state(*(event("started", f"h{i}", pids={}) for i in range(6)), n_hosts=6),

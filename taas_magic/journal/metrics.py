@@ -1,0 +1,231 @@
+"""The scalars that ranks log: a short curve for the header, the table of a run, a comparison.
+
+Pure, but for reading `metrics.csv`. The pool's process appends each point to that file; `read`
+returns it as a table.
+"""
+
+import base64
+import csv
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from taas_magic.errors import UsageError
+from taas_magic.messages import MetricPoint, Metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FILE = "metrics.csv"
+HEADER = ("time", "step", "rank", "name", "value")
+
+CURVE_POINTS = 200
+"""Most points of a curve in the header."""
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_SPARK_CHARS = 24
+_WIDTH, _HEIGHT, _MARGIN = 220, 44, 3
+_COLOURS = ("#3b82d0", "#d97706", "#2f9e62", "#d9534f", "#8b5cf6", "#0891b2", "#be185d", "#65a30d")
+
+
+class Curve:
+    """One metric of one rank, with at most `CURVE_POINTS` points however many are added.
+
+    Each point is the mean of `_width` values. When there are too many points, neighbours are
+    merged and the width doubles.
+
+    Attributes:
+        last: The newest value.
+        count: Number of values added.
+    """
+
+    def __init__(self) -> None:
+        self.last, self.count = math.nan, 0
+        self._means: list[float] = []
+        self._width, self._open = 1, list[float]()
+
+    def add(self, value: float) -> None:
+        """Add the next value."""
+        self.last = value
+        self.count += 1
+        self._open.append(value)
+        if len(self._open) == self._width:
+            self._means.append(_mean(self._open))
+            self._open = []
+        if len(self._means) == CURVE_POINTS:
+            pairs = zip(self._means[::2], self._means[1::2], strict=True)
+            self._means = [_mean(pair) for pair in pairs]
+            self._width *= 2
+
+    @property
+    def points(self) -> list[float]:
+        """The curve: means of equally many values; the last one may be of fewer."""
+        return [*self._means, _mean(self._open)] if self._open else list(self._means)
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+Curves = dict[str, dict[int, Curve]]
+"""By metric and rank, in the order in which they came."""
+
+
+def add_points(curves: Curves, event: Metrics) -> None:
+    """Add the points of an event to the curves of its rank."""
+    for point in event.points:
+        of_metric = curves.setdefault(point.name, {})
+        of_metric.setdefault(event.rank, Curve()).add(number(point))
+
+
+def number(point: MetricPoint) -> float:
+    """Return a point's value; JSON has no NaN and no infinity, both arrive as None."""
+    return math.nan if point.value is None else point.value
+
+
+def sparkline(points: Sequence[float]) -> str:
+    """Return a curve as a line of block characters; a value that is no number is a space."""
+    shown = [_mean(part) for part in _parts(points, _SPARK_CHARS)]
+    low, high = _range(shown)
+    top = len(_BLOCKS) - 1
+    return "".join(
+        _BLOCKS[round((value - low) / (high - low) * top)] if math.isfinite(value) else " "
+        for value in shown
+    )
+
+
+def _parts(points: Sequence[float], count: int) -> Iterator[Sequence[float]]:
+    """Yield the points in at most `count` equal parts."""
+    count = min(count, len(points))
+    for at in range(count):
+        yield points[at * len(points) // count : (at + 1) * len(points) // count]
+
+
+def _range(values: Iterable[float]) -> tuple[float, float]:
+    """Return lowest and highest finite value, which differ."""
+    known = [value for value in values if math.isfinite(value)]
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    return (low, high) if high > low else (low - 0.5, low + 0.5)
+
+
+def picture(curves: Sequence[Sequence[float]]) -> str:
+    """Return curves as the address of an SVG image, for `<img src=…>`.
+
+    An untrusted notebook shows such an image, while it removes an `<svg>` element.
+    """
+    low, high = _range(value for points in curves for value in points)
+    lines = []
+    for points, colour in zip(curves, _COLOURS, strict=False):
+        for part in _runs(points):
+            marks = " ".join(
+                f"{_MARGIN + at / max(1, len(points) - 1) * (_WIDTH - 2 * _MARGIN):.1f},"
+                f"{_MARGIN + (high - value) / (high - low) * (_HEIGHT - 2 * _MARGIN):.1f}"
+                for at, value in part
+            )
+            style = f"fill='none' stroke='{colour}' stroke-width='1.5' stroke-linecap='round'"
+            lines.append(f"<polyline points='{marks}' {style}/>")
+    svg = (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{_WIDTH}' height='{_HEIGHT}'>"
+        f"{''.join(lines)}</svg>"
+    )
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+
+
+def _runs(points: Sequence[float]) -> Iterator[list[tuple[int, float]]]:
+    """Yield the parts of a curve without values that are no numbers, as (index, value)."""
+    part: list[tuple[int, float]] = []
+    for at, value in enumerate([*points, math.nan]):
+        if math.isfinite(value):
+            part.append((at, value))
+        elif part:
+            yield part
+            part = []
+
+
+def rows(event: Metrics, is_first: bool) -> bytes:
+    """Return an event as lines of `metrics.csv`, with the header before the first ones."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    if is_first:
+        table.writerow(HEADER)
+    for point in event.points:
+        value = repr(number(point))
+        table.writerow([f"{point.time:.3f}", point.step, event.rank, point.name, value])
+    return text.getvalue().encode("utf-8", "backslashreplace")
+
+
+def read(folder: Path) -> Any:
+    """Return all metrics of a run: one row for each step and rank, one column for each metric.
+
+    A value that was logged again, as after a restart, replaces the earlier one. What a row does
+    not have is NaN.
+
+    Args:
+        folder: The run's folder.
+
+    Returns:
+        A pandas DataFrame with the columns `step`, `rank`, `time` and the metrics; a dict of lists
+        with the same columns if pandas is not installed.
+    """
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    names: dict[str, None] = {}
+    if (path := folder / FILE).exists():
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # the last line may still be being written
+        for line in csv.DictReader(io.StringIO(whole, newline="")):
+            key = int(line["step"]), int(line["rank"])
+            row = found.setdefault(key, {"time": float(line["time"])})
+            row[line["name"]] = float(line["value"])
+            names[line["name"]] = None
+    columns: dict[str, list[float]] = {
+        "step": [step for step, _ in found],
+        "rank": [rank for _, rank in found],
+        "time": [row["time"] for row in found.values()],
+    }
+    columns |= {name: [row.get(name, math.nan) for row in found.values()] for name in names}
+    try:
+        import pandas  # type: ignore[import-untyped]
+    except ImportError:
+        return columns
+    return pandas.DataFrame(columns)
+
+
+def draw(tables: Mapping[str, Any], metric: str | None) -> "Figure":
+    """Draw the same metric of several runs over the steps, one line for each run's rank 0.
+
+    Args:
+        tables: What `read` returned, by the name of the run.
+        metric: Which metric to draw; None draws the first one that all runs have.
+
+    Raises:
+        UsageError: matplotlib is missing, or not all runs have the metric.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("taas.compare needs matplotlib: pip install matplotlib") from error
+    own = ("step", "rank", "time")
+    shared = [
+        name
+        for name in next(iter(tables.values()))
+        if name not in own and all(name in table for table in tables.values())
+    ]
+    if not shared or metric not in (None, *shared):
+        has = ", ".join(shared) or "none"
+        asked = f' no metric "{metric}" in common' if metric else " no metric in common"
+        raise UsageError(f"taas.compare: the runs have{asked}. Metrics of all runs: {has}")
+    metric = metric or shared[0]
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel=metric)
+    for name, table in tables.items():
+        points = [
+            (step, value)
+            for step, rank, value in zip(table["step"], table["rank"], table[metric], strict=True)
+            if rank == 0 and not math.isnan(value)
+        ]
+        axes.plot(*zip(*points, strict=True), label=name) if points else None
+    axes.legend()
+    return figure

@@ -1,0 +1,149 @@
+"""`taas.log`: from a rank to the table of its run and the curves of its head."""
+
+import base64
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from taas_magic.display import head
+from taas_magic.errors import UsageError
+from taas_magic.host import metrics as in_rank
+from taas_magic.host.metrics import MetricBuffer
+from taas_magic.journal import metrics
+from taas_magic.journal.folder import RunFolder
+from taas_magic.journal.metrics import CURVE_POINTS, Curve, picture, sparkline
+from taas_magic.messages import MetricPoint, Metrics, encode, event_of
+from tests.events import new_state
+from tests.harness import Notebook
+
+TRAIN = """
+import taas, torch, math
+for step in range(20):
+    taas.log(step=step, loss=torch.tensor(1.0 / (step + 1)), rate=0.1)
+    taas.log({"of each": step * (RANK + 1)}, step=step, all_ranks=True)
+taas.log(odd=math.nan)
+from torch.utils.tensorboard import SummaryWriter
+with SummaryWriter(FOLDER) as writer:
+    writer.add_scalar("Accuracy/test", 0.5, 7)
+"""
+
+
+def test_what_ranks_log_is_in_the_runs_table_and_head(notebook: Notebook, tmp_path: Path) -> None:
+    ahead = f"import os\nRANK, FOLDER = int(os.environ['RANK']), {str(tmp_path)!r}\n"
+    outcome = notebook.run(ahead + TRAIN)
+    assert outcome.error is None and outcome.run is not None
+    table = outcome.run.metrics
+    of_0, of_1 = (table[table["rank"] == rank].set_index("step") for rank in (0, 1))
+    assert list(of_0.index) == list(range(20))
+    assert of_0["loss"].tolist() == pytest.approx([1 / (step + 1) for step in range(20)])
+    assert of_1["of each"].tolist() == [2 * step for step in range(20)]
+    assert of_1["loss"].isna().all() and math.isnan(of_0["odd"][0])
+    assert of_0["Accuracy/test"][7] == 0.5
+    shown = head.both(state_of(outcome.run.path), 0.0)
+    assert "loss: 0.05 " in shown["text/plain"]
+    assert "of each: 19 " in shown["text/plain"]
+    assert "20 values on each of 2 ranks" in shown["text/plain"]
+    assert shown["text/html"].count("<img src='data:image/svg+xml;base64,") == 4
+    assert "… and 1 more metric: run.metrics" in shown["text/plain"]
+
+
+def state_of(folder: Path) -> head.RunState:
+    state = new_state()
+    for event in RunFolder(folder).read_events():
+        state.apply(event)
+    return state
+
+
+def test_a_value_that_is_no_number_is_refused_where_it_is_logged() -> None:
+    buffer = MetricBuffer(0)
+    with pytest.raises(
+        TypeError, match=r"taas\.log: name must be a number or a tensor .* it is a str"
+    ):
+        buffer.add({"name": "text"}, 0, False)
+    with pytest.raises(TypeError, match="it is a Tensor"):
+        buffer.add({"name": torch.zeros(2)}, 0, False)
+
+
+def test_a_tensor_keeps_the_value_that_it_had() -> None:
+    buffer, value = MetricBuffer(0), torch.tensor(3.0, requires_grad=True)
+    buffer.add({"loss": value}, None, False)
+    value.data.zero_()
+    buffer.add({"loss": value}, None, False)
+    assert [(it.step, it.value) for it in buffer.take()] == [(0, 3.0), (1, 0.0)]
+    assert buffer.take() == []
+
+
+def test_other_ranks_are_recorded_only_on_request() -> None:
+    buffer = MetricBuffer(3)
+    buffer.add({"loss": 1.0}, 0, False)
+    buffer.add({"loss": 2.0}, 0, True)
+    assert [it.value for it in buffer.take()] == [2.0]
+
+
+def test_outside_a_run_nothing_happens() -> None:
+    in_rank.use_buffer(None)
+    in_rank.log(loss=1.0)
+
+
+def test_a_curve_of_many_values_has_few_points() -> None:
+    curve = Curve()
+    for step in range(100_000):
+        curve.add(float(step))
+    assert CURVE_POINTS / 2 <= len(curve.points) <= CURVE_POINTS
+    assert (curve.count, curve.last) == (100_000, 99_999.0)
+    assert curve.points == sorted(curve.points)
+    assert curve.points[0] < 1_000 and curve.points[-1] > 99_000
+
+
+def test_a_line_of_blocks_rises_and_has_gaps() -> None:
+    assert sparkline([0.0, 1.0, 2.0, 3.0]) == "▁▃▆█"
+    assert sparkline([1.0, math.nan, 1.0]) == "▅ ▅"
+    assert sparkline([math.nan]) == " " and sparkline([]) == ""
+    assert len(sparkline([float(i) for i in range(1000)])) == 24
+
+
+def test_a_picture_has_a_line_for_each_rank_and_skips_what_is_no_number() -> None:
+    address = picture([[0.0, 1.0, math.nan, 2.0, 3.0], [1.0, 1.0]])
+    svg = base64.b64decode(address.partition(",")[2]).decode()
+    assert svg.count("<polyline") == 3 and "nan" not in svg
+
+
+def test_values_that_json_lacks_arrive_as_no_number() -> None:
+    points = [MetricPoint("a", 0, math.nan, 1.0), MetricPoint("a", 1, math.inf, 1.0)]
+    event = event_of(encode(Metrics(points=points)))
+    assert isinstance(event, Metrics)
+    assert [math.isnan(metrics.number(point)) for point in event.points] == [True, True]
+
+
+def table_of(folder: Path, *points: MetricPoint) -> Path:
+    folder.mkdir()
+    (folder / metrics.FILE).write_bytes(metrics.rows(Metrics(points=list(points)), is_first=True))
+    return folder
+
+
+def test_a_restart_replaces_what_it_logs_again_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    first = [MetricPoint("loss", step, 1.0, 5.0) for step in range(3)]
+    again = MetricPoint("loss", 2, 0.25, 9.0)
+    folder = table_of(tmp_path / "run", *first, again)
+    with (folder / metrics.FILE).open("a") as file:
+        file.write("10.0,3,0,loss,0.1")
+    found = metrics.read(folder)
+    assert (list(found["step"]), list(found["loss"])) == ([0, 1, 2], [1.0, 1.0, 0.25])
+    assert len(metrics.read(tmp_path / "no run")["step"]) == 0
+
+
+def test_runs_are_compared_by_a_metric_that_all_have(tmp_path: Path) -> None:
+    one = metrics.read(
+        table_of(tmp_path / "1", MetricPoint("loss", 0, 1.0, 0.0), MetricPoint("a", 0, 1.0, 0.0))
+    )
+    two = metrics.read(table_of(tmp_path / "2", MetricPoint("loss", 0, 2.0, 0.0)))
+    figure = metrics.draw({"one": one, "two": two}, None)
+    [axes] = figure.axes
+    assert axes.get_ylabel() == "loss" and [line.get_label() for line in axes.lines] == [
+        "one",
+        "two",
+    ]
+    with pytest.raises(UsageError, match=r'no metric "a" in common\. Metrics of all runs: loss'):
+        metrics.draw({"one": one, "two": two}, "a")
