@@ -10,7 +10,8 @@ from taas_magic.registry import is_registered, register, registered, unregister
 if TYPE_CHECKING:
     from taas_magic.farms.farm import farm
     from taas_magic.federation.federation import Federation as federation
-    from taas_magic.notebook.runs import Run, runs
+    from taas_magic.host.metrics import log
+    from taas_magic.notebook.runs import Run, compare, runs
     from taas_magic.store.publish import save
 
     device_type: str
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Run",
+    "compare",
     "device_type",
     "farm",
     "federation",
@@ -25,6 +27,7 @@ __all__ = [
     "get_worker_info",
     "is_registered",
     "last_run",
+    "log",
     "register",
     "registered",
     "runs",
@@ -79,16 +82,21 @@ def _device_type() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """Return `last_run`, `runs`, `Run`, `device_type`, `farm`, `federation` or `save`.
+    """Return a public name of a module that is imported when it is asked for.
 
     `last_run` is the newest run that this kernel started or attached (None before the first),
-    `device_type` is "cuda" or "cpu". What they need is imported when they are asked for: the kernel
-    imports this module while the notebook's folder, which may hold a `random.py`, still comes
-    before the standard library.
+    `device_type` is "cuda" or "cpu". The imports are late because the kernel imports this module
+    while the notebook's folder, which may hold a `random.py`, still comes before the standard
+    library.
     """
     if name == "last_run":
         return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)
-    if name in ("Run", "runs"):
+    if name == "log":
+        from taas_magic.host.metrics import log
+
+        globals()[name] = log  # a training loop calls it at each step
+        return log
+    if name in ("Run", "compare", "runs"):
         from taas_magic.notebook import runs
 
         return getattr(runs, name)

@@ -22,6 +22,7 @@ from taas_magic.errors import ResultError, UsageError, interrupted
 from taas_magic.host import results
 from taas_magic.host.spec import VALUE
 from taas_magic.journal import folder as journal
+from taas_magic.journal import metrics
 from taas_magic.journal.analysis import Flow, advice, draw
 from taas_magic.journal.folder import ENDED_STATES, PlanHead, RunContext, RunFolder, RunSummary
 from taas_magic.journal.reader import JournalReader
@@ -35,7 +36,19 @@ if TYPE_CHECKING:
 
 _FOR_USERS = (
     *("advice", "elapsed_s", "error", "failed_rank", "failures", "hosts", "is_active", "log_path"),
-    *("logs", "missing", "name", "out", "path", "plan", "plot", "pool", "receipt", "result"),
+    *(
+        "logs",
+        "metrics",
+        "missing",
+        "name",
+        "out",
+        "path",
+        "plan",
+        "plot",
+        "pool",
+        "receipt",
+        "result",
+    ),
     *("run_id", "started", "state", "wait", "waited", "world_size"),
 )
 
@@ -183,6 +196,15 @@ class Run:
         """The share of their time with each loader that ranks waited for it, from 0 to 1."""
         return {loader.name: loader.mean.share for loader in self._flow().loaders.values()}
 
+    @property
+    def metrics(self) -> Any:
+        """What ranks logged by `taas.log`: one row for each step and rank, a column each metric.
+
+        A pandas DataFrame with the columns `step`, `rank`, `time` and the metrics; a dict of lists
+        if pandas is not installed.
+        """
+        return metrics.read(self.path)
+
     def plot(self) -> "Figure":
         """Draw how long ranks waited for data, and how fast it came, over time.
 
@@ -319,6 +341,21 @@ class Run:
         for seen in self._folder.read_events():
             flow.apply(seen, seen.time)
         return flow
+
+
+def compare(*runs: Run, metric: str | None = None) -> "Figure":
+    """Draw the same metric of several runs over the steps, one line for each run's rank 0.
+
+    Args:
+        *runs: The runs, such as `*taas.runs()[:2]`.
+        metric: Which metric; None draws the first one that all runs have.
+
+    Raises:
+        UsageError: No run is given, matplotlib is missing, or not all runs have the metric.
+    """
+    if not runs:
+        raise UsageError("taas.compare needs runs: taas.compare(*taas.runs()[:2])")
+    return metrics.draw({f"{run.run_id} {run.name}".rstrip(): run.metrics for run in runs}, metric)
 
 
 def _names_of_notebook() -> dict[str, Any]:
