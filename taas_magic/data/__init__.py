@@ -1,7 +1,12 @@
-"""The data service: fetchers prepare the batches of registered loaders, ranks pull them.
+"""The data service: fetchers prepare the batches of registered loaders, and ranks request them.
 
-docs/data.md has the flow in one picture. In a rank: loader.py -> epoch.py -> client.py ->
-connection.py. In a fetcher: server.py (one thread, no user code) -> scheduler.py -> worker.py ->
-dataset.py, order.py. Between them: protocol.py, encode.py, memory.py. Arithmetic: sharding.py.
-On disk: service.py. accelerate: accelerated.py.
+docs/data.md shows the flow in one picture. The modules:
+
+* in a rank: loader.py -> epoch.py -> client.py -> connection.py
+* in a fetcher: server.py (one thread, no user code) -> scheduler.py -> worker.py -> dataset.py,
+  order.py
+* shared by both: protocol.py, encode.py, memory.py
+* which rank gets which batch: sharding.py
+* files in the run folder: service.py
+* integration with accelerate: accelerated.py
 """

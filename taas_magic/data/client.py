@@ -1,9 +1,9 @@
-"""A rank's side of the data service: connections to the fetchers of one loader, and its requests.
+"""A rank's client of the data service: connections to the fetchers of one loader, and requests.
 
-A batch is asked of the fetcher whose share it is. A connection that fails puts its fetcher aside
-for a moment that grows with every failure in a row; what it was asked goes to another fetcher,
-which gives the same answer. Only when no fetcher has answered for a while is the run lost, and it
-says so instead of waiting for ever.
+The client requests each batch from the fetcher whose share contains it. When a connection fails,
+the client pauses that fetcher, longer after each failure in a row, and sends the pending requests
+to another fetcher, which gives the same responses. If no fetcher has responded for `fetch_s`, the
+client raises `RunLost` instead of waiting forever.
 """
 
 import ssl
@@ -26,14 +26,17 @@ from taas_magic.leases import ALIVE_S, FetchLease
 from taas_magic.messages import LoaderPlace
 
 _FEW_BYTES = 32 << 10
-"""Bodies up to this are copied out: a batch that is kept must not keep all that came with it."""
+"""Largest body to copy out of the receive block.
+
+Without the copy, a batch that the cell keeps would keep the whole block alive.
+"""
 
 _LOOK_AGAIN_S = 0.25
 _FIRST_LOOKS_S = 0.01
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _PAUSE_PER_SILENCE = 10
-"""So many times longer than it was waited for a fetcher in vain, others are asked instead of it."""
+"""Pause of a silent fetcher, as a multiple of the time that the client waited for it."""
 
 _OTHER_ORDER = (
     "epoch {epoch}: the loader's sampler gives another order each time it is run, and the fetcher "
@@ -43,9 +46,16 @@ _OTHER_ORDER = (
 
 
 class Route:
-    """A rank's ways to the fetchers of one loader; its connections and memory are used again.
+    """Fetchers of one loader: addresses, failures, and idle connections and memory to reuse.
 
-    Several threads may use it, each with a client of its own.
+    Several threads may share a route; each has its own `Client`.
+
+    Args:
+        loader: Name of the loader.
+        directory: Returns the current addresses of the loader's fetchers.
+        key: The run's key.
+        tls: Client context for fetchers on other hosts; None for plain TCP.
+        lease: Timeouts.
     """
 
     def __init__(
@@ -68,15 +78,21 @@ class Route:
 
     @property
     def workers(self) -> int:
-        """How many workers all fetchers have; waits for the first fetcher."""
+        """Number of workers of all fetchers; waits for the first fetcher."""
         self._await_fetchers()
         return self._found.workers
 
     def pick(self, slot: int, streams: int | None) -> int:
-        """Return the fetcher to ask for a slot: whose share it is; while that is aside, another.
+        """Return the index of the fetcher to request a slot from.
+
+        That is the fetcher whose share contains the slot, or another one while it is paused.
+
+        Args:
+            slot: The batch's place in the epoch's order.
+            streams: Number of streams of an iterable-style loader; None for a map-style one.
 
         Raises:
-            RunLost: No fetcher has answered for `fetch_s`.
+            RunLost: No fetcher has started in time, or none is left.
         """
         self._await_fetchers()
         found = self._found
@@ -84,7 +100,7 @@ class Route:
         if not self._paused and wanted in found.addresses:
             return wanted
         up = self._up()
-        # Those that have failed come last until one has answered: each is tried once at least.
+        # Until a fetcher responds, prefer fetchers that have not failed, so that each is tried.
         up = [number for number in up if number not in self._reasons] or up
         if wanted in up or not up:
             return wanted
@@ -92,14 +108,14 @@ class Route:
 
     @property
     def patience_s(self) -> float:
-        """How long a fetcher may be silent: less, the longer none has answered."""
+        """Seconds that a fetcher may be silent; shorter, the longer no fetcher has responded."""
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 
     def connect(self, number: int) -> FetcherLink:
         """Return a new connection to a fetcher.
 
         Raises:
-            OSError, ProtocolError: It does not answer.
+            OSError, ProtocolError: The fetcher does not respond.
         """
         address = self._found.addresses.get(number)
         if address is None:
@@ -110,39 +126,45 @@ class Route:
         return link
 
     def take(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], Blocks]:
-        """Return the connections of a pass that is over and its memory to receive into, if any."""
-        with suppress(IndexError):  # another thread may take the last ones at any time
+        """Return the connections and receive memory of a finished pass, or new empty ones.
+
+        Args:
+            keep_bytes: Limit on the free memory that new `Blocks` keep.
+        """
+        with suppress(IndexError):  # another thread may take the last entry at any time
             return self._idle.pop()
         return {}, Blocks(keep_bytes)
 
     def give_back(self, links: dict[int, FetcherLink], blocks: Blocks) -> None:
-        """Keep what a pass had for the next one."""
+        """Store the connections and memory of a finished pass for the next one."""
         self._idle.append((links, blocks))
 
     def leave(self) -> None:
-        """Leave all connections to the process that this one was forked from.
+        """Close this fork's copies of the connections; the parent process continues to use them.
 
-        A pass of that process that ends in this one would call off what that process waits for.
+        Otherwise a pass that ends in this fork would cancel requests that the parent waits for.
         """
         for link in list(self._links):
             link.leave()
         self._idle.clear()
 
     def answered(self, number: int) -> None:
-        """Take note that a fetcher has answered."""
+        """Record that a fetcher has responded, and end its pause."""
         self._paused.pop(number, None)
         if self._reasons:
             self._silent_s = 0.0
             self._reasons.clear()
 
     def failed(self, number: int, error: Exception, silent_s: float) -> None:
-        """Put a fetcher aside, and wait if all are.
+        """Pause a fetcher; if all fetchers are paused, wait up to 0.25 s.
 
         Args:
-            silent_s: How long it was waited for.
+            number: Index of the fetcher.
+            error: Error of its connection.
+            silent_s: Seconds that the client waited for the fetcher.
 
         Raises:
-            RunLost: No fetcher has answered for `fetch_s`.
+            RunLost: No fetcher has responded for `fetch_s`.
         """
         for links, _ in list(self._idle):
             if number in links:
@@ -165,7 +187,7 @@ class Route:
                 "[data] is how long ranks wait"
             )
         if not self._up():
-            # Every fetcher is aside: wait for the first to be tried again.
+            # Every fetcher is paused: wait until the first pause ends.
             now = time.monotonic()
             first = min((until for until, _ in self._paused.values()), default=now)
             pause_s = max(0.0, min(first - now, 0.25))
@@ -177,7 +199,7 @@ class Route:
         return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]
 
     def _await_fetchers(self) -> None:
-        """Wait for the first fetcher; look now and then for those that had not started yet."""
+        """Wait for the first fetcher; check at intervals for fetchers that started later."""
         known = self._found
         if len(known.addresses) >= max(1, known.fetchers):
             return
@@ -199,10 +221,10 @@ class Route:
             time.sleep(_FIRST_LOOKS_S)
 
     def _looked_up(self) -> LoaderPlace:
-        """Return where fetchers listen now; none while they are started again.
+        """Return the current addresses of fetchers; none while fetchers are restarting.
 
         Raises:
-            RunLost: All have ended, or could not start, and none is started again.
+            RunLost: All fetchers have ended or could not start, and none will be restarted.
         """
         found = self._directory(self._loader)
         if found.failed:
@@ -212,7 +234,7 @@ class Route:
 
 
 def _why_useless(error: Exception) -> str:
-    """Return what an unusable connection says of its fetcher."""
+    """Return a description of the failure for messages."""
     if isinstance(error, (Silent, TimeoutError)):
         return "says nothing"
     kind = "broke the protocol" if isinstance(error, ProtocolError) else "is gone"
@@ -220,12 +242,12 @@ def _why_useless(error: Exception) -> str:
 
 
 class Delivered(NamedTuple):
-    """What a rank gets for a `SlotRequest`.
+    """Decoded response to a `SlotRequest`.
 
     Attributes:
-        units: Number that the batch counts, or UNHINTED; VOID: there is none.
-        size: Its bytes on the wire, 0 if it was on none.
-        failure: What the user's code raised instead; `reraise()` raises it here.
+        units: Units that the batch counts, or UNHINTED; VOID if the slot has no batch.
+        size: Size of the response's body in bytes.
+        failure: Exception of the user's code in place of a batch; `reraise()` raises it here.
         order: `Response.order`.
     """
 
@@ -237,19 +259,22 @@ class Delivered(NamedTuple):
 
 
 class Client:
-    """Answers a rank's requests about one loader from its fetchers, for one pass over it.
+    """Client for one pass over a loader; sends a rank's requests and returns the responses.
 
-    A sampler that draws from something else than the seeded generators gives every worker another
-    order. Then the one of the worker that opened the epoch holds: it is asked for a batch's indices
-    (ORDER), and any worker for the batch by those, in the place of the first request.
+    A sampler that draws from an unseeded generator gives each worker a different order. Then the
+    order of the worker that opened the epoch applies. When a response has another order, the client
+    requests the batch's indices (ORDER) from that worker, and then the batch with these indices
+    from any worker.
 
     Args:
-        keep_bytes: How much memory is kept to receive into again.
-        timeout_s: `DataLoader(timeout=…)`: how long a batch may take; 0: as long as it takes, while
-            its fetcher says that it is alive.
+        route: The loader's fetchers.
+        keep_bytes: Limit on the free receive memory that is kept for reuse.
+        timeout_s: `DataLoader(timeout=…)`: seconds that a batch may take. With 0 there is no
+            limit as long as the fetcher reports that it is alive.
 
     Attributes:
-        is_left: Set from another thread: whoever waits for an answer gives up within a tick.
+        is_left: Set by another thread to make a waiting call raise `CancelledError` within a tick.
+        retried: Number of requests that were sent again after a failed connection.
     """
 
     def __init__(self, route: Route, keep_bytes: int, timeout_s: float = 0.0) -> None:
@@ -266,21 +291,21 @@ class Client:
 
     @property
     def workers(self) -> int:
-        """How many workers share the work."""
+        """Number of workers of all fetchers."""
         return self._route.workers
 
     @property
     def held_bytes(self) -> int:
-        """Memory that batches lie in, in use or kept for the next ones."""
+        """Size of all memory for batches, in use or kept for the next batches."""
         links = list(self._links.values())
         return self._blocks.held_bytes + sum(link.lent.held_bytes for link in links)
 
     def open(self, epoch: int) -> Opened:
-        """Begin an epoch, and say how long it is; the first fetcher says it for all.
+        """Begin an epoch; return its length and order hash as fetcher 0 reports them.
 
         Raises:
-            RunLost: No fetcher answers.
-            Exception: What the loader's sampler raised.
+            RunLost: No fetcher responds.
+            Exception: The exception that the loader's sampler raised.
         """
         body = self._answer_to(LoaderRequest(RequestKind.OPEN, epoch, 0), ResponseKind.OPENED)
         opened = protocol.read_opened(body)
@@ -289,27 +314,31 @@ class Client:
         return opened
 
     def order(self) -> bytes:
-        """Return the indices of all batches of the epoch, encoded (`follow`)."""
+        """Return the encoded indices of all batches of the epoch, for `follow` on other ranks."""
         ask = LoaderRequest(RequestKind.ORDER, self._epoch, 0, b"all")
         return bytes(self._answer_to(ask, ResponseKind.VALUE))
 
     def follow(self, order: bytes) -> int:
-        """Ask for the batches of this epoch by another rank's order; return their number."""
+        """Use another rank's order for this epoch; return the number of batches.
+
+        Args:
+            order: The other rank's `order()`.
+        """
         self._indices, self._order = encode.from_bytes(order), None
         return len(self._indices)
 
     def ask(self, asks: Sequence[SlotRequest]) -> None:
-        """Send requests ahead."""
+        """Send requests without waiting for the responses."""
         for ask in asks:
             self._send_later(self._request(ask))
         self._flush()
 
     def reply(self, ask: SlotRequest) -> Delivered:
-        """Return the answer to a request.
+        """Return the response to a request; send the request now if `ask` did not.
 
         Raises:
-            RunLost: No fetcher answers, or the batch cannot be had.
-            RuntimeError: It took longer than the loader's `timeout`.
+            RunLost: No fetcher responds, or no worker can prepare the batch.
+            RuntimeError: The batch took longer than the loader's `timeout`.
         """
         return received(*self._await(self._request(ask)))
 
@@ -318,18 +347,22 @@ class Client:
         return self._value(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def state(self, slot: int) -> tuple[int, Any] | None:
-        """Return where the dataset of a slot's stream stood, and after how many items."""
+        """Return a saved state of the dataset of a slot's stream.
+
+        Returns:
+            The number of items before the state, and the state; None if no state is known.
+        """
         found: tuple[int, Any] | None = self._value(
             LoaderRequest(RequestKind.STATE, self._epoch, slot)
         )
         return found
 
     def restore(self, slot: int, state: Any) -> None:
-        """Have the stream of a slot begin there, in a dataset that has loaded this state."""
+        """Make the stream of `slot` start at `slot`, with a dataset that loads `state`."""
         self._value(LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
     def close(self) -> None:
-        """End the pass; what is under way is not wanted any more."""
+        """End the pass and cancel its pending requests."""
         for number, link in list(self._links.items()):
             try:
                 link.cancel()
@@ -358,7 +391,12 @@ class Client:
         return encode.from_bytes(bytes(body))
 
     def _answer_to(self, ask: LoaderRequest, expected: ResponseKind) -> memoryview:
-        """Ask something besides batches, and wait for what is said; raise what is said instead."""
+        """Send a request and return the response's body.
+
+        Raises:
+            ProtocolError: The response has a kind other than `expected` or ERROR.
+            Exception: The exception of the user's code that an ERROR response carries.
+        """
         response, body = self._await(ask)
         if response.kind is expected:
             return body
@@ -368,7 +406,7 @@ class Client:
         raised.reraise()
 
     def _await(self, ask: LoaderRequest) -> tuple[Response, memoryview]:
-        """Return the response to a request, which is sent now where it was not sent ahead."""
+        """Return the response to a request; send the request now if it was not sent ahead."""
         if ask not in self._here:
             if ask not in self._where:
                 self._send_later(ask)
@@ -380,7 +418,7 @@ class Client:
         return response, body
 
     def _send_later(self, ask: LoaderRequest) -> None:
-        """Lay a request ready for the fetcher that has to answer it."""
+        """Queue a request on the connection to its fetcher; connect first if necessary."""
         while True:
             of_order = ask.kind in (RequestKind.OPEN, RequestKind.ORDER)
             number = self._route.pick(0 if of_order else ask.slot, self._streams)
@@ -408,7 +446,7 @@ class Client:
                 self._lost(number, error)
 
     def _until(self, ask: LoaderRequest) -> None:
-        """Receive until `ask` is answered."""
+        """Receive until the response to `ask` is here."""
         began = heard = time.monotonic()
         silent_s = 0.0
         while ask in self._where:
@@ -429,7 +467,7 @@ class Client:
             silent_s, heard = 0.0, time.monotonic()
 
     def _receive(self, number: int) -> None:
-        """Take the next frame of a fetcher, and all that have come with it."""
+        """Receive a fetcher's next message and all further messages that arrived with it."""
         link = self._links[number]
         for message, body in link.receive(self._blocks):
             self._route.answered(number)
@@ -439,7 +477,11 @@ class Client:
                 return
 
     def _take(self, link: FetcherLink, response: Response, body: memoryview) -> None:
-        """Take the response to the oldest requests on a connection."""
+        """Match a response to the oldest requests on its connection, one for each body.
+
+        Raises:
+            ProtocolError: The response does not belong to the oldest request.
+        """
         asked, bodies = link.asked, 1 + response.more
         ask = asked[0] if len(asked) >= bodies else None
         if ask is None or response.slot != ask.slot or response.epoch != ask.epoch:
@@ -468,7 +510,17 @@ class Client:
     def _after(
         self, ask: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
     ) -> LoaderRequest | None:
-        """Return what to ask after an answer; None when it is the answer to the first request."""
+        """Return the next request that a response makes necessary (see the class docstring).
+
+        Args:
+            ask: The request that was sent.
+            first: The original request, which `ask` may replace.
+            response: The response to `ask`.
+            body: The response's body.
+
+        Returns:
+            The next request; None if the response answers `first`.
+        """
         order = response.order
         is_other = order != self._order and order != 0 and self._order is not None
         if first is ask and is_other:
@@ -481,11 +533,11 @@ class Client:
         return None
 
     def _lost(self, number: int, error: Exception, silent_s: float = 0.0) -> None:
-        """Close a connection that is of no use any more; ask elsewhere what it still owes.
+        """Close a failed connection and send its pending requests to other fetchers.
 
         Raises:
-            RunLost: No fetcher is left to ask.
-            OSError: `error` itself, where the cell raised it.
+            RunLost: No fetcher responds.
+            OSError: `error` itself, if a signal handler of the cell raised it.
         """
         if is_of_the_cell(error):
             raise error
@@ -500,10 +552,10 @@ class Client:
 
 
 def received(response: Response, body: memoryview) -> Delivered:
-    """Return what a rank gets by the response to GET or PEEK.
+    """Decode the response to a GET or PEEK request.
 
     Raises:
-        ProtocolError: It is no such response.
+        ProtocolError: The response has a kind that these requests do not allow.
     """
     kind = response.kind
     if kind is ResponseKind.BATCH:

@@ -1,9 +1,11 @@
-"""A fetcher's server: one thread, no user code, all connections of the ranks to one fetcher.
+"""The server of a fetcher: one thread that serves all connections of ranks and runs no user code.
 
-Workers put batches into shared memory and say where; ranks ask for batches; the server sends from
-that memory, or tells a rank of its own host where a batch lies. Nothing in a server waits for
-anybody: a rank that pauses for an hour, a stranger that says nothing and a dataset that takes
-minutes for an item cost the others nothing. Without fetchers a rank starts servers of its own.
+Workers write batches into shared memory and report the offsets. Ranks request batches. The server
+sends them from that memory, or tells a rank on the same host where the batch is in that memory.
+
+The server never blocks. A rank that pauses for an hour, a peer that never authenticates, and a
+dataset that takes minutes for an item do not delay other ranks. In a run without fetchers, each
+rank starts its own servers (`OwnServers`).
 """
 
 import dataclasses
@@ -55,21 +57,25 @@ from taas_magic.messages import FetcherCounts
 _MOST_UNPROVED = 512
 _ACCEPT_AT_ONCE = 64
 _SPARE_FILES = 64
-"""So many descriptors are for what a server opens beside its ranks' connections; half of them also
-for peers that are told that there is no room for them."""
+"""Number of file descriptors to reserve for everything except connections to ranks.
+
+Half of them may also serve peers that the server rejects because it has no free descriptors.
+"""
 
 _BACKLOG = 4096
 _HEAR_BYTES = 64 << 10
 _LENT_FROM_BYTES = 32 << 10
 _LENT_BYTES = 512 << 20
-"""How much of the workers' memory one rank may look at; what is more goes through its socket."""
+"""Limit on the shared memory that one rank may read in place; the socket carries further batches.
+"""
 
 _OUT_BYTES = 1 << 20
 _COPIED_BYTES = 8 << 10
-"""Bodies up to this are copied behind their header: to send them as parts costs more."""
+"""Largest body to copy behind its header; for small bodies, separate parts cost more than a copy.
+"""
 
 _MOST_ALIKE = 64
-"""So many small bodies go behind one header, if no more than that differs between them."""
+"""Most small bodies to send behind one header; only slot and body may differ between them."""
 
 _PARTS_AT_ONCE = 256
 _TLS_JOIN_BYTES = 16 << 10
@@ -82,14 +88,20 @@ _log = logging.getLogger(__name__)
 
 
 _Form = tuple[ResponseKind, int, int, int, int]
-"""Of a response: its kind, epoch, units, order and head_bytes."""
+"""Header fields of a response: kind, epoch, units, order and head_bytes."""
 
 
 class RankConnection:
-    """One rank's connection, or a stranger's: what it was asked, lent, and has to send.
+    """Server's end of a connection to a peer, which may not have authenticated yet.
 
     Attributes:
-        is_greeting: Whether its TLS handshake is still to come.
+        is_greeting: Whether the TLS handshake is not finished.
+        said: Time of the last data or `Alive` sent, or of the first pending request (monotonic).
+        loader: The loader that the rank requested; None until the peer has authenticated.
+        asked: Pending requests in order, each with True if only the batch's units are requested.
+        out: Queued output: a part, the `Prepared` to release after sending, a descriptor or -1.
+        lent: Batches that the rank reads in shared memory.
+        arenas: Arenas whose descriptor this rank has.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -113,17 +125,23 @@ class RankConnection:
     def add(
         self, part: bytes | memoryview, prepared: Prepared | None = None, descriptor: int = -1
     ) -> None:
-        """Lay something ready to be sent; `prepared` is released when it has gone."""
+        """Queue a part for sending.
+
+        Args:
+            part: The bytes to send.
+            prepared: Released after the part is sent.
+            descriptor: File descriptor to send with the part; -1 for none.
+        """
         self.lay()
         self.out.append((part, prepared, descriptor))
         self.out_bytes += len(part)
 
     def say(self, message: protocol.FromServer) -> None:
-        """Lay a message ready that has no body."""
+        """Queue a message that has no body."""
         self.add(protocol.pack(message))
 
     def send(self) -> bool:
-        """Send what the kernel takes; return whether all has gone."""
+        """Send queued parts until the socket would block; return whether the queue is empty."""
         try:
             while self.out:
                 self._sent(self._send_tls() if self.tls else self._send_plain())
@@ -143,7 +161,11 @@ class RankConnection:
         return self.socket.sendmsg(parts)
 
     def _send_tls(self) -> int:
-        """Send a large part; or small ones joined, as TLS makes a record of each piece at least."""
+        """Send one large part, or several small parts joined, since each TLS send makes a record.
+
+        Returns:
+            Number of bytes sent.
+        """
         part = memoryview(self.out[0][0])
         if len(part) < _TLS_JOIN_BYTES and len(self.out) > 1:
             joined = bytearray()
@@ -154,7 +176,7 @@ class RankConnection:
             return self.socket.send(joined)
         sent = 0
         try:
-            while sent < len(part):  # one call takes one record
+            while sent < len(part):  # one call sends one record
                 sent += self.socket.send(part[sent:])
         except _WOULD_BLOCK:
             if not sent:
@@ -174,14 +196,18 @@ class RankConnection:
             out[0] = memoryview(part)[size:], prepared, -1
 
     def give_back(self, place: SharedPlace) -> None:
-        """Release a span of shared memory that the rank reads no more."""
+        """Release a span of shared memory that the rank no longer reads."""
         prepared = self.lent.pop(place, None)
         if prepared is not None:
             self.lent_bytes -= prepared.reply.body_bytes
             prepared.release()
 
     def respond(self, request: LoaderRequest, prepared: Prepared) -> None:
-        """Lay a response ready; what was prepared is released when the rank needs it no more."""
+        """Queue a response, and release `prepared` when the rank no longer needs it.
+
+        A response to a request for a small batch stays in `_alike`, so that similar responses can
+        share its header; `lay` queues them.
+        """
         reply = prepared.reply
         is_batch = reply.kind is ResponseKind.BATCH
         head_bytes = reply.head_bytes if is_batch else 0
@@ -199,7 +225,7 @@ class RankConnection:
             self.lay()
 
     def lay(self) -> None:
-        """Lay the response ready that was kept back, as more like it could follow."""
+        """Queue the responses held back in `_alike` behind one shared header."""
         if self._form is None:
             return
         form, slot, alike = self._form, self._slot, self._alike
@@ -217,7 +243,7 @@ class RankConnection:
             one.release()
 
     def forget(self) -> None:
-        """Release what was prepared and has not been sent: nobody gets it here any more."""
+        """Release every queued response, because this connection will not send them."""
         for prepared in [*self._alike, *(prepared for _, prepared, _ in self.out)]:
             if prepared is not None:
                 prepared.release()
@@ -225,7 +251,14 @@ class RankConnection:
         self.out.clear()
 
     def _lend(self, prepared: Prepared) -> tuple[SharedBody | None, int]:
-        """Have a batch read in place, if this rank alone gets it, and has not too much."""
+        """Let the rank read a batch in shared memory, if possible.
+
+        The rank must be on this host, below its limit (`_LENT_BYTES`), and the only receiver of
+        the batch, because it may modify the memory.
+
+        Returns:
+            The shared body, or None; and the descriptor to send if the arena is new, or -1.
+        """
         arena, size = prepared.arena, prepared.reply.body_bytes
         fits = _LENT_FROM_BYTES <= size <= _LENT_BYTES - self.lent_bytes
         if arena is None or not fits or not self.is_unix or prepared.is_shared:
@@ -239,7 +272,7 @@ class RankConnection:
 
 
 def _files_left(connection: RankConnection) -> int:
-    """Return how many descriptors this process may still open behind a connection's."""
+    """Return how many descriptors above the connection's own this process may still open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most - 1 - connection.socket.fileno()
 
@@ -252,23 +285,22 @@ def _packed(
     shared: SharedBody | None = None,
     more: int = 0,
 ) -> bytes:
-    """Return the header of a response."""
+    """Return the packed header of a response."""
     kind, epoch, units, order, head_bytes = form
     about = kind, epoch, slot, units, order, head_bytes
     return protocol.pack(Response(*about, body_sum, shared, more), body_bytes)
 
 
 class Server:
-    """Serves some loaders; `step` does what is to be done.
+    """Server for one or more loaders; the owner calls `step` in a loop.
 
     Args:
-        key: What a peer has to prove that it knows.
-        listen: Address to listen at for TCP, "" for none (only this host's ranks).
-        tls: For TCP; None: it goes plain, with checksums.
+        key: The run's key; a peer must prove that it knows the key.
+        listen: Address for the TCP listener; "" for no TCP (ranks of this host only).
+        tls: Certificate for TCP. With None, TCP is not encrypted and batches have checksums.
 
     Attributes:
-        addresses: Where it listens: host and port for TCP ("" and 0 for none), name of the Unix
-            socket.
+        addresses: Host and port for TCP ("" and 0 without TCP), and the Unix socket's name.
     """
 
     def __init__(
@@ -290,7 +322,7 @@ class Server:
             for one in loaders
         }
         self._tls = tls.server() if tls is not None else None
-        # As many open files as the system lets this process have: every connection is one.
+        # Raise the soft limit to the hard limit, because every connection is an open file.
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         for loader in self._loaders.values():
@@ -302,26 +334,26 @@ class Server:
             self.watch(listener, partial(self._accept, listener))
 
     def watch(self, readable: Any, called: Callable[[], object]) -> None:
-        """Have `called` be called whenever something has something to read."""
+        """Register `called` as the callback for when `readable` can be read."""
         self._selector.register(readable, selectors.EVENT_READ, called)
 
     def stats(self) -> dict[str, FetcherCounts]:
-        """Return what it has counted, for each loader."""
+        """Return the counts of each loader, by its name."""
         found = {name: loader.stats() for name, loader in self._loaders.items()}
         for counts in found.values():
             counts.refused, counts.up_s = self._refused, time.monotonic() - self._began
         return found
 
     def warnings(self) -> list[str]:
-        """Return what the user should know; each is said once."""
+        """Return the messages for the user that were not returned before."""
         said, self._notes[:] = list(self._notes), []
         return said
 
     def step(self, timeout_s: float) -> None:
-        """Do what is to be done; waits for that for `timeout_s` at most.
+        """Handle all events; wait at most `timeout_s` for the first one.
 
         Raises:
-            RuntimeError: Workers end again and again.
+            RuntimeError: Workers ended too many times.
         """
         for key, mask in self._selector.select(min(timeout_s, ALIVE_S)):
             if isinstance(key.data, RankConnection):
@@ -331,7 +363,8 @@ class Server:
                     self._guarded(key.data, self._pump)
             else:
                 key.data()
-        # What was freed and heard makes room, and what is prepared is asked for, in turns.
+        # Sending batches frees memory for workers, and new replies of workers make batches
+        # sendable, so alternate until nothing changes.
         while True:
             for loader in self._loaders.values():
                 loader.dispatch()
@@ -346,7 +379,7 @@ class Server:
             self._look(now)
 
     def close(self) -> None:
-        """End it all."""
+        """Close all connections and listeners, and end all workers."""
         for connection in list(self._connections):
             self._drop(connection, is_gone=True)
         for loader in self._loaders.values():
@@ -380,7 +413,7 @@ class Server:
                 sock.close()
 
     def _make_room_for_one(self) -> bool:
-        """Refuse the oldest peer that has not proved itself, if there is one; return whether."""
+        """Refuse the oldest unauthenticated peer; return False if there is none."""
         if not self._unproved:
             return False
         self._refuse(next(iter(self._unproved)), "too many at once")
@@ -404,7 +437,8 @@ class Server:
         is_tight = (
             len(self._unproved) > _MOST_UNPROVED or _files_left(connection) < _SPARE_FILES // 2
         )
-        if is_tight and len(self._unproved) > 1:  # a peer alone is told, once it has proved itself
+        # A single unauthenticated peer stays: after its proof, `_welcome` tells it the reason.
+        if is_tight and len(self._unproved) > 1:
             self._make_room_for_one()
         if not connection.is_greeting:
             self._challenge(connection)
@@ -416,7 +450,7 @@ class Server:
     def _guarded(
         self, connection: RankConnection, work: Callable[[RankConnection], object]
     ) -> None:
-        """Do something for a connection, if it is still there; drop it where that fails."""
+        """Call `work` for a connection that is still open; close the connection if that fails."""
         if connection not in self._connections:
             return
         try:
@@ -427,7 +461,7 @@ class Server:
             if connection.is_greeting and isinstance(error, ssl.SSLError):
                 self._refuse(connection, f"it does not have the run's certificate ({error.reason})")
                 return
-            # A rank that is gone has nothing more to ask, and one that is not asks again.
+            # Safe: if the rank still runs, it reconnects and repeats its requests.
             _log.info("a peer is gone: %s", error)
             self._drop(connection, is_gone=True)
 
@@ -449,7 +483,7 @@ class Server:
         self._dirty[connection] = None
 
     def _has_shaken_hands(self, connection: RankConnection) -> bool:
-        """Go on with a TLS handshake; return whether it is over."""
+        """Continue the TLS handshake; return whether it is finished."""
         assert isinstance(connection.socket, ssl.SSLSocket)
         try:
             connection.socket.do_handshake()
@@ -475,7 +509,7 @@ class Server:
                 connection.give_back(place)
             return
         if isinstance(message, Cancel):
-            # What is on its way goes on.
+            # Responses that are already queued are still sent; the rank skips them.
             connection.asked.clear()
             loader.buffer.forget(connection)
             connection.say(protocol.Cancelled())
@@ -491,7 +525,11 @@ class Server:
             want(connection, request, only_count)
 
     def _welcome(self, connection: RankConnection, proof: Proof) -> None:
-        """Let a peer in that shows that it knows the run's key, and says which loader it wants."""
+        """Accept a peer that proves that it knows the run's key and names a served loader.
+
+        Raises:
+            ProtocolError: The peer is rejected.
+        """
         key, place = self._key, self.addresses[2]
         why = ""
         if not protocol.proven(key, Role.RANK, connection.nonce, place, proof.mac):
@@ -510,7 +548,7 @@ class Server:
         connection.say(protocol.Welcome(protocol.prove(key, Role.SERVER, proof.nonce, place)))
 
     def _say_full(self) -> str:
-        """Return why no more ranks are let in; tell the user once, too."""
+        """Return the message that rejects a rank for lack of descriptors; warn the user once."""
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         why = (
             f"{self._where} has as many connections as it may have open files ({most}, ulimit -n): "
@@ -522,7 +560,7 @@ class Server:
         return why
 
     def _pump(self, connection: RankConnection) -> None:
-        """Send what is ready."""
+        """Send the responses that are ready."""
         if connection.is_greeting:
             self._hear(connection)
             return
@@ -540,7 +578,7 @@ class Server:
         self._wait_to_send(connection, False)
 
     def _flush(self, connection: RankConnection) -> bool:
-        """Send what the kernel takes; return whether all has gone."""
+        """Send until the socket would block; return whether everything was sent."""
         before = connection.out_bytes
         has_gone = connection.send()
         if connection.out_bytes < before:
@@ -555,7 +593,7 @@ class Server:
             self._selector.modify(connection.socket, events, connection)
 
     def _gather(self, connection: RankConnection) -> bool:
-        """Lay the next response ready; return whether there was one."""
+        """Queue the response to the oldest request; return False if it is not ready."""
         request, only_count = connection.asked[0]
         loader = connection.loader
         assert loader is not None
@@ -577,7 +615,7 @@ class Server:
         return True
 
     def _look(self, now: float) -> None:
-        """Say that the server lives; drop who proves itself too late; end what is stopped."""
+        """Send `Alive` messages, refuse peers without a proof in time, and end stopped workers."""
         for loader in self._loaders.values():
             loader.look()
         for connection in list(self._unproved):
@@ -597,7 +635,12 @@ class Server:
         self._drop(connection, is_gone=False)
 
     def _drop(self, connection: RankConnection, is_gone: bool) -> None:
-        """Close a connection; a peer that `is_gone` looks at no shared memory any more."""
+        """Close a connection and cancel its requests.
+
+        Args:
+            connection: The connection to close.
+            is_gone: Whether the peer has ended, so that it no longer reads shared memory.
+        """
         for book in (self._connections, self._unproved, self._dirty):
             book.pop(connection, None)
         self._selector.unregister(connection.socket)
@@ -611,17 +654,19 @@ class Server:
 
 
 class OwnServers:
-    """Starts servers for this process, a rank without fetchers, each with one loader.
+    """Starts the servers of a rank in a run without fetchers, one process for each loader.
 
-    They descend from a child that is forked while the rank has one thread and has run none of the
-    user's code. A fork at the time when the cell iterates a loader would copy whatever lock another
-    thread holds at that moment, that of torch's random generator for one, and wait for it for ever.
-    Nothing of them is left when `close` has returned, or when this process is gone.
+    The constructor forks a child, the starter, which later forks the servers. Call it while the
+    rank has one thread and has not run user code. If the rank forked when the cell iterates a
+    loader, the fork would copy a lock that another thread holds at that moment (for example that of
+    torch's random generator) and would wait for it forever.
+
+    No process is left after `close` has returned or this process has ended.
 
     Args:
-        key: What a connection has to prove.
-        payload: Returns the pickled loader of a name; called in a server's process.
-        prepare: Called first in a server's process.
+        key: The run's key, which every connection must prove.
+        payload: Returns the pickled loader for a name; called in a server's process.
+        prepare: First call in a server's process.
     """
 
     def __init__(
@@ -633,7 +678,7 @@ class OwnServers:
         self._life, life = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not by multiprocessing: a cell may end all children that it has of that, or wait for them.
+        # os.fork, because a cell may end, or wait for, all children of multiprocessing.
         self._starter_pid = os.fork()
         if not self._starter_pid:
             try:
@@ -648,10 +693,12 @@ class OwnServers:
         life.close()
 
     def start(self, served: ServedLoader, timeout_s: float) -> str:
-        """Start a server, and return the name of its Unix socket; forks of this process may, too.
+        """Start a server and return the name of its Unix socket.
+
+        Forks of this process may also call this method.
 
         Raises:
-            RunLost: It does not listen within `timeout_s`.
+            RunLost: The server does not listen within `timeout_s`.
         """
         answer, theirs = socket.socketpair()
         with answer:
@@ -672,18 +719,18 @@ class OwnServers:
         return name.decode()
 
     def close(self) -> None:
-        """End all servers and their workers; nothing in a fork of the process that made this."""
+        """End all servers and their workers; do nothing in a fork of the creating process."""
         if os.getpid() != self._pid:
             return
-        # Closing it would say nothing: forks of this process have it, too.
+        # A plain close does not signal the end, because forks of this process share the socket.
         self._life.shutdown(socket.SHUT_RDWR)
         self._life.close()
-        with suppress(ChildProcessError):  # the cell has waited for all children that it found
+        with suppress(ChildProcessError):  # the cell may have waited for all child processes
             os.waitpid(self._starter_pid, 0)
         self._control.close()
 
     def _start_servers(self, control: socket.socket, life: socket.socket) -> None:
-        """Be the process that starts what the rank asks for, until `life` has an end."""
+        """Run the starter process: start the servers that the rank requests until `life` closes."""
         begin_process()
         context: Any = multiprocessing.get_context("fork")
         servers = []
@@ -698,11 +745,11 @@ class OwnServers:
             servers.append(server)
         for server in servers:
             server.join(_END_S)
-            server.kill()  # one that has not ended still imports what the user's loader needs
+            server.kill()  # it may still import modules of the user's loader
             server.join()
 
     def _serve(self, served: ServedLoader, answer: socket.socket, life: socket.socket) -> None:
-        """Serve one loader until the rank is gone."""
+        """Serve one loader until the rank has ended."""
         self._prepare()
         payload = self._payload(served.name)
         server = Server(self._key, [dataclasses.replace(served, payload=payload)])
@@ -716,7 +763,7 @@ class OwnServers:
                 for sentence in server.warnings():
                     sys.stderr.write(f"{sentence}\n")
         finally:
-            # Python would wait for the workers' parent before it says what was raised here.
+            # Otherwise Python waits for the workers' parent before it prints an exception.
             server.close()
 
 

@@ -1,12 +1,12 @@
-"""A worker: the process of a fetcher that runs the user's dataset; and its server's end of it.
+"""A worker, the process of a fetcher that runs the user's dataset, and the server's handle of it.
 
-A worker takes commands from its server, prepares one batch after the other, writes each into its
-arena and says where it lies. It has no connection to any rank and no thread but its own, so that
-the dataset meets the same conditions as in a worker of a local DataLoader.
+A worker receives commands from its server, prepares one batch at a time, writes it into the
+worker's arena and reports the offset. It has no connection to a rank and only one thread, so that
+the dataset runs under the same conditions as in a worker of a local DataLoader.
 
-The workers of one loader are children of a process that does nothing else (`parent_main`): it can
-unpickle a large dataset once and fork, and it can start a worker again without the server's
-sockets in it. The server has a `WorkerHandle` of each.
+The workers of one loader are children of a process that only manages them (`parent_main`). That
+process can unpickle a large dataset once and then fork. It can also restart a worker that does
+not inherit the server's sockets. The server has a `WorkerHandle` for each worker.
 """
 
 import gc
@@ -37,24 +37,31 @@ from taas_magic.data.sharding import UNHINTED, VOID, FetcherShare
 from taas_magic.leases import STOPPED_S
 
 MESSAGE_BYTES = 128 << 10
-"""The longest message between a server and a worker."""
+"""Size limit of a message between a server and a worker."""
 
 _PRELOAD_FROM_BYTES = 8 << 20
 _HOLD_BACK_S = 0.0005
-"""For how long a reply may wait for the next one: a message costs more than a small batch. One that
-waits goes with the next, however long that takes; so none of a stream waits, which may be live."""
+"""Minimum interval between messages with replies, because a message costs more than a small batch.
+
+A reply that is held back is sent with the next reply, however long that takes. Replies of streams
+are never held back, because a stream may be a live source.
+"""
 
 _DEPTH_BYTES = 8 << 20
 _DEPTH_S = 0.01
 _LEAST_DEPTH, _MOST_DEPTH = 2, 64
-"""How many commands lie with a worker: quick ones a round trip's worth; large batches take memory,
-and of slow ones, which a rank waits for in their order, each worker should have the next."""
+"""Bounds on the number of commands that are queued at a worker.
+
+If batches are fast, the queue covers one round trip. If batches are large, it is short to save
+memory. If batches are slow, it is short so that the workers share the next batches, which a rank
+needs in order.
+"""
 
 _MOST_FREES = 64
-"""With one message: this, too, has to have room in a worker's socket."""
+"""Most freed offsets to send in one message, so that the message fits into the socket's buffer."""
 
 CONTROL_BYTES = 64
-"""The longest message between a server and its workers' parent, and the first one to a worker."""
+"""Size limit of messages between a server and its workers' parent, and of a worker's first one."""
 
 _CLOEXEC = socket.MSG_CMSG_CLOEXEC
 _LOOK_S = 1.0
@@ -68,15 +75,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedLoader:
-    """One loader of a server: what the server and its workers need to know.
+    """Description of a loader for its server and the server's workers.
 
     Attributes:
+        payload: The pickled loader.
         where: The fetcher and its host, for messages.
+        share: The slots that this fetcher prepares.
+        budget_bytes: Limit on the memory of prepared batches.
         context: multiprocessing's start method; `fork` shares a large dataset between workers.
-        sums: Batches go over a wire that nothing else sees to.
-        spill: Folder for batches that memory has no room for.
-        fill_batches: Before any rank asks, so many are prepared, of later epochs, too.
-        fill_bytes: The same in bytes; 0 of both: of the first epoch, as many as there is room for.
+        sums: Whether batches need checksums, because they are sent over TCP without TLS.
+        spill: Folder for batches that do not fit into memory; None for no spilling.
+        spill_bytes: Limit on the size of the files in `spill`.
+        fill_batches: Minimum number of batches to prepare before ranks request any, including
+            batches of later epochs.
+        fill_bytes: The same minimum in bytes. If both are 0, workers prepare as much of the first
+            epoch as fits into memory.
     """
 
     payload: bytes = field(repr=False)
@@ -94,16 +107,24 @@ class ServedLoader:
 
 
 def spilled_file(folder: Path, number: int) -> Path:
-    """Return where a worker lays what a command asks for on disk."""
+    """Return the file into which a worker writes the batch of command `number`."""
     return folder / f"{number}"
 
 
 class WorkerHandle:
-    """The server's end of one worker: its socket, and what it was told and has not answered.
+    """Server's handle of one worker: its socket, its arena and its pending commands.
 
     Args:
-        arena: A number that no other arena of the server has.
-        is_suspect: One of this number has ended: it is told one command at a time.
+        number: The worker's number in its fetcher.
+        arena: Number of the worker's arena, unique in the server.
+        sock: Socket to the worker.
+        is_suspect: Whether an earlier worker with this number has ended. A suspect receives one
+            command at a time, so that the command that ends it is known.
+
+    Attributes:
+        memory: The worker's arena.
+        frees: Offsets in the arena to report to the worker as free.
+        told: Requests that were sent and not answered, by their command's number.
     """
 
     def __init__(self, number: int, arena: int, sock: socket.socket, is_suspect: bool) -> None:
@@ -120,15 +141,20 @@ class WorkerHandle:
 
     @property
     def room(self) -> int:
-        """How many commands more it may be told: none while it has enough to do, or is gone."""
+        """Number of further commands that the worker may receive; 0 while it is busy or gone."""
         told = len(self.told)
         return 0 if self.is_gone or told > self._depth // 2 else self._depth - told
 
     def tell(self, number: int, request: LoaderRequest, to_disk: bool = False) -> None:
-        """Lay a command ready; the reply to it has the same `number`.
+        """Queue a command for `send`.
 
-        All that lies with a worker has room in its socket, so that its server never waits: what a
-        request says besides, which few do and may be large, comes as a file.
+        The queued commands always fit into the socket's buffer, so that the server never blocks.
+        Therefore a request's `detail`, which is rare and may be large, is sent as a file.
+
+        Args:
+            number: Number of the command; the worker's reply has the same number.
+            request: The request to answer.
+            to_disk: Whether the worker writes the batch to disk.
         """
         self.told[number] = request
         if has_file := bool(request.detail):
@@ -140,7 +166,7 @@ class WorkerHandle:
         self._commands.append(Command(number, request, to_disk, has_file))
 
     def send(self, oldest_epoch: int) -> None:
-        """Send what is laid ready. A worker that is gone is noticed elsewhere."""
+        """Send the queued commands; ignore a closed socket, since `hear` reports ended workers."""
         if not self._commands:
             return
         commands, self._commands = self._commands, []
@@ -158,10 +184,10 @@ class WorkerHandle:
             os.close(file)
 
     def hear(self) -> Iterator[Reply]:
-        """Yield what it says, which has come.
+        """Yield the replies that have arrived; do not wait.
 
         Raises:
-            EOFError: It has ended.
+            EOFError: The worker has ended.
         """
         try:
             message = self.socket.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
@@ -182,17 +208,20 @@ class WorkerHandle:
             self._depth = min(self._most, max(_LEAST_DEPTH, worth))
 
     def close(self) -> None:
-        """Close the socket; the arena stays as long as somebody reads it."""
+        """Close the socket; the arena's memory remains while it is being read."""
         self.is_gone = True
         self.socket.close()
 
 
 class Worker:
-    """Prepares what it is told to; lives as long as its process.
+    """Main object of a worker process; executes the server's commands.
 
     Args:
-        arena: Descriptor of the file that batches go to.
-        loader: The loader, where it was unpickled for all workers.
+        served: The loader's description.
+        number: The worker's number in its fetcher.
+        sock: Socket to the server.
+        arena: Descriptor of the arena's file.
+        loader: The loader, if the parent process has unpickled it; else None.
     """
 
     def __init__(
@@ -216,8 +245,8 @@ class Worker:
         self._replied, self._cpu = 0.0, time.thread_time()
 
     def run(self) -> None:
-        """Do what the server says until it is gone."""
-        # What is here stays; looking through it for garbage would touch all of a large dataset.
+        """Execute commands until the server closes the socket."""
+        # Garbage collection would touch, and so copy, every page of a large shared dataset.
         gc.freeze()
         torch.set_num_threads(1)
         while True:
@@ -241,7 +270,7 @@ class Worker:
             self._reply(command.number, request, command.to_disk)
 
     def _reply(self, number: int, request: LoaderRequest, to_disk: bool) -> None:
-        """Prepare an answer, lay it in shared memory or on disk, and say so."""
+        """Prepare the response to a request, write it to the arena or to disk, and report it."""
         began = time.perf_counter()
         kind, body, units, order = self._prepare(request)
         offset = body_sum = 0
@@ -275,7 +304,7 @@ class Worker:
             self._socket.send(_pack(replies))
 
     def _spill(self, number: int, body: encode.Encoded) -> bool:
-        """Write a batch to disk; return whether there was room."""
+        """Write a batch to disk; return False if that fails."""
         assert self._served.spill is not None
         path = spilled_file(self._served.spill, number)
         try:
@@ -295,13 +324,14 @@ class Worker:
                 raise self._source
             prepared = self._answer(self._source, request)
             if (size := prepared[1].body_bytes) > protocol.MAX_BATCH_BYTES:
-                # Ranks would refuse it, and ask for it again and again.
+                # Ranks would reject the response and repeat the request forever.
                 most_gb, where = protocol.MAX_BATCH_BYTES / 1e9, self._where(request)
                 text = f"it has {size / 1e9:.1f} GB, and a batch may have {most_gb:.1f} GB"
                 raise Failed(ValueError(text), f"with {where}")
             return prepared
         except Ended:
-            # The sampler of the worker that opened the epoch may have given more batches.
+            # Send this worker's order hash: if the sampler of the worker that opened the epoch
+            # gave more batches, the client sees that the orders differ.
             order = self._source.digest(request.epoch) if isinstance(self._source, Source) else 0
             return ResponseKind.VOID, encode.NOTHING, VOID, order
         except Failed as failure:
@@ -323,7 +353,7 @@ class Worker:
         if kind is RequestKind.OPEN:
             opened = source.open(epoch)
             if self._served.share.units is not None:
-                # What is raised here is raised again when the batch itself is asked for.
+                # An exception here is raised again when a rank requests the batch.
                 with suppress(Ended, Failed):
                     counted = own_units(source.prepare(epoch, 0)) is not None
                     opened = msgspec.structs.replace(opened, counted=counted)
@@ -342,28 +372,28 @@ class Worker:
 
 
 _Prepared = tuple[ResponseKind, encode.Encoded, int, int]
-"""What to answer: its kind, its body, its units and the hash of its order."""
+"""A prepared response: kind, body, units and order hash."""
 
 
 def _is_compared(item: int) -> bool:
-    """Return whether ranks compare a stream's item: 0 and powers of two, to cost little."""
+    """Return whether ranks compare a stream's item; only 0 and powers of two, to keep it cheap."""
     return item & (item - 1) == 0
 
 
 def _failed(failure: Failed) -> _Prepared:
-    """Return a body that raises again what the user's code raised."""
+    """Return an ERROR response that re-raises the user's exception in the rank."""
     try:
         body = encode.as_bytes(failure.raised)
-    except Exception:  # of whatever kind the user's exception raises when it is pickled
+    except Exception:  # pickling a user's exception may raise anything
         body = encode.as_bytes(failure.raised.plain())
     return ResponseKind.ERROR, encode.raw(body), 1, 0
 
 
 class StoppedChildren:
-    """Ends children of this process that are stopped (SIGSTOP) for `STOPPED_S`.
+    """Ends child processes that have been stopped (SIGSTOP) for `STOPPED_S`.
 
     Attributes:
-        ended: Their process ids.
+        ended: Process ids of the children that were ended.
     """
 
     def __init__(self) -> None:
@@ -371,7 +401,11 @@ class StoppedChildren:
         self._since: dict[int, float] = {}
 
     def end(self, children: Iterable[int]) -> None:
-        """Look at children that this process has not waited for; call it about once a second."""
+        """Kill the children that have been stopped for too long; call about once a second.
+
+        Args:
+            children: Process ids that this process has not waited for yet.
+        """
         now = time.monotonic()
         stopped = [it for it in children if psutil.Process(it).status() == psutil.STATUS_STOPPED]
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
@@ -382,14 +416,16 @@ class StoppedChildren:
 
 
 def parent_main(served: ServedLoader, control: socket.socket, servers: socket.socket) -> None:
-    """Run the process whose children are the workers of one loader.
+    """Run the process that is the parent of one loader's workers.
 
-    It starts one when it is told to, says when it has ended, and ends one that is stopped. Without
-    a server it ends, and they with it.
+    The parent starts a worker when the server requests it, reports workers that have ended, and
+    kills workers that are stopped. When the server has ended, the parent kills all workers and
+    ends.
 
     Args:
-        control: Its end of the socket to the server.
-        servers: The server's end, which the fork has, too.
+        served: The loader's description.
+        control: The parent's end of the socket to the server.
+        servers: The server's end, which this fork inherited and closes.
     """
     servers.close()
     begin_process()
@@ -423,7 +459,7 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
                     control.send(_pack(ended))
             stopped.end(process.pid for process in processes.values())
     except (BrokenPipeError, ConnectionResetError):
-        return  # the server is gone
+        return  # the server has ended
     finally:
         for process in processes.values():
             process.kill()
@@ -431,14 +467,14 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
 
 
 def _preload(served: ServedLoader) -> Any:
-    """Unpickle a large dataset once, whose pages all workers then share."""
+    """Unpickle a large loader once, so that all workers share its memory; else return None."""
     if served.context != "fork" or len(served.payload) < _PRELOAD_FROM_BYTES:
         return None
     torch.set_num_threads(1)
     try:
         return pickle.loads(served.payload)
     except Exception:
-        return None  # each worker tries it again, and can say of which batch it is the end
+        return None  # each worker tries again and reports the error with the requested batch
 
 
 def _worker_main(
@@ -451,14 +487,14 @@ def _worker_main(
     begin_process()
     if inherited is not None:
         inherited.close()
-    with suppress(BrokenPipeError, ConnectionResetError):  # the server is gone
+    with suppress(BrokenPipeError, ConnectionResetError):  # the server has ended
         _, arena, _, _ = socket.recv_fds(sock, CONTROL_BYTES, 1, _CLOEXEC)
         if arena:
             Worker(served, number, sock, arena[0], loader).run()
 
 
 def begin_process() -> None:
-    """Name this process; an interrupt is for others, and SIGTERM ends it."""
+    """Set up a data process: `import taas` works, SIGINT is ignored, SIGTERM ends the process."""
     claim_taas()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
