@@ -1,15 +1,16 @@
-"""The pool's Dask scheduler and its port: who may come in, what may be said there, by whom.
+"""The pool's Dask scheduler and its port: authentication of peers and checks of their messages.
 
-The scheduler has membership and streams, and nothing else that Dask offers. Dask's own listener
-unpickles what it receives before anybody has looked at it, and knows no bound on connections that
-have not proved a certificate. `Gate` listens in its place (`Server.listen` and `Server.listeners`
-are Dask's own extension points). It holds three rules:
+Of Dask's scheduler, only membership and streams are used. Dask's own listener unpickles messages
+before it checks them, and does not limit the number of unauthenticated connections. `Gate` replaces
+that listener through Dask's own extension points, `Server.listen` and `Server.listeners`. `Gate`
+enforces three rules:
 
-- A connection proves its certificate and says hello within `PROVE_S`; of those that have not, the
-  newest `MOST_UNPROVED` are kept, so that a crowd that says nothing keeps nobody out.
-- A message is plain data, one frame of msgpack. Pickles, and what Dask passes on to be unpickled
-  elsewhere, are refused, whoever sends them.
-- A host says only what `MAY` lists, and only of itself.
+- A connection must prove its certificate and complete Dask's handshake within `PROVE_S`. Only the
+  newest `MOST_UNPROVED` connections that have not done so are kept. So a flood of silent
+  connections keeps nobody out.
+- A message is plain data: one frame of msgpack. Pickles, and data that Dask would forward to be
+  unpickled elsewhere, are refused from every peer.
+- A host may send only the operations in `MAY`, and only for itself.
 """
 
 import asyncio
@@ -38,13 +39,13 @@ from taas_magic.messages import GetAgentKeys, leaves
 from taas_magic.store.manifest import FileRequest
 
 PROVE_S = 10.0
-"""How long a new connection may take to prove who it is, all in all."""
+"""Total seconds for a new connection to prove its certificate and complete the handshake."""
 
 MOST_UNPROVED = 128
-"""Connections that have not proved yet; one more ends the oldest."""
+"""Maximum number of unauthenticated connections. One more closes the oldest."""
 
 MOST_BYTES = 1 << 30
-"""Of one message."""
+"""Maximum size of one message in bytes."""
 
 BACKLOG = 2048
 
@@ -55,25 +56,27 @@ MAY: Mapping[PeerRole, frozenset[str]] = {
     PeerRole.HOST: _JOINING | _OF_DASK | {ANSWER, EVENT, BEAT} | _OF_FILES,
     PeerRole.VEHICLE: _JOINING | _OF_DASK | {GetAgentKeys.op(), "register_nanny"},
 }
-"""What each may ask for or say; a kernel is the user's own and may ask for all that there is."""
+"""Operations that each role may send. A kernel is not listed: it belongs to the user and may send
+every operation."""
 
 _PRELUDE = struct.Struct("QQQ")
-"""How a message of one frame begins: bytes that follow, frames, bytes of the first frame."""
+"""Header of a message with one frame: number of bytes that follow, number of frames, bytes of the
+first frame."""
 
 _MARKS = frozenset({"__Pickled__", "__Serialized__", "__Enum__"})
-"""How Dask marks what is more than plain data."""
+"""Keys by which Dask marks values that are not plain data."""
 
 logger = logging.getLogger("taas.gate")
 
 
 class GateComm(TLS):
-    """A connection whose peer is known; messages that break a rule end it."""
+    """A connection whose peer is authenticated. A message that breaks a rule closes it."""
 
     peer: Peer
     gate: "Gate"
 
     async def read(self, deserializers: Any = None) -> Any:
-        """Read a message that is plain data, and that this peer may send.
+        """Read one message. Check that it is plain data and that this peer may send it.
 
         Raises:
             CommClosedError: The connection has ended, or the message broke a rule.
@@ -98,16 +101,16 @@ class GateComm(TLS):
             self.abort()
             raise CommClosedError(str(error)) from error
         except asyncio.CancelledError:
-            self.abort()  # what was read of the message is lost
+            self.abort()  # part of the message has been read and is lost
             raise
         return frame
 
 
 def size_of(begin: bytes) -> int:
-    """Read how long a message is.
+    """Return the size of a message in bytes, from its header.
 
     Raises:
-        ProtocolError: It has more than one frame, as pickles have, or is too large.
+        ProtocolError: The message has more than one frame, as pickles have, or is too large.
     """
     following, frames, size = _PRELUDE.unpack(begin)
     if frames != 1 or following != size + 16:
@@ -121,7 +124,7 @@ def plain(frame: Any) -> Any:
     """Decode a message of plain data.
 
     Raises:
-        ProtocolError: It is none.
+        ProtocolError: The frame is not msgpack, or holds more than plain data.
     """
     try:
         return msgpack.unpackb(frame, object_hook=_refuse_marks, use_list=False, **msgpack_opts)
@@ -138,10 +141,10 @@ def _refuse_marks(values: dict[Any, Any]) -> Any:
 
 
 def check(peer: Peer, message: Any) -> None:
-    """Make sure that a peer may send a message.
+    """Check that `peer` may send `message`.
 
     Raises:
-        ProtocolError: It may not.
+        ProtocolError: `peer` may not send it.
     """
     may = MAY.get(peer.role)
     if may is None:
@@ -152,7 +155,7 @@ def check(peer: Peer, message: Any) -> None:
         op, name = part["op"], part.get("name")
         if op not in may:
             raise ProtocolError(f"a {peer.role.value} may not ask for {op!r}")
-        if "worker" in part:  # Dask would believe it more than whose stream it is
+        if "worker" in part:  # Dask would trust this name instead of the stream's own peer
             raise ProtocolError(f"it spoke for {part['worker']!r}")
         joins = op == "register-worker" and peer.role is PeerRole.HOST
         if joins and str(name) != peer.name:
@@ -160,11 +163,11 @@ def check(peer: Peer, message: Any) -> None:
 
 
 class Gate(Listener):
-    """Listens on the pool's port.
+    """Dask listener on the pool's port, which authenticates each connection.
 
     Args:
-        admit: Called with each connection that has come in.
-        handshake: What Dask's hello says besides.
+        admit: Called with each authenticated connection; serves it until it ends.
+        handshake: Extra fields of Dask's handshake message.
     """
 
     prefix = "tls://"
@@ -181,32 +184,32 @@ class Gate(Listener):
         self._server = _Server(self._come, ssl_options=ssl_context)
         self._unproved: dict[IOStream, None] = {}
         self.refused = 0
-        """Connections that did not prove who they are, or whose messages broke a rule."""
+        """Number of connections that failed to authenticate, or whose messages broke a rule."""
 
     async def start(self) -> None:
-        """Listen; the system chooses the port where the address has 0. Called by Dask."""
+        """Start to listen. If the address has port 0, the system chooses one. Called by Dask."""
         sockets = bind_sockets(self._port, address=self._host, backlog=BACKLOG)
         self._host, self._port = sockets[0].getsockname()[:2]
         self._server.add_sockets(sockets)
 
     def stop(self) -> None:
-        """Listen no more, and end the connections that have not proved who they are."""
+        """Stop listening, and close the connections that are not authenticated yet."""
         self._server.stop()
         for stream in list(self._unproved):
             stream.close()
 
     @property
     def listen_address(self) -> str:
-        """Where it listens, as "tls://host:port"."""
+        """The address of the port, as "tls://host:port"."""
         return self.prefix + str(unparse_host_port(self._host, self._port))
 
     @property
     def contact_address(self) -> str:
-        """The same: others reach it where it listens."""
+        """The address to connect to; always the same as `listen_address`."""
         return self.listen_address
 
     async def _come(self, stream: IOStream, address: Any) -> None:
-        """Take a new connection, from its first byte to its end."""
+        """Authenticate a new connection, then serve it until it ends."""
         self._unproved[stream] = None
         if len(self._unproved) > MOST_UNPROVED:
             oldest = next(iter(self._unproved))
@@ -224,11 +227,11 @@ class Gate(Listener):
         await self._admit(comm)
 
     async def _prove(self, stream: IOStream, address: Any) -> GateComm:
-        """Return the connection once its certificate is proved and hello is said.
+        """Check the peer's certificate and complete Dask's handshake; return the connection.
 
         Raises:
-            OSError: It went wrong, or the connection was ended.
-            ValueError: Its certificate, or its hello, does not say what it should.
+            OSError: The connection failed or was closed.
+            ValueError: The certificate or the handshake is invalid.
         """
         assert isinstance(stream, SSLIOStream)
         await stream.wait_for_handshake()
@@ -241,7 +244,7 @@ class Gate(Listener):
 
 
 class _Server(TCPServer):
-    """Hands connections to a coroutine."""
+    """TCP server that passes each new connection to the coroutine `come`."""
 
     def __init__(self, come: Callable[[IOStream, Any], Awaitable[None]], **options: Any) -> None:
         super().__init__(**options)
@@ -262,7 +265,8 @@ HANDLERS = (
     "set_metadata",
     "terminate",
 )
-"""Of Dask's calls, those that clients, clusters and workers need; `run_function` is not one."""
+"""Dask's calls that clients, clusters and workers need; all others, such as `run_function`, are
+removed."""
 
 STREAM_HANDLERS = (
     "keep-alive",
@@ -274,7 +278,7 @@ STREAM_HANDLERS = (
 )
 
 JOINS_WITH = ("address", "name", "status", "server_id", "stimulus_id", "now")
-"""What a worker may say of itself when it joins."""
+"""Fields of a worker's registration that are used. `add_worker` replaces all other fields."""
 
 METRICS: Mapping[str, Any] = {
     "bandwidth": {"total": 1e8, "workers": {}, "types": {}},
@@ -282,15 +286,15 @@ METRICS: Mapping[str, Any] = {
     "spilled_bytes": {"memory": 0, "disk": 0},
     "digests_total_since_heartbeat": {},
 }
-"""What Dask is told of every worker's load: it schedules nothing here."""
+"""Constant load metrics passed to Dask for every worker, because Dask schedules nothing here."""
 
 _versions = functools.cache(get_versions)
 
 
 class HeadScheduler(Scheduler):
-    """A scheduler that runs no tasks and no functions, and has no web pages.
+    """A Dask scheduler that runs no tasks and no functions, and has no web pages.
 
-    Those would listen on a port that asks nobody for a key.
+    The web pages would be served on a port without authentication.
     """
 
     handlers: dict[str, Any]
@@ -304,11 +308,11 @@ class HeadScheduler(Scheduler):
         self.stream_handlers["log-event"] = lambda **said: None
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Open no port."""
+        """Do nothing: the web pages' port stays closed."""
 
     @property
     def refused(self) -> int:
-        """Connections that the pool's port refused."""
+        """Number of connections that the pool's port has refused."""
         return sum(listener.refused for listener in self.listeners)
 
     async def listen(
@@ -320,7 +324,7 @@ class HeadScheduler(Scheduler):
         handshake_overrides: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Open the pool's port, as Dask asks for it."""
+        """Open the pool's port with a `Gate` as its listener. Called by Dask."""
         gate = Gate(port_or_addr, self.handle_comm, ssl_context, handshake_overrides or {})
         await gate.start()
         self.listeners.append(gate)
@@ -333,12 +337,12 @@ class HeadScheduler(Scheduler):
         extra: Mapping[str, Any],
         **said: Any,
     ) -> None:
-        """Let an agent or a vehicle join; `check` has seen to the agent's name.
+        """Register an agent or a vehicle. `check` has already verified the agent's name.
 
-        What it says of itself besides is replaced: Dask reckons with it when others join.
+        Fields outside `JOINS_WITH` are replaced, because Dask uses them when other workers join.
 
         Raises:
-            ProtocolError: It is a vehicle that says it is an agent.
+            ProtocolError: A vehicle registers as an agent.
         """
         is_agent = comm.peer.role is PeerRole.HOST
         if AGENT in extra and not is_agent:
@@ -358,10 +362,10 @@ class HeadScheduler(Scheduler):
         )
 
     def take_heartbeat(self, comm: GateComm, *, address: str, **said: Any) -> dict[str, Any]:
-        """Take that a worker lives, and nothing of what it says of itself.
+        """Pass a worker's heartbeat to Dask without the metrics that the worker reports.
 
         Raises:
-            ProtocolError: It is another host's worker.
+            ProtocolError: A host sent the heartbeat of another host's worker.
         """
         known = self.workers.get(self.coerce_address(address))
         if known and comm.peer.role is PeerRole.HOST and str(known.name) != comm.peer.name:

@@ -1,6 +1,7 @@
-"""The pool's hosts as its process knows them: who joined, who is heard, how to call one.
+"""The hosts of a pool, in the pool's process: membership, leases, and calls to their agents.
 
-Nobody connects to a host: calls, answers and beats go through the stream that its agent opened.
+The pool opens no connection to a host. Requests, responses and beats travel over the stream that
+the host's agent opened.
 """
 
 import asyncio
@@ -40,19 +41,23 @@ class Member:
     """A host that has joined.
 
     Attributes:
-        address: Its agent's, by which Dask knows it.
-        agent: Its agent's name, by which the engine knows it.
-        heard_at: When it was last heard, by this process's monotonic clock.
-        excused_s: Of the time since then, how long this process stood still and could hear nothing.
-        name: What the notebook calls it; "" until it has said so: then it can start ranks.
-        starting: What it has said of itself before that.
-        means: What holds its ranks off the project store.
-        place: Where its ranks and fetchers are reached by those of other hosts.
-        had_s: How long it is had.
-        idle_since: Since when it has no run and was given to nobody, by this process's monotonic
-            clock; None until that is seen.
-        has: Modules that are known to be installed there; None while nothing is known.
-        pending: The calls that it has not answered, by their numbers.
+        address: Dask's address of the host's agent.
+        agent: The agent's name, which the engine and Dask use.
+        heard_at: Time of the host's last beat, on this process's monotonic clock.
+        excused_s: Seconds since `heard_at` in which this process was stalled and could not receive
+            a beat.
+        name: The host's name in the notebook; "" until the host can start ranks.
+        starting: The host's last progress report before it can start ranks.
+        means: The mechanism that keeps the host's ranks from writing to the project store.
+        place: The address at which other hosts reach this host's ranks and fetchers.
+        runs: Ids of the runs that use the host.
+        leaves: Whether the host is being returned to the engine.
+        had_s: Seconds for which the pool has held the host.
+        idle_since: Time, on this process's monotonic clock, since which the host has had no run
+            and was assigned to nothing; None until this has been noticed.
+        has: Modules that are known to be installed on the host; None if nothing is known yet.
+        pending: Requests without a response, by their numbers.
+        why_lost: The reason for which this process drops the host; "" before.
     """
 
     address: str
@@ -74,19 +79,19 @@ class Member:
 
 
 ASK_AGAIN_S = 0.5
-"""How often the engine is asked for hosts that have not joined."""
+"""Seconds between requests to the engine for hosts that have not joined."""
 
 CALL_S = 150.0
-"""How long a host may take to answer a call; files may have to travel first (OBEY_S)."""
+"""Seconds for a host to respond to a request. Files may have to be transferred first (OBEY_S)."""
 
 NAMED_AFTER_S = 1.5
-"""After how long who waits for a host's word that it lives is told which host that is."""
+"""Seconds without a response to `Greet` after which the waiting user is told the host's name."""
 
 FAILED_STARTS = 3
-"""How many hosts may be lost before they can start ranks, until who waits is told."""
+"""Number of hosts that are lost before they can start ranks, after which a wait for hosts fails."""
 
 SLOW_S = 5.0
-"""After how many seconds an import is told to who waits; again after twice as many, and so on."""
+"""Seconds after which a waiting user is told of a slow import; again after 2, 4, … times this."""
 
 _CHECKS_PER_LEASE = 32
 
@@ -94,13 +99,13 @@ logger = logging.getLogger(__name__)
 
 
 class Tasks:
-    """What runs beside; of tasks that nobody else keeps, asyncio may lose some."""
+    """Background tasks. Holds a reference to each, since asyncio may drop tasks without one."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def start(self, work: Awaitable[Any]) -> None:
-        """Have something run to its end."""
+        """Run `work` in the background until it ends."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -110,9 +115,10 @@ class Members(SchedulerPlugin):
     """The hosts of a pool.
 
     Args:
-        start_timeout_s: Seconds that hosts may take to come up.
-        lease_s: How long a host lives without hearing this process.
-        on_lost: Called with a host that is gone, in whatever way, and why.
+        source: The engine that gets the hosts.
+        start_timeout_s: Seconds to wait for hosts to start.
+        lease_s: Seconds without contact to this process after which a host ends itself.
+        on_lost: Called with each host that is gone, for whatever reason, and the reason.
     """
 
     name = "taas-members"
@@ -134,24 +140,24 @@ class Members(SchedulerPlugin):
         self._takes = self._runs_waiting = 0
         self._lost_early: list[str] = []
         self.awaited: list[str] = []
-        """What is known of the hosts that are waited for, a line each."""
+        """One line about each host that has been requested and is not ready."""
         self.refused = 0
-        """Messages of hosts that had nothing (any more) to say."""
+        """Number of ignored messages: from unknown hosts, late responses, invalid reports."""
         scheduler.stream_handlers[ANSWER] = self._on_answer
         scheduler.stream_handlers[BEAT] = self._on_beat
         scheduler.add_plugin(self)
 
     def all(self) -> list[Member]:
-        """Return hosts that have joined and can start ranks, in the order in which they came."""
+        """Return the hosts that have joined and can start ranks, in the order of their joining."""
         return [m for m in self._members.values() if m.name and not m.leaves]
 
     def starting(self) -> list[StartingHost]:
-        """Return hosts that have joined and cannot start ranks yet."""
+        """Return the progress reports of hosts that have joined and cannot start ranks yet."""
         coming = [m.starting for m in self._members.values() if not m.name and not m.leaves]
         return [host for host in coming if host is not None]
 
     def named(self, agent: str) -> Member | None:
-        """Return the host whose agent has that name, if it is (still) one."""
+        """Return the host whose agent has that name; None if the pool has no such host."""
         return next((it for it in self._members.values() if it.agent == agent), None)
 
     async def take(
@@ -161,18 +167,20 @@ class Members(SchedulerPlugin):
         say: Callable[[str], None] | None = None,
         has_run: bool = True,
     ) -> list[Member]:
-        """Return so many hosts when they are there: those to keep, then those that run least.
+        """Wait until `count` hosts can start ranks; return those in `keep`, then the least used.
 
-        Each has just answered: one that died a moment ago is still listed.
+        Each returned host has just responded to a request. A host that died a moment ago would
+        still be listed.
 
         Args:
             keep: Addresses of hosts that must be among them.
-            say: Called with a line for each that does not answer soon; None: all kernels that
-                wait for hosts are told.
-            has_run: Whether a run waits for them.
+            say: Called with a line for each host that does not respond soon. If None, all kernels
+                that wait for hosts receive the line.
+            has_run: Whether a run waits for the hosts.
 
         Raises:
-            PoolError: They did not join in time, or one will not. None is kept that has no run.
+            PoolError: The hosts did not join in time, or one cannot come. All hosts without a run
+                are returned to the engine.
         """
         while True:
             self._runs_waiting += has_run
@@ -186,9 +194,9 @@ class Members(SchedulerPlugin):
                 return taken
 
     async def _hear(self, member: Member, say: Callable[[str], None] | None) -> None:
-        """Return when a host has answered, or is gone; say meanwhile what is the matter.
+        """Wait until a host responds or is gone. Report through `say` if this takes long.
 
-        One that answers that it can start no run is given up.
+        If the host responds that it cannot start a run, it is dropped.
         """
 
         def tell() -> None:
@@ -236,7 +244,7 @@ class Members(SchedulerPlugin):
         return taken
 
     def choose(self, count: int, keep: Collection[str] = ()) -> list[Member]:
-        """Return so many of the hosts that are there: those to keep, then those that run least."""
+        """Return `count` of the present hosts: those in `keep`, then those with the fewest runs."""
 
         def order(member: Member) -> int:
             return -1 if member.address in keep else len(member.runs)
@@ -246,10 +254,10 @@ class Members(SchedulerPlugin):
     async def release(
         self, stays: Callable[[Member], bool] = lambda member: bool(member.runs)
     ) -> None:
-        """Give back hosts, and those to come; unless others wait for them.
+        """Return hosts, also requested ones, to the engine. Do nothing while a caller waits.
 
         Args:
-            stays: Says which are kept; left out, those that have a run.
+            stays: Returns whether a host is kept. The default keeps hosts that have a run.
         """
         if not self._takes:
             for member in self._members.values():
@@ -257,12 +265,14 @@ class Members(SchedulerPlugin):
             await self._source.give_back({m.agent for m in self._members.values() if not m.leaves})
 
     async def call(self, address: str, request: Request[_T]) -> _T:
-        """Ask a host's agent; returns what it answers.
+        """Send a request to a host's agent and return the response.
 
-        As long as the host cannot start ranks, the wait has no bound but the host's life.
+        The wait ends after `CALL_S`. If the host cannot start ranks yet, the wait has no limit, and
+        ends when the host is gone.
 
         Raises:
-            PoolError: It is gone, the call failed there, or its answer is none.
+            PoolError: The host is gone, did not respond in time, failed to handle the request, or
+                sent an invalid response.
         """
         member = self._members.get(address)
         if member is None:
@@ -281,11 +291,11 @@ class Members(SchedulerPlugin):
             del member.pending[number]
 
     def way(self, member: Member, address: str) -> AbstractAsyncContextManager[str]:
-        """Let a host reach a port of this machine; see `Engine.way`."""
+        """Let a host reach a port of this machine. See `Engine.way`."""
         return self._source.way(member.agent, address)
 
     async def watch(self) -> None:
-        """Take hosts that are not heard any more for lost; runs until it is cancelled."""
+        """Drop each host whose lease has run out. Runs until cancelled."""
         pause_s, limit_s = self._lease_s / _CHECKS_PER_LEASE, self._lease_s + LOST_AFTER_S
         looked = time.monotonic()
         while True:
@@ -299,7 +309,7 @@ class Members(SchedulerPlugin):
                     await self.drop(member.address, why)
 
     async def drop(self, address: str, why: str) -> None:
-        """Take a host for lost; its engine ends what is left of it."""
+        """Remove a host as lost for the reason `why`; its engine ends what is left of it."""
         if member := self._members.get(address):
             member.why_lost = why
             if not member.name:
@@ -307,16 +317,17 @@ class Members(SchedulerPlugin):
             await self._scheduler.remove_worker(address, stimulus_id="taas-lease")
 
     async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Greet a host that has joined; called by Dask, which opens its stream after that."""
+        """Send `Greet` to a host that has joined. Called by Dask, which then opens the stream."""
         joined = scheduler.workers[worker]
         if AGENT in joined.extra:
             member = self._members[worker] = Member(worker, str(joined.name))
             self._tasks.start(self._greet(member))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Take a host off that is gone, in whatever way; called by Dask.
+        """Remove a host that is gone, for whatever reason. Called by Dask.
 
-        If a host goes by itself before it can start ranks, its engine says why.
+        `on_lost` is not called for a host that ended by itself before it could start ranks: its
+        engine reports why.
         """
         member = self._members.pop(worker, None)
         if member is None:
@@ -334,10 +345,10 @@ class Members(SchedulerPlugin):
         self._on_lost(member, f"{why}; {said}" if said else why)
 
     async def _greet(self, member: Member) -> None:
-        """Ask a new host who it is, which it says once it can start ranks.
+        """Send `Greet` to a new host, which responds once it can start ranks.
 
-        Imports have no bound: a host that lives says so, and ends itself where they are stuck. One
-        that fails is lost.
+        The wait has no time limit, since imports may be slow: a host that is alive sends beats, and
+        ends itself if its imports are stuck. A host whose response is an error is dropped.
         """
         greeting = Greet(has_run=self._runs_waiting > 0)
         try:
@@ -353,11 +364,13 @@ class Members(SchedulerPlugin):
             self._changed.notify_all()
 
     async def _have_joined(self, count: int) -> None:
-        """Wait for hosts; ask again now and then, since one that is coming may die.
+        """Wait until `count` hosts can start ranks.
+
+        The engine is asked again every `ASK_AGAIN_S`, since a requested host may die.
 
         Raises:
             asyncio.TimeoutError: For `start_timeout_s`, no host was known to be starting.
-            PoolError: Hosts will not come.
+            PoolError: A requested host cannot come, or `FAILED_STARTS` hosts failed to start.
         """
 
         async def change(known: int) -> None:
@@ -380,14 +393,14 @@ class Members(SchedulerPlugin):
                 await asyncio.wait_for(change(len(self.all())), ASK_AGAIN_S)
 
     def _say(self, lines: list[str]) -> None:
-        """Tell kernels what is known of the hosts that are awaited, when that has changed."""
+        """Send kernels the lines about requested hosts, if they have changed."""
         if lines != self.awaited:
             self.awaited = lines
             self._scheduler.log_event(POOL_BEAT, lines)
 
     def _send(self, address: str, **message: Any) -> None:
         stream = self._scheduler.stream_comms.get(address)
-        with contextlib.suppress(CommClosedError):  # Dask says soon that the host is gone
+        with contextlib.suppress(CommClosedError):  # Dask soon calls `remove_worker` for the host
             if stream is not None:
                 stream.send(message)
 
@@ -416,9 +429,9 @@ class Members(SchedulerPlugin):
 
 
 def slow_import(host: StartingHost) -> str:
-    """Return a line about a host that imports for long, for who waits for it; "" before that.
+    """Return a line for the user if a host's import takes longer than `SLOW_S`, else "".
 
-    The seconds are rounded down to `SLOW_S` times a power of two, so that a wait has few lines.
+    The seconds are rounded down to `SLOW_S` times a power of two, so that the line changes rarely.
     """
     if host.for_s < SLOW_S or not host.imports:
         return ""
@@ -429,13 +442,16 @@ def slow_import(host: StartingHost) -> str:
 
 
 async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequence[str]) -> None:
-    """Return when all hosts have Python and torch as here, and the modules; asks each once.
+    """Check that all hosts have this kernel's versions of Python and torch, and the modules.
+
+    A host that has passed a check is not asked again for the same modules.
 
     Args:
         modules: Top-level modules that the run's cell imports.
 
     Raises:
-        PoolError: Names each host that is not fit, what is wrong there and what to do.
+        PoolError: A host lacks something. The message names each such host, what it lacks, and
+            what to do.
     """
     new = [host for host in hosts if host.has is None or not host.has.issuperset(modules)]
     if not new:
@@ -447,10 +463,10 @@ async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequen
 
 
 async def ask_all(members: Members, hosts: Iterable[Member], asked: GetFacts) -> list[Facts]:
-    """Return what hosts are like, all asked at the same time.
+    """Return the facts of each host; all hosts are asked at the same time.
 
     Raises:
-        PoolError: One is gone.
+        PoolError: A host is gone or did not respond.
     """
 
     async def ask(host: Member) -> Facts:
