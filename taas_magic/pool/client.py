@@ -1,10 +1,11 @@
-"""A pool as a kernel sees it: connect to its process or start it, launch on it, listen to it.
+"""The kernel's side of a pool: start or find its process, connect, launch runs, receive events.
 
-A `Pool` has at most one `PoolConnection`, to one process. Whoever starts something on a process (a
-run, a wait for hosts) keeps the connection and asks no other one: when the process ends, the
-connection ends, and all that was started on it.
+A `Pool` has at most one `PoolConnection`, which belongs to one process. A caller that starts a run
+or a wait for hosts on a process uses the same connection for all of it. When the process ends, the
+connection ends, and so does everything that was started on it.
 
-Every method may be called from any thread of the kernel; the Dask client runs a loop of its own.
+Every method may be called from any thread of the kernel. The Dask client runs an event loop in a
+thread of its own.
 """
 
 import asyncio
@@ -48,36 +49,36 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 SILENT_S = 15.0
-"""Seconds after its last beat when a pool's process counts as stopped or hanging."""
+"""Seconds without a beat after which a pool's process counts as stopped or hanging."""
 
 ANSWER_S = 20.0
-"""Seconds for a pool's process that lives to let a kernel in; then another one is started."""
+"""Seconds for a running pool process to accept a kernel. After that, it is replaced."""
 
 END_S = 30.0
-"""Seconds for a pool's process that was told to end; then it is killed."""
+"""Seconds for a pool's process to end by itself. After that, it is killed."""
 
 NAMED_S = 5.0
-"""Seconds that a user waits for a pool's process before it is named."""
+"""Seconds of waiting for a pool's process after which the user is told which process it is."""
 
 _LOOK_S = 0.25
 _POLL_S = 0.02
-_PATIENCE_S = 2.0  # beats that wait in this process, which was busy, arrive meanwhile
-_MAX_PROCESSES = 3  # one that is just ending, one that does not answer, and a new one
+_PATIENCE_S = 2.0  # if this process was busy, beats that it has not read yet arrive meanwhile
+_MAX_PROCESSES = 3  # one that is just ending, one that does not respond, and a new one
 
 
 class ConnectionEnded(RunLost):
-    """The process of a pool has ended, or this kernel has left it: what ran there is gone."""
+    """The pool's process has ended, or this kernel has left it. Runs on the connection are lost."""
 
 
 class Wait:
     """One wait of this kernel for a pool's process and its hosts.
 
-    A wait ends for good when it is given up, and when this kernel ends the pool (`Pool.down`). No
-    process is started on behalf of a wait that has ended.
+    A wait ends for good when it is cancelled (`give_up`) or when this kernel ends the pool
+    (`Pool.down`). No process is started for a wait that has ended.
 
     Attributes:
-        id: The pool's process knows the wait by it.
-        is_given_up: Whether nobody waits any more.
+        id: Id of the wait in the pool's process.
+        is_given_up: Whether the wait was cancelled.
     """
 
     def __init__(self, pool: "Pool") -> None:
@@ -91,7 +92,7 @@ class Wait:
         return self.is_given_up or self._pool.downs != self._downs
 
     def give_up(self) -> None:
-        """End the wait: its `Pool.open`, in another thread, soon raises PoolError."""
+        """Cancel the wait. Its `Pool.open`, in another thread, soon raises PoolError."""
         self.is_given_up = True
 
     def check(self) -> None:
@@ -103,13 +104,14 @@ class Wait:
 
 
 def disconnect(client: "Client") -> None:
-    """Close a Dask client, also one whose scheduler was killed."""
-    logger = logging.getLogger("distributed.client")  # such a one says that it connects again
+    """Close a Dask client, even if its scheduler was killed."""
+    # If the scheduler was killed, the client would log that it reconnects.
+    logger = logging.getLogger("distributed.client")
     before, logger.disabled = logger.disabled, True
     try:
         client.close(timeout=2)
     except ValueError:
-        pass  # tornado's, where it was connecting again to a scheduler that ended
+        pass  # raised by tornado if the client was reconnecting to a scheduler that has ended
     finally:
         logger.disabled = before
 
@@ -118,11 +120,12 @@ def _connect(place: PoolPlace, check: Callable[[], None]) -> "Client":
     """Return a Dask client that is connected to a pool's process.
 
     Args:
-        check: Called again and again meanwhile; raises to stop waiting. Dask itself goes on for
-            ANSWER_S, also if the process has ended.
+        check: Called repeatedly during the wait; raises PoolError to stop it. Dask itself would
+            keep trying for `ANSWER_S`, even if the process has ended.
 
     Raises:
-        OSError: The process does not answer.
+        OSError: The process does not respond.
+        PoolError: `check` raised it.
     """
     from distributed import Client, Security
 
@@ -154,10 +157,10 @@ def _connect(place: PoolPlace, check: Callable[[], None]) -> "Client":
 
 
 def ask_pool(folder: Path, request: Request[_T]) -> _T:
-    """Ask the process that keeps the pool of a folder, whoever started it; start none.
+    """Send a request to the running process of a pool's folder and return the response.
 
     Raises:
-        PoolError: There is no such process (any more), or it does not answer.
+        PoolError: The folder's pool has no running process, or the process does not respond.
     """
     place = place_in(folder)
     if place is None or is_free(folder / "lock"):
@@ -179,18 +182,19 @@ def ask_pool(folder: Path, request: Request[_T]) -> _T:
 class PoolConnection:
     """The connection of this kernel to one process of a pool.
 
-    It ends with that process, or when the kernel leaves it, and never comes back. What was started
-    on it (a run, a wait for hosts) ends with it, also if another process takes the pool's place.
+    The connection ends when the process ends or the kernel leaves it, and is never restored. Runs
+    and waits for hosts that were started on it end with it, even if another process replaces the
+    pool's process.
 
     Args:
         client: A Dask client that is connected to the process.
-        log: The log of the process.
+        log: Path of the process's log.
 
     Attributes:
-        id: The Dask client's name, by which the process knows this kernel.
+        id: The Dask client's id, by which the process identifies this kernel.
         config: The pool's settings.
         process: The process at the other end.
-        why: Why the connection has ended; "" before.
+        why: The reason for which the connection has ended; "" before.
     """
 
     def __init__(
@@ -200,7 +204,7 @@ class PoolConnection:
 
         self.id, self.config, self.process, self.why = str(client.id), config, process, ""
         self._client, self._log, self._heard_at = client, log, time.monotonic()
-        # Dask would connect again by itself, but the process has given up this kernel by then.
+        # Dask would reconnect by itself, but by then the process has dropped this kernel.
         self._comm = client.scheduler_comm
         self._listeners: dict[str, Callable[[Event], None]] = {}
         self._waiting: dict[str, Callable[[list[str]], None]] = {}
@@ -213,7 +217,7 @@ class PoolConnection:
 
     @property
     def address(self) -> str:
-        """The port of the process, as "tls://host:port"."""
+        """The address of the process, as "tls://host:port"."""
         return str(self._client.scheduler.address)
 
     @property
@@ -230,12 +234,12 @@ class PoolConnection:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the process lives, but has sent no beat for SILENT_S: it is stopped or hangs."""
+        """Whether the process runs but has sent no beat for `SILENT_S`: it is stopped or hangs."""
         return not self.is_over and self.silent_s >= SILENT_S
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process answers."""
+        """Whether the connection is open and the process has sent a beat within `SILENT_S`."""
         return not self.is_over and self.silent_s < SILENT_S
 
     def check(self) -> None:
@@ -244,26 +248,32 @@ class PoolConnection:
             raise ConnectionEnded(self.why)
 
     def is_let_in(self) -> bool:
-        """Return whether the process lets this kernel in; it does not if it has begun to end.
+        """Ask the process to accept this kernel. It refuses if it has begun to end.
+
+        Returns:
+            Whether the process has accepted this kernel.
 
         Raises:
             ConnectionEnded: The process has ended.
-            PoolError: It does not answer.
+            PoolError: The process does not respond.
         """
         return self.call(Enter(self.id))
 
     def wait_for_hosts(
         self, wait: Wait, hosts: int, has_run: bool, on_wait: Callable[[list[str]], None]
     ) -> Started:
-        """Return when so many hosts are there, or why they will not be; see `Pool.open`.
+        """Wait until `hosts` hosts can start ranks. See `Pool.open`.
+
+        Returns:
+            The process's response, which holds the error if the hosts cannot come.
 
         Raises:
             ConnectionEnded: The process has ended.
-            PoolError: It does not answer.
+            PoolError: The process does not respond.
         """
 
         def halt_if_over() -> None:
-            if wait.is_over:  # said again until it arrives after the wait itself
+            if wait.is_over:  # repeated, since a `Halt` that arrives before the wait has no effect
                 self._send(Halt(wait.id, "kill"))
 
         self._waiting[wait.id] = on_wait
@@ -275,15 +285,18 @@ class PoolConnection:
     def launch(
         self, spec: "HostSpec", on_event: Callable[[Event], None], said: Sequence[Event] = ()
     ) -> list[str]:
-        """Start a run, or its fetchers, and listen to it; return the names of its hosts.
+        """Start a run, or its fetchers, and pass its events to `on_event`.
 
         Args:
             on_event: Called with every event of the run, in the thread of the Dask client.
-            said: What its fetchers have said before.
+            said: Events that the run's fetchers have sent before.
+
+        Returns:
+            The names of the run's hosts.
 
         Raises:
             ConnectionEnded: The process has ended.
-            PoolError: The hosts could not be had.
+            PoolError: The hosts are not available.
             StoreError: Another run writes to the project store.
         """
         from taas_magic.host.spec import Launch
@@ -301,7 +314,7 @@ class PoolConnection:
         return answer.hosts
 
     def require(self, answer: Started) -> None:
-        """Raise PoolError if the pool could not do what it was asked."""
+        """Raise PoolError if the response holds an error."""
         if answer.error:
             raise PoolError(f'pool "{self.config.name}": {answer.error}')
 
@@ -312,18 +325,22 @@ class PoolConnection:
             self.close_when_unused()
 
     def halt(self, run_id: str, how: str) -> None:
-        """Interrupt (`interrupt`) or end (`kill`) a run; do not wait for its end."""
+        """Interrupt or end a run. Does not wait for its end.
+
+        Args:
+            how: "interrupt" or "kill".
+        """
         self.call(Halt(run_id, how))
 
     def status(self) -> PoolStatus:
-        """Return the pool's hosts and what each does."""
+        """Return the pool's hosts and their runs."""
         return self.call(GetStatus())
 
     def end_process(self) -> None:
-        """End the process, with its runs and its hosts; return when it has ended.
+        """End the process with its runs and hosts, and wait until it has ended.
 
         Raises:
-            PoolError: The process does not answer, or does not end in END_S.
+            PoolError: The process does not respond, or does not end within `END_S`.
         """
         self._ending = f'pool "{self.config.name}" was ended by this kernel'
         with suppress(ConnectionEnded):
@@ -331,29 +348,33 @@ class PoolConnection:
             self.process.wait_for_end(END_S)
 
     def close_when_unused(self) -> None:
-        """Leave the process as soon as this kernel listens to no run on it."""
+        """Close the connection as soon as this kernel has no run on it."""
         self._closes_when_unused = True
         if not self._listeners:
             self.close()
 
     def close(self, why: str = "") -> None:
-        """Leave the process, which decides what follows; what was started on the connection ends.
+        """Close the connection. Runs and waits that were started on it end.
+
+        The process itself decides whether it ends.
 
         Args:
-            why: Is said to whoever still uses the connection.
+            why: The reason, for callers that still use the connection.
         """
         self._end(why or self._ending or f'this kernel has left pool "{self.config.name}"')
         self._watcher.join()
 
     def call(self, request: Request[_T], on_look: Callable[[], None] = lambda: None) -> _T:
-        """Ask the process; wait for its answer as long as the process is heard.
+        """Send a request to the process and return the response.
+
+        The wait has no time limit as long as the process sends beats.
 
         Args:
-            on_look: Called every quarter of a second until the answer is there.
+            on_look: Called every quarter of a second until the response arrives.
 
         Raises:
             ConnectionEnded: The process has ended, or this kernel has left it.
-            PoolError: The process does not answer.
+            PoolError: The process has sent no beat for `SILENT_S`.
         """
         answer = self._send(request)
         until = time.monotonic() + _PATIENCE_S
@@ -368,13 +389,13 @@ class PoolConnection:
         try:
             return answer.result()
         except (OSError, futures.CancelledError) as error:
-            # A process that is just ending closes its connections first.
+            # A process that is ending closes its connections before it exits.
             self._over.wait(_PATIENCE_S + 2 * _LOOK_S)
             self._end(self._broken())
             raise ConnectionEnded(self.why) from error
 
     def silence(self) -> str:
-        """Return what is known of a process that lives and is not heard, and what to do."""
+        """Return a message for the user about a process that runs but sends no beats."""
         return (
             f"its process {self.process.pid} has not been heard for {self.silent_s:.0f} s; it is "
             f"stopped or hangs: the next cell replaces it, and `%taas down {self.config.name}` "
@@ -393,7 +414,7 @@ class PoolConnection:
         asking = answered()
         try:
             return asyncio.run_coroutine_threadsafe(asking, client.loop.asyncio_loop)
-        except RuntimeError as error:  # its loop has just been closed
+        except RuntimeError as error:  # the client's loop has just been closed
             asking.close()
             raise ConnectionEnded(self.why) from error
 
@@ -403,24 +424,24 @@ class PoolConnection:
             on_wait(cleaned(list(beat[1])))
 
     def _on_event(self, pair: tuple[float, tuple[str, bytes]]) -> None:
-        """Pass an event to the listener of its run; called in the thread of the Dask client."""
+        """Pass an event to the listener of its run. Called in the thread of the Dask client."""
         run_id, line = pair[1]
         listener = self._listeners.get(run_id)
         if listener is not None:
             listener(event_of(line))
 
     def _watch(self) -> None:
-        """Wait for the end of the connection, in a thread; then close the Dask client."""
+        """Wait until the connection has ended, then close the Dask client. Runs in a thread."""
         while not self.is_over and not self._over.wait(_LOOK_S):
             if self._client.status != "running" or self._client.scheduler_comm is not self._comm:
-                with suppress(PoolError):  # a process that ends closes its connections first
+                with suppress(PoolError):  # a process closes its connections before it exits
                     self.process.wait_for_end(_PATIENCE_S)
                 if not self.is_over:
                     self._end(self._broken())
         disconnect(self._client)
 
     def _end(self, why: str) -> None:
-        """End the connection for good; the first reason stays."""
+        """Mark the connection as ended. Only the first call sets the reason."""
         with self._lock:
             self.why = self.why or why
         self._over.set()
@@ -430,7 +451,7 @@ class PoolConnection:
             f'pool "{self.config.name}": its process {self.process.pid} {self.process.state()}. '
             f"What ran on it is gone; run the cell again to start another process."
         )
-        # the log of one that was killed says nothing of it, but what its hosts said afterwards
+        # If the process was killed, its log ends with its hosts' later messages, not with a cause.
         has_failed = (self.process.exit_code or 0) > 0
         log = f"Its log ends with:\n{log_tail(self._log)}" if has_failed else f"Log: {self._log}"
         return f"{said} {log}"
@@ -443,10 +464,10 @@ class PoolConnection:
 
 
 class Pool:
-    """One pool, for one kernel: its settings, and the connection to its process, if there is one.
+    """One pool, as used by one kernel: its settings and the connection to its process.
 
     Attributes:
-        downs: How often this kernel has ended the pool.
+        downs: Number of times that this kernel has ended the pool.
     """
 
     def __init__(self, config: PoolConfig, project: Path) -> None:
@@ -458,22 +479,22 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """What `--pool` calls it."""
+        """The pool's name, as given to `--pool`."""
         return self.config.name
 
     def capacity(self) -> HostCapacity:
-        """Return what one host offers; takes none."""
+        """Return the GPUs and cores of one host, without allocating a host."""
         return find_engine(self.config).capacity()
 
     @property
     def connection(self) -> PoolConnection | None:
-        """The connection to the pool's process; None if there is none that lives."""
+        """The open connection to the pool's process; None if there is none."""
         found = self._connection
         return None if found is None or found.is_over else found
 
     @property
     def is_ready(self) -> bool:
-        """Whether this kernel is connected to a process that answers."""
+        """Whether this kernel is connected to a process that sends beats."""
         return (found := self.connection) is not None and found.is_ready
 
     @property
@@ -482,9 +503,9 @@ class Pool:
         return (found := self.connection) is not None and found.is_silent
 
     def connection_with(self, hosts: int) -> PoolConnection | None:
-        """Return the connection if a launch on so many hosts would start at once on it."""
+        """Return the connection if a launch on `hosts` hosts would start at once, else None."""
         found = self.connection
-        with suppress(PoolError):  # the process has just ended, or stopped
+        with suppress(PoolError):  # the process has just ended or been stopped
             if found is not None and found.is_ready and len(found.status().hosts) >= hosts:
                 return found
         return None
@@ -496,25 +517,25 @@ class Pool:
         wait: Wait | None = None,
         has_run: bool = True,
     ) -> PoolConnection:
-        """Wait until so many hosts can start ranks at once; start the pool's process if need be.
+        """Wait until `hosts` hosts can start ranks. Start the pool's process if none is running.
 
         Args:
-            on_wait: Called with what is known of hosts that are awaited, a line each, with each
-                beat of the pool's process; in the thread of the Dask client.
-            wait: Ends this call when it is given up.
-            has_run: Whether a run waits for them.
+            on_wait: Called with one line for each host that is not ready, at each beat of the
+                pool's process, in the thread of the Dask client.
+            wait: Cancels this call (`Wait.give_up`).
+            has_run: Whether a run waits for the hosts.
 
         Returns:
             The connection to the process that has the hosts.
 
         Raises:
-            ConnectionEnded: The process that was to get the hosts has ended.
-            PoolError: It could not be started, or hosts could not be had.
+            ConnectionEnded: The process that requested the hosts has ended.
+            PoolError: The process could not be started, or hosts are not available.
         """
         wait = wait or Wait(self)
         connection = self.connect(on_wait, wait)
         answer = connection.wait_for_hosts(wait, hosts, has_run, on_wait)
-        if answer.is_ending:  # another kernel has ended it before this one asked
+        if answer.is_ending:  # another kernel ended the process before this request
             on_wait([self._waits_for(connection.process, "to end")])
             connection.process.wait_for_end(END_S)
             connection = self.connect(on_wait, wait)
@@ -527,16 +548,17 @@ class Pool:
         tell: Callable[[list[str]], None] = lambda lines: None,
         wait: Wait | None = None,
     ) -> PoolConnection:
-        """Connect to the pool's process; start one if none lives. No host is taken.
+        """Connect to the pool's process; start one if none is running. Requests no host.
 
-        One that lives and does not answer (it is stopped, or hangs) is ended, and another started.
+        A process that runs but does not respond (it is stopped or hangs) is killed and replaced.
 
         Args:
             tell: Called with lines for the user who waits.
-            wait: Ends this call when it is given up.
+            wait: Cancels this call (`Wait.give_up`).
 
         Raises:
-            PoolError: It could not be started; the message ends with the last lines of its log.
+            PoolError: The process could not be started. The message ends with the last lines of
+                its log.
         """
         wait = wait or Wait(self)
         with self._joining:
@@ -546,21 +568,21 @@ class Pool:
             return found
 
     def join(self) -> PoolConnection | None:
-        """Connect to the pool's process if one lives; start none.
+        """Connect to the pool's process if one is running; return None otherwise.
 
         Raises:
-            PoolError: It is of another version, or does not answer.
+            PoolError: The process has other versions than this kernel, or does not respond.
         """
         with self._joining:
             return self._ready_connection() or self._join(Wait(self), lambda lines: None)
 
     def _ready_connection(self) -> PoolConnection | None:
-        """Return the connection if the process answers; leave one that is silent."""
+        """Return the connection if the process sends beats. Close it if the process is silent."""
         if (found := self.connection) is None:
             return None
         until = time.monotonic() + _PATIENCE_S
         while found.is_silent and time.monotonic() < until:
-            time.sleep(_LOOK_S)  # this process may have been too busy to hear beats
+            time.sleep(_LOOK_S)  # this kernel may have been too busy to read beats
         if found.is_ready:
             return found
         found.close(f'pool "{self.name}" did not answer: {found.silence()}')
@@ -569,16 +591,16 @@ class Pool:
     def _join(
         self, wait: Wait, tell: Callable[[list[str]], None], starts: bool = False
     ) -> PoolConnection | None:
-        """Connect to the pool's process; `_joining` is held.
+        """Connect to the pool's process. The caller holds `_joining`.
 
-        Nothing of this kernel depends on a process before that has let the kernel in. So one that
-        ends before is no failure, unless this kernel started it.
+        Until a process accepts this kernel, nothing in the kernel depends on the process. So it is
+        no failure if the process ends before, unless this kernel started it.
 
         Args:
-            starts: Whether to start a process if none lives; else None is returned then.
+            starts: Whether to start a process if none is running. If False, return None then.
 
         Raises:
-            PoolError: The process did not start, or nobody waits any more.
+            PoolError: The process did not start, or the wait was cancelled.
         """
         for _ in range(_MAX_PROCESSES):
             process = self._find(wait, starts)
@@ -586,7 +608,7 @@ class Pool:
                 return None
             try:
                 found = self._enter(process, wait, tell)
-            except OSError:  # it is stopped, or hangs
+            except OSError:  # the process is stopped or hangs
                 tell([f'pool "{self.name}" did not answer: it is ended and started again'])
                 process.kill()
                 continue
@@ -598,14 +620,14 @@ class Pool:
     def _enter(
         self, process: PoolProcess, wait: Wait, tell: Callable[[list[str]], None]
     ) -> PoolConnection | None:
-        """Return the connection to a process that has let this kernel in.
+        """Connect to a process and ask it to accept this kernel.
 
         Returns:
-            None if the process has ended before, and did not fail.
+            The connection; None if the process ended before it accepted, without a failure.
 
         Raises:
-            OSError: The process lives, but does not answer.
-            PoolError: The process, which this kernel started, has failed. Or nobody waits any more.
+            OSError: The process runs, but does not respond.
+            PoolError: The process was started by this kernel and failed, or the wait was cancelled.
         """
         began, is_told = time.monotonic(), False
 
@@ -631,7 +653,7 @@ class Pool:
         except OSError:
             if self.folder.place(process) is not None and process.is_alive():
                 raise
-        if process.is_alive():  # it has begun to end
+        if process.is_alive():  # the process has begun to end
             tell([self._waits_for(process, "to end")])
         process.wait_for_end(END_S)
         if process.exit_code:
@@ -639,24 +661,25 @@ class Pool:
         return None
 
     def _find(self, wait: Wait, starts: bool) -> PoolProcess | None:
-        """Return the pool's process; start one, or return None, if there is none."""
+        """Return the pool's process. If there is none, start one if `starts`, else return None."""
         deadline = time.monotonic() + END_S
         while True:
             wait.check()
             process = self.folder.find() or (self.folder.start() if starts else None)
             if process is not None or not (starts or self.folder.is_locked):
                 return process
-            if time.monotonic() > deadline:  # another kernel was stopped while it started one
+            if time.monotonic() > deadline:  # another kernel was stopped while starting a process
                 raise self._error(f"did not start: {self.folder.path}/lock is held by no process")
             time.sleep(_POLL_S)
 
     def _place_of(self, process: PoolProcess, check: Callable[[], None]) -> PoolPlace:
-        """Return how to connect to a process as soon as it listens.
+        """Wait until a process listens; return its connection data.
 
         Raises:
-            PoolError: The process does not listen in time, and is ended. Or `check` raised it.
+            PoolError: The process did not listen within `start_timeout_s` and was killed, or
+                `check` raised it.
         """
-        import distributed  # noqa: F401  # takes 0.8 s, while the process starts
+        import distributed  # noqa: F401  # takes 0.8 s, meanwhile the process starts
 
         deadline = time.monotonic() + self.config.start_timeout_s
         while (place := self.folder.place(process)) is None:
@@ -675,13 +698,13 @@ class Pool:
         return PoolError(f'pool "{self.name}" {what}. Its log:\n{log_tail(self.folder.log)}')
 
     def down(self) -> None:
-        """End the pool: its runs, its hosts, its process, also one that is just starting.
+        """End the pool: its runs, its hosts and its process, even if it is just starting.
 
-        All waits of this kernel for the pool end. A process that does not answer is killed; its
-        hosts end with it.
+        All waits of this kernel for the pool end. A process that does not respond is killed, and
+        its hosts end with it.
         """
         self.downs += 1
-        with self._joining:  # a thread that has started the process leaves it now
+        with self._joining:  # a thread that is starting the process now stops waiting for it
             try:
                 found = self._ready_connection() or self._join(Wait(self), lambda lines: None)
                 if found is not None:
@@ -692,17 +715,20 @@ class Pool:
             self.close()
 
     def retire(self) -> None:
-        """Leave the pool as soon as no run of this kernel is on it: its settings have changed."""
+        """Close the connection as soon as this kernel has no run on it.
+
+        Called when the pool's settings have changed.
+        """
         self._is_retired = True
         if (found := self.connection) is not None:
             found.close_when_unused()
 
     def is_over(self) -> bool:
-        """Return whether this kernel has left it, and waits for no process of it."""
+        """Return whether this kernel has no connection to the pool and no child process of it."""
         return self.connection is None and not self.folder.has_children()
 
     def close(self) -> None:
-        """Leave the pool; its process decides what follows."""
+        """Close the connection. The pool's process itself decides whether it ends."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

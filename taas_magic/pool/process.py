@@ -1,12 +1,12 @@
 """The pool's own process: a Dask scheduler, the controller, and an engine that gets hosts.
 
-A kernel starts it (`PoolFolder.start`) in a session of its own, so that neither the kernel's
-interrupt nor its end reaches it: it decides itself what follows. A kernel finds it by `pool.json`
-in the pool's folder, as Jupyter finds a kernel by its connection file: address and key, readable
-by the user alone.
+A kernel starts the process (`PoolFolder.start`) in a session of its own. So neither an interrupt
+nor the end of the kernel reaches the process, which decides itself what to do when a kernel is
+gone. Kernels find it through `pool.json` in the pool's folder, as Jupyter finds a kernel through
+its connection file. `pool.json` holds the address and the keys; only the user can read it.
 
-A `PoolProcess` is one process, known by its id and the moment of its start. A process that later
-takes its place in the folder is another one.
+A `PoolProcess` is one operating-system process, identified by its pid and start time. A process
+that replaces it in the folder is another `PoolProcess`.
 """
 
 import asyncio
@@ -40,15 +40,18 @@ DASK_SETTINGS = {
     "distributed.deploy.lost-worker-timeout": "100ms",
     "distributed.scheduler.active-memory-manager.start": False,
     "distributed.scheduler.work-stealing": False,
-    "distributed.scheduler.worker-ttl": None,  # it goes by the system's clock; see members.watch
+    "distributed.scheduler.worker-ttl": None,  # uses the system's clock; see `Members.watch`
 }
 
 
 class PoolWords(Struct):
-    """What a kernel tells the pool's process that it starts, by standard input.
+    """Settings that a kernel writes to standard input of the pool's process that it starts.
 
     Attributes:
-        lock: The descriptor by which the process inherits the lock of its folder.
+        folder: Path of the pool's folder.
+        project: Path of the notebook's project.
+        linger_s: Seconds that the process waits for a kernel after the last one has left.
+        lock: File descriptor of the folder's lock, which the process inherits.
     """
 
     folder: str
@@ -59,10 +62,11 @@ class PoolWords(Struct):
 
 
 class PoolPlace(Struct):
-    """`pool.json`: how a kernel connects to the process.
+    """The contents of `pool.json`: what a kernel needs to connect to the pool's process.
 
     Attributes:
-        pid: The process that wrote the file.
+        made_of: Versions of Python, torch and taas-magic in the process.
+        pid: Id of the process that wrote the file.
     """
 
     address: str
@@ -73,7 +77,7 @@ class PoolPlace(Struct):
 
 
 def place_in(folder: Path) -> PoolPlace | None:
-    """Return what `pool.json` in a pool's folder says; None while there is none."""
+    """Return the contents of `pool.json` in a pool's folder; None if there is no such file."""
     try:
         return unpack((folder / "pool.json").read_bytes(), PoolPlace)
     except FileNotFoundError:
@@ -81,7 +85,7 @@ def place_in(folder: Path) -> PoolPlace | None:
 
 
 LINGER_S = 5.0
-"""How long a pool's process waits for a kernel after the last one has gone."""
+"""Seconds that a pool's process waits for a kernel after the last one has left."""
 
 _DIGEST = 8
 _KILL_S = 20.0
@@ -89,19 +93,19 @@ _POLL_S = 0.02
 
 
 class PoolProcess:
-    """One process of a pool, from its start to its end; this kernel or another one started it.
+    """One process of a pool, from its start to its end, whichever kernel started it.
 
     Another process in the same folder is another `PoolProcess`.
 
     Args:
-        process: The process; as a `Popen` if it is a child of this kernel.
+        process: The process; a `Popen` if it is a child of this kernel.
     """
 
     def __init__(self, process: subprocess.Popen[bytes] | psutil.Process) -> None:
         self.pid, self._process = process.pid, process
 
     def is_alive(self) -> bool:
-        """Return whether the process lives."""
+        """Return whether the process is running."""
         if isinstance(self._process, subprocess.Popen):
             return self._process.poll() is None
         try:
@@ -112,11 +116,14 @@ class PoolProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, negative for a signal; None while it lives or where nobody can know it."""
+        """The exit code, negative for a signal.
+
+        None while the process runs, and if it is not a child of this kernel.
+        """
         return self._process.poll() if isinstance(self._process, subprocess.Popen) else None
 
     def state(self) -> str:
-        """Return whether the process lives, or how it ended, as far as this kernel can know."""
+        """Return a one-line description of the process state, or of how the process ended."""
         if self.is_alive():
             return "is alive"
         code = self.exit_code or 0
@@ -125,20 +132,20 @@ class PoolProcess:
         return f"ended with exit code {code}" if code else "has ended"
 
     def kill(self) -> None:
-        """Kill the process; return when it has ended.
+        """Kill the process and wait until it has ended.
 
         Raises:
-            PoolError: It does not end.
+            PoolError: The process does not end.
         """
         with contextlib.suppress(psutil.NoSuchProcess):
             self._process.kill()
         self.wait_for_end(_KILL_S)
 
     def wait_for_end(self, limit_s: float) -> None:
-        """Return when the process has ended.
+        """Wait until the process has ended.
 
         Raises:
-            PoolError: It does not end in that time.
+            PoolError: The process did not end within `limit_s`.
         """
         deadline = time.monotonic() + limit_s
         while self.is_alive():
@@ -148,10 +155,10 @@ class PoolProcess:
 
 
 class PoolFolder:
-    """The private folder of one pool: its lock, its `pool.json`, its log.
+    """The private folder of one pool, with its lock, `pool.json` and log.
 
-    The process of the pool holds the lock as long as it lives. A kernel that starts a process takes
-    the lock first and hands it over, so a pool has one process.
+    The pool's process holds the lock until it ends. A kernel takes the lock before it starts a
+    process, and passes the lock to the process. So a pool has at most one process.
     """
 
     def __init__(self, config: PoolConfig, project: Path) -> None:
@@ -161,7 +168,7 @@ class PoolFolder:
 
     @property
     def path(self) -> Path:
-        """The folder itself; made on first use."""
+        """Path of the folder, which is created on first use."""
         mark = f"{sys.prefix}|{self._project}|{self._config}|{this_kernel()}"
         digest = hashlib.sha256(os.fsencode(mark)).hexdigest()[:_DIGEST]
         path = state_dir() / "pools" / f"{self._config.name}-{digest}"
@@ -170,16 +177,16 @@ class PoolFolder:
 
     @property
     def log(self) -> Path:
-        """The log of the pool's newest process."""
+        """Path of the log of the pool's newest process."""
         return self.path / LOG
 
     @property
     def is_locked(self) -> bool:
-        """Whether a process of the pool lives, or is just being started."""
+        """Whether a process of the pool is running or being started."""
         return not is_free(self.path / "lock")
 
     def find(self) -> PoolProcess | None:
-        """Return the process that holds the lock; None if there is none, or it is just starting."""
+        """Return the process that holds the lock; None if there is none or it is just starting."""
         self.has_children()
         path = self.path / "lock"
         written = path.read_text() if self.is_locked else ""
@@ -191,21 +198,25 @@ class PoolFolder:
                 return PoolProcess(child)
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            # after a restart of the machine, another process may have that id
+            # After a restart of the machine, another process may have this pid.
             if any(file.path == os.path.realpath(path) for file in process.open_files()):
                 return PoolProcess(process)
         return None
 
     def start(self) -> PoolProcess | None:
-        """Start a process of the pool; return None if one lives, or another kernel starts one."""
+        """Start a process of the pool.
+
+        Returns:
+            None if a process is already running, or another kernel is starting one.
+        """
         self.has_children()
         path = self.path / "lock"
         lock = take_lock(path)
         if lock is None:
             return None
         try:
-            (path.parent / "pool.json").unlink(missing_ok=True)  # a process that was killed left it
-            os.ftruncate(lock, 0)  # the new process writes its id
+            (path.parent / "pool.json").unlink(missing_ok=True)  # left by a killed process
+            os.ftruncate(lock, 0)  # the new process writes its pid
             with self.log.open("ab") as log:
                 child = subprocess.Popen(
                     spawn_command("taas_magic.pool.process"),
@@ -222,16 +233,20 @@ class PoolFolder:
         finally:
             os.close(lock)
         assert child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which is seen later
+        with contextlib.suppress(BrokenPipeError):  # already ended; the caller notices this later
             child.stdin.write(pack(words) + b"\n")
             child.stdin.close()
         return PoolProcess(child)
 
     def place(self, process: PoolProcess) -> PoolPlace | None:
-        """Return how to connect to a process; None before it listens, and when it has begun to end.
+        """Return the connection data of a process.
+
+        Returns:
+            None before the process listens, and after it has begun to end.
 
         Raises:
-            PoolError: It is of another version than this kernel.
+            PoolError: The process has other versions of Python, torch or taas-magic than this
+                kernel.
         """
         place = place_in(self.path)
         if place is None or place.pid != process.pid:
@@ -244,11 +259,15 @@ class PoolFolder:
         return place
 
     def of_other_versions(self) -> list[str]:
-        """Return the living pools that this one would be, but for their versions, a text each."""
+        """Return the versions of running processes of this pool that differ from this kernel's.
+
+        Returns:
+            One text for each process, such as "Python 3.11.9, torch 2.4.0".
+        """
         found = []
         folders = f"{self._config.name}-{'?' * _DIGEST}"  # not those of a pool `name-more`
         for path in self.path.parent.glob(f"{folders}/pool.json"):
-            with contextlib.suppress(OSError, ValueError):  # it is just ending
+            with contextlib.suppress(OSError, ValueError):  # the process is just ending
                 place = unpack(path.read_bytes(), PoolPlace)
                 made_of = place.made_of
                 is_other = made_of != this_kernel() and place.project == str(self._project)
@@ -257,21 +276,21 @@ class PoolFolder:
         return found
 
     def has_children(self) -> bool:
-        """Return whether a process that was started here lives; forget those that have ended."""
+        """Forget child processes that have ended. Return whether any still runs."""
         with self._lock:
             self._children = [child for child in self._children if child.poll() is None]
             return bool(self._children)
 
 
 def main() -> int:
-    """Keep one pool until it is told to end or nobody uses it any more."""
-    gc.disable()  # what is imported stays; to look through it again and again takes a tenth
+    """Run one pool until a kernel ends it or nobody uses it any more."""
+    gc.disable()  # imported objects stay alive; collecting during imports takes a tenth of the time
     words = unpack(sys.stdin.buffer.readline(), PoolWords)
     folder = Path(words.folder)
     os.set_inheritable(words.lock, False)
     os.write(words.lock, str(os.getpid()).encode())
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    os.truncate(folder / LOG, 0)  # it tells of this process; each line is appended
+    os.truncate(folder / LOG, 0)  # drop the log of an earlier process
     engine = find_engine(words.pool)
     engine.prepare()
     asyncio.run(_keep(engine, folder, words))
