@@ -113,7 +113,7 @@ def test_a_head_that_nothing_reaches_any_more_does_not_say_running(
         again.wait_for(f"/RUNNING/.test({output(0)})")
         again.call("Animation.enable")
         again.call("Animation.setPlaybackRate", playbackRate=1000)
-        again.wait_for(f"!/RUNNING/.test({output(0)}) && /%taas status says/.test({output(0)})")
+        again.wait_for(f"!/RUNNING/.test({output(0)}) && /%taas attach/.test({output(0)})")
         assert "RUNNING" in page.evaluate(output(0)), "this page is brought up to date"
         (project / "end").touch()
         page.wait_for(f"/SUCCEEDED/.test({output(0)})")

@@ -98,6 +98,12 @@ def _facts(state: RunState) -> dict[str, Any]:
     return found
 
 
+def test_reports_from_before_a_restart_do_not_count_after_it() -> None:
+    report = event("data", rank=0, cores=2, loaders={"train": {"batches": 3, "span_s": 1.0}})
+    found = replayed([report, event("restart", attempt=1)]).state.flow.loaders["train"]
+    assert found.ranks == {}
+
+
 def printed(rank: int, n_lines: int, text: str) -> list[Event]:
     return [event("lines", rank=rank, time=float(i), lines=[f"{text} {i}"]) for i in range(n_lines)]
 
