@@ -64,6 +64,8 @@ def taas() -> Figures:
             time.sleep(POLL_S)
         figures["after warming"] = first_line_s(warm.run(cell(ALL_PRINT)))
         figures |= _warm_figures(warm, cell)
+        warm.run(f"%%taas --gpus {RANKS} --session bench\nimport torch")
+        figures["session"] = first_line_s(warm.run(f"%%taas --session bench\n{ALL_PRINT}"))
         warm.run("%taas down")
     return figures
 

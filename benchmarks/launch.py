@@ -35,6 +35,7 @@ COLUMNS = {
     "warm": "warm",
     "warm, one prints": "warm, only rank 0 prints",
     "warm, optimizer step": "warm, after a first optimizer step",
+    "session": "a session's next cell",
     "delay": "a flushed line arrives after",
     "flood": "2 x 10,000 lines of 80 characters",
 }
@@ -43,6 +44,7 @@ AIMS = {
     "warm, one prints": 0.1,
     "warm, optimizer step": 0.1,
     "after warming": 0.1,
+    "session": 0.03,
     "delay": 0.01,
     "flood": 0.3,
 }

@@ -161,12 +161,14 @@ class RunsConfig(Struct, frozen=True, rename={"keep_bytes": "keep_size"}):
         keep_bytes: Bytes that these may hold together.
         notify: Command line that is run at the end of a detached run; None: none.
         hang_s: Seconds in which no rank came forward, after which a run's head says so; 0: never.
+        session_idle_s: Seconds without a cell after which a session is ended.
     """
 
     keep: _Whole = 50
     keep_bytes: _Size = 10 * 1024**3
     hang_s: _SecondsOrZero = 60.0
     notify: _Text | None = None
+    session_idle_s: _Seconds = 7200.0
 
 
 class Config(Struct, frozen=True):

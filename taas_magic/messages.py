@@ -386,6 +386,24 @@ class Metrics(RankEvent, tag="metrics", kw_only=True):
     points: list[MetricPoint]
 
 
+class CellNames(RankEvent, tag="names", kw_only=True):
+    """Which variables a session's cell assigned and deleted on a rank.
+
+    Attributes:
+        plain: Digests of those assigned values that consist of numbers and texts (`plain_digest`).
+    """
+
+    assigned: list[str] = []
+    deleted: list[str] = []
+    plain: dict[str, str] = {}
+
+
+class RanksKilled(Event, tag="killed", kw_only=True):
+    """Ranks of a session did not return from a cell in time and were killed."""
+
+    ranks: list[int]
+
+
 class HostEnded(Event, tag="host_ended", kw_only=True):
     """A host has ended its share of the run."""
 
@@ -484,6 +502,16 @@ class RankFinished(RankMessage, tag="finished"):
     """The cell ran to its end."""
 
 
+class RankReturned(RankMessage, tag="returned", kw_only=True):
+    """A session's rank waits for its next cell.
+
+    Attributes:
+        was_cut: Whether its connections to other ranks were cut to end a collective.
+    """
+
+    was_cut: bool = False
+
+
 class StoreMessage(Struct, tag_field="kind", kw_only=True):
     """What a rank tells its agent of the project store."""
 
@@ -498,6 +526,26 @@ class RankHeld(StoreMessage, tag="held"):
     """What holds it off the project store."""
 
     means: str
+
+
+class CellOrder(Struct, kw_only=True):
+    """What the agent tells a rank of a session to do next.
+
+    Attributes:
+        number: The cell's number in the session, from 1; 0 ends the rank.
+        run_dir: Folder of the cell's run on this host.
+        takes_part: Whether the rank runs the cell; the others only load the notebook's values.
+        shows: Whether what the rank displays is shown.
+        out: As `RunOptions.out`.
+        colors: IPython's colour scheme for tracebacks.
+    """
+
+    number: int
+    run_dir: str = ""
+    takes_part: bool = True
+    shows: bool = False
+    out: list[str] = []
+    colors: str = "neutral"
 
 
 class AgentSettings(Struct, kw_only=True):
@@ -989,7 +1037,7 @@ def event_of(packed: bytes) -> Event:
 
 of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
     reduce(or_, [*leaves(RankMessage), *leaves(StoreMessage)])
-    | (Display | ClearOutput | Note | RankReport | Metrics)
+    | (Display | ClearOutput | Note | RankReport | Metrics | CellNames)
 ).decode
 """Reads what a rank says; raises msgspec.DecodeError where it is no message, as `of_fetcher`."""
 

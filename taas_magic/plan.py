@@ -153,6 +153,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
             the lines of all ranks and the displays of rank 0.
         federated: One rank a host, and the run goes on when a host that is not the first fails or
             is lost.
+        session: Name of the session that the cell runs in; "" is none.
+        ranks: The ranks of the session that run the cell; empty is all.
     """
 
     name: str = ""
@@ -166,13 +168,15 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     env: Mapping[str, str] = {}
     log_ranks: frozenset[int] | None = None
     federated: bool = False
+    session: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 class Flags(RunOptions, frozen=True, kw_only=True):
     """All that the head of a cell asks for; the magic's flags, parsed.
 
     Attributes:
-        gpus: Ranks in all (world size).
+        gpus: Ranks in all (world size); 0: as many as the session has.
         max_gpus: Ranks that the run may grow to, once there are hosts for them; 0: it does not.
         data_pool: Name of the pool that runs the fetchers; "" finds one.
         uneven_hosts: Whether hosts may have different numbers of ranks.
@@ -182,6 +186,7 @@ class Flags(RunOptions, frozen=True, kw_only=True):
         store_writes: What becomes of writes to it by ranks that are not 0: discard or refuse.
         shared_writes: Folders in it that every rank may write.
         detach: Whether the run goes on without its kernel as soon as its ranks have started.
+        send: Names whose values a session's ranks get from the notebook, though theirs differ.
     """
 
     gpus: int
@@ -193,6 +198,7 @@ class Flags(RunOptions, frozen=True, kw_only=True):
     store_writes: str = "discard"
     shared_writes: tuple[str, ...] = ()
     detach: bool = False
+    send: tuple[str, ...] = ()
     dry_run: bool = False
 
 
@@ -259,27 +265,33 @@ class Plan(RunOptions, frozen=True, kw_only=True):
 
     def shows_displays(self, rank: int) -> bool:
         """Return whether the notebook shows a rank's displays."""
-        return rank == 0 if self.log_ranks is None else self.shows_lines(rank)
+        return (
+            rank == min(self.ranks, default=0) if self.log_ranks is None else self.shows_lines(rank)
+        )
 
 
 LAST = -1
 """Stands for the last rank in a name of `--out`, however many there are."""
+
+ALL = -2
+"""Stands for all ranks in a name of `--out`."""
 
 
 def split_name(text: str) -> tuple[str, int]:
     """Return a name of `--out`, and the rank whose value it is.
 
     `losses` is rank 0's, `losses@3` rank 3's, `losses@last` that of the rank with the highest
-    number.
+    number, `losses@all` a list of those of all ranks.
 
     Raises:
         ValueError: It is not a variable's name, or what follows `@` is no rank.
     """
     name, at, rank = text.partition("@")
-    is_rank = not at or rank == "last" or (rank.isascii() and rank.isdigit())
+    special = {"last": LAST, "all": ALL}
+    is_rank = not at or rank in special or (rank.isascii() and rank.isdigit())
     if not name.isidentifier() or keyword.iskeyword(name) or not is_rank:
         raise ValueError(text)
-    return name, LAST if rank == "last" else int(rank or 0)
+    return name, special[rank] if rank in special else int(rank or 0)
 
 
 def name_of(text: str) -> str:
@@ -290,7 +302,7 @@ def name_of(text: str) -> str:
 def is_from(text: str, rank: int, world_size: int) -> bool:
     """Return whether this rank sends the value of a name of `--out`."""
     wanted = split_name(text)[1]
-    return rank == (world_size - 1 if wanted == LAST else wanted)
+    return wanted == ALL or rank == (world_size - 1 if wanted == LAST else wanted)
 
 
 def senders(out: Sequence[str], world_size: int) -> frozenset[int]:

@@ -198,6 +198,11 @@ class UsedNames:
         self._later: dict[str, frozenset[str]] = {}
         self._awaited: set[str] = set()
 
+    @property
+    def definitions(self) -> Mapping[str, frozenset[str]]:
+        """The names that each function or class of the cell reads when its code runs."""
+        return self._later
+
     def walk(self, statements: Sequence[ast.stmt]) -> None:
         """Go through statements that run one after the other."""
         for statement in statements:
@@ -347,6 +352,13 @@ def _may_swallow(context: ast.expr) -> bool:
     return name in _SWALLOWING
 
 
+def assigned_names(source: str) -> set[str]:
+    """Return the names that a cell, or code in it, may set in the namespace; `source` is Python."""
+    code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
+    stored = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
+    return stored | _set_by_global(code)
+
+
 _SETS_ANY_NAME = {"exec", "globals", "locals", "push", "user_ns"}
 _SETS_ANY_NAME |= {"run_cell_magic", "run_line_magic"}
 _LISTED = 12
@@ -366,8 +378,7 @@ def unknown_result(
     code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
     if not names or _may_set_any(source, code):
         return None
-    stored = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
-    has = {*stored, *_set_by_global(code), *captured}
+    has = {*assigned_names(source), *captured}
     missing = [name for name in names if name not in has]
     missing = [name for name in missing if name not in _set_by_functions(namespace)]
     return _unknown(missing[0], has, missing[0] in namespace) if missing else None

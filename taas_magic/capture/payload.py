@@ -14,6 +14,7 @@ from msgspec import Struct, structs
 from taas_magic.capture import process_state
 from taas_magic.capture.changes import Watch
 from taas_magic.capture.culprit import Destination, type_name
+from taas_magic.capture.known import Choice, RankNames
 from taas_magic.capture.modules import (
     ModuleSource,
     collect,
@@ -83,6 +84,8 @@ class _Gathering:
         self._namespace = namespace
         self._problems = problems
         self._met: set[str] = set()
+        self.only: Collection[str] | None = None
+        """The names that may be pickled; None: any."""
 
     def take(self, names: Mapping[str, str]) -> None:
         for name, why in names.items():
@@ -129,7 +132,13 @@ class _Gathering:
         return size_bytes, list(self.pickler.needs)
 
     def _travels(self, name: str) -> bool:
-        return name in self._namespace and not belongs_to_ipython(name, self._namespace)
+        is_chosen = self.only is None or name in self.only
+        return is_chosen and is_users(name, self._namespace)
+
+
+def is_users(name: str, namespace: Mapping[str, Any]) -> bool:
+    """Return whether a name is a variable of the user's notebook."""
+    return name in namespace and not belongs_to_ipython(name, namespace)
 
 
 def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
@@ -228,12 +237,14 @@ class Payload(Contents, frozen=True, kw_only=True):
         notes: What the user should know of what does not travel.
         data: What the notebook set in its process, then the values in the order of `captured`,
             pickled, with their buffers.
+        choice: What of the notebook a session's ranks are sent; None outside of sessions.
     """
 
     requires: tuple[str, ...]
     loaders: dict[str, Any]
     notes: tuple[str, ...]
     data: Pickled
+    choice: Choice | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -302,6 +313,8 @@ def capture(
     source_of: Callable[[str], CellSource | None],
     problems: list[str] | None = None,
     to: Destination = "ranks",
+    known: RankNames | None = None,
+    send: Collection[str] = (),
 ) -> Payload:
     """Find and pickle what a cell uses (kernel). Nothing else of the notebook is touched.
 
@@ -312,6 +325,8 @@ def capture(
         source_of: The text of the cell that the kernel compiled under a filename, if it was one.
         problems: Takes what would be refused, for --dry-run, which goes on after it.
         to: Where it goes: to jobs a registered loader goes as it is.
+        known: What the ranks of the cell's session have; None: the ranks are new.
+        send: Names whose values go to a session's ranks although its cells have assigned them.
 
     Raises:
         CaptureError: A value cannot travel (with the path to what cannot), all are too large, or a
@@ -321,8 +336,20 @@ def capture(
     gathering = _Gathering(namespace, problems, to)
     pickler, python = gathering.pickler, transform(cell.source)
     used = used_names(python, cell.filename)
-    pickler.add(process_state.collect())
-    gathering.take(used.why)
+    state, why, choice = process_state.collect(), used.why, None
+    if known is not None:
+        choice = known.choose(
+            used,
+            namespace,
+            state,
+            send=send,
+            to=to,
+            travels=lambda name: is_users(name, namespace),
+            refuse=gathering.refuse,
+        )
+        gathering.only, state, why = choice.why, choice.state, choice.why
+    pickler.add(state)
+    gathering.take(why)
     modules = collect([*used.imports, *pickler.modules], project)
     found = {name: source_of(name) for name in sorted(pickler.filenames)}
     sources = {name: source for name, source in found.items() if source is not None}
@@ -349,6 +376,7 @@ def capture(
             *process_state.lost_loggers(),
         ),
         data=pickler.pickled(),
+        choice=choice,
     )
     if payload.size_bytes > limit_bytes:
         gathering.refuse(_too_large(payload, limit_bytes))

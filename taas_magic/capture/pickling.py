@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path, PurePath
 from pickle import PickleBuffer
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -288,6 +289,11 @@ class ValuePickler(cloudpickle.Pickler):
         """Return all that was added; the memory of its arrays and tensors is not copied."""
         return Pickled(self._file.getvalue(), tuple(self.buffers))
 
+    def shared_ids(self) -> set[int]:
+        """Return identities of the objects that were pickled and that other values may share."""
+        memo: dict[int, tuple[int, Any]] = self.memo.copy()
+        return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
+
     def probe(self, value: Any) -> None:
         """Pickle a value by the same rules and keep nothing; raises what prevents it."""
         pickler = ValuePickler(self._namespace, self._to)
@@ -435,6 +441,14 @@ def _contents(cell: CellType) -> Iterator[Any]:
         yield cell.cell_contents
     except ValueError:
         return
+
+
+def _is_mutable(value: Any) -> bool:
+    if isinstance(value, type | FunctionType | ModuleType | Enum):
+        return False
+    if isinstance(value, dict | list | set | bytearray) or type(value).__name__ == "ndarray":
+        return True
+    return bool(type(value).__dictoffset__)
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:

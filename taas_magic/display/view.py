@@ -234,6 +234,27 @@ def _as_data(event: Display) -> Display:
     return structs.replace(event, data=data, metadata=None)
 
 
+class NoView:
+    """Folds a run's events into its state and shows nothing; has the methods of `View`."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state, state.began = state, time.monotonic()
+
+    def feed(self, event: Event) -> None:
+        """Take an event."""
+        self._state.apply(event, time.monotonic())
+
+    def tick(self, now: float) -> None:
+        """Do nothing."""
+
+    def next_due(self) -> float:
+        """Return that `tick` need not be called."""
+        return math.inf
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class View:
     """Shows a run in the notebook's kernel; belongs to the thread that runs the cell.
 
@@ -261,7 +282,7 @@ class View:
         state.began = state.began or now
         self._screen = screen_for(shell or get_ipython(), plan.run_id)
         limit_bytes = self._screen.limit_bytes + (TAIL_BYTES if past else 0)
-        self._clearing_rank = min(plan.log_ranks or {0})
+        self._clearing_rank = min(plan.log_ranks or plan.ranks or {0})
         self._log = LogText(plan, state.run_dir, limit_bytes)
         self._written_at = float("-inf")
         self._head_at = now

@@ -39,7 +39,7 @@ from taas_magic.store.manifest import (
     ReadRunFile,
     WriteRunFile,
 )
-from taas_magic.store.mirror import News, bring_in, take
+from taas_magic.store.mirror import Mirror, News, bring_in, take
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.ownership import RunsFiles
 from taas_magic.store.receipt import Ledger
@@ -164,11 +164,20 @@ def _is_same(spec: HostSpec) -> bool:
 class Travelling:
     """A store that is not on this host, and its mirror here.
 
+    Args:
+        shares: The session's, whose mirror a cell of it uses; None: it has one of its own.
+
     Raises:
         StoreError: It cannot be copied to this host.
     """
 
-    def __init__(self, spec: HostSpec, ask: Ask, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        spec: HostSpec,
+        ask: Ask,
+        note: Callable[[str], None],
+        shares: "Travelling | None" = None,
+    ) -> None:
         assert spec.plan.store is not None and spec.origin.store is not None
         self._rule, self._ask, self._note = spec.plan.store, ask, note
         self._written: dict[str, int] = {}
@@ -176,12 +185,16 @@ class Travelling:
         self._has_others = spec.n_hosts > 1
         self._news: News | None = None
         self._outbound: Outbound | None = None
-        self._mirror = take(self._rule.path, spec.origin.store.kernel)
+        self._is_own = shares is None
+        self._mirror: Mirror = (
+            take(self._rule.path, spec.origin.store.kernel) if shares is None else shares._mirror
+        )
         try:
             _say_what_stays(bring_in(self._mirror, ask, fresh=spec.attempt > 0), note)
-            self._follow(_sends(spec))
+            if not spec.is_session:  # nothing travels between its cells
+                self._follow(_sends(spec))
         except BaseException:
-            self._mirror.close()
+            self._release()
             raise
 
     def local(self, spec: HostSpec) -> HostSpec:
@@ -220,7 +233,7 @@ class Travelling:
             The files that travelled, and those that did not get into the store.
         """
         self._send_rest()
-        self._mirror.close()
+        self._release()
         written, refused = sorted(self._written.items()), sorted(self._refused.items())
         return (
             [WrittenFile(path, size) for path, size in written if not self._is_shared(path)],
@@ -245,6 +258,10 @@ class Travelling:
             self._written |= written
             self._refused = {path: why for path, why in refused.items() if path not in written}
         self._outbound = self._news = None
+
+    def _release(self) -> None:
+        if self._is_own:
+            self._mirror.close()
 
     def _is_shared(self, path: str) -> bool:
         place = os.path.join(self._rule.path, path)
@@ -285,6 +302,11 @@ class HostFiles:
         self._folder: RunFolderCopy | None = None
         self._travelling: Travelling | None = None
         self._ledger: Ledger | None = None
+        self._session: HostFiles | None = None
+
+    def share_mirror(self, session: "HostFiles") -> None:
+        """Use the mirror that a session's ranks have as their working directory."""
+        self._session = session
 
     def bring_in(self, is_wanted: Callable[[], bool]) -> HostSpec | None:
         """Return the share with this host's paths when all is here; None: it ended meanwhile.
@@ -302,9 +324,11 @@ class HostFiles:
                 return None
         store = spec.origin.store if spec.plan.store is not None else None
         if store is not None and not store.is_here(lambda: self._ask(MakeToken())):
-            self._travelling = Travelling(spec, self._ask, self._note)
+            shares = self._session._travelling if self._session is not None else None
+            self._travelling = Travelling(spec, self._ask, self._note, shares)
         here = self._local(spec)
-        if (rule := here.plan.store) and not (spec.reads_only or spec.fetches):
+        keeps_ledger = not (spec.reads_only or spec.fetches or spec.is_session)
+        if (rule := here.plan.store) and keeps_ledger:
             self._ledger = Ledger(rule.path, rule.shared)
         return here
 
@@ -460,7 +484,9 @@ class FileServer:
             rule = self._spec.plan.store
             assert rule is not None
             folder = state_folder(rule.path)
-            if self._spec.reads_only:  # others may use the store at the same time
+            if (
+                self._spec.reads_only or self._spec.is_session
+            ):  # others may use the store at the same time
                 self._desk = Desk(rule, folder / "readers", writer=-1)
             elif self._spec.fetches:
                 self._desk = Desk(rule, folder / "fetchers", writer=-1)

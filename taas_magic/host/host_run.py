@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -198,41 +198,61 @@ class HostShare(ABC):
         self.emit(Note(text=text))
 
 
+_A = TypeVar("_A", bound="Attempt")
+
+
 class Attempt:
     """The ranks of one attempt on this host.
 
     Attributes:
         folder: What the ranks share with the agent; theirs alone.
         pump: Reads their pipes.
+        processes: The ranks' processes, by rank.
     """
 
     def __init__(
-        self, spec: HostSpec, place: Place, folder: Path, emit: Emit, on_message: OnMessage
+        self,
+        spec: HostSpec,
+        place: Place,
+        emit: Emit,
+        *,
+        folder: Path,
+        pump: Pump,
+        processes: dict[int, Any],
     ) -> None:
         self._spec, self._place, self._emit = spec, place, emit
-        self.folder = folder / str(spec.attempt)
-        self.folder.mkdir(mode=0o700)
-        first = spec.share.first_rank
-        self._numbers = range(first, first + spec.share.ranks)
-        self.ranks = Ranks(self._numbers)
-        self.pump = Pump(self.folder, spec.folder, self._numbers, emit, on_message)
-        self.stand = Stand(spec, self.ranks, self.pump, self.folder, emit)
-        self._processes: dict[int, Any] = {}
+        self.folder, self.pump, self.processes = folder, pump, processes
+        self.ranks = Ranks(spec.ranks)
+        self.stand = Stand(spec, self.ranks, pump, folder, emit)
         self.ended: tuple[str, list[Failure]] | None = None
         """How the ranks ended, and why, if they failed; None while they run."""
+
+    @classmethod
+    def begin(
+        cls: type[_A], spec: HostSpec, place: Place, folder: Path, emit: Emit, on_message: OnMessage
+    ) -> _A:
+        """Make an attempt with a folder and pipes of its own, below `folder`."""
+        own = folder / str(spec.attempt)
+        own.mkdir(mode=0o700)
+        pump = Pump(own, spec.folder, spec.ranks, emit, on_message)
+        return cls(spec, place, emit, folder=own, pump=pump, processes={})
 
     def start(self, port: int) -> None:
         """Start the ranks, and say that they have started; they meet at `port`."""
         spec = self._spec
         about = ProcessSpec(spec, self.folder, spec.environ(self._place), guard.strongest())
-        for local_rank, rank in enumerate(self._numbers):
+        for local_rank, rank in enumerate(spec.ranks):
             error_file = link.rank_file(self.folder, rank, "error.json")
             environ = torchrun_variables(spec, local_rank, port, error_file)
-            self._processes[rank] = forkserver.start(RANK, about, environ)
-        pids = {rank: process.pid for rank, process in self._processes.items()}
+            self.processes[rank] = forkserver.start(RANK, about, environ)
+        self._say_started()
+
+    def _say_started(self) -> None:
+        """Record the ranks' processes, and report them."""
+        pids = {rank: process.pid for rank, process in self.processes.items()}
         self.ranks.started(pids)
         gpus = min(len(pids), probe.count_gpus())
-        self._emit(RanksStarted(attempt=spec.attempt, pids=pids, gpus=gpus))
+        self._emit(RanksStarted(attempt=self._spec.attempt, pids=pids, gpus=gpus))
 
     @property
     def sentinels(self) -> list[int]:
@@ -245,11 +265,8 @@ class Attempt:
         From `interrupted_at` on, each rank hears SIGINT as soon as it would.
         """
         if interrupted_at is not None:
-            self.ranks.interrupt()
-        for rank, process in self._running().items():
-            if (code := forkserver.exitcode(process)) is not None:
-                self.pump.drain(rank)  # all that it said counts
-                self.ranks.ended(rank, code, link.rank_file(self.folder, rank, "stack"))
+            self._interrupt(interrupted_at)
+        self._look_for_ends()
         now, states = time.monotonic(), self.ranks.states()
         self.ranks.poll(now)
         verdict = decide(states, now, deadline, interrupted_at)
@@ -261,11 +278,22 @@ class Attempt:
         else:
             self.stand.look(now)
 
+    def _look_for_ends(self) -> None:
+        """Ask the system which ranks have ended."""
+        for rank, process in self._running().items():
+            if (code := forkserver.exitcode(process)) is not None:
+                self.pump.drain(rank)  # all that it said counts
+                self.ranks.ended(rank, code, link.rank_file(self.folder, rank, "stack"))
+
     def close(self) -> None:
         """End the ranks that are left, and forget all of them."""
         self._end_ranks(0.0)
-        while self._processes:
-            forkserver.forget(self._processes.popitem()[1])
+        while self.processes:
+            forkserver.forget(self.processes.popitem()[1])
+
+    def _interrupt(self, since: float) -> None:
+        """Have the ranks end; called again and again since `since`."""
+        self.ranks.interrupt()
 
     def _end_ranks(self, grace_s: float) -> None:
         """End the ranks that are left, and what they started; they have a grace after SIGTERM."""
@@ -313,7 +341,7 @@ class Attempt:
     def _running(self) -> dict[int, Any]:
         """Return the processes of ranks whose end has not been seen."""
         states = self.ranks.states()
-        return {state.rank: self._processes[state.rank] for state in states if not state.ended}
+        return {state.rank: self.processes[state.rank] for state in states if not state.ended}
 
 
 @dataclass(frozen=True)
@@ -335,7 +363,8 @@ class HostRun(HostShare):
     """
 
     def __init__(self, spec: HostSpec, *about: Any) -> None:
-        self._rendezvous = _rendezvous_of(spec)  # first: it may fail, and nothing is left then
+        # first: it may fail, and nothing is left then
+        self._rendezvous = None if spec.session else _rendezvous_of(spec)
         super().__init__(spec, *about)
         self.port = self._rendezvous.port if self._rendezvous else 0
         timeout_s = spec.plan.timeout_s
@@ -401,9 +430,12 @@ class HostRun(HostShare):
             self._judge(attempt)
             attempt.close()
 
+    def _new_attempt(self) -> Attempt:
+        return Attempt.begin(self.spec, self.place, self.folder, self.emit, self._on_message)
+
     def _start_ranks(self) -> Attempt:
         spec, meeting = self.spec, self._rendezvous
-        attempt = Attempt(spec, self.place, self.folder, self.emit, self._on_message)
+        attempt = self._new_attempt()
         self._attempt = attempt
         self._pumps.append(attempt.pump)  # what an attempt has left may go on to write
         port = spec.master_port
@@ -421,8 +453,12 @@ class HostRun(HostShare):
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
-            if attempt.ended is None:
+            if attempt.ended is None and self._looks():
                 attempt.look(self._deadline, self.stopped_at)
+
+    def _looks(self) -> bool:
+        """Return whether the ranks are to be judged now."""
+        return True
 
     def _make_ready(self, again: _Again) -> None:
         """Have the files of the next attempt here, and let the other hosts begin theirs."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from taas_magic import messages
-from taas_magic.messages import Event, RankMessage, StoreMessage
+from taas_magic.messages import CellOrder, Event, RankMessage, StoreMessage
 
 OTHERS_END_S = 0.4
 """How long a rank that ends waits for the others: what Python takes to end one under torchrun.
@@ -35,10 +35,11 @@ SIGNAL, SIGNAL_IN_C = signal.SIGRTMAX - 3, signal.SIGRTMAX - 4
 _PIPE_BYTES = 1 << 20
 
 
-RankFile = Literal["log", "messages", "ask", "stack", "stacks", "error.json"]
+RankFile = Literal["log", "messages", "ask", "cells", "stack", "stacks", "error.json"]
 """What a rank and its agent both have.
 
-The pipes of its output and of its messages, and that by which it is asked where it stands. Where
+The pipes of its output and of its messages, that by which it is asked where it stands, and that
+which brings a session's rank its cells. Where
 it leaves its Python stack when it dies of a signal (faulthandler); where it, and what it forks,
 write their stacks on a signal; where torch's `record` writes what it raised.
 """
@@ -53,12 +54,29 @@ def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
     return folder / f"{rank}.{what}"
 
 
-def ask(folder: Path, rank: int) -> None:
+STAND, CUT = b"?", b"!"
+"""What the agent asks of a rank: where it stands; to cut its connections to other ranks."""
+
+
+def ask_to_cut(folder: Path, rank: int, cell: int) -> None:
+    """Ask a rank to cut its connections to other ranks, if it still runs that cell."""
+    ask(folder, rank, b"%b%d " % (CUT, cell))
+
+
+def ask(folder: Path, rank: int, what: bytes = STAND) -> None:
     """Ask a rank where it stands."""
     with suppress(OSError):  # it does not listen (any more), or has been asked often enough
         pipe = os.open(rank_file(folder, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)
         with open(pipe, "wb", buffering=0) as asked:
-            asked.write(b"?")
+            asked.write(what)
+
+
+def order(folder: Path, rank: int, cell: CellOrder) -> None:
+    """Tell a rank of a session which cell to run next."""
+    # for reading, too: it may be opened before the rank has opened its end
+    pipe = os.open(rank_file(folder, rank, "cells"), os.O_RDWR | os.O_NONBLOCK)
+    with open(pipe, "wb", buffering=0) as cells:
+        cells.write(messages.encode(cell) + b"\n")
 
 
 def make_pipe(path: Path) -> int:
@@ -120,12 +138,15 @@ class Link:
         sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, **options)  # type: ignore[call-overload,misc] # noqa: SIM115
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, **options)  # type: ignore[call-overload,misc] # noqa: SIM115
 
-    def is_asked(self, timeout_s: float) -> bool:
-        """Wait until the agent asks where this rank stands; says whether it did."""
+    def asked(self, timeout_s: float) -> bytes:
+        """Wait until the agent asks something of this rank; return what it wrote.
+
+        Returns:
+            Nothing if it did not ask within `timeout_s`.
+        """
         if not select.select([self._asked], [], [], timeout_s)[0]:
-            return False
-        os.read(self._asked, 4096)
-        return True
+            return b""
+        return os.read(self._asked, 4096)
 
     def await_others(self) -> None:
         """Wait until all ranks of this host end, or `OTHERS_END_S` have passed."""

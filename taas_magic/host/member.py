@@ -31,7 +31,18 @@ from taas_magic import probe
 from taas_magic.errors import PoolError
 from taas_magic.host import forkserver, system
 from taas_magic.host.host_run import HostFetchers, HostRun, HostShare, Told
-from taas_magic.host.spec import AGENT, ANSWER, BEAT, CALL, EVENT, HEARD, Place, StartShare
+from taas_magic.host.host_session import HostCell, HostSession
+from taas_magic.host.spec import (
+    AGENT,
+    ANSWER,
+    BEAT,
+    CALL,
+    EVENT,
+    HEARD,
+    HostSpec,
+    Place,
+    StartShare,
+)
 from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import (
     AgentSettings,
@@ -231,16 +242,33 @@ class AgentWorker(ClosedWorker):
         def ask_files(request: FileRequest[_T]) -> _T:
             return self._ask(structs.replace(request, run_id=run_id))
 
-        kind = HostFetchers if spec.fetches else HostRun
-        share = await asyncio.to_thread(kind, spec, self._place, emit, self._is_alone, ask_files)
+        make = self._maker(spec)
+        share = await asyncio.to_thread(make, spec, self._place, emit, self._is_alone, ask_files)
         self._shares[run_id] = share
-        for problem in () if spec.fetches else self._warming.result():
+        for problem in () if spec.fetches or spec.session else self._warming.result():
             emit(Note(text=problem))
         carry_out = threading.Thread(
             target=self._carry_out, args=(run_id, share), name=f"run-{run_id}"
         )
         carry_out.start()
         return share.port
+
+    def _maker(self, spec: HostSpec) -> Callable[..., HostShare]:
+        """Return what makes the share of a run, of its fetchers, of a session or of its cell.
+
+        Raises:
+            PoolError: The session of the cell has ended here.
+        """
+        if spec.fetches:
+            return HostFetchers
+        if spec.is_session:
+            return HostSession
+        if not spec.session:
+            return HostRun
+        session = self._shares.get(spec.session)
+        if not isinstance(session, HostSession):
+            raise PoolError(f"session {spec.plan.session} has ended on host {self._place.host}")
+        return lambda first, *about: HostCell(first, session, *about)
 
     async def tell(self, told: Told) -> None:
         """Tell a share; one that is not here has ended already."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, NamedTuple
 
 from msgspec import DecodeError
 
@@ -398,11 +398,16 @@ class _LogStream:
             self.file = None
         return why
 
-    def close(self) -> None:
-        self.is_open = False
+    def end_run(self) -> None:
+        """End the last line and the log file."""
         self.pending += self.budget.admit(self.assembler.flush())
         if self.file is not None:
             self.file.close()
+            self.file = None
+
+    def close(self) -> None:
+        self.is_open = False
+        self.end_run()
         os.close(self.fd)
 
 
@@ -459,6 +464,14 @@ OnMessage = Callable[[int, Event | RankMessage | StoreMessage], None]
 """Is called in the pump's thread with (rank, message) for what is not a log."""
 
 
+class _Sink(NamedTuple):
+    """Where a pump sends what it reads: a run's log files and events."""
+
+    folder: RunFolder
+    emit: Emit
+    on_message: OnMessage
+
+
 class Pump:
     """The reading end of all pipes of an attempt's ranks on this host.
 
@@ -475,7 +488,7 @@ class Pump:
         emit: Emit,
         on_message: OnMessage,
     ) -> None:
-        self._folder, self._emit, self._on_message = folder, emit, on_message
+        self._sink = _Sink(folder, emit, on_message)
         self._selector = selectors.DefaultSelector()
         self._wakeup = Wakeup()
         self._selector.register(self._wakeup, selectors.EVENT_READ)
@@ -483,11 +496,15 @@ class Pump:
         self._flushed_at = self._progress_at = 0.0
         self._closing = threading.Event()
         self._to_drain: SimpleQueue[tuple[int, threading.Event]] = SimpleQueue()
+        self._to_follow: SimpleQueue[tuple[_Sink, dict[int, _LogStream], threading.Event]] = (
+            SimpleQueue()
+        )
         os.mkfifo(pipes / link.RUNNING, 0o600)
         for rank in ranks:
             log_fd = link.make_pipe(link.rank_file(pipes, rank, "log"))
             message_fd = link.make_pipe(link.rank_file(pipes, rank, "messages"))
-            os.mkfifo(link.rank_file(pipes, rank, "ask"), 0o600)
+            for asks in ("ask", "cells"):
+                os.mkfifo(link.rank_file(pipes, rank, asks), 0o600)
             self._logs[rank] = stream = _LogStream(rank, log_fd, folder.log(rank))
             self._selector.register(log_fd, selectors.EVENT_READ, stream)
             said = _MessageStream(rank, message_fd)
@@ -510,6 +527,24 @@ class Pump:
         self._wakeup.set()
         done.wait(DRAIN_S)
 
+    def follow(self, folder: RunFolder, emit: Emit, on_message: OnMessage) -> None:
+        """Send all that ranks write from now on to another run's log files and events.
+
+        All that they have written so far is read first, and goes where it went before.
+
+        Raises:
+            OSError: A log file cannot be made.
+        """
+        logs = {
+            rank: _LogStream(rank, log.fd, folder.log(rank))
+            for rank, log in self._logs.items()
+            if log.is_open
+        }
+        done = threading.Event()
+        self._to_follow.put((_Sink(folder, emit, on_message), logs, done))
+        self._wakeup.set()
+        done.wait(DRAIN_S)
+
     def close(self) -> None:
         """Read what the pipes still hold, send it, and end the thread."""
         self._closing.set()
@@ -527,11 +562,26 @@ class Pump:
                 rank, done = self._to_drain.get()
                 self._read_all([stream for stream in self._streams() if stream.rank == rank])
                 done.set()
+            while not self._to_follow.empty():
+                sink, logs, done = self._to_follow.get()
+                self._change_sink(sink, logs)
+                done.set()
             self._flush(time.monotonic())
         self._read_all(self._streams())
         for stream in self._streams():
             self._end(stream)
         self._flush(float("inf"))
+
+    def _change_sink(self, sink: _Sink, logs: dict[int, _LogStream]) -> None:
+        self._read_all(self._streams())
+        for rank, old in list(self._logs.items()):
+            was_open = old.is_open
+            old.end_run()
+            self._flush_stream(old)
+            if rank in logs and was_open:
+                self._logs[rank] = logs[rank]
+                self._selector.modify(old.fd, selectors.EVENT_READ, logs[rank])
+        self._sink = sink
 
     def _streams(self) -> list[_LogStream | _MessageStream]:
         """Return the pipes that are still open."""
@@ -567,7 +617,7 @@ class Pump:
             for message in stream.take(data):
                 if isinstance(message, RankRaised):
                     self._log_traceback(stream.rank, message)
-                self._on_message(stream.rank, message)
+                self._sink.on_message(stream.rank, message)
         return bool(data)
 
     def _log_traceback(self, rank: int, message: RankRaised) -> None:
@@ -583,7 +633,7 @@ class Pump:
         lines = [""] if stream.is_cut else []
         lines += [*message.traceback, ""]
         try:
-            with self._folder.log(rank).open("ab") as file:
+            with self._sink.folder.log(rank).open("ab") as file:
                 file.write("\n".join(lines).encode(errors="backslashreplace"))
         except OSError as error:
             self._warn_of_end(stream, reason_of(error))
@@ -595,24 +645,29 @@ class Pump:
     def _warn_of_end(self, stream: _LogStream, why: str) -> None:
         if why:
             text = f"the log of rank {stream.rank} is incomplete: {why}"
-            self._emit(Note(text=f"{text} ({self._folder.log(stream.rank)})"))
+            self._sink.emit(Note(text=f"{text} ({self._sink.folder.log(stream.rank)})"))
 
     def _flush(self, now: float) -> None:
         if now - self._flushed_at < COALESCE_S:
             return
         for stream in list(self._logs.values()):
-            if stream.pending:
+            if self._flush_stream(stream):
                 self._flushed_at = now
-                lines, stream.pending = stream.pending, []
-                self._emit(Lines(rank=stream.rank, lines=lines))
-            dropped, size = stream.budget.take_dropped()
-            if dropped:
-                self._emit(LinesDropped(rank=stream.rank, lines=dropped, bytes=size))
         if self._progress_due() and now - self._progress_at >= PROGRESS_S:
             self._progress_at = now
             first = self._logs[0]
             first.shown_progress = first.assembler.progress
-            self._emit(Progress(rank=0, text=first.shown_progress))
+            self._sink.emit(Progress(rank=0, text=first.shown_progress))
+
+    def _flush_stream(self, stream: _LogStream) -> bool:
+        """Send a rank's lines; returns whether there were any."""
+        lines, stream.pending = stream.pending, []
+        if lines:
+            self._sink.emit(Lines(rank=stream.rank, lines=lines))
+        dropped, size = stream.budget.take_dropped()
+        if dropped:
+            self._sink.emit(LinesDropped(rank=stream.rank, lines=dropped, bytes=size))
+        return bool(lines)
 
     def _progress_due(self) -> bool:
         """Return whether rank 0's progress bar has moved: the head shows no other rank's."""

@@ -24,9 +24,10 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -35,12 +36,16 @@ from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+from msgspec import structs
 from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
 from taas_magic.capture import payload
+from taas_magic.capture.changes import Watch
+from taas_magic.capture.digest import plain_digest
 from taas_magic.capture.home import Scope
-from taas_magic.capture.modules import claim_taas, install
+from taas_magic.capture.modules import ModuleSource, claim_taas, install
+from taas_magic.capture.names import assigned_names
 from taas_magic.capture.payload import Cell, CellSource
 from taas_magic.data import service
 from taas_magic.data.accelerated import teach_accelerate
@@ -49,13 +54,18 @@ from taas_magic.data.server import OwnServers
 from taas_magic.data.service import Service
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, rendezvous, results, tracebacks
-from taas_magic.host.link import OTHERS_END_S, Link, rank_file
+from taas_magic.host.link import CUT, OTHERS_END_S, Link, rank_file
+from taas_magic.host.meeting import CellMeeting
 from taas_magic.host.metrics import OFF as METRICS_OFF
 from taas_magic.host.metrics import MetricBuffer, record_tensorboard, use_buffer
+from taas_magic.host.prompt import Prompt, users_names
 from taas_magic.host.spec import TORCHRUN_NAMES, HostSpec, ProcessSpec
+from taas_magic.journal.folder import RunFolder
 from taas_magic.late_imports import when_imported
 from taas_magic.leases import RANK_BEAT_S, FetchLease
 from taas_magic.messages import (
+    CellNames,
+    CellOrder,
     ClearOutput,
     Display,
     Metrics,
@@ -73,6 +83,7 @@ from taas_magic.messages import (
     RankUp,
 )
 from taas_magic.plan import name_of
+from taas_magic.store import redirect
 from taas_magic.store.guard import HELD_BY_PYTHON, Means, hold
 
 IMAGE_LIMIT_BYTES = 20_000_000
@@ -142,13 +153,18 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
         # it starts them; of the numbers of nested levels the first is that of a rank
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
         _use_gloo_without_cuda(link)
-        with _heartbeat(link, fed):
-            succeeded = _run(RankShell.instance(), spec, link, rank)
+        prompt = _prompt(spec, link, rank, environ) if spec.share.is_session else None
+        with _heartbeat(link, fed, prompt.cut if prompt is not None else None):
+            if prompt is None:
+                succeeded = _run(RankShell.instance(), spec, link, rank)
+            else:
+                prompt.serve()
+                succeeded = True
             if not link.is_own:  # a child that the cell forked, and that ran on to the cell's end
                 flush()
                 os._exit(0 if succeeded else 1)
             try:
-                if succeeded:
+                if succeeded and prompt is None:
                     link.send(RankFinished())
                 # threads may go on with a loader
                 threading._shutdown()  # type: ignore[attr-defined]
@@ -187,8 +203,9 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 
 def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
     """Make the store rank 0's alone to write; before any thread and any of the user's code."""
-    rule = spec.share.plan.store
-    if rule is None or spec.share.reads_only:
+    share = spec.share
+    rule = share.plan.store
+    if rule is None or share.reads_only:
         return
     means = hold(
         rule,
@@ -196,7 +213,8 @@ def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
         writes=rank == 0,
         means=spec.means,
         scratch=spec.folder / f"scratch-{rank}",
-        run_folder=spec.share.run_dir,
+        # a session's cells have folders of their own beside its own
+        run_folder=str(share.folder.path.parent) if share.is_session else share.run_dir,
         note=lambda path: link.send(RankTouched(path)),
     )
     if rank != 0:
@@ -285,11 +303,16 @@ def _use_gloo_without_cuda(link: Link) -> None:
 
 
 @contextmanager
-def _heartbeat(link: Link, fed: Feed | None) -> Iterator[None]:
+def _heartbeat(
+    link: Link, fed: Feed | None, cut: Callable[[int], None] | None = None
+) -> Iterator[None]:
     """Send heartbeats in a thread until the block ends: stack, batch counts, logged metrics.
 
     The thread sends all stacks when the agent asks. Counts and metrics are sent once more at the
     block's end.
+
+    Args:
+        cut: Called with a cell's number when the agent asks to cut its connections to other ranks.
     """
     main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
     meeting = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
@@ -306,7 +329,11 @@ def _heartbeat(link: Link, fed: Feed | None) -> Iterator[None]:
 
     def beat() -> None:
         while not ended.is_set():
-            if link.is_asked(RANK_BEAT_S):
+            asked = link.asked(RANK_BEAT_S)
+            if CUT in asked and cut is not None:
+                cut(int(asked.rpartition(CUT)[2].split()[0]))
+                continue
+            if asked:
                 link.send(RankSight(tracebacks.threads(main), _pending()))
                 if why := _why_nobody_comes(meeting):
                     link.send(Note(text=why))
@@ -397,19 +424,44 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     watch = loaded.watch(namespace, out) if rank == 0 else None
     # made before the cell, which may change the environment
     scope = Scope(namespace, loaded.kept)
-    sender = results.ResultSender(
+    sender = _sender(folder, os.environ, link, spec, scope)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    result = shell.run(loaded.cell, loaded.sources)
+    return _report(shell, result, link, sender, spec.share.plan.out, watch)
+
+
+def _sender(
+    folder: RunFolder, environ: Mapping[str, str], link: Link, spec: ProcessSpec, scope: Scope
+) -> results.ResultSender:
+    return results.ResultSender(
         folder.results,
-        os.environ,
+        environ,
         lambda text: link.send(Note(text=text)),
         scope,
         spec.share.plan.untrusted_pool,
     )
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    result = shell.run(loaded.cell, loaded.sources)
+
+
+def _report(
+    shell: "RankShell",
+    result: ExecutionResult,
+    link: Link,
+    sender: results.ResultSender,
+    out: Sequence[str],
+    watch: Watch | None = None,
+    *,
+    is_session: bool = False,
+) -> bool:
+    """Send what came of the cell; returns whether it succeeded.
+
+    Args:
+        watch: Knows what the cell has changed of the notebook's values; None: that is not said.
+        is_session: Whether the rank stays: `sys.exit(0)` then only ends the cell.
+    """
     failure = _failure(shell, result)
     if failure is not None:
         tracebacks.send(link, failure)
-    elif link.is_own and result.error_in_exec is not None:  # sys.exit(0)
+    elif link.is_own and result.error_in_exec is not None and not is_session:  # sys.exit(0)
         # fine if all ranks do, else a failure
         link.send(RankLeft(tracebacks.frames(result.error_in_exec)))
     for text in watch.notes(shell.user_ns) if watch and link.is_own and failure is None else ():
@@ -417,9 +469,7 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     if link.is_own and result.error_before_exec is None:
         failed = failure is not None
         try:
-            sender.send(
-                shell.users_names(), spec.share.plan.out, value=shell.last_value, failed=failed
-            )
+            sender.send(shell.users_names(), out, value=shell.last_value, failed=failed)
         except KeyboardInterrupt:  # what has been sent is there
             return False
     if link.is_own and failure is not None:
@@ -441,6 +491,100 @@ def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
     if isinstance(raised, bdb.BdbQuit):  # a debugger that found its input at its end
         raised.args = (_NO_DEBUGGER,)
     return tracebacks.failure_of(raised)  # IPython shows no BdbQuit, and a user's handler may not
+
+
+class _SessionCells:
+    """Runs the cells of a session in this rank, one after the other, in one namespace."""
+
+    def __init__(self, spec: ProcessSpec, link: Link, environ: Mapping[str, str]) -> None:
+        self._spec, self._link, self._environ = spec, link, environ
+        self._shell = RankShell.instance()
+        self._namespace = self._shell.bind(link, shows=False, colors=spec.share.origin.colors)
+        self._modules: dict[str, ModuleSource] = {}
+        self._kept: frozenset[str] = frozenset()
+        self._meeting = CellMeeting()
+        self._meeting.install()
+
+    def run(self, order: CellOrder) -> bool:
+        """Run a cell and send what came of it; returns whether it succeeded."""
+        folder, shell, link = RunFolder(Path(order.run_dir)), self._shell, self._link
+        shell.shows, shell.last_value = order.shows, None
+        # a process group that is made anew must not find where ranks met before
+        os.environ[cell_main.PAYLOAD] = str(folder.payload)
+        self._meeting.begin_cell(order.number)
+        redirect.begin_run()
+        try:
+            loaded = payload.read(folder.payload)
+            self._modules |= loaded.modules
+            loaded = structs.replace(loaded, modules=self._modules)
+            install(self._modules)
+            loaded.load_into(self._namespace)
+        except Exception as error:
+            tracebacks.send(link, tracebacks.failure_of(error))
+            link.send(RankReported())
+            return False
+        sets = self._assigned_by(loaded.cell) if order.takes_part else set()
+        self._kept = (self._kept | loaded.kept) - sets
+        scope = Scope(self._namespace, self._kept)
+        sender = _sender(folder, self._environ, link, self._spec, scope)
+        before = {name: id(value) for name, value in self._names().items()}
+        if order.takes_part:
+            succeeded = self._run_and_report(loaded, sender, order)
+        else:
+            sender.send(shell.users_names(), order.out, value=None, failed=False)
+            succeeded = True
+        if link.is_own:
+            changes = self._changes(before, sets)
+            self._kept -= set(changes.assigned)
+            link.send(changes)
+            flush()
+        return succeeded
+
+    def _run_and_report(
+        self, loaded: payload.LoadedPayload, sender: results.ResultSender, order: CellOrder
+    ) -> bool:
+        result = self._shell.run(loaded.cell, loaded.sources)
+        return _report(self._shell, result, self._link, sender, order.out, is_session=True)
+
+    def _names(self) -> dict[str, Any]:
+        return users_names(self._shell.users_names())
+
+    def _assigned_by(self, cell: Cell) -> set[str]:
+        """Return the names that a cell's text assigns."""
+        with suppress(SyntaxError):  # said when the cell runs
+            return assigned_names(self._shell.transform_cell(cell.source))
+        return set()
+
+    def _changes(self, before: Mapping[str, int], sets: Collection[str]) -> CellNames:
+        """Return which names the cell has assigned and deleted.
+
+        A name whose old value has gone may have a new one at the same address; so the names that
+        the cell's text assigns count, too.
+
+        Args:
+            before: Identities of the values before the cell, by name.
+            sets: Names that the cell's text assigns.
+        """
+        now = self._names()
+        assigned = [
+            name for name, value in now.items() if name in sets or before.get(name) != id(value)
+        ]
+        digests = {name: plain_digest(now[name]) for name in assigned}
+        return CellNames(
+            assigned=assigned,
+            deleted=[name for name in before if name not in now],
+            plain={name: digest for name, digest in digests.items() if digest},
+        )
+
+
+def _prompt(spec: ProcessSpec, link: Link, rank: int, environ: Mapping[str, str]) -> Prompt:
+    """Return the prompt of this rank, which belongs to a session."""
+    cells = _SessionCells(spec, link, environ)
+
+    def has_pending() -> bool:
+        return any(begun > ended for begun, ended in _progress()[0])
+
+    return Prompt(link, spec.folder, rank, cells.run, has_pending)
 
 
 def _end_program() -> None:
@@ -674,7 +818,11 @@ class RankShell(InteractiveShell):
         sys.unraisablehook = tracebacks.print_unraisable
         # what IPython says of every SystemExit; a cell may end by one as a script may
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
-        self.ast_transformers.append(_LineShift(self, cell.lines_above))
+        self.failure = None
+        self.ast_transformers[:] = [
+            *(it for it in self.ast_transformers if not isinstance(it, _LineShift)),
+            _LineShift(self, cell.lines_above),
+        ]
         return self.run_cell(cell.source, store_history=False)
 
     def users_names(self) -> dict[str, Any]:

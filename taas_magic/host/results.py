@@ -26,7 +26,7 @@ from taas_magic.capture.pickling import Pickled
 from taas_magic.capture.plain import PlainWriter, read_plain
 from taas_magic.host.spec import HOST, VALUE
 from taas_magic.messages import unpack
-from taas_magic.plan import is_from, name_of
+from taas_magic.plan import ALL, is_from, name_of, split_name
 
 _ERROR_CHARS = 300
 _LISTED = 12
@@ -107,14 +107,24 @@ def receive(
     """
     named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*"))
     found = sorted((int(it[1]), int(it[2]), path) for it, path in named if it is not None)
-    received = Received()
+    received, by_rank = Received(), dict[str, dict[int, Any]]()
     for attempt, rank, path in found:
         if attempt != sources.attempt or not rank < sources.world_size:
             continue
         theirs = [it for it in out if rank == 0 or is_from(it, rank, sources.world_size)]
         expected = {name_of(text) for text in theirs} | ({VALUE} if rank == 0 else set())
         if expected:
-            _load(path, rank, received, expected, sources, namespace)
+            own = Received()
+            _load(path, rank, own, expected, sources, namespace)
+            for name in [name_of(text) for text in theirs if split_name(text)[1] == ALL]:
+                if name in own.values:
+                    by_rank.setdefault(name, {})[rank] = own.values.pop(name)
+            received.values |= own.values
+            received.missing |= own.missing
+            received.notes += own.notes
+    for name, values in by_rank.items():
+        if len(values) == sources.world_size:
+            received.values[name] = [values[rank] for rank in sorted(values)]
     names = [name_of(text) for text in out]
     missing = [name for name in names if name not in received.values]
     return Received(

@@ -155,6 +155,9 @@ class HostSpec(Struct, frozen=True):
         reads_only: Whether the project store is only read: the run does not own it, and what is
             written to a copy of it stays there.
         fetches: Whether the share is fetchers, which never write to the project store.
+        idle_s: Seconds after which a session without a cell ends; None: the run is no session.
+        session: Run id of the session whose ranks run this cell; "": the run has its own ranks.
+        cell_number: The cell's number in its session, from 1.
     """
 
     plan: Plan
@@ -172,6 +175,14 @@ class HostSpec(Struct, frozen=True):
     reach: str = ""
     reads_only: bool = False
     fetches: bool = False
+    idle_s: float | None = None
+    session: str = ""
+    cell_number: int = 0
+
+    @property
+    def is_session(self) -> bool:
+        """Whether the ranks stay and wait for cells, which are runs of their own."""
+        return self.idle_s is not None
 
     @property
     def share_id(self) -> str:
@@ -187,6 +198,11 @@ class HostSpec(Struct, frozen=True):
     def share(self) -> HostPlan:
         """The ranks of this host."""
         return next(host for host in self.plan.hosts if host.host_rank == self.host_rank)
+
+    @property
+    def ranks(self) -> range:
+        """The global numbers of this host's ranks."""
+        return range(self.share.first_rank, self.share.first_rank + self.share.ranks)
 
     @property
     def folder(self) -> RunFolder:

@@ -33,6 +33,7 @@ from taas_magic.messages import (
     RankRaised,
     RankReport,
     RankReported,
+    RankReturned,
     RankShowed,
     RankSight,
     RankUp,
@@ -87,6 +88,10 @@ class RankState:
     """When IPython first showed an exception after which the cell went on."""
     is_reporting: bool = False
     """It has said what it raised; IPython's drawing of it, and its results, have not come yet."""
+    has_returned: bool = False
+    """It has ended the cell and waits at the prompt of its session."""
+    was_cut: bool = False
+    """Its connections to other ranks were cut to end a collective."""
     left_at: float | None = None
     stopped_at: float | None = None
     etype: str = ""
@@ -119,8 +124,16 @@ class RankState:
 
     @property
     def done(self) -> bool:
-        """Whether it succeeded: the cell ran to its end, and the process ended well."""
-        return self.finished and self.exitcode == 0
+        """Whether it succeeded: the cell ran to its end, and the process ended well.
+
+        A rank of a session returns to its prompt instead of ending.
+        """
+        return self.finished and (self.exitcode == 0 or (self.has_returned and not self.ended))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it runs the cell no more: it has ended, or returned to its prompt."""
+        return self.ended or self.has_returned
 
 
 @dataclass(frozen=True)
@@ -149,7 +162,7 @@ def decide(
         deadline: When `--timeout` ends the run.
         interrupted_at: When the user interrupted it.
     """
-    gone = all(rank.ended or rank.done for rank in ranks)
+    gone = all(rank.is_over for rank in ranks)
     if all(rank.done for rank in ranks):
         return Verdict("SUCCEEDED")
     if interrupted_at is not None:
@@ -157,7 +170,7 @@ def decide(
         return Verdict("INTERRUPTED", "interrupt") if over else None
     failed = [rank.failed_at for rank in ranks if rank.failed_at is not None]
     if failed:
-        reporting = any(rank.is_reporting and not rank.ended for rank in ranks)
+        reporting = any(rank.is_reporting and not rank.is_over for rank in ranks)
         settled = now - min(failed) >= (REPORT_S if reporting else SETTLE_S)
         return Verdict("FAILED", "rank") if gone or settled else None
     if deadline is not None and now >= deadline:
@@ -171,7 +184,7 @@ def decide(
 
 def still_since(ranks: Collection[RankState], now: float) -> float:
     """Return since when no rank that is left has come forward; `now` where none is left."""
-    return max((rank.forward_at for rank in ranks if not rank.ended), default=now)
+    return max((rank.forward_at for rank in ranks if not rank.is_over), default=now)
 
 
 def _since(ranks: Collection[RankState], what: str, now: float) -> float:
@@ -443,6 +456,9 @@ class Ranks:
                     state.is_reporting = False
                 case RankFinished():
                     state.finished = True
+                case RankReturned():
+                    state.has_returned, state.is_up = True, False
+                    state.was_cut = message.was_cut
                 case RankSight():
                     state.sight, state.sight_at = message, now
                 case RankBeat():

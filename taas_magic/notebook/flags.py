@@ -151,7 +151,7 @@ def hang_s(text: str) -> float:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Read `a,b@last` as `split_name` reads them; a variable is named once."""
+    """Read `a,b@last,c@all` as `split_name` reads them; a variable is named once."""
     listed = tuple(name.strip() for name in text.split(","))
     if len({name_of(name) for name in listed}) < len(listed):
         raise ValueError(text)
@@ -170,6 +170,22 @@ def ranks(text: str) -> frozenset[int]:
             raise ValueError(text)
         found.update(range(bounds[0], bounds[1] + 1))
     return frozenset(found)
+
+
+def some_ranks(text: str) -> tuple[int, ...]:
+    """Read `0`, `1,3` or `0,2-5` as ranks."""
+    found = ranks(text)
+    if found is None:
+        raise ValueError(text)
+    return tuple(sorted(found))
+
+
+def variables(text: str) -> tuple[str, ...]:
+    """Read `x,y` as names of variables."""
+    listed = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if not all(name.isidentifier() for name in listed):
+        raise ValueError(text)
+    return listed
 
 
 def variable(text: str) -> tuple[str, str]:
@@ -303,8 +319,32 @@ FLAGS = (
         "NAMES",
         names,
         "names of variables, each once (--out model,history,losses@last)",
-        "Variables that come back into the notebook: rank 0's; NAME@3, NAME@last: another rank's.",
-        ("model,history", "model,losses@last"),
+        "Variables that come back: rank 0's; NAME@3, NAME@last: another rank's; NAME@all: a list.",
+        ("model,history", "model,losses@last", "loss@all"),
+    ),
+    Flag(
+        "--session",
+        "NAME",
+        str,
+        "a name (--session exp)",
+        "The cell runs on ranks that stay and keep their variables; with --gpus, it starts them.",
+        ("exp",),
+    ),
+    Flag(
+        "--ranks",
+        "RANKS",
+        some_ranks,
+        "ranks (--ranks 0 or --ranks 1,3)",
+        "Only these ranks of the session run the cell; default: all.",
+        ("0", "1,3"),
+    ),
+    Flag(
+        "--send",
+        "NAMES",
+        variables,
+        "names of variables (--send lr,data)",
+        "Variables that the session's ranks get from the notebook although they have their own.",
+        ("lr",),
     ),
     Flag(
         "--name",
@@ -444,24 +484,38 @@ def parse(line: str, config: Config) -> Flags:
     found = _parse_words(_words(line))
     for name in (found.get("pool", LOCAL), found.get("data_pool", LOCAL)):
         config.pool(name)
+    if "gpus" not in found and "session" in found:
+        found["gpus"] = 0, 0  # as many as the session has
     if "gpus" not in found:
         raise UsageError(
             "--gpus is missing: say how many processes run the cell, "
             "%%taas --gpus 2 (as a comment: #pragma taas --gpus 2)"
         )
     least, most = found.pop("gpus")
-    flags = Flags(gpus=least, max_gpus=most if most > least else 0, **found)
+    max_gpus = most if most > least else 0
+    flags = Flags(gpus=least, max_gpus=max_gpus, **found)
     if flags.prefill is not None:
         _check_prefill(flags.prefill, flags, config.data)
+    if flags.gpus:
+        check_ranks(flags)
+    return flags
+
+
+def check_ranks(flags: Flags) -> None:
+    """Check that the ranks that flags name are some of those that run.
+
+    Raises:
+        UsageError: One is not.
+    """
+    least, most = flags.gpus, flags.max_gpus or flags.gpus
     nobody = [name for name in flags.out if split_name(name)[1] >= least]
     if nobody:
         raise UsageError(
-            f"--out {nobody[0]}: --gpus {least} has ranks @0 to @{least - 1}, and @last"
+            f"--out {nobody[0]}: --gpus {least} has ranks @0 to @{least - 1}, @last and @all"
         )
-    beyond = sorted(rank for rank in flags.log_ranks or () if rank >= most)
-    if beyond:
-        raise UsageError(f"--logs {beyond[0]}: --gpus {most} has ranks 0 to {most - 1}")
-    return flags
+    for flag, ranks in (("--logs", flags.log_ranks or ()), ("--ranks", flags.ranks)):
+        if beyond := sorted(rank for rank in ranks if rank >= most):
+            raise UsageError(f"{flag} {beyond[0]}: --gpus {most} has ranks 0 to {most - 1}")
 
 
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:

@@ -15,18 +15,21 @@ from msgspec import structs
 
 from taas_magic import registry
 from taas_magic.capture import modules, payload
+from taas_magic.capture.known import RankNames
 from taas_magic.capture.names import unknown_result
 from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.config import Config, size_text
 from taas_magic.display.head import RunState
-from taas_magic.display.view import View
+from taas_magic.display.view import NoView, View
 from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageError
 from taas_magic.host.spec import HostSpec, Origin, environ_changes
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunContext, RunFolder
-from taas_magic.notebook import pools
+from taas_magic.notebook import pools, sessions
+from taas_magic.notebook.flags import check_ranks
 from taas_magic.notebook.run import Fetching, Interrupts, RunDriver
 from taas_magic.notebook.runs import Run
+from taas_magic.notebook.sessions import Session
 from taas_magic.plan import (
     NO_GPU,
     Flags,
@@ -37,7 +40,7 @@ from taas_magic.plan import (
     new_run_id,
     place_fetchers,
 )
-from taas_magic.pool.client import Pool
+from taas_magic.pool.client import Pool, PoolConnection
 from taas_magic.store import rule as store
 from taas_magic.store.rule import Identity
 
@@ -55,6 +58,9 @@ NO_LOADER = (
 
 set_in_ranks: set[str] = set()
 """Names that cells of this kernel have set in ranks."""
+
+_ASKED = "__taas_asked"
+"""The variable in which ranks put what `ask_ranks` asks for."""
 
 _told: set[str] = set()
 
@@ -74,18 +80,31 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         RunError: The cell failed on a rank.
         KeyboardInterrupt: The user interrupted it.
     """
+    session = sessions.for_cell(flags)
+    if session is not None:
+        flags = session.complete(flags)
+        check_ranks(flags)
+        sessions.check_names(flags, shell.user_ns)
     pool = pools.named(flags.pool, config)
     plan = plan_of(flags, pool, config)
+    if session is not None:
+        plan = session.begin_cell(plan)
     rule = plan.store
     assert rule is not None
     store.prepare(rule)
+    names = session.names if session is not None else None
     try:
         settings = capture_settings(shell, config)
-        captured = payload.capture(cell, shell.user_ns, **settings)
+        captured = payload.capture(cell, shell.user_ns, known=names, send=flags.send, **settings)
     except SyntaxError as error:
         raise _cell_syntax_error(error, cell) from None
-    if problem := out_problem(flags, captured, shell):
+    if problem := out_problem(flags, captured, shell, names):
         raise UsageError(problem)
+    if session is not None and captured.loaders:
+        listed = ", ".join(captured.loaders)
+        raise UsageError(f"registered loaders cannot be used in a session yet: {listed}")
+    if captured.choice is not None:
+        plan = structs.replace(plan, notes=(*plan.notes, *captured.choice.notes))
     plan = with_fetchers(plan, flags, tuple(captured.loaders), config)
     differences = (*modules.differences(captured.modules, cell.source), *captured.notes)
     plan = structs.replace(plan, notes=_news(plan.notes, differences))
@@ -98,13 +117,38 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     with folder.whole():
         folder.write_context(context)
     driver = RunDriver(RunState(plan, folder.path))
-    with folder.held():
-        _carry_out(driver, spec, pool, config, flags.detach)
+    if session is not None:
+        _run_in_session(driver, spec, pool, config, session, captured)
+    else:
+        with folder.held():
+            _carry_out(driver, spec, pool, config, flags.detach)
     try:
         driver.conclude(shell.user_ns)
     finally:
-        set_in_ranks.update(captured.stores)
+        if session is not None:
+            session.names.take_brought(driver.run.out)
+        else:
+            set_in_ranks.update(captured.stores)
     return driver.run
+
+
+def _run_in_session(
+    driver: RunDriver,
+    spec: HostSpec,
+    pool: Pool,
+    config: Config,
+    session: Session,
+    captured: Payload,
+) -> None:
+    """Run a cell on a session's ranks; start these if it is the first cell."""
+    driver.listener = session.take_event
+    try:
+        with RunFolder(driver.path).held():
+            _carry_out(driver, spec, pool, config, session=session)
+    finally:
+        session.end_cell(captured)
+        if line := session.death(may_have_died=driver.has_lost_rank):
+            pools.say(line)
 
 
 def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
@@ -158,12 +202,21 @@ def _cell_syntax_error(error: SyntaxError, cell: Cell) -> CellSyntaxError:
 
 
 def _carry_out(
-    driver: RunDriver, spec: HostSpec, pool: Pool, config: Config, detaches: bool
+    driver: RunDriver,
+    spec: HostSpec,
+    pool: Pool,
+    config: Config,
+    detaches: bool = False,
+    session: Session | None = None,
+    *,
+    is_shown: bool = True,
 ) -> None:
     """Get fetchers and hosts, start the ranks, and show the run until it has ended.
 
     Args:
         detaches: Whether the run is detached as soon as all ranks have started.
+        session: The session on whose ranks the run is a cell.
+        is_shown: Whether the notebook shows the run.
     """
     global last_run
     plan = driver.plan
@@ -182,18 +235,100 @@ def _carry_out(
         except (PoolError, KeyboardInterrupt):
             driver.discard()
             raise
-        last_run = driver.run
-        view = View(driver.head)
+        view: View | NoView = NoView(driver.head)
+        if is_shown:
+            last_run, view = driver.run, View(driver.head)
         with driver.giving_up(view):
             if fetchers and plan.prefill:
                 driver.fill(fetchers, view, interrupts)
             if plan.prefill:
                 connection = pools.wait_for(pool, interrupts, len(plan.hosts))
+            if session is not None:
+                start_session(
+                    session, connection, spec.origin, driver.cell_text(), config, interrupts
+                )
+                connection, spec = session.connection, session.cell_spec(spec)
             driver.start(connection, spec, fetchers.said() if fetchers else [], view, interrupts)
         if fetchers:
             fetchers.pass_on(connection)
-        journal.prune(config.runs.keep, config.runs.keep_bytes)  # while the ranks start
+        if is_shown:
+            journal.prune(config.runs.keep, config.runs.keep_bytes)  # while the ranks start
         driver.follow(connection, view, interrupts, detaches)
+
+
+def start_session(
+    session: Session,
+    connection: PoolConnection,
+    origin: Origin,
+    cell: str,
+    config: Config,
+    interrupts: Interrupts,
+) -> None:
+    """Start a session's ranks, if that has not been done; raises as `Session.start`."""
+    if session.is_started:
+        return
+    assert session.plan is not None
+    context = _context(session.plan, pools.named(session.plan.pool, config), config)
+    idle_s = config.runs.session_idle_s
+    session.start(connection, origin, cell, context, idle_s, interrupts)
+
+
+def ask_ranks(session: Session, call: str, shell: "InteractiveShell", config: Config) -> list[Any]:
+    """Return what a function of `host.variables` returns on each rank of a session.
+
+    Args:
+        call: The call, for example "memory()"; `globals()` in it are the rank's variables.
+
+    Raises:
+        PoolError: The session has ended, or runs a cell just now.
+        RunError: The call failed.
+        KeyboardInterrupt: The user did not want to wait.
+    """
+    source = f"from taas_magic.host import variables as __taas_module\n{_ASKED} = "
+    source += f"__taas_module.{call}"
+    flags = session.complete(structs.replace(session.flags, out=(f"{_ASKED}@all",)))
+    cell = Cell(source, "<%taas>", source)
+    pool = pools.named(flags.pool, config)
+    plan = session.begin_cell(plan_of(flags, pool, config))
+    plan = structs.replace(plan, hang_s=0.0, out=flags.out, ranks=())
+    settings = capture_settings(shell, config)
+    captured = payload.capture(cell, {}, known=session.names, **settings)
+    folder = _written(plan, captured, config)
+    assert plan.store is not None
+    spec = HostSpec(plan, 0, str(folder.path), origin(shell, plan.store.path), reads_only=True)
+    with folder.whole():
+        folder.write_context(_context(plan, pool, config))
+    driver = RunDriver(RunState(plan, folder.path))
+    driver.listener = session.take_event
+    found: dict[str, Any] = {}
+    try:
+        with folder.held():
+            _carry_out(driver, spec, pool, config, session=session, is_shown=False)
+        driver.conclude(found)
+    finally:
+        session.end_cell(captured, counts=False)
+        folder.discard()
+    values: list[Any] = found[_ASKED]
+    return values
+
+
+def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:
+    """End a session's ranks and start new ones on its hosts.
+
+    Raises:
+        UsageError: There is no such session.
+        PoolError: The pool has no hosts for them.
+        KeyboardInterrupt: The user did not want to wait.
+    """
+    with Interrupts() as interrupts:
+        new = sessions.restarted(name, interrupts)
+        pool = pools.named(new.flags.pool, config)
+        new.begin_cell(plan_of(new.flags, pool, config))
+        assert new.plan is not None and new.plan.store is not None
+        connection = pools.wait_for(pool, interrupts, len(new.plan.hosts))
+        started = origin(shell, new.plan.store.path)
+        start_session(new, connection, started, f"%taas restart {name}", config, interrupts)
+    return new
 
 
 def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
@@ -239,10 +374,19 @@ def with_fetchers(plan: Plan, flags: Flags, loaders: Sequence[str], config: Conf
     return structs.replace(plan, data=data, notes=notes)
 
 
-def out_problem(flags: Flags, captured: Payload, shell: "InteractiveShell") -> str | None:
-    """Return what is wrong with `--out`, as far as it can be known before the cell runs."""
+def out_problem(
+    flags: Flags,
+    captured: Payload,
+    shell: "InteractiveShell",
+    known: RankNames | None = None,
+) -> str | None:
+    """Return what is wrong with `--out`, as far as it can be known before the cell runs.
+
+    Args:
+        known: What the ranks of the cell's session have.
+    """
     python = shell.transform_cell(captured.cell.source)
-    names = {value.name for value in captured.captured}
+    names = {value.name for value in captured.captured} | (known.all if known else set())
     return unknown_result([name_of(text) for text in flags.out], python, names, shell.user_ns)
 
 
@@ -287,8 +431,12 @@ def origin(shell: "InteractiveShell", folder: str) -> Origin:
 
 def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
     """Return what `execute` would do: the plan, what travels and why, and what would fail."""
+    session = sessions.for_cell(flags, registers=False)
+    if session is not None:
+        flags = session.complete(flags)
+    known = session.names if session is not None else None
     plan = plan_of(flags, pools.named(flags.pool, config), config)
-    settings = capture_settings(shell, config)
+    settings = {**capture_settings(shell, config), "known": known, "send": flags.send}
     problems: list[str] = []
     travels: list[str] = []
     try:
@@ -298,7 +446,7 @@ def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) ->
     else:
         travels = _payload_lines(captured)
         plan = with_fetchers(plan, flags, tuple(captured.loaders), config)
-        if problem := out_problem(flags, captured, shell):
+        if problem := out_problem(flags, captured, shell, known):
             problems.append(problem)
     failing = ["would fail:", *(f"  {problem}" for problem in problems)] if problems else []
     return "\n".join([*_plan_lines(plan), *travels, *failing])

@@ -28,9 +28,9 @@ from IPython.core.display_functions import display
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from taas_magic.capture.modules import claim_taas, release_taas
-from taas_magic.config import LOCAL, Config, closest, load_config
+from taas_magic.config import LOCAL, Config, closest, load_config, size_text
 from taas_magic.display.head import columns, duration
-from taas_magic.errors import UsageError, interrupted
+from taas_magic.errors import PoolError, UsageError, interrupted
 from taas_magic.journal import folder as journal
 from taas_magic.notebook import flags
 from taas_magic.notebook.flags import (
@@ -96,6 +96,11 @@ class TaasMagics(Magics):
             return sorted(self.settings().pools)
         except UsageError:  # of a broken taas.toml: the cell that runs says what is wrong with it
             return []
+
+    def sessions(self) -> list[str]:
+        """Return the names of sessions whose ranks live, for Tab."""
+        found = sys.modules.get("taas_magic.notebook.sessions")  # no session without it
+        return [session.name for session in found.live()] if found is not None else []
 
     def runs(self) -> list[str]:
         """Return the ids of the newest runs, for Tab."""
@@ -389,18 +394,22 @@ def _stacks(words: Sequence[str], settings: Config) -> str:
 
 
 def _pools(words: Sequence[str], settings: Config) -> str:
-    from taas_magic.notebook import pools
+    from taas_magic.notebook import pools, sessions
 
     checks = words[:1] == ["--check"]
     name = _take("pools", words[int(checks) :], most=int(checks))
     if checks:
         return pools.check(settings, [name] if name else [])
     found = pools.rows(settings)
+    names_of = {one.run_id: f"session {one.name}" for one in sessions.live()}
     rows = [("pool", "engine", "state", "host", "does", "since", "GPU-hours")]
     for pool in found:
         names = (pool.name, pool.engine, pool.state)
         for host in pool.status.hosts:
-            does = ", ".join(host.runs) or f"idle {duration(host.idle_s or 0)}"
+            does = (
+                ", ".join(names_of.get(run, run) for run in host.runs)
+                or f"idle {duration(host.idle_s or 0)}"
+            )
             gpu_hours = f"{host.gpu_hours:.2f}"
             rows.append((*names, host.host, does, duration(host.had_s), gpu_hours))
             names = ("", "", "")  # they stand in the first one
@@ -433,6 +442,69 @@ def _warm(words: Sequence[str], settings: Config) -> str:
     pool = settings.pool(_take("warm", words) or LOCAL)
     pools.warm(settings, pool.name)
     return f'Pool "{pool.name}" warms up in the background; %taas pools says when it is ready.'
+
+
+def _sessions(words: Sequence[str], settings: Config) -> str:
+    from msgspec import convert
+
+    from taas_magic.host.variables import RankMemory
+    from taas_magic.notebook import launch, sessions
+
+    _take("sessions", words, most=0)
+    rows = [("session", "pool", "ranks", "hosts", "memory", "GPU memory", "idle")]
+    for session in sessions.live():
+        assert session.plan is not None
+        hosts, memory, gpu = "?", "?", "?"
+        with contextlib.suppress(PoolError):  # it runs a cell just now
+            asked = launch.ask_ranks(session, "memory()", _shell(), settings)
+            ranks = [convert(each, RankMemory) for each in asked]
+            hosts = ", ".join(dict.fromkeys(rank.host for rank in ranks))
+            memory = size_text(sum(rank.rss_bytes for rank in ranks))
+            of_gpus = [rank.gpu_bytes for rank in ranks if rank.gpu_bytes is not None]
+            gpu = size_text(sum(of_gpus)) if of_gpus else "none"
+        about = (session.plan.pool, str(session.plan.world_size), hosts, memory, gpu)
+        rows.append((session.name, *about, duration(session.idle_s)))
+    return "\n".join(columns(rows)) if rows[1:] else "no sessions"
+
+
+def _vars(words: Sequence[str], settings: Config) -> str:
+    from msgspec import convert
+
+    from taas_magic.display.variables import variable_rows
+    from taas_magic.host.variables import Variable
+    from taas_magic.notebook import launch, sessions
+
+    session = sessions.named(_take("vars", words))
+    asked = launch.ask_ranks(session, "describe(globals())", _shell(), settings)
+    rows = variable_rows([convert(each, dict[str, Variable]) for each in asked])
+    return "\n".join(columns(rows)) if rows[1:] else f"session {session.name} has no variables"
+
+
+def _end(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import sessions
+    from taas_magic.notebook.run import Interrupts
+
+    session = sessions.named(_take("end", words))
+    with Interrupts() as interrupts:
+        session.end(interrupts)
+    return f"Session {session.name} has ended; its ranks are gone."
+
+
+def _restart(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import launch, sessions
+
+    name = _take("restart", words) or sessions.named(None).name
+    session = launch.restart(name, _shell(), settings)
+    assert session.plan is not None
+    return f"Session {name} has {session.plan.world_size} new ranks, without variables."
+
+
+def _shell() -> "InteractiveShell":
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    assert shell is not None
+    return shell
 
 
 def _down(words: Sequence[str], settings: Config) -> str:
@@ -489,6 +561,10 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], str]]] = 
         _pools,
     ),
     "warm": ("warm [POOL]", "make a pool ready, so that the next cell starts at once", _warm),
+    "sessions": ("sessions", "the sessions of this kernel: ranks, hosts, memory", _sessions),
+    "vars": ("vars [SESSION]", "a session's variables, and whether its ranks agree", _vars),
+    "end": ("end [SESSION]", "end a session: its ranks and their variables", _end),
+    "restart": ("restart [SESSION]", "give a session new ranks on the same hosts", _restart),
     "down": ("down [POOL]", "end a pool: its runs, its hosts, its process", _down),
     "report": ("report [RUN]", "write a file for a bug report: versions, settings, logs", _report),
 }
@@ -547,7 +623,9 @@ def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
         flag, word = ([word for word in words[:-1] if word] or [""])[-1], words[-1]
     if flag in ("--pool", "--data-pool"):
         return _beginning(word, known.pools())
-    if flag == "--out":
+    if flag == "--session":
+        return _beginning(word, known.sessions())
+    if flag in ("--out", "--send"):
         return _beginning(word.rpartition(",")[2], known.variables())
     if flag in BY_NAME and BY_NAME[flag].metavar:
         return _beginning(word, BY_NAME[flag].examples)
@@ -563,6 +641,8 @@ def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
         return word, []
     if before[0] in ("warm", "down"):
         return _beginning(word, known.pools())
+    if before[0] in ("vars", "end", "restart"):
+        return _beginning(word, known.sessions())
     if before[0] == "pools":
         return _beginning(word, known.pools() if before[-1] == "--check" else ["--check"])
     if before[0] == "logs":

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from msgspec import structs
 
 from taas_magic.display.head import RunState
-from taas_magic.display.view import View
+from taas_magic.display.view import NoView, View
 from taas_magic.errors import (
     PoolError,
     StoreError,
@@ -68,6 +68,9 @@ SILENT_LOST_S = 60.0
 
 DETACHED = "DETACHED"
 """Title of the head of a run that was detached, where nothing follows it any more."""
+
+_ENDS = ("signal", "exit", "end", "stopped", "host")
+"""What `Failure.how` says of a rank whose process has ended, or is about to."""
 
 T = TypeVar("T")
 Tell = Callable[[list[str]], None]
@@ -402,6 +405,8 @@ class RunDriver:
         self.run = Run(head.run_dir, live=head)
         self.hosts: list[str] = []
         self.is_detached = False
+        self.listener: Callable[[Event], None] = lambda event: None
+        """Called with each event, in the thread that runs the cell."""
         self._folder = RunFolder(self.path)
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._ended: RunEnded | None = None
@@ -415,7 +420,7 @@ class RunDriver:
         """Take an event; called by any thread."""
         self._events.put(event)
 
-    def fill(self, fetching: Fetching, view: View, interrupts: Interrupts) -> None:
+    def fill(self, fetching: Fetching, view: View | NoView, interrupts: Interrupts) -> None:
         """Show how fetchers prepare what `--prefill` asks for; return when it is there.
 
         Raises:
@@ -439,7 +444,7 @@ class RunDriver:
                 raise PoolError(f"exceeded --timeout {limit_s:g}s: --prefill had {came}")
 
     @contextmanager
-    def giving_up(self, view: View) -> Iterator[None]:
+    def giving_up(self, view: View | NoView) -> Iterator[None]:
         """End the run if the block fails, before any rank was started."""
         try:
             yield
@@ -455,7 +460,7 @@ class RunDriver:
         connection: PoolConnection,
         spec: HostSpec,
         said: list[Event],
-        view: View,
+        view: View | NoView,
         interrupts: Interrupts,
     ) -> None:
         """Have the pool start the ranks; show what is said meanwhile.
@@ -487,7 +492,7 @@ class RunDriver:
     def follow(
         self,
         connection: PoolConnection,
-        view: View,
+        view: View | NoView,
         interrupts: Interrupts,
         detaches: bool = False,
     ) -> None:
@@ -518,7 +523,8 @@ class RunDriver:
                 self._leave(connection)
         connection.forget(self.run_id)
         if self._ended is None:
-            heads.leave(self.run, view, self.head, DETACHED)
+            if isinstance(view, View):
+                heads.leave(self.run, view, self.head, DETACHED)
             self.run.live = None  # from now on its journal tells of it
             return
         view.feed(self._ended)
@@ -538,7 +544,18 @@ class RunDriver:
             sys.stdout.write(f"returned although the run failed (--out): {', '.join(out)}\n")
         self.run.raise_failure()
 
-    def _wait(self, view: View, until: float = float("inf")) -> Iterable[Event]:
+    @property
+    def has_lost_rank(self) -> bool:
+        """Whether one of its ranks has ended as a process, or its host is gone."""
+        if self._ended is None:
+            return False
+        return self._ended.state == "LOST" or any(it.how in _ENDS for it in self._ended.failures)
+
+    def cell_text(self) -> str:
+        """Return the cell as the user sees it."""
+        return (self.path / "cell.py").read_text(encoding="utf-8")
+
+    def _wait(self, view: View | NoView, until: float = float("inf")) -> Iterable[Event]:
         """Wait for events, and no longer than until then; return all that are there."""
         due = min(until, view.next_due())
         timeout_s = min(CHECK_S, max(0.0, due - time.monotonic()))
@@ -548,8 +565,9 @@ class RunDriver:
             return []
         return [*([] if first is None else [first]), *taken(self._events)]
 
-    def _show(self, view: View, events: Iterable[Event]) -> None:
+    def _show(self, view: View | NoView, events: Iterable[Event]) -> None:
         for seen in events:
+            self.listener(seen)
             if isinstance(seen, RunEnded):
                 self._ended = seen
             else:
@@ -583,7 +601,7 @@ class RunDriver:
 
         threading.Thread(target=halt, name="taas-halt", daemon=True).start()
 
-    def _check(self, connection: PoolConnection, view: View) -> None:
+    def _check(self, connection: PoolConnection, view: View | NoView) -> None:
         """End the run if the pool's process that has it has ended, or is not heard any more."""
         if connection.is_over:
             # a process that lives ends the run itself, and says so in the journal

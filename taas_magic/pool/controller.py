@@ -272,7 +272,10 @@ class Controller(SchedulerPlugin):
             until_end.callback(over.set)
             until_end.callback(self._runs.pop, first.plan.run_id, None)
             try:
-                if not first.reads_only:
+                session = self._session_of(first)
+                if session is not None:
+                    until_end.enter_context(session.in_use())
+                if not (first.reads_only or first.is_session):
                     await _own_store(until_end, first.plan)
                 journal = _journal(first.folder, tell)
                 until_end.push_async_callback(asyncio.to_thread, journal.close)
@@ -282,7 +285,7 @@ class Controller(SchedulerPlugin):
                     if run.owner:
                         tell(event)
 
-                run = PoolRun(first, owner, self.members, publish, over)
+                run = PoolRun(first, owner, self.members, publish, over, session)
                 hosts = await self._start(run, asked.said)
             except StoreError as error:
                 return Started(store_error=str(error))
@@ -290,6 +293,26 @@ class Controller(SchedulerPlugin):
                 return Started(error=str(error))
             self._tasks.start(self._carry_out(run, journal, tell, until_end.pop_all()))
         return Started(hosts=hosts)
+
+    def _session_of(self, first: HostSpec) -> PoolRun | None:
+        """Return the session that a cell runs in; None for a run with ranks of its own.
+
+        Raises:
+            PoolError: The session has ended.
+        """
+        if not first.session:
+            return None
+        session = self._runs.get(first.session)
+        if not isinstance(session, PoolRun):
+            raise PoolError(f"session {first.plan.session} has ended")
+        return session
+
+    def _end_idle_sessions(self) -> None:
+        for run in list(self._runs.values()):
+            if isinstance(run, PoolRun) and run.is_idle and not run.is_halted:
+                idle = f"it had no cell for {run.idle_for_s:.0f} s (session_idle_s in taas.toml)"
+                run.publish(Note(text=f"session {run.plan.session} is ended: {idle}"))
+                self._tasks.start(run.halt("interrupt"))
 
     async def detach(self, asked: Detach) -> str:
         """Take a run over from its kernel: it goes on without one, and its fetchers with it."""
@@ -469,6 +492,7 @@ class Controller(SchedulerPlugin):
         while True:
             self._scheduler.log_event(POOL_BEAT, self.members.awaited)
             self._kernels.look(has_runs=bool(self._runs))
+            self._end_idle_sessions()
             if self._upkeep.look():
                 self._tasks.start(self.members.release(self._upkeep.is_in_use))
             await asyncio.sleep(BEAT_S)

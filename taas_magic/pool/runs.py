@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -489,10 +489,11 @@ class PoolFetchers(Share):
 
 
 class PoolRun(Share):
-    """The ranks of a run, attempt by attempt.
+    """The ranks of a run, attempt by attempt; or a session; or a cell on a session's ranks.
 
     Args:
         over: Set when nothing of it is left, on hosts or here.
+        session: The session on whose hosts and ranks a cell runs.
     """
 
     def __init__(
@@ -502,9 +503,12 @@ class PoolRun(Share):
         members: Members,
         publish: Callable[[Event], None],
         over: asyncio.Event,
+        session: "PoolRun | None" = None,
     ) -> None:
         super().__init__(spec, owner, members, publish)
-        self.over = over
+        self.over, self._session = over, session
+        self._cells = 0
+        self._used_at = time.monotonic()
         self._restarts = 0
         self._fetchers: dict[int, LoaderPlaces] = {}
         self._relayed: set[tuple[type[Event], int, float]] = set()
@@ -521,6 +525,48 @@ class PoolRun(Share):
         self.publish(StateChanged(state="RUNNING"))
         await self._start_attempt(members)
         return [member.name for member in members]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is a session that has had no cell for as long as it may."""
+        limit_s = self._spec.idle_s
+        return limit_s is not None and not self._cells and self.idle_for_s >= limit_s
+
+    @property
+    def idle_for_s(self) -> float:
+        """Seconds since the session's last cell ended; 0 while one runs."""
+        return 0.0 if self._cells else time.monotonic() - self._used_at
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a cell of this session for the block."""
+        self._cells += 1
+        try:
+            yield
+        finally:
+            self._cells -= 1
+            self._used_at = time.monotonic()
+
+    def seats(self) -> list[Member]:
+        """Return a session's hosts in the order of their ranks.
+
+        Raises:
+            PoolError: The session ends.
+        """
+        parts = sorted(self._parts.values(), key=lambda part: part.host_rank)
+        if self.is_halted or any(part.ended or part.report for part in parts) or not parts:
+            raise PoolError(f"session {self.plan.session} has ended")
+        return [part.member for part in parts]
+
+    async def _take(
+        self, count: int, keep: Collection[str] = (), patience_s: float = 0.0
+    ) -> list[Member]:
+        """See `Share._take`; a cell takes its session's hosts."""
+        if self._session is None:
+            return await super()._take(count, keep, patience_s)
+        members = self._session.seats()
+        await self._require_fit(members)
+        return members
 
     async def carry_out(self) -> RunEnded:
         """Return the run's last event, when it has ended on all hosts.

@@ -149,6 +149,10 @@ class Watched:
             self._noted.add(place)
             self._note(place)
 
+    def begin_run(self) -> None:
+        """Note each path again: another run begins in this process."""
+        self._noted = {self.store}
+
     @property
     def busy(self) -> bool:
         """Whether this thread is inside a diverted call: what that calls is not diverted."""
@@ -269,12 +273,23 @@ def _path_of(folder: int) -> str:
     return os.readlink(f"/proc/self/fd/{folder}")
 
 
+_installed: list[Watched] = []
+"""This process's view, once it has one."""
+
+
+def begin_run() -> None:
+    """Note each path again that this process writes: another run begins in it."""
+    for view in _installed:
+        view.begin_run()
+
+
 def install(view: Watched) -> None:
     """Replace Python's file calls in this process, for good; called once in a rank.
 
     Calls that only read are replaced where a rank may have files of its own to show. Imports torch
     and numpy, which a rank has in memory.
     """
+    _installed.append(view)
     for name, leads in _writing_calls(view).items():
         _replace(name, leads)
     if isinstance(view, Discarded):

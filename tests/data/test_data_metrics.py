@@ -68,9 +68,9 @@ class Busy(Link):
         self.said: list[int] = []
         self.began, self.over = threading.Event(), threading.Event()
 
-    def is_asked(self, timeout_s: float) -> bool:
+    def asked(self, timeout_s: float) -> bytes:
         time.sleep(timeout_s)
-        return False
+        return b""
 
     def send(self, message: Event | RankMessage | StoreMessage) -> None:
         if not isinstance(message, RankReport):

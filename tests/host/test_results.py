@@ -32,7 +32,7 @@ rank = dist.get_rank()
         ("histroy", "did you mean history?"),
         ("1x", 'got "1x"'),
         ("for", 'got "for"'),
-        ("history@2", "--gpus 2 has ranks @0 to @1, and @last"),
+        ("history@2", "--gpus 2 has ranks @0 to @1, @last and @all"),
         ("history@first", 'got "history@first"'),
         ("history,history@1", "each once"),
         ("history,history", "each once"),

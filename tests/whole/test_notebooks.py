@@ -230,3 +230,24 @@ def check_tutorial(notebook: NotebookNode) -> None:
     assert (failure.ename, failure.evalue.count("no picture 1,401")) == ("RankFailed", 1)
     assert "rank 1, which failed first" in text
     assert "nothing is started" in text
+
+
+@pytest.mark.timeout(300)
+def test_a_sessions_ranks_keep_their_model(beside: Frontend) -> None:
+    check_session(executed(beside, "session"))
+
+
+def test_the_notebook_of_sessions_is_stored_with_its_outputs() -> None:
+    check_session(stored("session"))
+
+
+def check_session(notebook: NotebookNode) -> None:
+    """Whether losses fall from cell to cell, also after an error, and nothing is left."""
+    errors = [output for output in outputs(notebook) if output.output_type == "error"]
+    assert [error.ename for error in errors] == ["RankFailed"]
+    text = texts(notebook)
+    assert text.count("True") == 2  # the loss has fallen
+    norms = re.findall(r"rank (\d): gradient norm ([\d.]+)", text)
+    assert len(norms) == 2 and norms[0][1] == norms[1][1]
+    assert "the process group was interrupted in a collective (rank 0)" in text
+    assert "Session exp has ended" in text and "no sessions" in text

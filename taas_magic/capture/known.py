@@ -1,0 +1,248 @@
+"""Which variables the ranks of a session have, and which of the notebook's are sent to them.
+
+A name that a cell of the session assigned belongs to the ranks. Every other name is the notebook's,
+and is sent again only if its value has changed. Values are compared by digests of their pickles.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from taas_magic.capture.culprit import Destination
+from taas_magic.capture.digest import plain_digest
+from taas_magic.capture.names import THE_CELL, UsedNames, why_used_by
+from taas_magic.capture.pickling import Pickled, ValuePickler
+from taas_magic.errors import CaptureError
+
+_STATE = "<state of the process>"
+_LISTED = 5
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A value as it was sent.
+
+    Attributes:
+        digest: Of its pickle.
+        shared: Identities of the objects in it that other names may hold, too.
+    """
+
+    digest: bytes
+    shared: frozenset[int] = frozenset()
+
+
+@dataclass
+class Choice:
+    """What is sent for one cell.
+
+    Attributes:
+        why: The names that are sent, each with the reason, those that others need first.
+        state: What the notebook set in its process; empty where the ranks have it already.
+        notes: Lines for the user.
+    """
+
+    why: dict[str, str] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    sent: dict[str, Sent] = field(default_factory=dict)
+    reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+
+class RankNames:
+    """The variables of a session's ranks, as the kernel knows them.
+
+    Attributes:
+        owned: Names that cells assigned, each with the digest of its value on the first rank that
+            reported it, if the value is plain (`plain_digest`).
+    """
+
+    def __init__(self) -> None:
+        self.owned: dict[str, str] = {}
+        self._sent: dict[str, Sent] = {}
+        self._reads: dict[str, frozenset[str]] = {}
+        self._told: dict[str, object] = {}
+        self._brought: dict[str, int] = {}
+
+    @property
+    def all(self) -> set[str]:
+        """The names that the ranks have."""
+        return {*self.owned, *(name for name in self._sent if name != _STATE)}
+
+    def choose(
+        self,
+        used: UsedNames,
+        namespace: dict[str, Any],
+        state: dict[str, Any],
+        *,
+        send: Iterable[str],
+        to: Destination,
+        travels: Callable[[str], bool],
+        refuse: Callable[[CaptureError], None],
+    ) -> Choice:
+        """Choose what of the notebook is sent for a cell; changes nothing.
+
+        Args:
+            used: What the cell uses.
+            state: What the notebook set in its process.
+            send: Names whose values are sent although cells have assigned them.
+            travels: Returns whether a name is one of the user's variables.
+            refuse: Called for a value that cannot travel.
+        """
+        choice = Choice(reads=used.definitions)
+        forced = set(send)
+        looked: dict[str, tuple[Sent, str]] = {}
+        waiting = {**dict.fromkeys(forced, THE_CELL), **used.why}
+        if any(name in self.owned for name in used.why):
+            waiting |= {
+                read: why_used_by(name)
+                for name, reads in self._reads.items()
+                for read in reads
+                if read not in waiting
+            }
+        kept: list[str] = []
+        while waiting:
+            name = next(iter(waiting))
+            why = waiting.pop(name)
+            if name in looked or not travels(name):
+                continue
+            if name in self.owned and name not in forced:
+                if self._is_news(name, namespace[name]):
+                    kept.append(name)
+                continue
+            try:
+                sent, needs = _look(name, namespace, to)
+            except CaptureError as error:
+                refuse(error)
+                continue
+            looked[name] = sent, why
+            waiting |= {need: why_used_by(name) for need in needs if need not in waiting}
+        changed = {
+            name
+            for name, (sent, _) in looked.items()
+            if name in forced or not self._has(name, sent) or _is_module(namespace[name])
+        }
+        changed = _with_sharers(changed, {name: sent for name, (sent, _) in looked.items()})
+        choice.why = {name: looked[name][1] for name in reversed(looked) if name in changed}
+        choice.sent = {name: looked[name][0] for name in choice.why}
+        state_sent = Sent(_digest_of(_pickled(state)))
+        if not self._has(_STATE, state_sent):
+            choice.state, choice.sent[_STATE] = state, state_sent
+        choice.notes = self._notes(choice, kept, namespace, forced)
+        return choice
+
+    def take_sent(self, choice: Choice) -> None:
+        """Record that all ranks have what was chosen."""
+        fresh = frozenset[int]().union(*(sent.shared for sent in choice.sent.values()))
+        for name, sent in list(self._sent.items()):
+            if name not in choice.sent and sent.shared & fresh:
+                del self._sent[name]  # it shares something of which the ranks have a new copy
+        for name, sent in choice.sent.items():
+            self._sent[name] = sent
+            self.owned.pop(name, None)
+
+    def take_changes(
+        self,
+        choice: Choice,
+        assigned: Iterable[str],
+        deleted: Iterable[str],
+        plain: Mapping[str, str],
+    ) -> None:
+        """Record what the cell assigned and deleted on a rank."""
+        for name in deleted:
+            for known in (self.owned, self._sent, self._reads):
+                known.pop(name, None)
+        for name in assigned:
+            self.owned[name] = plain.get(name, "")
+            self._sent.pop(name, None)
+            self._brought.pop(name, None)
+            self._reads[name] = choice.reads.get(name, frozenset())
+
+    def take_brought(self, values: Mapping[str, Any]) -> None:
+        """Record that the notebook has the ranks' values of these names (`--out`)."""
+        self._brought |= {name: id(value) for name, value in values.items()}
+
+    def _has(self, name: str, sent: Sent) -> bool:
+        known = self._sent.get(name)
+        return known is not None and known.digest == sent.digest
+
+    def _is_news(self, name: str, value: Any) -> bool:
+        """Return whether the notebook's value differs from the ranks', and this was not said."""
+        if _is_module(value) or self._brought.get(name) == id(value):
+            return False
+        digest = plain_digest(value)
+        if digest and digest == self.owned[name]:
+            return False
+        seen = digest or id(value)
+        is_news = self._told.get(name) != seen
+        self._told[name] = seen
+        return is_news
+
+    def _notes(
+        self, choice: Choice, kept: list[str], namespace: dict[str, Any], forced: set[str]
+    ) -> list[str]:
+        notes = []
+        if kept:
+            what = "is assigned" if len(kept) == 1 else "are assigned"
+            notes.append(
+                f"{_listed(kept)} {what} by cells of the session, which keep the ranks' "
+                f"value{'s' * (len(kept) > 1)}; `--send {','.join(kept)}` sends the notebook's"
+            )
+        again = [
+            name
+            for name in choice.why
+            if name in self._sent and name not in forced and not _is_module(namespace[name])
+        ]
+        if again:
+            notes.append(f"sent again, as the notebook has changed it: {_listed(again)}")
+        return notes
+
+
+def _look(name: str, namespace: dict[str, Any], to: Destination) -> tuple[Sent, list[str]]:
+    """Pickle a value alone; return its digest and the names that it needs.
+
+    Raises:
+        CaptureError: It cannot travel.
+    """
+    pickler = ValuePickler(namespace, to)
+    pickler.coming[name] = namespace[name]
+    pickler.take(name, namespace[name])
+    loaders = [packed.payload for packed in pickler.replaced.values()]
+    digest = _digest_of(pickler.pickled(), loaders)
+    return Sent(digest, frozenset(pickler.shared_ids())), list(pickler.needs)
+
+
+def _pickled(value: Any) -> Pickled:
+    pickler = ValuePickler({})
+    pickler.add(value)
+    return pickler.pickled()
+
+
+def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
+    found = hashlib.sha256(pickled.data)
+    for buffer in pickled.buffers:
+        found.update(buffer.raw())
+    for part in more:
+        found.update(part)
+    return found.digest()
+
+
+def _with_sharers(names: set[str], sent: Mapping[str, Sent]) -> set[str]:
+    """Return names and all others that share an object with one of them, also indirectly."""
+    found = set(names)
+    while True:
+        held = frozenset[int]().union(*(sent[name].shared for name in found))
+        more = {name for name, one in sent.items() if name not in found and one.shared & held}
+        if not more:
+            return found
+        found |= more
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, ModuleType)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(f"`{name}`" for name in names[:_LISTED]) + more

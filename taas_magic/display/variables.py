@@ -1,0 +1,66 @@
+"""The table of `%taas vars`: what the ranks of a session have, and whether they agree. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from taas_magic.config import size_text
+
+if TYPE_CHECKING:
+    from taas_magic.host.variables import Variable
+
+_LISTED = 6
+
+Row = tuple[str, ...]
+
+
+def variable_rows(ranks: "Sequence[Mapping[str, Variable]]") -> list[Row]:
+    """Return the table's rows, the head first.
+
+    Args:
+        ranks: The variables of each rank.
+    """
+    names = sorted({name for variables in ranks for name in variables})
+    rows: list[Row] = [("variable", "type", "shape", "dtype", "device", "size", "ranks")]
+    for name in names:
+        found = {rank: one[name] for rank, one in enumerate(ranks) if name in one}
+        first = next(iter(found.values()))
+        shown = (first.kind, first.shape, first.dtype, first.device, size_text(first.size_bytes))
+        rows.append((name, *shown, agreement(found, len(ranks))))
+    return rows
+
+
+def agreement(found: "Mapping[int, Variable]", world_size: int) -> str:
+    """Return whether ranks have the same value, in words.
+
+    Args:
+        found: The variable on each rank that has it.
+    """
+    if len(found) < world_size:
+        return f"only on {_ranks(list(found))}"
+    if odd := _odd({rank: f"{one.kind} {one.shape} {one.dtype}" for rank, one in found.items()}):
+        return odd
+    digests = {rank: one.digest for rank, one in found.items()}
+    if "" in digests.values():
+        return "equal shapes" if next(iter(found.values())).dtype else "not compared"
+    if odd := _odd(digests):
+        is_array = bool(next(iter(found.values())).dtype)
+        return f"equal shapes, {odd}" if is_array else odd
+    return "equal"
+
+
+def _odd(seen: Mapping[int, str]) -> str:
+    """Return which ranks have another text than most; "" where all have the same."""
+    counts = Counter(seen.values()).most_common(2)
+    if len(counts) == 1:
+        return ""
+    if counts[0][1] == counts[1][1]:
+        return "values differ"
+    others = [rank for rank, text in seen.items() if text != counts[0][0]]
+    return f"{_ranks(others)} differ{'s' * (len(others) == 1)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+    listed = ", ".join(str(rank) for rank in ranks[:_LISTED])
+    return f"rank{'s' * (len(ranks) > 1)} {listed}{more}"

@@ -1,0 +1,274 @@
+"""A session on this host: ranks that stay, and the cells that they run.
+
+Lives in the agent. `HostSession` is a run whose ranks do not run a cell but wait for cells at a
+prompt (`host/prompt.py`). Everything else about it is as in any run: it starts the ranks, sees when
+one of them ends, and ends what is left. `HostCell` is the run of one cell of the session. It starts
+no processes: it tells the session's ranks what to run, and has succeeded or failed when they are
+back at their prompt. While a cell runs, the cell watches the ranks; between cells the session does.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from typing import Any
+
+from taas_magic.errors import PoolError
+from taas_magic.host import link
+from taas_magic.host.files import HostFiles
+from taas_magic.host.host_run import Attempt, HostRun
+from taas_magic.host.spec import HostSpec
+from taas_magic.host.system import end_all
+from taas_magic.host.watch import REPORT_S, RankState
+from taas_magic.messages import CellOrder, Note, RanksKilled
+
+CUT_AFTER_S = 1.0
+"""Seconds from a rank's interrupt until its connections to other ranks are cut.
+
+SIGINT does not end a collective of gloo, which waits in C++. Cut connections do.
+"""
+
+RETURN_S = 10.0
+"""Seconds from a rank's interrupt until it is killed if it has not raised KeyboardInterrupt."""
+
+CELL_END_S = 20.0
+"""Seconds that the end of a session waits for the end of its cell."""
+
+START_S = 60.0
+"""Seconds that a cell waits for the ranks of its session to be started."""
+
+_LOOK_S = 0.02
+
+
+class SessionAttempt(Attempt):
+    """The ranks of a session on this host."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._was_told_to_end = False
+        # what is written to a pipe is lost if nobody has it open when the writer closes it
+        files = [link.rank_file(self.folder, rank, "cells") for rank in self._spec.ranks]
+        self._pipes = [os.open(file, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC) for file in files]
+
+    def close(self) -> None:
+        """See `Attempt.close`."""
+        super().close()
+        while self._pipes:
+            os.close(self._pipes.pop())
+
+    def _interrupt(self, since: float) -> None:
+        """Tell the ranks to end at their next prompt."""
+        if not self._was_told_to_end:
+            self._was_told_to_end = True
+            for rank in self._spec.ranks:
+                link.order(self.folder, rank, CellOrder(number=0))
+
+
+class CellAttempt(Attempt):
+    """One cell on a session's ranks. Its ranks are over when they are back at their prompt."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._called_back_at: float | None = None
+        self._cut_at = 0.0
+        self._drained: set[int] = set()
+        self._killed: set[int] = set()
+
+    def start(self, port: int) -> None:
+        """Tell the ranks to run the cell."""
+        spec = self._spec
+        self._say_started()
+        chosen = spec.plan.ranks or range(spec.plan.world_size)
+        for rank in spec.ranks:
+            cell = CellOrder(
+                number=spec.cell_number,
+                run_dir=spec.run_dir,
+                takes_part=rank in chosen,
+                shows=spec.plan.shows_displays(rank),
+                out=list(spec.plan.out),
+                colors=spec.origin.colors,
+            )
+            link.order(self.folder, rank, cell)
+
+    def look(self, deadline: float | None, interrupted_at: float | None) -> None:
+        """See `Attempt.look`; all that a rank wrote before it returned is read first."""
+        for state in self.ranks.states():
+            if state.has_returned and state.rank not in self._drained:
+                self._drained.add(state.rank)
+                self.pump.drain(state.rank)
+        super().look(deadline, interrupted_at)
+
+    def close(self) -> None:
+        """Bring all ranks back to their prompt; the processes are the session's."""
+        self._end_ranks(0.0)
+
+    def say_if_cut(self) -> None:
+        """Say that collectives were interrupted, and what to do about it."""
+        if cut := [state.rank for state in self.ranks.states() if state.was_cut]:
+            ranks = f"rank{'s' * (len(cut) > 1)} {', '.join(map(str, cut))}"
+            name = self._spec.plan.session
+            text = (
+                f"the process group was interrupted in a collective ({ranks}): call "
+                "dist.destroy_process_group() and dist.init_process_group() on all ranks before "
+                f"the next collective, or `%taas restart {name}`"
+            )
+            self._emit(Note(text=text))
+
+    def _interrupt(self, since: float) -> None:
+        """Interrupt the ranks that run the cell; cut their connections if that does not help."""
+        self.ranks.interrupt()
+        now = time.monotonic()
+        self._called_back_at = since if self._called_back_at is None else self._called_back_at
+        if now - since >= CUT_AFTER_S and now - self._cut_at >= CUT_AFTER_S:
+            self._cut_at = now
+            for state in self._away():
+                link.ask_to_cut(self.folder, state.rank, self._spec.cell_number)
+
+    def _end_ranks(self, grace_s: float) -> None:
+        """Bring all ranks back to their prompt; kill those that do not come in time."""
+        if self._called_back_at is None:
+            self._called_back_at = time.monotonic()
+        while self._away() and time.monotonic() < self._called_back_at + self._patience_s():
+            self._interrupt(self._called_back_at)
+            connection.wait(self.sentinels, _LOOK_S)
+            self._look_for_ends()
+        if lost := [state for state in self._away() if state.rank not in self._killed]:
+            self._kill(lost)
+
+    def _patience_s(self) -> float:
+        """Return how long after their interrupt ranks may take to return.
+
+        A rank that has raised its KeyboardInterrupt may still draw the traceback.
+        """
+        has_heard = all(state.failed_at is not None for state in self._away())
+        return REPORT_S if has_heard else RETURN_S
+
+    def _kill(self, lost: list[RankState]) -> None:
+        end_all([state.process for state in lost if state.process is not None], grace_s=0)
+        self._killed.update(state.rank for state in lost)
+        self._emit(RanksKilled(ranks=[state.rank for state in lost]))
+        ranks = ", ".join(str(state.rank) for state in lost)
+        text = (
+            f"rank {ranks} on host {self._place.host} did not return within "
+            f"{RETURN_S:.0f} s of its interrupt and was killed: the session ends"
+        )
+        self._emit(Note(text=text))
+
+    def _away(self) -> list[RankState]:
+        """Return the ranks that still run the cell."""
+        return [state for state in self.ranks.states() if not state.is_over]
+
+
+class HostSession(HostRun):
+    """A session's ranks on this host."""
+
+    def __init__(self, spec: HostSpec, *about: Any) -> None:
+        self._cell: HostSpec | None = None
+        self._cell_over = threading.Event()
+        self._cell_over.set()
+        self._changing = threading.Lock()
+        self._started = threading.Event()
+        super().__init__(spec, *about)
+
+    @property
+    def files(self) -> HostFiles:
+        """The files of the session on this host."""
+        return self._files
+
+    def begin_cell(self, cell: HostSpec) -> None:
+        """Have a cell's run use the ranks, and watch them, from now on.
+
+        Raises:
+            PoolError: The session ends, or another cell uses them.
+        """
+        self._started.wait(START_S)
+        with self._changing:
+            if self._attempt is None or self._attempt.ended is not None or self._is_over:
+                raise PoolError(f"session {self.spec.plan.session} has ended on host {self.host}")
+            if self._cell is not None:
+                other = self._cell.plan.run_id
+                raise PoolError(f"session {self.spec.plan.session} still runs cell {other}")
+            self._cell = cell
+            self._cell_over.clear()
+
+    def end_cell(self) -> None:
+        """Watch the ranks again: the cell is over."""
+        with self._changing:
+            self._cell = None
+            if self._attempt is not None and not self._is_over:
+                self._attempt.pump.follow(self.spec.folder, self.emit, self._on_message)
+        self._cell_over.set()
+        self.wakeup.set()
+
+    def attempt_of(self, cell: "HostCell") -> CellAttempt:
+        """Return the ranks for a cell, with what they write and say from now on sent to it."""
+        ours = self._attempt
+        assert ours is not None
+        ours.pump.follow(cell.spec.folder, cell.emit, cell.take_message)
+        return CellAttempt(
+            cell.spec,
+            self.place,
+            cell.emit,
+            folder=ours.folder,
+            pump=ours.pump,
+            processes=ours.processes,
+        )
+
+    def _new_attempt(self) -> Attempt:
+        return SessionAttempt.begin(self.spec, self.place, self.folder, self.emit, self._on_message)
+
+    def _start_ranks(self) -> Attempt:
+        attempt = super()._start_ranks()
+        self._started.set()
+        return attempt
+
+    def _looks(self) -> bool:
+        """Return whether the session, and no cell, watches the ranks."""
+        return self._cell is None or self.stopped_at is not None
+
+    def _ending(self) -> tuple[Callable[[], None], ...]:
+        self._started.set()
+        first, *others = super()._ending() or (lambda: None,)
+        return (first, self._await_cell, *others)
+
+    def _await_cell(self) -> None:
+        """Wait until the cell is over: it uses the pipes that are closed next."""
+        with self._changing:
+            self._is_over = True
+        self._cell_over.wait(CELL_END_S)
+
+
+class HostCell(HostRun):
+    """The run of one cell on a session's ranks on this host."""
+
+    def __init__(self, spec: HostSpec, session: HostSession, *about: Any) -> None:
+        self._session = session
+        session.begin_cell(spec)  # first: it may fail, and nothing is left then
+        try:
+            super().__init__(spec, *about)
+        except BaseException:
+            session.end_cell()
+            raise
+        self._files.share_mirror(session.files)
+        self.port = session.port or 1  # the ranks have met already
+
+    def take_message(self, rank: int, message: Any) -> None:
+        """Take what a rank says while the cell runs; called by the pump's thread."""
+        self._on_message(rank, message)
+
+    def _start_ranks(self) -> Attempt:
+        self._attempt = attempt = self._session.attempt_of(self)
+        attempt.start(0)
+        return attempt
+
+    def _sweep(self) -> None:
+        """Leave what the cell has started: it belongs to the session."""
+
+    def _ending(self) -> tuple[Callable[[], None], ...]:
+        return (*self._ends_of_ranks(), self._session.end_cell)
+
+    def _ends_of_ranks(self) -> Iterator[Callable[[], None]]:
+        if isinstance(self._attempt, CellAttempt):
+            yield self._attempt.close
+            yield self._attempt.say_if_cut

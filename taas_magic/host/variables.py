@@ -1,0 +1,176 @@
+"""What a rank of a session has in its variables; called in the rank, for `%taas vars`."""
+
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from taas_magic.capture.digest import plain_digest
+from taas_magic.host.spec import HOST
+
+COMPARED_BYTES = 256 << 20
+"""Values that are larger are not compared by their bytes."""
+
+_SHELLS_OWN = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
+_LEFT_OUT = (ModuleType, FunctionType, BuiltinFunctionType, type)
+_DEEPEST = 4
+_MOST_PARTS = 10_000
+
+
+class Variable(Struct, frozen=True):
+    """One variable of one rank.
+
+    Attributes:
+        kind: Its type.
+        shape: Of a tensor or an array; of a container the number of its parts.
+        digest: Equal on two ranks only for equal values; "" where values are not compared.
+    """
+
+    kind: str
+    shape: str = ""
+    dtype: str = ""
+    device: str = ""
+    size_bytes: int = 0
+    digest: str = ""
+
+
+class RankMemory(Struct, frozen=True):
+    """The memory of one rank.
+
+    Attributes:
+        gpu_bytes: What torch holds on GPUs; None where it uses none.
+    """
+
+    host: str
+    rss_bytes: int
+    gpu_bytes: int | None = None
+
+
+class _NotComparedError(Exception):
+    """A value has parts that are not compared."""
+
+
+def describe(namespace: Mapping[str, Any]) -> Any:
+    """Return the variables of a rank that have values, by name: `Variable`s as plain data."""
+    return msgspec.to_builtins(
+        {
+            name: _described(value)
+            for name, value in list(namespace.items())
+            if not name.startswith("_")
+            and name not in _SHELLS_OWN
+            and not isinstance(value, _LEFT_OUT)
+        }
+    )
+
+
+def memory() -> Any:
+    """Return the memory of this process: `RankMemory` as plain data."""
+    torch = sys.modules.get("torch")
+    gpu_bytes = None
+    if torch is not None and torch.cuda.is_initialized():
+        devices = range(torch.cuda.device_count())
+        gpu_bytes = sum(torch.cuda.memory_reserved(device) for device in devices)
+    host = os.environ.get(HOST) or socket.gethostname()
+    rss_bytes = psutil.Process().memory_info().rss
+    return msgspec.to_builtins(RankMemory(host, rss_bytes, gpu_bytes))
+
+
+def _described(value: Any) -> Variable:
+    kind = type(value).__name__
+    if hasattr(value, "dtype") and hasattr(value, "shape"):  # a tensor or an array
+        return Variable(
+            kind,
+            str(tuple(value.shape)),
+            str(value.dtype).removeprefix("torch."),
+            str(getattr(value, "device", "")),
+            _size_bytes(value),
+            _digest(value),
+        )
+    if _is_model(value):
+        parameters = list(value.parameters())
+        return Variable(
+            kind,
+            f"{len(parameters)} parameters",
+            ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in parameters})),
+            ", ".join(sorted({str(each.device) for each in parameters})),
+            _size_bytes(value),
+            _digest(value),
+        )
+    shape = f"{len(value)}" if isinstance(value, list | tuple | dict | set | str) else ""
+    return Variable(kind, shape, size_bytes=_size_bytes(value), digest=_digest(value))
+
+
+def _is_model(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def _local(value: Any) -> Any:
+    """Return this rank's part of a DTensor; any other value as it is."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """Return what a container or a model holds; None for another value."""
+    if _is_model(value):
+        return [*value.parameters(), *value.buffers()]
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return list(value) if isinstance(value, list | tuple) else None
+
+
+def _size_bytes(value: Any, depth: int = 0) -> int:
+    try:
+        if hasattr(value, "nbytes"):
+            return int(_local(value).nbytes)
+        parts = _parts(value) if depth < _DEEPEST else None
+        own = sys.getsizeof(value)
+    except Exception:  # attributes of the user's classes may run any code
+        return 0
+    if parts is None:
+        return own
+    return own + sum(_size_bytes(part, depth + 1) for part in parts[:_MOST_PARTS])
+
+
+def _digest(value: Any) -> str:
+    """Return a digest of a value; "" where it has parts that are not compared."""
+    if digest := plain_digest(value):
+        return digest
+    if _size_bytes(value) > COMPARED_BYTES:
+        return ""
+    found = hashlib.sha256()
+    try:
+        _add(found, value, 0)
+    except Exception:  # a part is of a class of its own, whose attributes may run any code
+        return ""
+    return found.hexdigest()
+
+
+def _add(found: Any, value: Any, depth: int) -> None:
+    parts = _parts(value)
+    if hasattr(value, "dtype") and hasattr(value, "tobytes"):
+        if value.dtype.hasobject:
+            raise _NotComparedError
+        found.update(f"{value.dtype}{value.shape}".encode())
+        found.update(value.tobytes())
+    elif hasattr(value, "dtype") and hasattr(value, "detach"):
+        import torch
+
+        plain = _local(value).detach().cpu().contiguous()
+        found.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
+        found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+    elif parts is not None and depth < _DEEPEST and len(parts) <= _MOST_PARTS:
+        found.update(f"{type(value).__name__}{len(parts)}".encode())
+        for part in parts:
+            _add(found, part, depth + 1)
+    elif digest := plain_digest(value):
+        found.update(digest.encode())
+    else:
+        raise _NotComparedError

@@ -1,0 +1,267 @@
+"""Sessions through a real kernel: variables stay, names go where they belong, failures, deaths."""
+
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.frontend import Frontend
+from tests.harness import left_of
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("no_leftovers")]
+
+START = """%%taas --gpus 2 --session exp
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+pid = os.getpid()
+"""
+
+
+@pytest.fixture
+def session(frontend_of_module: Frontend) -> Iterator[Frontend]:
+    """Yield a kernel with a session `exp` of two ranks; the session ends with the test."""
+    frontend_of_module.be_patient()
+    frontend_of_module.run(START)
+    yield frontend_of_module
+    request = frontend_of_module.send("%taas end exp")
+    frontend_of_module.finish(request)
+
+
+def printed(frontend: Frontend, cell: str) -> list[str]:
+    """Run a cell; return the lines that its ranks printed, each once, sorted."""
+    text = frontend.text(frontend.run(cell))
+    return sorted({re.sub(r"^\[[^\]]*\] ", "", line) for line in text.splitlines()})
+
+
+def value(frontend: Frontend, expression: str) -> Any:
+    """Return a value of the notebook."""
+    return eval(frontend.text(frontend.run(f"print(repr(({expression})))")))
+
+
+def error(frontend: Frontend, cell: str) -> str:
+    """Run a cell that fails; return what it shows, with what it printed before."""
+    request = frontend.send(cell)
+    reply = frontend.finish(request)
+    assert reply["status"] == "error"
+    [shown] = frontend.contents(request, "error")
+    return frontend.text(request) + re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(shown["traceback"]))
+
+
+def notes(frontend: Frontend, request: str) -> str:
+    """Return the last state of a cell's head."""
+    return str(frontend.contents(request, "update_display_data")[-1]["data"]["text/plain"])
+
+
+def ranks_of(frontend: Frontend) -> list[psutil.Process]:
+    """Return the processes of a session's ranks, in their order."""
+    frontend.run("%%taas --session exp --out pid@all\npass")
+    return [psutil.Process(pid) for pid in value(frontend, "pid")]
+
+
+def test_variables_modules_and_the_process_group_stay(session: Frontend) -> None:
+    session.run("%%taas --session exp\nx = torch.ones(1) * (rank + 1)\nstays = [rank]")
+    cell = "dist.all_reduce(x)\nstays.append(os.getpid() == pid)\nprint(x.item(), stays[1])"
+    assert printed(session, f"%%taas --session exp\n{cell}") == ["3.0 True"]  # both ranks'
+    session.run("%%taas --session exp --out x,stays@all\npass")
+    assert value(session, "x.item(), stays") == (3.0, [[0, True], [1, True]])
+
+
+def test_a_cell_without_a_session_has_nothing_of_it(session: Frontend) -> None:
+    cell = "import os\nprint('rank' in globals(), 'TAAS_SESSION' in os.environ)"
+    assert printed(session, f"%%taas --gpus 2\n{cell}") == ["False False"]
+
+
+def test_whose_value_a_name_has(session: Frontend) -> None:
+    session.run("lr, scale, seen = 0.1, 1, []\ndef scaled(): return lr * scale")
+    session.run("%%taas --session exp\nseen.append(lr)\nowned = scaled()")
+    # unchanged names are not sent again: the ranks' own list goes on
+    assert printed(session, "%%taas --session exp\nseen.append(1)\nprint(seen)") == ["[0.1, 1]"]
+    session.run("lr = 0.2")
+    request = session.send("%%taas --session exp\nprint(scaled())")  # the function has not changed
+    session.finish(request)
+    assert "0.2" in session.text(request)
+    assert "sent again, as the notebook has changed it: `lr`" in notes(session, request)
+    session.run("%%taas --session exp\nlr = 5")
+    session.run("lr = 7")
+    request = session.run("%%taas --session exp\nprint(lr)")
+    assert "5" in session.text(request)
+    assert "`lr` is assigned by cells of the session" in notes(session, request)
+    assert "`lr`" not in notes(session, session.run("%%taas --session exp\nprint(lr)"))  # said once
+    assert printed(session, "%%taas --session exp --send lr\nprint(lr)") == ["7"]
+    assert printed(session, "%%taas --session exp\nprint(lr)") == ["7"]
+
+
+def test_values_that_share_something_are_sent_together(session: Frontend) -> None:
+    session.run("import torch\nw = torch.zeros(2)\nhalf = w[:1]\nbox = {'w': w}")
+    share = "half.add_(1)\nprint(w[0].item() == box['w'][0].item() == half[0].item())"
+    assert printed(session, f"%%taas --session exp\n{share}") == ["True"]
+    session.run("w += 5")
+    assert printed(session, f"%%taas --session exp\n{share}\nprint(w)") == [
+        "True",
+        "tensor([6., 5.])",
+    ]
+    session.run("half += 1")
+    assert printed(session, "%%taas --session exp\nprint(half)") == ["tensor([6.])"]
+    assert printed(session, f"%%taas --session exp\n{share}") == ["True"]
+
+
+def test_definitions_of_the_notebook_are_sent_again(session: Frontend) -> None:
+    session.run("def f(): return 1\nclass A: n = 1")
+    assert printed(session, "%%taas --session exp\na = A()\nprint(f(), A.n)") == ["1 1"]
+    session.run("def f(): return 2\nclass A: n = 2")
+    assert printed(session, "%%taas --session exp\nprint(f(), A.n, a.n)") == ["2 2 1"]
+
+
+def test_names_that_a_cells_function_reads_are_kept_up_to_date(session: Frontend) -> None:
+    session.run("k = 1")
+    session.run("%%taas --session exp\ndef g(): return k")
+    session.run("k = 2")
+    assert printed(session, "%%taas --session exp\nprint(g())") == ["2"]
+
+
+def test_some_ranks_alone_run_a_cell(session: Frontend) -> None:
+    session.run("extra = 4")
+    request = session.run(
+        "%%taas --session exp --ranks 1\nfrom IPython.display import Markdown\n"
+        "display(Markdown('from one'))\nmine = rank + extra\nprint(mine)"
+    )
+    assert "[1] 5" in session.text(request) and "[0]" not in session.text(request)
+    shown = session.contents(request, "display_data")
+    assert any("from one" in str(each["data"]) for each in shown)
+    assert printed(session, "%%taas --session exp\nprint(extra, 'mine' in globals())") == [
+        "4 False",
+        "4 True",
+    ]
+
+
+def test_what_does_not_go_together_is_said_before_anything_runs(session: Frontend) -> None:
+    said = {
+        "%%taas --session exp --gpus 3\npass": 'session "exp" was started with 2 ranks',
+        "%%taas --session exp --env A=1\npass": "--env: session",
+        "%%taas --session other\npass": 'no session "other"',
+        "%%taas --session ex\npass": 'did you mean "exp"',
+        "%%taas --gpus 2 --ranks 1\npass": "--ranks needs --session",
+        "%%taas --session exp --ranks 2\npass": "has ranks 0 to 1",
+        "%%taas --session exp --send nowhere\npass": "the notebook has no such variable",
+        "%%taas --gpus 2 --session new --max-restarts 1\npass": "does not go with --session",
+    }
+    for cell, text in said.items():
+        assert text in error(session, cell)
+    assert printed(session, "%%taas --session exp\nprint(rank)") == ["0", "1"]
+
+
+def test_only_rank_0_writes_in_every_cell(session: Frontend) -> None:
+    for number in (1, 2):
+        request = session.run(
+            f"%%taas --session exp\nopen('kept.txt', 'w').write(f'{{rank}} {number}')"
+        )
+        assert "rank 0 wrote: kept.txt" in notes(session, request)
+        assert "kept.txt from rank 1" in notes(session, request)
+        assert value(session, "open('kept.txt').read()") == f"0 {number}"
+
+
+def test_an_error_on_a_rank_ends_the_cell_and_not_the_session(session: Frontend) -> None:
+    cell = "%%taas --session exp\nkept = rank\nif rank == 1:\n    1 / 0\n"
+    said = error(session, cell)
+    assert "ZeroDivisionError" in said and "Cell In" in said
+    assert printed(session, "%%taas --session exp\nprint(kept)") == ["0", "1"]
+    request = session.send(f"{cell}dist.all_reduce(torch.ones(1))")
+    assert session.finish(request)["status"] == "error"
+    assert "the process group was interrupted in a collective (rank 0)" in notes(session, request)
+    anew = "dist.destroy_process_group()\ndist.init_process_group('gloo')\n"
+    total = "x = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())"
+    assert printed(session, f"%%taas --session exp\n{anew}{total}") == ["2.0"]
+
+
+def test_an_interrupt_brings_ranks_back_from_collectives_that_do_not_match(
+    session: Frontend,
+) -> None:
+    session.run("%%taas --session exp\nkept = rank")
+    cell = "print('ready', flush=True)\nx = torch.ones(1)\n"
+    cell += "dist.all_reduce(x) if rank == 0 else dist.recv(x, 0)"
+    request = session.send(f"%%taas --session exp\n{cell}")
+    session.wait(lambda: "ready" in session.text(request))
+    session.manager.interrupt_kernel()
+    assert session.finish(request)["status"] == "error"
+    assert printed(session, "%%taas --session exp\nprint(kept)") == ["0", "1"]
+
+
+def test_a_rank_that_does_not_come_back_ends_the_session(session: Frontend) -> None:
+    cell = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
+    cell += "if rank == 1:\n    raise ValueError\nprint('ready', flush=True)\n"
+    said = error(session, f"%%taas --session exp\n{cell}import threading\nthreading.Event().wait()")
+    assert "ValueError" in said
+    assert 'session "exp" has ended' in said and "Lost with its ranks" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_ends_the_session(session: Frontend, number: int) -> None:
+    _, second = ranks = ranks_of(session)
+    request = session.send(
+        "%%taas --session exp\nprint('ready', flush=True)\ndist.barrier()\n"
+        "import threading\nthreading.Event().wait()"
+    )
+    session.wait(lambda: "ready" in session.text(request))
+    second.send_signal(number)
+    assert session.finish(request)["status"] == "error"
+    said = session.text(request)
+    assert 'session "exp" has ended' in said and "rank 1" in said
+    assert "pid" in said  # a variable that was lost
+    assert "has ended" in error(session, "%%taas --session exp\npass")
+    assert not left_of(ranks)
+
+
+def test_a_rank_that_dies_between_cells_ends_the_session(session: Frontend) -> None:
+    first, second = ranks_of(session)
+    first.kill()
+    assert not left_of([first, second])
+    said = error(session, "%%taas --session exp\npass")
+    assert "rank 0" in said and "SIGKILL" in said
+    session.run(START)
+    assert printed(session, "%%taas --session exp\nprint(rank)") == ["0", "1"]
+
+
+def test_what_a_session_has_is_listed_and_new_ranks_have_nothing(session: Frontend) -> None:
+    session.run(
+        "%%taas --session exp\nsame = torch.zeros(3)\nother = torch.ones(2) * rank\n"
+        "sizes = torch.zeros(rank + 1)\nif rank == 1: alone = 1"
+    )
+    listed = session.text(session.run("%taas vars exp"))
+    rows = {line.split()[0]: line for line in listed.splitlines()}
+    assert re.search(r"Tensor +\(3,\) +float32 +cpu +12 bytes +equal$", rows["same"])
+    assert rows["other"].endswith("equal shapes, values differ")
+    assert rows["sizes"].endswith("values differ") and rows["alone"].endswith("only on rank 1")
+    assert re.search(
+        r"exp +local +2 +\S+ +[\d.]+ MB +none", session.text(session.run("%taas sessions"))
+    )
+    before = ranks_of(session)
+    session.run("%taas restart exp")
+    assert not left_of(before)
+    assert printed(session, "%%taas --session exp\nprint('same' in globals())") == ["False"]
+
+
+def test_an_idle_session_is_ended(session: Frontend) -> None:
+    session.run("%taas end exp")
+    session.run("open('taas.toml', 'w').write('[runs]\\nsession_idle_s = 0.2')")
+    try:
+        session.run("%%taas --gpus 1 --session short\nimport os\npid = os.getpid()")
+        session.run(
+            "from taas_magic.notebook import sessions\nsessions.named('short').wait_for_end(60)"
+        )
+        said = error(session, "%%taas --session short\npass")
+        assert "had no cell for" in said and "session_idle_s" in said
+    finally:
+        session.run("import os\nos.remove('taas.toml')")
+
+
+def test_a_kernel_that_ends_takes_its_sessions_along(kernel_of_its_own: Frontend) -> None:
+    kernel_of_its_own.run(START)
+    ranks = ranks_of(kernel_of_its_own)
+    kernel_of_its_own.process.send_signal(signal.SIGKILL)
+    assert not left_of(ranks)
