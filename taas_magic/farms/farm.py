@@ -1,7 +1,7 @@
-"""A farm as the kernel holds it: jobs are submitted, their results come back as they are ready.
+"""The kernel's side of a farm: submits jobs and receives their results as they become ready.
 
-Nothing here blocks the notebook but the waits that the user asks for. A thread brings the result of
-each job as soon as it has ended, so that what was delivered stays, whatever becomes of its node.
+Only the waits that the user asks for block the notebook. A thread stores the result of each job as
+soon as the job has ended, so the loss of a node does not lose results that were delivered.
 """
 
 import asyncio
@@ -69,31 +69,32 @@ if TYPE_CHECKING:
 LOG = "farm.log"
 
 START_TIMEOUT_S = leases.START_TIMEOUT_S
-"""Seconds without any work after which the farm's process counts as stuck while it starts."""
+"""Seconds without any activity after which the start of the farm's process fails."""
 
 END_S = 30.0
-"""How long the farm's process may take to end."""
+"""Seconds to wait for the farm's process to end before it is killed."""
 
 SEEN_S = 10.0
-"""How long it may take until a farm's process that closed its connection is seen to have ended."""
+"""Seconds to wait for the farm's process to end after its connection closed."""
 
 WATCH_S = 0.5
-"""How often the table is shown anew, and it is looked whether the farm's process lives."""
+"""Seconds between table refreshes and liveness checks of the farm's process."""
 
 CALLED = "_taas_job"
-"""The name that a function travels by which is no variable of the notebook under its own."""
+"""Name in the payload for a function that the notebook does not have under its own name."""
 
 _naming = threading.Lock()
-"""Held while a function has that name: threads may submit at once."""
+"""Lock held while a function has the name `CALLED`, because several threads may submit jobs."""
 
 
 class Job(JobState):
     """A call of a function in a farm.
 
     Attributes:
-        args: What the function is called with.
-        kwargs: The same, by name.
-        folder: Its folder: what it printed (`output.log`), and what it saved by `taas.save`.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        folder: The job's folder, with its output (`output.log`) and the files that it saved by
+            `taas.save`.
     """
 
     def __init__(
@@ -108,15 +109,20 @@ class Job(JobState):
         return f"<job {self.name}: {self.state}{where}>"
 
     def done(self) -> bool:
-        """Return whether it has ended, in whatever way."""
+        """Return whether the job has ended: returned, failed or cancelled."""
         return self.outcome.done()
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for what the function returns; an interrupt cancels the job.
+        """Wait for the job and return the function's result. An interrupt cancels the job.
+
+        Args:
+            timeout_s: Seconds to wait; default is no limit.
 
         Raises:
-            JobFailed: It raised, died or was cancelled: with its traceback in the notebook's lines.
-            TimeoutError: It has not ended in that time.
+            JobFailed: The job raised, died or was cancelled. The message has the job's traceback,
+                with the notebook's line numbers.
+            PoolError: The farm has ended.
+            TimeoutError: The job has not ended in that time.
             KeyboardInterrupt: The user interrupted the wait.
         """
         error = self.exception(timeout_s)
@@ -125,10 +131,17 @@ class Job(JobState):
         return self.outcome.result()
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """Wait for its end; returns what `result` would raise, None where it returned.
+        """Wait for the job and return the exception that `result` would raise.
+
+        Args:
+            timeout_s: Seconds to wait; default is no limit.
+
+        Returns:
+            The exception, or None if the function returned.
 
         Raises:
-            TimeoutError: It has not ended in that time.
+            TimeoutError: The job has not ended in that time.
+            KeyboardInterrupt: The user interrupted the wait.
         """
         with self._farm.cancelling([self]):
             try:
@@ -138,13 +151,13 @@ class Job(JobState):
                 raise TimeoutError(late) from None
 
     def cancel(self) -> None:
-        """End it, if it has not ended; one that runs is interrupted first."""
+        """Cancel the job, unless it has ended. A running job is interrupted, then killed."""
         self.end(JobFailed(f"job {self.name} was cancelled", name=self.name, etype=CANCELLED))
         if (future := self._farm._forget(self.name)) is not None:
             future.cancel()
 
     def end(self, error: BaseException | None, result: Any = None) -> None:
-        """Let it have ended, if it has not; the table shows it."""
+        """Set the outcome of the job, unless it already has one; the table then refreshes."""
         super().end(error, result)
         self._farm.state.changes += 1
 
@@ -193,15 +206,19 @@ class Farm:
         fresh: bool = False,
         **kwargs: Any,
     ) -> Job:
-        """Have a node call a function; returns when large arguments are in the farm's process.
+        """Submit a call of a function, which a node then makes.
+
+        Blocks until the farm's process has received the large arguments.
 
         Args:
-            function: Any callable; it travels as what a `%%taas` cell uses does.
-            retries: How often it is called again when it raises, or its process dies.
-            fresh: Whether it must have a process that no other job has run in.
+            function: Any callable; it is captured like the objects that a `%%taas` cell uses.
+            args: Positional arguments of the call.
+            retries: Number of further calls if the function raises or its process dies.
+            fresh: Whether the job needs a process in which no other job has run.
+            kwargs: Keyword arguments of the call.
 
         Raises:
-            CaptureError: Something cannot travel; the message has the path to it.
+            CaptureError: An object cannot be pickled; the message has the path to it.
             PoolError: The farm is closed, or its process has ended.
         """
         return self._submit([(args, kwargs)], function, retries, fresh)[0]
@@ -214,20 +231,33 @@ class Farm:
         fresh: bool = False,
         **kwargs: Any,
     ) -> list[Job]:
-        """Submit a job for each element, as `map` would call the function; see `submit`.
+        """Submit a job for each call that the built-in `map` would make; see `submit`.
 
         Args:
-            iterables: The n-th job is given the n-th element of each.
-            kwargs: The same for all.
+            function: As in `submit`.
+            iterables: Sources of the positional arguments: the n-th job receives the n-th element
+                of each. The shortest iterable bounds the number of jobs.
+            retries: As in `submit`.
+            fresh: As in `submit`.
+            kwargs: Keyword arguments, the same for all jobs.
+
+        Raises:
+            CaptureError: As in `submit`.
+            PoolError: As in `submit`.
         """
         calls = [(args, kwargs) for args in zip(*iterables, strict=False)]
         return self._submit(calls, function, retries, fresh)
 
     def as_completed(self, jobs: Iterable[Job] | None = None) -> Iterator[Job]:
-        """Yield jobs as they end, in whatever way; an interrupt cancels those that have not.
+        """Yield jobs as they end, also failed and cancelled ones.
+
+        An interrupt cancels the jobs that have not ended.
 
         Args:
-            jobs: Which; left out, all of the farm that have not ended.
+            jobs: The jobs to wait for; default is all jobs of the farm that have not ended.
+
+        Raises:
+            KeyboardInterrupt: The user interrupted the wait.
         """
         waiting = list(self._unfinished() if jobs is None else jobs)
         with self.cancelling(waiting):
@@ -239,24 +269,24 @@ class Farm:
                 yield jobs_of[ended.get()]
 
     def on_solution(self, listener: Callable[[Job], None]) -> None:
-        """Have a function called with each job that has returned, in a thread of the farm's."""
+        """Register a function that a thread of the farm calls with each job that returned."""
         self._on_solution.append(listener)
 
     def status(self) -> FarmState:
-        """Return how the farm stands; shown as a table."""
+        """Return the state of the farm, which the notebook shows as a table."""
         return self.state
 
     def cancel(self, jobs: Iterable[Job]) -> None:
-        """End jobs; those that run are interrupted, and ended if they do not end by that."""
+        """Cancel jobs. Running jobs are interrupted, and killed if that does not end them."""
         for job in jobs:
             job.cancel()
 
     @contextmanager
     def cancelling(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """Cancel jobs that the user waits for when the wait is interrupted.
+        """Cancel `jobs` if the user interrupts the block.
 
         Raises:
-            KeyboardInterrupt: It was.
+            KeyboardInterrupt: The user interrupted the block.
         """
         try:
             yield
@@ -266,7 +296,7 @@ class Farm:
             raise interrupted(f"Stopped by you; {len(left)} jobs were cancelled.") from None
 
     def close(self) -> None:
-        """Cancel what has not ended, give the hosts back, end the farm's process."""
+        """Cancel the jobs that have not ended, release the hosts and end the farm's process."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -275,8 +305,9 @@ class Farm:
         self._ended.put(None)
         disconnect(self._client)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended
-            self._process.stdin.write(b"\n")  # forks of the kernel keep it open
+        with contextlib.suppress(BrokenPipeError):  # the farm's process has ended
+            # a line, because forks of the kernel may keep the pipe open after close()
+            self._process.stdin.write(b"\n")
             self._process.stdin.close()
         try:
             self._process.wait(END_S)
@@ -287,7 +318,7 @@ class Farm:
         self._show()
 
     def _show(self, update: bool = True) -> None:
-        """Show the table below the cell that made the farm."""
+        """Show the table below the cell that created the farm."""
         transient = {"display_id": self.name}
         bundle = table.bundle(self.state)
         self._shell.display_pub.publish(bundle, transient=transient, update=update)
@@ -327,23 +358,24 @@ class Farm:
         names = [job.name for job in jobs]
         for job in jobs:
             self.state.add(job)
-        with self._lock, warnings.catch_warnings():  # Dask advises to scatter: the shelf does
+        with self._lock, warnings.catch_warnings():
+            # Dask advises to scatter large arguments, which the shelf already does
             warnings.filterwarnings("ignore", message="Sending large graph")
-            # in one message: to submit a job costs Dask as much as to run it
+            # all jobs in one message: for Dask, submitting a job costs as much as running it
             futures = self._client.map(run_job, told, parts, key=names, retries=retries, pure=False)
             self._jobs.update(zip(names, zip(jobs, futures, parts, strict=True), strict=True))
-        if self._why_over:  # meanwhile
+        if self._why_over:  # the farm ended meanwhile
             self._give_up(self._why_over)
         return jobs
 
     def _pack(self, function: Callable[..., Any], call: "_Call") -> tuple[str, bytes, str]:
-        """Capture a function with all that it, and arguments of it, use of the notebook.
+        """Capture a function, with all notebook objects that it and its arguments use.
 
         Returns:
-            The name that it has in the payload, the payload, and what `JobCall.setting` is.
+            The function's name in the payload, the payload, and the value of `JobCall.setting`.
 
         Raises:
-            CaptureError: Something that it uses cannot travel.
+            CaptureError: An object that the function uses cannot be pickled.
         """
         namespace = self._shell.user_ns
         path = self.folder / f"function-{threading.get_ident()}"
@@ -361,7 +393,7 @@ class Farm:
             path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        """Show how the farm stands, and end jobs of which nothing more will be heard."""
+        """Refresh the table, and end jobs whose outcome will never arrive."""
         shown = 0
         while not self._closed.wait(WATCH_S):
             if not self._why_over and self._process.poll() is not None:
@@ -376,7 +408,7 @@ class Farm:
                 self._show()
 
     def _lose(self) -> None:
-        """End all jobs: the farm's process has ended, or is not connected any more."""
+        """End all jobs because the farm's process has ended or lost its connection."""
         if self._closed.is_set():
             return
         try:
@@ -386,14 +418,14 @@ class Farm:
         self._give_up(f"{why} ({self.folder / LOG})")
 
     def _give_up(self, why: str) -> None:
-        """Take no more jobs, and end those that there are."""
+        """Accept no more jobs, and end the existing ones with an error."""
         self._why_over = why
         for job in self._unfinished():
             job.end(PoolError(f"job {job.name} of {self.name}: {why}"))
             self._forget(job.name)
 
     def _collect(self) -> None:
-        """End jobs by what is heard of them, until the farm is closed."""
+        """End jobs as their outcomes and errors arrive, until the farm is closed."""
         while (said := self._ended.get()) is not None:
             if isinstance(said, NodeNews):
                 self._give_up(said.why)
@@ -404,20 +436,24 @@ class Farm:
                 self._deliver(job, said)
             elif job is not None and future is not None:
                 self._fail(job, future)
-            # the last that knows its future: Dask would run it again if its node were lost now
+            # drop the last reference: while a future exists, Dask runs its job again if the node
+            # is lost
             del future
             self._forget(said.job)
         self._solved.put(None)
 
     def _forget(self, name: str) -> "Future | None":
-        """Know a job no more that has ended; returns its future."""
+        """Remove a job and its parts, and return its future."""
         with self._lock:
             _, future, parts = self._jobs.pop(name, (None, None, ()))
         self._shelf.drop(parts)
         return future
 
     def _fail(self, job: Job, future: "Future") -> None:
-        """End a job by what its future says; one that was cancelled by nobody is lost."""
+        """End a job with the error of its future.
+
+        If the future has no error and the user did not cancel the job, the farm is lost.
+        """
         from distributed.client import FutureCancelledError
 
         with contextlib.suppress(FutureCancelledError, OSError):
@@ -436,19 +472,22 @@ class Farm:
             data, *buffers = said.parts
             views = [memoryview(bytearray(part)) for part in buffers]
             result = pickling.loads(data, views, namespace=self._shell.user_ns)
-        except BaseException as error:  # of whatever kind the user's `__setstate__` raises
+        except BaseException as error:  # the user's `__setstate__` may raise anything
             job.end(error)
             return
         job.end(None, result)
         self._solved.put(job)
 
     def _tell(self) -> None:
-        """Call listeners, which may themselves wait for jobs, until the farm is closed."""
+        """Call the listeners until the farm is closed.
+
+        This needs a thread of its own because listeners may themselves wait for jobs.
+        """
         while (job := self._solved.get()) is not None:
             for listener in self._on_solution:
                 try:
                     listener(job)
-                except BaseException:  # `sys.exit`, too, ends this call and not this thread
+                except BaseException:  # even `sys.exit` must not end this thread
                     logging.getLogger("taas").exception("on_solution of job %s", job.name)
 
     def _failure(self, job: Job, error: BaseException) -> JobFailed:
@@ -467,13 +506,13 @@ class Farm:
         return JobFailed(head, details, name=job.name, etype=ended.etype)
 
     def _hear(self, pair: tuple[float, dict[str, Any]]) -> None:
-        """Take what nodes, and the farm's process, say; in the thread of the Dask client."""
+        """Handle a message from a node or the farm's process; runs in Dask's client thread."""
         said: News = msgspec.convert(pair[1], News)
         if isinstance(said, JobOutcome) or (isinstance(said, JobNews) and said.state == "erred"):
             self._ended.put(said)
             return
         if isinstance(said, JobNews) and said.job not in self.state.jobs:
-            return  # no name of a job, and no folder of one
+            return  # an unknown name must not become a folder
         if isinstance(said, JobNews) and said.lines:
             path = self.folder / "jobs" / said.job / "output.log"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -481,11 +520,12 @@ class Farm:
                 log.write(said.lines)
         self.state.take(cleaned(said))
         if isinstance(said, NodeNews) and said.state == "given up" and not self.state.here:
-            self._ended.put(said)  # what ends jobs may wait for this thread
+            # in the other thread: ending jobs may wait for this one
+            self._ended.put(said)
 
 
 class _Shelf:
-    """Large parts of what jobs are given, each once in the farm's process; any thread."""
+    """The large parts of jobs, each stored once in the farm's process; usable from any thread."""
 
     def __init__(self, client: "Client") -> None:
         self._client, self._lock = client, threading.Lock()
@@ -494,7 +534,11 @@ class _Shelf:
         self._users: Counter[str] = Counter()
 
     def part(self, part: Any, is_shared: bool = False) -> Part:
-        """Return a part as a job is told it: itself; of what is large or shared, its name there."""
+        """Store a part if it is large or shared, and return what the job receives.
+
+        Returns:
+            The bytes of a small part, or the name of the stored part.
+        """
         from distributed.protocol import to_serialize
 
         data = memoryview(part).cast("B")
@@ -503,7 +547,7 @@ class _Shelf:
         mark = hashlib.blake2b(data, digest_size=16).hexdigest()
         with self._lock:
             if mark not in self._known:
-                # another name each time: what is dropped may be on its way still
+                # a new name each time: the removal of the old one may still be on its way
                 name = f"{mark}-{next(self._numbers)}"
                 self._call(PUT, name=name, data=to_serialize(bytes(data))).result()
                 self._known[mark] = name
@@ -511,7 +555,7 @@ class _Shelf:
             return self._known[mark]
 
     def drop(self, parts: Collection[Part]) -> None:
-        """Count that a job does not need its parts any more."""
+        """Release the parts of a job, and remove stored parts that no job needs."""
         with self._lock:
             for name in parts:
                 if isinstance(name, str):
@@ -528,12 +572,12 @@ class _Shelf:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a job's function is called with.
+    """The arguments of a job, pickled.
 
     Attributes:
-        parts: A pickle of each argument, one after the other, and the memory that they refer to.
-        needs: Names of the notebook that they look up when they run.
-        modules: Modules that they refer to.
+        parts: One part with the pickles of all arguments, then the buffers that they refer to.
+        needs: Names of the notebook that the arguments look up when they run.
+        modules: Modules that the arguments refer to.
     """
 
     args: tuple[Any, ...]
@@ -546,10 +590,10 @@ class _Call:
 def _pack_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], namespace: dict[str, Any]
 ) -> _Call:
-    """Pickle a job's arguments; memory of arrays and tensors is referred to, not copied.
+    """Pickle a job's arguments without copying the memory of arrays and tensors.
 
     Raises:
-        CaptureError: One of them cannot travel; the message has the path to what cannot.
+        CaptureError: An argument cannot be pickled; the message has the path to the cause.
     """
     pickler = pickling.ValuePickler(namespace, "jobs")
     named = {**{f"argument {place}": value for place, value in enumerate(args, 1)}, **kwargs}
@@ -563,7 +607,10 @@ def _pack_arguments(
 
 @contextmanager
 def _named(function: Callable[..., Any], namespace: dict[str, Any]) -> Iterator[str]:
-    """Give a variable of the notebook that is the function; made for the block if need be."""
+    """Yield the name of a notebook variable that holds the function.
+
+    If there is none, the variable `CALLED` exists for the block.
+    """
     own = getattr(function, "__name__", "")
     if own and namespace.get(own) is function:
         yield own
@@ -576,10 +623,10 @@ def _named(function: Callable[..., Any], namespace: dict[str, Any]) -> Iterator[
 
 
 def _below(folder: Path, name: str) -> Path:
-    """Return where a file of a job is put that its node has named.
+    """Return the path in a job's folder for a file name that a node sent.
 
     Raises:
-        ProtocolError: It may lie outside of the job's folder.
+        ProtocolError: The path may be outside the job's folder.
     """
     if why := why_astray(name):
         raise ProtocolError(f"a farm's node brought {name!r} for a job's folder: {why}")
@@ -593,17 +640,21 @@ def farm(
     cpus: int = 1,
     nodes: tuple[int, int] | int | None = None,
 ) -> Farm:
-    """Start a farm of jobs on the hosts of a pool, or of several; nodes come when jobs need them.
+    """Start a farm of jobs on the hosts of one or several pools.
 
-    Returns when the farm's process has started, which takes about a second.
+    Returns when the farm's process has started, which takes about a second. Nodes start when jobs
+    need them.
 
     Args:
-        gpus: CUDA devices that a job has for itself.
-        cpus: Processors for each job: a host runs as many jobs at a time as it has room for.
-        nodes: Hosts: at least and at most, or how many; left out, as many as jobs need.
+        pool: Name of the pool, or names of several pools.
+        gpus: CUDA devices that each job has for itself.
+        cpus: Processors of each job; a host runs as many jobs at a time as it has processors (and
+            devices) for.
+        nodes: Number of hosts: a fixed number, or the smallest and the largest number; default is
+            as many as the jobs need.
 
     Raises:
-        UsageError: The pool has no such hosts, or is not trusted; the message says more.
+        UsageError: The pool has no such hosts or is not trusted; the message says more.
         PoolError: The farm's process did not start.
     """
     shell = get_ipython()
@@ -653,24 +704,24 @@ def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
 
 
 def _remove_ended(folder: Path, keep: int) -> None:
-    """Remove the folders of all farms but the newest, and of none whose process lives."""
-    farms = sorted(folder.glob("farm-*"))  # by time, as their names have it
+    """Remove the folders of all but the newest `keep` farms, except those that still run."""
+    farms = sorted(folder.glob("farm-*"))  # by time, because their names begin with it
     for old in farms[: max(0, len(farms) - keep)]:
-        # its process lives, and has its log; or another kernel removes it, too
+        # the farm's process locks its log while it lives; another kernel may remove it, too
         with contextlib.suppress(FileNotFoundError), (old / LOG).open("ab") as log:
             if lock(log.fileno()):
                 shutil.rmtree(old, ignore_errors=True)
 
 
 def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], FarmPlace]:
-    """Return the farm's process, and how one connects to it.
+    """Start the farm's process and return it with its address.
 
     Raises:
-        PoolError: It did not start; with the last lines of its log.
+        PoolError: The process did not start; the message has the last lines of its log.
     """
     path = folder / LOG
     with path.open("ab") as log:
-        lock(log.fileno(), shared=True, wait=True)  # held as long as the process has its log
+        lock(log.fileno(), shared=True, wait=True)  # held while the process has its log open
         process = subprocess.Popen(
             spawn_command("taas_magic.farms.process"),
             stdin=subprocess.PIPE,

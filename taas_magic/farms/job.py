@@ -1,7 +1,7 @@
-"""A job process: forked by its node's forkserver, it runs a job, and may then run another.
+"""The job process: the node's forkserver forks it, and it runs one job or several in turn.
 
-It serves on only while nothing of a job stays: the next job finds a process as clean as a new one
-(`_state`). What a job takes long for is thereby always in a process of its own.
+A process runs another job only if the last job left nothing behind (`_state`), so each job starts
+in a process as clean as a new one. After a job longer than `SHORT_S`, the process ends.
 """
 
 import contextlib
@@ -34,19 +34,24 @@ from taas_magic.store.guard import Means, hold
 from taas_magic.store.publish import SAVES
 
 SHORT_S = 0.05
-"""A job that takes longer has had the process for itself: starting another costs less than that."""
+"""Longest job, in seconds, after which a process may run another job.
+
+After a longer job the process ends: starting a new process costs less than the job did.
+"""
 
 
 _TOLD = (SAVES, cell_main.PAYLOAD)
-"""Environment variables that each job has of its own."""
+"""Environment variables that differ for each job."""
 
 
 def job_main(setting: JobSetting, control: Connection, output: Connection) -> None:
-    """Run jobs until the node closes `control`, or until one has left something behind.
+    """Run jobs until the node closes `control` or a job leaves something behind.
 
     Args:
-        control: Gives each a `PlacedCall`; takes a `JobOutcome`, then what it `sends`.
-        output: What jobs print goes there.
+        setting: The settings of this process.
+        control: A pipe to the node. The process receives a `PlacedCall` for each job and sends a
+            `JobOutcome`, followed by the `JobOutcome.sends` parts of the result.
+        output: The pipe that receives what jobs print.
     """
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -60,13 +65,13 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
     _settle(setting, kept_out.append)
     before = _state()
     process = os.getpid()
-    with contextlib.suppress(EOFError, KeyboardInterrupt):  # the node wants no more of it
+    with contextlib.suppress(EOFError, KeyboardInterrupt):  # the node ends this process
         while True:
             told: PlacedCall = pickle.loads(control.recv_bytes())
             began = time.monotonic()
             outcome, parts = _run(told)
             flush()
-            if os.getpid() != process:  # a child that the job forked, and that ran on to its end
+            if os.getpid() != process:  # a child that the job forked, and that ran past the job
                 return
             outcome.took_s = time.monotonic() - began
             may_go_on = not (outcome.etype or told.call.fresh or kept_out)
@@ -83,7 +88,7 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
 
 
 def _settle(setting: JobSetting, note: Callable[[str], None]) -> None:
-    """Become a program in the notebook's folder, held off the project store.
+    """Apply `setting` to this process and keep its writes out of the project store.
 
     Args:
         note: Called with each path that is kept out of the store.
@@ -102,13 +107,13 @@ def _settle(setting: JobSetting, note: Callable[[str], None]) -> None:
         run_folder=setting.files,
         note=note,
     )
-    with contextlib.suppress(OSError):  # a host that does not have the notebook's folder
+    with contextlib.suppress(OSError):  # this host may not have the notebook's folder
         os.chdir(setting.cwd)
     torch.set_num_threads(setting.cpus)
 
 
 def _state() -> tuple[Any, ...]:
-    """Return what of this process a job may have changed."""
+    """Return the state of this process that a job may have changed."""
     threads = len(os.listdir("/proc/self/task"))
     environ = {name: value for name, value in os.environ.items() if name not in _TOLD}
     streams = [(it, getattr(it, "closed", True)) for it in (sys.stdout, sys.stderr)]
@@ -125,7 +130,10 @@ def _has_children() -> bool:
 
 
 def _end_children() -> None:
-    """End what a job has left in sessions of their own; the others end with its process's group."""
+    """Kill the job's children that are in other sessions.
+
+    The node kills the other children with the process group.
+    """
     for child in psutil.Process().children(recursive=True) if _has_children() else ():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             if os.getsid(child.pid) != os.getpid():
@@ -133,13 +141,13 @@ def _end_children() -> None:
 
 
 def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
-    """Run a job; returns how it ended, and the parts of its result."""
+    """Run a job and return its outcome and the parts of its result."""
     os.environ[SAVES] = told.saves
     process = os.getpid()
     try:
         result = pickling.dump(_called(told), name="the job's result")
-    except BaseException as error:  # SystemExit, too, ends this job and not its process
-        if os.getpid() != process:  # a child that the job forked ends as one of a program does
+    except BaseException as error:  # SystemExit, too, ends the job and not this process
+        if os.getpid() != process:  # a child that the job forked: it ends as usual in Python
             raise
         return _failed(error), []
     parts = [memoryview(result.data), *(buffer.raw() for buffer in result.buffers)]
@@ -148,7 +156,7 @@ def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
 
 def _called(told: PlacedCall) -> Any:
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
-    main.__spec__ = ModuleSpec(cell_main.__name__, None)  # where spawned children find its names
+    main.__spec__ = ModuleSpec(cell_main.__name__, None)  # spawned children load `__main__` by it
     random.seed()
     torch.default_generator.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -168,7 +176,7 @@ def _called(told: PlacedCall) -> Any:
 
 
 def _opened(part: bytes | str) -> memoryview | bytearray:
-    """Return a part as its job has it, which may write to it: mapped where it is a path."""
+    """Return a part as writable memory of this job; a path is mapped copy-on-write."""
     if not isinstance(part, str):
         return bytearray(part)
     with open(part, "rb") as file:
@@ -178,7 +186,7 @@ def _opened(part: bytes | str) -> memoryview | bytearray:
 def _failed(error: BaseException) -> JobOutcome:
     try:
         text = tracebacks.plain(error)
-    except Exception:  # an exception's own __str__ or __repr__, or a deep recursion
+    except Exception:  # the exception's own __str__ or __repr__ failed, or a deep recursion
         text = traceback.format_exc(limit=1)
     text = tracebacks.cut(text, tracebacks.TRACEBACK_LIMIT_CHARS)
     etype, message = type(error).__name__, tracebacks.message_of(error)

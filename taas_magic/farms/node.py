@@ -1,9 +1,10 @@
-"""A node: what a farm has on a host. A Dask worker, and the processes that its jobs run in.
+"""The node: a farm's process on one host, with a Dask worker and the processes of its jobs.
 
-It is a program of its own beside the rank of a one-rank run (`keep`), so that the pool takes it for
-what it knows: it has leases, an end, and a place in the journal. As an agent does, it starts a
-forkserver before it imports Dask. It joins the farm when that is warm, and says until then what is
-imported. Imports have no bound; a node that does nothing for `start_timeout_s` ends.
+To the pool, a node is a run of one rank, so it has leases, an end and a journal like any run. The
+rank (`keep`) starts the node as a separate program. Like an agent, the node starts a forkserver
+before it imports Dask. It joins the farm when the forkserver has imported its modules, and reports
+the imports until then. Imports may take any time, but a node that shows no activity for
+`start_timeout_s` ends.
 """
 
 import asyncio
@@ -60,29 +61,29 @@ if TYPE_CHECKING:
     from distributed import Security
 
 GRACE_S = 5.0
-"""How long a job that was cancelled may take to end, after SIGINT."""
+"""Seconds between SIGINT and SIGKILL for a job that was cancelled."""
 
 DASK_SETTINGS = {
     **CALM_DASK,
     "distributed.admin.low-level-log-length": 0,
-    "distributed.comm.offload": False,  # what is large are bytes, which are sent as they are
+    "distributed.comm.offload": False,  # all large data are bytes, which need no serialization
 }
 
 LINES_BYTES = 256 << 10
-"""Of what a job prints in `_FLUSH_S`, what is passed on at most; the rest is counted."""
+"""Most bytes of a job's output that a node sends per `_FLUSH_S`; the rest is only counted."""
 
 SAID_S = 2.0
-"""How often a node that starts says what it imports, in seconds."""
+"""Seconds between a starting node's reports of what it imports."""
 
 _END_S = 3.0
 _FLUSH_S = 0.2
 
 
 def keep(terms: NodeTerms) -> None:
-    """Run a node until the run is ended; in its rank.
+    """Run a node until the run is ended. The rank of the node's run calls this.
 
     Raises:
-        RuntimeError: The node ended by itself, or is stuck at its start.
+        RuntimeError: The node ended by itself, or its start is stuck.
     """
     scheduler, here = os.environ.pop(REACH), os.getcwd()
     environ = {name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
@@ -91,7 +92,7 @@ def keep(terms: NodeTerms) -> None:
     setting = NodeSetting(
         terms, scheduler, JobSetting(dict(environ), here, sys.path, terms.cpus, store)
     )
-    # the PYTHONPATH by which this host's agent found this package, and what it needs
+    # the PYTHONPATH by which this host's agent found this package and its dependencies
     first = psutil.Process().environ().get("PYTHONPATH", "")
     ours = str(Path(__file__).parent.parent.parent)
     places = dict.fromkeys([*filter(None, first.split(os.pathsep)), ours])
@@ -120,10 +121,13 @@ def keep(terms: NodeTerms) -> None:
 
 
 def main() -> int:
-    """Keep a node until its parent ends, or the farm; returns the process's exit code.
+    """Run a node until its parent or the farm ends.
 
-    Its arguments are its parent's pid, and a descriptor that it closes when it has joined the farm.
-    Standard input has one line, a packed `NodeSetting`.
+    The program's arguments are its parent's pid and a descriptor, which it closes when it has
+    joined the farm. Standard input has one line, a packed `NodeSetting`.
+
+    Returns:
+        The exit code of the process.
     """
     die_with_parent(int(sys.argv[1]))
     starting = int(sys.argv[2])
@@ -140,7 +144,7 @@ def main() -> int:
 async def _serve(setting: NodeSetting, folder: Path, starting: int) -> None:
     import dask
 
-    dask.config.set(DASK_SETTINGS)  # some are read when Dask's modules are imported
+    dask.config.set(DASK_SETTINGS)  # first: Dask reads some settings when it is imported
     from distributed import Security
 
     from taas_magic.farms.worker import NodeWorker
@@ -155,7 +159,7 @@ async def _serve(setting: NodeSetting, folder: Path, starting: int) -> None:
     await warming
     forkserver.start_importing_rest()
     slots = Slots(setting, folder, means)
-    threads = ThreadPoolExecutor(terms.slots + 2)  # processes are started and ended there
+    threads = ThreadPoolExecutor(terms.slots + 2)  # these start and end processes
     asyncio.get_running_loop().set_default_executor(threads)
     node = NodeWorker(
         setting.scheduler,
@@ -178,7 +182,7 @@ async def _serve(setting: NodeSetting, folder: Path, starting: int) -> None:
 async def _tell_imports(
     warming: "asyncio.Future[list[str]]", setting: NodeSetting, security: "Security"
 ) -> None:
-    """Tell the farm what the forkserver imports, every `SAID_S`, until it is warm."""
+    """Report the forkserver's imports to the farm every `SAID_S` until they are complete."""
     from distributed.core import rpc
 
     options = security.get_connection_args("worker")
@@ -190,7 +194,7 @@ async def _tell_imports(
 
 
 class Slots:
-    """The job processes of a node, one a slot; used on its loop, where nothing may wait."""
+    """The job processes of a node, one per slot; used on the node's event loop, never blocks."""
 
     def __init__(self, setting: NodeSetting, folder: Path, means: str) -> None:
         self._terms, self._jobs = setting.terms, folder / "jobs"
@@ -211,21 +215,22 @@ class Slots:
             self._free.append(Slot(job))
 
     def cancel(self, name: str) -> None:
-        """Interrupt a job, if it runs here."""
+        """Interrupt a job if it runs on this node."""
         if (slot := self._running.get(name)) is not None:
             slot.cancel()
 
     async def run(
         self, call: JobCall, parts: Awaitable[list[bytes | Blob]], say: Callable[[JobNews], None]
     ) -> JobOutcome:
-        """Run a job in a slot that is free: Dask runs no more jobs at a time than there are.
+        """Run a job in a free slot; Dask never runs more jobs at a time than there are slots.
 
         Args:
-            parts: The payload, then those of the arguments, when they have come.
-            say: Called when it goes on for longer than a short one, and with what it prints.
+            call: The job.
+            parts: Awaitable of the payload and then the parts of the arguments.
+            say: Called when the job does not end at once, and with the output of the job.
 
         Raises:
-            JobEnded: It did not return.
+            JobEnded: The job did not return.
         """
         name, node = call.name, self._terms.name
         files = self._jobs / name
@@ -238,7 +243,7 @@ class Slots:
                 lambda state, text: say(JobNews(name, node, state, text)),
             )
         finally:
-            del self._running[name]  # what comes late is not for the next job of the slot
+            del self._running[name]  # a late cancel must not reach the slot's next job
             await slot.rest()
             self._free.append(slot)
         outcome.job, outcome.node = name, node
@@ -256,7 +261,7 @@ class Slots:
 
 
 def _taken(folder: Path) -> list[tuple[bytes, bytes]]:
-    """Return the files of a folder, with their names in it; the folder is removed."""
+    """Return the relative paths and contents of a folder's files, and remove the folder."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     files = [(os.fsencode(path.relative_to(folder)), path.read_bytes()) for path in found]
     shutil.rmtree(folder)
@@ -264,11 +269,11 @@ def _taken(folder: Path) -> list[tuple[bytes, bytes]]:
 
 
 Say = Callable[[str, str], None]
-"""Takes a job's state, or lines that it has printed."""
+"""Callback that receives a job's state, or lines that the job has printed; the other is ""."""
 
 
 class Slot:
-    """Runs one job at a time, each in a process that is as good as new (`job.job_main`)."""
+    """Runs one job at a time, each in a process as clean as a new one (`job.job_main`)."""
 
     def __init__(self, setting: JobSetting) -> None:
         self._setting = setting
@@ -282,15 +287,15 @@ class Slot:
         self._job_setting = ""
 
     async def run(self, placed: PlacedCall, say: Say) -> JobOutcome:
-        """Run a job; returns how it ended."""
+        """Run a job and return its outcome."""
         is_other = placed.call.fresh or placed.call.setting != self._job_setting
-        # a process that is idle says nothing
+        # an idle process sends nothing: if it did, or ended, it is replaced
         if is_other or self._process is None or self._events.select(0):
             await asyncio.to_thread(self._renew)
         self._job_setting = placed.call.setting
         lines = _Lines(say)
         try:
-            if self._is_cancelled:  # before it had a process
+            if self._is_cancelled:  # before the job had a process
                 raise EOFError
             if sum(map(len, (placed.payload, *placed.arguments))) > INLINE_BYTES:
                 await asyncio.to_thread(self._control.send_bytes, pickle.dumps(placed))
@@ -307,7 +312,7 @@ class Slot:
         return outcome
 
     async def rest(self) -> None:
-        """Be ready for another job; the last one is not cancelled any more."""
+        """Reset the slot for the next job."""
         if self._late is not None:
             self._late.cancel()
         if self._is_cancelled or not self._again:
@@ -315,7 +320,7 @@ class Slot:
         self._is_cancelled = self._again = False
 
     def cancel(self) -> None:
-        """Interrupt the job; where that does not end it, its process is killed."""
+        """Interrupt the job, and kill its process if it has not ended after `GRACE_S`."""
         if not self._is_cancelled:
             self._is_cancelled = True
             if (process := self._process) is not None:
@@ -324,7 +329,7 @@ class Slot:
                 self._late = loop.call_later(GRACE_S, _signal, process.pid, 9)
 
     def close(self) -> None:
-        """End the process, what it has started, and what was kept out of the store; blocks."""
+        """End the process and its children, and remove its scratch folder; blocks."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -362,12 +367,12 @@ class Slot:
             ready = await self._stirs()
             if self._output in ready:
                 lines.take(printed := self._printed())
-                if not printed:  # its end: the process is going
+                if not printed:  # end of file: the process is about to end
                     self._events.unregister(self._output)
             if self._control in ready:
                 outcome: JobOutcome = pickle.loads(self._control.recv_bytes())
                 return outcome
-            if self._process.sentinel in ready:  # its children may keep the pipes open
+            if self._process.sentinel in ready:  # no EOF tells it: children may hold the pipes
                 raise EOFError
             if not is_said:
                 say("running", "")
@@ -375,7 +380,11 @@ class Slot:
             lines.flush()
 
     async def _stirs(self) -> set[Any]:
-        """Wait until the process has said something or has ended, or for `_FLUSH_S`."""
+        """Wait up to `_FLUSH_S` until the process has sent something or has ended.
+
+        Returns:
+            The pipes and the sentinel that are ready.
+        """
         loop, stirred = asyncio.get_running_loop(), asyncio.Event()
         timer = loop.call_later(_FLUSH_S, stirred.set)
         loop.add_reader(self._events, stirred.set)
@@ -404,26 +413,26 @@ class Slot:
 
 
 def _leave() -> NoReturn:
-    """End this node, whose forkserver has ended, and with it all jobs: they are done elsewhere."""
+    """End this node because its forkserver has ended. Other nodes run its jobs again."""
     sys.stderr.write(f"{forkserver.why_ended()}\n")
     sys.stderr.flush()
     os._exit(1)
 
 
 def _signal(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
         os.killpg(group, number)
 
 
 class _Lines:
-    """What a job prints, passed on at intervals and within bounds."""
+    """Buffer for a job's output, which it passes on at intervals and within `LINES_BYTES`."""
 
     def __init__(self, say: Say) -> None:
         self._say, self._waiting = say, b""
         self._left_out, self._flushed_at = 0, time.monotonic()
 
     def take(self, data: bytes) -> None:
-        """Take what was read."""
+        """Add output of the job, and pass it on if the interval is over."""
         room = LINES_BYTES - len(self._waiting)
         self._left_out += max(0, len(data) - room)
         self._waiting += data[:room]
@@ -431,7 +440,11 @@ class _Lines:
             self.flush()
 
     def flush(self, whole: bool = True) -> None:
-        """Pass on what waits: whole lines, or all of it."""
+        """Pass on the buffered output.
+
+        Args:
+            whole: Whether to pass on whole lines only.
+        """
         self._flushed_at = time.monotonic()
         end = 1 + max(self._waiting.rfind(b"\n"), self._waiting.rfind(b"\r"))
         if not whole or len(self._waiting) >= LINES_BYTES:

@@ -1,8 +1,8 @@
-"""The farm's process: a Dask scheduler for jobs, and nodes that come and go as jobs do.
+"""The farm's process: a Dask scheduler for jobs, which starts and ends nodes as jobs need them.
 
-Started by the kernel, whose end of its standard input is its lease. Each node is a run of one rank
-in a pool: what the pool does for runs (hosts, leases, the ends of processes, the journal) it does
-for nodes. To the pool this process is one kernel more; the pool's own scheduler knows no job.
+The kernel starts this process and holds its standard input open as a lease. Each node is a run of
+one rank in a pool, so the pool handles its host, leases, processes and journal as for any run. To
+the pool, this process is one more kernel. The pool's own scheduler knows nothing of jobs.
 """
 
 import asyncio
@@ -53,29 +53,33 @@ from taas_magic.pool.client import Pool, PoolConnection, Wait
 
 DASK_SETTINGS = {
     **CALM_DASK,
-    "distributed.admin.low-level-log-length": 0,  # results are among what is logged
+    "distributed.admin.low-level-log-length": 0,  # this log would keep results in memory
     "distributed.admin.max-error-length": 1 << 20,
     "distributed.scheduler.allowed-failures": LOST_NODES,
-    "distributed.scheduler.worker-saturation": 1.0,  # what waits, waits where any node can take it
+    "distributed.scheduler.worker-saturation": 1.0,  # jobs wait where any node can take them
 }
 
 INTERVAL_S = 0.5
-"""How often it is looked whether nodes should come or go."""
+"""Seconds between checks of the number of nodes."""
 
 IDLE_LOOKS = 20
-"""For how many looks in a row there must be too many nodes before one goes."""
+"""Number of checks in a row that must find too many nodes before one is ended."""
 
 WHY_S = 2.0
-"""How long the run of a node that is lost may take to end by itself, which says why."""
+"""Seconds to wait for a lost node's run to end by itself; its last event has the reason."""
 
 FAILED_STARTS = 3
-"""How many nodes may fail to start, without one that does, before no more are asked for."""
+"""Number of nodes in a row that may fail to start before the farm gives up."""
 
 
 def main() -> int:
-    """Keep a farm until standard input has a second line, or ends; returns the process's exit code.
+    """Run a farm until standard input has a second line or ends.
 
-    Its first line is a packed `FarmTerms`; a packed `FarmPlace` is written to standard output.
+    The first line of standard input is a packed `FarmTerms`. The process writes a packed
+    `FarmPlace` to standard output.
+
+    Returns:
+        The exit code of the process.
     """
     terms = messages.unpack(sys.stdin.buffer.readline(), FarmTerms)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
@@ -110,7 +114,7 @@ async def _keep(terms: FarmTerms) -> None:
 
 
 class FarmScheduler(Scheduler):
-    """The farm's Dask scheduler; it keeps large parts that jobs need."""
+    """The farm's Dask scheduler, which also stores the large parts that jobs need."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -119,15 +123,15 @@ class FarmScheduler(Scheduler):
         self.handlers |= {PUT: self._put, ASK: self._ask, DROP: self._drop}
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Open no port for Dask's web pages: they would ask nobody for a key."""
+        """Open no port for Dask's web pages, because they require no key."""
 
     def tell(self, news: NodeNews) -> None:
-        """Tell the kernel how a node stands."""
+        """Send the state of a node to the kernel."""
         self._told.append(said := msgspec.to_builtins(news))
         self.log_event(TOPIC, said)
 
     def subscribe_topic(self, topic: str, client: str) -> None:
-        """Tell a kernel of the nodes that came before it listened; called by Dask."""
+        """Send a kernel the node updates from before it subscribed; called by Dask."""
         super().subscribe_topic(topic, client)
         for said in list(self._told) if topic == TOPIC else ():
             self.log_event(TOPIC, said)
@@ -146,14 +150,15 @@ class FarmScheduler(Scheduler):
 
 @dataclass
 class _NodeRun:
-    """What is known of a node; it stays known when it has ended.
+    """The record of a node, which is kept after the node has ended.
 
     Attributes:
-        state: "coming", "here" once it has taken jobs, then "lost", or "left" if nobody needs it.
-        pool: Whose host it has, or waits for.
-        connection: The connection to the pool's process on which its run was launched.
-        run_id: Its run, once that was launched.
-        wait: Its wait for a host, as long as it lasts.
+        state: "coming", then "here" once the node accepts jobs, then "lost", or "left" if the farm
+            ended the node because it was not needed.
+        pool: The pool from which the node has, or waits for, its host.
+        connection: The connection to the pool's process on which the node's run was launched.
+        run_id: Id of the node's run; "" before the launch.
+        wait: The pending wait for a host; None when the node does not wait.
     """
 
     state: str = "coming"
@@ -164,12 +169,12 @@ class _NodeRun:
 
 
 class Fleet(SchedulerPlugin):
-    """The nodes of a farm, each a run: as many as have a slot for each job.
+    """The nodes of a farm, each a run; there are enough nodes to give each job a slot.
 
-    How nodes stand changes on the scheduler's loop; what waits for pools is done in threads.
+    Node states change on the scheduler's event loop. Threads do what waits for pools.
 
     Attributes:
-        slots: Jobs that a node runs at a time.
+        slots: Number of jobs that a node runs at a time.
     """
 
     name = "taas-nodes"
@@ -190,13 +195,16 @@ class Fleet(SchedulerPlugin):
         self.slots = min(self._slots(pool) for pool in self._pools)
 
     def _slots(self, pool: Pool) -> int:
-        """Return how many jobs a host of a pool runs at a time."""
+        """Return the number of jobs that a host of a pool runs at a time."""
         offers, terms = pool.capacity(), self._terms
         by_cores = max(1, offers.cores // terms.cpus)
         return min(by_cores, offers.gpus // terms.gpus) if terms.gpus else by_cores
 
     async def keep(self) -> None:
-        """Let nodes come, and go when there were too many for a while; until it is cancelled."""
+        """Start nodes when jobs need them and end surplus ones, until this task is cancelled.
+
+        A surplus must last for `IDLE_LOOKS` checks before nodes are ended.
+        """
         looks = 0
         while True:
             spare = len(self._living()) - self._wanted()
@@ -211,11 +219,11 @@ class Fleet(SchedulerPlugin):
             await asyncio.sleep(INTERVAL_S)
 
     def _living(self, states: Collection[str] = ("coming", "here")) -> list[str]:
-        """Return the nodes that stand so."""
+        """Return the names of the nodes that are in one of `states`."""
         return [name for name, node in list(self._nodes.items()) if node.state in states]
 
     def _wanted(self) -> int:
-        """Return how many nodes there should be; a node that works stays."""
+        """Return the number of nodes that the farm needs; busy nodes are always needed."""
         waiting = ("queued", "no-worker", "processing", "waiting")
         jobs = sum(task.state in waiting for task in self._scheduler.tasks.values())
         busy = sum(bool(worker.processing) for worker in self._scheduler.workers.values())
@@ -223,23 +231,23 @@ class Fleet(SchedulerPlugin):
         return min(wanted, self._terms.most)
 
     async def _give_back(self, count: int) -> None:
-        """End so many nodes: those that have not come, then those that do nothing."""
+        """End up to `count` nodes: first those that still start, then idle ones."""
         here, workers = self._living(["here"]), self._scheduler.workers
         places = {name: place for place, name in self._names.items() if name in here}
         idle = [name for name in places if not workers[places[name]].processing]
         for name in [*self._living(["coming"]), *idle][:count]:
             self._leave(name)
-            if name in idle:  # so that it is given no job meanwhile
+            if name in idle:  # so that Dask gives it no job meanwhile
                 await self._scheduler.remove_worker(places[name], stimulus_id=self.name)
 
     def _leave(self, name: str) -> None:
-        """End a node because nobody needs it."""
+        """End a node that is not needed."""
         self._nodes[name].state = "left"
         self._said(name, "left")
         self._threads.submit(self._end, name)
 
     def _start(self, name: str) -> None:
-        """Start a node; blocks until its run has begun, in a thread."""
+        """Start a node; runs in a thread and blocks until the node's run has begun."""
         node = self._nodes[name]
         with self._lock:
             if node.state != "coming":
@@ -248,7 +256,7 @@ class Fleet(SchedulerPlugin):
                 why = f"{FAILED_STARTS} nodes did not start, no more are: {self._why}"
                 self._said(name, "given up", why)
                 return
-            # a pool that has a host without a node: the first of those that failed least of late
+            # choose the pool with a free host and the fewest recent failures
             room = [pool for pool in self._pools if self._count(pool) < pool.config.max_hosts]
             pool = min(room or self._pools, key=lambda pool: self._failures[pool.name])
             node.pool, node.wait = pool, Wait(pool)
@@ -256,12 +264,12 @@ class Fleet(SchedulerPlugin):
         try:
             self._said(name, "asked for")
             connection = pool.open(hosts, wait=wait)
-            with self._lock:  # one after the other, each on the host that then runs least
+            with self._lock:  # one after another, so that each gets the least loaded host
                 if node.wait is None:
                     return
                 node.wait = None
                 self._launch(name, pool, connection)
-        except Exception as error:  # of whatever kind: nobody waits for this thread
+        except Exception as error:  # of any kind, because no caller waits for this thread
             node.wait = None
             self._on_loop(self._lost, name, str(error) or repr(error))
 
@@ -284,7 +292,10 @@ class Fleet(SchedulerPlugin):
         self._said(name, "starting", host=hosts[0])
 
     def _reach(self, connection: PoolConnection) -> str:
-        """Return the scheduler's address for a pool: where its hosts reach the pool's process."""
+        """Return the scheduler's address for the hosts of a pool.
+
+        The scheduler listens on the address at which these hosts reach the pool's process.
+        """
         host = get_address_host(connection.address)
         if host == get_address_host(self._scheduler.address):
             return str(self._scheduler.address)
@@ -294,7 +305,7 @@ class Fleet(SchedulerPlugin):
         return self._heard[host]
 
     async def _listen(self, host: str) -> str:
-        """Have the scheduler listen on one more address of this machine; returns it."""
+        """Make the scheduler listen on one more address of this machine, and return it."""
         scheduler = self._scheduler
         await scheduler.listen(
             f"tls://{host}:0",
@@ -305,7 +316,7 @@ class Fleet(SchedulerPlugin):
         return str(scheduler.listeners[-1].contact_address)
 
     def _spec(self, name: str, pool: Pool, scheduler: str) -> HostSpec:
-        """Return a run of one rank that keeps a node, its folder written."""
+        """Write the run folder of a one-rank run for a node, and return the run's `HostSpec`."""
         terms, config = self._terms, pool.config
         flags = Flags(gpus=1, pool=pool.name, name=f"{terms.name} {name}", hang_s=0)
         plan = make_plan(flags, pool.capacity(), new_run_id(), config.max_hosts, terms.store)
@@ -313,7 +324,7 @@ class Fleet(SchedulerPlugin):
         number = int(name.rpartition("-")[2])
         node = NodeTerms(
             name=name,
-            place=f"tls://127.1.{number // 256 % 256}.{number % 256}:1",  # no other node's
+            place=f"tls://127.1.{number // 256 % 256}.{number % 256}:1",  # different for each node
             security=self._keys.host(name),
             slots=self._slots(pool),
             gpus=terms.gpus,
@@ -344,7 +355,10 @@ class Fleet(SchedulerPlugin):
         )
 
     def _lost(self, name: str, why: str) -> None:
-        """Have another in the place of a node that has ended by itself, or never began."""
+        """Mark a node as lost because it ended by itself or did not start.
+
+        `keep` then starts another one.
+        """
         node = self._nodes[name]
         if node.state == "left":
             return
@@ -358,7 +372,7 @@ class Fleet(SchedulerPlugin):
             node.state = "lost"
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Take down that a node takes jobs; called by Dask."""
+        """Record that a node accepts jobs; called by Dask."""
         name = self._names[worker] = str(scheduler.workers[worker].name)
         node = self._nodes[name]
         if node.state == "coming":
@@ -368,21 +382,21 @@ class Fleet(SchedulerPlugin):
             self._said(name, "here")
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Take down that a node is gone; called by Dask before its jobs are done elsewhere.
+        """Record that a node is gone; called by Dask before other nodes get its jobs.
 
-        Why may be heard later.
+        The reason may arrive later.
         """
         name = self._names.pop(worker)
         if self._nodes[name].state == "here":
             self._lost(name, "its process ended, or its connection broke")
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Say when a job is not called again; called by Dask with each change of one."""
+        """Report a job that has finally failed; called by Dask with each change of a job."""
         if finish == "erred":
             self._scheduler.log_event(TOPIC, msgspec.to_builtins(JobNews(key, "", "erred")))
 
     def _end(self, name: str, wait_s: float = 0.0) -> None:
-        """End what there is of a node after a while; blocks until its pool was told."""
+        """End a node's wait and its run after `wait_s`; blocks until its pool has received it."""
         time.sleep(wait_s)
         node = self._nodes[name]
         with self._lock:
@@ -390,7 +404,7 @@ class Fleet(SchedulerPlugin):
         if wait is not None:
             wait.give_up()
         if node.connection is not None:
-            with contextlib.suppress(TaasError):  # the run has ended with the pool's process
+            with contextlib.suppress(TaasError):  # the pool's process may have ended, with the run
                 node.connection.forget(node.run_id)
                 node.connection.halt(node.run_id, "interrupt")
 
@@ -398,11 +412,11 @@ class Fleet(SchedulerPlugin):
         self._loop.call_soon_threadsafe(call, *arguments)
 
     def _said(self, name: str, state: str, why: str = "", host: str = "") -> None:
-        """Tell the kernel how a node stands."""
+        """Send the state of a node to the kernel."""
         self._on_loop(self._scheduler.tell, NodeNews(name, state, why, host))
 
     async def close(self) -> None:
-        """End all nodes and leave the pools; returns when these were told."""
+        """End all nodes and close the pools; returns when the pools have received it."""
         for name in self._living():
             self._leave(name)
         await asyncio.to_thread(self._threads.shutdown)

@@ -1,4 +1,4 @@
-"""How a farm stands: the reducer of what it hears, and the table of it as text and HTML."""
+"""The state of a farm, the reducer that updates it, and its table as text and HTML."""
 
 from collections import Counter
 from concurrent.futures import Future, InvalidStateError
@@ -16,16 +16,18 @@ STATES = ("queued", "running", "done", "failed", "cancelled")
 
 @dataclass(eq=False)
 class JobState:
-    """A job as the table has it.
+    """The state of one job.
 
     Attributes:
-        name: Its name: the function's, and a number.
-        host: The host that runs it, or ran it last; "" before.
-        runs: Whether a node runs it, as long as it has not ended.
-        took_s: Seconds that its call took; 0 before it has returned.
-        outcome: What it returned or raised; what is said first of any thread counts.
-        ended: The state that follows from that, which a table of many jobs asks for again and
-            again; None before its end, "" until it was asked for.
+        name: The function's name and a number.
+        host: The host that runs the job or ran it last; "" before that.
+        node: The node on that host.
+        last_line: The last line that the job printed.
+        runs: Whether a node runs the job; meaningful only until the job has ended.
+        took_s: Seconds that the call took; 0 until it has returned.
+        outcome: The result or the exception. If several threads set it, the first one counts.
+        ended: A cache of the final state, which a table of many jobs needs often; None until the
+            job has ended, "" until `state` is first read after that.
     """
 
     name: str
@@ -39,7 +41,7 @@ class JobState:
 
     @property
     def state(self) -> str:
-        """How it stands: "queued", "running", "done", "failed" or "cancelled"."""
+        """The state: "queued", "running", "done", "failed" or "cancelled"."""
         if self.ended is None:
             return "running" if self.runs else "queued"
         if not self.ended and self.outcome.done():
@@ -49,7 +51,7 @@ class JobState:
         return self.ended or "running"
 
     def end(self, error: BaseException | None, result: Any = None) -> None:
-        """Let it have ended, if it has not."""
+        """Set the outcome of the job, unless it already has one."""
         self.ended = self.ended or ""
         with suppress(InvalidStateError):
             if error is None:
@@ -60,7 +62,16 @@ class JobState:
 
 @dataclass
 class FarmState:
-    """How a farm stands; threads change it while others read it, each from a copy."""
+    """The state of a farm. Threads change it while others read it, so readers copy first.
+
+    Attributes:
+        least: Smallest number of nodes.
+        most: Largest number of nodes.
+        slots: Number of jobs that a node runs at a time.
+        jobs: All jobs, by name.
+        nodes: The last news of each node, by name.
+        changes: Number of changes so far; by it, a display sees that it must refresh.
+    """
 
     name: str
     pools: str
@@ -78,7 +89,7 @@ class FarmState:
         self.changes += 1
 
     def take(self, said: NodeNews | JobNews) -> None:
-        """Take what a node, or the farm's process, said."""
+        """Apply a message from a node or from the farm's process."""
         self.changes += 1
         if isinstance(said, NodeNews):
             self._take_node(said)
@@ -89,26 +100,30 @@ class FarmState:
             job.last_line = lines[-1] if lines else job.last_line
 
     def close(self) -> None:
-        """Let the farm have ended."""
+        """Mark the farm as closed."""
         self.is_closed = True
         self.changes += 1
 
     def host_of(self, node: str) -> str:
-        """Return the host that a node is on."""
+        """Return the host of a node, or "" if the node is unknown."""
         return self.nodes[node].host if node in self.nodes else ""
 
     def counts(self) -> dict[str, int]:
-        """Return how many jobs there are, by their state."""
+        """Return the number of jobs in each state."""
         found = Counter(job.state for job in list(self.jobs.values()))
         return {state: found[state] for state in STATES}
 
     @property
     def here(self) -> list[NodeNews]:
-        """The nodes that take jobs."""
+        """The nodes that accept jobs."""
         return [node for node in list(self.nodes.values()) if node.state == "here"]
 
     def eta_s(self) -> float | None:
-        """Return seconds until all jobs have ended, by those that have; None while none has."""
+        """Estimate the seconds until all jobs have ended, from the mean time of finished jobs.
+
+        Returns:
+            The estimate, or None if no job has finished or no job is left.
+        """
         jobs = list(self.jobs.values())
         took = [job.took_s for job in jobs if job.state == "done" and job.took_s]
         counts = self.counts()
@@ -134,7 +149,7 @@ class FarmState:
 
 
 def head(state: FarmState) -> str:
-    """Return one line: nodes, jobs by state, when all will have ended."""
+    """Return one line with the nodes, the jobs by state, and the estimated time left."""
     counts = ", ".join(f"{number} {name}" for name, number in state.counts().items() if number)
     eta_s = state.eta_s()
     eta = f" · about {eta_s:.0f} s left" if eta_s is not None else ""
@@ -144,7 +159,11 @@ def head(state: FarmState) -> str:
 
 
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
-    """Return nodes, then jobs: those that run, that failed, that ended last."""
+    """Return the rows of the table: nodes, then jobs, first those that run or have failed.
+
+    Returns:
+        Name, state, host and last line of each node and job.
+    """
     there = [] if state.is_closed else list(state.nodes.values())
     nodes = [n for n in there if n.state != "left"]
     found = [(n.node, n.state, n.host, n.why.partition("\n")[0]) for n in nodes[-SHOWN_JOBS:]]
@@ -155,7 +174,7 @@ def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
 
 
 def bundle(state: FarmState) -> dict[str, str]:
-    """Return the table for a notebook's output; in HTML all that comes from hosts is escaped."""
+    """Return the table for a notebook's output, with all text from hosts escaped in the HTML."""
     cells = rows(state)
     table = columns([("name", "state", "host", "last line"), *cells]) if cells else []
     text = "\n".join([head(state), *(f"  {line}" for line in table)])

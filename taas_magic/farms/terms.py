@@ -1,4 +1,4 @@
-"""What the processes of a farm tell each other; it needs neither torch nor Dask."""
+"""The messages between the processes of a farm. This module needs neither torch nor Dask."""
 
 import os
 from typing import Any
@@ -9,31 +9,38 @@ from taas_magic.host.spec import Origin
 from taas_magic.store.rule import StoreRule
 
 TOPIC = "taas-farm"
-"""What nodes and the farm's process say, to the kernel."""
+"""The Dask topic on which nodes and the farm's process send messages to the kernel."""
 
 INLINE_BYTES = 64 << 10
-"""Parts of arguments that are larger travel by themselves: to each host once, jobs map them."""
+"""Size above which a part of an argument is sent separately.
+
+Each host receives such a part once. The jobs of the host map it into their memory.
+"""
 
 PUT, ASK, DROP = "taas_put_part", "taas_ask_part", "taas_drop_part"
-"""How large parts of arguments travel: by the kernel and nodes, through the farm's process.
+"""Names of the Dask messages that store, fetch and remove large parts of arguments.
 
-Nobody connects to a node, which may lie behind an SSH server or in a batch system's network: nodes
-connect to the farm's process. A large part is there once while a job needs it, and each node asks
-for it once.
+The kernel stores large parts in the farm's process, and nodes fetch them from there. No process
+connects to a node, because a node may be behind an SSH server or in a batch system's network. So
+nodes connect to the farm's process. The farm's process keeps one copy of a large part while a job
+needs it, and each node fetches the part once.
 """
 
 LOST_NODES = 3
-"""On how many nodes that were lost a job may have been; with one more it fails."""
+"""Number of lost nodes that a job survives. A job fails when it loses one node more."""
 
 Security = dict[str, str | bool]
 """Keyword arguments of dask's `Security`."""
 
 Part = bytes | str
-"""A part of what a job is given; of a large one, its name in the farm's process."""
+"""A part of a job's payload or arguments: its bytes, or the name of a large part.
+
+The farm's process stores large parts under these names.
+"""
 
 
 class Blob:
-    """Bytes in memory that processes of this host map by a path."""
+    """Bytes in memory that other processes of this host can map by a path."""
 
     def __init__(self, data: Any) -> None:
         view = memoryview(data).cast("B")
@@ -42,20 +49,22 @@ class Blob:
             view = view[os.write(self._descriptor, view) :]
 
     def __del__(self) -> None:
-        """Give the memory back; what is mapped stays until that is unmapped."""
+        """Release the memory. Existing mappings stay valid until they are unmapped."""
         os.close(self._descriptor)
 
     @property
     def path(self) -> str:
-        """Where it is, for as long as this process has it."""
+        """Path of the bytes; valid while this object exists."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 
 class FarmTerms(Struct, frozen=True):
-    """What the kernel tells the farm's process.
+    """The settings of a farm, which the kernel sends to the farm's process.
 
     Attributes:
         pools: Names of the pools whose hosts become nodes.
+        least: Smallest number of nodes.
+        most: Largest number of nodes.
         gpus: CUDA devices of each job.
         cpus: Processors of each job.
     """
@@ -71,7 +80,11 @@ class FarmTerms(Struct, frozen=True):
 
 
 class FarmPlace(Struct, frozen=True):
-    """How the kernel connects to the farm, and how many jobs a node runs at a time."""
+    """The address and key by which the kernel connects to the farm's process.
+
+    Attributes:
+        slots: Number of jobs that a node runs at a time.
+    """
 
     address: str
     security: Security
@@ -79,16 +92,16 @@ class FarmPlace(Struct, frozen=True):
 
 
 class NodeTerms(Struct, frozen=True):
-    """What the farm's process tells a node.
+    """The settings of a node, which the farm's process sends.
 
     Attributes:
-        place: The address by which Dask knows it; nobody connects to it.
+        place: The address by which Dask identifies the node; no process connects to it.
         security: The node's key to the farm's scheduler.
-        slots: Jobs that run at a time.
-        gpus: CUDA devices of each.
-        cpus: Processors of each.
-        store: The rule of the project store, as the notebook's machine has it.
-        start_timeout_s: Seconds without any work after which its start counts as stuck.
+        slots: Number of jobs that run at a time.
+        gpus: CUDA devices of each job.
+        cpus: Processors of each job.
+        store: The rule of the project store, with the path on the notebook's machine.
+        start_timeout_s: Seconds without any activity after which the start of the node fails.
     """
 
     name: str
@@ -102,14 +115,15 @@ class NodeTerms(Struct, frozen=True):
 
 
 class JobSetting(Struct, frozen=True):
-    """What a job's process is started with: by what its node's rank found, and by the node.
+    """The settings of a job process, from the rank that started the node and from the node.
 
     Attributes:
         store: The rule of the project store, with this host's path.
-        means: What holds it off the store.
-        files: The folder below which jobs save.
-        scratch: The folder that it makes for what the store may not have; at first, how the names
-            of a slot's begin.
+        means: The mechanism that keeps the process's writes out of the store
+            (`store.guard.Means`).
+        files: The folder below which jobs save files.
+        scratch: The scratch folder for writes that are kept out of the store; the process creates
+            it. In the setting of a slot: the common prefix of the slot's scratch folders.
     """
 
     environ: dict[str, str]
@@ -123,11 +137,11 @@ class JobSetting(Struct, frozen=True):
 
 
 class NodeSetting(Struct, frozen=True):
-    """What a node's process is started with; no job is told all of it.
+    """The settings of a node's process. Jobs receive only a part of them.
 
     Attributes:
-        scheduler: Where this host finds the farm's scheduler.
-        jobs: What is the same for all jobs.
+        scheduler: The address at which this host reaches the farm's scheduler.
+        jobs: The settings that all jobs share.
     """
 
     terms: NodeTerms
@@ -136,15 +150,17 @@ class NodeSetting(Struct, frozen=True):
 
 
 class JobCall(Struct, frozen=True):
-    """A job: which name of its payload is called, and with what.
+    """The function call that a job makes.
 
     Attributes:
+        name: The job's name.
         called: The function's name in the payload.
-        count: How many arguments have no name.
-        names: Those of the others.
-        fresh: Whether it must have a process that no other job has run in.
-        setting: A hash of the project's modules and of what the notebook has set in its process:
-            what a process has once imported and set, stays.
+        count: Number of positional arguments.
+        names: Names of the keyword arguments.
+        fresh: Whether the job needs a process in which no other job has run.
+        setting: A hash of the project's modules and of the settings that the notebook has made in
+            its process. A process cannot undo imports and settings, so only jobs with the same
+            hash may share a process.
     """
 
     name: str
@@ -156,10 +172,10 @@ class JobCall(Struct, frozen=True):
 
 
 class PlacedCall(Struct, frozen=True):
-    """A job as its process is told it.
+    """A job as the node sends it to the job's process.
 
     Attributes:
-        saves: Where `taas.save` writes.
+        saves: The folder that `taas.save` writes to.
         payload: The payload, or a path to it.
         arguments: Parts of the arguments, each as bytes or a path.
     """
@@ -175,17 +191,19 @@ CANCELLED = "Cancelled"
 
 
 class JobOutcome(Struct, tag="outcome", kw_only=True):
-    """How a job ended, and what it returned and saved.
+    """The outcome of a job: its error or its result, and the files that it saved.
 
     Attributes:
-        job: Its name, and its node's; "" as its process says it.
-        etype: The type of what it raised, `CANCELLED`, or "JobDied" where its process ended; "" of
-            one that returned.
-        took_s: Seconds that its call took.
-        parts: A pickle of the result, and the memory that it refers to.
-        files: Their paths in the job's folder, which need not be UTF-8, and what is in them.
-        again: Whether the process may serve another job.
-        sends: How many parts follow on the same pipe.
+        job: The job's name. The job's process leaves `job` and `node` empty; the node sets both.
+        node: The node's name.
+        etype: The type of the exception, `CANCELLED`, or "JobDied" if the job's process ended; ""
+            if the job returned.
+        took_s: Seconds that the call took.
+        parts: A pickle of the result, and the buffers that the pickle refers to.
+        files: The path of each saved file in the job's folder, which need not be UTF-8, and the
+            file's content.
+        again: Whether the process may run another job.
+        sends: Number of parts that follow on the same pipe.
     """
 
     job: str = ""
@@ -201,11 +219,11 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
 
 
 NODE_STATES = ("asked for", "starting", "here", "left", "lost", "given up")
-"""In the order in which a node may have them; after "here" it has at most one more."""
+"""The states of a node, in the order in which they follow. At most one state follows "here"."""
 
 
 class NodeNews(Struct, tag="node"):
-    """A node comes or goes; threads tell it, so that an earlier state may be told later."""
+    """A change of a node's state. Threads send these, so an earlier state may arrive later."""
 
     node: str
     state: str
@@ -214,7 +232,12 @@ class NodeNews(Struct, tag="node"):
 
 
 class JobNews(Struct, tag="job"):
-    """A job runs, is "erred" (its Dask future says how), or has printed something."""
+    """News of a job: it runs, it has failed, or it has printed something.
+
+    Attributes:
+        state: "running", "erred" (the job's Dask future has the error), or "" for output only.
+        lines: Output of the job.
+    """
 
     job: str
     node: str
@@ -226,7 +249,7 @@ News = NodeNews | JobNews | JobOutcome
 
 
 class JobEnded(Exception):
-    """How a job ended that did not return; Dask carries it, and runs the job again."""
+    """Raised in a job's Dask task if the job did not return; Dask may then retry the job."""
 
     def __init__(self, outcome: JobOutcome) -> None:
         super().__init__(outcome)

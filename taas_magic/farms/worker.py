@@ -1,6 +1,7 @@
-"""A node as a Dask worker, and the Dask task that runs a job; no part of node.py: it needs Dask.
+"""The Dask worker of a node, and the Dask task that runs a job.
 
-The worker unpickles nothing of the user's: what it is given and what it returns are bytes.
+This module is apart from node.py because it imports Dask. The worker unpickles no objects of the
+user: it receives bytes and returns bytes.
 """
 
 import asyncio
@@ -28,7 +29,14 @@ if TYPE_CHECKING:
 
 
 class NodeWorker(ClosedWorker):
-    """A node's Dask worker; it is given large parts by the farm's process, and gives it results."""
+    """The Dask worker of a node.
+
+    It fetches large parts from the farm's process and sends results to it.
+
+    Attributes:
+        slots: The job processes of the node.
+        results: Packed outcomes of jobs, by job, that are sent when the job's Dask task ends.
+    """
 
     def __init__(self, *args: Any, slots: "Slots", **kwargs: Any) -> None:
         super().__init__(*args, plugins=[_Changes(self)], **kwargs)
@@ -38,7 +46,7 @@ class NodeWorker(ClosedWorker):
         self.stream_handlers[DROP] = self._drop
 
     async def part(self, part: Part) -> bytes | Blob:
-        """Return a part as this node has it, when it has come."""
+        """Return a part: its bytes, or a `Blob` once a large part has arrived."""
         if isinstance(part, bytes):
             return part
         if part not in self._parts:
@@ -49,7 +57,7 @@ class NodeWorker(ClosedWorker):
         try:
             return await asyncio.to_thread(Blob, await getattr(self.scheduler, ASK)(name=name))
         except BaseException:
-            self._drop(name)  # the next job asks again
+            self._drop(name)  # the next job tries again
             raise
 
     def _drop(self, name: str) -> None:
@@ -57,7 +65,7 @@ class NodeWorker(ClosedWorker):
 
 
 class _Changes(WorkerPlugin):
-    """Sends results, and interrupts jobs that nobody wants any more."""
+    """Dask plugin that sends results and interrupts jobs that were cancelled."""
 
     name = "taas-changes"
 
@@ -65,22 +73,23 @@ class _Changes(WorkerPlugin):
         self._worker = worker
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        """Send the result of a job with its end; interrupt one nobody wants; called by Dask."""
+        """Send the result of a job that has ended, or interrupt a cancelled job; called by Dask."""
         result = self._worker.results.pop(key, None)
-        if finish == "memory" and result is not None:  # so it is in one message with its end
+        if finish == "memory" and result is not None:  # so one message has the result and the end
             self._worker.log_event(TOPIC, result)
         if finish in ("cancelled", "released"):
             self._worker.slots.cancel(str(key))
 
 
 async def run_job(call: JobCall, parts: list[Part]) -> None:
-    """Run a job in a process of this node, and keep its result to be sent; the Dask task.
+    """Run a job in a process of this node and keep its outcome for `_Changes`; the Dask task.
 
     Args:
-        parts: The payload, then those of the arguments.
+        call: The job.
+        parts: The payload, then the parts of the arguments.
 
     Raises:
-        JobEnded: It did not return.
+        JobEnded: The job did not return.
     """
     worker = get_worker()
     assert isinstance(worker, NodeWorker)
@@ -96,5 +105,5 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
 
 
 def _carried(data: bytes) -> Any:
-    """Return bytes for a message; Dask sends large ones in pieces, beside it."""
+    """Return bytes in the form that a Dask message needs; Dask sends large ones separately."""
     return data if len(data) <= INLINE_BYTES else to_serialize(data)
