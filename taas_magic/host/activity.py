@@ -1,8 +1,8 @@
-"""Tells a process that is slow to start from one that is stuck.
+"""Distinguishes a process that is slow to start from one that is stuck.
 
-An import may take minutes: from a cold network disk, on a busy machine. So nothing that starts has
-a fixed time for it. A process counts as stuck when it has used no processor time, and read and
-written nothing, for as long as the pool's `start_timeout_s` says.
+An import from a cold network disk or on a busy machine may take minutes. So the start of a process
+has no fixed time limit. A process counts as stuck if it has used no processor time and has read and
+written nothing for the pool's `start_timeout_s`.
 """
 
 import subprocess
@@ -20,13 +20,13 @@ _LOOK_S = 0.5
 
 
 class Usage(NamedTuple):
-    """What processes had used at one time.
+    """One sample of the resources that a set of processes has used.
 
     Attributes:
-        at_s: When, by the monotonic clock.
-        cpu_s: Processor seconds, in all.
-        calls: Number of reads and writes, and of blocks that the system read for them.
-        pids: The processes.
+        at_s: Time of the sample, on the monotonic clock.
+        cpu_s: Total processor seconds.
+        calls: Number of reads and writes, plus the bytes that the system read from disk.
+        pids: Ids of the processes.
     """
 
     at_s: float
@@ -36,16 +36,16 @@ class Usage(NamedTuple):
 
 
 def last_active(before: Usage | None, now: Usage) -> Usage:
-    """Return the newest of two samples that differs from the one before it.
+    """Return `now` if the processes have worked since `before`, else `before`.
 
-    `now.at_s - last_active(...).at_s` is for how long the processes have done nothing. A process
-    that has come or gone counts as work.
+    So `now.at_s - last_active(before, now).at_s` is the number of seconds without work. A new or
+    ended process counts as work.
     """
     return now if before is None or before[1:] != now[1:] else before
 
 
 def usage_of(processes: Iterable[psutil.Process]) -> Usage:
-    """Return what processes have used up to now; those that have ended count for nothing."""
+    """Return a sample of the given processes. Processes that have ended are left out."""
     cpu_s, calls, pids = 0.0, 0, set()
     for process in processes:
         try:
@@ -60,7 +60,7 @@ def usage_of(processes: Iterable[psutil.Process]) -> Usage:
 
 
 def tree_of(pid: int) -> list[psutil.Process]:
-    """Return a process and all below it; none if it has ended."""
+    """Return a process and all its descendants; an empty list if it has ended."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
@@ -69,10 +69,10 @@ def tree_of(pid: int) -> list[psutil.Process]:
 
 
 class IdleTimer:
-    """Measures for how long a process, and all below it, have done nothing.
+    """Timer of the seconds for which a process has done no work.
 
     Args:
-        with_children: Whether what the processes below it do counts as well.
+        with_children: Whether work of the process's descendants counts too.
     """
 
     def __init__(self, pid: int, with_children: bool = True) -> None:
@@ -80,7 +80,7 @@ class IdleTimer:
         self._active: Usage | None = None
 
     def idle_s(self) -> float:
-        """Take a sample; return the seconds since the last one that showed any work."""
+        """Take a sample; return the seconds since the last sample that showed work."""
         tree = tree_of(self._pid)
         now = usage_of(tree if self._with_children else tree[:1])
         self._active = last_active(self._active, now)
@@ -88,14 +88,15 @@ class IdleTimer:
 
 
 def wait_for_start(process: "subprocess.Popen[bytes]", ready: int, start_timeout_s: float) -> bool:
-    """Wait until a process says that it has started, or has ended.
+    """Wait until a process reports that it has started, or ends.
 
     Args:
-        ready: A descriptor that is readable, or at its end, from then on.
+        ready: A descriptor that becomes readable, or closes, when the process has started or ended.
         start_timeout_s: Seconds without any work after which the process counts as stuck.
 
     Returns:
-        Whether it has; False if it is stuck, or stopped (SIGSTOP) for `STOPPED_S`.
+        True if the process has started or ended; False if it is stuck, or was stopped (SIGSTOP) for
+        `STOPPED_S`.
     """
     timer, running_at = IdleTimer(process.pid), time.monotonic()
     while not connection.wait([ready], _LOOK_S):

@@ -1,12 +1,13 @@
 """The host's forkserver: multiprocessing's own, with torch and IPython imported before any run.
 
-Two processes import this module. The agent, which imports neither torch nor IPython, starts the
-forkserver and has it start processes, in tens of milliseconds and as clean as ones that imported
-the same modules themselves; what they run is a function that the agent only names. The forkserver
-imports it for its effect (`_preload`), and imports the rest when it has no child
-(`start_importing_rest`).
-While the forkserver imports the rest, which may take a minute, a fork of it (`_StandIn`) starts
-processes in its place.
+Two processes import this module:
+
+- The agent imports neither torch nor IPython. It starts the forkserver and asks it to fork
+  processes. A fork takes tens of milliseconds, and is as clean as a new process that imported the
+  same modules. The agent passes the function for a fork to run by its dotted name.
+- The forkserver runs `_preload` when it imports this module. It imports the remaining modules
+  (`LATER`) when it has no child (`start_importing_rest`). This may take a minute, in which a fork
+  of the forkserver (`_StandIn`) starts processes in its place.
 """
 
 import gc
@@ -35,70 +36,74 @@ from taas_magic.host.system import die_with_parent, status_of
 from taas_magic.leases import START_TIMEOUT_S, STOPPED_S
 
 MODULES = ("torch", "taas_magic.api", "taas_magic.host.rank", "taas_magic.host.fetcher")
-"""What the forkserver imports first, besides the modules that the pool's settings name."""
+"""Modules that the forkserver imports first, before the modules that the pool's settings add."""
 
 LATER = ("torch._dynamo",)
-"""What it imports when no cell waits; else each rank does, at its first optimizer step: 1 s."""
+"""Modules that the forkserver imports when no cell waits. If it has not, each rank imports them at
+its first optimizer step, which takes 1 s."""
 
 _PRELOAD = "TAAS_PRELOAD"
-"""The environment variable that names the modules which a pool's settings add, with commas."""
+"""Environment variable with the modules that the pool's settings add, separated by commas."""
 
 _AGENT_PID = "TAAS_AGENT_PID"
-"""The environment variable that names the process with which the forkserver ends."""
+"""Environment variable with the agent's pid. The forkserver ends with that process."""
 
 _IMPORTS = "TAAS_IMPORTS"
-"""The environment variable that names the file in which the forkserver says what it imports."""
+"""Environment variable with the path of the file that names the module being imported."""
 
 _FORGET_S = 1.0
-"""How long the forkserver may take to say that a killed process has ended."""
+"""Seconds for the forkserver to report that a killed process has ended."""
 
 _LOST = 255
-"""The exit code that multiprocessing gives to a process whose forkserver ended before it."""
+"""Exit code that multiprocessing assigns to a process whose forkserver ended before it."""
 
 _SEEN_S = 1.0
-"""How long it may take until a forkserver that closed its pipes is seen to have ended."""
+"""Seconds between the moment when a forkserver's pipes close and the moment when it has ended."""
 
 _WATCH_S = 0.5
 _STOPPED_LOOK_S = 0.05
 _IMPORTS_LOOK_S = 0.1
 
 _context = multiprocessing.get_context("forkserver")
-# Process.start() looks at all children, also those of other threads, and reads their exit codes:
-# two threads that read the same one leave one of them without it.
+# Process.start() reads the exit codes of all children, also of those that other threads started.
+# If two threads read the same exit code, only one of them gets it.
 _lock = threading.RLock()
 _server: psutil.Process | None = None
 _stand_in: "_StandIn | None" = None
 _stand_ins: list["_StandIn"] = []
-"""The one that starts processes now, if any, and earlier ones, of which some may have children."""
+"""The stand-in that starts processes now, if any, and earlier ones that may still have children."""
 
 _has_rest = _is_over = False
 _importing = threading.Lock()
 _starting: IdleTimer | None = None
-"""Watches the process that is asked to start another one, as long as it has not answered."""
+"""Idle timer of the process that is starting another one; None if none is being started."""
 
 _start_timeout_s = START_TIMEOUT_S
 _imports_file = Path()
 _imports_seen = "", 0.0
 _why = "this host's forkserver has ended"
 _own_pid: int | None = None
-"""In the forkserver, and what it forks: the forkserver's process id."""
+"""Pid of the forkserver, set in the forkserver and its forks."""
 
 _problems: list[str] = []
-"""In the forkserver: a message for each module of the settings that could not be imported."""
+"""Messages about modules of the pool's settings that could not be imported; in the forkserver."""
 
 
 def begin(modules: Sequence[str]) -> None:
-    """Start the forkserver; returns while it still imports, besides torch and IPython `modules`.
+    """Start the forkserver, and return while it still imports modules.
 
     Must run in the main thread: the forkserver ends with the thread that started it (prctl(2)).
+
+    Args:
+        modules: Modules to import in addition to `MODULES`.
     """
     global _server, _imports_file
     _imports_file = Path(tempfile.gettempdir(), f"taas-imports-{os.getpid()}")
     _say_import(_imports_file, MODULES[0])
     os.environ.update({_PRELOAD: ",".join(modules), _AGENT_PID: str(os.getpid())})
     os.environ[_IMPORTS] = str(_imports_file)
-    # Nothing in torch's imports may make a CUDA context, which no fork survives: torch then asks
-    # NVML instead of CUDA whether there is a GPU.
+    # No import may create a CUDA context, because a fork cannot use it. With this variable, torch
+    # asks NVML instead of CUDA whether there is a GPU.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     multiprocessing.set_forkserver_preload([__name__])
     resource_tracker.ensure_running()
@@ -108,7 +113,10 @@ def begin(modules: Sequence[str]) -> None:
 
 
 def importing() -> tuple[str, float]:
-    """Return the module that the forkserver imports, and for how many seconds it has; "": none."""
+    """Return the module that the forkserver is importing, and the seconds for which it has.
+
+    The name is "" if the forkserver is importing nothing.
+    """
     global _imports_seen
     try:
         name = _imports_file.read_text()
@@ -120,16 +128,16 @@ def importing() -> tuple[str, float]:
 
 
 def _say_import(file: Path, name: str) -> None:
-    """Write what the forkserver imports; nobody ever reads half of it."""
+    """Write the name of the module being imported to `file`, atomically."""
     new = file.with_suffix(".new")
     new.write_text(name)
     new.replace(file)
 
 
 def _watch() -> None:
-    """End the forkserver when it is stopped or stuck for too long.
+    """End the forkserver if it is stopped or stuck for too long.
 
-    Who waits for it then sees it gone, as when it ended by itself; and the host is replaced.
+    Callers that wait for the forkserver then notice that it has ended, and the host is replaced.
     """
     stopped_at: float | None = None
     while is_alive():
@@ -153,13 +161,13 @@ def _watch() -> None:
 
 
 def _servers() -> list[psutil.Process]:
-    """Return the processes on which this host's ranks and fetchers depend."""
+    """Return the forkserver and its stand-ins: this host's ranks and fetchers end with them."""
     servers = [_server] if _server is not None else []
     return servers + [it.process for it in list(_stand_ins)]
 
 
 def _end(server: psutil.Process, what: str) -> None:
-    """End the forkserver, and its stand-in with it."""
+    """Kill the forkserver and its stand-ins because `server` failed as `what` describes."""
     global _why, _is_over
     _is_over = True
     _why = f"this host's forkserver (process {server.pid}) {what}, and was ended"
@@ -169,11 +177,14 @@ def _end(server: psutil.Process, what: str) -> None:
 
 
 def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
-    """Block until the forkserver has imported everything; returns what it could not, and why.
+    """Block until the forkserver has imported `MODULES` and the modules of the pool's settings.
 
     Args:
         start_timeout_s: Seconds without any work after which the forkserver counts as stuck, now
             and at each start of a process.
+
+    Returns:
+        One message for each module of the settings that could not be imported.
 
     Raises:
         PoolError: The forkserver has ended.
@@ -195,13 +206,13 @@ def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
 
 
 class _StandIn:
-    """A fork of the forkserver, which starts processes while the forkserver imports the rest.
+    """A fork of the forkserver that starts processes while the forkserver imports `LATER`.
 
-    It runs multiprocessing's own server on a socket of its own. It ends when the last process that
-    it has started has ended, and with the forkserver.
+    It runs multiprocessing's own server on a separate socket. It ends when the last process that it
+    has started has ended, or with the forkserver.
 
     Attributes:
-        children: What it has started.
+        children: Processes that it has started.
     """
 
     def __init__(self) -> None:
@@ -211,7 +222,7 @@ class _StandIn:
             listener.bind(self._address)
             os.chmod(self._address, 0o600)
             listener.listen()
-            # its server ends when all writing ends are closed, which its children have, too
+            # The stand-in's server ends when all write ends are closed. Its children hold some.
             held, self._held = multiprocessing.Pipe(duplex=False)
             with held:
                 started = start(f"{__name__}.stand_in", listener, held)
@@ -219,13 +230,13 @@ class _StandIn:
         self._started = started
 
     def has_failed(self) -> bool:
-        """Return whether it has ended with processes that it started, which end with it."""
-        if self is _stand_in:  # the forkserver, which imports, says nothing of its exit code
+        """Return whether the stand-in has failed. The processes that it started end with it."""
+        if self is _stand_in:  # the forkserver is importing and cannot report the exit code
             return status_of(self.process) == ""
         return exitcode(self._started) not in (None, 0)
 
     def connect(self, fds: Sequence[int]) -> tuple[int, int]:
-        """Do what `forkserver.connect_to_new_process` does, with this process."""
+        """Replace `forkserver.connect_to_new_process`: ask this stand-in to fork a process."""
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(self._address)
             from_child, child_writes = os.pipe()
@@ -245,9 +256,10 @@ class _StandIn:
         return from_child, to_child
 
     def end_if_over(self) -> None:
-        """Let it end, if it has been replaced and has said how each of its children ended.
+        """Let the stand-in end if it is no longer used and all its children have ended.
 
-        It ends before it says so of the last one, where that alone keeps it from its end.
+        The stand-in must have reported each child's exit code before: it could end before it
+        reports the last one, if only that child kept it running.
         """
         if self is _stand_in or self._held.closed:
             return
@@ -257,17 +269,17 @@ class _StandIn:
 
 
 def stand_in(listener: socket.socket, held: Connection) -> None:
-    """Start processes until nobody holds the other end of `held`; a fork of the forkserver."""
+    """Start processes until all write ends of `held` are closed. Runs in a fork."""
     global _own_pid
     _own_pid = os.getpid()
     forkserver.main(listener.detach(), held.fileno(), [])
 
 
 def start_importing_rest() -> None:
-    """Have the forkserver import LATER, in a thread; a fork of it starts processes meanwhile.
+    """Make the forkserver import `LATER`, while a stand-in starts processes. Does not block.
 
-    Does nothing while the forkserver has children: it would not see their ends. To be called again
-    when they have ended.
+    Does nothing while the forkserver has children, since it would not notice their ends during the
+    import. Call again when the children have ended.
     """
     threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
 
@@ -277,7 +289,7 @@ def _import_rest_once() -> None:
     with _importing:
         if _has_rest or _server is None:
             return
-        # where it has ended, whoever uses it sees that as well
+        # If the forkserver has ended, its callers notice that too.
         with suppress(psutil.NoSuchProcess, PoolError):
             stand_in = _StandIn()
             with _replaced_by(stand_in):
@@ -292,7 +304,7 @@ def _import_rest_once() -> None:
 
 @contextmanager
 def _replaced_by(stand_in: _StandIn) -> Iterator[None]:
-    """Have the stand-in start processes instead of the forkserver, for as long as the block."""
+    """Let the stand-in start processes instead of the forkserver until the block ends."""
     global _stand_in
     own = forkserver.connect_to_new_process
     with _lock:
@@ -308,22 +320,23 @@ def _replaced_by(stand_in: _StandIn) -> Iterator[None]:
 
 
 def is_alive() -> bool:
-    """Return whether the forkserver lives, and nobody has given it up."""
+    """Return whether the forkserver runs and no stand-in has failed."""
     if _is_over or (_server is not None and status_of(_server) == ""):
         return False
     return not any(stand_in.has_failed() for stand_in in list(_stand_ins))
 
 
 def wait_while_stopped() -> None:
-    """Block while the forkserver is stopped (SIGSTOP); for too long, and `_watch` ends it."""
+    """Block while the forkserver is stopped (SIGSTOP). After `STOPPED_S`, it is killed."""
     while any(status_of(process) == psutil.STATUS_STOPPED for process in _servers()):
         time.sleep(_STOPPED_LOOK_S)
 
 
 def took_along(codes: Collection[int | None]) -> bool:
-    """Return whether the forkserver has ended, and with it processes that have these exit codes.
+    """Return whether processes with these exit codes ended because the forkserver ended.
 
-    Its pipes, by which they are seen to end, close before the system shows its own end.
+    The forkserver's pipes, which report the ends of its processes, close a moment before the system
+    shows that the forkserver has ended. So this waits up to `_SEEN_S` if a code is `_LOST`.
     """
     deadline = time.monotonic() + (_SEEN_S if _LOST in codes else 0.0)
     while is_alive():
@@ -334,14 +347,17 @@ def took_along(codes: Collection[int | None]) -> bool:
 
 
 def start(function: str, *arguments: Any) -> Any:
-    """Start a process in a fork of the warm forkserver; returns the `multiprocessing.Process`.
+    """Start a process in a fork of the forkserver.
 
     Args:
-        function: What it runs, by its dotted name.
-        arguments: What it is called with; sockets and connections travel too.
+        function: Dotted name of the function that the process calls.
+        arguments: The function's arguments; may include sockets and connections.
+
+    Returns:
+        The `multiprocessing.Process`.
 
     Raises:
-        PoolError: The forkserver has ended; so will this host.
+        PoolError: The forkserver has ended. This host will end too.
     """
     global _starting
     process = _context.Process(target=call, args=(function, *arguments))
@@ -353,7 +369,7 @@ def start(function: str, *arguments: Any) -> Any:
             process.start()
             if _stand_in is not None:
                 _stand_in.children.append(process)
-        except EOFError as error:  # it has ended, or will have in a moment
+        except EOFError as error:  # the forkserver has ended or is about to end
             raise PoolError(why_ended()) from error
         except OSError as error:
             if is_alive():
@@ -365,21 +381,21 @@ def start(function: str, *arguments: Any) -> Any:
 
 
 def _start_timer() -> IdleTimer | None:
-    """Return what watches the process that is now asked to start one."""
+    """Return an idle timer for the process that starts the next fork; None if there is none."""
     if _stand_in is not None:
         return IdleTimer(_stand_in.process.pid, with_children=False)
-    # an import may start programs; later, what is below the forkserver are ranks
+    # An import may start programs. After the first import, the forkserver's children are ranks.
     is_first_import = importing()[0] != ""
     return IdleTimer(_server.pid, is_first_import) if _server is not None else None
 
 
 def why_ended() -> str:
-    """Return what is to be told of a forkserver that is gone."""
+    """Return the error message for a forkserver that has ended."""
     return f"{_why}; another host takes its place"
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a function by its dotted name; in a process of the forkserver, which ends with that."""
+    """Call a function by its dotted name. Runs in a fork, which ends with the forkserver."""
     if _own_pid is not None:
         die_with_parent(_own_pid)
         _leave_resource_tracker()
@@ -389,10 +405,10 @@ def call(function: str, *arguments: Any) -> None:
 
 
 def _leave_resource_tracker() -> None:
-    """Have this process start its own resource tracker when it needs one, as a program does.
+    """Disconnect this process from the agent's resource tracker; it starts its own when needed.
 
-    A fork of the forkserver would use the agent's tracker, which goes on when the run has ended:
-    semaphores and shared memory that the run left would stay.
+    The agent's tracker keeps running after the run has ended, so it would not remove semaphores and
+    shared memory that the run left.
     """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
@@ -401,22 +417,22 @@ def _leave_resource_tracker() -> None:
 
 
 def _runs(process: Any) -> bool:
-    """Return whether a process runs, as far as was said; one that was forgotten does not."""
+    """Return whether a process runs, as far as reported. A forgotten one counts as ended."""
     try:
         return exitcode(process) is None
-    except ValueError:  # it is closed
+    except ValueError:  # `forget` has closed the process
         return False
 
 
 def exitcode(process: Any) -> int | None:
-    """Return a process's exit code, negative for a signal; None while it runs."""
+    """Return the exit code of a process, negative for a signal; None while it runs."""
     with _lock:
         code: int | None = process.exitcode
     return code
 
 
 def forget(process: Any) -> None:
-    """Free the descriptors of a process that has been ended; else they wait for the collector."""
+    """Close the descriptors of a process that has ended, without waiting for garbage collection."""
     with _lock:
         process.join(_FORGET_S)
         if process.exitcode is not None:
@@ -424,22 +440,23 @@ def forget(process: Any) -> None:
 
 
 def report(control: Connection) -> None:
-    """Send `_problems` to the agent; in a fork."""
+    """Send `_problems` to the agent. Runs in a fork."""
     control.send(_problems)
 
 
 def _preload() -> None:
-    """Import and make, in the forkserver, what each rank then finds done.
+    """Import modules and prepare the forkserver, so that each rank inherits the result.
 
-    No CUDA context and no thread may come of it: forks would inherit the one broken and the other
-    not at all.
+    This must create no CUDA context and no thread: a fork's CUDA context is broken, and threads do
+    not exist in a fork.
     """
     global _own_pid
     _own_pid = os.getpid()
-    # Ranks hold the pipe on whose end a forkserver waits, so it would outlive a killed agent.
+    # Python's forkserver ends when its pipe closes. Ranks hold that pipe too, so the forkserver
+    # would outlive a killed agent.
     die_with_parent(int(os.environ[_AGENT_PID]))
     _close_input()
-    gc.disable()  # what is imported stays; to look through it again and again takes 0.2 s
+    gc.disable()  # imported objects stay alive; collecting during the imports takes 0.2 s
     imports_file = Path(os.environ[_IMPORTS])
     for name in MODULES:
         _say_import(imports_file, name)
@@ -448,7 +465,7 @@ def _preload() -> None:
         _say_import(imports_file, name)
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever a module raises is only reported
+        except Exception as error:  # any error of a module is only reported
             _problems.append(f"preload: {name!r} was not imported: {type(error).__name__}: {error}")
     importlib.import_module("taas_magic.host.rank").prepare()
     _settle()
@@ -457,9 +474,10 @@ def _preload() -> None:
 
 
 def _close_input() -> None:
-    """Have descriptor 0 end at once, here and in forks; else it is the agent's, which never does.
+    """Make standard input empty, here and in forks.
 
-    What a cell starts may read it: ssh, ffmpeg.
+    The inherited standard input is the agent's, which never ends. Programs that a cell starts, such
+    as ssh and ffmpeg, may read it.
     """
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -467,10 +485,10 @@ def _close_input() -> None:
 
 
 def _import_rest(number: int, frame: FrameType | None) -> None:
-    """Handle the agent's signal, in the forkserver's only thread, between two forks."""
+    """Import `LATER` on the agent's signal. Runs in the forkserver's only thread, between forks."""
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])
-    with suppress(Exception):  # whoever needs it meets the same error where the user sees it
+    with suppress(Exception):  # a rank that needs the module raises the same error to the user
         for name in LATER:
             _say_import(imports_file, name)
             importlib.import_module(name)
@@ -479,16 +497,16 @@ def _import_rest(number: int, frame: FrameType | None) -> None:
 
 
 def _settle() -> None:
-    """Have forks find what was imported as if it had always been there."""
-    # What is to happen at the end of this process, no rank calls at its own: torch alone has
-    # hundreds of finalizers, and a temporary folder would go with the first rank.
+    """Prepare imported objects for forks: drop exit finalizers and freeze the collector."""
+    # A rank must not run this process's finalizers when it exits: torch alone has hundreds, and the
+    # first rank would remove a temporary folder of all.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
-    # A collection in a fork would write to, and so copy, every page that holds an object. Here, it
-    # would take 0.4 s to find what little the imports left.
+    # A collection in a fork would write to every page that holds an object, and so copy the page.
+    # A collection here would take 0.4 s and find little.
     gc.freeze()
     gc.enable()
 
 
-if os.environ.get(_AGENT_PID) == str(os.getppid()):  # else the variable was inherited
+if os.environ.get(_AGENT_PID) == str(os.getppid()):  # otherwise the variable was inherited
     _preload()
